@@ -16,6 +16,7 @@ if "JAXTRAIN_CACHE" not in os.environ:
 import jax
 import pytest
 
+from jaxtrain import compile_cache
 from tests.kernels.interpreted import interpreted  # noqa: F401
 from tests.s3 import _network, _server, bucket, impatient, network  # noqa: F401
 
@@ -26,5 +27,14 @@ def cache(tmp_path_factory):
     before = jax.config.jax_compilation_cache_dir
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        compile_cache.enable_compilation_cache()
         yield
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Each test is in one tier: -m slow would also run what is marked exhaustive beside it."""
+    both = [item.nodeid for item in items if {"slow", "exhaustive"} <= {mark.name for mark in item.iter_markers()}]
+    if both:
+        raise pytest.UsageError(f"these are marked slow and exhaustive: {', '.join(both)}")

@@ -203,9 +203,10 @@ def test_signal_handlers_are_left_alone(refused):
 @pytest.mark.parametrize("flags, line", [
     ([f"--config={TINY}", "--config.model.num_layer=3"],
      "model.num_layer: there is no such key; did you mean 'num_layers'?"),
-    (["--confg=x"], "--confg=x: there is no such flag; did you mean '--config'?"),
-    ([f"--config={TINY}", "--config.data.source=/no/such"],
-     "data.source: '/no/such' does not exist; name a folder or file of UTF-8 text, or use 'stdlib'"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (["--confg=x"], "--confg=x: there is no such flag; did you mean '--config'?"),
+        ([f"--config={TINY}", "--config.data.source=/no/such"],
+         "data.source: '/no/such' does not exist; name a folder or file of UTF-8 text, or use 'stdlib'"))),
 ])
 def test_as_a_command(tmp_path, flags, line):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAXTRAIN_CACHE": str(tmp_path / "cache")}

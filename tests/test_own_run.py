@@ -184,7 +184,7 @@ class StopAt(jt.Observer):
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("kind", [kind if kind in ("module", "equinox") else pytest.param(kind, marks=pytest.mark.slow)
+@pytest.mark.parametrize("kind", [kind if kind == "module" else pytest.param(kind, marks=pytest.mark.slow)
                                   for kind in KINDS])
 def test_a_run_that_was_stopped_is_to_the_bit_the_one_that_was_not(kind, tmp_path):
     run = shared(kind)

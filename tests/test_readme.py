@@ -24,7 +24,10 @@ TEMPLATE = re.compile(r"[\[\]<>]|\.\.\.|\b[A-Z]{4,}\b(?![.=])|DIR\b")
 SMALL = ["--config.train.steps=2", "--config.optimizer.warmup_steps=1", "--config.train.eval_every=0",
          "--config.train.eval_batches=1", "--config.train.sample_tokens=8", "--config.checkpoint.every=0"]
 QUICK = re.compile(r"jaxtrain\.main --config=configs/gpt\.py$|--print_config|jaxtrain\.doctor$")
-LONG = ("README.md", 0), ("planner.md", 0), ("api.md", 0), *(("objectives.md", number) for number in (1, 2, 3))
+# These differ from another one in the config alone, and tests/test_configs.py trains the tiny variant of each config.
+ALIKE = re.compile(r"configs/(?!deepseek_v3)\w+\.py --config\.data\.source=/path/to/text$|jaxtrain\.plan .*llama3_8b")
+LONG = (*((page, 0) for page in ("README.md", "planner.md", "api.md", "training.md")),
+        *(("objectives.md", number) for number in range(5)))
 PYTHON = re.compile(r"^```python\n(?!# \S+\.py\n)(.*?)^```", re.M | re.S)
 FILE = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```", re.M | re.S)  # a file to write, not a script to run
 SETUP = re.compile(r"^python3 -m venv \.venv && \.venv/bin/pip install -q -e \S+ && (\.venv/bin/python .*)$", re.M)
@@ -99,7 +102,7 @@ def test_readme_begins_with_the_two_commands_and_is_short():
 def chains() -> list:
     """Commands that run by themselves, and those that follow each other with what the ones before made in a folder.
 
-    But for a few they are among the long tests.
+    But for a few they are among the long tests; those that are like another one are among the exhaustive ones.
     """
     def made(command):
         return next((folder for folder in ("corpora/", "models/", "runs/tour") if folder in command), "")
@@ -111,7 +114,8 @@ def chains() -> list:
         word in command for word in slow)]
     groups = [list(group) for _, group in itertools.groupby(commands, key=made)]
     found = [chain for group in groups for chain in ([group] if made(group[0]) else [[one] for one in group])]
-    return [pytest.param(chain, id=chain[0], marks=() if QUICK.search(chain[0]) else pytest.mark.slow)
+    tiers = ((QUICK, ()), (ALIKE, pytest.mark.exhaustive), (re.compile(""), pytest.mark.slow))
+    return [pytest.param(chain, id=chain[0], marks=next(marks for kind, marks in tiers if kind.search(chain[0])))
             for chain in found]
 
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_startup():
     done = subprocess.run([sys.executable, ROOT / "tools/bench_startup.py", "--import_time"], capture_output=True,
                           text=True, timeout=300)
@@ -18,7 +18,7 @@ def test_startup():
     assert "python tools/bench_startup.py --import_time" in done.stdout and "import jaxtrain " in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_data():
     command = [sys.executable, ROOT / "tools/bench_data.py", "--megabytes=0.3", "--config=configs/gpt.py:tiny"]
     done = subprocess.run(command, capture_output=True, text=True,

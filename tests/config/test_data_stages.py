@@ -19,6 +19,7 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.trainer.loop import train
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +83,8 @@ def test_a_stage_of_longer_rows_trains_as_a_plain_loop_would(keys, straight):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stop", [2, 4, 6])
+@pytest.mark.parametrize("stop", [
+    pytest.param(2, marks=pytest.mark.exhaustive), *(pytest.param(stop, marks=pytest.mark.slow) for stop in (4, 6))])
 def test_resumed_before_at_or_behind_the_change_it_is_the_same_run(keys, straight, tmp_path, stop):
     workdir = tmp_path / "work"
     shutil.copytree(straight[1], workdir)
@@ -211,7 +212,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize(("product", "rows"), [
-    pytest.param(product, rows, marks=pytest.mark.slow if one == other else pytest.mark.exhaustive)
+    pytest.param(product, rows, marks=pytest.mark.slow if one == other > 0 else pytest.mark.exhaustive)
     for one, product in enumerate(PRODUCTS) for other, rows in enumerate(("best_fit and a mask", "stages", "bucket"))])
 def test_rows_that_change_have_the_gradients_of_one_device(keys, tmp_path, rows, product):
     """By gradient descent, so that the parameters' way is the sum of all gradients: every leaf is compared."""

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -136,38 +137,38 @@ def test_frozen_and_hashed():
 # ------------------------------------------------------------------------------------------ every field has a reader
 
 
-def read_fields(sources: list[str]) -> set[tuple[str, str]]:
+@functools.cache
+def read_fields(source: str) -> set[tuple[str, str]]:
     """(section, field) pairs that are read as `X.section.field`, or as `name.field` where `name` holds a section.
 
     A name holds a section where it was assigned one (`t = config.train`) or is annotated as one (`c: ModelConfig`).
     """
     by_class = {cls.__name__: section for section, cls in SECTIONS.items()}
     by_class |= {base.__name__: "model" for cls in FAMILIES.values() for base in cls.__mro__[:-1]}
+    nodes = list(ast.walk(ast.parse(source)))
+    held = {(node.arg, by_class[node.annotation.id]) for node in nodes if isinstance(node, ast.arg)
+            and isinstance(node.annotation, ast.Name) and node.annotation.id in by_class}
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = zip(node.targets[0].elts, node.value.elts, strict=False)
+            held |= {(name.id, value.attr) for name, value in pairs if isinstance(name, ast.Name)
+                     and isinstance(value, ast.Attribute) and value.attr in SECTIONS}
     found = set()
-    for source in sources:
-        tree = ast.parse(source)
-        held = {(node.arg, by_class[node.annotation.id]) for node in ast.walk(tree) if isinstance(node, ast.arg)
-                and isinstance(node.annotation, ast.Name) and node.annotation.id in by_class}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign):
-                pairs = [(node.targets[0], node.value)]
-                if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    pairs = zip(node.targets[0].elts, node.value.elts, strict=False)
-                held |= {(name.id, value.attr) for name, value in pairs if isinstance(name, ast.Name)
-                         and isinstance(value, ast.Attribute) and value.attr in SECTIONS}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                if isinstance(node.value, ast.Attribute) and node.value.attr in SECTIONS:
-                    found.add((node.value.attr, node.attr))
-                elif isinstance(node.value, ast.Name):
-                    found |= {(section, node.attr) for name, section in held if name == node.value.id}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            if isinstance(node.value, ast.Attribute) and node.value.attr in SECTIONS:
+                found.add((node.value.attr, node.attr))
+            elif isinstance(node.value, ast.Name):
+                found |= {(section, node.attr) for name, section in held if name == node.value.id}
     return found
 
 
 def unread(sources: list[str]) -> set[tuple[str, str]]:
     fields = {(section, field.name) for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
     fields |= {("model", field.name) for cls in FAMILIES.values() for field in dataclasses.fields(cls)}
-    return fields - read_fields(sources)
+    return fields.difference(*map(read_fields, sources))
 
 
 def test_every_field_is_read():

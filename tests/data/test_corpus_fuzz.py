@@ -30,7 +30,6 @@ from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files
 from tests.odd_files import device, fifo, folder, sparse, unix_socket
 
-CASES = 200
 MEMORY = 2**27  # bytes that one of them may take
 FOREIGN: set[str] = set()  # links that count as made by somebody else
 
@@ -314,8 +313,9 @@ def wrong(found, whole, memory, watch, allowed, outside) -> str:
     return "" if identity != right or same(given, want, vocab - 1) else "gave other tokens"
 
 
-@pytest.mark.slow
-def test_damaged_corpora_harm_nobody(corpora, tmp_path, monkeypatch):
+@pytest.mark.parametrize("cases", [
+    pytest.param(60, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_damaged_corpora_harm_nobody(corpora, tmp_path, monkeypatch, cases):
     lstat = os.lstat
 
     def told(path, **keys):
@@ -327,7 +327,7 @@ def test_damaged_corpora_harm_nobody(corpora, tmp_path, monkeypatch):
     whole = [read(str(path), tmp_path / "whole", "fail") for path in corpora]
     tracemalloc.start()
     try:
-        for seed in range(CASES):
+        for seed in range(cases):
             rng = random.Random(seed)
             base = tmp_path / str(seed)
             (base / "outside").mkdir(parents=True)
@@ -357,4 +357,4 @@ def test_damaged_corpora_harm_nobody(corpora, tmp_path, monkeypatch):
     finally:
         tracemalloc.stop()
     assert not broken, "\n".join([f"{len(broken)} of them:", *broken[:20]])
-    assert outcomes["refused"] > CASES // 4 and outcomes["read"] > CASES // 10  # so that both were tried
+    assert outcomes["refused"] > cases // 4 and outcomes["read"] > cases // 10  # so that both were tried

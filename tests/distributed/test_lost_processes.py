@@ -82,7 +82,7 @@ def wait_for_steps(run, workdir):
 
 @pytest.mark.parametrize("processes, devices, victim", [
     pytest.param(2, 1, 1, marks=pytest.mark.exhaustive), pytest.param(2, 1, 0, marks=pytest.mark.slow),
-    pytest.param(4, 2, 2, marks=pytest.mark.slow)])
+    pytest.param(4, 2, 2, marks=pytest.mark.exhaustive)])
 def test_killed(flags, tmp_path, processes, devices, victim):
     with started(flags, tmp_path, processes, devices) as run:
         wait_for_steps(run, tmp_path)

@@ -504,6 +504,7 @@ def test_the_exit_status_tells_of_failures(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out) == {"level": "FAIL", "check": "driver", "what": "old", "fix": "new"}
 
 
+@pytest.mark.slow
 def test_the_whole_command(tmp_path):
     environ = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_no_such_flag=1"}
     command = [sys.executable, "-m", "jaxtrain.doctor", f"--workdir={tmp_path}", "--json"]

@@ -24,6 +24,7 @@ NEW, LONGEST = 12, 32  # the windows of 5 and 6 are shorter than the texts
 FAMILIES = ("gpt2", "gpt2_untied", "llama", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v3",
             "alternating", "gpt_oss")
 QUICK = ("gpt2",)
+SOME = ("gpt2", "gemma3", "deepseek_v3")  # of each kind of cache one: of all tokens, of a window, of latents
 
 
 @functools.cache  # and with it its compiled programs
@@ -86,8 +87,9 @@ def test_tokens_and_logits_are_those_of_the_whole_forward_pass(family):
     check_all_logits(build(family), family)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "sizes"), [("deepseek_v3", {"tensor": 2, "fsdp": 2}), ("gpt2", {"tensor": 2})])
+@pytest.mark.parametrize(("family", "sizes"), [
+    pytest.param("deepseek_v3", {"tensor": 2, "fsdp": 2}, marks=pytest.mark.slow),
+    pytest.param("gpt2", {"tensor": 2}, marks=pytest.mark.exhaustive)])
 def test_adapters_are_part_of_the_model(family, sizes):
     """Of latents, too, whose projections are absorbed while one token at a time is computed."""
     run = build(family, lora__rank=3, lora__alpha=6.0, **{f"mesh__{axis}": size for axis, size in sizes.items()})
@@ -178,7 +180,9 @@ NO_WORK = {"parameter", "get-tuple-element", "tuple", "while", "bitcast", "fusio
 
 @pytest.mark.parametrize(("family", "keys"), [
     ("gpt2", {}), *(pytest.param(family, dict(train__precision="bfloat16"), marks=pytest.mark.slow)
-                    for family in ("gpt2", "alternating", "gemma3", "deepseek_v3"))], ids=str)
+                    for family in ("gemma3", "deepseek_v3")),
+    *(pytest.param(family, dict(train__precision="bfloat16"), marks=pytest.mark.exhaustive)
+      for family in ("gpt2", "alternating"))], ids=str)
 def test_a_cpu_changes_the_cache_in_place(family, keys, monkeypatch):
     """By one update of each array for a token; none is copied, converted or taken out of a stack."""
     run, slots = build(family, **keys), 52  # no other array has this dimension before the last
@@ -195,8 +199,9 @@ def test_a_cpu_changes_the_cache_in_place(family, keys, monkeypatch):
     assert not kinds.keys() - NO_WORK
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["alternating", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", [
+    pytest.param("alternating", marks=pytest.mark.slow),
+    *(pytest.param(family, marks=pytest.mark.exhaustive) for family in ("deepseek_v3", "gpt_oss"))])
 def test_stacked_layers_give_the_same(family, monkeypatch):
     """As accelerators have them: there a loop takes weights and entries of the cache out of stacks."""
     run = build.__wrapped__(family)
@@ -225,6 +230,7 @@ def test_what_follows_a_prompt_does_not_depend_on_the_others_and_compiles_once()
     assert [len(tokens) for tokens in say([[1] * 30, [1] * 31])] == [2, 1]  # as many as there is room for
 
 
+@pytest.mark.slow
 def test_a_row_that_is_finished_stays_as_it_is():
     run, greedy = build("gpt2"), [one.tokens for one in continued("gpt2")]
     end = greedy[0][4]
@@ -278,8 +284,8 @@ def varied(family):
     return jt.generate(run, state(run, family), MANY, batch_size=32, **VARIED)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [
+    pytest.param(family, marks=pytest.mark.slow if family in SOME else pytest.mark.exhaustive) for family in FAMILIES])
 def test_prompts_that_take_the_places_of_finished_rows_are_continued_as_alone(family, monkeypatch):
     run = build(family)
     held, want = state(run, family), varied(family)

@@ -23,6 +23,7 @@ from tests.numerics.plain_lora import merged
 from tests.tiny import free_address, virtual_devices
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 
 KEYS = {"model.vocab_size": 264, "model.max_seq_len": 32, "data.seq_len": 32, "data.global_batch_size": 8,
         "train.steps": 2, "optimizer.warmup_steps": 1, "train.eval_batches": 1, "train.progress": False,

@@ -26,6 +26,7 @@ def sampled(text, **sizes):
     return sample(run, run.init(), prompt="line 7", length=30)
 
 
+@pytest.mark.slow
 def test_without_temperature_the_most_probable_token_is_taken(text, tmp_path):
     run = jt.build(jt.load_config("configs/gpt.py:tiny", text | {"mesh.data": 1}), devices=jax.devices()[:1])
     state = run.init()

@@ -12,7 +12,7 @@ from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.models import lora
 from tests.numerics import reference
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]  # programs are compiled once
 FEW = "--max_new_tokens=8"
 
 

@@ -32,8 +32,8 @@ def differs(family, **keys):
 
 
 @pytest.mark.parametrize(("family", "keys"), [
-    pytest.param("qwen2", {}, marks=pytest.mark.slow),
-    ("alternating", dict(model__num_layers=3, model__dense_layers=1, model__experts_every=2))])
+    pytest.param(family, keys, marks=pytest.mark.slow) for family, keys in (
+        ("qwen2", {}), ("alternating", dict(model__num_layers=3, model__dense_layers=1, model__experts_every=2)))])
 def test_logits_are_those_of_the_plain_model(family, keys):
     assert differs(family, **keys) < 1e-5
 

@@ -21,13 +21,13 @@ SLOW = [
     ("alternating", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2, pipeline__schedule="zb_h1",
                          train__remat="attention")),
     ("alternating", dict(mesh__fsdp=2, mesh__expert=2, mesh__context=2, train__unroll=2, train__remat="full")),
-    ("deepseek_v3", {}),
-    ("mixtral", dict(mesh__data=2, mesh__expert=4, optimizer__zero_stage=2, train__unroll=0)),
     ("qwen3_moe", dict(mesh__context=2, mesh__expert=2, mesh__tensor=2)),
-    ("deepseek_v3", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2)),
     ("gpt_oss", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2)),
 ]
 EXHAUSTIVE = [
+    ("deepseek_v3", {}),
+    ("deepseek_v3", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2)),
+    ("mixtral", dict(mesh__data=2, mesh__expert=4, optimizer__zero_stage=2, train__unroll=0)),
     ("mixtral", {}),
     ("gpt_oss", {}),
     ("qwen3_moe", {}),

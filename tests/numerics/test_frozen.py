@@ -24,13 +24,11 @@ CASES = {
         train__freeze=["blocks/layer/attention/*", "blocks/layer/mlp/*"])),
     "all layers frozen, 1f1b": ("llama", dict(mesh=(1, 1, 1), mesh__stage=2, train__freeze=["blocks/*"])),
 }
-QUICK = ("one device",)
 EXHAUSTIVE = ("remat, context", "1f1b")
 
 
 @pytest.mark.parametrize("name", [
-    name if name in QUICK else pytest.param(
-        name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow) for name in CASES])
+    pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow) for name in CASES])
 def test_the_rest_learns_as_in_plain_training(name):
     family, keys = CASES[name]
     run = reference.build(family, **(dict(train__freeze=list(FREEZE)) | keys))

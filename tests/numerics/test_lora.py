@@ -45,11 +45,15 @@ CASES = {
                                         lora__rank_stabilized=True)),
     "dora, latents, experts": ("deepseek_v3", dict(mesh=(1, 2, 2), mesh__expert=2, lora__dora=True)),
 }
-QUICK = ("tensor", "nf4, tensor")
+QUICK = ("tensor",)
+# Their meshes and kinds of adapters are in other cases, too.
+EXHAUSTIVE = ("one device", "remat by layer", "context", "1f1b", "nf4, tensor", "nf4, zero-bubble", "experts",
+              "nf4, latents, experts", "dora, tensor", "dora, zero-bubble")
 
 
 @pytest.mark.parametrize("name", [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+    name if name in QUICK else pytest.param(
+        name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow) for name in CASES])
 def test_loss_and_gradients_are_those_of_the_merged_model(name):
     family, keys = CASES[name]
     run = reference.build(family, **(LORA | keys))

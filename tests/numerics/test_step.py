@@ -102,7 +102,8 @@ def rounded(precision):
     return run, reference.compiled(run)
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_learns_as_float32_does_on_float32_master_weights(precision):
     run, step = rounded(precision)
     state, losses = reference.start(run), []

@@ -24,7 +24,6 @@ CASES = {
     "1f1b": dict(mesh=(1, 2, 2), mesh__stage=2),
     "zero-bubble": dict(mesh=(2, 1, 1), mesh__stage=2, pipeline__schedule="zb_v", train__z_loss=1e-3),
 }
-QUICK = ("one device",)
 
 
 def logits(config, params, batch):
@@ -69,8 +68,8 @@ def truth(z_loss):
     return jax.device_get(grad(params))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
-                                  for name in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_any_mesh_gives_the_plain_loss_and_gradients(name):
     run = run_of(**CASES[name])
     params, of_teacher = reference.initial("gpt2"), teacher()[1]

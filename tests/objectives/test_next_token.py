@@ -13,7 +13,7 @@ from tests.numerics import reference
 
 
 @pytest.mark.parametrize(("family", "keys"), [
-    ("gpt2", {"train__accumulation": 2}),
+    pytest.param("gpt2", {"train__accumulation": 2}, marks=pytest.mark.slow),
     pytest.param("mixtral", {"mesh__data": 2, "mesh__tensor": 2, "model__mtp_loss_weight": 0.3,
                              "train__loss_chunks": 4}, marks=pytest.mark.slow),
     pytest.param("mixtral", {"mesh__data": 2, "mesh__stage": 2, "mesh__tensor": 2, "train__accumulation": 2,

@@ -46,11 +46,13 @@ CASES = {
     "reward model, experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3, **REWARD)),
     "adapters": ("qwen2", dict(mesh=(2, 2, 1), mesh__context=2, mesh__context_strategy="gather", lora__rank=2)),
 }
-QUICK = ("1f1b, context",)
+# Their losses and meshes are in other cases, too, of answers compared or of a reward model.
+EXHAUSTIVE = ("one device", "remat, hinge", "adapters", "reward model, one device", "reward model, ring",
+              "reward model, 1f1b, context", "reward model, experts")
 
 
 @pytest.mark.parametrize("name", [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+    pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow) for name in CASES])
 def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = reference.build(family, **(DPO | keys))

@@ -25,7 +25,8 @@ from tests.numerics import reference
 
 SLOW = pytest.mark.slow
 STRATEGIES = ("ring", "gather", "ulysses")
-FIRST = ["ring", *(pytest.param(strategy, marks=SLOW) for strategy in STRATEGIES[1:])]
+FIRST = [pytest.param("ring", marks=SLOW),
+         *(pytest.param(strategy, marks=pytest.mark.exhaustive) for strategy in STRATEGIES[1:])]
 B, T, K = 4, 32, 8
 HEADS = ("batch", "seq", "act_heads", None)
 KV_HEADS = ("batch", "seq", "act_kv_heads", None)
@@ -189,7 +190,7 @@ def test_a_model_has_the_loss_and_gradients_of_one_device(family, mesh, n, strat
 
 
 @pytest.mark.parametrize(("family", "mesh", "n", "strategy"), [
-    pytest.param(*case, strategy, marks=SLOW if i % 7 == 2 else pytest.mark.exhaustive)
+    pytest.param(*case, strategy, marks=SLOW if i in (2, 9) else pytest.mark.exhaustive)
     for i, (case, strategy) in enumerate(zip(MORE, itertools.cycle(STRATEGIES)))], ids=str)
 def test_training_has_the_numbers_of_one_device(family, mesh, n, strategy):
     policies = ("none", "full", "dots", "attention", "attention_and_dots")
@@ -395,7 +396,8 @@ def test_a_model_gathers_its_sequence_nowhere():
 
 
 @pytest.mark.parametrize(("strategy", "sizes"), [
-    ("ring", dict(context=32, tensor=8)), pytest.param("gather", dict(context=32, tensor=8), marks=SLOW),
+    pytest.param("ring", dict(context=32, tensor=8), marks=SLOW),
+    pytest.param("gather", dict(context=32, tensor=8), marks=pytest.mark.exhaustive),
     pytest.param("ulysses", dict(fsdp=8, context=4, tensor=8), marks=SLOW),  # no more devices than heads
 ])
 def test_a_million_tokens_lower_for_256_devices(strategy, sizes):

@@ -117,11 +117,11 @@ def test_weights_are_not_gathered_where_their_copy_does_not_fit(monkeypatch):
         preflight.check(build(config))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize(("config", "mesh"), [
-    (GPT, {"data": 2, "fsdp": 2}), (GROUPED, {"fsdp": 2, "tensor": 2}), (WINDOWS, {"data": 2, "fsdp": 2}),
-    (LATENT, {"fsdp": 2, "expert": 2})])
+@pytest.mark.parametrize(("config", "mesh", "gathered"), [
+    pytest.param(*case, gathered, marks=pytest.mark.slow if gathered == i % 2 else pytest.mark.exhaustive)
+    for i, case in enumerate((
+        (GPT, {"data": 2, "fsdp": 2}), (GROUPED, {"fsdp": 2, "tensor": 2}), (WINDOWS, {"data": 2, "fsdp": 2}),
+        (LATENT, {"fsdp": 2, "expert": 2}))) for gathered in (False, True)])
 def test_near_what_the_compiler_of_cpus_says(config, mesh, gathered):
     """Of models of a width at which products, rather than their smallest parts, decide."""
     wider = {"model__embed_dim": 256, "model__mlp_dim": 1024, "model__num_layers": 4}

@@ -15,12 +15,14 @@ from tests.numerics import reference
 
 SLOW = pytest.mark.slow
 MESHES = [
-    ("llama", (2, 2, 2), {"train__remat": "full"}), ("gpt2", (1, 1, 4), {"train__unroll": 0}),
+    ("llama", (2, 2, 2), {"train__remat": "full"}),
     *(pytest.param(*case, marks=SLOW) for case in (
-        ("llama", (1, 8, 1), {"optimizer__zero_stage": 3, "train__remat": "dots"}), ("gpt2", (8, 1, 1), {}),
-        ("llama", (2, 1, 2), {"mesh__context": 2}),
+        ("gpt2", (1, 1, 4), {"train__unroll": 0}),
+        ("llama", (1, 8, 1), {"optimizer__zero_stage": 3, "train__remat": "dots"}),
         ("qwen3", (1, 2, 1), {"mesh__context": 2, "mesh__context_strategy": "ulysses"}),
-        ("gemma3", (1, 2, 2), {}), ("deepseek_v3", (1, 2, 2), {"mesh__expert": 2}),
+        ("gemma3", (1, 2, 2), {}), ("deepseek_v3", (1, 2, 2), {"mesh__expert": 2}))),
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
+        ("gpt2", (8, 1, 1), {}), ("llama", (2, 1, 2), {"mesh__context": 2}),
         ("mixtral", (2, 1, 1), {"mesh__expert": 2}))),
 ]
 
@@ -103,7 +105,8 @@ def test_any_mesh_gives_the_numbers_of_one_device(float32_elsewhere, family, mes
     assert_same(gradients(family, mesh, **keys), gradients(family, (1, 1, 1)))
 
 
-@pytest.mark.parametrize("schedule", ["zb_v", pytest.param("1f1b", marks=SLOW)])
+@pytest.mark.parametrize("schedule", [
+    pytest.param("zb_v", marks=SLOW), pytest.param("1f1b", marks=pytest.mark.exhaustive)])
 def test_a_pipeline_gives_the_numbers_of_one_device_with_as_many_micro_batches(float32_elsewhere, schedule):
     """Each micro-batch has scales of its own."""
     got = gradients("llama", (1, 2, 2), mesh__stage=2, pipeline__schedule=schedule, pipeline__microbatches=4)

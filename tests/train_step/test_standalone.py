@@ -121,7 +121,7 @@ CASES = [(kind, mesh, accumulation, zero, clip)
          for i, mesh in enumerate(MESHES) for j, (kind, accumulation) in enumerate(
              [("module", 1), ("tree", 4), ("module", 4)])
          for zero, clip in [((i + j) % 4, 0.5 if (i + j) % 2 else 0.0)]]
-QUICK = 1, 6, 10
+QUICK = 1, 6
 
 
 @pytest.mark.parametrize("kind, mesh, accumulation, zero, clip", [

@@ -277,6 +277,7 @@ def test_a_wrong_batch_in_one_sentence(run, tmp_path, change, message):
         wrong.batch(0)
 
 
+@pytest.mark.slow
 def test_wider_integers_are_the_same_batch(run):
     batch = reference.batch(0)
     wide = {key: x.astype({"i": np.int64, "f": np.float64}[x.dtype.kind]) for key, x in batch.items()}

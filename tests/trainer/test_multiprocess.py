@@ -102,7 +102,8 @@ def final(flags, mesh, workdir, step=STEPS):
     return jax.tree.leaves(jax.device_get(CheckpointManager(workdir / "checkpoints").restore(step, run.abstract)))
 
 
-@pytest.mark.parametrize("mesh", ["data", pytest.param("product", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", [
+    pytest.param("data", marks=pytest.mark.exhaustive), pytest.param("product", marks=pytest.mark.slow)])
 def test_the_numbers_of_one_process(flags, alone, tmp_path, mesh):
     with two_processes([*flags, *MESHES[mesh]], tmp_path, by_environment=mesh == "product") as both:
         first, second = ended(both)

@@ -59,6 +59,7 @@ def halfway(straight, tmp_path):
     return tmp_path / "halfway"
 
 
+@pytest.mark.slow
 def test_longer_on_purpose(flags, straight, tmp_path, capsys):
     """A finished run goes on with the schedule of its new length, and says so; its first steps stay as they were."""
     shutil.copytree(straight, tmp_path / "longer")
@@ -117,8 +118,9 @@ def test_straight(flags, straight):
     assert CheckpointManager(straight / "checkpoints").meta(STEPS)["step"] == STEPS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [
+    pytest.param(signal.SIGINT, marks=pytest.mark.slow), pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)],
+    ids=lambda number: number.name)
 def test_stopped(flags, straight, tmp_path, number):
     with process(flags, tmp_path) as started:
         wait_for_lines(tmp_path, 3, started)
@@ -133,7 +135,7 @@ def test_stopped(flags, straight, tmp_path, number):
     assert_same_run(flags, tmp_path, straight)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_killed(flags, straight, tmp_path, capsys, kills):
     for lines, newest in ((7, 3), (12, 6))[:kills]:  # lines of 3 steps and an evaluation for each checkpoint
         with process(flags, tmp_path) as started:
@@ -160,8 +162,9 @@ def test_second_interrupt_ends_at_once(flags, tmp_path):
     assert "Traceback" not in err and CheckpointManager(tmp_path / "checkpoints").latest() is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("times, status", [(3, exit_codes.DONE), (100, exit_codes.RESTART)])
+@pytest.mark.parametrize("times, status", [
+    pytest.param(3, exit_codes.DONE, marks=pytest.mark.exhaustive),
+    pytest.param(100, exit_codes.RESTART, marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, capsys, times, status):
     """The last save is tried again; if it comes to nothing, the next start does the last steps again."""
     looks, usage = iter(range(times)), shutil.disk_usage
@@ -181,7 +184,7 @@ def test_a_disk_that_is_full_at_the_end(flags, straight, tmp_path, monkeypatch, 
     assert_same_run(flags, tmp_path / "work", straight)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_storage_that_does_not_answer_at_the_end(flags, straight, tmp_path, monkeypatch, capsys):
     looks, usage = iter((errno.ENOSPC, errno.EIO, errno.ESTALE)), shutil.disk_usage
     last = tmp_path / "work" / "metrics.jsonl"
@@ -233,6 +236,7 @@ def test_on_another_mesh(flags, straight, halfway):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_finished(flags, straight, capsys):
     def files():  # run.json tells of the last start, and so of the commit it was made from; so does the heartbeat
         return {path: path.read_bytes() for path in straight.rglob("*")
@@ -281,6 +285,7 @@ def identity(workdir):
     return json.loads((workdir / "run.json").read_text())["run"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused(flags, halfway, foreign, capsys):
     shutil.copytree(foreign / "checkpoints" / str(STEPS), halfway / "checkpoints" / str(STEPS))
     before = (halfway / "run.json").read_bytes(), (halfway / "metrics.jsonl").read_bytes()
@@ -319,7 +324,8 @@ def test_a_checkpoint_alone_is_adopted_by_another_config(flags, foreign, tmp_pat
 
 
 @pytest.mark.parametrize("lost", [
-    ["run.json", "config.json"], *(pytest.param([one], marks=pytest.mark.slow) for one in ("run.json", "config.json"))])
+    pytest.param(["run.json", "config.json"], marks=pytest.mark.slow),
+    *(pytest.param([one], marks=pytest.mark.exhaustive) for one in ("run.json", "config.json"))])
 def test_without_run_files_the_checkpoint_tells(flags, straight, halfway, capsys, lost):
     for name in lost:
         (halfway / name).unlink()
@@ -420,6 +426,7 @@ def test_one_that_loads_as_another_is_passed_over(flags, straight, tmp_path, cap
     assert_same_run(flags, tmp_path / "work", straight)
 
 
+@pytest.mark.slow
 def test_metrics_that_are_damaged_in_the_middle(flags, straight, halfway, capsys):
     lines = (halfway / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (halfway / "metrics.jsonl").write_bytes(b"".join([*lines[:3], b"\0" * 50 + b"\xff\n", *lines[4:]]))
@@ -470,6 +477,7 @@ def test_an_error_in_the_data_thread(flags, straight, tmp_path, monkeypatch, cap
     assert_same_run(flags, tmp_path, straight)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_metrics_thread(flags, tmp_path, monkeypatch):
     from jaxtrain import observe
 
@@ -537,6 +545,7 @@ def test_interrupt_on_another_thread():
     assert seen == [False]
 
 
+@pytest.mark.slow
 def test_sigterm_before_the_loop(flags, tmp_path):
     """Nothing is there to save, and launchers are told to start it again all the same."""
     waiting = """
@@ -573,7 +582,9 @@ INSIDE = {  # a module that is about to be imported, as part of what
 
 
 @pytest.mark.parametrize("module", [
-    name if name == "numpy._core._multiarray_umath" else pytest.param(name, marks=pytest.mark.slow) for name in INSIDE])
+    name if name == "numpy._core._multiarray_umath" else pytest.param(
+        name, marks=pytest.mark.slow if name in ("json", "jax._src.xla_bridge", "grain") else pytest.mark.exhaustive)
+    for name in INSIDE])
 def test_ten_sigterms_during_an_import_end_with_75(tmp_path, module):
     """Not by a signal: an exception in the middle of an import may crash a module that is not written in Python."""
     code = f"""

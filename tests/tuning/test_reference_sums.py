@@ -23,6 +23,7 @@ from tests.numerics import reference
 from tests.objectives import plain_kto, plain_preference, tuned
 from tests.trainer.test_multiprocess import ended, two_processes
 
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 PRE = dict(preference__beta=0.5, preference__reference="precomputed")
 DPO = dict(PRE, preference__loss="dpo", data__packing="pairs")
 KTO = dict(PRE, preference__loss="kto", data__packing="answers")
@@ -41,10 +42,12 @@ CASES = {
     "kto, all axes": ("gpt2", dict(KTO, mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2)),
     "kto, 1f1b, context": ("llama", dict(KTO, mesh=(1, 2, 1), mesh__stage=2, mesh__context=2)),
 }
+# Their losses and meshes are in other cases, too.
+EXHAUSTIVE = ("ipo, ring", "hinge, 1f1b, context", "experts", "kto, one device", "kto, all axes")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow) for name in CASES])
 def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = reference.build(family, **keys)

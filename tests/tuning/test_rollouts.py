@@ -44,6 +44,7 @@ def config(files, reward="even", **keys):
         reinforce__group_size=4, reinforce__max_new_tokens=6) | keys))
 
 
+@pytest.mark.slow
 def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files):
     run = jt.build(config(files))
     state = run.init()

@@ -19,6 +19,7 @@ from jaxtrain.tuning.values import Valued, known_of
 from tests.objectives.tuned import resumed
 from tests.tuning.test_rollouts import config, files  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 KEYS = dict(prompts="a", reward="b", baseline="value")
 CRITIC = dict(reinforce__baseline="value", reinforce__group_size=1)
 

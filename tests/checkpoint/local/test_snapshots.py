@@ -362,19 +362,36 @@ def test_a_whole_snapshot_counts_where_no_checkpoint_is_good(flags, tmp_path):
     assert "checkpoint 5 is damaged" in said[0] and "resumed from the snapshot of step " in said[0]
 
 
+@pytest.fixture(scope="module")
+def lost(flags, tmp_path_factory):
+    """mesh -> the flags, a calm run of three processes, and one that lost a process with its disk, as it was then."""
+    found = {}
+
+    def run(*mesh):
+        three = [*flags, *(f"--config.mesh.{axis}" for axis in mesh), "--config.optimizer.zero_stage=1"]
+        if mesh not in found:
+            folder = found[mesh] = tmp_path_factory.mktemp("three")
+            with processes([*three, "--config.checkpoint.local_checkpoint_every=0"], folder / "calm", 3, 2) as started:
+                ended(started)
+            with processes(three, folder / "work", 3, 2) as started:
+                wait_for_lines(folder / "work", 7, started[0])
+                started[1].kill()
+                time.sleep(1)
+            shutil.rmtree(disk(folder / "work", 1))
+            shutil.copytree(folder, f"{folder}-then")
+        folder = found[mesh]  # and no other: snapshots are found by the path of their workdir
+        shutil.rmtree(folder)
+        shutil.copytree(f"{folder}-then", folder)
+        return three, folder / "calm", folder / "work"
+
+    return run
+
+
 @pytest.mark.parametrize("mesh", [
     pytest.param(["data=6"], marks=pytest.mark.exhaustive, id="replicas"),
     pytest.param(["data=2", "fsdp=3"], marks=pytest.mark.slow, id="shards")])
-def test_one_of_three_lost_with_its_memory(flags, tmp_path, mesh):
-    flags = [*flags, *(f"--config.mesh.{axis}" for axis in mesh), "--config.optimizer.zero_stage=1"]
-    calm, work = tmp_path / "calm", tmp_path / "work"
-    with processes([*flags, "--config.checkpoint.local_checkpoint_every=0"], calm, 3, 2) as started:
-        ended(started)
-    with processes(flags, work, 3, 2) as started:
-        wait_for_lines(work, 7, started[0])
-        started[1].kill()
-        time.sleep(1)
-    shutil.rmtree(disk(work, 1))
+def test_one_of_three_lost_with_its_memory(lost, mesh):
+    flags, calm, work = lost(*mesh)
     with processes(flags, work, 3, 2) as started:  # the same mesh: the same bits
         said = ended(started)
     restored = [event["step"] for event in events(work) if event["kind"] == "snapshot_restored"]
@@ -386,17 +403,10 @@ def test_one_of_three_lost_with_its_memory(flags, tmp_path, mesh):
 
 
 @pytest.mark.slow
-def test_three_go_on_as_two(flags, tmp_path):
-    calm, work = tmp_path / "calm", tmp_path / "work"
-    three = [*flags, "--config.mesh.data=2", "--config.mesh.fsdp=3"]
-    two = [*flags, "--config.mesh.data=2", "--config.mesh.fsdp=2"]
-    assert main([*flags, "--config.checkpoint.local_checkpoint_every=0", f"--workdir={calm}"]) == 0
-    with processes(three, work, 3, 2) as started:
-        wait_for_lines(work, 7, started[0])
-        started[1].kill()
-        time.sleep(1)
-    shutil.rmtree(disk(work, 1))
+def test_three_go_on_as_two(lost):
+    three, calm, work = lost("data=2", "fsdp=3")
     shutil.move(disk(work, 2), disk(work, 1))  # the last machine is the second now
+    two = [*three, "--config.mesh.fsdp=2"]
     with processes(two, work, 2, 2) as started:
         said = ended(started)
     assert "resumed from the snapshot of step " in said[0]

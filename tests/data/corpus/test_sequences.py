@@ -61,7 +61,7 @@ def entries(folder: Path) -> int:
     return sum(len(folders) + len(names) for _, folders, names in os.walk(folder))
 
 
-@pytest.mark.parametrize("kind", ["audio", "events"])
+@pytest.mark.parametrize("kind", ["audio", pytest.param("events", marks=pytest.mark.slow)])
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path, kind):
     make, source = KINDS[kind]
     inputs = [str(make(tmp_path / "in"))]
@@ -70,9 +70,9 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path, kind):
     assert one.manifest_hash == two.manifest_hash == prepare_sequences(inputs, one.path, source).manifest_hash
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["audio", "events"])
-@pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kills", [
+    pytest.param(2, marks=pytest.mark.slow), pytest.param(25, marks=pytest.mark.exhaustive)])
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kind, kills):
     make, source = KINDS[kind]
     inputs, rng = make(tmp_path / "in"), random.Random(kills)

@@ -379,6 +379,7 @@ def test_inspect_shows_what_is_learnt(tmp_path, monkeypatch, capsys):
     assert "\033[38;5;240muser: q\n    assistant: \033[38;5;157ma<|endoftext|>\033[0m" in shown and "‹" not in shown
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_the_assistants_tokens_and_no_others(tmp_path):
     """From prepare to a step: against the model's own logits and the records, read again by hand."""
     made = prepare([str(EXAMPLES / "conversations.jsonl")], tmp_path / "out", Options(eval_fraction=0))

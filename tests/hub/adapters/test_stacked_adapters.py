@@ -72,21 +72,21 @@ def alone(folders):
     return made
 
 
-@pytest.mark.parametrize(("case", "compared"), [
-    ("gpt2", ["few"]), *[pytest.param(case, [*RANKS, None], marks=SLOW) for case in ("gpt2", "llama", "gemma3")]])
-def test_each_prompt_is_continued_as_by_its_adapter_alone(case, compared, folders, alone):
+@pytest.mark.parametrize("case", [pytest.param("gpt2", marks=SLOW), pytest.param("llama", marks=SLOW),
+                                  pytest.param("gemma3", marks=pytest.mark.exhaustive)])
+def test_each_prompt_is_continued_as_by_its_adapter_alone(case, folders, alone):
     base, adapters = folders(case)
     names = ["few", None, "all", "one", "one", "few", "all"]
     run, state = jt.load_model(base, adapters=adapters)
     found = said(run, state, FEW, adapters=names)
     assert len({one.tokens for one in found[:3]}) == 3  # of the same prompt
-    for name in compared:
+    for name in [*RANKS, None]:
         rows = [row for row in range(len(FEW)) if names[row] == name]
         check([found[row] for row in rows], [alone(case, name)[row] for row in rows])
 
 
-@SLOW
-@pytest.mark.parametrize("mesh", MORE)
+@pytest.mark.parametrize("mesh", [
+    pytest.param("fsdp", marks=pytest.mark.exhaustive), pytest.param("tensor", marks=SLOW)])
 def test_on_any_mesh_rows_that_are_refilled_take_their_own_adapters(mesh, folders, alone):
     base, adapters = folders("llama")
     run, state = jt.load_model(base, MORE[mesh], adapters=adapters)
@@ -100,8 +100,9 @@ def test_on_any_mesh_rows_that_are_refilled_take_their_own_adapters(mesh, folder
     check(found, [alone("llama", name)[row] for row, name in zip(rows, names, strict=True)])
 
 
-@SLOW
-@pytest.mark.parametrize("mesh", [None, *MORE])
+@pytest.mark.parametrize("mesh", [
+    pytest.param(None, marks=SLOW), pytest.param("fsdp", marks=pytest.mark.exhaustive),
+    pytest.param("tensor", marks=SLOW)])
 def test_texts_are_scored_as_by_each_adapter_alone(mesh, folders):
     base, adapters = folders("llama")
     run, state = jt.load_model(base, MORE.get(mesh), adapters=adapters)

@@ -103,6 +103,7 @@ def test_auto_takes_it_on_tpus_only():
     assert attention.choose_backend("splash", "cpu", F32, 64, 64) == "splash"
 
 
+@pytest.mark.slow
 def test_the_kernels_can_be_used_alone():
     code = ("import sys; from jaxtrain.kernels import attention; import jax.numpy as jnp; x = jnp.ones((1, 8, 2, 8)); "
             "assert attention.attend(x, x, x).shape == x.shape; "

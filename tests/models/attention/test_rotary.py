@@ -98,7 +98,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("family", "mesh", "keys"), [
     pytest.param(*case, id=f"{case[0]}-{case[2]['rope_type']}-{case[1]}",
-                 marks={0: [], 3: pytest.mark.slow, 5: pytest.mark.slow}.get(i, pytest.mark.exhaustive))
+                 marks=pytest.mark.slow if i in (0, 5) else pytest.mark.exhaustive)
     for i, case in enumerate(MODELS)])
 def test_models_with_scaled_positions_have_the_numbers_of_the_plain_model(family, mesh, keys):
     """Loss and gradients; without scaling both would be others."""

@@ -184,9 +184,9 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
     return output
 
 
-@SLOW
-@pytest.mark.parametrize("sizes", [dict(expert=4, tensor=2), dict(expert=8)], ids=str)
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(("name", "sizes"), [
+    pytest.param(name, sizes, marks=SLOW if several == (name in ("capacity", "biased")) else pytest.mark.exhaustive)
+    for name in CONFIGS for several, sizes in enumerate((dict(expert=8), dict(expert=4, tensor=2)))], ids=str)
 def test_the_ragged_exchange_gives_the_same_numbers(name, sizes, monkeypatch):
     called = []
     monkeypatch.setattr(lax, "ragged_all_to_all", lambda *a, **k: called.append(1) or emulated(*a, **k))
@@ -197,7 +197,7 @@ def test_the_ragged_exchange_gives_the_same_numbers(name, sizes, monkeypatch):
     assert called
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("platform", [pytest.param("cuda", marks=pytest.mark.exhaustive), "tpu"])
 def test_the_ragged_exchange_lowers_where_it_exists(platform):
     run = jt.build(reference.tiny("mixtral", mesh__expert=8, train__expert_exchange="ragged"), devices=8)
     step = jax.jit(jax.grad(lambda params, batch: run.loss(params, batch)[0]))
@@ -229,8 +229,9 @@ def rigged(c):
     return module, params, (x, segments, *rest)
 
 
-@pytest.mark.parametrize("exchange", ["gather", pytest.param("ragged", marks=SLOW)])
-@pytest.mark.parametrize("sizes", [dict(expert=4), pytest.param(dict(expert=4, context=2), marks=SLOW)], ids=str)
+@SLOW
+@pytest.mark.parametrize("exchange", ["gather", "ragged"])
+@pytest.mark.parametrize("sizes", [dict(expert=4), dict(expert=4, context=2)], ids=str)
 def test_nothing_is_dropped_when_all_tokens_want_the_same_device(sizes, exchange, monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
     module, params, arguments = rigged(SOFTMAX)
@@ -249,7 +250,7 @@ def test_nothing_is_dropped_when_all_tokens_want_the_same_device(sizes, exchange
 
 @pytest.mark.parametrize("buffer", [0.3, pytest.param(1.0, marks=SLOW), pytest.param(0.0, marks=SLOW)])
 @pytest.mark.parametrize(("name", "exchange", "sizes"), [
-    ("softmax", "auto", {}), ("sigmoid", "gather", dict(expert=4, tensor=2)),
+    ("softmax", "auto", {}), pytest.param("sigmoid", "gather", dict(expert=4, tensor=2), marks=SLOW),
     pytest.param("softmax", "ragged", dict(expert=4, fsdp=2), marks=SLOW),
     pytest.param("biased", "ragged", dict(expert=4, tensor=2), marks=SLOW),
     pytest.param("capacity", "ragged", dict(expert=8), marks=SLOW)], ids=str)
@@ -286,7 +287,8 @@ def test_a_full_expert_drops_the_latest_tokens_of_a_row(factor, sizes):
 # --------------------------------------------------------------------------------------------------- what is kept apart
 
 @pytest.mark.parametrize("name", [
-    "adamw", "muon", *(pytest.param(name, marks=SLOW) for name in ("adafactor", "lion", "sgd"))])
+    "adamw", pytest.param("muon", marks=SLOW), *(
+        pytest.param(name, marks=pytest.mark.exhaustive) for name in ("adafactor", "lion", "sgd"))])
 def test_the_bias_moves_against_the_load_whatever_the_optimizer(name):
     config = reference.tiny("deepseek_v3", optimizer__name=name)
     model = Skeleton.of(nnx.eval_shape(lambda: make_model(config.model, rngs=nnx.Rngs(params=0))))

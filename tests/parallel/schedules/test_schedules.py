@@ -194,7 +194,7 @@ def run(schedule):
 
 
 @each_variant
-@each_latency
+@pytest.mark.parametrize("latency", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_operation_finds_what_it_should_in_the_slots_it_is_told(name, chunks, paired, latency):
     for p, m in SIZES:
         made = make(name, p, m, chunks, paired=paired, latency=latency)
@@ -220,6 +220,7 @@ def test_slots_are_as_few_as_published():
         assert schedules.table(schedules.forward_only(p, m)).activations == 1
 
 
+@pytest.mark.slow
 @each_variant
 @each_latency
 def test_slots_are_as_few_as_values_live_at_once(name, chunks, paired, latency):

@@ -113,6 +113,7 @@ def step(config: Config, target: Target) -> float:
     return estimate(config, target, 16).seconds
 
 
+@pytest.mark.slow
 def test_a_slower_network_makes_a_step_slower(config):
     target = targets.TARGETS["h100"]
     slow = dataclasses.replace(target.links[1], bandwidth=target.links[1].bandwidth / 4)
@@ -147,7 +148,7 @@ def test_products_in_fp8_are_computed_at_its_rate():
     assert attention == other and target.peak["bfloat16"] / target.peak["float8"] < narrow / wide < 0.7
 
 
-@pytest.mark.parametrize("name", ["a100", "v5p"])
+@pytest.mark.parametrize("name", ["a100", pytest.param("v5p", marks=pytest.mark.slow)])
 def test_without_fp8_units_it_is_no_faster(name):
     config = load_config(CONFIGS / "llama3_1b.py", {"train.accumulation": 1, "mesh.fsdp": 1})
     wide, narrow = (estimate(dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision)),
@@ -155,6 +156,7 @@ def test_without_fp8_units_it_is_no_faster(name):
     assert narrow == pytest.approx(wide, rel=0.02)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_reduced_more_often_take_longer():
     """A reduction for each micro-batch costs more than one: those that do not wait for each other travel together."""
     took = [sum(seconds for part, seconds in estimate(load_config(CONFIGS / "gpt.py:tiny", {

@@ -51,8 +51,12 @@ def check_initial(family, number, **keys):
         np.testing.assert_allclose(scaled[path], value * factor, rtol=3e-7, err_msg=path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*reference.FAMILIES, *reference.EXPERTS])
+SOME = ("gpt2", "gemma3", "deepseek_v3", "gpt_oss")  # between them they have every kind of parameter
+
+
+@pytest.mark.parametrize("family", [
+    pytest.param(family, marks=pytest.mark.slow if family in SOME else pytest.mark.exhaustive)
+    for family in (*reference.FAMILIES, *reference.EXPERTS)])
 def test_initial_values_are_scaled_by_the_kind_of_parameter(family):
     check_initial(family, number=1)
 
@@ -124,8 +128,9 @@ def test_steps_are_scaled_by_the_kind_of_parameter(name):
     check_steps(name, "llama", 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", [
+    pytest.param("adamw", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sgd", "muon"))])
 def test_steps_of_all_families_are_scaled(name):
     for family in ("alternating", "deepseek_v3") if name == "muon" else reference.FAMILIES | reference.EXPERTS:
         check_steps(name, family, 1)
@@ -201,7 +206,8 @@ def off(family, number, mesh=(1, 1, 1), **keys):
 
 @pytest.mark.parametrize(("family", "number", "mesh", "keys"), [
     pytest.param("gpt2", 0, (1, 1, 1), {}, marks=pytest.mark.slow),
-    *(pytest.param(family, n % 2, (2, 2, 2), {"optimizer__zero_stage": 3}, marks=pytest.mark.slow)
+    *(pytest.param(family, n % 2, (2, 2, 2), {"optimizer__zero_stage": 3},
+                   marks=pytest.mark.slow if family in SOME else pytest.mark.exhaustive)
       for n, family in enumerate(("llama", "qwen3", "gemma3", "mixtral", "deepseek_v3", "gpt_oss"))),
     pytest.param("gpt2", 1, (2, 1, 2), {"mesh__stage": 2, "train__accumulation": 2}, marks=pytest.mark.slow),
     pytest.param("llama", 1, (1, 2, 2), {"mesh__context": 2, "model__mtp_loss_weight": 0}, marks=pytest.mark.slow),
@@ -211,11 +217,12 @@ def test_loss_and_gradients_are_those_of_the_plain_model(family, number, mesh, k
     assert loss < 1e-5 and gradient < 1e-5, (loss, gradient, leaf)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "keys"), [
-    ("adamw", {"optimizer__zero_stage": 2}), ("muon", {"optimizer__zero_stage": 3}),
-    ("adamw", {"optimizer__offload": True}), ("adamw", {"optimizer__moment_dtype": "int8"}),
-    ("adafactor", {"mesh__stage": 2, "mesh__fsdp": 1})])
+    pytest.param("adamw", {"optimizer__zero_stage": 2}, marks=pytest.mark.exhaustive),
+    pytest.param("muon", {"optimizer__zero_stage": 3}, marks=pytest.mark.slow),
+    pytest.param("adamw", {"optimizer__offload": True}, marks=pytest.mark.exhaustive),
+    pytest.param("adamw", {"optimizer__moment_dtype": "int8"}, marks=pytest.mark.slow),
+    pytest.param("adafactor", {"mesh__stage": 2, "mesh__fsdp": 1}, marks=pytest.mark.slow)])
 def test_same_losses_on_a_mesh_as_on_one_device(name, keys):
     def losses(mesh, **keys):
         run = reference.build("gpt2", mesh, model__mup_base=BASES[0], optimizer__name=name,
@@ -277,8 +284,8 @@ def losses_by_rate(optimizer, width, transfer):
     return np.nan_to_num([float(last_losses(params, 2.0**power)) for power in powers], nan=np.inf)
 
 
-@pytest.mark.parametrize("optimizer", [
-    pytest.param(name, marks=pytest.mark.slow if name == "adamw" else pytest.mark.exhaustive) for name in GRIDS])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("optimizer", GRIDS)
 def test_the_best_learning_rate_is_that_of_a_narrow_model(optimizer):
     """Of a model that is 8 times as wide; without muP it is lower by a factor of 2 at least."""
     found = {name: losses_by_rate(optimizer, *of) for name, of in (
