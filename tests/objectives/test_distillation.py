@@ -68,8 +68,9 @@ def truth(z_loss):
     return jax.device_get(grad(params))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.exhaustive if name in ("one device", "1f1b") else pytest.mark.slow)
+    for name in CASES])
 def test_any_mesh_gives_the_plain_loss_and_gradients(name):
     run = run_of(**CASES[name])
     params, of_teacher = reference.initial("gpt2"), teacher()[1]

@@ -25,10 +25,12 @@ CASES = {
     "zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1", lora__rank=3)),
     "experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3)),
 }
+# Their meshes are in other cases, and those of a mixture of experts in the tests of preferences.
+EXHAUSTIVE = ("tensor", "one device", "ring", "experts")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow) for name in CASES])
 def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = reference.build(family, **(KTO | keys))

@@ -53,8 +53,9 @@ def test_gpipe_keeps_one_stage_input_for_each_micro_batch(counts):
     check_growth("gpipe", counts, inputs_kept=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", *FLAT])
+@pytest.mark.parametrize("schedule", [
+    pytest.param(name, marks=pytest.mark.slow if name in ("1f1b", "zb_v") else pytest.mark.exhaustive)
+    for name in ("gpipe", *FLAT)])
 def test_the_program_does_not_grow_with_micro_batches(schedule):
     lines = {m: build(schedule, m).lower().as_text().count("\n") for m in (8, 32)}
     assert lines[8] == lines[32], f"{lines[8]} and {lines[32]} instructions with 8 and 32 micro-batches"

@@ -164,8 +164,9 @@ sys.exit(status)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh, named", [(["data=4"], [3]), (["data=2", "tensor=2"], [1, 3])], ids=["data", "product"])
+@pytest.mark.parametrize("mesh, named", [
+    pytest.param(["data=4"], [3], marks=pytest.mark.exhaustive, id="data"),
+    pytest.param(["data=2", "tensor=2"], [1, 3], marks=pytest.mark.slow, id="product")])
 def test_two_processes_stop_together(flags, tmp_path, mesh, named):
     """Device 3 is the second one of process 1; both processes know, at the same step."""
     coordinator = free_address()

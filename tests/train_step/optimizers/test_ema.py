@@ -58,14 +58,13 @@ def test_what_keeps_no_average_says_so():
         reference.tiny(train__ema_decay=1.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("keys", [
-    pytest.param({}, id="one device"),
-    pytest.param(dict(mesh=(1, 2, 2), train__accumulation=2), id="fsdp, tensor"),
-    pytest.param(dict(mesh=(2, 1, 1), mesh__stage=2), id="pipeline"),
-    pytest.param(dict(mesh=(4, 1, 1), optimizer__zero_stage=3, optimizer__offload=True), id="zero 3, offloaded"),
-    pytest.param(dict(mesh=(1, 2, 1), lora__rank=2, train__precision="float16"), id="adapters, float16"),
-])
+    pytest.param({}, id="one device", marks=pytest.mark.exhaustive),
+    *(pytest.param(keys, id=name, marks=pytest.mark.slow) for name, keys in {
+        "fsdp, tensor": dict(mesh=(1, 2, 2), train__accumulation=2),
+        "pipeline": dict(mesh=(2, 1, 1), mesh__stage=2),
+        "zero 3, offloaded": dict(mesh=(4, 1, 1), optimizer__zero_stage=3, optimizer__offload=True),
+        "adapters, float16": dict(mesh=(1, 2, 1), lora__rank=2, train__precision="float16")}.items())])
 def test_it_is_the_recurrence_on_any_mesh(keys):
     """And lies as the parameters do, and begins at those that are there where a checkpoint has none."""
     run = reference.build(train__ema_decay=DECAY, **keys)
