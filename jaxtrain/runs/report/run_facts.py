@@ -21,6 +21,7 @@ from jaxtrain.runs.report.run_curves import Chart, RunCurves
 
 Table = tuple[list[str], list[list[str]]]
 _MOST_ROWS, _MOST_SAMPLES, _ALTERNATIVE_ROWS = 500, 8, 8
+_DEVICES = 2**24  # more than there are
 
 
 def summary(one: RunCurves) -> dict[str, str]:
@@ -53,7 +54,8 @@ def cost(run: RecordedRun) -> str:
 
 def _mesh(run: RecordedRun) -> dict[str, int]:
     mesh = run.run.get("mesh")
-    return {axis: size for axis, size in mesh.items() if isinstance(size, int)} if isinstance(mesh, dict) else {}
+    return {axis: size for axis, size in mesh.items()
+            if isinstance(size, int) and 0 < size < _DEVICES} if isinstance(mesh, dict) else {}
 
 
 def compared(runs: Sequence[RunCurves]) -> Table:
@@ -149,7 +151,8 @@ def happened(runs: Sequence[RunCurves]) -> Table:
 
 def saves(run: RecordedRun) -> Table:
     """Return the checkpoints that a run has, with what its events say of each."""
-    told = {event.get("step"): event for event in run.events if event["kind"] == "checkpoint"}
+    told = {event["step"]: event for event in run.events
+            if event["kind"] == "checkpoint" and isinstance(event.get("step"), int)}
     head = ["step", "saved (UTC)", "held up the loop, s", "written in, s", "read back in, s"]
     return head, [[f"{step:,}", clock(told.get(step, {}).get("time")),
                    *(number(told[step].get(key)) if step in told else "" for key in ("blocked_s", "written_s", "verified_s"))]
@@ -194,9 +197,9 @@ def finite(values: np.ndarray) -> np.ndarray:
 
 def number(value: Any) -> str:
     """Return a number as text."""
-    if not isinstance(value, int | float | np.number) or not math.isfinite(value):
-        return "not finite" if value is None or isinstance(value, float) else f"{value}"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+    if isinstance(value, float | np.floating):
+        return f"{value:.5g}" if math.isfinite(value) else "not finite"
+    return "not finite" if value is None else f"{value:,}" if isinstance(value, int) else f"{value}"
 
 
 def value_text(value: Any) -> str:

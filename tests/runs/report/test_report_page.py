@@ -160,11 +160,11 @@ def test_whatever_a_file_holds_there_is_a_page_or_one_sentence(eventful):
     logs = [eventful / name for name in ("metrics.jsonl", "events.jsonl", "metrics.rolled_back.jsonl")]
     before = {file: file.read_text() for file in (*files, *logs)}
     pages = 0
-    for _ in range(150):
+    for _ in range(60):
         for file, text in before.items():
             lines = [text] if file in files else text.splitlines()
             place = rng.integers(len(lines))
-            if rng.random() < 0.4:
+            if rng.random() < 0.3:
                 lines[place] = json.dumps(spoilt(json.loads(lines[place])))
             file.write_text("\n".join(lines) + "\n")
         try:
