@@ -56,8 +56,8 @@ def test_a_page_has_everything_of_a_run_and_nothing_that_acts_or_is_secret(event
     for text in (page, *re.findall(r'"((?:[^"\\]|\\.)*)"', strings)):
         assert "<script>alert" not in text and "<img" not in text
     assert "<b>" not in seen and not re.search(r'(?:src|href)=["\']?(?:https?:)?//', page), "it needs no network"
-    for text in ("2.4489 at step 30", "best eval_loss", "NVIDIA H100 80GB HBM3", "data 2 × tensor 4", "rollback", "restores_at_most=10",
-                 "the run has cost about $", "2, 1 failed", "data.source"):
+    for text in ("2.4489 at step 30", "best eval_loss", "NVIDIA H100 80GB HBM3", "data 2 × tensor 4", "rollback",
+                 "restores_at_most=10", "the run has cost about $", "2, 1 failed", "data.source"):
         assert text in seen, text
     loss = {trace["name"]: trace for trace in data["loss"]["data"] if trace["meta"]["role"] != "mean"}
     assert {"loss", "eval_loss", "taken back", "restart", "rollback", "loss: not finite"} <= set(loss)
@@ -67,7 +67,8 @@ def test_a_page_has_everything_of_a_run_and_nothing_that_acts_or_is_secret(event
     restart = loss["restart"]
     assert numbers(restart["x"])[:2].tolist() == [15, 15]
     np.testing.assert_allclose(numbers(restart["meta"]["x"]["tokens"])[0], 64 * 15)
-    np.testing.assert_allclose(numbers(restart["meta"]["x"]["hours"])[0], 15 * 36 / 3600)  # the first step counts as the others
+    # The first step, whose time was not measured, counts as the others.
+    np.testing.assert_allclose(numbers(restart["meta"]["x"]["hours"])[0], 15 * 36 / 3600)
 
 
 def test_the_timeline_has_every_start_and_every_event_at_its_time(eventful):
@@ -76,7 +77,7 @@ def test_the_timeline_has_every_start_and_every_event_at_its_time(eventful):
     events = [trace for trace in data["timeline"]["data"] if trace["meta"]["role"] == "event"]
     assert sorted(trace["x"][0] for trace in events) == [1000 * (BEGAN + n) for n in (50, 60, 70)]
     bars = {trace["name"]: trace for trace in data["timeline"]["data"] if trace["meta"]["role"] == "bar"}
-    starts = sorted((began, length) for bar in bars.values() for began, length in zip(bar["base"], bar["x"], strict=True))
+    starts = sorted(part for bar in bars.values() for part in zip(bar["base"], bar["x"], strict=True))
     ends = np.cumsum([0, *(length for _, length in starts)])
     np.testing.assert_allclose([began - 1000 * BEGAN for began, _ in starts], ends[:-1], atol=1e-6)
     # The first start went on to step 17, and the second began at 15: 2 of 17 steps are lost.
@@ -106,14 +107,16 @@ def test_a_long_run_has_few_points_and_all_spikes(tmp_path):
 
 def test_the_command(eventful, tmp_path, capsys, monkeypatch):
     assert main([str(eventful)]) == 0
-    assert capsys.readouterr().out.strip() == str(eventful / "report.html") and (eventful / "report.html").stat().st_size < 3e6
+    file = eventful / "report.html"
+    assert capsys.readouterr().out.strip() == str(file) and file.stat().st_size < 3e6
     monkeypatch.chdir(tmp_path)
     other = recorded(tmp_path / "other")
     assert main([str(eventful), str(other)]) == 0 and (tmp_path / "report.html").exists()
     assert main([str(other), f"--to={tmp_path / 'none' / 'page.html'}"]) == 2
     assert "--to: " in capsys.readouterr().err
-    for words, said in ((["nowhere"], "has no config.json"), ([str(other), "--live", "--to=x"], "--live writes no file"),
-                        ([str(other), "--port=1"], "read with --live only"), ([], "WORKDIR")):
+    for words, said in ((["nowhere"], "has no config.json"), ([], "WORKDIR"),
+                        ([str(other), "--live", "--to=x"], "--live writes no file"),
+                        ([str(other), "--port=1"], "read with --live only")):
         assert main(words) == 2 and said in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     assert main([str(other)]) == 2 and "pip install -e '.[report]'" in capsys.readouterr().err
@@ -137,7 +140,8 @@ def test_a_run_of_a_million_steps_is_a_small_page_in_seconds(tmp_path):
 
 @pytest.mark.slow
 def test_it_needs_no_jax(eventful):
-    code = "import sys; from jaxtrain.runs.report.__main__ import main; assert main(sys.argv[1:]) == 0; print('jax' in sys.modules)"
+    code = ("import sys; from jaxtrain.runs.report.__main__ import main; assert main(sys.argv[1:]) == 0; "
+            "print('jax' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code, str(eventful)], capture_output=True, text=True, timeout=100)
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 
