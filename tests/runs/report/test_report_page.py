@@ -39,7 +39,9 @@ def eventful(tmp_path):
               {"time": BEGAN + 60, "kind": "rollback", "process": 0, "step": 21, "restores_at_most": 10},
               {"time": BEGAN + 70, "kind": HOSTILE, "process": 0, "why": f"{HOSTILE} at {SECRET}"},
               {"time": "never", "kind": "sample", "step": 30, "text": f"Once {HOSTILE} {SECRET}"})
-    recorded(workdir, events=events, starts=2, bad=(7,), overrides={"data.source": SECRET, "data.cache_dir": HOSTILE})
+    recorded(workdir, events=events, starts=2, bad=(7,), overrides={"data.cache_dir": HOSTILE, "data.source": "SECRET"})
+    config = (workdir / "config.json").read_text()  # as an older version, or a person, may have left it
+    (workdir / "config.json").write_text(config.replace("SECRET", SECRET))
     (workdir / "checkpoints" / "10").mkdir(parents=True)
     (workdir / "metrics.rolled_back.jsonl").write_text("".join(
         json.dumps({"step": step, "loss": 9.0}) + "\n" for step in (16, 17, 11, 12)))
@@ -88,10 +90,12 @@ def test_the_timeline_has_every_start_and_every_event_at_its_time(eventful):
 
 def test_runs_lie_over_each_other(tmp_path):
     workdirs = [recorded(tmp_path / name, overrides={"train.seed": seed}, shift=seed / 10)
-                for seed, name in enumerate(("zero", "one"))]
+                for seed, name in enumerate(("zero", "one<b>"))]
     seen, data = parts(ReportPage(workdirs).render(bare=True))
     named = {trace["name"] for trace in data["loss"]["data"]}
-    assert {"zero", "one", "zero eval_loss", "one eval_loss", "zero and 1 more: mean of 2, 95 %"} <= named
+    one = "one&lt;b&gt;"  # Plotly reads tags
+    assert {"zero", one, "zero eval_loss", f"{one} eval_loss", "zero and 1 more: mean of 2, 95 %"} <= named
+    assert "<b>" not in seen and "<b>" not in json.dumps(data)
     dashes = {trace["line"]["dash"] for trace in data["grad_norm"]["data"]}
     assert len(dashes) == 2, "runs differ in more than colour"
     assert "Over seeds" in seen and "Where configs differ" in seen and "train.seed" in seen
