@@ -69,10 +69,8 @@ def _values(lines: list[bytes]) -> list[Any]:
     """Return what lines hold, None for a damaged one; those without nested values are parsed as one list, for speed."""
     if all(line.startswith(b"{") and line.endswith(b"}\n") and line.count(b"{") == 1 and b"[" not in line
            for line in lines):
-        with contextlib.suppress(ValueError):
-            values = json.loads(b"[" + b",".join(lines) + b"]")
-            if len(values) == len(lines):  # no brace is within a text then, so each line is an object of its own
-                return values
+        with contextlib.suppress(ValueError):  # no text reaches beyond its line, so each of these is one object
+            return json.loads(b"[" + b",".join(lines) + b"]")
     return list(map(_value, lines))
 
 

@@ -7,7 +7,6 @@
 
 import contextlib
 import itertools
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ CATEGORIES = {  # in the order of the table
 _NUMBER = int | float
 _FORM = {"began": _NUMBER, "seconds?": dict.fromkeys((f"{name}?" for name in CATEGORIES), _NUMBER), "ended?": str,
          "resumed?": int | None, "reached?": (int, _NUMBER), "last_step?": int}
+_LARGEST = 2**53  # a float has whole numbers up to here; no second or step is beyond
 _CLEAN = ("finished", "stopped")
 
 
@@ -136,7 +136,8 @@ def incarnations(workdir: str | Path) -> list[Incarnation]:
     for path in sorted(Path(workdir, "ledger").glob("[0-9]*.json")):
         with contextlib.suppress(OSError, ValueError, OverflowError):
             one = Incarnation(**{key: value for key, value in read_json(path, _FORM).items() if key in known})
-            found += [one] if math.isfinite(one.sign + one.reached[1]) else []
+            numbers = one.sign, one.last_step, *one.reached, one.resumed or 0
+            found += [one] if all(abs(number) < _LARGEST for number in numbers) else []
     return found
 
 

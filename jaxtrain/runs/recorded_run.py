@@ -1,10 +1,12 @@
 """Read the folder of a run: its config, metrics, events, time and checkpoints, now and again as they grow."""
 
+import contextlib
 import itertools
 import math
+import sys
 import time
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from jaxtrain.redaction import redacted
 SILENT = 30.0  # seconds without a sign of life, which a run gives every five, after which it is taken for dead
 _TOGETHER = 1000  # lines
 _NUMBERS = {int, float, type(None)}
+_LARGEST = sys.float_info.max
 _FIX = "bring the run's records back"
 
 
@@ -47,9 +50,7 @@ class Columns:
                 if (kinds := set(map(type, values))) & _NUMBERS:
                     column = self._values.setdefault(key, array("d"))
                     column.extend([math.nan] * (self._count - len(column)))
-                    if not kinds <= _NUMBERS:
-                        values = [value if type(value) in _NUMBERS else None for value in values]
-                    column.frombytes(np.array(values, float).tobytes())  # None becomes NaN
+                    column.frombytes(_floats(values, kinds <= _NUMBERS).tobytes())
             self._count += len(rows)
         self._lines = []
         return self._values
@@ -66,6 +67,15 @@ class Columns:
 
     def __len__(self) -> int:
         return self._count + len(self._lines)
+
+
+def _floats(values: Sequence[Any], numbers: bool) -> np.ndarray:
+    """Return values as floats, NaN for None and for what is no number, or one too large; `numbers`: all are numbers."""
+    with contextlib.suppress(OverflowError):
+        if numbers:
+            return np.array(values, float)
+    return np.array([value if type(value) in _NUMBERS and abs(value or 0) < _LARGEST else None for value in values],
+                    float)
 
 
 class RecordedRun:

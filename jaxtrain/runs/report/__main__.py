@@ -1,11 +1,11 @@
 """Write one or several runs as one HTML page, or serve it while they go on.
 
-    jaxtrain report runs/first
-    jaxtrain report runs/seed-0 runs/seed-1 --to=seeds.html
-    jaxtrain report runs/first --live
+    jaxtrain report WORKDIR
+    jaxtrain report WORKDIR WORKDIR --to=seeds.html
+    jaxtrain report WORKDIR --live
 
-The page has curves, where the time went, events, checkpoints, samples and the config, and needs no network. With several runs curves lie over
-each other, and runs that differ in seeds alone have a mean and an interval.
+The page has curves, where the time went, events, checkpoints, samples and the config, and needs no network. With
+several runs curves lie over each other, and runs that differ in seeds alone have a mean and an interval.
 """
 
 import sys
@@ -24,8 +24,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("workdirs", metavar="WORKDIR", nargs="+", action="store", help="the workdir of a run")
     parser.add_argument("--to", metavar="FILE", help=f"write the page here; default: {_NAME} in the workdir, or, of "
                                                      "several runs, in this folder")
-    parser.add_argument("--live", action="store_true", help="serve the page on this machine alone (127.0.0.1), and renew "
-                                                            "it while runs go on, until Ctrl-C")
+    parser.add_argument("--live", action="store_true", help="serve the page on this machine alone (127.0.0.1), and "
+                                                            "renew it while runs go on, until Ctrl-C")
     parser.add_argument("--port", type=int, default=0, help="of --live; default: one that is free")
     flags = parser.parse_args(argv)
     if flags.live and flags.to:

@@ -71,7 +71,7 @@ def plot(workdir: str | Path, *more: str | Path) -> Plot:
                          vertical_spacing=0.3 / max(1, len(shown)))
     seen = set()
     for row, chart in enumerate(shown, 1):
-        for trace in figure(chart, runs).data:
+        for trace in list[Any](figure(chart, runs).data):
             if trace.meta["role"] == "mean":
                 continue
             trace.update(showlegend=trace.name not in seen, legendgroup=trace.name, meta=None)
@@ -115,11 +115,12 @@ def _curve(curve: Curve, named: dict[str, Any], colour: int, dash: int, points: 
     of_evaluation = curve.key.startswith("eval_")
     broken = np.flatnonzero(~np.isfinite(curve.values))
     rows = np.union1d(thinning.extremes(curve.values, points), broken[-_MOST_MARKS:])
+    points_too = len(rows) == 1 or (of_evaluation and len(rows) <= _MOST_MARKERS)
     line = {"color": COLOURS[colour % len(COLOURS)], "dash": _DASHES[dash % len(_DASHES)]}
     role = "line" if of_evaluation or curve.key == TAKEN_BACK else "raw"
     keys = {**named, "line": line, "connectgaps": False}
     made = [scatter(**keys, **_places(curve.at(rows), role, colour), y=_compact(curve.values[rows]),
-                    mode="lines+markers" if len(rows) == 1 or of_evaluation and len(rows) <= _MOST_MARKERS else "lines",
+                    mode="lines+markers" if points_too else "lines",
                     marker={"symbol": _SYMBOLS[dash % len(_SYMBOLS)], "size": 7})]
     if role == "raw":
         axes = {axis: thinning.averages(places, points) for axis, places in curve.axes.items()}
@@ -140,15 +141,15 @@ def _lines(axes: dict[str, np.ndarray], name: str, kind: str, values: np.ndarray
     three = {axis: np.stack([places, places, np.full(len(places), np.nan)], 1).ravel() for axis, places in axes.items()}
     y = np.tile([values.min(), values.max(), np.nan], len(axes["step"]))
     dash, colour = _MARKS[kind]
-    return graph_objects().Scatter(name=name, mode="lines", **_places(three, "mark", colour), y=_compact(y), hoverinfo="skip",
-                                   line={"color": COLOURS[colour], "width": 1.2, "dash": dash})
+    return graph_objects().Scatter(name=name, mode="lines", **_places(three, "mark", colour), y=_compact(y),
+                                   hoverinfo="skip", line={"color": COLOURS[colour], "width": 1.2, "dash": dash})
 
 
 def _band(group: Group) -> Any:
     """Return the mean over seeds of the evaluations of a group, with its interval."""
     return graph_objects().Scatter(
-        name=html.escape(f"{group.name}: mean of {len(group.runs)}, 95 %"), mode="lines+markers", y=_compact(group.means),
-        error_y={"type": "data", "array": _compact(group.margins), "thickness": 1.5, "width": 4},
+        name=html.escape(f"{group.name}: mean of {len(group.runs)}, 95 %"), mode="lines+markers",
+        y=_compact(group.means), error_y={"array": _compact(group.margins), "thickness": 1.5, "width": 4},
         **_places(group.runs[0].at(group.steps), "line", -2), line={"color": "#1d2129", "width": 1.8},
         marker={"symbol": "cross", "size": 8})
 

@@ -3,7 +3,7 @@
 import html
 import json
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.observe.goodput import CATEGORIES, duration, settled
@@ -27,9 +27,11 @@ def figure(runs: Sequence[RunCurves]) -> "Figure":
     """Return the time of runs, a row each; those of one run's events that are of one kind have a row of their own."""
     go = graph_objects()
     made = go.Figure(layout={
-        "template": "none", "barmode": "overlay", "hovermode": "closest", "margin": {"l": 120, "r": 12, "t": 12, "b": 44},
+        "template": "none", "barmode": "overlay", "hovermode": "closest",
+        "margin": {"l": 120, "r": 12, "t": 12, "b": 44},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        "xaxis": {"type": "date", "title": {"text": "time (UTC)"}}, "yaxis": {"autorange": "reversed", "type": "category"}})
+        "xaxis": {"type": "date", "title": {"text": "time (UTC)"}},
+        "yaxis": {"autorange": "reversed", "type": "category"}})
     bars: dict[str, list[tuple[str, float, float, str]]] = {}
     for one in runs:
         for category, began, seconds, said in spans(one.run):
@@ -79,7 +81,7 @@ def _text(value: Any) -> str:
 def clock(seconds: Any) -> str:
     """Return a wall-clock time as text, in UTC; "" for what is none."""
     try:
-        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (TypeError, ValueError, OverflowError, OSError):
         return ""
 
@@ -90,8 +92,9 @@ def _events(one: RunCurves, alone: bool) -> list[Any]:
         if clock(event.get("time")):
             kinds.setdefault(html.escape(event["kind"]), []).append(event)
     return [graph_objects().Scatter(
-        name=kind if alone else html.escape(one.name), showlegend=False, mode="markers", x=[1000 * event["time"] for event in events],
-        y=[kind if alone else html.escape(one.name)] * len(events), text=[html.escape(said(event)) for event in events],
+        name=kind if alone else html.escape(one.name), showlegend=False, mode="markers",
+        x=[1000 * event["time"] for event in events], y=[kind if alone else html.escape(one.name)] * len(events),
+        text=[html.escape(said(event)) for event in events],
         hovertemplate=f"{kind.replace('%', '&#37;')}<br>%{{x}}<br>%{{text}}<extra></extra>",
         marker={"symbol": "diamond", "size": 9, "line": {"width": 1}}, meta={"role": "event", "colour": -2})
         for kind, events in kinds.items()]

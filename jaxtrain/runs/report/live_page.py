@@ -48,7 +48,7 @@ def server(page: ReportPage, port: int = 0) -> ThreadingHTTPServer:
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *_) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             """Say nothing of requests."""
 
     try:

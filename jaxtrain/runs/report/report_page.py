@@ -34,9 +34,8 @@ class ReportPage:
         """
         figures.graph_objects()
         self._template = _template()
-        workdirs = list(dict.fromkeys(map(Path, workdirs)))
-        self.runs = [RunCurves(RecordedRun(workdir), name)
-                     for workdir, name in zip(workdirs, names(workdirs), strict=True)]
+        folders = list(dict.fromkeys(map(Path, workdirs)))
+        self.runs = [RunCurves(RecordedRun(folder), name) for folder, name in zip(folders, names(folders), strict=True)]
 
     def look(self) -> None:
         """Read what was added to the folders."""
@@ -58,13 +57,14 @@ class ReportPage:
         drawn = {chart.name: figures.figure(chart, runs, [group for group in groups if len(group.runs) > 1])
                  for chart in shown}
         drawn["timeline"] = goodput_figure.figure(runs)
+        data = {name: json.loads(figure.to_json()) for name, figure in drawn.items()}
         return self._template.render(
             title=f"{'Run' if single else f'{len(runs)} runs'}: {', '.join(one.name for one in runs)}", style=STYLE,
             css=(_HERE / "report_page.css").read_text(), script="" if bare else (_HERE / "report_page.js").read_text(),
             plotly="" if bare else _plotly(), live=live, axes=AXES, palette=_PALETTE, runs=runs, single=single,
             facts=run_facts, groups=groups, usual=usual, others=[chart for chart in shown if chart not in usual],
-            rows=len({row for trace in drawn["timeline"].data for row in trace.y}), made=clock(time.time()), points=figures.POINTS,
-            data={name: json.loads(figure.to_json()) for name, figure in drawn.items()})
+            rows=len({row for trace in data["timeline"]["data"] for row in trace["y"]}), made=clock(time.time()),
+            points=figures.POINTS, data=data)
 
 
 @functools.cache
@@ -82,6 +82,6 @@ def _template() -> Any:
         raise UserError("report", "the package jinja2 is not installed", install_extra("report")) from None
     room = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
                               loader=jinja2.FileSystemLoader(_HERE))
-    room.globals["table"] = lambda made, words=1: jinja2.utils.markupsafe.Markup(html_table(*made, words))
+    room.globals["table"] = lambda made, words=1: jinja2.utils.markupsafe.Markup(html_table(made[0], made[1], words))
     room.globals["plain"] = html.unescape
     return room.get_template("report_page.html")

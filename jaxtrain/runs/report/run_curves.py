@@ -101,19 +101,21 @@ class RunCurves:
             found["restart"] += [start.resumed] if start.resumed is not None else []
         for event in self.run.events:
             kind = {"skip": "spike"}.get(event["kind"], event["kind"])
-            if kind in ("rollback", "spike") and isinstance(event.get("step"), int):
-                found[kind].append(event["step"])
+            if kind in ("rollback", "spike") and isinstance(step := event.get("step"), int) and abs(step) < 2**53:
+                found[kind].append(step)
         return {kind: sorted(set(steps)) for kind, steps in found.items() if steps}
 
     def taken_back(self) -> Curve | None:
         """Return the loss of the steps that a restart or a rollback took back, which other steps replaced."""
-        lines = [line for line in json_lines(self.run.workdir / "metrics.rolled_back.jsonl", {"step": int})
-                 if isinstance(line.get("loss"), int | float)]
-        if not lines:
+        lines = Columns()
+        for line in json_lines(self.run.workdir / "metrics.rolled_back.jsonl", {"step": int}):
+            if "loss" in line:  # of a step
+                lines.add(line)
+        if "loss" not in lines:
             return None
-        steps = np.array([line["step"] for line in lines], float)
+        steps = lines["step"]
         again = np.flatnonzero(np.diff(steps) < 0) + 1  # taken back another time: not one curve
-        values = np.insert(np.array([line["loss"] for line in lines], float), again, math.nan)
+        values = np.insert(lines["loss"], again, math.nan)
         return Curve(TAKEN_BACK, values, self.at(np.insert(steps, again, steps[again])))
 
 

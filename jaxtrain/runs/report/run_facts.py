@@ -21,6 +21,7 @@ from jaxtrain.runs.report.run_curves import Chart, RunCurves
 
 Table = tuple[list[str], list[list[str]]]
 _MOST_ROWS, _MOST_SAMPLES, _ALTERNATIVE_ROWS = 500, 8, 8
+_DEVICES = 2**24  # more than there are
 
 
 def summary(one: RunCurves) -> dict[str, str]:
@@ -53,7 +54,8 @@ def cost(run: RecordedRun) -> str:
 
 def _mesh(run: RecordedRun) -> dict[str, int]:
     mesh = run.run.get("mesh")
-    return {axis: size for axis, size in mesh.items() if isinstance(size, int)} if isinstance(mesh, dict) else {}
+    return {axis: size for axis, size in mesh.items()
+            if isinstance(size, int) and 0 < size < _DEVICES} if isinstance(mesh, dict) else {}
 
 
 def compared(runs: Sequence[RunCurves]) -> Table:
@@ -131,10 +133,12 @@ def starts(run: RecordedRun) -> Table:
     found = run.account.incarnations if run.account else ()
     shown = [category for category in CATEGORIES if any(one.seconds[category] for one in found)
              or category == "lost_work"]
-    rows = [[f"{place}", clock(one.began), one.ended or "killed, or runs", "" if one.resumed is None else f"{one.resumed:,}",
-             f"{one.reached[0]:,}", duration(sum(seconds.values())), *(f"{seconds[key]:,.1f}" for key in shown)]
+    rows = [[f"{place}", clock(one.began), one.ended or "killed, or runs",
+             "" if one.resumed is None else f"{one.resumed:,}", f"{one.reached[0]:,}", duration(sum(seconds.values())),
+             *(f"{seconds[key]:,.1f}" for key in shown)]
             for place, (one, seconds) in enumerate(zip(found, settled(found), strict=True), 1)]
-    return ["", "began (UTC)", "ended", "from step", "to step", "time", *(f"{key}, s" for key in shown)], rows[-_MOST_ROWS:]
+    head = ["", "began (UTC)", "ended", "from step", "to step", "time", *(f"{key}, s" for key in shown)]
+    return head, rows[-_MOST_ROWS:]
 
 
 def happened(runs: Sequence[RunCurves]) -> Table:
@@ -143,17 +147,19 @@ def happened(runs: Sequence[RunCurves]) -> Table:
     found.sort(key=lambda pair: pair[0]["time"] if isinstance(pair[0].get("time"), int | float) else 0, reverse=True)
     named = ["run"] if len(runs) > 1 else []
     return ["time (UTC)", *named, "kind", "what", "process"], [
-        [clock(event.get("time")), *([name] if named else []), event["kind"], said(event), f"{event.get('process', '')}"]
+        [clock(event.get("time")), *([name] if named else []), event["kind"], said(event),
+         f"{event.get('process', '')}"]
         for event, name in found[:_MOST_ROWS]]
 
 
 def saves(run: RecordedRun) -> Table:
     """Return the checkpoints that a run has, with what its events say of each."""
-    told = {event.get("step"): event for event in run.events if event["kind"] == "checkpoint"}
-    head = ["step", "saved (UTC)", "held up the loop, s", "written in, s", "read back in, s"]
-    return head, [[f"{step:,}", clock(told.get(step, {}).get("time")),
-                   *(number(told[step].get(key)) if step in told else "" for key in ("blocked_s", "written_s", "verified_s"))]
-                  for step in run.checkpoints]
+    told = {event["step"]: event for event in run.events
+            if event["kind"] == "checkpoint" and isinstance(event.get("step"), int)}
+    head, keys = ["held up the loop, s", "written in, s", "read back in, s"], ("blocked_s", "written_s", "verified_s")
+    return ["step", "saved (UTC)", *head], [[f"{step:,}", clock(told.get(step, {}).get("time")),
+                                             *(number(told[step].get(key)) if step in told else "" for key in keys)]
+                                            for step in run.checkpoints]
 
 
 def samples(run: RecordedRun) -> list[tuple[str, str]]:
@@ -181,9 +187,11 @@ def key_numbers(chart: Chart, runs: Sequence[RunCurves]) -> Table:
         values, at = curve.values, curve.axes["step"]
         places = np.minimum(np.searchsorted(at, steps), len(at) - 1)
         there = finite(values)
-        rows.append([f"{one.name} {curve.key}" if len(runs) > 1 else curve.key, number(there.min() if len(there) else None),
-                     number(there.max() if len(there) else None), f"{len(values) - len(there):,}",
-                     *(number(values[place]) if step <= at[-1] else "" for step, place in zip(steps, places, strict=True))])
+        ends = [there.min(), there.max()] if len(there) else [None, None]
+        rows.append([f"{one.name} {curve.key}" if len(runs) > 1 else curve.key, *map(number, ends),
+                     f"{len(values) - len(there):,}",
+                     *(number(values[place]) if step <= at[-1] else ""
+                       for step, place in zip(steps, places, strict=True))])
     return ["curve", "least", "greatest", "not finite", *(f"step {step:,}" for step in steps)], rows
 
 
@@ -194,9 +202,9 @@ def finite(values: np.ndarray) -> np.ndarray:
 
 def number(value: Any) -> str:
     """Return a number as text."""
-    if not isinstance(value, int | float | np.number) or not math.isfinite(value):
-        return "not finite" if value is None or isinstance(value, float) else f"{value}"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+    if isinstance(value, float | np.floating):
+        return f"{value:.5g}" if math.isfinite(value) else "not finite"
+    return "not finite" if value is None else f"{value:,}" if isinstance(value, int) else f"{value}"
 
 
 def value_text(value: Any) -> str:

@@ -15,7 +15,8 @@ def recorded(workdir: Path, steps: int = 30, overrides: dict | None = None, even
     workdir.mkdir(parents=True)
     config = make_config({}, {"train.steps": steps, **(overrides or {})}).to_dict()
     (workdir / "config.json").write_text(json.dumps(config))
-    (workdir / "run.json").write_text(json.dumps({"mesh": {"data": 2, "tensor": 4}, "device_kind": "NVIDIA H100 80GB HBM3"}))
+    (workdir / "run.json").write_text(json.dumps({"mesh": {"data": 2, "tensor": 4},
+                                                  "device_kind": "NVIDIA H100 80GB HBM3"}))
     with (workdir / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
             loss = 2 + 3 / step**0.5 + 0.1 * math.sin(step) + shift

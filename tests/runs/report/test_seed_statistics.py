@@ -20,7 +20,7 @@ def runs(tmp_path):
 
 def test_runs_are_grouped_by_experiment(runs):
     (three, one), found = groups(runs), differences(runs)
-    assert [member.name for member in three.runs] == ["a", "b", "c"] and [member.name for member in one.runs] == ["lower"]
+    assert [[member.name for member in group.runs] for group in (three, one)] == [["a", "b", "c"], ["lower"]]
     assert found == {"optimizer.learning_rate": [0.001, 0.001, 0.001, 0.0001], "train.seed": [0, 1, 0, 0],
                      "data.seed": [0, 0, 2, 0], "checkpoint.every": [500, 7, 500, 500]}
     evaluated = runs[1].run.evaluations["eval_loss"]
