@@ -29,6 +29,7 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
     "evaluate": ("jaxtrain.hub.evaluate_tasks", "Evaluate what a run has trained on tasks of lm-evaluation-harness."),
     "checkpoint": ("jaxtrain.checkpoint", "List, verify and compare a run's checkpoints, or go back to one."),
     "goodput": ("jaxtrain.observe.goodput", "Account for a run's time across restarts: what share of it trained."),
+    "dashboards": ("jaxtrain.observe.prometheus", "Write dashboards for Grafana and alert rules for Prometheus."),
     "export": ("jaxtrain.hub.export", "Write a run's model as a folder in Hugging Face's format."),
     "merge": ("jaxtrain.hub.merge", "Merge models of one architecture into one folder in Hugging Face's format."),
     "adapters": ("jaxtrain.hub.adapters", "List, version, merge or export adapters (LoRA) in PEFT's format."),

@@ -28,7 +28,7 @@ def exported(run: Run, workdir: str | Path, ledger: Ledger) -> Iterator[RunMetri
         port += hosts[:me].count(hosts[me])
     metrics = RunMetrics(
         workdir, ledger,
-        info={"version": version_of("jaxtrain"), "jax_version": version_of("jax"),
+        info={"version": version_of("jaxtrain") or "", "jax_version": version_of("jax") or "",
               "device_kind": jax.devices()[0].device_kind},
         constants={"processes": jax.process_count(), "devices": jax.device_count(), "target_step": c.train.steps,
                    "checkpoint_every": c.checkpoint.every})

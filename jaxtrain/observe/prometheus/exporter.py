@@ -56,8 +56,8 @@ def _serve(metrics: RunMetrics, workdir: str | Path, address: tuple[str, int], e
         except OSError as error:  # such as the process that was here before, which is still ending
             if not refused:
                 refused = error.strerror or f"{error}"
-                events.tell(workdir, "prometheus_failed", f"observe.prometheus_port: nothing can be exported at {shown} "
-                            f"({refused}); the run goes on, and this is tried again every {AGAIN_S:.0f} s",
+                said = f"nothing can be exported at {shown} ({refused}); the run goes on, and this is tried again"
+                events.tell(workdir, "prometheus_failed", f"observe.prometheus_port: {said} every {AGAIN_S:.0f} s",
                             address=shown, reason=refused)
             ended.wait(AGAIN_S)
             continue

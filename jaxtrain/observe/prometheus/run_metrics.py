@@ -142,7 +142,7 @@ class RunMetrics:
         for name, value in (found["system"] or {}).items():
             if match := _GPU.fullmatch(name):
                 gpus.setdefault(match[2], {})[match[1],] = value
-        up = {(name,): float(answer is not None) for name, answer in found.items()}
+        up: Samples = {(name,): float(answer is not None) for name, answer in found.items()}
         return {"devices": found["devices"] or {}, "system": _samples(found["system"] or {}), "gpus": gpus,
                 "sources": {"up": up}}
 
@@ -171,7 +171,7 @@ class _Patient:
             self._answer = None
 
 
-def _device_memory() -> dict[str, Samples]:
+def _device_memory() -> Mapping[str, Samples]:
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for device in jax.local_devices():
         for key, value in (device.memory_stats() or {}).items():
