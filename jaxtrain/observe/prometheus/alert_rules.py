@@ -80,7 +80,7 @@ def alerts(pace: float = 1.0) -> tuple[Alert, ...]:
               "Steps take 1.3 times as long as in the last six hours, while no process waits for data, no host is busy "
               "and every device computes as fast as before (resilience.probe_every): what is left is the network. This "
               "is inferred; a profile shows it."),
-        Alert("JaxtrainStraggler", "jaxtrain_slowest_ratio > 1.2",
+        Alert("JaxtrainStraggler", "jaxtrain_slowest_ratio > 1.25",
               t(10), "warning", f"{_WHO}: one process is {{{{ $value | humanize }}}} times as slow as its peers",
               "jaxtrain_slowest_process tells which; the event `straggler` why. See docs/operations-devices.md."),
         Alert("JaxtrainCheckpointOverdue",

@@ -11,6 +11,11 @@ SCHEMA = 39  # of Grafana 11; later ones bring it up to theirs
 _WIDTH = 24  # of Grafana's grid
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _METRIC = re.compile(r"\b(jaxtrain_\w+)(\{)?")
+_NUMBER = {"colorMode": "value", "graphMode": "none", "justifyMode": "auto", "textMode": "auto", "orientation": "auto",
+           "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}, "wideLayout": True,
+           "showPercentChange": False, "percentChangeColorMode": "standard"}
+_GRAPH = {"legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+          "tooltip": {"mode": "multi", "sort": "desc"}}
 Json = dict[str, Any]
 
 
@@ -232,13 +237,9 @@ def _panel(of: Dashboard, one: Panel) -> Json:
         defaults["custom"] = {"drawStyle": "line", "lineWidth": 1, "fillOpacity": 60 if one.stacked else 0,
                               "showPoints": "never", "spanNulls": False,
                               "stacking": {"mode": "normal" if one.stacked else "none", "group": "A"}}
-    options = {"colorMode": "value", "graphMode": "area", "justifyMode": "auto", "textMode": "auto",
-               "orientation": "auto", "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}} if (
-        one.number) else {"legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
-                          "tooltip": {"mode": "multi", "sort": "desc"}}
     return {"type": "stat" if one.number else "timeseries", "title": one.title, "description": _about(one),
-            "datasource": _SOURCE, "fieldConfig": {"defaults": defaults, "overrides": []}, "options": options,
-            "targets": targets}
+            "datasource": _SOURCE, "fieldConfig": {"defaults": defaults, "overrides": []},
+            "options": _NUMBER if one.number else _GRAPH, "targets": targets}
 
 
 def _about(one: Panel) -> str:
@@ -248,7 +249,6 @@ def _about(one: Panel) -> str:
 
 
 def _variable(name: str) -> Json:
-    query = f"label_values(jaxtrain_start_timestamp_seconds, {name})"
-    return {"name": name, "type": "query", "label": name, "datasource": _SOURCE, "definition": query,
-            "query": {"query": query, "refId": "variable"}, "refresh": 2, "sort": 1, "multi": True, "includeAll": True,
-            "allValue": ".*", "current": {"text": "All", "value": "$__all"}, "hide": 0}
+    return {"name": name, "type": "query", "label": name, "datasource": _SOURCE, "hide": 0, "refresh": 2, "sort": 1,
+            "query": f"label_values(jaxtrain_start_timestamp_seconds, {name})", "multi": True, "includeAll": True,
+            "allValue": ".*", "current": {"text": "All", "value": "$__all"}}

@@ -94,6 +94,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 8 * MOST  # the system makes clients beyond it wait for seconds
 
     def __init__(self, address: tuple[str, int], metrics: RunMetrics):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
