@@ -183,7 +183,7 @@ def test_a_run_that_diverges_cannot_save_and_is_killed(tmp_path, tmp_path_factor
         with prometheus(tmp_path / "server", [port]) as server:
             for failures in range(3):
                 started.append(start(flags, tmp_path / "dying", port, largest=f"{1 << 16}")[0])
-                server.until(f'jaxtrain_failures{{run="dying"}} == {failures}')
+                server.until(f'jaxtrain_failures{{run="dying"}} == {failures} and jaxtrain_steps_total > 0')
                 if failures < 2:
                     kill(started[-1])
             server.fires("JaxtrainRestarting", "JaxtrainLossNotFinite", "JaxtrainLossSpike", "JaxtrainCheckpointFailed",
