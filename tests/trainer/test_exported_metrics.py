@@ -54,10 +54,10 @@ class Prometheus:
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"}, "rule_files": ["alerts.yml"],
             "scrape_configs": [{"job_name": "jaxtrain",
                                 "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports]}]}]}))
-        self.log = open(folder / "log", "w")
-        self.process = subprocess.Popen(
-            ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
-             f"--web.listen-address={self.url}"], stderr=self.log, stdout=self.log)
+        with open(folder / "log", "w") as log:
+            self.process = subprocess.Popen(
+                ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
+                 f"--web.listen-address={self.url}"], stderr=log, stdout=log)
 
     def ask(self, query):
         """The samples that answer it: labels and value."""
@@ -87,7 +87,6 @@ class Prometheus:
     def close(self):
         self.process.kill()
         self.process.wait()
-        self.log.close()
 
 
 @contextlib.contextmanager
@@ -118,8 +117,8 @@ def start(flags, workdir, port, number=0, processes=1, coordinator="", largest="
     where = [f"--coordinator={coordinator}", f"--num_processes={processes}", f"--process_id={number}"]
     command = [sys.executable, "-c", PROGRAM, *flags, f"--workdir={workdir}",
                f"--config.observe.prometheus_port={port}", *(where if processes > 1 else [])]
-    log = open(workdir.with_name(f"{workdir.name}-log-{number}"), "a")
-    return subprocess.Popen(command, env=environment, stderr=log, stdout=log), delay
+    with open(workdir.with_name(f"{workdir.name}-log-{number}"), "a") as log:
+        return subprocess.Popen(command, env=environment, stderr=log, stdout=log), delay
 
 
 def kill(*processes):

@@ -1,6 +1,6 @@
 """Write dashboards for Grafana and alert rules for Prometheus.
 
-    jaxtrain dashboards --folder=monitoring
+    jaxtrain dashboards --folder=deploy
 
 FOLDER/grafana/*.json are imported into Grafana; FOLDER/prometheus/alerts.yml goes to the rule_files of Prometheus.
 """

@@ -14,20 +14,22 @@ promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="needs promto
 STEP = "step_duration_seconds"
 GPU = {"gpu_memory_used_bytes;gpu=0": "80x60", "gpu_memory_size_bytes;gpu=0": "100x60"}
 SLOWER = {f"{STEP}_sum": "0+60x400", f"{STEP}_count": "0+60x300 18030+30x60", "devices": "8x400"}
-# alert: (minute, series that fire, those that do not, ...); NAME;LABEL=VALUE: values of each minute, as promtool has them
+# alert: (minute, series, whether it fires then); a series is NAME;LABEL=VALUE and its values, as promtool writes them
 CASES = {
     "JaxtrainStepStalled": [
         (25, {"last_step_timestamp_seconds": "0+60x10 600x30", f"{STEP}_sum": "9x40", f"{STEP}_count": "9x40"}, True),
         (25, {"last_step_timestamp_seconds": "0+60x10 600x30", f"{STEP}_sum": "0x40", f"{STEP}_count": "0x40"}, True),
         (70, {"start_timestamp_seconds": "0x80"}, True),
         (25, {"last_step_timestamp_seconds": "0+60x40", f"{STEP}_sum": "9x40", f"{STEP}_count": "9x40"}, False),
-        (25, {"last_step_timestamp_seconds": "0+60x10 600x30", f"{STEP}_sum": "990x40", f"{STEP}_count": "9x40"}, False),
+        (25, {"last_step_timestamp_seconds": "0+60x10 600x30", f"{STEP}_sum": "990x40", f"{STEP}_count": "9x40"},
+         False),
         (25, {"last_step_timestamp_seconds": "0+60x10 600x30", f"{STEP}_sum": "9x40", f"{STEP}_count": "9x40",
               "step": "100x40", "target_step": "100x40"}, False),
         (50, {"start_timestamp_seconds": "0x80"}, False)],
     "JaxtrainProcessMissing": [
         (10, {"processes": "2x20", "start_timestamp_seconds": "1x20"}, True),
-        (10, {"processes": "2x20", "start_timestamp_seconds": "1x20", "start_timestamp_seconds;process=1": "1x20"}, False)],
+        (10, {"processes": "2x20", "start_timestamp_seconds": "1x20", "start_timestamp_seconds;process=1": "1x20"},
+         False)],
     "JaxtrainRestarting": [
         (25, {"failures": "0x10 1x10 2x10"}, True), (25, {"failures": "5x30"}, False),
         (25, {"failures": "0x10 1x20"}, False)],
@@ -82,7 +84,8 @@ CASES = {
     "JaxtrainGpuErrors": [
         (15, {"gpu_ecc_errors_total;gpu=3": "7x10 8x10"}, True), (15, {"gpu_ecc_errors_total;gpu=3": "7x30"}, False)],
     "JaxtrainGpuHot": [
-        (15, {"gpu_temperature_celsius;gpu=3": "90x30"}, True), (15, {"gpu_temperature_celsius;gpu=3": "70x30"}, False)],
+        (15, {"gpu_temperature_celsius;gpu=3": "90x30"}, True),
+        (15, {"gpu_temperature_celsius;gpu=3": "70x30"}, False)],
 }
 
 

@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from jaxtrain.observe.events import events
+from jaxtrain.observe.events import events, listeners
 from jaxtrain.observe.prometheus import exporter
 from tests.observe.prometheus.exposition import made, values
 from tests.tiny import closed_while_it_drips, free_address
@@ -56,7 +56,6 @@ def test_the_port_answers_and_is_closed_at_the_end(tmp_path):
             get(address)
     with pytest.raises(OSError):
         get(address)
-    from jaxtrain.observe.events import listeners
     assert listeners == []
 
 
@@ -83,8 +82,8 @@ def test_a_port_in_use_costs_no_run_and_is_taken_when_it_is_free(tmp_path, monke
             assert "jaxtrain_devices" in get(address)[0]
     assert [event["kind"] for event in events(tmp_path / "run")] == ["prometheus_failed", "prometheus"]
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == (f"observe.prometheus_port: nothing can be exported at http://{address}/metrics (Address already in "
-                       "use); the run goes on, and this is tried again every 0 s")
+    assert said[0] == (f"observe.prometheus_port: nothing can be exported at http://{address}/metrics (Address already "
+                       "in use); the run goes on, and this is tried again every 0 s")
     assert said[1] == f"metrics are exported at http://{address}/metrics"
 
 

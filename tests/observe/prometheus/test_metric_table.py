@@ -1,9 +1,14 @@
 """The table of metrics keeps Prometheus's conventions, and what is made from it is not stale."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
+import pytest
+
 from jaxtrain.observe.prometheus.__main__ import files, main
+from jaxtrain.observe.prometheus.alert_rules import alerts
 from jaxtrain.observe.prometheus.metric_table import COMMON, METRICS, markdown
 
 ROOT = Path(__file__).parents[3]
@@ -35,3 +40,13 @@ def test_the_files_are_current(tmp_path, capsys):
 def test_the_page_has_the_table():
     page = (ROOT / "docs/observe-prometheus.md").read_text()
     assert markdown() in page, "put what jaxtrain.observe.prometheus.metric_table.markdown() returns there"
+    assert set(re.findall(r"^\| `(Jaxtrain\w+)` \| (\w+) \|", page, re.M)) == {(one.name, one.severity) for one in alerts()}
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool (apt-get install prometheus)")
+def test_prometheus_takes_the_config_on_the_page(tmp_path):
+    (config,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/observe-prometheus.md").read_text(), re.S)
+    (tmp_path / "prometheus.yml").write_text(config)
+    (tmp_path / "alerts.yml").write_text(files()["prometheus/alerts.yml"])
+    done = subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True)
+    assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
