@@ -156,6 +156,9 @@ def test_two_processes_of_which_one_slows_down_and_stops(tmp_path, tmp_path_fact
             lines = [json.loads(line) for line in (tmp_path / "slowing/metrics.jsonl").read_text().splitlines()]
             (_, step), (_, loss) = *server.ask('jaxtrain_step{process="0"}'), *server.ask('jaxtrain_loss{process="0"}')
             losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+                text = answer.read().decode()
+            assert str(tmp_path.parent) not in text and "gpt.py" not in text and ".txt" not in text, "paths are secrets"
             assert loss in [losses.get(int(step) + near) for near in range(-40, 2)]
 
             delay.write_text("0.6")
