@@ -31,7 +31,7 @@ def test_panels_have_a_place_and_say_what_they_show(of):
     panels = dashboard(of)["panels"]
     assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
     places = [panel["gridPos"] for panel in panels]
-    assert all(0 <= at["x"] and at["x"] + at["w"] <= 24 for at in places)
+    assert all(at["x"] >= 0 and at["x"] + at["w"] <= 24 for at in places)
     for a, b in itertools.combinations(places, 2):
         apart = (a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"] or a["y"] + a["h"] <= b["y"]
                  or b["y"] + b["h"] <= a["y"])
