@@ -3,10 +3,12 @@
 import re
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from jaxtrain.launch.kubernetes.jobset import NAME_LABEL
 from jaxtrain.observe.prometheus.__main__ import files, main
 from jaxtrain.observe.prometheus.alert_rules import alerts
 from jaxtrain.observe.prometheus.metric_table import COMMON, METRICS, markdown
@@ -45,9 +47,12 @@ def test_the_page_has_the_table():
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool (apt-get install prometheus)")
-def test_prometheus_takes_the_config_on_the_page(tmp_path):
-    (config,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/observe-prometheus.md").read_text(), re.S)
-    (tmp_path / "prometheus.yml").write_text(config)
+def test_prometheus_takes_the_configs_on_the_page(tmp_path):
+    configs = re.findall(r"^ *```yaml\n(.*?)```", (ROOT / "docs/observe-prometheus.md").read_text(), re.M | re.S)
+    assert len(configs) == 2 and re.sub(r"\W", "_", NAME_LABEL) in configs[1]
     (tmp_path / "alerts.yml").write_text(files()["prometheus/alerts.yml"])
-    done = subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True)
-    assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
+    for config in configs:
+        (tmp_path / "prometheus.yml").write_text(textwrap.dedent(config))
+        done = subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yml"], capture_output=True,
+                              text=True)
+        assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
