@@ -18,6 +18,7 @@ SLOWER = {f"{STEP}_sum": "0+60x400", f"{STEP}_count": "0+60x300 18030+30x60", "d
 CASES = {
     "JaxtrainStepStalled": [
         (25, {"last_step_timestamp_seconds": "0+60x10 600x30", f"{STEP}_sum": "9x40", f"{STEP}_count": "9x40"}, True),
+        (25, {"last_step_timestamp_seconds": "0+60x10 600x30", f"{STEP}_sum": "180x40", f"{STEP}_count": "9x40"}, True),
         (25, {"last_step_timestamp_seconds": "0+60x10 600x30", f"{STEP}_sum": "0x40", f"{STEP}_count": "0x40"}, True),
         (70, {"start_timestamp_seconds": "0x80"}, True),
         (25, {"last_step_timestamp_seconds": "0+60x40", f"{STEP}_sum": "9x40", f"{STEP}_count": "9x40"}, False),

