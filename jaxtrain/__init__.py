@@ -71,8 +71,8 @@ __all__ = [  # imported when first used, so that `import jaxtrain` is quick
     "BatchFunction", "BatchSource", "CheckpointManager", "Config", "Generated", "MetricsWriter", "NextToken",
     "Objective", "Observer", "Rules", "Run", "TrainState", "TrainStep", "UserError", "Weighted", "build",
     "constrain", "cross_entropy", "distillation", "enable_compilation_cache", "generate", "load_config",
-    "load_model", "make_config", "make_mesh", "make_model", "make_train_step", "plan", "plot", "rules", "sample", "show",
-    "train", "with_adapters",
+    "load_model", "make_config", "make_mesh", "make_model", "make_train_step", "plan", "plot", "rules", "sample",
+    "show", "train", "with_adapters",
 ]
 
 

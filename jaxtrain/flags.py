@@ -32,6 +32,7 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
     "checkpoint": ("jaxtrain.checkpoint", "List, verify and compare a run's checkpoints, or go back to one."),
     "goodput": ("jaxtrain.observe.goodput", "Account for a run's time across restarts: what share of it trained."),
     "report": ("jaxtrain.runs.report", "Write one or several runs as one HTML page, or serve it while they go on."),
+    "dashboards": ("jaxtrain.observe.prometheus", "Write dashboards for Grafana and alert rules for Prometheus."),
     "export": ("jaxtrain.hub.export", "Write a run's model as a folder in Hugging Face's format."),
     "merge": ("jaxtrain.hub.merge", "Merge models of one architecture into one folder in Hugging Face's format."),
     "adapters": ("jaxtrain.hub.adapters", "List, version, merge or export adapters (LoRA) in PEFT's format."),

@@ -43,3 +43,10 @@ SYNONYMS |= dict.fromkeys(
 SYNONYMS |= dict.fromkeys(
     ("epochs", "num_epochs", "num_train_epochs", "max_epochs"),
     "the length of a run is train.steps; data.mixture.NAME.epochs limits one source of a mixture")
+SYNONYMS |= dict.fromkeys(
+    ("pushgateway", "push_gateway", "prometheus_pushgateway", "prometheus_gateway", "pushgateway_url"),
+    "there is no Pushgateway: it keeps the last values of a process that has died, and so hides the failures that "
+    "count; let Prometheus scrape observe.prometheus_port, or set observe.prometheus_textfile")
+SYNONYMS |= dict.fromkeys(
+    ("prometheus", "grafana"),
+    "set observe.prometheus_port, from which Prometheus reads; see docs/observe-prometheus.md")

@@ -320,7 +320,7 @@ class CheckpointManager:
             self._failed(step, error)
             self._make_room(step)
             return None
-        job = _Job(step, name)
+        job = _Job(step, name, sum(leaf.nbytes for leaf in flat.values()))
         job.thread = threading.Thread(target=self._finish, args=(job,), name="checkpoint", daemon=True)
         self._jobs.append(job)
         return job
@@ -356,7 +356,7 @@ class CheckpointManager:
                     self._failure = NotSaved(job.step, self._directory, problems[0])
                 return
             self._tell("checkpoint", "", step=job.step, blocked_s=job.blocked_s, written_s=committed - began,
-                       verified_s=time.perf_counter() - committed)
+                       verified_s=time.perf_counter() - committed, bytes=job.size)
         except Exception as error:
             self._tell("checkpoint_unverified", f"checkpoint {job.step} could not be read back "
                        f"({innermost(error)}); the next start does it", step=job.step, reason=innermost(error))
@@ -422,7 +422,7 @@ class CheckpointManager:
 class _Job:
     """A save in progress."""
 
-    def __init__(self, step: int, name: str):
-        self.step, self.name, self.blocked_s = step, name, 0.0
+    def __init__(self, step: int, name: str, size: int):
+        self.step, self.name, self.size, self.blocked_s = step, name, size, 0.0
         self.committed = threading.Event()
         self.thread = threading.Thread()

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxtrain.files.bounded_files import json_lines
 from jaxtrain.redaction import redacted
 
 Event = dict[str, Any]
+listeners: list[Callable[[Event], None]] = []  # of this process's events, whether or not they could be written
 
 
 def record(workdir: str | Path, kind: str, **fields: Any) -> None:
@@ -22,6 +24,8 @@ def record(workdir: str | Path, kind: str, **fields: Any) -> None:
     With a full disk or a missing folder the event is lost, but no error is raised.
     """
     event = {"time": time.time(), "kind": kind, "process": _process(), "host": socket.gethostname(), **redacted(fields)}
+    for listener in listeners:
+        listener(event)
     with contextlib.suppress(OSError):
         file = os.open(Path(workdir) / "events.jsonl", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
         try:

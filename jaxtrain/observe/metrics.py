@@ -73,17 +73,16 @@ class MetricsWriter:
 
         Args:
             constants: those of all steps, or a function of the step (counted from 0) where they differ.
-            completed: called in every process with each step that the devices completed, on the writer's thread.
+            completed: called in every process with each step that the devices completed, on the writer's thread, after
+                the ledger.
             ledger: receives which steps are in flight, and provides the goodput for the lines of steps.
         """
         self._last_step, self._log_every, self._tell = last_step, log_every, completed
         self._constants = constants if callable(constants) else lambda step: constants
         self._ledger = ledger
-        self._sinks: tuple[Sink, ...] = ()  # other processes wait for steps in the same way, but write nothing
-        self._lines: _JsonLines | None = None
-        if jax.process_index() == 0:
-            self._lines = _JsonLines(Path(directory) / "metrics.jsonl", start_step)
-            self._sinks = (self._lines, *sinks)
+        # Other processes wait for steps in the same way, but write no file.
+        self._lines = _JsonLines(Path(directory) / "metrics.jsonl", start_step) if jax.process_index() == 0 else None
+        self._sinks: tuple[Sink, ...] = (self._lines, *sinks) if self._lines is not None else tuple(sinks)
         self._slots = threading.Semaphore(max_lag)  # one for each step that may be in flight
         self._queue: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self._error: Exception | None = None
@@ -162,10 +161,10 @@ class MetricsWriter:
     def _step(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float]) -> None:
         jax.block_until_ready(metrics)  # releases the GIL
         now = time.perf_counter()
-        if self._tell:
-            self._tell(step)
         if self._ledger is not None:
             self._ledger.completed(step)
+        if self._tell:
+            self._tell(step)
         if self._completed is not None:
             self._times.append((now - self._completed, self._constants(step - 1)))
         self._completed = now

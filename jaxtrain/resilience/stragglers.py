@@ -100,7 +100,8 @@ class Stragglers:
         """Report processes slower by `factor`, in windows of `every` seconds; does nothing if 0 or without peers."""
         alone = jax.process_count() == 1 and (jax.local_device_count() == 1 or jax.default_backend() == "cpu")
         self._every = 0.0 if alone else every
-        self.fields: dict[str, float] = {}  # of the newest comparison, for metrics.jsonl
+        self._compared: dict[str, float] = {}
+        self._probed: dict[str, float] = {}
         if not self._every:
             return
         self._workdir, self._judge, self._board = workdir, Judge(factor), Board("stragglers")
@@ -129,11 +130,17 @@ class Stragglers:
         now = time.perf_counter()
         if self._began:
             jax.block_until_ready(metrics)
-            many, kind = self._steps, jax.local_devices()[0].device_kind
+            many, kind, probed = self._steps, jax.local_devices()[0].device_kind, self._probe.seconds()
+            self._probed = {"probe_s": max(probed.values())}
             self._queue.put(Window(number, socket.gethostname(), (now - self._began) / many, self._waited / many,
-                                   self._busy / many, self._probe.seconds(), kind))
+                                   self._busy / many, probed, kind))
         self._window, self._began = number, now
         self._steps, self._waited, self._busy = 0, 0.0, 0.0
+
+    @property
+    def fields(self) -> dict[str, float]:
+        """The newest comparison, and the probe of this process's slowest device, for a line of metrics."""
+        return {**self._compared, **self._probed}
 
     def close(self) -> None:
         """End the thread, or abandon it if the coordinator does not answer."""
@@ -165,11 +172,11 @@ class Stragglers:
 
     def _tell(self, windows: Mapping[int, Window]) -> None:
         if not (slowness := compare(windows)):
-            self.fields = {}
+            self._compared = {}
             return
         slowest = max(slowness, key=lambda process: slowness[process].ratio)
-        self.fields = {"slowest_process": slowest, "slowest_ratio": slowness[slowest].ratio,
-                       "data_wait_max_s": max(window.data_wait_s for window in windows.values())}
+        self._compared = {"slowest_process": slowest, "slowest_ratio": slowness[slowest].ratio,
+                          "data_wait_max_s": max(window.data_wait_s for window in windows.values())}
         for process, is_slow, slow in self._judge.changes(slowness):
             host = windows[process].host
             events.record(self._workdir, "straggler" if is_slow else "straggler_recovered", slow_process=process,

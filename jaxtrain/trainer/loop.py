@@ -29,7 +29,7 @@ from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer import best_metric
 from jaxtrain.trainer.evaluate import Evaluator
 from jaxtrain.trainer.observers import Observer
-from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run
+from jaxtrain.trainer.reporting import constants, end_of_run, exported, say, sinks, start_of_run
 from jaxtrain.trainer.resume import check_workdir, find_start, initial_or_restored
 from jaxtrain.trainer.rollback import AnomalyGuard, RolledBack
 from jaxtrain.trainer.saver import Saver
@@ -69,8 +69,8 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
-        session = Session(Path(workdir), watchdog, ledger, Interrupt(), observers, may_change, adopt)
-        with run_lock(workdir):
+        with run_lock(workdir), exported(run, workdir, ledger) as metrics:
+            session = Session(Path(workdir), watchdog, ledger, Interrupt(), observers, may_change, adopt, metrics)
             while True:
                 try:
                     with contextlib.ExitStack() as opened:
@@ -115,7 +115,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         run.drawn(data, start, t.steps) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),
                               log_every=t.log_every, sinks=sinks(run, session, start),
-                              completed=watchdog.completed, ledger=ledger) as writer,
+                              completed=session.completed, ledger=ledger) as writer,
         Stragglers(workdir, r.straggler_factor, r.probe_every) as stragglers,
         ledger.book("step"),
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step

@@ -1,5 +1,6 @@
 """What a run reports: its summary, its sinks of metrics, and the constants behind throughput and MFU."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from jaxtrain import errors, observe
 from jaxtrain.config import data_stages
 from jaxtrain.data.loading.batches import epochs, packing
 from jaxtrain.observe import events
+
+from jaxtrain.observe.ledger import Ledger
 from jaxtrain.plan.cost import spending
 from jaxtrain.run import Run
 from jaxtrain.train_step.quantized_kernels import as_floats
@@ -37,8 +40,9 @@ def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
 
 
 def sinks(run: Run, session: Session, start: int) -> list[observe.Sink]:
-    """Return what gets every line of metrics besides metrics.jsonl; only process 0 has any."""
-    t, found = run.config.train, []
+    """Return what gets every line of metrics besides metrics.jsonl; all but the exporter's only in process 0."""
+    t = run.config.train
+    found: list[observe.Sink] = [session.exported] if session.exported else []
     if jax.process_index() != 0:
         return found
     if session.observers:
@@ -48,6 +52,15 @@ def sinks(run: Run, session: Session, start: int) -> list[observe.Sink]:
     if "tensorboard" in run.config.observe.trackers:
         found.append(observe.TensorBoard(session.workdir / "tensorboard", start_step=start))
     return found
+
+
+def exported(run: Run, workdir: str | Path, ledger: Ledger) -> contextlib.AbstractContextManager:
+    """Return a context that exports the metrics of this process and yields them; or None, if that is not asked for."""
+    if not run.config.observe.prometheus_port and not run.config.observe.prometheus_textfile:
+        return contextlib.nullcontext()
+    from jaxtrain.trainer import exported_metrics
+
+    return exported_metrics.exported(run, workdir, ledger)
 
 
 def start_of_run(run: Run, workdir: Path) -> str:

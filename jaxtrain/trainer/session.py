@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxtrain.config.schema import ResilienceConfig
 from jaxtrain.distributed import exit_codes
@@ -13,6 +14,9 @@ from jaxtrain.observe.ledger import Ledger
 from jaxtrain.resilience.watchdog import Watchdog
 from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.shutdown import Interrupt
+
+if TYPE_CHECKING:
+    from jaxtrain.observe.prometheus.run_metrics import RunMetrics
 
 
 class Interrupted(exit_codes.RunExit):
@@ -35,12 +39,19 @@ class Session:
     observers: Sequence[Observer]
     may_change: Sequence[str] = ()  # keys of the config
     adopt: bool = False  # whether to go on from a checkpoint of another run
+    exported: "RunMetrics | None" = None  # to Prometheus
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Account for work that is not a step under its name, and give it more time before it counts as hung."""
         with self.ledger.book(name), self.watchdog.phase(name):
             yield
+
+    def completed(self, step: int) -> None:
+        """Note that the devices completed a step; on the metrics writer's thread."""
+        self.watchdog.completed(step)
+        if self.exported is not None:
+            self.exported.completed(step)
 
     def pause(self, step: int, seconds: float) -> bool:
         """Wait, and return True; or return False, in all processes alike, as soon as the run is asked to stop."""

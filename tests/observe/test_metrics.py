@@ -5,6 +5,7 @@ import json
 import math
 import os
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import jaxtrain.observe.metrics as metrics_module
 from jaxtrain.errors import UserError
 from jaxtrain.observe import Constants, MetricsWriter, TensorBoard
 from jaxtrain.observe.events import events
+from jaxtrain.observe.ledger import Ledger
 from tests.odd_files import device, fifo, folder, in_time
 
 CONSTANTS = Constants(tokens_per_step=10, flops_per_token=3.0, flops_per_token_full=4.0, peak=60.0)
@@ -292,3 +294,21 @@ def test_a_sparse_file_is_cut(tmp_path):
     os.truncate(tmp_path / "metrics.jsonl", 2**40)
     in_time(lambda: open_writer(tmp_path, start_step=5).close())
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_who_is_told_of_a_step_finds_it_in_the_ledger(tmp_path):
+    ledger, told = Ledger(tmp_path, every=0), []
+    with open_writer(tmp_path, ledger=ledger, completed=lambda step: told.append((step, ledger.reached[0]))) as writer:
+        for step in (1, 2):
+            writer.push(step, {})
+    assert told == [(1, 1), (2, 2)]
+
+
+def test_sinks_of_other_processes_get_lines_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    sink = SimpleNamespace(lines=[])
+    sink.write, sink.close = sink.lines.append, lambda: None
+    with open_writer(tmp_path, sinks=[sink]) as writer:
+        writer.push(1, {"loss": 2.0}, {"data_wait_s": 0.5})
+    assert [(line["step"], line["loss"], line["data_wait_s"]) for line in sink.lines] == [(1, 2.0, 0.5)]
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -1,0 +1,42 @@
+"""Write dashboards for Grafana and alert rules for Prometheus.
+
+    jaxtrain dashboards --folder=deploy
+
+FOLDER/grafana/*.json are imported into Grafana; FOLDER/prometheus/alerts.yml goes to the rule_files of Prometheus.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
+from jaxtrain.flags import command, parser_of
+from jaxtrain.observe.prometheus.alert_rules import rules_file
+from jaxtrain.observe.prometheus.dashboards import ALL, dashboard
+
+
+def files() -> dict[str, str]:
+    """Return the content of each file, by its path in the folder."""
+    found = {f"grafana/{of.uid}.json": json.dumps(dashboard(of), indent=1) + "\n" for of in ALL}
+    return {**found, "prometheus/alerts.yml": rules_file()}
+
+
+@command()
+def main(argv: list[str] | None = None) -> None:
+    """Write the files, and print their paths."""
+    parser = parser_of("dashboards", __doc__)
+    parser.add_argument("--folder", required=True, help="where they are written; files of these names are replaced")
+    folder = Path(parser.parse_args(argv).folder)
+    for name, content in files().items():
+        try:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            atomic_files.write(folder / name, content)
+        except OSError as error:
+            raise UserError("--folder", f"{error.filename or folder / name} cannot be written ({error.strerror})",
+                            "give another folder") from None
+        print(folder / name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

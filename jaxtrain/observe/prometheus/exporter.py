@@ -1,0 +1,160 @@
+"""The exporter: answers a scrape of Prometheus over HTTP, and writes files for node_exporter's textfile collector.
+
+A monitor must never cost a run: what it cannot do is told once and tried again, and no error of it ends anything.
+"""
+
+import contextlib
+import http.server
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jaxtrain.files import atomic_files
+from jaxtrain.observe import events
+from jaxtrain.observe.prometheus.run_metrics import RunMetrics
+
+AGAIN_S = 10.0  # between attempts to open a port that is in use
+FILE_S = 15.0  # between files
+REQUEST_S = 5.0  # for the next bytes of a request
+WHOLE_S = 10.0  # for a request and its answer
+MOST = 16  # connections at once
+_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@contextlib.contextmanager
+def exporting(metrics: RunMetrics, workdir: str | Path, *, host: str = "", port: int = 0,
+              textfile: str | Path = "") -> Iterator[None]:
+    """Export metrics within this context: at `port` of the address `host`, in the folder `textfile`, or both."""
+    ended = threading.Event()
+    jobs: list[Callable[[], None]] = []
+    if port:
+        jobs.append(lambda: _serve(metrics, workdir, (host, port), ended))
+    if textfile:
+        jobs.append(lambda: _write(metrics, workdir, Path(textfile), ended))
+    threads = [threading.Thread(target=job, name="prometheus", daemon=True) for job in jobs]
+    events.listeners.append(metrics.heard)
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        events.listeners.remove(metrics.heard)
+        for thread in threads:
+            thread.join(timeout=2 * REQUEST_S)
+
+
+def _serve(metrics: RunMetrics, workdir: str | Path, address: tuple[str, int], ended: threading.Event) -> None:
+    """Open the port, as soon as it is free, and answer there."""
+    shown = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}/metrics"
+    refused = ""
+    while not ended.is_set():
+        try:
+            server = _Server(address, metrics)
+        except OSError as error:  # such as the process that was here before, which is still ending
+            if not refused:
+                refused = error.strerror or f"{error}"
+                said = f"nothing can be exported at {shown} ({refused}); the run goes on, and this is tried again"
+                events.tell(workdir, "prometheus_failed", f"observe.prometheus_port: {said} every {AGAIN_S:.0f} s",
+                            address=shown, reason=refused)
+            ended.wait(AGAIN_S)
+            continue
+        with server:
+            said = f"metrics are exported at {shown}" if refused or metrics.process == 0 else ""
+            events.tell(workdir, "prometheus", said, address=shown)
+            threading.Thread(target=server.serve_forever, name="prometheus", args=(0.1,), daemon=True).start()
+            ended.wait()
+            server.shutdown()
+
+
+def _write(metrics: RunMetrics, workdir: str | Path, folder: Path, ended: threading.Event) -> None:
+    """Write the file every few seconds; it goes when the run ends in whatever way that this process survives."""
+    # The collector reads all files whose names end with .prom, and merges what they have.
+    path = folder / f"jaxtrain-{re.sub(r'[^A-Za-z0-9_.-]', '_', metrics.run)}-{metrics.process}.prom"
+    refused = False
+    while not ended.is_set():
+        try:
+            atomic_files.write(path, metrics.text())
+            refused = False
+        except OSError as error:
+            if not refused:
+                refused = True
+                events.tell(workdir, "prometheus_failed", f"observe.prometheus_textfile: {path} cannot be written "
+                            f"({error.strerror}); the run goes on, and it is tried again every {FILE_S:.0f} s",
+                            path=f"{path}", reason=error.strerror)
+        ended.wait(FILE_S)
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Answers GET /metrics, and nothing else."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 8 * MOST  # the system makes clients beyond it wait for seconds
+
+    def __init__(self, address: tuple[str, int], metrics: RunMetrics):
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self.metrics, self._free = metrics, threading.BoundedSemaphore(MOST)
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Bind without a look-up of this host's name, which may take long."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+
+    def process_request(self, request, client_address) -> None:
+        """Answer on a thread, or hang up if there are too many connections."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request, client_address) -> None:
+        """Answer one connection, and end it if it takes too long."""
+        limit = threading.Timer(WHOLE_S, lambda: _hang_up(request))
+        limit.daemon = True
+        limit.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            limit.cancel()
+            self._free.release()
+
+    def handle_error(self, request, client_address) -> None:
+        """Say nothing: what a client does is no concern of the run's log."""
+
+
+def _hang_up(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    timeout = REQUEST_S
+    server_version, sys_version = "jaxtrain", ""
+
+    def do_GET(self) -> None:
+        """Answer with the metrics."""
+        if self.path.partition("?")[0] != "/metrics":
+            return self._answer(404, "the metrics are at /metrics\n", "text/plain; charset=utf-8")
+        try:
+            self._answer(200, self.server.metrics.text(), _TYPE)  # pyrefly: ignore[missing-attribute]
+        except OSError:  # the client is gone
+            raise
+        except Exception as error:
+            self._answer(500, f"{type(error).__name__}\n", "text/plain; charset=utf-8")
+
+    def _answer(self, status: int, text: str, kind: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", f"{len(body)}")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *words) -> None:
+        """Write no log of requests."""
