@@ -14,6 +14,15 @@ from nbclient import NotebookClient
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
+MOST = 100_000  # characters of an output
+
+
+def drop_scripts(data: dict[str, str]) -> None:
+    """Remove from an output what is too large to be shipped, such as Plotly's script; its text stays."""
+    if len(data.get("text/html", "")) > MOST:
+        del data["text/html"]
+
+
 def main(names: list[str]) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     for path in sorted(EXAMPLES.glob("*.ipynb")):
@@ -22,6 +31,8 @@ def main(names: list[str]) -> None:
             NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(EXAMPLES)}}).execute()
             for cell in notebook.cells:
                 cell.metadata.pop("execution", None)  # the time of day
+                for output in cell.get("outputs", []):
+                    drop_scripts(output.get("data", {}))
             nbformat.write(notebook, path)
             print(path.name)
 

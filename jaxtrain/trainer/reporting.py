@@ -12,7 +12,6 @@ from jaxtrain import errors, observe
 from jaxtrain.config import data_stages
 from jaxtrain.data.loading.batches import epochs, packing
 from jaxtrain.observe import events
-
 from jaxtrain.observe.ledger import Ledger
 from jaxtrain.plan.cost import spending
 from jaxtrain.run import Run

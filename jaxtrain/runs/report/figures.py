@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxtrain.errors import UserError, install_extra
+from jaxtrain.observe.run_panel import columns_of, curve
 from jaxtrain.runs.recorded_run import RecordedRun
 from jaxtrain.runs.report import thinning
 from jaxtrain.runs.report.run_curves import CHARTS, TAKEN_BACK, Chart, Curve, RunCurves, charts, names
@@ -25,7 +26,7 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 _MARKS = {"restart": ("dot", -1), "rollback": ("dash", 7), "spike": ("dashdot", 4)}  # a dash and a colour
 _MOST_MARKS, _MOST_MARKERS = 300, 100
-_TALL = 280  # pixels of a chart in a notebook
+_TALL, _BLOCKS = 280, 40  # pixels of a chart in a notebook, and characters of one in words
 
 
 def graph_objects() -> Any:
@@ -54,6 +55,10 @@ class Plot:
     """Curves of runs that a notebook shows, without the network; `figure` is Plotly's, to change or to save."""
 
     figure: "Figure"
+    text: str  # the same where there are no pictures
+
+    def __repr__(self) -> str:
+        return self.text
 
     def _repr_html_(self) -> str:
         return self.figure.to_html(full_html=False, include_plotlyjs=True)
@@ -78,7 +83,18 @@ def plot(workdir: str | Path, *more: str | Path) -> Plot:
             seen.add(trace.name)
             made.add_trace(trace, row, 1)
         made.update_yaxes(title=chart.unit, row=row, col=1)
-    return Plot(made.update_layout(height=_TALL * len(shown), hovermode="x", template="plotly_white"))
+    made.update_layout(height=_TALL * len(shown), hovermode="x", template="plotly_white")
+    return Plot(made, "\n".join(_in_words(chart, one) for chart in shown for one in runs))
+
+
+def _in_words(chart: Chart, run: RunCurves) -> str:
+    """Return the curves of a run in a chart as blocks of text, with their first and last values."""
+    lines = []
+    for key in chart.keys:
+        if (found := run.curve(key)) is not None and len(values := found.values[np.isfinite(found.values)]):
+            drawn = curve(columns_of(values, _BLOCKS))[0]
+            lines.append(f"{run.name}  {key:<16}{values[0]:>12,.4g} {drawn} {values[-1]:,.4g}")
+    return "\n".join(lines)
 
 
 def _layout(unit: str) -> dict[str, Any]:

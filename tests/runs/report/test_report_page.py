@@ -130,6 +130,7 @@ def test_a_notebook_shows_the_same_curves_without_the_network(eventful):
     plot = jt.plot(eventful)
     shown = plot._repr_html_()
     assert {"loss", "eval_loss", "restart"} <= {trace.name for trace in plot.figure.data}
+    assert re.search(r"loss +[\d.]+ [▁▂▃▄▅▆▇█ ]{4,} [\d.]+", f"{plot}")
     assert not re.search(r'<script[^>]* src=', shown) and "<b>" not in "".join(trace.name for trace in plot.figure.data)
 
 
