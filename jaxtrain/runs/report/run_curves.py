@@ -103,7 +103,9 @@ class RunCurves:
             kind = {"skip": "spike"}.get(event["kind"], event["kind"])
             if kind in ("rollback", "spike") and isinstance(step := event.get("step"), int) and abs(step) < 2**53:
                 found[kind].append(step)
-        return {kind: sorted(set(steps)) for kind, steps in found.items() if steps}
+        once = {kind: set(steps) for kind, steps in found.items()}
+        once["spike"] -= once["rollback"]  # whose cause it was
+        return {kind: sorted(steps) for kind, steps in once.items() if steps}
 
     def taken_back(self) -> Curve | None:
         """Return the loss of the steps that a restart or a rollback took back, which other steps replaced."""
