@@ -136,11 +136,10 @@ def charts(runs: Sequence[RunCurves]) -> list[Chart]:
     usual = [chart for chart in CHARTS if any(one.curve(key) for one in runs for key in chart.keys)]
     known = {"step", "tokens", *(key for chart in CHARTS for key in chart.keys)}
     keys = dict.fromkeys(key for one in runs for lines in (one.run.steps, one.run.evaluations) for key in lines)
-    others = [key for key in keys if key not in known and any(_varies(one.curve(key)) for one in runs)]
-    memory = tuple(key for key in others if "memory" in key)
+    memory = tuple(key for key in keys if "memory" in key)
     found = [Chart("memory", "Memory", "", memory)] if memory else []
-    return usual + found + [Chart(f"other{i}", html.escape(key), "", (key,))
-                            for i, key in enumerate(key for key in others if key not in memory)][:_OTHERS]
+    others = [key for key in keys if key not in known.union(memory) and any(_varies(one.curve(key)) for one in runs)]
+    return usual + found + [Chart(f"other{i}", html.escape(key), "", (key,)) for i, key in enumerate(others[:_OTHERS])]
 
 
 def _varies(curve: Curve | None) -> bool:
