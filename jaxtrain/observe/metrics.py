@@ -19,6 +19,7 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import appended, lines_with_ends, parsed, whole_lines
 from jaxtrain.observe import events
+from jaxtrain.observe.device_memory import peak_bytes
 from jaxtrain.observe.flops import mfu
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class MetricsWriter:
 
     A step's line has `step` (completed steps), the step's own device scalars, `tokens` (since step 0), `step_time_s`
     and the host fields (over the steps since the previous line: means of seconds, `..._s`, and the last value of
-    others), `tokens_per_s`, `mfu`, `mfu_full`. Conventions:
+    others), `tokens_per_s`, `mfu`, `mfu_full`, `memory_peak_bytes`. Conventions:
 
     * A number that is not finite is written as null, since JSON cannot represent it: `"loss": null` is a NaN loss.
     * Step time runs from one step's completion to the next one's. The first step of a process has no predecessor (and
@@ -193,6 +194,8 @@ class MetricsWriter:
             for key, field in (("mfu", "flops_per_token"), ("mfu_full", "flops_per_token_full")):
                 flops = sum(one.tokens_per_step * getattr(one, field) for _, one in self._times)
                 record[key] = speed and mfu(speed, flops / tokens, last.peak)
+        if (peak := peak_bytes()) is not None:
+            record["memory_peak_bytes"] = peak
         if self._ledger is not None:
             record["goodput"] = self._ledger.goodput()
         return record

@@ -103,7 +103,9 @@ class RunCurves:
             kind = {"skip": "spike"}.get(event["kind"], event["kind"])
             if kind in ("rollback", "spike") and isinstance(step := event.get("step"), int) and abs(step) < 2**53:
                 found[kind].append(step)
-        return {kind: sorted(set(steps)) for kind, steps in found.items() if steps}
+        once = {kind: set(steps) for kind, steps in found.items()}
+        once["spike"] -= once["rollback"]  # whose cause it was
+        return {kind: sorted(steps) for kind, steps in once.items() if steps}
 
     def taken_back(self) -> Curve | None:
         """Return the loss of the steps that a restart or a rollback took back, which other steps replaced."""
@@ -134,11 +136,10 @@ def charts(runs: Sequence[RunCurves]) -> list[Chart]:
     usual = [chart for chart in CHARTS if any(one.curve(key) for one in runs for key in chart.keys)]
     known = {"step", "tokens", *(key for chart in CHARTS for key in chart.keys)}
     keys = dict.fromkeys(key for one in runs for lines in (one.run.steps, one.run.evaluations) for key in lines)
-    others = [key for key in keys if key not in known and any(_varies(one.curve(key)) for one in runs)]
-    memory = tuple(key for key in others if "memory" in key)
+    memory = tuple(key for key in keys if "memory" in key)
     found = [Chart("memory", "Memory", "", memory)] if memory else []
-    return usual + found + [Chart(f"other{i}", html.escape(key), "", (key,))
-                            for i, key in enumerate(key for key in others if key not in memory)][:_OTHERS]
+    others = [key for key in keys if key not in known.union(memory) and any(_varies(one.curve(key)) for one in runs)]
+    return usual + found + [Chart(f"other{i}", html.escape(key), "", (key,)) for i, key in enumerate(others[:_OTHERS])]
 
 
 def _varies(curve: Curve | None) -> bool:

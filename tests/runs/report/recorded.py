@@ -22,7 +22,8 @@ def recorded(workdir: Path, steps: int = 30, overrides: dict | None = None, even
             loss = 2 + 3 / step**0.5 + 0.1 * math.sin(step) + shift
             line = {"step": step, "loss": None if step in bad else loss, "grad_norm": 1 / step, "learning_rate": 1e-3,
                     "tokens": 64 * step, "step_time_s": None if step == 1 else 36.0, "data_wait_s": 0.001,
-                    "tokens_per_s": None if step == 1 else 900.0 + step, "mfu": 0.4, "goodput": 0.9}
+                    "tokens_per_s": None if step == 1 else 900.0 + step, "mfu": 0.4, "memory_peak_bytes": 2**34,
+                    "goodput": 0.9}
             file.write(json.dumps(line) + "\n")
             if step % 10 == 0:
                 file.write(json.dumps({"step": step, "eval_loss": loss, "eval_perplexity": math.exp(loss)}) + "\n")

@@ -36,6 +36,7 @@ def numbers(packed) -> np.ndarray:
 def eventful(tmp_path):
     workdir = tmp_path / "run<b>"
     events = ({"time": BEGAN + 50, "kind": "checkpoint", "process": 0, "step": 10, "blocked_s": 0.5},
+              {"time": BEGAN + 55, "kind": "skip", "process": 0, "step": 21, "loss": 9.0},
               {"time": BEGAN + 60, "kind": "rollback", "process": 0, "step": 21, "restores_at_most": 10},
               {"time": BEGAN + 70, "kind": HOSTILE, "process": 0, "why": f"{HOSTILE} at {SECRET}"},
               {"time": "never", "kind": "sample", "step": 30, "text": f"Once {HOSTILE} {SECRET}"})
@@ -63,6 +64,8 @@ def test_a_page_has_everything_of_a_run_and_nothing_that_acts_or_is_secret(event
         assert text in seen, text
     loss = {trace["name"]: trace for trace in data["loss"]["data"] if trace["meta"]["role"] != "mean"}
     assert {"loss", "eval_loss", "taken back", "restart", "rollback", "loss: not finite"} <= set(loss)
+    assert [trace["name"] for trace in data["memory"]["data"]][0] == "memory_peak_bytes" and "eval_perplexity" in seen
+    assert "spike" not in loss, "it is where the rollback is"
     assert numbers(loss["loss: not finite"]["x"]).tolist() == [7] and math.isnan(numbers(loss["loss"]["y"])[6])
     gone = numbers(loss["taken back"]["y"])
     assert len(gone) == 5 and math.isnan(gone[2]), "what was taken back twice is two curves"
@@ -77,7 +80,7 @@ def test_the_timeline_has_every_start_and_every_event_at_its_time(eventful):
     page = ReportPage([eventful])
     _, data = parts(page.render(bare=True))
     events = [trace for trace in data["timeline"]["data"] if trace["meta"]["role"] == "event"]
-    assert sorted(trace["x"][0] for trace in events) == [1000 * (BEGAN + n) for n in (50, 60, 70)]
+    assert sorted(trace["x"][0] for trace in events) == [1000 * (BEGAN + n) for n in (50, 55, 60, 70)]
     bars = {trace["name"]: trace for trace in data["timeline"]["data"] if trace["meta"]["role"] == "bar"}
     starts = sorted(part for bar in bars.values() for part in zip(bar["base"], bar["x"], strict=True))
     ends = np.cumsum([0, *(length for _, length in starts)])
