@@ -14,13 +14,13 @@ import jax
 import numpy as np
 
 from jaxtrain import observe
-from jaxtrain.bench.profile import profile
 from jaxtrain.data import prefetch
 from jaxtrain.distributed import processes
 from jaxtrain.errors import UserError, say
 from jaxtrain.plan import targets
 from jaxtrain.plan.compiler import memory_of
 from jaxtrain.plan.estimate import Estimate, estimate
+from jaxtrain.profiling.accounting import profile
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer.reporting import constants

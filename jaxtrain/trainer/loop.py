@@ -27,6 +27,7 @@ from jaxtrain.resilience.stragglers import Stragglers
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer import best_metric
+from jaxtrain.trainer.capture import Capture
 from jaxtrain.trainer.evaluate import Evaluator
 from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run
@@ -69,8 +70,8 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
-        session = Session(Path(workdir), watchdog, ledger, Interrupt(), observers, may_change, adopt)
-        with run_lock(workdir):
+        with run_lock(workdir), Capture(run, Path(workdir)) as capture:
+            session = Session(Path(workdir), watchdog, ledger, Interrupt(), [*observers, capture], may_change, adopt)
             while True:
                 try:
                     with contextlib.ExitStack() as opened:

@@ -3,10 +3,10 @@
 import jax
 import pytest
 
-from jaxtrain.bench import profile, trace
 from jaxtrain.plan import kinds
 from jaxtrain.plan.instructions import program
 from jaxtrain.plan.targets import TARGETS
+from jaxtrain.profiling import accounting, trace
 
 # As XLA for GPUs prints a step, cut down: a product in cuBLAS, attention in cuDNN, an all-gather that runs beside.
 GPU_PROGRAM = """HloModule jit_step, num_partitions=4
@@ -71,7 +71,7 @@ def test_a_gpus_kernels_are_told_apart_by_operation_and_by_name():
         ("ncclDevKernel_AllGather_RING_LL", "all-gather-start.1", 90, 180, "Stream #20(Communication)"),
         ("loop_add_fusion_7", "command_buffer_1", 200, 230), ("ampere_bf16_gemm", "", 230, 240),
         ("MemcpyD2D", "copy.9", 240, 250, "Stream #14(MemcpyD2D)"))))
-    made = profile.account(found, program(GPU_PROGRAM), 1, MESH, TARGETS["h100"])
+    made = accounting.account(found, program(GPU_PROGRAM), 1, MESH, TARGETS["h100"])
     assert made["kinds_ms"] == pytest.approx({
         "matmul": 0.110, "attention": 0.050, "all-gather over fsdp": 0.030, "optimizer": 0.030, "gaps": 0.020,
         "elementwise": 0.010})
@@ -92,7 +92,7 @@ def test_an_operation_of_several_kernels_ran_once_and_its_workspace_is_not_moved
     found = list(trace.events_of(gpu_trace(
         ("nvjet_splitK", "custom-call.1", 0, 60), ("reduce_splitK", "custom-call.1", 60, 100),
         ("nvjet_splitK", "custom-call.1", 100, 160), ("reduce_splitK", "custom-call.1", 160, 200))))
-    product, = profile.account(found, program(text), 2, MESH, None)["kernels"]
+    product, = accounting.account(found, program(text), 2, MESH, None)["kernels"]
     assert product["runs"] == 1 and product["ms"] == pytest.approx(0.1)
     assert product["flops_per_s"] == pytest.approx(2 * 128 * 32 * 64 / 100e-6)
     assert product["bytes_per_s"] == pytest.approx(2 * (128 * 32 + 32 * 64 + 128 * 64) / 100e-6)
@@ -109,7 +109,7 @@ def test_a_trace_without_the_device_is_not_taken_for_one(tmp_path):
     host = gpu_trace(("add", "add.1", 0, 10), plane="/host:CPU")
     assert len(list(trace.events_of(host, "cpu"))) == 1 and not list(trace.events_of(host, "gpu"))
     with pytest.raises(FileNotFoundError, match="wrote no trace"):
-        trace.events(tmp_path)
+        trace.newest(tmp_path)
 
 
 def test_a_tpus_operations_are_on_a_line_of_their_own():
@@ -147,5 +147,5 @@ def test_a_kernel_that_is_launched_four_times_for_one_operation_counts_once():
     once = [trace.Event(name, name, 0, 1) for name in ("custom-call.1", "loop_add_fusion.7")]
     four = [trace.Event("custom-call.2", "sdpa", 100 + n, 101 + n) for n in range(4)]
     for steps in (1, 3):
-        found = profile._executions((once + four) * steps, program(GPU_PROGRAM))
+        found = accounting._executions((once + four) * steps, program(GPU_PROGRAM))
         assert found == dict.fromkeys(("custom-call.1", "loop_add_fusion.7", "custom-call.2"), steps)
