@@ -19,6 +19,7 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import appended, lines_with_ends, parsed, whole_lines
 from jaxtrain.observe import events
+from jaxtrain.observe.device_memory import device_memory
 from jaxtrain.observe.flops import mfu
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ class MetricsWriter:
                 record[key] = speed and mfu(speed, flops / tokens, last.peak)
         if self._ledger is not None:
             record["goodput"] = self._ledger.goodput()
-        return record
+        return {**record, **device_memory()}
 
     def _eval(self, step: int, fields: Mapping[str, Any]) -> None:
         record = {"step": step, **_plain(jax.device_get(dict(fields)))}

@@ -30,6 +30,7 @@ from jaxtrain.trainer import best_metric
 from jaxtrain.trainer.capture import Capture
 from jaxtrain.trainer.evaluate import Evaluator
 from jaxtrain.trainer.observers import Observer
+from jaxtrain.trainer.out_of_memory import explained
 from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run
 from jaxtrain.trainer.resume import check_workdir, find_start, initial_or_restored
 from jaxtrain.trainer.rollback import AnomalyGuard, RolledBack
@@ -70,8 +71,9 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
-        with run_lock(workdir), Capture(run, Path(workdir)) as capture:
-            session = Session(Path(workdir), watchdog, ledger, Interrupt(), [*observers, capture], may_change, adopt)
+        folder = Path(workdir)
+        with run_lock(workdir), explained(run, folder, watchdog.phase), Capture(run, folder) as capture:
+            session = Session(folder, watchdog, ledger, Interrupt(), [*observers, capture], may_change, adopt)
             while True:
                 try:
                     with contextlib.ExitStack() as opened:

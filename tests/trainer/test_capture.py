@@ -11,33 +11,19 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.builder import build
-from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events, profile_requests
 from jaxtrain.profiling import __main__ as command
 from jaxtrain.profiling.summary import ask, summarise
 from jaxtrain.trainer.capture import Capture
 from tests.tiny import ROOT, SLOW, free_address, tiny_flags, virtual_devices, wait_for_lines
+from tests.trainer.conftest import TWO
 
 pytestmark = pytest.mark.usefixtures("cache")
-TINY = ["model.num_layers=1", "model.embed_dim=16", "model.mlp_dim=32", "model.num_heads=2", "model.max_seq_len=16",
-        "data.seq_len=16", "data.global_batch_size=4", "train.progress=false", "train.eval_every=0", "mesh.data=1",
-        "mesh.fsdp=2"]
-
-
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    words = tiny_flags(tmp_path_factory, TINY, lines=50)
-    overrides = dict(word.removeprefix("--config.").split("=", 1) for word in words[1:])
-    config = load_config(words[0].removeprefix("--config="), overrides)
-    return build(config, devices=jax.devices()[:2])
-
-
-@pytest.fixture(scope="module")
-def plain(run):
+def plain(two):
     """The losses of eight steps without a profile."""
-    return list(losses(run, None))
+    return list(losses(two, None))
 
 
 def losses(run, watched, last=8, before=lambda step: None):
@@ -63,9 +49,9 @@ def asked_at(step, watched, workdir, **request):
     return before
 
 
-def test_a_profile_changes_no_loss_and_says_where_the_time_goes(run, plain, tmp_path, capsys):
-    with Capture(run, tmp_path) as watched:
-        assert list(losses(run, watched, before=asked_at(3, watched, tmp_path, steps=2))) == plain
+def test_a_profile_changes_no_loss_and_says_where_the_time_goes(two, plain, tmp_path, capsys):
+    with Capture(two, tmp_path) as watched:
+        assert list(losses(two, watched, before=asked_at(3, watched, tmp_path, steps=2))) == plain
     folder = tmp_path / "profiles" / "3"
     assert json.loads((folder / "profile.json").read_text())["steps"] == 2
     assert profile_requests.pending(tmp_path) is None
@@ -80,30 +66,30 @@ def test_a_profile_changes_no_loss_and_says_where_the_time_goes(run, plain, tmp_
     assert {"matmul", "attention", "optimizer", "all-gather over fsdp"} <= together
 
 
-def test_a_profile_that_cannot_be_written_is_a_warning(run, plain, tmp_path, monkeypatch, capsys):
+def test_a_profile_that_cannot_be_written_is_a_warning(two, plain, tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with Capture(run, tmp_path) as watched:
+    with Capture(two, tmp_path) as watched:
         with monkeypatch.context() as patch:
             patch.setattr(jax.profiler, "stop_trace", full)
-            assert list(losses(run, watched, last=4, before=asked_at(2, watched, tmp_path, steps=1))) == plain[:4]
+            assert list(losses(two, watched, last=4, before=asked_at(2, watched, tmp_path, steps=1))) == plain[:4]
         assert "warning: the profile is not written: OSError: [Errno 28]" in capsys.readouterr().err
         assert [one["kind"] for one in events.events(tmp_path)] == ["profile_failed"]
         assert profile_requests.pending(tmp_path) is None
-        assert list(losses(run, watched, last=2, before=asked_at(2, watched, tmp_path, steps=1))) == plain[:2]
+        assert list(losses(two, watched, last=2, before=asked_at(2, watched, tmp_path, steps=1))) == plain[:2]
     assert (tmp_path / "profiles" / "2" / "profile.json").exists()  # JAX lets another trace begin
 
 
-def test_a_trace_that_somebody_else_takes_is_left_alone(run, tmp_path, capsys):
+def test_a_trace_that_somebody_else_takes_is_left_alone(two, tmp_path, capsys):
     other = tmp_path / "other"
-    with jax.profiler.trace(other), Capture(run, tmp_path) as watched:
-        list(losses(run, watched, last=2, before=asked_at(1, watched, tmp_path, steps=1)))
+    with jax.profiler.trace(other), Capture(two, tmp_path) as watched:
+        list(losses(two, watched, last=2, before=asked_at(1, watched, tmp_path, steps=1)))
     assert "Only one profile may be run at a time" in capsys.readouterr().err and list(other.rglob("*.xplane.pb"))
 
 
-def test_a_signal_asks_for_a_profile(run, tmp_path):
-    with Capture(run, tmp_path) as watched:
+def test_a_signal_asks_for_a_profile(two, tmp_path):
+    with Capture(two, tmp_path) as watched:
         os.kill(os.getpid(), signal.SIGUSR2)
         watched._look(0.0)
         assert watched._wanted["steps"] == 5
@@ -112,8 +98,8 @@ def test_a_signal_asks_for_a_profile(run, tmp_path):
     assert (ended["kind"], ended["why"]) == ("profile_failed", "the run ended before")
 
 
-def test_processes_trace_the_same_steps(run, tmp_path, monkeypatch, capsys):
-    first, second = Capture(run, tmp_path), Capture(run, tmp_path)
+def test_processes_trace_the_same_steps(two, tmp_path, monkeypatch, capsys):
+    first, second = Capture(two, tmp_path), Capture(two, tmp_path)
     begun = []
     for number, each in enumerate((first, second)):
         each._alone, each._process = False, number
@@ -136,8 +122,8 @@ def test_processes_trace_the_same_steps(run, tmp_path, monkeypatch, capsys):
     assert "was to begin with step 107, and step 109 comes next" in capsys.readouterr().err
 
 
-def test_only_the_processes_asked_for_trace(run, tmp_path):
-    watched = Capture(run, tmp_path)
+def test_only_the_processes_asked_for_trace(two, tmp_path):
+    watched = Capture(two, tmp_path)
     watched._process, watched._alone = 1, False
     profile_requests.request_profile(tmp_path, 2, processes=1)
     profile_requests.agree(tmp_path, profile_requests.pending(tmp_path), 5)
@@ -170,7 +156,7 @@ def test_a_request_is_refused_in_one_sentence(tmp_path, capsys):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_run_is_profiled_while_it_trains(count, tmp_path_factory, tmp_path):
     """By the command, from outside; in one process the losses are those of a run that nobody asked."""
-    words = [*tiny_flags(tmp_path_factory, [*TINY, "train.steps=100"]), f"--workdir={tmp_path}/work"]
+    words = [*tiny_flags(tmp_path_factory, [*TWO, "train.steps=100"]), f"--workdir={tmp_path}/work"]
     several = [f"--coordinator={free_address()}", f"--num_processes={count}"] if count > 1 else []
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": virtual_devices(2 // count)}
     started = [subprocess.Popen(
