@@ -112,6 +112,11 @@ class Ledger:
         """The last complete step, and this process's seconds of steps until it was."""
         return self._own.reached
 
+    @property
+    def began(self) -> float:
+        """When this start of the run began, in seconds since 1970."""
+        return self._own.began
+
     def goodput(self) -> float:
         """Return the goodput of the whole run so far."""
         return self.account().goodput
