@@ -57,6 +57,7 @@ class MetricsWriter:
     others), `tokens_per_s`, `mfu`, `mfu_full`. Conventions:
 
     * A number that is not finite is written as null, since JSON cannot represent it: `"loss": null` is a NaN loss.
+    * `idle_s` is the part of a step's time before its dispatch began, in which the devices had nothing to do.
     * Step time runs from one step's completion to the next one's. The first step of a process has no predecessor (and
       includes compilation), so it is in no average; a line with only that step has null. Evaluations are excluded too:
       the clock restarts when one ends.
@@ -95,12 +96,16 @@ class MetricsWriter:
         self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
         self._thread.start()
 
-    def push(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float] | None = None) -> None:
-        """Pass on the scalars of a step just dispatched; waits only while `max_lag` steps are still in flight."""
+    def push(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float] | None = None,
+             began: float | None = None) -> None:
+        """Pass on the scalars of a step just dispatched; waits only while `max_lag` steps are still in flight.
+
+        `began`: when its dispatch began, by `time.perf_counter`.
+        """
         if self._ledger is not None:
             self._ledger.dispatched(step)
         self._slots.acquire()
-        self._put("step", step, metrics, host_fields or {})
+        self._put("step", step, metrics, host_fields or {}, began)
 
     def write_eval(self, step: int, fields: Mapping[str, Any]) -> None:
         """Write an evaluation line (`eval_loss`, `eval_bits_per_byte`, ...) after the lines of the steps before it."""
@@ -160,7 +165,8 @@ class MetricsWriter:
                     self._slots.release()
                 item = arguments = None  # free the scalars' buffers while the thread waits
 
-    def _step(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float]) -> None:
+    def _step(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float],
+              began: float | None) -> None:
         jax.block_until_ready(metrics)  # releases the GIL
         now = time.perf_counter()
         if self._tell:
@@ -169,6 +175,8 @@ class MetricsWriter:
             self._ledger.completed(step)
         if self._completed is not None:
             self._times.append((now - self._completed, self._constants(step - 1)))
+            if began is not None:
+                host_fields = {**host_fields, "idle_s": max(0.0, began - self._completed)}
         self._completed = now
         self._host.append(host_fields)
         if step % self._log_every and step != self._last_step:

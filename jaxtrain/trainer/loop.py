@@ -141,7 +141,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
                 observer.on_dispatch(done, metrics)
             # 4. The writer gets them too, and reads them one step late, on a thread of its own.
             writer.push(done, metrics, {"data_wait_s": waited, **run.pop_fields(), **saver.pop_fields(),
-                                        **stragglers.fields})
+                                        **stragglers.fields}, began)
             if n == start:  # compile what saves need while the device computes the first step
                 with session.phase("compile"):
                     checkpoints.prepare(state)

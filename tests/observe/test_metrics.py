@@ -64,6 +64,16 @@ def test_averages_between_lines(tmp_path, clock):
         (6, 6.0, 2.0, 5.0), (7, 7.0, 10.0, 7.0)]
 
 
+def test_idle_time_is_from_the_end_of_a_step_to_the_dispatch_of_the_next(tmp_path, clock):
+    """None where that began while the step before still ran, or where there is no step before."""
+    with open_writer(tmp_path) as writer:
+        for step, (began, ended) in enumerate(((0.0, 1.0), (0.5, 3.0), (3.25, 5.0)), start=1):
+            clock.now = ended
+            writer.push(step, {"loss": 0.0}, {}, began)
+            writer.flush()
+    assert [line.get("idle_s") for line in lines(tmp_path)] == [None, 0.0, 0.25]
+
+
 def test_evaluations_are_in_order_and_not_in_the_step_time(tmp_path, clock):
     with open_writer(tmp_path) as writer:
         push_at(writer, clock, 1, 1.0)

@@ -119,6 +119,41 @@ def test_a_tpus_operations_are_on_a_line_of_their_own():
     assert [(event.operation, event.end - event.start) for event in found] == [("loop_add_fusion.7", 10_000)]
 
 
+def test_gaps_are_divided_by_what_the_host_did_in_them():
+    """The innermost of what it did counts; "" is what has no name."""
+    idle = trace.gaps([trace.Event(name, name, *span) for name, span in {
+        "a": (0, 10), "inside": (2, 5), "b": (20, 30), "c": (30, 40), "d": (60, 61)}.items()])
+    assert idle == [(10, 20), (40, 60)]
+    doing = [("checkpoint", 5, 50), ("data_wait", 12, 15), ("data_wait", 55, 58), ("eval", 70, 80)]
+    assert trace.waits(idle, doing) == {"checkpoint": 17.0, "data_wait": 6.0, "": 7.0}
+    assert trace.gaps([]) == [] and trace.waits([], doing) == {}
+
+
+def test_what_the_loop_does_is_read_from_the_hosts_lines():
+    data = gpu_trace(("jaxtrain:data_wait", "", 5, 9), ("PjitFunction(step)", "", 9, 12), plane="/host:CPU", line="python")
+    assert trace.activities(data) == [("data_wait", 5_000, 9_000)]
+
+
+def test_operations_of_another_program_are_told_apart():
+    """An evaluation has instructions of the same names as the step."""
+    def module(name):
+        return f'stats {{ metadata_id: 2 str_value: "{name}" }}'
+
+    def event(start, name):
+        return (f'events {{ metadata_id: 1 offset_ps: {start * 10**6} duration_ps: 1000000 stats {{ metadata_id: 1 '
+                f'str_value: "custom-call.1" }} {module(name)} }}')
+
+    meta = "".join(f'stat_metadata {{ key: {n} value {{ id: {n} name: "{name}" }} }}'
+                   for n, name in ((1, "hlo_op"), (2, "hlo_module")))
+    data = jax.profiler.ProfileData.from_text_proto(
+        f'planes {{ id: 1 name: "/device:GPU:0" lines {{ id: 1 name: "Stream #1" {event(0, "jit_step")} '
+        f'{event(1, "jit_evaluation")} }} event_metadata {{ key: 1 value {{ id: 1 name: "gemm" }} }} {meta} }}')
+    found = trace.events(data, "gpu", "jit_step")
+    made = accounting.account(found, program(GPU_PROGRAM), 1, MESH, None)
+    assert made["kinds_ms"] == pytest.approx({"matmul": 0.001, "other programs": 0.001, "gaps": 0.0})
+    assert [event.operation for event in trace.events(data, "gpu")] == ["custom-call.1"] * 2
+
+
 def test_only_the_first_device_is_read():
     other = """planes { id: 2 name: "/device:GPU:10" lines { id: 1 name: "Stream #1" events {
                  metadata_id: 1 duration_ps: 5 } } event_metadata { key: 1 value { id: 1 name: "other" } } }"""
