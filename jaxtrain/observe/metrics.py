@@ -92,6 +92,7 @@ class MetricsWriter:
         self.last: Record = {}  # the last line of a step, from which checkpoints record the loss
         self._completed: float | None = None  # when the previous step, or the evaluation after it, was complete
         self._times: list[tuple[float, Constants]] = []
+        self._idle: list[float] = []
         self._host: list[Mapping[str, float]] = []
         self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
         self._thread.start()
@@ -100,7 +101,7 @@ class MetricsWriter:
              began: float | None = None) -> None:
         """Pass on the scalars of a step just dispatched; waits only while `max_lag` steps are still in flight.
 
-        `began`: when its dispatch began, by `time.perf_counter`.
+        `began`: when its dispatch began, by `time.perf_counter`; None: before the step before was complete.
         """
         if self._ledger is not None:
             self._ledger.dispatched(step)
@@ -175,14 +176,13 @@ class MetricsWriter:
             self._ledger.completed(step)
         if self._completed is not None:
             self._times.append((now - self._completed, self._constants(step - 1)))
-            if began is not None:
-                host_fields = {**host_fields, "idle_s": max(0.0, began - self._completed)}
+            self._idle.append(max(0.0, (began or 0.0) - self._completed))
         self._completed = now
         self._host.append(host_fields)
         if step % self._log_every and step != self._last_step:
             return
         record = {"step": step, **_plain(jax.device_get(dict(metrics))), **self._rates(step)}
-        self._times, self._host = [], []
+        self._times, self._idle, self._host = [], [], []
         self.last = record
         self._write(record)
 
@@ -194,6 +194,7 @@ class MetricsWriter:
         seconds = sum(time for time, _ in self._times)
         tokens = sum(one.tokens_per_step for _, one in self._times)
         record["step_time_s"] = seconds / len(self._times) if self._times else None
+        record["idle_s"] = sum(self._idle) / len(self._idle) if self._idle else None
         for key in dict.fromkeys(key for fields in self._host for key in fields):
             values = [fields[key] for fields in self._host if key in fields]
             record[key] = _number(np.mean(values) if key.endswith("_s") else np.asarray(values[-1]))

@@ -130,7 +130,7 @@ def test_gaps_are_divided_by_what_the_host_did_in_them():
 
 
 def test_what_the_loop_does_is_read_from_the_hosts_lines():
-    data = gpu_trace(("jaxtrain:data_wait", "", 5, 9), ("PjitFunction(step)", "", 9, 12), plane="/host:CPU", line="python")
+    data = gpu_trace(("jaxtrain:data_wait", "", 5, 9), ("PjitFunction(step)", "", 9, 12), plane="/host:CPU")
     assert trace.activities(data) == [("data_wait", 5_000, 9_000)]
 
 
