@@ -39,8 +39,8 @@ def ask(workdir: str | Path, steps: int, processes: int, timeout: float, tick: f
             for path in Path(workdir).glob("profiles/*/profile.json"):
                 if described(path.parent)["id"] == wanted:
                     return path.parent
-            why = next((event["why"] for event in events.events(workdir)
-                        if event["kind"] == "profile_failed" and event.get("request") == wanted), "")
+            why = next((event["why"] for event in events.events(workdir) if event["kind"] == "profile_failed"
+                        and event.get("request") == wanted and event.get("process") == 0), "")
             if why or answered:
                 raise UserError("profile", f"the run could not write it ({why or 'its log says why'})",
                                 "repair that, and ask again")

@@ -14,6 +14,7 @@ import pytest
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events, profile_requests
 from jaxtrain.profiling import __main__ as command
+from jaxtrain.profiling import summary
 from jaxtrain.profiling.summary import ask, summarise
 from jaxtrain.trainer.capture import Capture
 from tests.tiny import ROOT, SLOW, free_address, tiny_flags, virtual_devices, wait_for_lines
@@ -150,6 +151,36 @@ def test_a_request_is_refused_in_one_sentence(tmp_path, capsys):
     assert profile_requests.pending(tmp_path)["steps"] == 3
     with pytest.raises(UserError, match="cannot be written"):
         profile_requests.request_profile(tmp_path / "none")
+
+
+def test_who_asks_learns_why_there_is_no_profile(tmp_path, monkeypatch):
+    """The first process decides; that another one came too late does not end the wait."""
+    class Run:
+        states = iter(())
+
+        def __init__(self, workdir):
+            self.looks = 0
+
+        def state(self):
+            return next(self.states, "running")
+
+        def look(self):
+            self.looks += 1
+            if self.looks == 2 and not self.ends:
+                request = profile_requests.pending(tmp_path)["id"]
+                events.record(tmp_path, "profile_failed", request=request, why="the disk is full")
+
+    monkeypatch.setattr(summary, "RecordedRun", Run)
+    for Run.ends, Run.states, why in (
+            (False, iter(()), r"could not write it \(the disk is full\)"),
+            (True, iter(["running", "running", "failed"]), r"is failed before it was traced")):
+        with pytest.raises(UserError, match=why):
+            ask(tmp_path, 2, 8, 60.0, tick=0)
+        assert profile_requests.pending(tmp_path) is None
+    monkeypatch.setattr(events, "_process", lambda: 1)
+    Run.ends, Run.states = False, iter(())
+    with pytest.raises(UserError, match=r"has not answered for 0\.1 seconds"):
+        ask(tmp_path, 2, 8, 0.1, tick=0)
 
 
 @pytest.mark.slow

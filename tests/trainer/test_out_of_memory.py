@@ -95,7 +95,7 @@ ENTRY %main (x: f32[8,4], n: s32[]) -> f32[8,4] {
   %zeros = f32[8,4]{1,0} broadcast(%n0)
   %init = (f32[8,4], s32[]) tuple(%zeros, %n0)
   %loop = (f32[8,4], s32[]) while(%init), condition=%cond, body=%body
-  %away = f32[8,4]{1,0:S(5)} copy(%x)
+  %away = f32[9,4]{1,0:S(5)} broadcast(%n0)
   ROOT %out = f32[8,4]{1,0} get-tuple-element(%loop), index=0
 }
 """

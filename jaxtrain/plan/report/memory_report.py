@@ -18,9 +18,9 @@ from jaxtrain.run import Run
 
 TOP = 8  # arrays that are listed
 LESS = 0.9  # of the memory that a step is predicted to take: what a change must come below
-# What makes no array of its own: views, containers, ends of what was begun, and updates in place.
+# What makes no array of its own: views, containers, ends of what was begun. (Updates in place: see `_made`.)
 _NO_ARRAY = re.compile(r"parameter|get-tuple-element|tuple|bitcast|while|conditional|call|constant|opt-barrier|"
-                       r"after-all|iota|domain|dynamic-update-slice|[a-z\-]+-done")
+                       r"after-all|iota|domain|[a-z\-]+-done")
 
 
 def largest(text: str, count: int = TOP) -> list[tuple[float, int, Instruction, str]]:
@@ -46,7 +46,7 @@ def _made(code: Program, name: str) -> Iterator[Instruction]:
             for called in one.called:
                 yield from _made(code, called)
         root = next((inner for name in one.called for inner in code.computations.get(name, ()) if inner.is_root), one)
-        on_host = "S(5)" in one.text.partition(" = ")[2].partition("(")[0]
+        on_host = "S(5)" in one.text.partition(f" {one.opcode}(")[0]  # memory space 5
         if not _NO_ARRAY.fullmatch(one.opcode) and root.opcode != "dynamic-update-slice" and not on_host:
             yield one
 
