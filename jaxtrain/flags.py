@@ -22,6 +22,7 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
     "scaling": ("jaxtrain.plan.scaling_laws",
                 "Fit a scaling law to finished runs: the loss of larger ones, and a budget's best size."),
     "bench": ("jaxtrain.bench", "Measure how fast a config trains on the devices here, and where the time goes."),
+    "profile": ("jaxtrain.profiling", "Profile a run while it trains: where the time of its steps goes."),
     "coordinates": ("jaxtrain.bench.coordinates",
                     "Check whether activations grow with width: the coordinate check of muP."),
     "doctor": ("jaxtrain.doctor", "Find out why training would not work on this machine, or be slow."),

@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 TINY = f"{ROOT}/configs/gpt.py:tiny"
 STEP = ["step", "cross_entropy", "perplexity", "grad_norm", "grad_norm_z", "learning_rate", "loss", "loss_z", "skipped",
-        "skipped_in_a_row", "spike", "tokens", "unknown_ids", "step_time_s", "data_wait_s", "tokens_per_s", "goodput"]
+        "skipped_in_a_row", "spike", "tokens", "unknown_ids", "step_time_s", "idle_s", "data_wait_s", "tokens_per_s",
+        "goodput"]
 
 
 @pytest.fixture(scope="module")

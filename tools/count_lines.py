@@ -33,7 +33,8 @@ LEARNING = """
 SURVIVAL = """
     checkpoint/manager checkpoint/restore checkpoint/verify checkpoint/shared_verification checkpoint/fingerprint
     sharding/bit_sums checkpoint/trees checkpoint/retention checkpoint/step_folders checkpoint/save_policy
-    checkpoint/orbax/* resilience/* resilience/corruption/* trainer/rollback trainer/shutdown train_step/anomaly
+    checkpoint/orbax/* resilience/* resilience/corruption/* trainer/rollback trainer/shutdown
+    trainer/capture trainer/out_of_memory observe/device_memory train_step/anomaly
     distributed/processes distributed/launch_environment distributed/coordination distributed/peers
     distributed/exit_codes distributed/heartbeat distributed/authentication distributed/lines distributed/run_lock
     observe/ledger observe/events observe/metrics observe/flops observe/runinfo observe/progress

@@ -159,6 +159,7 @@ def described(run: Any) -> dict[str, Any]:
 def shown(record: dict[str, Any]) -> str:
     """Render a record as text for the terminal."""
     from jaxtrain.bench import tables
+    from jaxtrain.profiling import profile_tables
 
     parts = [tables.TABLES[record["what"]]([record])]
     if record["what"] == "run":
@@ -166,7 +167,7 @@ def shown(record: dict[str, Any]) -> str:
         parts += [tables.memory([record]), f"loss {loss['first']:.4f} at the first step, {loss['last']:.4f} at the "
                                            "last\n", *doubts(record)]
     if "profile" in record:
-        parts += [tables.profiles([record]), tables.kernels(record["profile"])]
+        parts += [profile_tables.profiles([record]), profile_tables.kernels(record["profile"])]
     return "\n".join([*parts, tables.sources([record])])
 
 

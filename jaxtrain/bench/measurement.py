@@ -14,13 +14,14 @@ import jax
 import numpy as np
 
 from jaxtrain import observe
-from jaxtrain.bench.profile import profile
 from jaxtrain.data import prefetch
 from jaxtrain.distributed import processes
 from jaxtrain.errors import UserError, say
+from jaxtrain.observe.device_memory import device_memory
 from jaxtrain.plan import targets
 from jaxtrain.plan.compiler import memory_of
 from jaxtrain.plan.estimate import Estimate, estimate
+from jaxtrain.profiling.accounting import profile
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer.reporting import constants
@@ -127,10 +128,10 @@ def measure(run: Run, steps: int, warmup: int, *, traced: bool = False, file: st
         say_once(f"compiled in {ready['compile_s']:.1f} s; {warmup} steps to warm up, then {steps} to measure")
         first = loop.steps(warmup).losses
         took = loop.steps(steps)
-        peak = _memory_stats("peak_bytes_in_use")
+        peak = device_memory().get("memory_peak_bytes")
         measured = {**ready, **summary(run, took, loop.done), "memory": {
             "peak": peak, "compiler": memory_of(run.compiled_step, run)[0], "planner": guess and guess.bytes,
-            "room": target and target.room, "limit": _memory_stats("bytes_limit")},
+            "room": target and target.room, "limit": device_memory().get("memory_limit_bytes")},
             "predicted_ms": guess and 1e3 * guess.seconds,
             "loss": {"first": (first + took.losses)[0], "last": took.losses[-1]} if took.losses else None}
         if traced:
@@ -186,12 +187,6 @@ def predicted(run: Run, file: str | None) -> tuple[Estimate | None, targets.Targ
             raise
         return None, None
     return estimate(run.config, target, run.mesh.size), target
-
-
-def _memory_stats(name: str) -> int | None:
-    """Return the largest of a figure that devices report about their memory in this process; None on CPU."""
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    return max((each.get(name, 0) for each in stats), default=0) or None
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 from jaxtrain.bench.records import Record, read
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
+from jaxtrain.profiling.profile_tables import markdown, number, profiles
 
 GB = 1e9
 # In a document, text between these two lines is rendered: a kind of measurement and a label.
@@ -81,13 +82,6 @@ def table(what: str, lines: list[Record]) -> str:
         raise UserError("--render", f"a line of {what!r} lacks {error}", "measure it again") from None
 
 
-def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a Markdown table."""
-    head = list(head)
-    lines = [head, ["---"] * len(head), *map(list, rows)]
-    return "".join(f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in line)} |\n" for line in lines)
-
-
 def sources(lines: list[Record]) -> str:
     """Return machine, versions, commit and command of each line; equal ones only once."""
     said: dict[str, list[str]] = {}
@@ -108,11 +102,6 @@ def sources(lines: list[Record]) -> str:
 def short(commit: str | None) -> str:
     """Return a commit's short hash."""
     return "unknown" if not commit else commit[:7] + ("-dirty" if commit.endswith("-dirty") else "")
-
-
-def number(value: Any, form: str = ",.1f", scale: float = 1.0, unit: str = "") -> str:
-    """Format a figure, or a dash for a missing one."""
-    return "–" if value is None else f"{value * scale:{form}}{unit}"
 
 
 # ----------------------------------------------------------------------------------------------------------- the tables
@@ -167,34 +156,6 @@ def comparisons(lines: list[Record]) -> str:
 def _paired(one: dict[str, Any]) -> str:
     spread = one.get("wall_quartiles")
     return f"{one['wall_paired']:.3f}" + (f" ({spread[0]:.3f} to {spread[1]:.3f})" if spread else "")
-
-
-def profiles(lines: list[Record]) -> str:
-    """Return the table of where the time of a step goes, with a column per measurement."""
-    kinds = dict.fromkeys(kind for line in lines for kind in line["profile"]["kinds_ms"])
-    hidden = dict.fromkeys(kind for line in lines for kind in line["profile"]["hidden_ms"])
-    rows = [[kind, *(_share(line["profile"], line["profile"]["kinds_ms"].get(kind, 0.0)) for line in lines)]
-            for kind in kinds]
-    rows += [[f"hidden: {kind}", *(number(line["profile"]["hidden_ms"].get(kind), ",.2f") for line in lines)]
-             for kind in hidden]
-    total = ["sum", *(f"{sum(line['profile']['kinds_ms'].values()):,.2f}" for line in lines)]
-    clock = ["by the clock", *(f"{line['profile']['wall_ms']:,.2f}" for line in lines)]
-    return markdown(["ms a step", *(line["name"] for line in lines)], [*rows, total, clock])
-
-
-def _share(profile: dict[str, Any], milliseconds: float) -> str:
-    return f"{milliseconds:,.2f} ({milliseconds / profile['step_ms']:.0%})" if milliseconds else ""
-
-
-def kernels(profile: dict[str, Any]) -> str:
-    """Return the table of the kernels that take longest, and where in the model they come from."""
-    rows = [[kernel["name"], kernel["kind"], kernel["path"][-48:], kernel["result"][:32], f"{kernel['runs']:g}",
-             f"{kernel['ms']:.3f}", f"{kernel['share']:.1%}", number(kernel.get("flops_per_s"), ",.3g", 1e-12),
-             number(kernel.get("bytes_per_s"), ",.3g", 1e-9), number(kernel.get("roofline"), ".0%")]
-            for kernel in profile["kernels"]]
-    share = sum(kernel["share"] for kernel in profile["kernels"])
-    return markdown(["kernel", "kind", "from", "result", "runs a step", "ms", "share", "TFLOP/s", "GB/s",
-                     "of the roofline"], rows) + f"\nThe {len(rows)} that take longest: {share:.0%} of the step.\n"
 
 
 def blocks(lines: list[Record]) -> str:

@@ -7,6 +7,7 @@ from jaxtrain.errors import UserError
 
 NOT_PUSHED = "a Pushgateway keeps the last values of a process that has died, and so hides the failures that count"
 TRACKERS = ("tensorboard",)
+TRACES = ("", "otlp", "file")
 
 
 @dataclass(frozen=True)
@@ -14,12 +15,14 @@ class ObserveConfig:
     """What shows a run elsewhere; none of it changes a number, so that a run that resumes may change all of it."""
 
     trackers: list[str] = field(default_factory=list, hash=False)  # that get every line of metrics too: tensorboard
+    traces: str = ""  # OpenTelemetry's, a span a phase: otlp (sent where OTEL_EXPORTER_OTLP_... say), file; "": none
 
     prometheus_port: int = 0  # of the exporter for Prometheus; a host's other processes take the next ones; 0: none
     prometheus_host: str = "127.0.0.1"  # its address; with 0.0.0.0 whoever reaches this machine can read
     prometheus_textfile: str = ""  # a folder that node_exporter's textfile collector reads
 
     def __post_init__(self):
+        one_of("observe.traces", self.traces, TRACES)
         for name in self.trackers:
             one_of("observe.trackers", name, TRACKERS)
         if not 0 <= self.prometheus_port < 65536:

@@ -1,12 +1,19 @@
-"""The most memory that a device of this process has held."""
+"""The memory of this process's devices, as their allocator counts it; CPUs count none."""
 
 import jax
 
+_FIGURES = {"memory_bytes": "bytes_in_use", "memory_peak_bytes": "peak_bytes_in_use",
+            "memory_limit_bytes": "bytes_limit"}
 
-def peak_bytes() -> int | None:
-    """Return the bytes that the fullest device of this process held at most; None: devices do not tell, as on CPU."""
+
+def device_memory() -> dict[str, int]:
+    """Return what is in use now, the most since the process began, and the limit, each of the device with the most.
+
+    A figure that devices do not report is left out.
+    """
     try:
         stats = [device.memory_stats() or {} for device in jax.local_devices()]
     except (RuntimeError, NotImplementedError):
-        return None
-    return max((one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one), default=None)
+        return {}
+    found = {name: max((each.get(key, 0) for each in stats), default=0) for name, key in _FIGURES.items()}
+    return {name: most for name, most in found.items() if most}

@@ -21,6 +21,7 @@ from jaxtrain.files import atomic_files
 from jaxtrain.observe.goodput import Account, Incarnation, account, incarnations, table
 
 Item = TypeVar("Item")
+HOST = "jaxtrain:"  # before the names of categories in traces of JAX's profiler
 _END = object()
 
 
@@ -54,12 +55,16 @@ class Ledger:
     # ---------------------------------------------------------------------------------------------------------- booking
     @contextlib.contextmanager
     def book(self, category: str) -> Iterator[None]:
-        """Assign the time in this context to a category while no step is in flight; contexts may be nested."""
+        """Assign the time in this context to a category while no step is in flight; contexts may be nested.
+
+        A trace of JAX's profiler, if one is taken, shows it too.
+        """
         with self._lock:
             self._charge()
             self._doing.append(category)
         try:
-            yield
+            with jax.profiler.TraceAnnotation(f"{HOST}{category}"):
+                yield
         finally:
             with self._lock:
                 self._charge()
@@ -106,6 +111,11 @@ class Ledger:
     def reached(self) -> tuple[int, float]:
         """The last complete step, and this process's seconds of steps until it was."""
         return self._own.reached
+
+    @property
+    def began(self) -> float:
+        """When this start of the run began, in seconds since 1970."""
+        return self._own.began
 
     def goodput(self) -> float:
         """Return the goodput of the whole run so far."""

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import appended, lines_with_ends, parsed, whole_lines
 from jaxtrain.observe import events
-from jaxtrain.observe.device_memory import peak_bytes
+from jaxtrain.observe.device_memory import device_memory
 from jaxtrain.observe.flops import mfu
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class MetricsWriter:
     others), `tokens_per_s`, `mfu`, `mfu_full`, `memory_peak_bytes`. Conventions:
 
     * A number that is not finite is written as null, since JSON cannot represent it: `"loss": null` is a NaN loss.
+    * `idle_s` is the part of a step's time before its dispatch began, in which the devices had nothing to do.
     * Step time runs from one step's completion to the next one's. The first step of a process has no predecessor (and
       includes compilation), so it is in no average; a line with only that step has null. Evaluations are excluded too:
       the clock restarts when one ends.
@@ -90,16 +91,21 @@ class MetricsWriter:
         self.last: Record = {}  # the last line of a step, from which checkpoints record the loss
         self._completed: float | None = None  # when the previous step, or the evaluation after it, was complete
         self._times: list[tuple[float, Constants]] = []
+        self._idle: list[float] = []
         self._host: list[Mapping[str, float]] = []
         self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
         self._thread.start()
 
-    def push(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float] | None = None) -> None:
-        """Pass on the scalars of a step just dispatched; waits only while `max_lag` steps are still in flight."""
+    def push(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float] | None = None,
+             began: float | None = None) -> None:
+        """Pass on the scalars of a step just dispatched; waits only while `max_lag` steps are still in flight.
+
+        `began`: when its dispatch began, by `time.perf_counter`; None: before the step before was complete.
+        """
         if self._ledger is not None:
             self._ledger.dispatched(step)
         self._slots.acquire()
-        self._put("step", step, metrics, host_fields or {})
+        self._put("step", step, metrics, host_fields or {}, began)
 
     def write_eval(self, step: int, fields: Mapping[str, Any]) -> None:
         """Write an evaluation line (`eval_loss`, `eval_bits_per_byte`, ...) after the lines of the steps before it."""
@@ -159,7 +165,8 @@ class MetricsWriter:
                     self._slots.release()
                 item = arguments = None  # free the scalars' buffers while the thread waits
 
-    def _step(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float]) -> None:
+    def _step(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float],
+              began: float | None) -> None:
         jax.block_until_ready(metrics)  # releases the GIL
         now = time.perf_counter()
         if self._ledger is not None:
@@ -168,12 +175,13 @@ class MetricsWriter:
             self._tell(step)
         if self._completed is not None:
             self._times.append((now - self._completed, self._constants(step - 1)))
+            self._idle.append(max(0.0, (began or 0.0) - self._completed))
         self._completed = now
         self._host.append(host_fields)
         if step % self._log_every and step != self._last_step:
             return
         record = {"step": step, **_plain(jax.device_get(dict(metrics))), **self._rates(step)}
-        self._times, self._host = [], []
+        self._times, self._idle, self._host = [], [], []
         self.last = record
         self._write(record)
 
@@ -185,6 +193,7 @@ class MetricsWriter:
         seconds = sum(time for time, _ in self._times)
         tokens = sum(one.tokens_per_step for _, one in self._times)
         record["step_time_s"] = seconds / len(self._times) if self._times else None
+        record["idle_s"] = sum(self._idle) / len(self._idle) if self._idle else None
         for key in dict.fromkeys(key for fields in self._host for key in fields):
             values = [fields[key] for fields in self._host if key in fields]
             record[key] = _number(np.mean(values) if key.endswith("_s") else np.asarray(values[-1]))
@@ -194,11 +203,9 @@ class MetricsWriter:
             for key, field in (("mfu", "flops_per_token"), ("mfu_full", "flops_per_token_full")):
                 flops = sum(one.tokens_per_step * getattr(one, field) for _, one in self._times)
                 record[key] = speed and mfu(speed, flops / tokens, last.peak)
-        if (peak := peak_bytes()) is not None:
-            record["memory_peak_bytes"] = peak
         if self._ledger is not None:
             record["goodput"] = self._ledger.goodput()
-        return record
+        return {**record, **device_memory()}
 
     def _eval(self, step: int, fields: Mapping[str, Any]) -> None:
         record = {"step": step, **_plain(jax.device_get(dict(fields)))}

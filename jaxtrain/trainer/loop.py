@@ -16,7 +16,6 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.skipped_batches import remaining
 from jaxtrain.distributed import processes
-from jaxtrain.distributed.run_lock import run_lock
 from jaxtrain.hub.initial_params import with_initial_params
 from jaxtrain.objectives import MakeObjective, configured
 from jaxtrain.plan import preflight
@@ -29,12 +28,12 @@ from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer import best_metric
 from jaxtrain.trainer.evaluate import Evaluator
 from jaxtrain.trainer.observers import Observer
-from jaxtrain.trainer.reporting import constants, end_of_run, exported, say, sinks, start_of_run
+from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run
 from jaxtrain.trainer.resume import check_workdir, find_start, initial_or_restored
 from jaxtrain.trainer.rollback import AnomalyGuard, RolledBack
 from jaxtrain.trainer.saver import Saver
-from jaxtrain.trainer.session import Interrupted, Session, watched
-from jaxtrain.trainer.shutdown import Interrupt, complete
+from jaxtrain.trainer.session import Interrupted, Session, session_of, watched
+from jaxtrain.trainer.shutdown import complete
 from jaxtrain.tuning.model_batches import with_model_batches
 
 
@@ -69,8 +68,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
-        with run_lock(workdir), exported(run, workdir, ledger) as metrics:
-            session = Session(Path(workdir), watchdog, ledger, Interrupt(), observers, may_change, adopt, metrics)
+        with session_of(run, Path(workdir), watchdog, ledger, observers, may_change, adopt) as session:
             while True:
                 try:
                     with contextlib.ExitStack() as opened:
@@ -119,7 +117,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         Stragglers(workdir, r.straggler_factor, r.probe_every) as stragglers,
         ledger.book("step"),
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
-        watchdog.training(),
+        session.training(),
     ):
         guard = AnomalyGuard(workdir, r, checkpoints, found.skipped, say, session.phase)
         saver = Saver(checkpoints, local, policy, writer, ledger, about | {"config": run.settings}, found.skipped)
@@ -143,14 +141,14 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
                 observer.on_dispatch(done, metrics)
             # 4. The writer gets them too, and reads them one step late, on a thread of its own.
             writer.push(done, metrics, {"data_wait_s": waited, **run.pop_fields(), **saver.pop_fields(),
-                                        **stragglers.fields})
+                                        **stragglers.fields}, began)
             if n == start:  # compile what saves need while the device computes the first step
                 with session.phase("compile"):
                     checkpoints.prepare(state)
             # 5. All processes agree on whether to stop after this step.
             stop = interrupt.requested(done)
             saving = saver.due(done, last=stop or done == t.steps)
-            with watchdog.phase("save") if saving else contextlib.nullcontext():
+            with session.saving() if saving else contextlib.nullcontext():
                 # 6. Checks may end the attempt. What is saved was checked up to its last step; that waits for it.
                 guard.look(done, metrics)
                 replicas.check(done, state, now=saving)

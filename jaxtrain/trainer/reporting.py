@@ -1,6 +1,5 @@
 """What a run reports: its summary, its sinks of metrics, and the constants behind throughput and MFU."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from jaxtrain import errors, observe
 from jaxtrain.config import data_stages
 from jaxtrain.data.loading.batches import epochs, packing
 from jaxtrain.observe import events
-from jaxtrain.observe.ledger import Ledger
 from jaxtrain.plan.cost import spending
 from jaxtrain.run import Run
 from jaxtrain.train_step.quantized_kernels import as_floats
@@ -51,15 +49,6 @@ def sinks(run: Run, session: Session, start: int) -> list[observe.Sink]:
     if "tensorboard" in run.config.observe.trackers:
         found.append(observe.TensorBoard(session.workdir / "tensorboard", start_step=start))
     return found
-
-
-def exported(run: Run, workdir: str | Path, ledger: Ledger) -> contextlib.AbstractContextManager:
-    """Return a context that exports the metrics of this process and yields them; or None, if that is not asked for."""
-    if not run.config.observe.prometheus_port and not run.config.observe.prometheus_textfile:
-        return contextlib.nullcontext()
-    from jaxtrain.trainer import exported_metrics
-
-    return exported_metrics.exported(run, workdir, ledger)
 
 
 def start_of_run(run: Run, workdir: Path) -> str:

@@ -8,11 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
+
 from jaxtrain.config.schema import ResilienceConfig
 from jaxtrain.distributed import exit_codes
+from jaxtrain.distributed.run_lock import run_lock
+from jaxtrain.observe import traces
 from jaxtrain.observe.ledger import Ledger
+from jaxtrain.observe.traces import Traces
 from jaxtrain.resilience.watchdog import Watchdog
+from jaxtrain.run import Run
+from jaxtrain.trainer.capture import Capture
 from jaxtrain.trainer.observers import Observer
+from jaxtrain.trainer.out_of_memory import explained
 from jaxtrain.trainer.shutdown import Interrupt
 
 if TYPE_CHECKING:
@@ -28,6 +36,9 @@ class Interrupted(exit_codes.RunExit):
                          f"saved at step {step}; run the same command again to resume")
 
 
+STOPPED = (Interrupted, KeyboardInterrupt, SystemExit)  # how a run ends that was asked to
+
+
 @dataclass(frozen=True)
 class Session:
     """The workdir of a run and what watches over it; rollbacks do not end it."""
@@ -37,6 +48,7 @@ class Session:
     ledger: Ledger
     interrupt: Interrupt
     observers: Sequence[Observer]
+    traces: Traces
     may_change: Sequence[str] = ()  # keys of the config
     adopt: bool = False  # whether to go on from a checkpoint of another run
     exported: "RunMetrics | None" = None  # to Prometheus
@@ -44,7 +56,19 @@ class Session:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Account for work that is not a step under its name, and give it more time before it counts as hung."""
-        with self.ledger.book(name), self.watchdog.phase(name):
+        with self.ledger.book(name), self.watchdog.phase(name), self.traces.span(name):
+            yield
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Give checks and saves more time than a step; what they account for is theirs to say."""
+        with self.watchdog.phase("save"), self.traces.span("save"):
+            yield
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Watch over the steps in this block."""
+        with self.watchdog.training(), self.traces.training():
             yield
 
     def completed(self, step: int) -> None:
@@ -65,10 +89,37 @@ class Session:
 
 
 @contextlib.contextmanager
+def session_of(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, observers: Sequence[Observer],
+               may_change: Sequence[str], adopt: bool) -> Iterator[Session]:
+    """Yield the session of a run that has its workdir to itself, with what watches, traces and exports it."""
+    mesh = {axis: size for axis, size in run.mesh.shape.items() if size > 1}
+    with (
+        run_lock(workdir),
+        traces.opened(run.config.observe.traces, workdir, lambda: ledger.reached[0], ledger.began,
+                      jax.process_index() == 0) as spans,
+        spans.run(STOPPED, model=run.name, mesh=f"{mesh}", processes=jax.process_count(),
+                  device=jax.devices()[0].device_kind),
+        explained(run, workdir, watchdog.phase),
+        Capture(run, workdir) as capture,
+        exported(run, workdir, ledger) as metrics,
+    ):
+        yield Session(workdir, watchdog, ledger, Interrupt(), [*observers, capture], spans, may_change, adopt, metrics)
+
+
+def exported(run: Run, workdir: str | Path, ledger: Ledger) -> contextlib.AbstractContextManager:
+    """Return a context that exports the metrics of this process and yields them; or None, if that is not asked for."""
+    if not run.config.observe.prometheus_port and not run.config.observe.prometheus_textfile:
+        return contextlib.nullcontext()
+    from jaxtrain.trainer import exported_metrics
+
+    return exported_metrics.exported(run, workdir, ledger)
+
+
+@contextlib.contextmanager
 def watched(workdir: str | Path, limits: ResilienceConfig) -> Iterator[tuple[Watchdog, Ledger]]:
     """Start the watchdog, which ends a run that hangs, and the ledger, which accounts for every second."""
     with (
         Watchdog(workdir, limits) as watchdog,
-        Ledger(workdir, stopped=(Interrupted, KeyboardInterrupt, SystemExit)) as ledger,
+        Ledger(workdir, stopped=STOPPED) as ledger,
     ):
         yield watchdog, ledger

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxtrain.observe.device_memory import peak_bytes
+from jaxtrain.observe.device_memory import device_memory
 
 
 @pytest.mark.parametrize(("told", "peak"), [
@@ -14,7 +14,7 @@ from jaxtrain.observe.device_memory import peak_bytes
 def test_the_fullest_device_counts(monkeypatch, told, peak):
     devices = [SimpleNamespace(memory_stats=lambda one=one: one) for one in told]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    assert peak_bytes() == peak
+    assert device_memory().get("memory_peak_bytes") == peak
 
 
 def test_devices_that_cannot_tell_are_no_error(monkeypatch):
@@ -22,4 +22,4 @@ def test_devices_that_cannot_tell_are_no_error(monkeypatch):
         raise jax.errors.JaxRuntimeError("UNIMPLEMENTED")
 
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=refuse)])
-    assert peak_bytes() is None
+    assert device_memory() == {}

@@ -51,9 +51,9 @@ def test_a_line(tmp_path, clock):
         push_at(writer, clock, 1, 5.0, data_wait_s=0.5)
         push_at(writer, clock, 2, 7.0, data_wait_s=0.25)
     first, second = lines(tmp_path)
-    assert first == {"step": 1, "loss": 1.0, "tokens": 10, "step_time_s": None, "data_wait_s": 0.5,
+    assert first == {"step": 1, "loss": 1.0, "tokens": 10, "step_time_s": None, "idle_s": None, "data_wait_s": 0.5,
                      "tokens_per_s": None, "mfu": None, "mfu_full": None}
-    assert second == {"step": 2, "loss": 2.0, "tokens": 20, "step_time_s": 2.0, "data_wait_s": 0.25,
+    assert second == {"step": 2, "loss": 2.0, "tokens": 20, "step_time_s": 2.0, "idle_s": 0.0, "data_wait_s": 0.25,
                       "tokens_per_s": 5.0, "mfu": 5 * 3 / 60, "mfu_full": 5 * 4 / 60}
 
 
@@ -64,6 +64,16 @@ def test_averages_between_lines(tmp_path, clock):
     assert [(r["step"], r["loss"], r["step_time_s"], r["data_wait_s"]) for r in lines(tmp_path)] == [
         (3, 3.0, 1.5, 2.0),  # the first step is in no average of times
         (6, 6.0, 2.0, 5.0), (7, 7.0, 10.0, 7.0)]
+
+
+def test_idle_time_is_from_the_end_of_a_step_to_the_dispatch_of_the_next(tmp_path, clock):
+    """None where that began while the step before still ran, or where there is no step before."""
+    with open_writer(tmp_path) as writer:
+        for step, (began, ended) in enumerate(((0.0, 1.0), (0.5, 3.0), (3.25, 5.0)), start=1):
+            clock.now = ended
+            writer.push(step, {"loss": 0.0}, {}, began)
+            writer.flush()
+    assert [line["idle_s"] for line in lines(tmp_path)] == [None, 0.0, 0.25]
 
 
 def test_evaluations_are_in_order_and_not_in_the_step_time(tmp_path, clock):

@@ -3,10 +3,10 @@
 import jax
 import pytest
 
-from jaxtrain.bench import profile, trace
 from jaxtrain.plan import kinds
 from jaxtrain.plan.instructions import program
 from jaxtrain.plan.targets import TARGETS
+from jaxtrain.profiling import accounting, trace
 
 # As XLA for GPUs prints a step, cut down: a product in cuBLAS, attention in cuDNN, an all-gather that runs beside.
 GPU_PROGRAM = """HloModule jit_step, num_partitions=4
@@ -71,7 +71,7 @@ def test_a_gpus_kernels_are_told_apart_by_operation_and_by_name():
         ("ncclDevKernel_AllGather_RING_LL", "all-gather-start.1", 90, 180, "Stream #20(Communication)"),
         ("loop_add_fusion_7", "command_buffer_1", 200, 230), ("ampere_bf16_gemm", "", 230, 240),
         ("MemcpyD2D", "copy.9", 240, 250, "Stream #14(MemcpyD2D)"))))
-    made = profile.account(found, program(GPU_PROGRAM), 1, MESH, TARGETS["h100"])
+    made = accounting.account(found, program(GPU_PROGRAM), 1, MESH, TARGETS["h100"])
     assert made["kinds_ms"] == pytest.approx({
         "matmul": 0.110, "attention": 0.050, "all-gather over fsdp": 0.030, "optimizer": 0.030, "gaps": 0.020,
         "elementwise": 0.010})
@@ -92,7 +92,7 @@ def test_an_operation_of_several_kernels_ran_once_and_its_workspace_is_not_moved
     found = list(trace.events_of(gpu_trace(
         ("nvjet_splitK", "custom-call.1", 0, 60), ("reduce_splitK", "custom-call.1", 60, 100),
         ("nvjet_splitK", "custom-call.1", 100, 160), ("reduce_splitK", "custom-call.1", 160, 200))))
-    product, = profile.account(found, program(text), 2, MESH, None)["kernels"]
+    product, = accounting.account(found, program(text), 2, MESH, None)["kernels"]
     assert product["runs"] == 1 and product["ms"] == pytest.approx(0.1)
     assert product["flops_per_s"] == pytest.approx(2 * 128 * 32 * 64 / 100e-6)
     assert product["bytes_per_s"] == pytest.approx(2 * (128 * 32 + 32 * 64 + 128 * 64) / 100e-6)
@@ -109,7 +109,7 @@ def test_a_trace_without_the_device_is_not_taken_for_one(tmp_path):
     host = gpu_trace(("add", "add.1", 0, 10), plane="/host:CPU")
     assert len(list(trace.events_of(host, "cpu"))) == 1 and not list(trace.events_of(host, "gpu"))
     with pytest.raises(FileNotFoundError, match="wrote no trace"):
-        trace.events(tmp_path)
+        trace.newest(tmp_path)
 
 
 def test_a_tpus_operations_are_on_a_line_of_their_own():
@@ -117,6 +117,41 @@ def test_a_tpus_operations_are_on_a_line_of_their_own():
         ("%loop_add_fusion.7 = bf16[128,64] fusion(...)", "", 0, 10, "XLA Ops"), ("jit_step", "", 0, 10, "XLA Modules"),
         plane="/device:TPU:0")))
     assert [(event.operation, event.end - event.start) for event in found] == [("loop_add_fusion.7", 10_000)]
+
+
+def test_gaps_are_divided_by_what_the_host_did_in_them():
+    """The innermost of what it did counts; "" is what has no name."""
+    idle = trace.gaps([trace.Event(name, name, *span) for name, span in {
+        "a": (0, 10), "inside": (2, 5), "b": (20, 30), "c": (30, 40), "d": (60, 61)}.items()])
+    assert idle == [(10, 20), (40, 60)]
+    doing = [("checkpoint", 5, 50), ("data_wait", 12, 15), ("data_wait", 55, 58), ("eval", 70, 80)]
+    assert trace.waits(idle, doing) == {"checkpoint": 17.0, "data_wait": 6.0, "": 7.0}
+    assert trace.gaps([]) == [] and trace.waits([], doing) == {}
+
+
+def test_what_the_loop_does_is_read_from_the_hosts_lines():
+    data = gpu_trace(("jaxtrain:data_wait", "", 5, 9), ("PjitFunction(step)", "", 9, 12), plane="/host:CPU")
+    assert trace.activities(data) == [("data_wait", 5_000, 9_000)]
+
+
+def test_operations_of_another_program_are_told_apart():
+    """An evaluation has instructions of the same names as the step."""
+    def module(name):
+        return f'stats {{ metadata_id: 2 str_value: "{name}" }}'
+
+    def event(start, name):
+        return (f'events {{ metadata_id: 1 offset_ps: {start * 10**6} duration_ps: 1000000 stats {{ metadata_id: 1 '
+                f'str_value: "custom-call.1" }} {module(name)} }}')
+
+    meta = "".join(f'stat_metadata {{ key: {n} value {{ id: {n} name: "{name}" }} }}'
+                   for n, name in ((1, "hlo_op"), (2, "hlo_module")))
+    data = jax.profiler.ProfileData.from_text_proto(
+        f'planes {{ id: 1 name: "/device:GPU:0" lines {{ id: 1 name: "Stream #1" {event(0, "jit_step")} '
+        f'{event(1, "jit_evaluation")} }} event_metadata {{ key: 1 value {{ id: 1 name: "gemm" }} }} {meta} }}')
+    found = trace.events(data, "gpu", "jit_step")
+    made = accounting.account(found, program(GPU_PROGRAM), 1, MESH, None)
+    assert made["kinds_ms"] == pytest.approx({"matmul": 0.001, "other programs": 0.001, "gaps": 0.0})
+    assert [event.operation for event in trace.events(data, "gpu")] == ["custom-call.1"] * 2
 
 
 def test_only_the_first_device_is_read():
@@ -147,5 +182,5 @@ def test_a_kernel_that_is_launched_four_times_for_one_operation_counts_once():
     once = [trace.Event(name, name, 0, 1) for name in ("custom-call.1", "loop_add_fusion.7")]
     four = [trace.Event("custom-call.2", "sdpa", 100 + n, 101 + n) for n in range(4)]
     for steps in (1, 3):
-        found = profile._executions((once + four) * steps, program(GPU_PROGRAM))
+        found = accounting._executions((once + four) * steps, program(GPU_PROGRAM))
         assert found == dict.fromkeys(("custom-call.1", "loop_add_fusion.7", "custom-call.2"), steps)

@@ -2,15 +2,19 @@
 
 import glob
 import heapq
+import math
 import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from jaxtrain.observe.ledger import HOST
 
 GAP = "gaps"  # no operation runs: the device waits for the host, or for the start of the next kernel
 # Lines of a GPU's plane that repeat its streams, added by tools that have opened the trace.
@@ -22,7 +26,7 @@ _DERIVED = ("XLA Ops", "XLA Modules", "XLA TraceMe", "Framework Ops", "Framework
 class Event:
     """One execution of an operation on one device, in nanoseconds since the trace began."""
 
-    operation: str  # the name of an HLO instruction, or of a kernel where the trace has no such name
+    operation: str  # the name of an HLO instruction, or of a kernel where the trace has no such name; see `foreign`
     kernel: str  # the kernel that ran
     start: float
     end: float
@@ -31,6 +35,11 @@ class Event:
     def what(self) -> tuple[str, str]:
         """The operation and kernel, independent of time."""
         return self.operation, self.kernel
+
+
+def foreign(operation: str) -> bool:
+    """Return whether an operation is of another program than the one that is looked at: "PROGRAM/OPERATION"."""
+    return "/" in operation
 
 
 def begin(folder: str | Path) -> None:
@@ -42,38 +51,73 @@ def begin(folder: str | Path) -> None:
     jax.profiler.start_trace(str(folder), profiler_options=options)
 
 
-def events(folder: str | Path) -> list[Event]:
-    """Return the operations of a folder's newest trace, of this process's first device; on CPU of all devices together.
-
-    Virtual CPU devices share the same cores, so only all of them together account for the time.
-    """
+def newest(folder: str | Path) -> Any:
+    """Return the newest trace in a folder (`jax.profiler.ProfileData`)."""
     files = sorted(glob.glob(str(Path(folder) / "**" / "*.xplane.pb"), recursive=True), key=os.path.getmtime)
     if not files:
         raise FileNotFoundError(f"the profiler wrote no trace into {folder}")
-    found = list(events_of(jax.profiler.ProfileData.from_file(files[-1]), jax.default_backend()))
+    return jax.profiler.ProfileData.from_file(files[-1])
+
+
+def events(data: Any, platform: str, program: str = "") -> list[Event]:
+    """Return the operations of a trace, of its first device; on CPU of all devices together.
+
+    Virtual CPU devices share the same cores, so only all of them together account for the time. `program`: the name of
+    the one that is looked at, where the trace may have others.
+    """
+    found = list(events_of(data, platform, program))
     if not found:
         raise RuntimeError("the profiler recorded no operation of the device")
     return found
 
 
-def events_of(data: Any, platform: str = "") -> Iterator[Event]:
+def events_of(data: Any, platform: str = "", program: str = "") -> Iterator[Event]:
     """Yield the operations of a trace (`jax.profiler.ProfileData`); of the host only if it is the device."""
     planes = {plane.name: plane for plane in data.planes}
     for kind in ("GPU", "TPU"):
         if devices := sorted(name for name in planes if re.fullmatch(rf"/device:{kind}:\d+.*", name)):
             first = min(devices, key=lambda name: int(re.search(r":(\d+)", name)[1]))  # pyrefly: ignore
-            yield from _of_accelerator(planes[first])
+            yield from _of_accelerator(planes[first], program)
             return
     if platform not in ("", "cpu"):
         return
     for plane in planes.values():
         for line in plane.lines:
             for event in line.events:
-                if event.duration_ns > 0 and (name := dict(event.stats).get("hlo_op")):
-                    yield Event(str(name), event.name, event.start_ns, event.start_ns + event.duration_ns)
+                if event.duration_ns > 0 and (name := (stats := dict(event.stats)).get("hlo_op")):
+                    yield _event(str(name), event, stats, program)
 
 
-def _of_accelerator(plane: Any) -> Iterator[Event]:
+def activities(data: Any) -> list[tuple[str, float, float]]:
+    """Return what the host did in a trace, as the loop names it (`observe.ledger`): name, start and end."""
+    return [(event.name.removeprefix(HOST), event.start_ns, event.start_ns + event.duration_ns)
+            for plane in data.planes if plane.name.startswith("/host") for line in plane.lines for event in line.events
+            if event.name.startswith(HOST)]
+
+
+def gaps(found: list[Event]) -> list[tuple[float, float]]:
+    """Return the times between the first start and the last end in which nothing ran."""
+    idle, now = [], math.inf
+    for event in sorted(found, key=lambda event: event.start):
+        if event.start > now:
+            idle.append((now, event.start))
+        now = event.end if now == math.inf else max(now, event.end)
+    return idle
+
+
+def waits(idle: list[tuple[float, float]], doing: list[tuple[str, float, float]]) -> dict[str, float]:
+    """Return the nanoseconds of gaps by what the host did in them, the innermost of what it did; "" for the rest."""
+    found: dict[str, float] = defaultdict(float)
+    for begin, end in idle:
+        inside = [(name, max(a, begin), min(b, end)) for name, a, b in doing if a < end and b > begin]
+        edges = sorted({begin, end, *(edge for _, *those in inside for edge in those)})
+        for a, b in pairwise(edges):
+            running = [(-start, name) for name, start, stop in inside if start <= a and stop >= b]
+            found[min(running)[1] if running else ""] += b - a
+    return dict(found)
+
+
+def _of_accelerator(plane: Any, program: str) -> Iterator[Event]:
     lines = list(plane.lines)
     # A GPU has a line for each of its streams; of a TPU's lines one has the operations.
     chosen = [line for line in lines if line.name.startswith("Stream")] or [
@@ -82,8 +126,15 @@ def _of_accelerator(plane: Any) -> Iterator[Event]:
     for line in chosen:
         for event in line.events:
             if event.duration_ns > 0:
-                name = str(dict(event.stats).get("hlo_op") or event.name).lstrip("%").partition(" = ")[0]
-                yield Event(name, event.name, event.start_ns, event.start_ns + event.duration_ns)
+                name = str((stats := dict(event.stats)).get("hlo_op") or event.name).lstrip("%").partition(" = ")[0]
+                yield _event(name, event, stats, program)
+
+
+def _event(operation: str, event: Any, stats: dict[str, Any], program: str) -> Event:
+    """Return an event whose operation carries its program's name if that is not the one looked at."""
+    other = str(stats.get("hlo_module") or program)
+    return Event(operation if not program or other == program else f"{other}/{operation}", event.name, event.start_ns,
+                 event.start_ns + event.duration_ns)
 
 
 def divide(found: list[Event], rank: Callable[[Event], int]) -> tuple[dict[Event, float], dict[Event, float], float]:

@@ -1,4 +1,4 @@
-"""Profile a training step: trace a few steps, and divide their time by kind of operation and by kernel."""
+"""Account for traced training steps: divide their time by kind of operation and by kernel."""
 
 import re
 import statistics
@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from jaxtrain.bench import trace
 from jaxtrain.plan import kinds
 from jaxtrain.plan.instructions import CONTAINERS, Instruction, Program, program
 from jaxtrain.plan.targets import Target
+from jaxtrain.profiling import trace
 
 TOP = 20  # number of kernels listed
 
@@ -26,7 +26,7 @@ def profile(compiled: jax.stages.Compiled, take: Callable[[], float], steps: int
             seconds = take()
         finally:
             jax.profiler.stop_trace()
-        found = trace.events(folder)
+        found = trace.events(trace.newest(folder), jax.default_backend())
     text = compiled.as_text()
     assert text is not None, "the compiler returned no text for its program"
     return {"wall_ms": 1e3 * seconds / steps, **account(found, program(text), steps, mesh, target)}
@@ -36,8 +36,8 @@ def account(found: list[trace.Event], code: Program, steps: int, mesh: Mapping[s
             target: Target | None) -> dict[str, Any]:
     """Return the milliseconds of a step by kind, which add up to the step, and its kernels, longest first."""
     named = _instructions(found, code)
-    of = {one: kinds.kind_of(instruction, code, mesh) if instruction else kinds.kind_of_kernel(one[1])
-          for one, instruction in named.items()}
+    of = {one: kinds.kind_of(instruction, code, mesh) if instruction else kinds.OTHER if trace.foreign(one[0])
+          else kinds.kind_of_kernel(one[1]) for one, instruction in named.items()}
     own, hidden, idle = trace.divide(found, lambda event: kinds.rank(of[event.what]))
     scale = 1e-6 / steps
     by_kind: dict[str, float] = defaultdict(float)
@@ -75,6 +75,8 @@ def _instructions(found: list[trace.Event], code: Program) -> dict[tuple[str, st
                if instruction.opcode not in CONTAINERS for name in (*instruction.called, instruction.name)}
 
     def known(operation: str, kernel: str) -> Instruction | None:
+        if trace.foreign(operation):
+            return None
         instruction = code.instructions.get(operation)
         if instruction is None or (instruction.opcode in CONTAINERS and kernel != operation):
             return kernels.get(re.sub(r"\W", "_", kernel))

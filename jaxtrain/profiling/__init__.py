@@ -1,0 +1,1 @@
+"""Profiles of training steps: asked for, traced while a run trains, and summarised."""

@@ -1,0 +1,39 @@
+"""Profile a run while it trains: where the time of its steps goes.
+
+    jaxtrain profile WORKDIR --steps=5
+    jaxtrain profile WORKDIR/profiles/120
+
+The first form asks the run in WORKDIR to trace its next steps, waits for the trace and summarises it in
+WORKDIR/profiles/STEP; the second summarises a profile that is there, as one that signal USR2 asked for. Exit status 0;
+2: a user error, reported in one line.
+"""
+
+import sys
+from pathlib import Path
+
+from jaxtrain.errors import say
+from jaxtrain.flags import command, parser_of
+
+
+@command()
+def main(argv: list[str] | None) -> None:
+    """Ask for a profile if need be, and print its summary."""
+    parser = parser_of("profile", __doc__)
+    parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of a run, or a folder in its profiles")
+    parser.add_argument("--steps", type=int, default=5, help="how many steps to trace; default: 5")
+    parser.add_argument("--processes", type=int, default=8, metavar="COUNT",
+                        help="trace in the first COUNT processes of the run; default: 8")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS",
+                        help="how long to wait for the run's answer; default: 600")
+    flags = parser.parse_args(argv)
+    from jaxtrain.profiling.summary import ask, summarise  # imports JAX, which --help does without
+
+    folder = Path(flags.workdir)
+    if not (folder / "profile.json").exists():
+        folder = ask(folder, flags.steps, flags.processes, flags.timeout)
+        say(f"traced into {folder}; summarising")
+    print(summarise(folder), end="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
