@@ -13,10 +13,13 @@ BINS = 64
 
 def histograms(arrays: Any, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Return futures of the histograms of a tree's arrays by path, for `read`; all processes call it alike."""
-    flat = {jax.tree_util.keystr(path, simple=True, separator="/"): x
-            for path, x in jax.tree_util.tree_leaves_with_path(arrays) if jnp.issubdtype(x.dtype, jnp.floating)}
-    with jax.set_mesh(mesh):
-        return _program(mesh)(flat)
+    flat = _by_path(arrays)
+    return _program(flat, mesh)(flat)
+
+
+def prepare(arrays: Any, mesh: jax.sharding.Mesh) -> None:
+    """Compile what `histograms` runs for such arrays."""
+    _program(_by_path(arrays), mesh)
 
 
 def read(counted: dict[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -28,15 +31,23 @@ def read(counted: dict[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return found
 
 
-_programs: dict[Any, Any] = {}
+def _by_path(arrays: Any) -> dict[str, jax.Array]:
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x
+            for path, x in jax.tree_util.tree_leaves_with_path(arrays) if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
-def _program(mesh: jax.sharding.Mesh) -> Any:
-    """Return the compiled function for a mesh."""
-    if mesh not in _programs:
-        whole = NamedSharding(mesh, P())
-        _programs[mesh] = jax.jit(lambda flat: {path: _counted(x) for path, x in flat.items()}, out_shardings=whole)
-    return _programs[mesh]
+_programs: dict[Any, jax.stages.Compiled] = {}
+
+
+def _program(flat: dict[str, jax.Array], mesh: jax.sharding.Mesh) -> jax.stages.Compiled:
+    """Return the program for arrays of these shapes and shardings, compiled once."""
+    key = mesh, tuple((path, x.shape, x.dtype, x.sharding) for path, x in flat.items())
+    if key not in _programs:
+        counted = jax.jit(lambda flat: {path: _counted(x) for path, x in flat.items()},
+                          out_shardings=NamedSharding(mesh, P()))
+        with jax.set_mesh(mesh):
+            _programs[key] = counted.lower(flat).compile()
+    return _programs[key]
 
 
 def _counted(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -5,11 +5,13 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from jaxtrain.config.schema import ResilienceConfig
 from jaxtrain.distributed import exit_codes
 from jaxtrain.observe.ledger import Ledger
+from jaxtrain.observe.trackers.tracker import Tracker
 from jaxtrain.resilience.watchdog import Watchdog
 from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.shutdown import Interrupt
@@ -32,9 +34,19 @@ class Session:
     watchdog: Watchdog
     ledger: Ledger
     interrupt: Interrupt
-    observers: Sequence[Observer]
+    watching: Sequence[Observer | Tracker]
     may_change: Sequence[str] = ()  # keys of the config
     adopt: bool = False  # whether to go on from a checkpoint of another run
+
+    @cached_property
+    def observers(self) -> list[Observer]:
+        """Who is told of each step in the loop."""
+        return [one for one in self.watching if not isinstance(one, Tracker)]
+
+    @cached_property
+    def trackers(self) -> list[Tracker]:
+        """The user's own trackers, which follow on threads of their own."""
+        return [one for one in self.watching if isinstance(one, Tracker)]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -51,7 +51,8 @@ class Service(Tracker):
 
         now, batch = int(time.time() * 1000), []
         for line in lines:
-            named = {"eval_step" if key == "step" and "eval_loss" in line else key: value for key, value in line.items()}
+            step = "eval_step" if "eval_loss" in line else "step"
+            named = {step if key == "step" else key: value for key, value in line.items()}
             metrics = [Metric(key, float(value), now, line["step"]) for key, value in named.items()]
             if len(batch) + len(metrics) > 1000:  # it takes no more at a time
                 self._client.log_batch(self._id, metrics=batch)

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from jaxtrain.files import atomic_files
@@ -25,7 +24,7 @@ from jaxtrain.observe.trackers.tracker import NOTHING, About, Position, Tracker,
 
 _AT_ONCE = 200  # lines
 _KEPT = 1000  # texts, histograms and artifacts for a tracker that is down
-_TRIES = 3  # for each of these; what a tracker refuses must not keep the others waiting
+_TRIES = 2  # of giving a tracker one of these, and of what is left at the end
 _HUNG_S = 60.0  # after which a call counts as hung
 _SYSTEM_S = 10.0  # between two looks at the machine
 _PATIENCE_S = {"stopped": 10.0}  # that the end waits for trackers; a job that is told to stop has little time
@@ -92,7 +91,8 @@ class _Follower:
             self._generation, self._sent, self._compared = kept["generation"], (step, evaluation), kept["rolled_back"]
         self.extras: deque[tuple[str, tuple]] = deque(maxlen=_KEPT)
         self._begun, self._floor = False, None
-        self._tried, self._tries = None, 0  # the last extra
+        self._tried: Any = None  # the last extra, and how often
+        self._tries, self._refused = 0, set[str]()
         self._tail, self._have = LogTail(about.workdir / "metrics.jsonl"), NOTHING
         self._earlier: dict[Position, dict[str, Any]] = {}  # lines that it has and that were taken back since
         self._rolled_back = 0  # how many lines were, in all
@@ -129,7 +129,7 @@ class _Follower:
     # ------------------------------------------------------------------------------------------------- on its thread
 
     def _work(self) -> None:
-        failures = 0
+        failures = last_tries = 0
         while True:
             ending, self._busy_since = self._status, time.monotonic()
             self._news.clear()
@@ -139,7 +139,8 @@ class _Follower:
                 self._catch_up()
                 if ending:
                     self._finish(ending)
-                    return self._up()
+                    self._up()
+                    return
                 self._up()
                 failures, pause = 0, None
             except _Superseded:
@@ -148,9 +149,10 @@ class _Follower:
             except Exception as error:  # of whatever kind: it is somebody else's code
                 self._begun = False  # what it has must be asked again
                 self._tell_down(f"{type(error).__name__}: {error}"[:300])
-                if ending:
-                    return None
                 failures, pause = failures + 1, min(60.0, 2.0 ** failures)
+                last_tries += bool(ending)
+                if last_tries > _TRIES:
+                    return
             finally:
                 self._busy_since = None
             self._rest(pause)
@@ -166,19 +168,20 @@ class _Follower:
 
     def _begin(self) -> None:
         workdir = self._about.workdir
-        self._tail, self._evaluations, last = LogTail(workdir / "metrics.jsonl", {"step": int}), [], NOTHING
-        for line in json_lines(workdir / "metrics.jsonl", {"step": int}):
-            last = position(line)
-        about = self._about
-        if self._generation > 1:
-            about = replace(about, id=f"{about.id}-{self._generation}", name=f"{about.name} ({self._generation})")
-        have = self._tracker.begin(about, min(self._sent, last))
-        self._have = self._sent if have is None else have
-        self._floor = self._have[0] if self._floor is None else self._floor
         taken_back = list(json_lines(workdir / "metrics.rolled_back.jsonl", {"step": int}))
         self._rolled_back, self._earlier = len(taken_back), {}
         for line in taken_back[self._compared:]:
             self._earlier.setdefault(position(line), line)  # the first one is what was sent
+        self._tail, self._evaluations = LogTail(workdir / "metrics.jsonl", {"step": int}), []
+        again = min(self._earlier, default=(math.inf, False))
+        since = max((place for line in json_lines(workdir / "metrics.jsonl", {"step": int})
+                     if (place := position(line)) < again), default=NOTHING)
+        about = self._about
+        if self._generation > 1:
+            about = replace(about, id=f"{about.id}-{self._generation}", name=f"{about.name} ({self._generation})")
+        have = self._tracker.begin(about, min(self._sent, since))
+        self._have = self._sent if have is None else have
+        self._floor = self._have[0] if self._floor is None else self._floor
         self._begun = True
         self._keep()
 
@@ -193,14 +196,22 @@ class _Follower:
             self._compared = self._rolled_back
             self._keep()
         while self.extras:
-            what, arguments = extra = self.extras[0]
-            if arguments[0] > (self._floor or 0):
-                self._tries = self._tries + 1 if extra is self._tried else 1
-                self._tried = extra
-                if self._tries <= _TRIES:
-                    getattr(self._tracker, what)(*arguments)
+            extra = self.extras[0]
+            if extra[1][0] > (self._floor or 0):  # its step
+                self._give(extra)
             if self.extras[0] is extra:  # otherwise it had to make room
                 self.extras.popleft()
+
+    def _give(self, extra: tuple[str, tuple]) -> None:
+        """Give the tracker an extra; one that it refuses again and again, and those of its kind, must not block it."""
+        what, arguments = extra
+        self._tries = self._tries + 1 if extra is self._tried else 1
+        self._tried = extra
+        if self._tries > _TRIES:
+            self._refused.add(what)
+            self._tell("tracker_refuses", f"{self._name} gets no {what} any more ({self._down})", reason=self._down)
+        if what not in self._refused:
+            getattr(self._tracker, what)(*arguments)
 
     def _new_lines(self) -> Iterator[list[dict[str, Any]]]:
         """Yield the lines that the tracker lacks, some at a time."""
