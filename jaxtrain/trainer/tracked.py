@@ -47,8 +47,8 @@ class Tracked:
         self._run, self._session, self._looked = run, session, False
         self._reader = ThreadPoolExecutor(1, "histograms")
         self.sink = Tracking(
-            About(about["run"], c.name or session.workdir.absolute().name, c.project, session.workdir,
-                  redacted(run.settings), redacted(dict(about))),
+            About(about["run"], redacted(c.name) or session.workdir.absolute().name, redacted(c.project),
+                  session.workdir, redacted(run.settings), redacted(dict(about))),
             [*map(trackers.made, c.trackers), *session.trackers] if first else [])
         if self.sink:
             checkpoints.on_good.append(self._saved)

@@ -18,6 +18,7 @@ class Service(Tracker):
     def begin(self, run, since) -> Position:
         """Find the run by its tag, or create it."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # Tracking tries again, and knows what is lacking
+        os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # it may have a password in it
         from mlflow import MlflowClient
         from mlflow.entities import Param, RunTag
 
