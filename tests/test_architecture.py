@@ -15,7 +15,7 @@ LAYERS = (
     "validation rule_checks", "objectives", "checkpoint", "resilience", "doctor", "models", "parallel", "kernels",
     "train_step", "data", "distributed", "observe", "config flags", "sharding",
     "storage files errors redaction synonyms compile_cache")
-BUDGETS = {"LEARNING": 5046, "SURVIVAL": 3618}  # docs/decisions.md says why not 3,500 and 2,500
+BUDGETS = {"LEARNING": 5071, "SURVIVAL": 3622}  # docs/decisions.md says why not 3,500 and 2,500
 
 
 def modules() -> dict[str, Path]:

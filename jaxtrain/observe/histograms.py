@@ -11,13 +11,13 @@ from jax.sharding import PartitionSpec as P
 BINS = 64
 
 
-def histograms(arrays: Any, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+def histograms(arrays: Any, mesh: Any) -> dict[str, Any]:
     """Return futures of the histograms of a tree's arrays by path, for `read`; all processes call it alike."""
     flat = _by_path(arrays)
     return _program(flat, mesh)(flat)
 
 
-def prepare(arrays: Any, mesh: jax.sharding.Mesh) -> None:
+def prepare(arrays: Any, mesh: Any) -> None:
     """Compile what `histograms` runs for such arrays."""
     _program(_by_path(arrays), mesh)
 
@@ -39,7 +39,7 @@ def _by_path(arrays: Any) -> dict[str, jax.Array]:
 _programs: dict[Any, jax.stages.Compiled] = {}
 
 
-def _program(flat: dict[str, jax.Array], mesh: jax.sharding.Mesh) -> jax.stages.Compiled:
+def _program(flat: dict[str, jax.Array], mesh: Any) -> jax.stages.Compiled:
     """Return the program for arrays of these shapes and shardings, compiled once."""
     key = mesh, tuple((path, x.shape, x.dtype, x.sharding) for path, x in flat.items())
     if key not in _programs:

@@ -71,7 +71,8 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
-        session = Session(Path(workdir), watchdog, ledger, Interrupt(), observers, may_change, adopt)
+        session = Session(Path(workdir), watchdog, ledger, Interrupt(), *tracked.apart(observers), may_change,
+                          adopt)
         with run_lock(workdir):
             while True:
                 try:

@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from jaxtrain.config.schema import ResilienceConfig
@@ -34,19 +33,10 @@ class Session:
     watchdog: Watchdog
     ledger: Ledger
     interrupt: Interrupt
-    watching: Sequence[Observer | Tracker]
+    observers: Sequence[Observer]
+    trackers: Sequence[Tracker] = ()  # the user's own
     may_change: Sequence[str] = ()  # keys of the config
     adopt: bool = False  # whether to go on from a checkpoint of another run
-
-    @cached_property
-    def observers(self) -> list[Observer]:
-        """Who is told of each step in the loop."""
-        return [one for one in self.watching if not isinstance(one, Tracker)]
-
-    @cached_property
-    def trackers(self) -> list[Tracker]:
-        """The user's own trackers, which follow on threads of their own."""
-        return [one for one in self.watching if isinstance(one, Tracker)]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from jaxtrain.checkpoint import CheckpointManager, verify
 from jaxtrain.distributed import processes
 from jaxtrain.errors import UserError
 from jaxtrain.observe import histograms, trackers
-from jaxtrain.observe.trackers.tracker import About
+from jaxtrain.observe.trackers.tracker import About, Tracker
 from jaxtrain.observe.trackers.tracking import Tracking
 from jaxtrain.redaction import redacted
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
+from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.reporting import sample_of
 from jaxtrain.trainer.rollback import RolledBack
 from jaxtrain.trainer.session import Interrupted, Session
@@ -35,6 +36,12 @@ def check(run: Run, session: Session) -> None:
                             "leave it out")
     if c.samples_every and not run.config.train.sample_tokens:
         raise UserError("observe.samples_every", "train.sample_tokens is 0", "give the length of a sample there")
+
+
+def apart(watching: Sequence[Observer | Tracker]) -> tuple[list[Observer], list[Tracker]]:
+    """Return the observers, which are told of each step in the loop, and the trackers among what watches a run."""
+    return ([one for one in watching if not isinstance(one, Tracker)],
+            [one for one in watching if isinstance(one, Tracker)])
 
 
 class Tracked:

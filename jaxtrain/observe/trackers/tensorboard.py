@@ -1,6 +1,7 @@
 """TensorBoard: event files in WORKDIR/tensorboard, written by tensorboardX."""
 
 import json
+from typing import Any
 
 from jaxtrain.observe.trackers.tracker import Position, Tracker
 
@@ -8,7 +9,7 @@ from jaxtrain.observe.trackers.tracker import Position, Tracker
 class Service(Tracker):
     """Writes every number as a scalar under its own name; can take back what it wrote."""
 
-    _writer = None
+    _writer: Any = None
 
     def begin(self, run, since) -> Position:
         """Open another file, which hides the steps that come again."""

@@ -90,7 +90,7 @@ class _Follower:
             step, evaluation = kept["sent"]
             self._generation, self._sent, self._compared = kept["generation"], (step, evaluation), kept["rolled_back"]
         self.extras: deque[tuple[str, tuple]] = deque(maxlen=_KEPT)
-        self._begun, self._floor = False, None
+        self._begun, self._floor = False, -1  # not known yet
         self._tried: Any = None  # the last extra, and how often
         self._tries, self._refused = 0, set[str]()
         self._tail, self._have = LogTail(about.workdir / "metrics.jsonl"), NOTHING
@@ -181,7 +181,7 @@ class _Follower:
             about = replace(about, id=f"{about.id}-{self._generation}", name=f"{about.name} ({self._generation})")
         have = self._tracker.begin(about, min(self._sent, since))
         self._have = self._sent if have is None else have
-        self._floor = self._have[0] if self._floor is None else self._floor
+        self._floor = self._have[0] if self._floor < 0 else self._floor
         self._begun = True
         self._keep()
 
@@ -197,7 +197,7 @@ class _Follower:
             self._keep()
         while self.extras:
             extra = self.extras[0]
-            if extra[1][0] > (self._floor or 0):  # its step
+            if extra[1][0] > self._floor:  # its step
                 self._give(extra)
             if self.extras[0] is extra:  # otherwise it had to make room
                 self.extras.popleft()
@@ -272,6 +272,9 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether two lines of one step are of the same training, whatever computed them."""
     for key in _LOSSES:
         now, then = one.get(key), other.get(key)
-        if (now is None) != (then is None) or (now is not None and abs(now - then) > _SAME * max(abs(now), abs(then))):
+        if now is None or then is None:
+            if now is not then:
+                return False
+        elif abs(now - then) > _SAME * max(abs(now), abs(then)):
             return False
     return True

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+from typing import Any
 
 from jaxtrain.observe.trackers.tracker import NOTHING, Position, Tracker
 
@@ -11,7 +12,8 @@ from jaxtrain.observe.trackers.tracker import NOTHING, Position, Tracker
 class Service(Tracker):
     """Logs each line as a row; a thread of trackio's writes them, twice a second."""
 
-    _run = None
+    _trackio: Any = None
+    _run: Any = None
 
     def begin(self, run, since) -> Position | None:
         """Go on with the run of this name, which has the run's id in it."""

@@ -6,6 +6,7 @@ charts are drawn over `step`.
 
 import netrc
 import os
+from typing import Any
 from urllib.parse import urlsplit
 
 from jaxtrain.observe.trackers import wandb_offline
@@ -15,13 +16,14 @@ from jaxtrain.observe.trackers.tracker import NOTHING, Position, Tracker
 class Service(Tracker):
     """Logs lines as rows, with the histograms and samples since the row before."""
 
-    _run = None
+    _wandb: Any = None
+    _run: Any = None
 
     def begin(self, run, since) -> Position:
         """Go on with the run of this id; what wandb would note by itself, arguments and console, stays here."""
         import wandb
 
-        self._wandb, self._extra = wandb, {}
+        self._wandb, self._extra = wandb, dict[str, Any]()
         if self._run is not None:
             self._run.finish()
         mode, folder = _mode(), os.environ.get("WANDB_DIR") or str(run.workdir)
@@ -65,7 +67,7 @@ class Service(Tracker):
         self._run = None
 
 
-def _mode() -> str:
+def _mode() -> Any:
     """Return WANDB_MODE; without it, online where credentials are known, for wandb would ask on the terminal."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:

@@ -28,7 +28,7 @@ def rows(folder: str | Path, run_id: str) -> Iterator[dict[str, str]]:
 
 def records(path: str | Path) -> Iterator[Any]:
     """Yield the records of a file, up to one that is cut off."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # pyrefly: ignore[missing-module-attribute]
 
     data, at, whole = Path(path).read_bytes(), 7, b""
     while at + _HEADER.size <= len(data):
