@@ -26,6 +26,8 @@ _AT_ONCE = 200  # lines
 _KEPT = 1000  # texts, histograms and artifacts for a tracker that is down
 _TRIES = 2  # of giving a tracker one of these, and of what is left at the end
 _HUNG_S = 60.0  # after which a call counts as hung
+_PART = 0.01  # of the time of a processor that a tracker may take, so that steps are not slower for it
+_SHORTEST_S, _LONGEST_S = 1.0, 60.0  # between two times that lines are sent
 _SYSTEM_S = 10.0  # between two looks at the machine
 _PATIENCE_S = {"stopped": 10.0}  # that the end waits for trackers; a job that is told to stop has little time
 _LAST_PATIENCE_S = 60.0
@@ -101,7 +103,7 @@ class _Follower:
         self._busy_since: float | None = None
         self._down = ""  # why, if it is
         self._status = ""  # how the run ended, once it has
-        self._news = threading.Event()
+        self._news, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"tracker-{self._name}", daemon=True)
 
     def start(self) -> None:
@@ -115,6 +117,7 @@ class _Follower:
 
     def end(self, status: str) -> None:
         self._status = status
+        self._ended.set()
         self._news.set()
 
     def join_until(self, end: float) -> None:
@@ -131,7 +134,7 @@ class _Follower:
     def _work(self) -> None:
         failures = last_tries = 0
         while True:
-            ending, self._busy_since = self._status, time.monotonic()
+            ending, self._busy_since, spent = self._status, time.monotonic(), time.thread_time()
             self._news.clear()
             try:
                 if not self._begun:
@@ -142,29 +145,27 @@ class _Follower:
                     self._up()
                     return
                 self._up()
-                failures, pause = 0, None
+                failures = 0
             except _Superseded:
                 self._supersede()
                 continue
             except Exception as error:  # of whatever kind: it is somebody else's code
                 self._begun = False  # what it has must be asked again
                 self._tell_down(f"{type(error).__name__}: {error}"[:300])
-                failures, pause = failures + 1, min(60.0, 2.0 ** failures)
-                last_tries += bool(ending)
+                failures, last_tries = failures + 1, last_tries + bool(ending)
                 if last_tries > _TRIES:
                     return
             finally:
                 self._busy_since = None
-            self._rest(pause)
+            self._rest(failures, time.thread_time() - spent)
 
-    def _rest(self, pause: float | None) -> None:
-        """Wait for news; after a failure so many seconds, unless the run ends."""
-        if pause is None:
-            self._news.wait()
+    def _rest(self, failures: int, spent: float) -> None:
+        """Wait for news, and until the time that was spent is a small part of what has passed, or the run ends."""
+        if failures:
+            self._ended.wait(min(_LONGEST_S, 2.0 ** failures))
             return
-        end = time.monotonic() + pause
-        while not self._status and (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, 0.2))
+        self._ended.wait(min(_LONGEST_S, max(_SHORTEST_S, spent / _PART)))
+        self._news.wait()
 
     def _begin(self) -> None:
         workdir = self._about.workdir

@@ -146,7 +146,7 @@ def test_another_mesh_gives_other_last_digits(tmp_path):
 
 
 def test_down_costs_one_warning_and_no_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tracking._Follower, "_rest", lambda self, pause: self._news.wait())
+    monkeypatch.setattr(tracking._Follower, "_rest", lambda self, failures, spent: self._news.wait())
     backend, well = Backend(), Backend()
     backend.down = True
     attempt = Attempt(tmp_path, Fake(backend), Fake(well))
@@ -186,6 +186,7 @@ def test_a_tracker_that_hangs(tmp_path, monkeypatch, capsys):
             hangs.set()
             free.wait()
 
+    monkeypatch.setattr(tracking, "_SHORTEST_S", 0.0)
     attempt = Attempt(tmp_path, Hangs()).write(STEPS[0])
     assert hangs.wait(60)
     attempt.write(STEPS[1])
@@ -197,7 +198,7 @@ def test_a_tracker_that_hangs(tmp_path, monkeypatch, capsys):
 
 
 def test_what_a_tracker_refuses_does_not_keep_the_rest(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracking._Follower, "_rest", lambda self, pause: pause is None and self._news.wait())
+    monkeypatch.setattr(tracking._Follower, "_rest", lambda self, failures, spent: failures or self._news.wait())
     backend = Backend()
     attempt = Attempt(tmp_path, Fake(backend))
     for name in ("weights/a", "weights/b"):

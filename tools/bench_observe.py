@@ -1,0 +1,98 @@
+"""python tools/bench_observe.py: what it costs to be watched, as a share of the step, for each watcher and for all.
+
+One run takes steps in blocks, and in each round every watcher has a block, in another order each time, as has the run
+alone; so they are compared side by side. Another watcher is another line in `WATCHERS`.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+import jaxtrain as jt
+from jaxtrain.observe import Constants, MetricsWriter, Sink
+from jaxtrain.observe.trackers import made
+from jaxtrain.observe.trackers.tracker import About
+from jaxtrain.observe.trackers.tracking import Tracking
+
+
+def tracked(name: str) -> Callable[[jt.Run, Path], list[Sink]]:
+    def sinks(run: jt.Run, workdir: Path) -> list[Sink]:
+        tracking = Tracking(About("0" * 16, workdir.name, "bench", workdir, run.settings, {}), [made(name)])
+        tracking.start()
+        STOP.append(lambda: tracking.finish("finished"))
+        return [tracking]
+    return sinks
+
+
+STOP: list[Callable[[], None]] = []
+WATCHERS: dict[str, Callable[[jt.Run, Path], list[Sink]]] = {  # what gets the lines, made for a run and a folder
+    "none": lambda run, workdir: [],
+    "tensorboard": tracked("tensorboard"),
+    "wandb": tracked("wandb"),
+    "mlflow": tracked("mlflow"),
+    "trackio": tracked("trackio"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--config", default="configs/gpt.py:tiny")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the config")
+    parser.add_argument("--block", type=float, default=4.0, help="seconds of a block, about")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--watchers", nargs="+", default=[*WATCHERS], help="of these, and of all of them together")
+    flags = parser.parse_args()
+    run = jt.build(jt.load_config(flags.config, dict(word.split("=", 1) for word in flags.set)))
+    state, batches = run.init(), [run.batch(n) for n in range(4)]
+    folder = Path(tempfile.mkdtemp(prefix="observe-"))
+    names = ["none", *(name for name in flags.watchers if name != "none")]
+    arms = {name: [WATCHERS[name]] for name in names} | {"all": [WATCHERS[name] for name in names]}
+    writers, done = {}, dict.fromkeys(arms, 0)
+    for name, makers in arms.items():
+        (workdir := folder / name).mkdir()
+        writers[name] = MetricsWriter(workdir, start_step=0, last_step=10**9, constants=Constants(1),
+                                      sinks=[sink for make in makers for sink in make(run, workdir)])
+
+    def block(name: str, steps: int) -> float:
+        """Seconds of a step, over so many with these watchers."""
+        nonlocal state
+        began = time.perf_counter()
+        for _ in range(steps):
+            state, metrics = run.step(state, batches[done[name] % len(batches)])
+            done[name] += 1
+            writers[name].push(done[name], metrics)
+        jax.block_until_ready(state)
+        return (time.perf_counter() - began) / steps
+
+    for name in arms:
+        block(name, 5)  # compiled, connected
+    time.sleep(10)
+    steps = max(5, round(flags.block / block("none", 5)))
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for turn in range(flags.rounds):
+        order = random.Random(turn).sample([*arms], len(arms))
+        for name in order:
+            times[name].append(block(name, steps))
+            time.sleep(1.5)  # what a watcher has left is not the next one's
+    none = times["none"]
+    print(f"{flags.config} {' '.join(flags.set)} on {jax.devices()[0].device_kind}: {flags.rounds} rounds of {steps} "
+          f"steps, every one logged; alone a step takes {1000 * statistics.median(none):.1f} ms")
+    for name, found in times.items():
+        ratios = statistics.quantiles([one / base for one, base in zip(found, none, strict=True)], n=4)
+        if name != "none":
+            print(f"{name:>12}: {ratios[1]:.4f} of it (quartiles {ratios[0]:.4f} and {ratios[2]:.4f})")
+    for writer in writers.values():
+        writer.close()
+    for stop in STOP:
+        stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
