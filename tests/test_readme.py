@@ -24,7 +24,8 @@ TEMPLATE = re.compile(r"[\[\]<>]|\.\.\.|\b[A-Z]{4,}\b(?![.=])|DIR\b")
 SMALL = ["--config.train.steps=2", "--config.optimizer.warmup_steps=1", "--config.train.eval_every=0",
          "--config.train.eval_batches=1", "--config.train.sample_tokens=8", "--config.checkpoint.every=0"]
 QUICK = re.compile(r"jaxtrain\.main --config=configs/gpt\.py$|--print_config|jaxtrain\.doctor$")
-LONG = ("README.md", 0), ("planner.md", 0), ("api.md", 0), *(("objectives.md", number) for number in (1, 2, 3))
+LONG = ("README.md", 0), ("planner.md", 0), ("api.md", 0), ("observe.md", 0), *(
+    ("objectives.md", number) for number in (1, 2, 3))
 PYTHON = re.compile(r"^```python\n(?!# \S+\.py\n)(.*?)^```", re.M | re.S)
 FILE = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```", re.M | re.S)  # a file to write, not a script to run
 SETUP = re.compile(r"^python3 -m venv \.venv && \.venv/bin/pip install -q -e \S+ && (\.venv/bin/python .*)$", re.M)

@@ -24,7 +24,8 @@ from jaxtrain.observe.trackers.tracking import Tracking
 
 def tracked(name: str) -> Callable[[jt.Run, Path], list[Sink]]:
     def sinks(run: jt.Run, workdir: Path) -> list[Sink]:
-        tracking = Tracking(About("0" * 16, workdir.name, "bench", workdir, run.settings, {}), [made(name)])
+        about = About(f"{workdir.name}-{time.time_ns()}", workdir.name, "bench", workdir, run.settings, {})
+        tracking = Tracking(about, [made(name)])
         tracking.start()
         STOP.append(lambda: tracking.finish("finished"))
         return [tracking]
