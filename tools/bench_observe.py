@@ -1,7 +1,8 @@
 """python tools/bench_observe.py: what it costs to be watched, as a share of the step, for each watcher and for all.
 
 One run takes steps in blocks, and in each round every watcher has a block, in another order each time, as has the run
-alone; so they are compared side by side. Another watcher is another line in `WATCHERS`.
+alone; so they are compared side by side. The processor time of a step is that of this process: what a watcher takes of
+it, a busy machine makes no difference to. Another watcher is another line in `WATCHERS`.
 """
 
 import argparse
@@ -61,22 +62,22 @@ def main() -> None:
         writers[name] = MetricsWriter(workdir, start_step=0, last_step=10**9, constants=Constants(1),
                                       sinks=[sink for make in makers for sink in make(run, workdir)])
 
-    def block(name: str, steps: int) -> float:
-        """Seconds of a step, over so many with these watchers."""
+    def block(name: str, steps: int) -> tuple[float, float]:
+        """Seconds of a step, and of processors' time, over so many with these watchers."""
         nonlocal state
-        began = time.perf_counter()
+        began, spent = time.perf_counter(), time.process_time()
         for _ in range(steps):
             state, metrics = run.step(state, batches[done[name] % len(batches)])
             done[name] += 1
             writers[name].push(done[name], metrics)
         jax.block_until_ready(state)
-        return (time.perf_counter() - began) / steps
+        return (time.perf_counter() - began) / steps, (time.process_time() - spent) / steps
 
     for name in arms:
         block(name, 5)  # compiled, connected
     time.sleep(10)
-    steps = max(5, round(flags.block / block("none", 5)))
-    times: dict[str, list[float]] = {name: [] for name in arms}
+    steps = max(5, round(flags.block / block("none", 5)[0]))
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
     for turn in range(flags.rounds):
         order = random.Random(turn).sample([*arms], len(arms))
         for name in order:
@@ -84,11 +85,15 @@ def main() -> None:
             time.sleep(1.5)  # what a watcher has left is not the next one's
     none = times["none"]
     print(f"{flags.config} {' '.join(flags.set)} on {jax.devices()[0].device_kind}: {flags.rounds} rounds of {steps} "
-          f"steps, every one logged; alone a step takes {1000 * statistics.median(none):.1f} ms")
+          f"steps, every one logged; alone a step takes {1000 * statistics.median(wall for wall, _ in none):.1f} ms, and "
+          f"{1000 * statistics.median(cpu for _, cpu in none):.1f} ms of processors' time")
     for name, found in times.items():
-        ratios = statistics.quantiles([one / base for one, base in zip(found, none, strict=True)], n=4)
-        if name != "none":
-            print(f"{name:>12}: {ratios[1]:.4f} of it (quartiles {ratios[0]:.4f} and {ratios[2]:.4f})")
+        if name == "none":
+            continue
+        for which, what in enumerate(("time", "processor time")):
+            low, middle, high = statistics.quantiles(
+                [one[which] / base[which] for one, base in zip(found, none, strict=True)], n=4)
+            print(f"{name:>12}: {middle:.4f} of its {what} (quartiles {low:.4f} and {high:.4f})")
     for writer in writers.values():
         writer.close()
     for stop in STOP:

@@ -112,7 +112,7 @@ def test_the_numbers_of_one_process(flags, alone, tmp_path, mesh):
     assert_same_numbers(tmp_path, alone(mesh))
     for written in (tmp_path / "tensorboard", alone(mesh) / "tensorboard") if mesh == "product" else ():
         events, = written.iterdir()  # of the first process
-        assert all(name in events.read_bytes() for name in (b"weights/layers", b"gradients/layers", b"sample"))
+        assert all(name in events.read_bytes() for name in (b"weights/blocks", b"gradients/blocks", b"sample"))
     for ours, theirs in zip(final(flags, mesh, tmp_path), final(flags, mesh, alone(mesh)), strict=True):
         # The gradient of a key's bias is rounding noise, and Adam enlarges it: hence the absolute part.
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

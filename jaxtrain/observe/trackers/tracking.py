@@ -25,7 +25,7 @@ from jaxtrain.observe.trackers.tracker import NOTHING, About, Position, Tracker,
 _AT_ONCE = 200  # lines
 _KEPT = 1000  # texts, histograms and artifacts for a tracker that is down
 _TRIES = 2  # of giving a tracker one of these, and of what is left at the end
-_HUNG_S = 60.0  # after which a call counts as hung
+_HUNG_S = 120.0  # after which a call counts as hung
 _PART = 0.01  # of the time of a processor that a tracker may take, so that steps are not slower for it
 _SHORTEST_S, _LONGEST_S = 1.0, 60.0  # between two times that lines are sent
 _SYSTEM_S = 10.0  # between two looks at the machine
