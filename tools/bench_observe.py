@@ -84,9 +84,9 @@ def main() -> None:
             times[name].append(block(name, steps))
             time.sleep(1.5)  # what a watcher has left is not the next one's
     none = times["none"]
+    wall, cpu = (1000 * statistics.median(found) for found in zip(*none, strict=True))
     print(f"{flags.config} {' '.join(flags.set)} on {jax.devices()[0].device_kind}: {flags.rounds} rounds of {steps} "
-          f"steps, every one logged; alone a step takes {1000 * statistics.median(wall for wall, _ in none):.1f} ms, and "
-          f"{1000 * statistics.median(cpu for _, cpu in none):.1f} ms of processors' time")
+          f"steps, every one logged; alone a step takes {wall:.1f} ms, and {cpu:.1f} ms of processors' time")
     for name, found in times.items():
         if name == "none":
             continue

@@ -165,6 +165,37 @@ def test_down_costs_one_warning_and_no_line(tmp_path, monkeypatch, capsys):
     assert "secret" not in (tmp_path / "events.jsonl").read_text()
 
 
+def test_an_answer_that_is_lost(tmp_path, monkeypatch):
+    """The service has the line, and says so when it is asked again."""
+    monkeypatch.setattr(tracking._Follower, "_rest", lambda self, failures, spent: failures or self._news.wait())
+
+    class Loses(Fake):
+        lost = False
+
+        def log(self, lines):
+            super().log(lines)
+            if not self.lost:
+                self.lost = True
+                raise TimeoutError("no answer")
+
+    backend = Backend()
+    Attempt(tmp_path, Loses(backend)).write(*STEPS).end()
+    assert backend.has() == ALL
+
+
+def test_lines_that_were_taken_back_before_they_were_sent(tmp_path):
+    """They count for nothing, now and later."""
+    backend = Backend()
+    Attempt(tmp_path, Fake(backend)).write(*STEPS[:4]).end("failed")
+    backend.down = True
+    Attempt(tmp_path, Fake(backend)).write(line(4, 1.0)).end("failed")
+    rolled_back(tmp_path, 2)
+    backend.down = False
+    Attempt(tmp_path, Fake(backend)).write(line(3), line(4, 0.5)).end("failed")
+    Attempt(tmp_path, Fake(backend)).write(line(5)).end()
+    assert backend.runs.keys() == {"r1"} and [one.get("loss") for one in backend.runs["r1"]] == [1, 1, None, 1, 0.5, 1]
+
+
 def test_down_at_the_end(tmp_path, capsys):
     """Then the same command sends the rest, even where there is nothing to do."""
     backend = Backend()
