@@ -43,6 +43,16 @@ WATCHERS: dict[str, Callable[[jt.Run, Path], list[Sink]]] = {  # what gets the l
 }
 
 
+def share(writer: MetricsWriter, step: int, metrics: dict, seconds: float = 15) -> float:
+    """The part of one processor that is busy while lines come and nothing else happens, however busy the machine is."""
+    began, spent = time.perf_counter(), time.process_time()
+    while time.perf_counter() - began < seconds:
+        step += 1
+        writer.push(step, metrics)
+        time.sleep(0.05)
+    return (time.process_time() - spent) / (time.perf_counter() - began)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--config", default="configs/gpt.py:tiny")
@@ -94,6 +104,10 @@ def main() -> None:
             low, middle, high = statistics.quantiles(
                 [one[which] / base[which] for one, base in zip(found, none, strict=True)], n=4)
             print(f"{name:>12}: {middle:.4f} of its {what} (quartiles {low:.4f} and {high:.4f})")
+    print("processors' time of this process, of a second in which 20 lines come and nothing is computed:")
+    _, metrics = run.step(state, batches[0])
+    for name in arms:
+        print(f"{name:>12}: {share(writers[name], done[name], jax.block_until_ready(metrics)):.2%} of one")
     for writer in writers.values():
         writer.close()
     for stop in STOP:

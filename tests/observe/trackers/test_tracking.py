@@ -165,15 +165,17 @@ def test_down_costs_one_warning_and_no_line(tmp_path, monkeypatch, capsys):
     assert "secret" not in (tmp_path / "events.jsonl").read_text()
 
 
-def test_an_answer_that_is_lost(tmp_path, monkeypatch):
-    """The service has the line, and says so when it is asked again."""
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_call_that_fails(tmp_path, monkeypatch, arrives):
+    """Whether the service has the lines it says when it is asked again."""
     monkeypatch.setattr(tracking._Follower, "_rest", lambda self, failures, spent: failures or self._news.wait())
 
     class Loses(Fake):
         lost = False
 
         def log(self, lines):
-            super().log(lines)
+            if self.lost or arrives:
+                super().log(lines)
             if not self.lost:
                 self.lost = True
                 raise TimeoutError("no answer")
@@ -194,6 +196,19 @@ def test_lines_that_were_taken_back_before_they_were_sent(tmp_path):
     Attempt(tmp_path, Fake(backend)).write(line(3), line(4, 0.5)).end("failed")
     Attempt(tmp_path, Fake(backend)).write(line(5)).end()
     assert backend.runs.keys() == {"r1"} and [one.get("loss") for one in backend.runs["r1"]] == [1, 1, None, 1, 0.5, 1]
+
+
+def test_several_rollbacks_while_it_is_down(tmp_path):
+    """What was sent counts, not what came in between."""
+    backend = Backend()
+    Attempt(tmp_path, Fake(backend)).write(*STEPS[:4]).end("rolled_back")
+    backend.down = True
+    for _ in range(2):
+        rolled_back(tmp_path, 2)
+        Attempt(tmp_path, Fake(backend)).write(line(3, 0.5)).end("rolled_back")
+    backend.down = False
+    Attempt(tmp_path, Fake(backend)).write(line(4)).end()
+    assert [one.get("loss") for one in backend.runs["r1-2"]] == [1, 1, None, 0.5, 1]
 
 
 def test_down_at_the_end(tmp_path, capsys):
