@@ -6,7 +6,7 @@ It cannot take a number back, and keeps one that comes twice; so the last steps 
 import os
 import time
 
-from jaxtrain.observe.trackers.tracker import NOTHING, Position, Tracker
+from jaxtrain.observe.trackers.tracker import IMPORTING, NOTHING, Position, Tracker
 
 _RUN = "jaxtrain.run"  # the tag by which a run is found again
 _STATUS = {"finished": "FINISHED", "failed": "FAILED"}
@@ -19,8 +19,9 @@ class Service(Tracker):
         """Find the run by its tag, or create it."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # Tracking tries again, and knows what is lacking
         os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # it may have a password in it
-        from mlflow import MlflowClient
-        from mlflow.entities import Param, RunTag
+        with IMPORTING:
+            from mlflow import MlflowClient
+            from mlflow.entities import Param, RunTag
 
         folder = run.workdir.absolute() / "mlflow"
         folder.mkdir(exist_ok=True)

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from jaxtrain.observe.trackers.tracker import Position, Tracker
+from jaxtrain.observe.trackers.tracker import IMPORTING, Position, Tracker
 
 
 class Service(Tracker):
@@ -13,7 +13,8 @@ class Service(Tracker):
 
     def begin(self, run, since) -> Position:
         """Open another file, which hides the steps that come again."""
-        from tensorboardX import SummaryWriter
+        with IMPORTING:
+            from tensorboardX import SummaryWriter
 
         if self._writer is not None:
             self._writer.close()

@@ -1,5 +1,6 @@
 """The interface of a tracker: what it is told of a run, always on a thread of its own."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 Line = Mapping[str, float | int]
 Position = tuple[int, bool]  # of a line in metrics.jsonl: its step, and whether it is an evaluation's
 NOTHING: Position = (0, False)
+IMPORTING = threading.Lock()  # large packages with circular imports fail in two threads at once
 
 
 @dataclass(frozen=True)

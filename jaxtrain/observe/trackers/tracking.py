@@ -187,6 +187,12 @@ class _Follower:
         self._keep()
 
     def _catch_up(self) -> None:
+        while self.extras:
+            extra = self.extras[0]
+            if extra[1][0] > self._floor:  # its step
+                self._give(extra)
+            if self.extras[0] is extra:  # otherwise it had to make room
+                self.extras.popleft()
         for lines in self._new_lines():
             if time.monotonic() - self._looked >= _SYSTEM_S:
                 self._looked = time.monotonic()
@@ -196,12 +202,6 @@ class _Follower:
             self._have = self._sent = position(lines[-1])
             self._compared = self._rolled_back
             self._keep()
-        while self.extras:
-            extra = self.extras[0]
-            if extra[1][0] > self._floor:  # its step
-                self._give(extra)
-            if self.extras[0] is extra:  # otherwise it had to make room
-                self.extras.popleft()
 
     def _give(self, extra: tuple[str, tuple]) -> None:
         """Give the tracker an extra; one that it refuses again and again, and those of its kind, must not block it."""

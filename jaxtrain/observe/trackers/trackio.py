@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from jaxtrain.observe.trackers.tracker import NOTHING, Position, Tracker
+from jaxtrain.observe.trackers.tracker import IMPORTING, NOTHING, Position, Tracker
 
 
 class Service(Tracker):
@@ -17,7 +17,8 @@ class Service(Tracker):
 
     def begin(self, run, since) -> Position | None:
         """Go on with the run of this name, which has the run's id in it."""
-        import trackio
+        with IMPORTING:
+            import trackio
 
         self._trackio = trackio
         if self._run is not None:

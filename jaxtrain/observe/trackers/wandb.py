@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxtrain.observe.trackers import wandb_offline
-from jaxtrain.observe.trackers.tracker import NOTHING, Position, Tracker
+from jaxtrain.observe.trackers.tracker import IMPORTING, NOTHING, Position, Tracker
 
 
 class Service(Tracker):
@@ -21,7 +21,8 @@ class Service(Tracker):
 
     def begin(self, run, since) -> Position:
         """Go on with the run of this id; what wandb would note by itself, arguments and console, stays here."""
-        import wandb
+        with IMPORTING:
+            import wandb
 
         self._wandb, self._extra = wandb, dict[str, Any]()
         if self._run is not None:

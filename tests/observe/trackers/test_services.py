@@ -171,6 +171,9 @@ def test_wandb(world):
     assert [int(row["_step"]) for row in rows] == sorted({int(row["_step"]) for row in rows})
     assert len(list((workdir / "wandb").glob("offline-run-*"))) == 2
     kept = {key.split("/")[0] for row in rows for key in row}
+    for path in (workdir / "wandb").glob("offline-run-*/*.wandb"):  # what came after the last row is in the summary
+        kept |= {(item.key or item.nested_key[0]).split("/")[0] for record in wandb_offline.records(path)
+                 if record.HasField("summary") for item in record.summary.update}
     assert kept >= {"weights", "gradients", "sample", "system"}
     assert not (workdir / "called").exists()  # no host but this one
 
