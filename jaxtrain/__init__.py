@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jaxtrain.objectives import NextToken, Objective
     from jaxtrain.objectives.distillation import distillation
     from jaxtrain.observe import MetricsWriter
+    from jaxtrain.observe.trackers.tracker import Tracker
     from jaxtrain.run import Run
     from jaxtrain.runs.report.figures import plot
     from jaxtrain.sharding.mesh import make_mesh
@@ -56,6 +57,7 @@ _NAMES = {  # module: what it gives
     "objectives": ["NextToken", "Objective"],
     "objectives.distillation": ["distillation"],
     "observe": ["MetricsWriter"],
+    "observe.trackers.tracker": ["Tracker"],
     "run": ["Run"],
     "runs.report.figures": ["plot"],
     "sharding.mesh": ["make_mesh"],
@@ -69,7 +71,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [  # imported when first used, so that `import jaxtrain` is quick
     "BatchFunction", "BatchSource", "CheckpointManager", "Config", "Generated", "MetricsWriter", "NextToken",
-    "Objective", "Observer", "Rules", "Run", "TrainState", "TrainStep", "UserError", "Weighted", "build",
+    "Objective", "Observer", "Rules", "Run", "Tracker", "TrainState", "TrainStep", "UserError", "Weighted", "build",
     "constrain", "cross_entropy", "distillation", "enable_compilation_cache", "generate", "load_config",
     "load_model", "make_config", "make_mesh", "make_model", "make_train_step", "plan", "plot", "rules", "sample",
     "show", "train", "with_adapters",

@@ -233,7 +233,7 @@ def test_files(flags, ran):
     assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["2", "4"]
     assert {path.name for path in workdir.iterdir()} == {
         "checkpoints", "config.json", "events.jsonl", "heartbeats", "ledger", "lock", "metrics.jsonl", "run.json",
-        "tensorboard", "tokenizer"}
+        "tensorboard", "tokenizer", "trackers"}
 
 
 def test_what_is_told(ran):

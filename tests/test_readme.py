@@ -26,7 +26,7 @@ SMALL = ["--config.train.steps=2", "--config.optimizer.warmup_steps=1", "--confi
 QUICK = re.compile(r"jaxtrain\.main --config=configs/gpt\.py$|--print_config|jaxtrain\.doctor$")
 # These differ from another one in the config alone, and tests/test_configs.py trains the tiny variant of each config.
 ALIKE = re.compile(r"configs/(?!deepseek_v3)\w+\.py --config\.data\.source=/path/to/text$|jaxtrain\.plan .*llama3_8b")
-LONG = (*((page, 0) for page in ("README.md", "planner.md", "api.md", "training.md")),
+LONG = (*((page, 0) for page in ("README.md", "planner.md", "api.md", "training.md", "observe.md")),
         *(("objectives.md", number) for number in range(5)))
 PYTHON = re.compile(r"^```python\n(?!# \S+\.py\n)(.*?)^```", re.M | re.S)
 FILE = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```", re.M | re.S)  # a file to write, not a script to run

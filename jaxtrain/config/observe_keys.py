@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from jaxtrain.config.field_checks import one_of
+from jaxtrain.config.field_checks import not_negative, one_of
 from jaxtrain.errors import UserError
 
 NOT_PUSHED = "a Pushgateway keeps the last values of a process that has died, and so hides the failures that count"
-TRACKERS = ("tensorboard",)
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+HISTOGRAMS = ("weights", "gradients")
 TRACES = ("", "otlp", "file")
 
 
@@ -14,9 +15,14 @@ TRACES = ("", "otlp", "file")
 class ObserveConfig:
     """What shows a run elsewhere; none of it changes a number, so that a run that resumes may change all of it."""
 
-    trackers: list[str] = field(default_factory=list, hash=False)  # that get every line of metrics too: tensorboard
+    # that get all metrics: tensorboard, wandb, mlflow, trackio
+    trackers: list[str] = field(default_factory=list, hash=False)
+    project: str = "jaxtrain"  # under which trackers list the run
+    name: str = ""  # of the run in trackers; "": that of the workdir
+    histograms_every: int = 0  # steps between histograms for the trackers; 0: none
+    histograms: list[str] = field(default_factory=lambda: ["weights"], hash=False)  # of what: weights, gradients
+    samples_every: int = 0  # steps between samples of train.sample_tokens tokens for the trackers; 0: none
     traces: str = ""  # OpenTelemetry's, a span a phase: otlp (sent where OTEL_EXPORTER_OTLP_... say), file; "": none
-
     prometheus_port: int = 0  # of the exporter for Prometheus; a host's other processes take the next ones; 0: none
     prometheus_host: str = "127.0.0.1"  # its address; with 0.0.0.0 whoever reaches this machine can read
     prometheus_textfile: str = ""  # a folder that node_exporter's textfile collector reads
@@ -25,6 +31,13 @@ class ObserveConfig:
         one_of("observe.traces", self.traces, TRACES)
         for name in self.trackers:
             one_of("observe.trackers", name, TRACKERS)
+        for name in self.histograms:
+            one_of("observe.histograms", name, HISTOGRAMS)
+        if len(set(self.trackers)) < len(self.trackers):
+            raise UserError("observe.trackers", "it names a tracker twice", "name each once")
+        if not self.project:
+            raise UserError("observe.project", "it is empty", "give a name, such as jaxtrain")
+        not_negative(self, "observe", "histograms_every samples_every")
         if not 0 <= self.prometheus_port < 65536:
             raise UserError("observe.prometheus_port", f"there is no port {self.prometheus_port}",
                             "give one from 1024 to 65535, or 0 for none")

@@ -111,6 +111,10 @@ class MetricsWriter:
         """Write an evaluation line (`eval_loss`, `eval_bits_per_byte`, ...) after the lines of the steps before it."""
         self._put("eval", step, fields)
 
+    def restart_clock(self) -> None:
+        """Leave what was done since the last step, such as sampling a text, out of the next one's time."""
+        self._put("clock")
+
     def flush(self) -> None:
         """Wait until all lines so far are written, or kept in memory for lack of disk space (then `behind` is true)."""
         written = threading.Event()
@@ -152,7 +156,7 @@ class MetricsWriter:
 
     def _work(self) -> None:
         """Run the thread; after an error it keeps taking items, so that no caller blocks forever."""
-        handlers = {"step": self._step, "eval": self._eval, "flush": self._flush}
+        handlers = {"step": self._step, "eval": self._eval, "clock": self._clock, "flush": self._flush}
         while item := self._queue.get():
             kind, *arguments = item
             try:
@@ -209,8 +213,11 @@ class MetricsWriter:
 
     def _eval(self, step: int, fields: Mapping[str, Any]) -> None:
         record = {"step": step, **_plain(jax.device_get(dict(fields)))}
-        self._completed = time.perf_counter()
+        self._clock()
         self._write(record)
+
+    def _clock(self) -> None:
+        self._completed = time.perf_counter()
 
     def _flush(self, written: threading.Event) -> None:
         try:

@@ -102,13 +102,16 @@ class ShardedStep:
 
     def value_and_grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
         """Return the mean loss of a batch, and its gradient with respect to the trained parameters, before clipping."""
+        return self.run(self.compiled_gradient(batch), state, self.place(batch))
+
+    def compiled_gradient(self, batch: Any) -> jax.stages.Compiled:
+        """Return what `value_and_grad` runs for batches of this shape; it takes (state, placed batch)."""
         def mean(state, batch):
             (total, weight, _), grads = self.gradient(state, batch)
             return total / jnp.maximum(weight, 1e-8), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
 
-        program = self._once("gradient", batch, lambda: jax.jit(mean).lower(
+        return self._once("gradient", batch, lambda: jax.jit(mean).lower(
             self.abstract, self.abstract_batch(batch, self.accumulation)))
-        return self.run(program, state, self.place(batch))
 
     def _once(self, name: str, batch: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Compile a program for batches of this shape when it is first wanted."""

@@ -18,6 +18,7 @@ from jaxtrain.data.loading.skipped_batches import remaining
 from jaxtrain.distributed import processes
 from jaxtrain.hub.initial_params import with_initial_params
 from jaxtrain.objectives import MakeObjective, configured
+from jaxtrain.observe.trackers.tracker import Tracker
 from jaxtrain.plan import preflight
 from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.replicas import Replicas
@@ -25,7 +26,7 @@ from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.resilience.stragglers import Stragglers
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
-from jaxtrain.trainer import best_metric
+from jaxtrain.trainer import best_metric, tracked
 from jaxtrain.trainer.evaluate import Evaluator
 from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run
@@ -39,14 +40,15 @@ from jaxtrain.tuning.model_batches import with_model_batches
 
 def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective | None = None,
           optimizer: optax.GradientTransformation | None = None, data: BatchSource | None = None,
-          observers: Sequence[Observer] = (), may_change: Sequence[str] = (), adopt: bool = False) -> TrainState:
+          observers: Sequence[Observer | Tracker] = (),
+          may_change: Sequence[str] = (), adopt: bool = False) -> TrainState:
     """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; return the final state.
 
     Args:
         config: a config, or a run from `build`, which may have a model and loss function of your own.
         workdir: the folder of metrics and checkpoints.
         objective: what is minimised, as `build` takes it; likewise `optimizer` and `data`.
-        observers: objects whose methods are called at each step.
+        observers: objects whose methods are called at each step, and trackers of your own.
         may_change: keys such as "train.steps" that may differ from those that the run in `workdir` was begun with.
         adopt: go on from the newest checkpoint in `workdir` even if it belongs to another run.
 
@@ -68,7 +70,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
-        with session_of(run, Path(workdir), watchdog, ledger, observers, may_change, adopt) as session:
+        with session_of(run, Path(workdir), watchdog, ledger, *tracked.apart(observers), may_change, adopt) as session:
             while True:
                 try:
                     with contextlib.ExitStack() as opened:
@@ -84,6 +86,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
 
     # Everything that can be refused is refused before anything expensive begins.
     watchdog.start()
+    tracked.check(run, session)
     if c.best:
         best_metric.check(run)
     checkpoints = opened.enter_context(CheckpointManager(
@@ -93,6 +96,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         LocalCheckpoints(workdir, c.local_checkpoint_every, c.local_dir)))
     found = find_start(run, session, checkpoints, local)
     about, parts = check_workdir(run, session, checkpoints, found)
+    trackers = opened.enter_context(tracked.Tracked(run, session, checkpoints, about))
     start, data = found.step, remaining(run.train_batches, found.skipped)
     if start < t.steps:
         ledger.open(t.steps)
@@ -112,7 +116,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         checkpoints,  # waits: after this block the state is on disk, whatever signals come
         run.drawn(data, start, t.steps) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),
-                              log_every=t.log_every, sinks=sinks(run, session, start),
+                              log_every=t.log_every, sinks=sinks(run, session, start, trackers.sink),
                               completed=session.completed, ledger=ledger) as writer,
         Stragglers(workdir, r.straggler_factor, r.probe_every) as stragglers,
         ledger.book("step"),
@@ -122,6 +126,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         guard = AnomalyGuard(workdir, r, checkpoints, found.skipped, say, session.phase)
         saver = Saver(checkpoints, local, policy, writer, ledger, about | {"config": run.settings}, found.skipped)
         evaluator, done = Evaluator(run, session, writer), start
+        trackers.sink.start()
         if evaluator.missing(start):
             evaluator.evaluate(start, state)
         run.see(start, state)
@@ -160,9 +165,11 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
                     saver.save(done, state)
             if stop and done < t.steps:
                 break
-            # 9. Evaluate.
+            # 9. Evaluate, and look at the state for the trackers.
             if evaluator.due(done):
                 evaluator.evaluate(done, state)
+            if trackers.look(done, state, batch):
+                writer.restart_clock()
             # 10. Data that are made with the state, such as the model's own answers, see it before the next batch.
             run.see(done, state)
         if done == t.steps:

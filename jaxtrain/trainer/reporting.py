@@ -11,6 +11,7 @@ from jaxtrain import errors, observe
 from jaxtrain.config import data_stages
 from jaxtrain.data.loading.batches import epochs, packing
 from jaxtrain.observe import events
+from jaxtrain.observe.trackers.tracking import Tracking
 from jaxtrain.plan.cost import spending
 from jaxtrain.run import Run
 from jaxtrain.train_step.quantized_kernels import as_floats
@@ -36,7 +37,7 @@ def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
     return of_step
 
 
-def sinks(run: Run, session: Session, start: int) -> list[observe.Sink]:
+def sinks(run: Run, session: Session, start: int, trackers: Tracking) -> list[observe.Sink]:
     """Return what gets every line of metrics besides metrics.jsonl; all but the exporter's only in process 0."""
     t = run.config.train
     found: list[observe.Sink] = [session.exported] if session.exported else []
@@ -46,9 +47,7 @@ def sinks(run: Run, session: Session, start: int) -> list[observe.Sink]:
         found.append(Completions(session.observers))
     if t.progress and t.steps:
         found.append(observe.Progress(t.steps, start_step=start, workdir=session.workdir, interrupt=session.interrupt))
-    if "tensorboard" in run.config.observe.trackers:
-        found.append(observe.TensorBoard(session.workdir / "tensorboard", start_step=start))
-    return found
+    return [*found, trackers]
 
 
 def start_of_run(run: Run, workdir: Path) -> str:
@@ -78,13 +77,19 @@ def end_of_run(run: Run, session: Session, state: TrainState, start: int) -> str
     cost = spending.of_run(session.ledger.account(), jax.devices()[0].device_kind, run.mesh.size)
     if not t.sample_tokens:
         return cost
-    from jaxtrain.hub.generate import sample
-
-    text = sample(run, state, length=t.sample_tokens, seed=t.seed,
-                  tokenizer=session.workdir / "tokenizer" if run.on_policy else "")
+    text = sample_of(run, session, state)
     if jax.process_index() == 0:
         events.record(session.workdir, "sample", step=t.steps, text=text)
     return f"{cost}\na sample:\n{text}".lstrip()
+
+
+def sample_of(run: Run, session: Session, state: TrainState) -> str:
+    """Return a text of `train.sample_tokens` tokens by the model."""
+    from jaxtrain.hub.generate import sample
+
+    t = run.config.train
+    return sample(run, state, length=t.sample_tokens, seed=t.seed,
+                  tokenizer=session.workdir / "tokenizer" if run.on_policy else "")
 
 
 def summary(run: Run, workdir: Path) -> str:

@@ -64,8 +64,6 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     parts = run.own_parts(observe.recorded_parts(session.workdir, saved) or {})
     changes = observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved,
                                     may_change=session.may_change)
-    if "tensorboard" in config.observe.trackers:
-        observe.summary_writer()
     run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
     if t.init_from and not start.step and run.data is None:
         say(other_tokenizer(t.init_from, run))

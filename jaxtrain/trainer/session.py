@@ -16,6 +16,7 @@ from jaxtrain.distributed.run_lock import run_lock
 from jaxtrain.observe import traces
 from jaxtrain.observe.ledger import Ledger
 from jaxtrain.observe.traces import Traces
+from jaxtrain.observe.trackers.tracker import Tracker
 from jaxtrain.resilience.watchdog import Watchdog
 from jaxtrain.run import Run
 from jaxtrain.trainer.capture import Capture
@@ -48,6 +49,7 @@ class Session:
     ledger: Ledger
     interrupt: Interrupt
     observers: Sequence[Observer]
+    trackers: Sequence[Tracker]  # the user's own
     traces: Traces
     may_change: Sequence[str] = ()  # keys of the config
     adopt: bool = False  # whether to go on from a checkpoint of another run
@@ -90,7 +92,7 @@ class Session:
 
 @contextlib.contextmanager
 def session_of(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, observers: Sequence[Observer],
-               may_change: Sequence[str], adopt: bool) -> Iterator[Session]:
+               trackers: Sequence[Tracker], may_change: Sequence[str], adopt: bool) -> Iterator[Session]:
     """Yield the session of a run that has its workdir to itself, with what watches, traces and exports it."""
     mesh = {axis: size for axis, size in run.mesh.shape.items() if size > 1}
     with (
@@ -103,7 +105,8 @@ def session_of(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, obse
         Capture(run, workdir) as capture,
         exported(run, workdir, ledger) as metrics,
     ):
-        yield Session(workdir, watchdog, ledger, Interrupt(), [*observers, capture], spans, may_change, adopt, metrics)
+        yield Session(workdir, watchdog, ledger, Interrupt(), [*observers, capture], trackers, spans, may_change, adopt,
+                      metrics)
 
 
 def exported(run: Run, workdir: str | Path, ledger: Ledger) -> contextlib.AbstractContextManager:

@@ -1,6 +1,5 @@
 """The lines of metrics.jsonl, in order, exact, and none twice; and the loop held back no sooner than promised."""
 
-import builtins
 import json
 import math
 import os
@@ -14,7 +13,7 @@ import pytest
 
 import jaxtrain.observe.metrics as metrics_module
 from jaxtrain.errors import UserError
-from jaxtrain.observe import Constants, MetricsWriter, TensorBoard
+from jaxtrain.observe import Constants, MetricsWriter
 from jaxtrain.observe.events import events
 from jaxtrain.observe.ledger import Ledger
 from tests.odd_files import device, fifo, folder, in_time
@@ -252,33 +251,6 @@ def test_a_file_that_is_gone_is_told(tmp_path, capsys):
     assert capsys.readouterr().err == (f"{tmp_path}/metrics.jsonl is missing, and with it the lines of the first 7 "
                                        "steps; it begins again with those to come\n")
     assert [event["kind"] for event in events(tmp_path)] == ["metrics_missing"]
-
-
-def test_tensorboard(tmp_path):
-    from tensorboardX.proto.event_pb2 import Event
-
-    with open_writer(tmp_path, sinks=[TensorBoard(tmp_path / "tb")]) as writer:
-        writer.push(1, {"loss": jnp.float32(2.5), "grad_norm": jnp.float32(math.nan)})
-    data, points = next((tmp_path / "tb").iterdir()).read_bytes(), []
-    while data:  # length (8), its CRC (4), event, its CRC (4)
-        size = int.from_bytes(data[:8], "little")
-        event = Event.FromString(data[12:12 + size])
-        points += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
-        data = data[16 + size:]
-    assert ("loss", 1, 2.5) in points and "grad_norm" not in {tag for tag, *_ in points}
-
-
-def test_tensorboard_missing(tmp_path, monkeypatch):
-    real_import = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.startswith("tensorboardX"):
-            raise ModuleNotFoundError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"^observe.trackers: .*\.\[tensorboard\]"):
-        TensorBoard(tmp_path)
 
 
 @pytest.mark.parametrize("make", [fifo, device, folder])

@@ -30,7 +30,9 @@ TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "dat
         "checkpoint.keep=3", "optimizer.zero_stage=1"]
 STATUS = {signal.SIGTERM: exit_codes.SAVED, signal.SIGINT: exit_codes.INTERRUPTED}
 MESHES = {"data": [], "product": ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2",
-                                  "--config.train.sample_tokens=4"]}
+                                  "--config.train.sample_tokens=4", "--config.observe.trackers=tensorboard",
+                                  "--config.observe.histograms_every=5", "--config.observe.samples_every=6",
+                                  "--config.observe.histograms=weights,gradients"]}
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +111,9 @@ def test_the_numbers_of_one_process(flags, alone, tmp_path, mesh):
         first, second = ended(both)
     assert [process.returncode for process in both] == [0, 0], first + second
     assert_same_numbers(tmp_path, alone(mesh))
+    for written in (tmp_path / "tensorboard", alone(mesh) / "tensorboard") if mesh == "product" else ():
+        events, = written.iterdir()  # of the first process
+        assert all(name in events.read_bytes() for name in (b"weights/blocks", b"gradients/blocks", b"sample"))
     for ours, theirs in zip(final(flags, mesh, tmp_path), final(flags, mesh, alone(mesh)), strict=True):
         # The gradient of a key's bias is rounding noise, and Adam enlarges it: hence the absolute part.
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

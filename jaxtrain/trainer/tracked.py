@@ -1,0 +1,115 @@
+"""What the trackers of a run get besides its lines: histograms, samples of text, checkpoints, and how it ended."""
+
+import contextlib
+import hashlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint import CheckpointManager, verify
+from jaxtrain.distributed import processes
+from jaxtrain.errors import UserError
+from jaxtrain.observe import histograms, trackers
+from jaxtrain.observe.trackers.tracker import About, Tracker
+from jaxtrain.observe.trackers.tracking import Tracking
+from jaxtrain.redaction import redacted
+from jaxtrain.run import Run
+from jaxtrain.train_step.state import TrainState
+from jaxtrain.trainer.observers import Observer
+from jaxtrain.trainer.reporting import sample_of
+from jaxtrain.trainer.rollback import RolledBack
+from jaxtrain.trainer.session import Interrupted, Session
+
+_ABOUT = "run", "config_hash", "git_commit", "data_manifest_hash", "loss", "tokens", "time"  # of a checkpoint
+
+
+def check(run: Run, session: Session) -> None:
+    """Refuse trackers that are not installed, and histograms and samples that nobody would get."""
+    c = run.config.observe
+    trackers.check(c.trackers)
+    for key in ("histograms_every", "samples_every"):
+        if getattr(c, key) and not (c.trackers or session.trackers):
+            raise UserError(f"observe.{key}", "there is no tracker to show them", "name one in observe.trackers, or "
+                            "leave it out")
+    if c.samples_every and not run.config.train.sample_tokens:
+        raise UserError("observe.samples_every", "train.sample_tokens is 0", "give the length of a sample there")
+
+
+def apart(watching: Sequence[Observer | Tracker]) -> tuple[list[Observer], list[Tracker]]:
+    """Return the observers, which are told of each step in the loop, and the trackers among what watches a run."""
+    return ([one for one in watching if not isinstance(one, Tracker)],
+            [one for one in watching if isinstance(one, Tracker)])
+
+
+class Tracked:
+    """The trackers of an attempt, and what is looked at for them; a context manager."""
+
+    def __init__(self, run: Run, session: Session, checkpoints: CheckpointManager, about: Mapping[str, Any]):
+        """Set up; only the first process has trackers, but all of them make all calls, at the same steps."""
+        c = run.config.observe
+        first = jax.process_index() == 0
+        self._run, self._session, self._looked = run, session, False
+        self._reader = ThreadPoolExecutor(1, "histograms")
+        self.sink = Tracking(
+            About(about["run"], redacted(c.name) or session.workdir.absolute().name, redacted(c.project),
+                  session.workdir, redacted(run.settings), redacted(dict(about))),
+            [*map(trackers.made, c.trackers), *session.trackers] if first else [])
+        if self.sink:
+            checkpoints.on_good.append(self._saved)
+
+    def __enter__(self) -> "Tracked":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self._reader.shutdown()
+        ends = {type(None): "finished", RolledBack: "rolled_back",
+                **dict.fromkeys((Interrupted, KeyboardInterrupt, SystemExit), "stopped")}
+        self.sink.finish(ends.get(type(error), "failed"))
+
+    def look(self, step: int, state: TrainState, batch: Any) -> bool:
+        """Take the histograms and the sample that are due after this step; return whether any are."""
+        c = self._run.config.observe
+        due = [bool(every and step % every == 0) for every in (c.histograms_every, c.samples_every)]
+        if due[0]:
+            with jax.transfer_guard("allow"):
+                self._histograms(step, state, batch)
+        if due[1]:
+            with jax.transfer_guard("allow"), self._session.phase("eval"):
+                text = sample_of(self._run, self._session, state)
+            self.sink.add("text", step, "sample", redacted(text))
+        return any(due)
+
+    def _histograms(self, step: int, state: TrainState, batch: Any) -> None:
+        run, kinds = self._run, self._run.config.observe.histograms
+        if not self._looked:
+            with self._session.phase("compile"):
+                if "gradients" in kinds:
+                    run.sharded.compiled_gradient(batch)
+                histograms.prepare(state.params, run.mesh)
+                processes.meet("histograms", run.config.resilience.start_limit)
+            self._looked = True
+        found = {}
+        if "weights" in kinds:
+            found["weights"] = histograms.histograms(state.params, run.mesh)
+        if "gradients" in kinds:
+            with self._session.phase("eval"):
+                found["gradients"] = histograms.histograms(run.sharded.value_and_grad(state, batch)[1], run.mesh)
+        if self.sink:  # read when the devices have them, which the loop does not wait for
+            self._reader.submit(self._read, step, found)
+
+    def _read(self, step: int, found: Mapping[str, Any]) -> None:
+        for kind, counted in found.items():
+            for path, (counts, edges) in histograms.read(counted).items():
+                self.sink.add("histogram", step, f"{kind}/{path}", counts, edges)
+
+    def _saved(self, step: int, folder: Path) -> None:
+        """Tell of a good checkpoint by reference; its hash is that of the list of its files' hashes."""
+        about: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            meta = verify.saved_meta(folder)
+            about = {key: meta[key] for key in _ABOUT if key in meta}
+            about["sha256"] = hashlib.sha256((folder / "good.json").read_bytes()).hexdigest()
+        self.sink.add("artifact", step, folder.as_uri(), redacted(about))
