@@ -64,7 +64,7 @@ def test_a_page_has_everything_of_a_run_and_nothing_that_acts_or_is_secret(event
         assert text in seen, text
     loss = {trace["name"]: trace for trace in data["loss"]["data"] if trace["meta"]["role"] != "mean"}
     assert {"loss", "eval_loss", "taken back", "restart", "rollback", "loss: not finite"} <= set(loss)
-    assert [trace["name"] for trace in data["memory"]["data"]][0] == "memory_peak_bytes" and "eval_perplexity" in seen
+    assert data["memory"]["data"][0]["name"] == "memory_peak_bytes" and "eval_perplexity" in seen
     assert "spike" not in loss, "it is where the rollback is"
     assert numbers(loss["loss: not finite"]["x"]).tolist() == [7] and math.isnan(numbers(loss["loss"]["y"])[6])
     gone = numbers(loss["taken back"]["y"])
