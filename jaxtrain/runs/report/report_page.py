@@ -3,7 +3,6 @@
 import base64
 import functools
 import gzip
-import html
 import importlib
 import json
 import time
@@ -83,5 +82,4 @@ def _template() -> Any:
     room = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
                               loader=jinja2.FileSystemLoader(_HERE))
     room.globals["table"] = lambda made, words=1: jinja2.utils.markupsafe.Markup(html_table(made[0], made[1], words))
-    room.globals["plain"] = html.unescape
     return room.get_template("report_page.html")

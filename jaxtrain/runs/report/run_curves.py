@@ -1,6 +1,5 @@
 """The curves of a run: what charts there are, and each key of metrics.jsonl over steps, tokens and hours."""
 
-import html
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import numpy as np
 from jaxtrain.files.bounded_files import json_lines
 from jaxtrain.redaction import redacted
 from jaxtrain.runs.recorded_run import Columns, RecordedRun
+from jaxtrain.runs.report import thinning
 
 AXES = {"step": "step", "tokens": "tokens", "hours": "hours of training"}
 TAKEN_BACK = "taken back"
@@ -139,8 +139,8 @@ def charts(runs: Sequence[RunCurves]) -> list[Chart]:
     memory = tuple(key for key in keys if "memory" in key)
     found = [Chart("memory", "Memory", "", memory)] if memory else []
     others = [key for key in keys if key not in known.union(memory) and any(_varies(one.curve(key)) for one in runs)]
-    return usual + found + [Chart(f"other{i}", html.escape(key), "", (key,)) for i, key in enumerate(others[:_OTHERS])]
+    return usual + found + [Chart(f"other{i}", key, "", (key,)) for i, key in enumerate(others[:_OTHERS])]
 
 
 def _varies(curve: Curve | None) -> bool:
-    return curve is not None and np.nanmin(curve.values) < np.nanmax(curve.values)
+    return curve is not None and len(np.unique(curve.values[thinning.extremes(curve.values, 2)])) > 1
