@@ -77,19 +77,19 @@ def end_of_run(run: Run, session: Session, state: TrainState, start: int) -> str
     cost = spending.of_run(session.ledger.account(), jax.devices()[0].device_kind, run.mesh.size)
     if not t.sample_tokens:
         return cost
-    text = sample_of(run, session, state)
-    if jax.process_index() == 0:
-        events.record(session.workdir, "sample", step=t.steps, text=text)
-    return f"{cost}\na sample:\n{text}".lstrip()
+    return f"{cost}\na sample:\n{sample_of(run, session, state, t.steps)}".lstrip()
 
 
-def sample_of(run: Run, session: Session, state: TrainState) -> str:
-    """Return a text of `train.sample_tokens` tokens by the model."""
+def sample_of(run: Run, session: Session, state: TrainState, step: int) -> str:
+    """Return a text of `train.sample_tokens` tokens by the model, which is recorded as an event too."""
     from jaxtrain.hub.generate import sample
 
     t = run.config.train
-    return sample(run, state, length=t.sample_tokens, seed=t.seed,
+    text = sample(run, state, length=t.sample_tokens, seed=t.seed,
                   tokenizer=session.workdir / "tokenizer" if run.on_policy else "")
+    if jax.process_index() == 0:
+        events.record(session.workdir, "sample", step=step, text=text)
+    return text
 
 
 def summary(run: Run, workdir: Path) -> str:

@@ -12,7 +12,8 @@ import jax
 from jaxtrain.checkpoint import CheckpointManager, verify
 from jaxtrain.distributed import processes
 from jaxtrain.errors import UserError
-from jaxtrain.observe import histograms, trackers
+from jaxtrain.observe import trackers
+from jaxtrain.observe.trackers import histograms
 from jaxtrain.observe.trackers.tracker import About, Tracker
 from jaxtrain.observe.trackers.tracking import Tracking
 from jaxtrain.redaction import redacted
@@ -78,7 +79,7 @@ class Tracked:
                 self._histograms(step, state, batch)
         if due[1]:
             with jax.transfer_guard("allow"), self._session.phase("eval"):
-                text = sample_of(self._run, self._session, state)
+                text = sample_of(self._run, self._session, state, step)
             self.sink.add("text", step, "sample", redacted(text))
         return any(due)
 

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.observe import histograms
+from jaxtrain.observe.trackers import histograms
 
 
 def plain(x):
