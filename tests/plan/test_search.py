@@ -213,6 +213,7 @@ def test_devices_that_nobody_knows_stop_no_run(monkeypatch):
     assert "nothing is known of 'GPU 9000'" in preflight.check(run)
 
 
+@pytest.mark.slow
 def test_a_mesh_given_to_build_is_the_one_predicted(monkeypatch):
     monkeypatch.setattr(targets, "here", lambda devices=None: targets.TARGETS["h100"])
     config = tiny(mesh__data=8)

@@ -144,7 +144,7 @@ def test_advantages():
     (dict(reward="odd"), "reinforce.reward: FILES/reward.py has no function 'odd'; check the name"),
     pytest.param(dict(reward="nan"), "reinforce.reward: it gives nan for the answer ", marks=pytest.mark.slow),
     pytest.param(dict(reward="big"), "reinforce.reward: it gives 1e+300 for the answer ", marks=pytest.mark.slow),
-    (dict(reward="fails"), "reinforce.reward: it fails on the answer "),
+    pytest.param(dict(reward="fails"), "reinforce.reward: it fails on the answer ", marks=pytest.mark.slow),
     (dict(reinforce__prompts="none.jsonl"), "reinforce.prompts: none.jsonl cannot be read "),
     (dict(reinforce__group_size=3), "data.global_batch_size: 8 answers are not whole groups of reinforce.group_size"),
     (dict(reinforce__group_size=1), "reinforce.group_size: 1 answers cannot be compared with each other; give 2 or"),

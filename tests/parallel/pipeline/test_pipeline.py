@@ -30,7 +30,7 @@ def pipeline(schedule, **keys):
 # (data, fsdp, tensor), and everything else that a case is about; the more at once, the fewer programs to compile.
 QUICK = {
     "gpipe": ("gpt2_untied", (2, 1, 1), pipeline("gpipe", microbatches=4, mesh__stage=2, model__num_layers=5)),
-    "1f1b": ("gpt2", (1, 2, 2), pipeline(
+    "1f1b": ("gpt2", (1, 2, 1), pipeline(
         "1f1b", microbatches=4, overlap=True, mesh__stage=2, train__accumulation=2, model__num_layers=5)),
     "interleaved": ("gpt2", (1, 1, 2), pipeline(
         "interleaved", microbatches=8, mesh__stage=2, model__num_layers=5, train__remat="full")),
