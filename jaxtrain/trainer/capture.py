@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from jaxtrain.run import Run
 from jaxtrain.trainer.observers import Observer
 
 TICK = 1.0  # seconds between two looks for a request
-LEAD = 3.0  # seconds from a request to its first step, in which other processes learn of it
+LEAD = 5.0  # seconds from a request to its first step, in which other processes learn of it, however they speed up
 FOLDER = "profiles"
 
 
@@ -123,19 +124,22 @@ class Capture(Observer):
         self._signalled = True
 
     def _work(self) -> None:
-        seen, since = self._begun, time.monotonic()
+        seen, since = 0, time.monotonic()
+        paces: deque[float] = deque(maxlen=5)  # of whole steps
         while not self._closed.wait(TICK):
-            pace = (self._begun - seen) / (time.monotonic() - since)
+            if seen:  # otherwise the first ones are those that were made before this start
+                paces.append(max(0, self._begun - seen - 1) / (time.monotonic() - since))
             seen, since = self._begun, time.monotonic()
             try:
-                self._look(pace)
+                if self._alone or len(paces) > 1:  # the first steps are slower than those that follow
+                    self._look(max(paces, default=0.0))
                 self._write()
             except Exception as error:
                 say(f"profile: {_reason(error)}")
         self._write()
 
     def _look(self, pace: float) -> None:
-        """Look for a request, and decide when it begins. `pace`: steps a second."""
+        """Look for a request, and decide when it begins. `pace`: steps a second at most."""
         if self._signalled:
             self._signalled = False
             with contextlib.suppress(UserError):  # one is under way
@@ -148,7 +152,7 @@ class Capture(Observer):
         if "first" not in request:
             if self._process != 0:
                 return
-            request["first"] = self._begun + (0 if self._alone else 1 + math.ceil(max(1.0, LEAD * pace)))
+            request["first"] = self._begun + (0 if self._alone else 1 + max(3, math.ceil(LEAD * pace)))
             if not self._alone:
                 profile_requests.agree(self._workdir, request, request["first"])
         self._known = request["id"]

@@ -111,16 +111,16 @@ def test_processes_trace_the_same_steps(two, tmp_path, monkeypatch, capsys):
     assert second._wanted is None
     first._look(2.0)
     second._look(2.0)
-    assert first._wanted["first"] == second._wanted["first"] == 107  # at two steps a second, three seconds later
-    for step in (106, 107):
+    assert first._wanted["first"] == second._wanted["first"] == 111  # at two steps a second, five seconds later
+    for step in (110, 111):
         for each in (first, second):
             each.on_batch(step, {})
-    assert begun == [(0, 107), (1, 107)]
-    second._known, second._begun = "", 108  # had it learned of it later, it would trace nothing
+    assert begun == [(0, 111), (1, 111)]
+    second._known, second._begun = "", 112  # had it learned of it later, it would trace nothing
     second._look(2.0)
-    second.on_batch(109, {})
+    second.on_batch(113, {})
     assert len(begun) == 2 and events.events(tmp_path)[-1]["request"] == wanted
-    assert "was to begin with step 107, and step 109 comes next" in capsys.readouterr().err
+    assert "was to begin with step 111, and step 113 comes next" in capsys.readouterr().err
 
 
 def test_only_the_processes_asked_for_trace(two, tmp_path):
@@ -187,7 +187,7 @@ def test_who_asks_learns_why_there_is_no_profile(tmp_path, monkeypatch):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_run_is_profiled_while_it_trains(count, tmp_path_factory, tmp_path):
     """By the command, from outside; in one process the losses are those of a run that nobody asked."""
-    words = [*tiny_flags(tmp_path_factory, [*TWO, "train.steps=100"]), f"--workdir={tmp_path}/work"]
+    words = [*tiny_flags(tmp_path_factory, [*TWO, f"train.steps={100 * count}"]), f"--workdir={tmp_path}/work"]
     several = [f"--coordinator={free_address()}", f"--num_processes={count}"] if count > 1 else []
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": virtual_devices(2 // count)}
     started = [subprocess.Popen(

@@ -8,7 +8,7 @@ import jaxtrain as jt
 from jaxtrain.builder import build
 from jaxtrain.config.load import load_config
 from jaxtrain.main import main
-from tests.observe.test_histograms import plain
+from tests.observe.trackers.test_histograms import plain
 from tests.tiny import tiny_flags
 
 pytestmark = pytest.mark.usefixtures("cache")

@@ -5,14 +5,17 @@ A monitor must never cost a run: what it cannot do is told once and tried again,
 
 import contextlib
 import http.server
+import ipaddress
 import re
 import socket
 import threading
+import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
-from jaxtrain.observe import events
+from jaxtrain.observe import events, profile_requests
 from jaxtrain.observe.prometheus.run_metrics import RunMetrics
 
 AGAIN_S = 10.0  # between attempts to open a port that is in use
@@ -52,7 +55,7 @@ def _serve(metrics: RunMetrics, workdir: str | Path, address: tuple[str, int], e
     refused = ""
     while not ended.is_set():
         try:
-            server = _Server(address, metrics)
+            server = _Server(address, metrics, workdir)
         except OSError as error:  # such as the process that was here before, which is still ending
             if not refused:
                 refused = error.strerror or f"{error}"
@@ -90,15 +93,15 @@ def _write(metrics: RunMetrics, workdir: str | Path, folder: Path, ended: thread
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """Answers GET /metrics, and nothing else."""
+    """Answers GET /metrics; and POST /profile?steps=5, where only this machine can ask."""
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 8 * MOST  # the system makes clients beyond it wait for seconds
 
-    def __init__(self, address: tuple[str, int], metrics: RunMetrics):
+    def __init__(self, address: tuple[str, int], metrics: RunMetrics, workdir: str | Path):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.metrics, self._free = metrics, threading.BoundedSemaphore(MOST)
+        self.metrics, self.workdir, self._free = metrics, workdir, threading.BoundedSemaphore(MOST)
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -147,6 +150,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             raise
         except Exception as error:
             self._answer(500, f"{type(error).__name__}\n", "text/plain; charset=utf-8")
+
+    def do_POST(self) -> None:
+        """Ask the run for a profile of its next steps."""
+        path, _, query = self.path.partition("?")
+        server: _Server = self.server  # pyrefly: ignore[bad-assignment]
+        wanted, text = dict(urllib.parse.parse_qsl(query)).get("steps", "5"), "text/plain; charset=utf-8"
+        if path != "/profile":
+            return self._answer(404, "a profile is asked for at /profile\n", text)
+        if not ipaddress.ip_address(self.client_address[0]).is_loopback or "Origin" in self.headers:
+            return self._answer(403, "a profile is for programs of this machine to ask for, not for pages\n", text)
+        try:
+            profile_requests.request_profile(server.workdir, int(wanted) if wanted.isdecimal() else 0)
+            self._answer(202, "it is written to profiles/STEP in the workdir\n", text)
+        except UserError as error:
+            self._answer(409, f"{error}\n", text)
 
     def _answer(self, status: int, text: str, kind: str) -> None:
         body = text.encode()

@@ -10,6 +10,7 @@ import urllib.request
 
 import pytest
 
+from jaxtrain.observe import profile_requests
 from jaxtrain.observe.events import events, listeners
 from jaxtrain.observe.prometheus import exporter
 from tests.observe.prometheus.exposition import made, values
@@ -57,6 +58,25 @@ def test_the_port_answers_and_is_closed_at_the_end(tmp_path):
     with pytest.raises(OSError):
         get(address)
     assert listeners == []
+
+
+def test_a_program_of_this_machine_asks_for_a_profile_and_a_page_does_not(tmp_path):
+    def post(path, **headers):
+        asked = urllib.request.Request(f"http://{address}{path}", b"", headers, method="POST")
+        try:
+            with urllib.request.urlopen(asked, timeout=10) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    address, workdir = free_address(), tmp_path / "run"
+    with exported(workdir, address):
+        open_port(workdir)
+        assert (post("/metrics"), post("/profile?steps=x"), post("/profile?steps=9999")) == (404, 409, 409)
+        assert post("/profile?steps=3", Origin="http://evil.example") == 403
+        assert profile_requests.pending(workdir) is None
+        assert post("/profile?steps=3") == 202 and profile_requests.pending(workdir)["steps"] == 3
+        assert post("/profile") == 409, "one is under way"
 
 
 def test_it_is_bound_to_what_is_said(tmp_path):
