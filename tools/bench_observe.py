@@ -6,8 +6,11 @@ it, a busy machine makes no difference to. Another watcher is another line in `W
 """
 
 import argparse
+import contextlib
 import random
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +21,9 @@ import jax
 
 import jaxtrain as jt
 from jaxtrain.observe import Constants, MetricsWriter, Sink
+from jaxtrain.observe.ledger import Ledger
+from jaxtrain.observe.prometheus.exporter import exporting
+from jaxtrain.observe.prometheus.run_metrics import RunMetrics
 from jaxtrain.observe.trackers import made
 from jaxtrain.observe.trackers.tracker import About
 from jaxtrain.observe.trackers.tracking import Tracking
@@ -33,6 +39,29 @@ def tracked(name: str) -> Callable[[jt.Run, Path], list[Sink]]:
     return sinks
 
 
+SCRAPER = """import sys, time, urllib.request
+while True:
+    time.sleep(1)
+    try:
+        urllib.request.urlopen(sys.argv[1], timeout=10).read()
+    except OSError:
+        pass
+"""
+
+
+def scraped(run: jt.Run, workdir: Path) -> list[Sink]:
+    """The exporter for Prometheus, asked every second by another process."""
+    metrics = RunMetrics(workdir, Ledger(workdir), info={}, constants={})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    open_port = contextlib.ExitStack()
+    open_port.enter_context(exporting(metrics, workdir, host="127.0.0.1", port=port))
+    scraper = subprocess.Popen([sys.executable, "-c", SCRAPER, f"http://127.0.0.1:{port}/metrics"])
+    STOP.extend([scraper.kill, open_port.close])
+    return [metrics]
+
+
 STOP: list[Callable[[], None]] = []
 WATCHERS: dict[str, Callable[[jt.Run, Path], list[Sink]]] = {  # what gets the lines, made for a run and a folder
     "none": lambda run, workdir: [],
@@ -40,6 +69,7 @@ WATCHERS: dict[str, Callable[[jt.Run, Path], list[Sink]]] = {  # what gets the l
     "wandb": tracked("wandb"),
     "mlflow": tracked("mlflow"),
     "trackio": tracked("trackio"),
+    "prometheus": scraped,
 }
 
 
