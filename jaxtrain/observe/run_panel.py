@@ -8,6 +8,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from jaxtrain.pages.plain_text import plain
+
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _ABOUT = {"time", "kind", "process", "host"}  # of an event, besides what it says
 STYLES = {"running": "green", "finished": "cyan", "failed": "red", "silent": "yellow", "damaged": "red"}
@@ -25,11 +27,6 @@ class Reading:
     losses: Sequence[float] | np.ndarray = ()
     figures: Mapping[str, str] = field(default_factory=dict)  # the name of each, and its value as words
     notes: Sequence[str] = ()  # the newest events
-
-
-def plain(text: object) -> str:
-    """Return text that others may have written without what would move the cursor or break the line."""
-    return "".join(letter if letter.isprintable() else "?" for letter in f"{text}")
 
 
 def columns_of(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
@@ -52,14 +49,6 @@ def curve(means: np.ndarray, rows: int = 1) -> list[str]:
     heights = [1 + round((full - 1) * ((mean - low) / (high - low) if high > low else 0.5))
                if math.isfinite(mean) else 0 for mean in means.tolist()]
     return ["".join(_BLOCKS[min(8, max(0, height - 8 * row))] for height in heights) for row in reversed(range(rows))]
-
-
-def age(seconds: float) -> str:
-    """Return how long ago something was, such as 3 h."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
 
 
 def figures_of(line: Mapping[str, Any]) -> dict[str, str]:

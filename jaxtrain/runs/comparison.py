@@ -10,10 +10,10 @@ import numpy as np
 from jaxtrain.checkpoint import verify
 from jaxtrain.errors import UserError
 from jaxtrain.observe.goodput import duration
-from jaxtrain.observe.run_panel import age
+from jaxtrain.pages.plain_text import age, in_bytes
 from jaxtrain.runs import tags
 from jaxtrain.runs.recorded_run import RecordedRun
-from jaxtrain.runs.run_index import hourly, in_bytes, size_of, summary
+from jaxtrain.runs.run_index import hourly, size_of, summary
 from jaxtrain.storage import is_url
 
 

@@ -116,12 +116,13 @@ class RecordedRun:
     @property
     def last_step(self) -> int:
         """The step at which it ends; 0: it says no number."""
-        return self.config.get("train", {}).get("steps", 0)
+        steps = self.config.get("train", {}).get("steps")
+        return steps if isinstance(steps, int) else 0
 
     @property
     def step(self) -> int:
         """The newest step of metrics.jsonl."""
-        return int(self.steps["step"][-1]) if len(self.steps) else 0
+        return self.steps.last["step"] if len(self.steps) else 0
 
     @property
     def checkpoints(self) -> list[int]:
