@@ -1,6 +1,7 @@
 """Draw a run for a terminal: the curve of its loss, how far it is, figures and what happened."""
 
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +128,7 @@ def _columns(figures: Mapping[str, str], width: int) -> list[Any]:
     """Return lines of names and values in as many columns as there is room for."""
     from rich.text import Text
 
-    cells = [(name, plain(words)) for name, words in figures.items()]
+    cells, many = [(name, plain(words)) for name, words in figures.items()], 1
     for many in range(len(cells), 0, -1):
         sizes = [tuple(max(map(len, part)) for part in zip(*cells[column::many], strict=True))
                  for column in range(many)]
@@ -148,4 +149,4 @@ def _short(value: Any) -> str:
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

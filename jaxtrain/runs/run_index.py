@@ -3,6 +3,7 @@
 import math
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -124,7 +125,7 @@ def hourly(run: RecordedRun) -> float:
 
 def number(value: Any) -> float | None:
     """Return a number that is finite, or None."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
 
 
 def _whole(value: Any) -> int | None:
