@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -177,7 +178,7 @@ def _copied_workdir(url: str) -> Summary:
     try:
         with tempfile.TemporaryDirectory(prefix="jaxtrain-") as folder:
             for file in files:
-                if file.name in _SMALL_FILES or file.name.startswith("ledger/"):
+                if file.name in _SMALL_FILES or re.fullmatch(r"ledger/\d+\.json", file.name):
                     _put(folder, file.name, storage.read_small(file.path))
                 elif file.name in ("metrics.jsonl", "events.jsonl"):
                     start = max(0, file.size - TAIL)

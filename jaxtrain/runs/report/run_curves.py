@@ -1,6 +1,7 @@
 """The curves of a run: what charts there are, and each key of metrics.jsonl over steps, tokens and hours."""
 
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +140,8 @@ def charts(runs: Sequence[RunCurves]) -> list[Chart]:
     memory = tuple(key for key in keys if "memory" in key)
     found = [Chart("memory", "Memory", "", memory)] if memory else []
     others = [key for key in keys if key not in known.union(memory) and any(_varies(one.curve(key)) for one in runs)]
-    return usual + found + [Chart(f"other{i}", key, "", (key,)) for i, key in enumerate(others[:_OTHERS])]
+    # Named by the key, since a page that is renewed finds its charts by name, and others may come before them.
+    return usual + found + [Chart(f"other{zlib.crc32(key.encode()):08x}", key, "", (key,)) for key in others[:_OTHERS]]
 
 
 def _varies(curve: Curve | None) -> bool:
