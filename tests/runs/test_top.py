@@ -76,7 +76,8 @@ def test_a_run_that_cannot_be_read_is_drawn_with_the_reason(tmp_path):
 @pytest.mark.parametrize(("file", "content"), [
     ("run.json", {"mesh": [2], "device_kind": 7}), ("config.json", {"train": {"steps": "many"}}),
     ("metrics.jsonl", {"step": 10**400, "loss": 1}), ("metrics.jsonl", {"step": 5, "loss": 10**400}),
-    ("events.jsonl", {"kind": "hang", "time": 10**400}), ("heartbeats/process-0", {"time": 10**400, "quiet_s": 10**400})])
+    ("events.jsonl", {"kind": "hang", "time": 10**400}),
+    ("heartbeats/process-0", {"time": 10**400, "quiet_s": 10**400})])
 def test_what_no_run_wrote_ends_in_no_traceback(tmp_path, file, content):
     run = make(tmp_path / "run")
     (run / "heartbeats").mkdir()

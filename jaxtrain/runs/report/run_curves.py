@@ -73,7 +73,10 @@ class RunCurves:
         """Return where lines of steps are on each axis; a step whose time was not measured counts as the others."""
         step, each = lines["step"], lines["step_time_s"]
         usual = np.nanmedian(each) if np.isfinite(each).any() else 0.0
-        hours = np.cumsum(np.where(np.isfinite(each), each, usual) * np.diff(step, prepend=0.0)) / 3600
+        known = [one.resumed for one in self.run.account.incarnations if one.resumed is not None
+                 ] if self.run.account and len(step) else []
+        first = min([*known, step[0]]) if known else 0.0  # a run that adopted a checkpoint did not train up to it
+        hours = np.cumsum(np.where(np.isfinite(each), each, usual) * np.diff(step, prepend=first)) / 3600
         return {"step": step, "tokens": lines["tokens"], "hours": hours}
 
     def curve(self, key: str) -> Curve | None:

@@ -56,3 +56,14 @@ def test_the_best_so_far_comes_first(runs):
 def test_names_are_as_long_as_they_must_be(tmp_path):
     assert names([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
     assert names([tmp_path / "a" / "run", tmp_path / "b" / "other"]) == ["run", "other"]
+
+
+def test_hours_begin_where_the_run_began(tmp_path):
+    """With one step of 36 s a hundredth of an hour; not with the steps before the checkpoint that a run adopted."""
+    workdir = recorded(tmp_path / "run", 10)
+    assert RunCurves(RecordedRun(workdir), "run").at([10])["hours"] == pytest.approx([0.1])
+    (workdir / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 1.0, "step_time_s": 36.0}}\n'
+                                                   for step in (501, 502)))
+    ledger = workdir / "ledger" / "0001.json"
+    ledger.write_text(ledger.read_text().replace('"resumed": 0', '"resumed": 500'))
+    assert RunCurves(RecordedRun(workdir), "run").at([502])["hours"] == pytest.approx([0.02])
