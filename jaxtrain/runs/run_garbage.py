@@ -99,7 +99,7 @@ def delete(found: Found, keep: int, tagged: bool = False) -> tuple[int, list[str
 
 def _delete(path: Path) -> None:
     """Delete a file or a folder; a checkpoint is renamed first, so that half of one never has the name of a whole."""
-    if path.name.isdecimal():
+    if path.name.isdecimal() and path.parent.name == "checkpoints":  # workdirs may be numbers too
         path = step_folders.rename(path, step_folders.DELETED)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -178,6 +178,7 @@ def test_tagged_and_damaged_runs_and_links_are_left_alone(tmp_path, capsys):
 
 def test_what_cannot_be_deleted_is_said(tmp_path, capsys, monkeypatch):
     littered(tmp_path / "run")
+    make(tmp_path / "7", steps=0, ended="failed")
 
     def fails(path):
         raise PermissionError(1, "Operation not permitted")
@@ -186,3 +187,4 @@ def test_what_cannot_be_deleted_is_said(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(["gc", f"{tmp_path}", "--delete"])
     assert "cannot be deleted (Operation not permitted)" in capsys.readouterr().err
+    assert (tmp_path / "7").exists(), "it has its name"
