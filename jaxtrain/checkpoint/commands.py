@@ -21,6 +21,7 @@ from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import misfit, read_json
 from jaxtrain.files.work_progress import Work
+from jaxtrain.pages.plain_text import age, aligned, in_bytes
 from jaxtrain.redaction import is_hidden
 
 _ASIDE = ".set_aside"
@@ -71,7 +72,7 @@ def show(workdir: str | Path, mirror_url: str = "") -> str:
             "saved, and `verify` reads it again") if good else (
         "no checkpoint here is good; those not verified yet are read back when the run starts" if local else
         "there is no checkpoint here")
-    return "\n".join([_table([_HEAD, *rows]), *notes, last])
+    return "\n".join([*aligned([_HEAD, *rows]), *notes, last])
 
 
 def _row(step: int, state: str, where: list[str], record: dict[str, Any], folder: Path) -> tuple[str, ...]:
@@ -82,7 +83,7 @@ def _row(step: int, state: str, where: list[str], record: dict[str, Any], folder
     then = meta.get("time") or (folder.stat().st_mtime if folder.exists() else None)
     mesh = " ".join(f"{axis}={many}" for axis, many in meta.get("mesh", {}).items() if many > 1)
     loss = meta.get("loss")
-    return (str(step), state, ", ".join(where), _bytes(size), _age(time.time() - then) if then else "",
+    return (str(step), state, ", ".join(where), in_bytes(size), age(time.time() - then) if then else "",
             f"{loss:.4f}" if isinstance(loss, float) else "", mesh or ("one device" if "mesh" in meta else ""))
 
 
@@ -112,8 +113,8 @@ def _snapshots(workdir: str | Path, local_dir: str) -> list[tuple[str, ...]]:
             about = pieces.read_header(pieces.reader(next(iter(files.values())))).about
         state = "in memory" if taken.whole(files) else f"in memory: {len(files)} of {taken.owners} parts are here"
         loss = about.get("meta", {}).get("loss")
-        rows.append((str(taken.step), state, "snapshot", _bytes(sum(path.stat().st_size for path in files.values())),
-                     _age(time.time() - about["time"]) if about else "", f"{loss:.4f}" if loss else "", ""))
+        rows.append((str(taken.step), state, "snapshot", in_bytes(sum(path.stat().st_size for path in files.values())),
+                     age(time.time() - about["time"]) if about else "", f"{loss:.4f}" if loss else "", ""))
     return rows
 
 
@@ -274,24 +275,3 @@ def _config(workdir: str | Path) -> dict[str, Any]:
         form = {"checkpoint": {"mirror?": str, "local_dir?": str}}
         return read_json(Path(workdir) / "config.json", form)["checkpoint"]
     return {}
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-                     for row in rows)
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, {"B": "kB", "kB": "MB", "MB": "GB", "GB": "TB"}[unit]
-    return f"{size:.3g} {unit}" if size < 1000 else f"{size:,.0f} {unit}"
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("days", 86400), ("hours", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0, seconds):.0f} s"

@@ -133,7 +133,7 @@ class _Text(str):
 def _family(keys: dict[str, Any]) -> type:
     """Return the class that model.name selects; refuses a key of other families, and names those."""
     name = keys.get("name", "gpt2")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise UserError("model.name", f"there is no model {name!r}", nearest(str(name), FAMILIES))
     own = {field.name for field in fields(FAMILIES[name])}
     for key in keys:

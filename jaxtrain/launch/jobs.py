@@ -10,7 +10,6 @@ nodes as then fit.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from jaxtrain.launch import cost
 from jaxtrain.launch import job_record as records
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.supervisor.progress_file import Steps
+from jaxtrain.pages.plain_text import aligned
 
 _LINES = {"list [ROOT]": "list the jobs of all workdirs under a folder", "show WORKDIR": "show what a job is and does",
           "logs WORKDIR": "print what its processes print", "why WORKDIR": "say why it does not run yet",
@@ -85,12 +85,6 @@ def table(root: Path) -> list[str]:
         workdir = job.workdir.relative_to(root) if job.workdir.is_relative_to(root) else job.workdir
         rows.append((f"{workdir}", job.engine, job.id.partition(":")[0], status.state, f"{step or ''}", status.nodes))
     return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each row, with columns below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def shown(job: records.Job) -> str:

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from jaxtrain.files.log_tail import LogTail
 from jaxtrain.observe.goodput import duration
 from jaxtrain.observe.metrics import Record
-from jaxtrain.observe.run_panel import Reading, age, figures_of, note, panel
+from jaxtrain.observe.run_panel import Reading, figures_of, note, panel
+from jaxtrain.pages.plain_text import age
 
 WIDE, HIGH = 100, 20  # columns and lines of a terminal that has room for the panel
 _EVENTS = 2**16  # bytes of the newest events that are read

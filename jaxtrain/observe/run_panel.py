@@ -1,12 +1,15 @@
 """Draw a run for a terminal: the curve of its loss, how far it is, figures and what happened."""
 
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import numpy as np
+
+from jaxtrain.pages.plain_text import plain
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _ABOUT = {"time", "kind", "process", "host"}  # of an event, besides what it says
@@ -25,11 +28,6 @@ class Reading:
     losses: Sequence[float] | np.ndarray = ()
     figures: Mapping[str, str] = field(default_factory=dict)  # the name of each, and its value as words
     notes: Sequence[str] = ()  # the newest events
-
-
-def plain(text: object) -> str:
-    """Return text that others may have written without what would move the cursor or break the line."""
-    return "".join(letter if letter.isprintable() else "?" for letter in f"{text}")
 
 
 def columns_of(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
@@ -52,14 +50,6 @@ def curve(means: np.ndarray, rows: int = 1) -> list[str]:
     heights = [1 + round((full - 1) * ((mean - low) / (high - low) if high > low else 0.5))
                if math.isfinite(mean) else 0 for mean in means.tolist()]
     return ["".join(_BLOCKS[min(8, max(0, height - 8 * row))] for height in heights) for row in reversed(range(rows))]
-
-
-def age(seconds: float) -> str:
-    """Return how long ago something was, such as 3 h."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
 
 
 def figures_of(line: Mapping[str, Any]) -> dict[str, str]:
@@ -138,7 +128,7 @@ def _columns(figures: Mapping[str, str], width: int) -> list[Any]:
     """Return lines of names and values in as many columns as there is room for."""
     from rich.text import Text
 
-    cells = [(name, plain(words)) for name, words in figures.items()]
+    cells, many = [(name, plain(words)) for name, words in figures.items()], 1
     for many in range(len(cells), 0, -1):
         sizes = [tuple(max(map(len, part)) for part in zip(*cells[column::many], strict=True))
                  for column in range(many)]
@@ -159,4 +149,4 @@ def _short(value: Any) -> str:
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -1,1 +1,1 @@
-"""What all pages and pictures have in common: the style, tables, and what a notebook shows."""
+"""What pages, pictures and printed tables have in common: the style, tables, what a notebook shows, and words."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import Parser, add_subcommand, command, parser_of
-from jaxtrain.observe.run_panel import age, plain
+from jaxtrain.pages.plain_text import age, aligned, in_bytes, plain
 from jaxtrain.runs import tags
 
 SORTS = ("time", "name", "step", "loss", "eval_loss", "goodput", "cost", "size")
@@ -99,7 +99,6 @@ def _list(flags: argparse.Namespace) -> None:
 
 def listed(found: Sequence[Any], root: str) -> list[str]:
     """Return a line for each run, below a head; columns that say nothing of any run are left out."""
-    from jaxtrain.runs.run_index import in_bytes
 
     def row(one: Any) -> dict[str, str]:
         name = one.place.removeprefix(root.rstrip("/")).lstrip("/") or one.place
@@ -144,14 +143,12 @@ def _tag(flags: argparse.Namespace) -> None:
 # ------------------------------------------------------------------------------------------------------- what is done
 def _gc(flags: argparse.Namespace) -> None:
     from jaxtrain.runs import run_garbage
-    from jaxtrain.runs.run_index import in_bytes
-
     if flags.keep < 1:
         raise UserError("--keep", f"{flags.keep} would leave a run without a checkpoint", "give 1 or more")
     found = run_garbage.below(flags.root, flags.depth, flags.keep, flags.tagged)
     for place, reason in found.spared:
-        say(f"{place}: left alone: {reason}")
-    rows = [[f"{one.path}", in_bytes(one.size), one.reason] for one in found.garbage]
+        say(plain(f"{place}: left alone: {reason}"))
+    rows = [[plain(one.path), in_bytes(one.size), one.reason] for one in found.garbage]
     if rows:
         print("\n".join(aligned([["PATH", "SIZE", "WHY"], *rows])))
     total = sum(one.size for one in found.garbage)
@@ -161,7 +158,7 @@ def _gc(flags: argparse.Namespace) -> None:
     freed, failed = run_garbage.delete(found, flags.keep, flags.tagged)
     print(f"{in_bytes(freed)} were freed")
     for line in failed:
-        say(line)
+        say(plain(line))
     if failed:
         raise SystemExit(1)
 
@@ -175,18 +172,12 @@ def _reproduce(flags: argparse.Namespace) -> None:
                                  *([plain(cell) for cell in row] for row in found.differences)])), end="\n\n")
     else:
         print("nothing that the run recorded is different here\n")
-    print("\n".join(reproduction.commands(found, flags.into, flags.checkout)))
+    print("\n".join(map(plain, reproduction.commands(found, flags.into, flags.checkout))))
     if found.differences:
         raise SystemExit(1)
 
 
 # -------------------------------------------------------------------------------------------------------------- words
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each row, with columns below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
 def short(commit: str) -> str:
     """Return the first digits of a commit, and whether its checkout was edited."""
     return commit[:8] + "-dirty" * commit.endswith("-dirty")

@@ -10,10 +10,10 @@ import numpy as np
 from jaxtrain.checkpoint import verify
 from jaxtrain.errors import UserError
 from jaxtrain.observe.goodput import duration
-from jaxtrain.observe.run_panel import age
+from jaxtrain.pages.plain_text import age, in_bytes
 from jaxtrain.runs import tags
 from jaxtrain.runs.recorded_run import RecordedRun
-from jaxtrain.runs.run_index import hourly, in_bytes, size_of, summary
+from jaxtrain.runs.run_index import hourly, size_of, summary
 from jaxtrain.storage import is_url
 
 
@@ -91,7 +91,8 @@ def _losses(key: str, lines: Any) -> dict[str, str]:
 
 def _event(event: dict[str, Any]) -> str:
     then = event.get("time")
-    at = time.strftime("%Y-%m-%d %H:%M:%S ", time.localtime(then)) if isinstance(then, int | float) else ""
+    at = time.strftime("%Y-%m-%d %H:%M:%S ", time.localtime(then)) if isinstance(then, int | float) and abs(
+        then) < 1e11 else ""
     about = {key: value for key, value in event.items() if key not in ("time", "kind", "process", "host")}
     return f"{at}{event['kind']}{f' {json.dumps(about)[:200]}' if about else ''}"
 

@@ -20,6 +20,7 @@ from jaxtrain.observe import goodput
 from jaxtrain.redaction import redacted
 
 SILENT = 30.0  # seconds without a sign of life, which a run gives every five, after which it is taken for dead
+_STEPS = 2**53  # floats count up to here; no step is beyond
 _TOGETHER = 1000  # lines
 _NUMBERS = {int, float, type(None)}
 _LARGEST = sys.float_info.max
@@ -106,7 +107,8 @@ class RecordedRun:
         if self._metrics.shrunk():  # a run that resumes takes lines back
             self.steps, self.evaluations = Columns(), Columns()
         for line in self._metrics.added():
-            (self.evaluations if "eval_loss" in line else self.steps).add(line)
+            if abs(line["step"]) < _STEPS:
+                (self.evaluations if "eval_loss" in line else self.steps).add(line)
         if self._events.shrunk():
             self.events = []
         self.events += map(redacted, self._events.added())
@@ -116,12 +118,13 @@ class RecordedRun:
     @property
     def last_step(self) -> int:
         """The step at which it ends; 0: it says no number."""
-        return self.config.get("train", {}).get("steps", 0)
+        steps = self.config.get("train", {}).get("steps")
+        return steps if isinstance(steps, int) else 0
 
     @property
     def step(self) -> int:
         """The newest step of metrics.jsonl."""
-        return int(self.steps["step"][-1]) if len(self.steps) else 0
+        return self.steps.last["step"] if len(self.steps) else 0
 
     @property
     def checkpoints(self) -> list[int]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.checkpoint import step_folders, verify
 from jaxtrain.checkpoint.mirror import FETCHING
@@ -19,7 +20,7 @@ from jaxtrain.distributed import run_processes
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import misfit, user_json
-from jaxtrain.observe.run_panel import age
+from jaxtrain.pages.plain_text import age
 from jaxtrain.runs import tags
 from jaxtrain.runs.recorded_run import RecordedRun
 from jaxtrain.runs.run_index import TAIL, changed, size_of, workdirs
@@ -30,10 +31,12 @@ _LEFTOVERS = {  # in the names of folders of checkpoints
     step_folders.DELETED: "a checkpoint that was being deleted",
     step_folders.TEMPORARY: "a checkpoint that was never complete",
     FETCHING: "a fetch from the mirror that was cut off"}
+_LAST_RESORT = step_folders.DAMAGED, step_folders.ABANDONED  # where there is no good one that is as new
 QUIET_S = 3600.0  # seconds after which a run that did not say that it ended is taken for dead
 _ROLLED_BACK = "metrics.rolled_back.jsonl"
 _BARE = {"config.json", "run.json", "metrics.jsonl", "events.jsonl", "ledger", "heartbeats", "lock", "tokenizer",
          "tensorboard", "checkpoints"}  # what a run makes before it has trained
+_MODEL = "model:"  # before the workdir of a reward model
 _CONFIG = {"checkpoint?": {"keep_every?": int, "best?": str}, "train?": {"steps?": int}}
 
 
@@ -53,7 +56,7 @@ class Found:
     workdirs: list[Path] = field(default_factory=list)  # that have garbage
     garbage: list[Garbage] = field(default_factory=list)
     spared: list[tuple[Path, str]] = field(default_factory=list)  # workdir, reason
-    origins: set[tuple[Path, int]] = field(default_factory=set)  # checkpoints with which runs began
+    origins: set[tuple[str, int]] = field(default_factory=set)  # checkpoints with which runs began: workdir, step
 
 
 def below(root: str, depth: int, keep: int, tagged: bool = False) -> Found:
@@ -96,7 +99,7 @@ def delete(found: Found, keep: int, tagged: bool = False) -> tuple[int, list[str
 
 def _delete(path: Path) -> None:
     """Delete a file or a folder; a checkpoint is renamed first, so that half of one never has the name of a whole."""
-    if path.name.isdecimal():
+    if path.name.isdecimal() and path.parent.name == "checkpoints":  # workdirs may be numbers too
         path = step_folders.rename(path, step_folders.DELETED)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -125,7 +128,7 @@ def _untouchable(workdir: Path, tagged: bool) -> str:
     return run_processes.alive(workdir)
 
 
-def of_run(workdir: Path, keep: int, origins: set[tuple[Path, int]]) -> Iterator[Garbage]:
+def of_run(workdir: Path, keep: int, origins: set[tuple[str, int]]) -> Iterator[Garbage]:
     """Yield what can be deleted of a run that does not run."""
     run, directory = RecordedRun(workdir, TAIL), workdir / "checkpoints"
     if _never_trained(run):
@@ -133,24 +136,28 @@ def of_run(workdir: Path, keep: int, origins: set[tuple[Path, int]]) -> Iterator
         if not others:
             yield Garbage(workdir, "a run that never trained", size_of(workdir))
             return
+    newest = max((step for step in run.checkpoints if _is_whole(directory, step)), default=-1)
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        ending = next((ending for ending in _LEFTOVERS if ending in path.name), None)
-        if ending and path.name.partition(".")[0].isdecimal() and path.is_dir() and not path.is_symlink():
+        ending, step = next((ending for ending in _LEFTOVERS if ending in path.name), ""), path.name.partition(".")[0]
+        if not ending or not step.isdecimal() or not path.is_dir() or path.is_symlink():
+            continue
+        if ending not in _LAST_RESORT or int(step) <= newest:
             yield Garbage(path, _LEFTOVERS[ending], size_of(path))
     if (rolled := workdir / _ROLLED_BACK).is_file() and not rolled.is_symlink():
         yield Garbage(rolled, "lines of metrics that the run took back", size_of(rolled))
     if run.state() == "finished":
         for step in _old(run, directory, keep):
-            if (workdir.resolve(), step) not in origins:
+            if not origins & {(workdir.name, step), (workdir.resolve().name, step)}:
                 old = directory / str(step)
                 yield Garbage(old, "an old checkpoint of a finished run", size_of(old))
 
 
 def _never_trained(run: RecordedRun) -> bool:
-    """Return whether a run has no step, no evaluation, no checkpoint of any state, and no job that may yet begin it."""
-    directory = run.workdir / "checkpoints"
-    return not (len(run.steps) or len(run.evaluations) or (run.account and run.account.step)
-                or (directory.is_dir() and any(directory.iterdir())) or (run.workdir / "jobs").exists())
+    """Return whether a run has no metrics, no step, no checkpoint here or in a mirror, and no job that may begin it."""
+    directory, metrics = run.workdir / "checkpoints", run.workdir / "metrics.jsonl"
+    return not ((metrics.exists() and metrics.stat().st_size) or (run.account and run.account.step)
+                or run.config.get("checkpoint", {}).get("mirror") or (directory.is_dir() and any(directory.iterdir()))
+                or (run.workdir / "jobs").exists())
 
 
 def _old(run: RecordedRun, directory: Path, keep: int) -> list[int]:
@@ -176,16 +183,37 @@ def _is_whole(directory: Path, step: int) -> bool:
     return record is not None and not verify.compare_files(folder, record, *verify.list_files(folder), hashes=False)
 
 
-def _origins(workdir: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the checkpoints of other runs with which a run began, or that its config names, as a teacher say."""
+def _origins(workdir: Path) -> Iterator[tuple[str, int]]:
+    """Yield the checkpoints of other runs with which a run began, or that its config names, as a teacher say.
+
+    Each is the name of a workdir and a step: where that workdir is may have been said relative to another folder, or
+    on a machine that mounts it elsewhere.
+    """
+    said = _json(workdir / "run.json")
+    config = _json(workdir / "config.json")
+    reward, parts = config.get("reinforce", {}), said.get("own_parts", {})
+    named = [(one["workdir"], one["step"]) for one in _within(said) if isinstance(one, dict)
+             and isinstance(one.get("workdir"), str) and isinstance(one.get("step"), int)]
+    for text in (one.removeprefix(_MODEL) for one in _within(config) if isinstance(one, str)):
+        place, at, step = text.rpartition("@")
+        named += [(place, int(step))] if at and step.isdecimal() and step.isascii() else []
+    # A reward model that was named without a step: the run keeps the checkpoint that was the newest then.
+    if isinstance(reward, dict) and isinstance(place := reward.get("reward"), str) and place.startswith(_MODEL):
+        named += [(place.removeprefix(_MODEL), one["step"]) for one in _within(parts) if isinstance(one, dict)
+                  and isinstance(one.get("step"), int)]
+    for place, step in named:
+        yield from {(Path(place).name, step), (Path(place).resolve().name, step)}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Return what a file holds; nothing, if it is damaged or missing."""
     with contextlib.suppress(UserError):
-        said = user_json(workdir / "run.json", {"init_from?": {"workdir?": str, "step?": int}}, "WORKDIR", "") or {}
-        origin = said.get("init_from", {})
-        if "workdir" in origin and "step" in origin:
-            yield Path(origin["workdir"]).resolve(), origin["step"]
-    with contextlib.suppress(UserError):
-        config = user_json(workdir / "config.json", {str: dict}, "WORKDIR", "") or {}
-        for value in (value for keys in config.values() for value in keys.values() if isinstance(value, str)):
-            place, at, step = value.rpartition("@")
-            if at and step.isdecimal() and step.isascii():
-                yield Path(place).resolve(), int(step)
+        return user_json(path, dict, "WORKDIR", "") or {}
+    return {}
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """Yield a value of JSON and all values in it."""
+    yield value
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _within(one)

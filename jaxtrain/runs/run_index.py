@@ -2,6 +2,9 @@
 
 import math
 import os
+import re
+import stat
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +26,7 @@ _LARGER = (TAIL, 2**24)  # until there is the line of a step
 _OWN = {"checkpoints", "ledger", "heartbeats", "jobs", "tokenizer", "tensorboard", "gates"}  # of a run, not runs
 _SMALL_FILES = ("config.json", "run.json", tags.FILE)
 _RUN = {"config_hash?": str, "git_commit?": str | None, "device_kind?": str, "mesh?": {str: int}, "run?": str,
-        "init_from?": dict}
+        "init_from?": dict, "data_manifests?": {str: str}, "packages?": {str: str | None}}
 _META = {"time?": int | float, "loss?": int | float | None, "config?": {str: dict}, "goodput?": int | float | None,
          "git_commit?": str | None, "config_hash?": str}
 
@@ -116,12 +119,14 @@ def _newest_lines(workdir: Path) -> RecordedRun:
 
 def hourly(run: RecordedRun) -> float:
     """Return the price of an hour of a run's devices, in dollars; 0: it is not known."""
+    if misfit(run.run, _RUN):
+        return 0.0
     return price(run.run.get("device_kind", "")) * math.prod(run.run.get("mesh", {}).values())
 
 
 def number(value: Any) -> float | None:
     """Return a number that is finite, or None."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
 
 
 def _whole(value: Any) -> int | None:
@@ -131,10 +136,9 @@ def _whole(value: Any) -> int | None:
 def size_of(path: str | Path) -> int:
     """Return the bytes of a file, or of all files in a folder; links count as links."""
     try:
-        if not os.path.isdir(path) or os.path.islink(path):
-            return os.lstat(path).st_size
-        return sum(size_of(entry.path) if entry.is_dir(follow_symlinks=False) else
-                   entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
+        status = os.lstat(path)
+        return sum(size_of(entry.path) for entry in list(os.scandir(path))) if stat.S_ISDIR(
+            status.st_mode) else status.st_size
     except OSError:  # it was deleted meanwhile, or cannot be read
         return 0
 
@@ -174,7 +178,7 @@ def _copied_workdir(url: str) -> Summary:
     try:
         with tempfile.TemporaryDirectory(prefix="jaxtrain-") as folder:
             for file in files:
-                if file.name in _SMALL_FILES or file.name.startswith("ledger/"):
+                if file.name in _SMALL_FILES or re.fullmatch(r"ledger/\d+\.json", file.name):
                     _put(folder, file.name, storage.read_small(file.path))
                 elif file.name in ("metrics.jsonl", "events.jsonl"):
                     start = max(0, file.size - TAIL)
@@ -211,12 +215,3 @@ def _mirrored(url: str) -> Summary | None:
     return Summary(url, "mirror", step=record["step"], last_step=_whole(meta.get("config", {}).get("train", {}).get(
         "steps")), loss=number(meta.get("loss")), goodput=number(meta.get("goodput")), size=size,
         config_hash=meta.get("config_hash", ""), commit=meta.get("git_commit") or "", time=number(meta.get("time")))
-
-
-def in_bytes(size: float) -> str:
-    """Return a size in words, such as 1.25 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} TB"

@@ -25,7 +25,8 @@ from jaxtrain.distributed.run_processes import heartbeats
 from jaxtrain.errors import UserError
 from jaxtrain.flags import command, parser_of
 from jaxtrain.observe.goodput import duration
-from jaxtrain.observe.run_panel import STYLES, Reading, age, columns_of, curve, figures_of, note, panel, plain
+from jaxtrain.observe.run_panel import STYLES, Reading, columns_of, curve, figures_of, note, panel
+from jaxtrain.pages.plain_text import age, in_bytes, plain
 from jaxtrain.runs import run_index, tags
 from jaxtrain.runs.recorded_run import RecordedRun
 
@@ -33,6 +34,7 @@ RECENT = 2**22  # bytes of metrics and of events, the newest ones, that are read
 EVERY = 1.0  # seconds between two pictures
 _SEARCH_EVERY = 10.0  # seconds between two looks for new runs below a folder
 _SHOWN = 16  # processes
+_NOTED = 100  # events, of which those that are not saves may be drawn
 _CURVE = 90  # columns of a terminal that has room for a curve in the table
 _COLUMNS = {"loss": 0, "tokens/s": 0, "mfu": 110, "goodput": 120, "data wait": 135, "last save": 160}  # likewise
 
@@ -122,7 +124,7 @@ def reading(one: Watched, now: float) -> Reading:
         if rate := run_index.hourly(run):
             figures["cost"] = f"${rate * account.lived / 3600:,.2f}"
     if memory := sum(filter(None, map(_memory, one.beats.values()))):
-        figures["host memory"] = run_index.in_bytes(memory)
+        figures["host memory"] = in_bytes(memory)
     if saved := run.checkpoints:
         figures["last save"] = f"step {saved[-1]}{_saved(one.workdir, saved[-1], now)}"
     if account and state != "running":
@@ -130,7 +132,7 @@ def reading(one: Watched, now: float) -> Reading:
     pace, last = run_index.number(line.get("step_time_s")), run.last_step
     left = duration((last - step) * pace) if pace and last > step and state == "running" else ""
     return Reading(f"{one.workdir}", step, last, state, left, run.steps["loss"], figures, [
-        note(event) for event in run.events if event["kind"] != "checkpoint"])
+        note(event) for event in run.events[-_NOTED:] if event["kind"] != "checkpoint"])
 
 
 def _one(one: Watched, width: int, height: int, now: float) -> Any:
@@ -154,11 +156,11 @@ def _processes(one: Watched, now: float) -> list[Any]:
         return []
     lines = []
     for process, beat in list(one.beats.items())[:_SHOWN]:
-        then, quiet = beat.get("time"), beat.get("quiet_s")
-        silent = now - then if isinstance(then, int | float) else None
+        then, quiet = run_index.number(beat.get("time")), run_index.number(beat.get("quiet_s"))
+        silent = None if then is None else now - then
         said = f"process {process} on {beat.get('host', '?')}: {beat.get('phase', '?')}, step {beat.get('step', '?')}"
         said += f", heartbeat {age(silent)} ago" if silent is not None else ""
-        said += f", no progress for {age(quiet)}" if isinstance(quiet, int) and quiet >= 10 else ""
+        said += f", no progress for {age(quiet)}" if quiet and quiet >= 10 else ""
         ended = beat.get("phase") == "ended"
         late = not ended and silent is not None and silent > 15
         lines.append(Text(plain(f"  {said}"), style="yellow" if late else "dim", no_wrap=True, overflow="ellipsis"))

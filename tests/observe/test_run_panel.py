@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxtrain.observe.run_panel import Reading, age, columns_of, curve, figures_of, note, panel
+from jaxtrain.observe.run_panel import Reading, columns_of, curve, figures_of, note, panel
+from jaxtrain.pages.plain_text import age
 
 LINE = {"step": 7, "loss": 2.5, "tokens_per_s": 12345.6, "mfu": 0.412, "step_time_s": 0.36, "data_wait_s": 0.0015}
 

@@ -87,6 +87,33 @@ def test_checkpoints_with_which_other_runs_began_stay(tmp_path):
     assert found(tmp_path) == ["base/checkpoints/1"]
 
 
+@pytest.mark.parametrize("place", ["runs/base", "/elsewhere/base", "model:/elsewhere/base"])
+def test_they_stay_wherever_they_were_said_to_be(tmp_path, place):
+    """Relative to another folder, on another mount, as a reward model, or deep in what is recorded."""
+    make(tmp_path / "base", checkpoints=(1, 2, 3, 4))
+    make(tmp_path / "tuned", config={"reinforce": {"reward": place, "more": [{"x": f"{place}@1"}]}}, run={
+        "init_from": {"folder": "x", "base": {"workdir": place.removeprefix("model:"), "step": 2}},
+        "own_parts": {"data": {"identity": {"reward_model": {"step": 3, "fingerprint": "x"}}}}})
+    assert found(tmp_path) == ([] if place.startswith("model:") else ["base/checkpoints/3"])
+
+
+def test_a_damaged_checkpoint_stays_until_a_good_one_is_as_new(tmp_path):
+    run = make(tmp_path / "run", checkpoints=(1, 2))
+    for name in ("1.damaged", "3.damaged", "3.abandoned", "3.deleted"):
+        checkpoint(run, 9, name)
+    assert found(tmp_path, keep=2) == ["run/checkpoints/1.damaged", "run/checkpoints/3.deleted"]
+
+
+def test_a_run_that_may_have_trained_stays(tmp_path):
+    make(tmp_path / "mirrored", steps=0, ended="failed", config={"checkpoint": {"mirror": "s3://bucket/run"}})
+    torn = make(tmp_path / "torn", ended="failed")
+    (torn / "metrics.jsonl").write_bytes(bytes(2**17))
+    (torn / "ledger" / "0001.json").write_bytes(bytes(100))
+    for path in torn.glob("*.json*"):
+        os.utime(path, (1e9, 1e9))
+    assert found(tmp_path) == []
+
+
 def test_runs_that_may_be_running_are_left_alone(tmp_path, capsys):
     by_ledger = littered(tmp_path / "ledger", ended="", began=time.time() - 2000)
     by_heartbeat = littered(tmp_path / "heartbeat")
@@ -151,6 +178,7 @@ def test_tagged_and_damaged_runs_and_links_are_left_alone(tmp_path, capsys):
 
 def test_what_cannot_be_deleted_is_said(tmp_path, capsys, monkeypatch):
     littered(tmp_path / "run")
+    make(tmp_path / "7", steps=0, ended="failed")
 
     def fails(path):
         raise PermissionError(1, "Operation not permitted")
@@ -159,3 +187,4 @@ def test_what_cannot_be_deleted_is_said(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(["gc", f"{tmp_path}", "--delete"])
     assert "cannot be deleted (Operation not permitted)" in capsys.readouterr().err
+    assert (tmp_path / "7").exists(), "it has its name"

@@ -67,6 +67,26 @@ def test_many_runs(tmp_path, width, capsys):
     assert top.main([f"{tmp_path / 'stopped' / 'ledger'}"]) == 2 and "there is no run in" in capsys.readouterr().err
 
 
+def test_a_run_that_cannot_be_read_is_drawn_with_the_reason(tmp_path):
+    run = make(tmp_path / "run")
+    (run / "config.json").write_text("{")
+    assert "damaged" in drawn([run], 100) and "is not valid JSON" in drawn([run], 100)
+
+
+@pytest.mark.parametrize(("file", "content"), [
+    ("run.json", {"mesh": [2], "device_kind": 7}), ("config.json", {"train": {"steps": "many"}}),
+    ("metrics.jsonl", {"step": 10**400, "loss": 1}), ("metrics.jsonl", {"step": 5, "loss": 10**400}),
+    ("events.jsonl", {"kind": "hang", "time": 10**400}),
+    ("heartbeats/process-0", {"time": 10**400, "quiet_s": 10**400})])
+def test_what_no_run_wrote_ends_in_no_traceback(tmp_path, file, content):
+    run = make(tmp_path / "run")
+    (run / "heartbeats").mkdir()
+    with open(run / file, "a" if file.endswith("l") else "w") as out:
+        out.write(f"{json.dumps(content)}\n")
+    assert "run" in drawn([run], 120)
+    assert runs(["list", f"{tmp_path}"]) == 0 and runs(["show", f"{run}"]) in (0, 2)
+
+
 def test_runs_are_followed(tmp_path, monkeypatch):
     run = make(tmp_path / "run", steps=1, ended="", began=time.time() - 2005)
     watch = top.Watch([f"{tmp_path}"])

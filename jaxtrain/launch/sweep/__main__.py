@@ -22,12 +22,12 @@ from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.flags import command, parser_of
 from jaxtrain.launch.job_spec import ENGINES
-from jaxtrain.launch.jobs import aligned
 from jaxtrain.launch.sweep import findings, sweep_budget, sweep_page
 from jaxtrain.launch.sweep.config_process import check_metric, values_of
 from jaxtrain.launch.sweep.sweep_file import CONFIG, Sweep, check_form, read_content, shown, sweep_of
 from jaxtrain.launch.sweep.sweeper import Sweeper
 from jaxtrain.launch.sweep.trials import RESULTS, points_of, read
+from jaxtrain.pages.plain_text import aligned
 from jaxtrain.redaction import redacted
 
 RECORD = "sweep.json"

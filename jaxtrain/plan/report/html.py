@@ -71,11 +71,11 @@ def _winner(found: Found, use: str, tokens: float) -> list[str]:
     e = found.best.estimate
     exposed = sum(communication(e).values())
     figures = {"time of a step": duration(e.seconds), "tokens/s": f"{e.tokens_per_second:,.0f}",
-             **({} if e.target.platform == "cpu" else {"MFU": f"{e.mfu:.1%}"}),
-             "memory of a device": f"{gigabytes(e.bytes)} of {gigabytes(e.target.room)} GB",
-             "computation": f"{1 - exposed / e.seconds:.1%}", "exposed communication": f"{exposed / e.seconds:.1%}",
-             f"{tokens:.3g} tokens take": f"{e.days(tokens):,.1f} days",
-             f"at ${e.target.price:g} a device and hour": f"${e.cost(tokens):,.0f}"}
+               **({} if e.target.platform == "cpu" else {"MFU": f"{e.mfu:.1%}"}),
+               "memory of a device": f"{gigabytes(e.bytes)} of {gigabytes(e.target.room)} GB",
+               "computation": f"{1 - exposed / e.seconds:.1%}", "exposed communication": f"{exposed / e.seconds:.1%}",
+               f"{tokens:.3g} tokens take": f"{e.days(tokens):,.1f} days",
+               f"at ${e.target.price:g} a device and hour": f"${e.cost(tokens):,.0f}"}
     if e.host:
         figures["in the hosts, for each device"] = f"{gigabytes(e.host)} GB"
     return ['<section class="card">', f'<p class="layout">{escape(f"{found.best}")}</p>', facts(figures),

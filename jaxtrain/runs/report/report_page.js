@@ -44,8 +44,9 @@ function looked(trace, colour, axis, share) {  // the trace as the controls want
 }
 
 function draw(figure) {
-  const name = figure.dataset.chart, drawing = figure.querySelector(".drawing"), {data, layout} = figures[name];
-  if (!drawing.clientWidth) return;  // in a part that is closed
+  const name = figure.dataset.chart, drawing = figure.querySelector(".drawing");
+  if (!drawing.clientWidth || !figures[name]) return;  // in a part that is closed, or no run has it any more
+  const {data, layout} = figures[name];
   const style = getComputedStyle(document.documentElement), colour = key => style.getPropertyValue(key).trim();
   const axis = byId("axis").value, share = byId("smoothing").value / 100, log = byId("log").checked;
   const curves = name !== "timeline", narrow = drawing.clientWidth < 600;
@@ -79,7 +80,7 @@ async function renew() {  // put what is new into the page, and leave open what 
       const here = document.querySelector(`[data-part="${part.dataset.part}"]`);
       if (here && here.innerHTML !== part.innerHTML) here.replaceChildren(...part.childNodes);
     }
-    document.querySelectorAll("[data-chart]").forEach(figure => figures[figure.dataset.chart] && draw(figure));
+    document.querySelectorAll("[data-chart]").forEach(draw);
     byId("status").textContent = `Renewed every ${SECONDS} seconds.`;
   } catch (error) {
     byId("status").textContent = `Not renewed since ${new Date().toLocaleTimeString()}: is the command still running?`;

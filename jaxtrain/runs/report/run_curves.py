@@ -1,6 +1,7 @@
 """The curves of a run: what charts there are, and each key of metrics.jsonl over steps, tokens and hours."""
 
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,10 @@ class RunCurves:
         """Return where lines of steps are on each axis; a step whose time was not measured counts as the others."""
         step, each = lines["step"], lines["step_time_s"]
         usual = np.nanmedian(each) if np.isfinite(each).any() else 0.0
-        hours = np.cumsum(np.where(np.isfinite(each), each, usual) * np.diff(step, prepend=0.0)) / 3600
+        known = [one.resumed for one in self.run.account.incarnations if one.resumed is not None
+                 ] if self.run.account and len(step) else []
+        first = min([*known, step[0]]) if known else 0.0  # a run that adopted a checkpoint did not train up to it
+        hours = np.cumsum(np.where(np.isfinite(each), each, usual) * np.diff(step, prepend=first)) / 3600
         return {"step": step, "tokens": lines["tokens"], "hours": hours}
 
     def curve(self, key: str) -> Curve | None:
@@ -139,7 +143,8 @@ def charts(runs: Sequence[RunCurves]) -> list[Chart]:
     memory = tuple(key for key in keys if "memory" in key)
     found = [Chart("memory", "Memory", "", memory)] if memory else []
     others = [key for key in keys if key not in known.union(memory) and any(_varies(one.curve(key)) for one in runs)]
-    return usual + found + [Chart(f"other{i}", key, "", (key,)) for i, key in enumerate(others[:_OTHERS])]
+    # Named by the key, since a page that is renewed finds its charts by name, and others may come before them.
+    return usual + found + [Chart(f"other{zlib.crc32(key.encode()):08x}", key, "", (key,)) for key in others[:_OTHERS]]
 
 
 def _varies(curve: Curve | None) -> bool:

@@ -75,8 +75,10 @@ def over_seeds(groups: Sequence[seed_statistics.Group]) -> Table:
     """Return the statistics of runs that differ in seeds alone; no rows, if there are none."""
     rows = []
     for group in groups:
-        best = [found[1] if (found := seed_statistics.best(one)) else None for one in group.runs]
-        for what, values in (("newest", [seed_statistics.last(one) for one in group.runs]), ("best", best)):
+        key = seed_statistics.metric(group.runs)
+        at, newest = seed_statistics.together(group.runs) or (0, [])
+        best = [found[1] if (found := seed_statistics.best(one, key)) else None for one in group.runs]
+        for what, values in ((f"{key} at step {at:,}", newest), (f"best {key}", best)):
             if found := seed_statistics.statistics(values):
                 n, mean, deviation, margin = found
                 rows.append([", ".join(one.name for one in group.runs), what, f"{n}", f"{mean:.4f}", f"{deviation:.4f}",

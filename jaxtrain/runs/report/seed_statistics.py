@@ -40,13 +40,16 @@ def differences(runs: Sequence[RunCurves]) -> dict[str, list[Any]]:
 
 
 def groups(runs: Sequence[RunCurves]) -> list[Group]:
-    """Return the runs by experiment, in the order of their first runs."""
-    found: dict[str, list[RunCurves]] = defaultdict(list)
+    """Return the runs by experiment, in the order of their first runs.
+
+    Of runs that have their seeds in common too, only the first counts: repeating one says nothing of how seeds vary.
+    """
+    found: dict[str, dict[str, RunCurves]] = defaultdict(dict)
     for one in runs:
-        keys = {key: value for key, value in flat(one.run.config).items()
-                if key not in _SEEDS and not key.startswith(_WATCHED)}
-        found[json.dumps(keys, sort_keys=True)].append(one)
-    return [_group(members) for members in found.values()]
+        config = flat(one.run.config)
+        keys = {key: value for key, value in config.items() if key not in _SEEDS and not key.startswith(_WATCHED)}
+        found[json.dumps(keys, sort_keys=True)].setdefault(json.dumps([config.get(key) for key in _SEEDS]), one)
+    return [_group([*members.values()]) for members in found.values()]
 
 
 def _group(runs: Sequence[RunCurves]) -> Group:
@@ -68,9 +71,12 @@ def interval(values: Sequence[float]) -> float:
     return float(stdtrit(n - 1, 0.975) * stdev(values) / n**0.5) if n > 1 else float("nan")
 
 
-def best(one: RunCurves) -> tuple[str, float, int] | None:
-    """Return the metric by which runs are ranked, its best value so far and the step; None: there is no finite one."""
-    curve = one.curve("eval_loss") or one.curve("loss")
+def best(one: RunCurves, key: str = "") -> tuple[str, float, int] | None:
+    """Return the metric by which runs are ranked, its best value so far and the step; None: there is no finite one.
+
+    `key`: another metric.
+    """
+    curve = one.curve(key) if key else one.curve("eval_loss") or one.curve("loss")
     if curve is None or not np.isfinite(curve.values).any():
         return None
     place = int(np.nanargmin(curve.values))
@@ -81,6 +87,20 @@ def last(one: RunCurves) -> float | None:
     """Return the newest value of the metric by which runs are ranked; None: it is not finite, or there is none."""
     curve = one.curve("eval_loss") or one.curve("loss")
     return float(curve.values[-1]) if curve is not None and np.isfinite(curve.values[-1]) else None
+
+
+def metric(runs: Sequence[RunCurves]) -> str:
+    """Return the metric that runs have in common."""
+    return "eval_loss" if all(one.curve("eval_loss") for one in runs) else "loss"
+
+
+def together(runs: Sequence[RunCurves]) -> tuple[int, list[float]] | None:
+    """Return the newest step at which all runs have a finite value of their metric, and the values; None: none."""
+    curves = [one.curve(metric(runs)) for one in runs]
+    known = [dict(zip(curve.axes["step"][there].tolist(), curve.values[there].tolist(), strict=True))
+             for curve in curves if curve for there in [np.isfinite(curve.values)]]
+    shared = set.intersection(*map(set, known)) if len(known) == len(curves) else set()
+    return (int(max(shared)), [values[max(shared)] for values in known]) if shared else None
 
 
 def statistics(values: Sequence[float | None]) -> tuple[int, float, float, float] | None:

@@ -13,6 +13,7 @@ import pytest
 from jaxtrain.errors import UserError
 from jaxtrain.runs.report import live_page
 from jaxtrain.runs.report.report_page import ReportPage
+from jaxtrain.runs.report.run_curves import charts
 from tests.runs.report.recorded import recorded
 
 
@@ -33,6 +34,18 @@ def asked(server, path, host=None):
     connection.request("GET", path, headers={"Host": host} if host else {})
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
+
+
+def test_charts_keep_their_names_as_others_come(tmp_path):
+    """A page that is renewed finds the chart of each title by its name."""
+    workdir = recorded(tmp_path / "run")
+    page = ReportPage([workdir])
+    before = {chart.title: chart.name for chart in charts(page.runs)}
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 31, "skipped": 1}\n{"step": 32, "skipped": 2}\n')
+    page.look()
+    after = {chart.title: chart.name for chart in charts(page.runs)}
+    assert "eval_perplexity" in before and after.items() - before.items() == {("skipped", after["skipped"])}
 
 
 def test_it_renews_itself_for_this_machine_alone(served):
