@@ -161,7 +161,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not ipaddress.ip_address(self.client_address[0]).is_loopback or "Origin" in self.headers:
             return self._answer(403, "a profile is for programs of this machine to ask for, not for pages\n", text)
         try:
-            profile_requests.request_profile(server.workdir, int(wanted) if wanted.isdecimal() else 0)
+            if not wanted.isdecimal():
+                raise UserError("steps", f"{wanted!r} is not a number", "give one, such as /profile?steps=5")
+            profile_requests.request_profile(server.workdir, int(wanted[:9]))
             self._answer(202, "it is written to profiles/STEP in the workdir\n", text)
         except UserError as error:
             self._answer(409, f"{error}\n", text)
