@@ -67,6 +67,12 @@ def test_many_runs(tmp_path, width, capsys):
     assert top.main([f"{tmp_path / 'stopped' / 'ledger'}"]) == 2 and "there is no run in" in capsys.readouterr().err
 
 
+def test_a_process_that_ended_says_when(tmp_path):
+    run = make(tmp_path / "run")
+    beat(run, 0, phase="ended", time=time.time() - 5, quiet_s=90)
+    assert "process 0 on h[red]: ended 5 s ago" in drawn([run], 100).replace("\n", " ")
+
+
 def test_runs_are_followed(tmp_path, monkeypatch):
     run = make(tmp_path / "run", steps=1, ended="", began=time.time() - 2005)
     watch = top.Watch([f"{tmp_path}"])

@@ -4,6 +4,7 @@ A monitor must never cost a run: what it cannot do is told once and tried again,
 """
 
 import contextlib
+import errno
 import http.server
 import ipaddress
 import re
@@ -60,7 +61,8 @@ def _serve(metrics: RunMetrics, workdir: str | Path, address: tuple[str, int], e
             if not refused:
                 refused = error.strerror or f"{error}"
                 said = f"nothing can be exported at {shown} ({refused}); the run goes on, and this is tried again"
-                events.tell(workdir, "prometheus_failed", f"observe.prometheus_port: {said} every {AGAIN_S:.0f} s",
+                key = "host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "port"
+                events.tell(workdir, "prometheus_failed", f"observe.prometheus_{key}: {said} every {AGAIN_S:.0f} s",
                             address=shown, reason=refused)
             ended.wait(AGAIN_S)
             continue
