@@ -36,3 +36,7 @@ def chosen(words: list[str] | None) -> None:
         raise UserError(name, "a command comes before its flags", f"write jaxtrain train {name}")
     elif name not in COMMANDS:
         raise UserError("jaxtrain", f"there is no command {name!r}", nearest(name, COMMANDS))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -23,7 +23,7 @@ class UserError(ValueError):
 def say(text: object) -> None:
     """Print a message to stderr, without credentials; a log on a full disk must not stop the run."""
     with contextlib.suppress(OSError):
-        print(redacted(f"{text}"), file=sys.stderr, flush=True)
+        print(redacted(f"{text}") + "\n", end="", file=sys.stderr, flush=True)  # whole, whichever threads print
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

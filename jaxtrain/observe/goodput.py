@@ -159,9 +159,11 @@ def table(life: Account) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text, such as `3:05 min`."""
+    """Return a duration as text, such as `3:05 min`; one of 100 hours or more in days."""
     if seconds < 60:
         return f"{seconds:.1f} s"
+    if seconds >= 360_000:
+        return f"{seconds / 86400:.1f} days"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"

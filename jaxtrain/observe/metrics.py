@@ -109,11 +109,11 @@ class MetricsWriter:
 
     def write_eval(self, step: int, fields: Mapping[str, Any]) -> None:
         """Write an evaluation line (`eval_loss`, `eval_bits_per_byte`, ...) after the lines of the steps before it."""
-        self._put("eval", step, fields)
+        self._put("eval", step, fields, time.perf_counter())
 
     def restart_clock(self) -> None:
         """Leave what was done since the last step, such as sampling a text, out of the next one's time."""
-        self._put("clock")
+        self._put("clock", time.perf_counter())
 
     def flush(self) -> None:
         """Wait until all lines so far are written, or kept in memory for lack of disk space (then `behind` is true)."""
@@ -211,13 +211,12 @@ class MetricsWriter:
             record["goodput"] = self._ledger.goodput()
         return {**record, **device_memory()}
 
-    def _eval(self, step: int, fields: Mapping[str, Any]) -> None:
-        record = {"step": step, **_plain(jax.device_get(dict(fields)))}
-        self._clock()
-        self._write(record)
+    def _eval(self, step: int, fields: Mapping[str, Any], ended: float) -> None:
+        self._clock(ended)
+        self._write({"step": step, **_plain(jax.device_get(dict(fields)))})
 
-    def _clock(self) -> None:
-        self._completed = time.perf_counter()
+    def _clock(self, ended: float) -> None:
+        self._completed = ended  # and not now: this thread may be late, and the next step has begun meanwhile
 
     def _flush(self, written: threading.Event) -> None:
         try:

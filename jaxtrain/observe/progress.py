@@ -42,7 +42,7 @@ class Progress:
             tenth = 10 * step // self._steps
             if "eval_loss" in record or tenth > self._tenth:
                 with contextlib.suppress(OSError):  # a log on a full disk
-                    print(text, file=self._stream, flush=True)
+                    print(f"{text}\n", end="", file=self._stream, flush=True)  # whole
                 self._tenth = max(tenth, self._tenth)
         elif "eval_loss" in record:
             self._live.evaluated(record, text)

@@ -158,10 +158,11 @@ def _processes(one: Watched, now: float) -> list[Any]:
     for process, beat in list(one.beats.items())[:_SHOWN]:
         then, quiet = run_index.number(beat.get("time")), run_index.number(beat.get("quiet_s"))
         silent = None if then is None else now - then
-        said = f"process {process} on {beat.get('host', '?')}: {beat.get('phase', '?')}, step {beat.get('step', '?')}"
-        said += f", heartbeat {age(silent)} ago" if silent is not None else ""
-        said += f", no progress for {age(quiet)}" if quiet and quiet >= 10 else ""
         ended = beat.get("phase") == "ended"
+        said = f"process {process} on {beat.get('host', '?')}: {beat.get('phase', '?')}"
+        said += "" if ended else f", step {beat.get('step', '?')}"
+        said += f"{', heartbeat' * (not ended)} {age(silent)} ago" if silent is not None else ""
+        said += f", no progress for {age(quiet)}" if quiet and quiet >= 10 and not ended else ""
         late = not ended and silent is not None and silent > 15
         lines.append(Text(plain(f"  {said}"), style="yellow" if late else "dim", no_wrap=True, overflow="ellipsis"))
     if (more := len(one.beats) - _SHOWN) > 0:

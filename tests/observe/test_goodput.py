@@ -352,3 +352,8 @@ def test_two_that_start_at_once_have_files_of_their_own(tmp_path, monkeypatch):
         two.open(20)
     monkeypatch.undo()
     assert sorted(start.last_step for start in incarnations(tmp_path)) == [10, 20]
+
+
+def test_durations_are_read_at_a_glance():
+    assert [*map(goodput.duration, (3.04, 125, 3 * 3600 + 65, 359_999, 360_000, 3692 * 3600))] == [
+        "3.0 s", "2:05 min", "3:01:05 h", "99:59:59 h", "4.2 days", "153.8 days"]

@@ -88,6 +88,22 @@ def test_evaluations_are_in_order_and_not_in_the_step_time(tmp_path, clock):
     assert lines(tmp_path)[3]["step_time_s"] == 1.0
 
 
+def test_an_evaluation_ends_when_the_loop_says_so_however_late_the_thread_is(tmp_path, clock):
+    free = threading.Event()
+    late = SimpleNamespace(write=lambda record: free.wait(60), close=lambda: None)
+    with open_writer(tmp_path, sinks=[late]) as writer:
+        writer.push(1, {"loss": 1.0})
+        clock.now = 50.0
+        writer.write_eval(1, {"eval_loss": 0.5})
+        clock.now = 57.0
+        free.set()
+        writer.flush()
+        push_at(writer, clock, 2, 60.0)
+        writer.restart_clock()
+        push_at(writer, clock, 3, 61.0)
+    assert [line.get("step_time_s") for line in lines(tmp_path)] == [None, None, 10.0, 1.0]
+
+
 def test_no_mfu_without_a_peak(tmp_path):
     with open_writer(tmp_path, constants=Constants(tokens_per_step=1)) as writer:
         writer.push(1, {"loss": 0.0})

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxtrain.errors import say
 from jaxtrain.observe import Progress
 
 
@@ -109,3 +110,13 @@ def test_start_up_imports_nothing_heavy():
     code = f"import sys, jaxtrain.observe, jaxtrain.checkpoint; sys.exit(str({heavy} or ''))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stderr.strip() == ""
+
+
+def test_a_line_is_written_whole(monkeypatch):
+    """In one call, so that lines of several threads do not run into each other."""
+    written = []
+    stream = SimpleNamespace(write=written.append, flush=lambda: None, isatty=lambda: False)
+    Progress(4, stream=stream).write({"step": 1, "loss": 2.0})
+    monkeypatch.setattr(sys, "stderr", stream)
+    say("told")
+    assert [*filter(None, written)] == ["step 1/4  loss 2.0000\n", "told\n"]

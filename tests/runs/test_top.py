@@ -87,6 +87,12 @@ def test_what_no_run_wrote_ends_in_no_traceback(tmp_path, file, content):
     assert runs(["list", f"{tmp_path}"]) == 0 and runs(["show", f"{run}"]) in (0, 2)
 
 
+def test_a_process_that_ended_says_when(tmp_path):
+    run = make(tmp_path / "run")
+    beat(run, 0, phase="ended", time=time.time() - 5, quiet_s=90)
+    assert "process 0 on h[red]: ended 5 s ago" in drawn([run], 100).replace("\n", " ")
+
+
 def test_runs_are_followed(tmp_path, monkeypatch):
     run = make(tmp_path / "run", steps=1, ended="", began=time.time() - 2005)
     watch = top.Watch([f"{tmp_path}"])

@@ -4,6 +4,7 @@ A monitor must never cost a run: what it cannot do is told once and tried again,
 """
 
 import contextlib
+import errno
 import http.server
 import ipaddress
 import re
@@ -60,7 +61,8 @@ def _serve(metrics: RunMetrics, workdir: str | Path, address: tuple[str, int], e
             if not refused:
                 refused = error.strerror or f"{error}"
                 said = f"nothing can be exported at {shown} ({refused}); the run goes on, and this is tried again"
-                events.tell(workdir, "prometheus_failed", f"observe.prometheus_port: {said} every {AGAIN_S:.0f} s",
+                key = "host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "port"
+                events.tell(workdir, "prometheus_failed", f"observe.prometheus_{key}: {said} every {AGAIN_S:.0f} s",
                             address=shown, reason=refused)
             ended.wait(AGAIN_S)
             continue
@@ -161,7 +163,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not ipaddress.ip_address(self.client_address[0]).is_loopback or "Origin" in self.headers:
             return self._answer(403, "a profile is for programs of this machine to ask for, not for pages\n", text)
         try:
-            profile_requests.request_profile(server.workdir, int(wanted) if wanted.isdecimal() else 0)
+            if not wanted.isdecimal():
+                raise UserError("steps", f"{wanted!r} is not a number", "give one, such as /profile?steps=5")
+            profile_requests.request_profile(server.workdir, int(wanted[:9]))
             self._answer(202, "it is written to profiles/STEP in the workdir\n", text)
         except UserError as error:
             self._answer(409, f"{error}\n", text)

@@ -62,8 +62,8 @@ def _metrics() -> Iterator[Metric]:
             ("slowest_ratio", "slowest_ratio", "How many times as slow as the median of its peers that process is."),
         ))
     yield from (
-        Metric("jaxtrain_tokens_total", "counter", "Tokens that the run trained on since this process started, with "
-               "those of steps done again.", "line", "tokens_done"),
+        Metric("jaxtrain_tokens_total", "counter", "Tokens that the run trained on since this process's first line "
+               "of metrics, with those of steps done again.", "line", "tokens_done"),
         Metric("jaxtrain_line_value", "gauge", "Any other number of the newest lines of metrics, by its name.",
                "line", "others", ("key",)),
 

@@ -3,6 +3,7 @@
 It cannot take a number back, and keeps one that comes twice; so the last steps that it has are metrics themselves.
 """
 
+import logging
 import os
 import time
 
@@ -18,6 +19,7 @@ class Service(Tracker):
     def begin(self, run, since) -> Position:
         """Find the run by its tag, or create it."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # Tracking tries again, and knows what is lacking
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # otherwise a warning for each of these
         os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # it may have a password in it
         with IMPORTING:
             from mlflow import MlflowClient

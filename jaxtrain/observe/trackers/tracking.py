@@ -9,6 +9,7 @@ skips batches, a tracker that cannot forget begins another run of its own, with 
 import contextlib
 import json
 import math
+import textwrap
 import threading
 import time
 from collections import deque
@@ -151,7 +152,7 @@ class _Follower:
                 continue
             except Exception as error:  # of whatever kind: it is somebody else's code
                 self._begun = False  # what it has must be asked again
-                self._tell_down(f"{type(error).__name__}: {error}"[:300])
+                self._tell_down(textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ..."))
                 failures, last_tries = failures + 1, last_tries + bool(ending)
                 if last_tries > _TRIES:
                     return

@@ -72,8 +72,8 @@ def plot(workdir: str | Path, *more: str | Path) -> Plot:
     workdirs = [*map(Path, (workdir, *more))]
     runs = [RunCurves(RecordedRun(one), name) for one, name in zip(workdirs, names(workdirs), strict=True)]
     shown = [chart for chart in charts(runs) if chart in CHARTS]
-    made = make_subplots(max(1, len(shown)), 1, subplot_titles=[chart.title for chart in shown],
-                         vertical_spacing=0.3 / max(1, len(shown)))
+    titles = [chart.title for chart in shown] or ["No steps yet"]
+    made = make_subplots(len(titles), 1, subplot_titles=titles, vertical_spacing=0.3 / len(titles))
     seen = set()
     for row, chart in enumerate(shown, 1):
         for trace in list[Any](figure(chart, runs).data):
@@ -83,8 +83,9 @@ def plot(workdir: str | Path, *more: str | Path) -> Plot:
             seen.add(trace.name)
             made.add_trace(trace, row, 1)
         made.update_yaxes(title=chart.unit, row=row, col=1)
-    made.update_layout(height=_TALL * len(shown), hovermode="x", template="plotly_white")
-    return Plot(made, "\n".join(_in_words(chart, one) for chart in shown for one in runs))
+    made.update_layout(height=_TALL * len(titles), hovermode="x", template="plotly_white")
+    words = "\n".join(_in_words(chart, one) for chart in shown for one in runs)
+    return Plot(made, words or "no steps yet")
 
 
 def _in_words(chart: Chart, run: RunCurves) -> str:

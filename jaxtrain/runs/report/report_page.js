@@ -75,6 +75,8 @@ async function renew() {  // put what is new into the page, and leave open what 
     const answer = await fetch("/now", {cache: "no-store"});
     if (!answer.ok) throw new Error(answer.statusText);
     const now = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const drawn = name => document.querySelector(`[data-chart="${name}"]`);
+    if ([...now.querySelectorAll("[data-chart]")].some(one => !drawn(one.dataset.chart))) return location.reload();
     figures = JSON.parse(now.getElementById("data").textContent);
     for (const part of now.querySelectorAll("[data-part]")) {
       const here = document.querySelector(`[data-part="${part.dataset.part}"]`);

@@ -107,6 +107,12 @@ def test_a_port_in_use_costs_no_run_and_is_taken_when_it_is_free(tmp_path, monke
     assert said[1] == f"metrics are exported at http://{address}/metrics"
 
 
+def test_an_address_of_another_machine_is_told_by_the_key_of_the_host(tmp_path, capsys):
+    with exported(tmp_path / "run", "192.0.2.1:9400"):
+        waited_for(lambda: events(tmp_path / "run"))
+    assert capsys.readouterr().err.startswith("observe.prometheus_host: nothing can be exported at http://192.0.2.1:")
+
+
 def test_silent_and_slow_clients_keep_nobody_out_for_long(tmp_path, monkeypatch):
     monkeypatch.setattr(exporter, "REQUEST_S", 0.3)
     monkeypatch.setattr(exporter._Handler, "timeout", 0.3)

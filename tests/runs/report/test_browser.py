@@ -140,3 +140,27 @@ def test_a_served_page_renews_itself(tmp_path):
     before, zoomed, after = json.loads(console[0].removeprefix("SEEN "))
     assert len(console) == 1 and before != zoomed == after, "the zoom is kept"
     assert any(keys["bare"] for keys in asked) and escape("news<b>") in dom and "Renewed every 5 seconds" in dom
+
+
+def test_a_page_served_before_the_first_step_gets_its_charts(tmp_path):
+    workdir = recorded(tmp_path / "run")
+    metrics = (workdir / "metrics.jsonl").rename(tmp_path / "later")
+    server = live_page.server(page := ReportPage([workdir]))
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    render = page.render
+
+    def renewed(**keys):
+        if keys["bare"]:
+            shutil.copy(metrics, workdir / "metrics.jsonl")
+            page.look()
+        return render(**keys)
+
+    page.render = renewed
+    try:
+        console, dom = browsed(f"http://127.0.0.1:{server.server_address[1]}/", 1440, False)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert console == [] and 'data-chart="loss"' in dom and "No steps yet" not in dom

@@ -137,6 +137,13 @@ def test_a_notebook_shows_the_same_curves_without_the_network(eventful):
     assert not re.search(r'<script[^>]* src=', shown) and "<b>" not in "".join(trace.name for trace in plot.figure.data)
 
 
+def test_a_run_without_a_step(tmp_path):
+    workdir = recorded(tmp_path / "run")
+    (workdir / "metrics.jsonl").write_text("")
+    assert "No steps yet" in jt.plot(workdir)._repr_html_() and f"{jt.plot(workdir)}" == "no steps yet"
+    assert "<p>No steps yet.</p>" in ReportPage([workdir]).render()
+
+
 @pytest.mark.slow
 def test_a_run_of_a_million_steps_is_a_small_page_in_seconds(tmp_path):
     workdir = recorded(tmp_path / "run", steps=1_000_000)
