@@ -29,7 +29,9 @@ _HUNG_S = 120.0  # after which a call counts as hung
 _PART = 0.01  # of the time of a processor that a tracker may take, so that steps are not slower for it
 _SHORTEST_S, _LONGEST_S = 1.0, 60.0  # between two times that lines are sent
 _SYSTEM_S = 10.0  # between two looks at the machine
-_PATIENCE_S = {"stopped": 10.0}  # that the end waits for trackers; a job that is told to stop has little time
+# Seconds that the end waits for trackers: a job that is told to stop has little time, and one that was rolled back
+# sends the rest later.
+_PATIENCE_S = {"stopped": 10.0, "rolled_back": 10.0}
 _LAST_PATIENCE_S = 60.0
 _LOSSES = "loss", "eval_loss"
 _SAME = 1e-3  # relative difference of losses that another mesh or precision may make
@@ -66,7 +68,10 @@ class Tracking:
         """Do nothing: how the run ends is known later."""
 
     def finish(self, status: str) -> None:
-        """Give the trackers a while to get what they lack, and end them; says which of them lacks something."""
+        """Give the trackers a while to get what they lack, and end them; says which of them lacks something.
+
+        One that hangs is left alone: should it go on, it gets nothing more, for another attempt may tell it.
+        """
         for follower in self._followers:
             follower.end(status)
         end = time.monotonic() + _PATIENCE_S.get(status, _LAST_PATIENCE_S)
@@ -103,6 +108,7 @@ class _Follower:
         self._busy_since: float | None = None
         self._down = ""  # why, if it is
         self._status = ""  # how the run ended, once it has
+        self._left = False  # whether nobody waits for it any more
         self._news, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"tracker-{self._name}", daemon=True)
 
@@ -124,7 +130,7 @@ class _Follower:
         if self._thread.is_alive():
             self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
-            self._down = self._down or "it has not answered in time"
+            self._left, self._down = True, self._down or "it has not answered in time"
         if self._down:
             self._tell("tracker_behind", f"{self._name} has the lines of this run up to step {self._have[0]} only "
                        f"({self._down}); metrics.jsonl has them all, and the same command sends them")
@@ -133,13 +139,15 @@ class _Follower:
 
     def _work(self) -> None:
         failures = last_tries = 0
-        while True:
+        while not self._left:
+            self._news.clear()  # before the look at how the run ended, which is news too
             ending, self._busy_since, spent = self._status, time.monotonic(), time.thread_time()
-            self._news.clear()
             try:
                 if not self._begun:
                     self._begin()
                 self._catch_up()
+                if self._left:
+                    return
                 if ending:
                     self._finish(ending)
                     self._up()
@@ -194,6 +202,8 @@ class _Follower:
             if self.extras[0] is extra:  # otherwise it had to make room
                 self.extras.popleft()
         for lines in self._new_lines():
+            if self._left:
+                return
             if time.monotonic() - self._looked >= _SYSTEM_S:
                 self._looked = time.monotonic()
                 lines[-1] |= {f"system/{name}": value
@@ -249,6 +259,8 @@ class _Follower:
 
     def _keep(self) -> None:
         """Note in the workdir what was sent; where that fails, lines may come twice after a crash."""
+        if self._left:  # the next attempt notes it
+            return
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
             atomic_files.write(self._path, json.dumps({
