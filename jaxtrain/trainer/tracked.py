@@ -94,9 +94,12 @@ class Tracked:
         run, kinds = self._run, self._run.config.observe.histograms
         if (shape := shape_of(batch)) not in self._compiled:
             with self._session.phase("compile"):
+                if "weights" in kinds:
+                    histograms.prepare(state.params, run.mesh)
                 if "gradients" in kinds:
-                    run.sharded.compiled_gradient(batch)
-                histograms.prepare(state.params, run.mesh)
+                    places = run.sharded.compiled_gradient(batch).output_shardings[1]
+                    histograms.prepare(jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(
+                        x.shape, x.dtype, sharding=place), state.params, places), run.mesh)
                 processes.meet("histograms", run.config.resilience.start_limit)
             self._compiled.add(shape)
         with self._session.phase("eval"):

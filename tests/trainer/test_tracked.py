@@ -59,20 +59,22 @@ class Collector(jt.Tracker):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 2}])
-def test_histograms_samples_and_checkpoints(flags, tmp_path, mesh):
+def test_histograms_samples_and_checkpoints(flags, tmp_path, monkeypatch, mesh):
     """Counts are those of NumPy over the whole arrays, on one device and split over four."""
     words = dict(flag.removeprefix("--config.").split("=", 1) for flag in flags[1:])
     config = load_config(flags[0].partition("=")[2], words | dict(one.split("=") for one in LOOKS) | mesh)
     config = config if mesh else load_config(flags[0].partition("=")[2], config_on_one(words))
     run = build(config, devices=jax.devices()[:4 if mesh else 1])
     seen = Collector()
-    batches = {}
+    batches, compiled, prepare = {}, [], histograms.prepare
+    monkeypatch.setattr(histograms, "prepare", lambda *of: compiled.append((prepare(*of), len(histograms._programs))))
 
     class Batches(jt.Observer):
         def on_batch(self, step, batch):
             batches[step] = batch
 
     state = jt.train(run, tmp_path, observers=[seen, Batches()])
+    assert compiled[-1] == (None, len(histograms._programs)), "nothing is compiled outside of its phase"
     gradient = run.sharded.value_and_grad(state, batches[STEPS])[1]
     for kind, tree in (("weights", state.params), ("gradients", gradient)):
         leaves = jax.tree_util.tree_leaves_with_path(tree)
