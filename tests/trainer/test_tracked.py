@@ -59,22 +59,20 @@ class Collector(jt.Tracker):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 2}])
-def test_histograms_samples_and_checkpoints(flags, tmp_path, monkeypatch, mesh):
+def test_histograms_samples_and_checkpoints(flags, tmp_path, mesh):
     """Counts are those of NumPy over the whole arrays, on one device and split over four."""
     words = dict(flag.removeprefix("--config.").split("=", 1) for flag in flags[1:])
     config = load_config(flags[0].partition("=")[2], words | dict(one.split("=") for one in LOOKS) | mesh)
     config = config if mesh else load_config(flags[0].partition("=")[2], config_on_one(words))
     run = build(config, devices=jax.devices()[:4 if mesh else 1])
     seen = Collector()
-    batches, compiled, prepare = {}, [], histograms.prepare
-    monkeypatch.setattr(histograms, "prepare", lambda *of: compiled.append((prepare(*of), len(histograms._programs))))
+    batches = {}
 
     class Batches(jt.Observer):
         def on_batch(self, step, batch):
             batches[step] = batch
 
     state = jt.train(run, tmp_path, observers=[seen, Batches()])
-    assert compiled[-1] == (None, len(histograms._programs)), "nothing is compiled outside of its phase"
     gradient = run.sharded.value_and_grad(state, batches[STEPS])[1]
     for kind, tree in (("weights", state.params), ("gradients", gradient)):
         leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -166,6 +164,30 @@ def test_histograms_are_waited_for_and_compiled_for_each_shape(two, monkeypatch)
     assert [looks.look(step, state, {"tokens": np.ones(1 + step // 4)}) for step in range(1, 5)] == [
         False, True, False, True]
     assert phases == ["compile", "eval", "compile", "eval"]
+
+
+def test_what_counts_gradients_is_compiled_in_its_phase(two, monkeypatch):
+    """They may lie on the devices otherwise than the parameters do, as those of a model of one's own."""
+    monkeypatch.setattr(histograms, "_programs", {})
+    programs = []
+
+    @contextlib.contextmanager
+    def phase(name):
+        yield
+        programs.append((name, len(histograms._programs)))
+
+    here, there = (jax.NamedSharding(two.mesh, jax.P(*axes)) for axes in ((), ("fsdp",)))
+    state, gradients = (SimpleNamespace(params={"a": jax.device_put(np.ones(8, np.float32), place)})
+                        for place in (here, there))
+    sharded = SimpleNamespace(
+        compiled_gradient=lambda batch: SimpleNamespace(output_shardings=(None, {"a": there})),
+        value_and_grad=lambda state, batch: (None, gradients.params))
+    observe = ObserveConfig(histograms_every=1, histograms=["weights", "gradients"])
+    run = SimpleNamespace(config=SimpleNamespace(observe=observe, resilience=two.config.resilience), mesh=two.mesh,
+                          settings={}, sharded=sharded)
+    session = SimpleNamespace(phase=phase, trackers=[], workdir=Path("work"))
+    assert tracked.Tracked(run, session, None, {"run": "r1"}).look(1, state, {"tokens": np.ones(1)})
+    assert programs == [("compile", 2), ("eval", 2)]
 
 
 def test_trackers_have_their_time_at_the_end_of_a_run_that_failed(tmp_path):
