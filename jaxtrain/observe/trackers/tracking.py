@@ -11,7 +11,7 @@ import json
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,12 @@ class Tracking:
 
     def __init__(self, about: About, trackers: Sequence[Tracker]):
         """Set up for a run; nothing happens before `start`."""
-        self._followers = [_Follower(tracker, about) for tracker in trackers]
+        self._followers, names = list[_Follower](), Counter[str]()
+        for tracker in trackers:
+            of = type(tracker)
+            name = of.__module__.rpartition(".")[2] if of.__name__ == "Service" else of.__name__
+            names[name] += 1  # two of one class keep their notes apart
+            self._followers.append(_Follower(tracker, about, name if names[name] == 1 else f"{name}-{names[name]}"))
 
     def __bool__(self) -> bool:
         return bool(self._followers)
@@ -86,10 +91,8 @@ class _Superseded(Exception):
 class _Follower:
     """One tracker and its thread."""
 
-    def __init__(self, tracker: Tracker, about: About):
-        self._tracker, self._about = tracker, about
-        self._name = type(tracker).__module__.rpartition(".")[2] if type(tracker).__name__ == "Service" else type(
-            tracker).__name__
+    def __init__(self, tracker: Tracker, about: About, name: str):
+        self._tracker, self._about, self._name = tracker, about, name
         self._path = about.workdir / "trackers" / f"{self._name}.json"
         self._generation, self._sent, self._compared = 1, NOTHING, 0
         with contextlib.suppress(OSError, ValueError):

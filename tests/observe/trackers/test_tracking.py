@@ -265,6 +265,16 @@ def test_one_that_hung_in_an_attempt_that_was_rolled_back_gets_nothing_more_ther
     assert tuple(json.loads((tmp_path / "trackers" / "Fake.json").read_text())["sent"]) == ALL[-1]
 
 
+def test_two_of_one_class_keep_their_notes_apart(tmp_path):
+    """One was down at the end of a run; it gets what it lacks, and the other one nothing twice."""
+    one, two = Backend(), Backend()
+    two.down = True
+    Attempt(tmp_path, Fake(one, tells=False), Fake(two, tells=False)).write(*STEPS[:4]).end("stopped")
+    two.down = False
+    Attempt(tmp_path, Fake(one, tells=False), Fake(two, tells=False)).write(*STEPS[4:]).end()
+    assert one.has() == two.has() == ALL
+
+
 def test_an_end_that_comes_just_before_a_look_is_seen(tmp_path, monkeypatch):
     """Whenever the end comes, the thread learns of it: here while it forgets the news so far."""
     backend = Backend()
