@@ -2,8 +2,8 @@
 
 import jax
 
-_FIGURES = {"memory_bytes": "bytes_in_use", "memory_peak_bytes": "peak_bytes_in_use",
-            "memory_limit_bytes": "bytes_limit"}
+FIGURES = {"memory_bytes": "bytes_in_use", "memory_peak_bytes": "peak_bytes_in_use",
+           "memory_limit_bytes": "bytes_limit"}
 
 
 def device_memory() -> dict[str, int]:
@@ -15,5 +15,5 @@ def device_memory() -> dict[str, int]:
         stats = [device.memory_stats() or {} for device in jax.local_devices()]
     except (RuntimeError, NotImplementedError):
         return {}
-    found = {name: max((each.get(key, 0) for each in stats), default=0) for name, key in _FIGURES.items()}
+    found = {name: max((each.get(key, 0) for each in stats), default=0) for name, key in FIGURES.items()}
     return {name: most for name, most in found.items() if most}

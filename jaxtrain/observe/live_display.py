@@ -11,7 +11,6 @@ from array import array
 from pathlib import Path
 from typing import Any, TextIO
 
-import jax
 from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -25,7 +24,7 @@ WIDE, HIGH = 100, 20  # columns and lines of a terminal that has room for the pa
 _EVENTS = 2**16  # bytes of the newest events that are read
 _LOSSES = 2**20  # bytes of the newest lines of metrics that a run which goes on shows at once
 _KEPT = 2**12  # losses
-_LOOK_S = 1.0  # seconds between looks at events and memory
+_LOOK_S = 1.0  # seconds between looks at events
 
 
 class LiveDisplay(Progress):
@@ -40,11 +39,12 @@ class LiveDisplay(Progress):
         self._losses, self._seen, self._every = array("d"), 0, 1
         self._workdir, self._looked = workdir, 0.0
         self._saved: tuple[int, float] | None = None  # the step of the last save, and when it was complete
-        self._note = self._memory = ""
+        self._note = ""
         self._events = LogTail(workdir / "events.jsonl", {"kind": str}, _EVENTS) if workdir else None
         if workdir and start_step:
             for line in LogTail(workdir / "metrics.jsonl", {"step": int}, _LOSSES).added():
-                self._keep(line)
+                if line["step"] <= start_step and "loss" in line:  # others are about to be taken back
+                    self._keep(line)
         super().__init__(BarColumn(bar_width=20), TextColumn("{task.description}"), auto_refresh=False,
                          console=Console(file=stream))
         self._task = self.add_task("compiling", total=steps, completed=start_step)
@@ -66,10 +66,15 @@ class LiveDisplay(Progress):
 
     def get_renderable(self) -> Group:
         """Return what is drawn now; a terminal may have become larger or smaller."""
-        if self._record and self.console.width >= WIDE and self.console.height >= HIGH:
+        if self._record and self._has_room():
             with contextlib.suppress(Exception):  # whatever a damaged log holds, a picture must not end a run
                 return Group(panel(self._reading(), self.console.width, rows=3))
         return Group(*self.get_renderables())
+
+    def _has_room(self) -> bool:
+        """Return whether the terminal is large enough, and shows more than ASCII."""
+        large = self.console.width >= WIDE and self.console.height >= HIGH
+        return large and not self.console.options.ascii_only
 
     def _keep(self, record: Record) -> None:
         """Add a loss to the curve, of which a long run keeps every second, fourth, ... one."""
@@ -90,7 +95,7 @@ class LiveDisplay(Progress):
         figures = figures_of(record)
         if isinstance(loss := self._evaluation.get("eval_loss"), float):
             figures["eval_loss"] = f"{loss:.4f}"
-        figures |= {"memory": self._memory} if self._memory else {}
+        figures |= {"memory": memory} if (memory := _memory(record)) else {}
         if self._saved:
             figures["last save"] = f"step {self._saved[0]}, {age(now - self._saved[1])} ago"
         pace = record.get("step_time_s")
@@ -99,8 +104,7 @@ class LiveDisplay(Progress):
                        left=duration((last - step) * pace) if pace else "", notes=[self._note] if self._note else [])
 
     def _look(self) -> None:
-        """Read what is new in the events, and how much memory is in use."""
-        self._memory = _memory()
+        """Read what is new in the events."""
         for event in self._events.added() if self._events else ():
             step, at = event.get("step"), event.get("time")
             if event["kind"] == "checkpoint" and isinstance(step, int) and isinstance(at, float):
@@ -109,11 +113,10 @@ class LiveDisplay(Progress):
                 self._note = note(event)
 
 
-def _memory() -> str:
-    """Return how much of a device's memory is in use, or of the host's where the devices do not tell."""
-    said = jax.local_devices()[0].memory_stats()
-    if said and said.get("bytes_limit"):
-        return f"{said['bytes_in_use'] / 1e9:.1f} of {said['bytes_limit'] / 1e9:.1f} GB"
+def _memory(record: Record) -> str:
+    """Return how much of a device's memory was in use at a line, or of the host's now where the devices do not tell."""
+    if (used := record.get("memory_bytes")) and (limit := record.get("memory_limit_bytes")):
+        return f"{used / 1e9:.1f} of {limit / 1e9:.1f} GB"
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):  # not Linux

@@ -54,7 +54,7 @@ class MetricsWriter:
 
     A step's line has `step` (completed steps), the step's own device scalars, `tokens` (since step 0), `step_time_s`
     and the host fields (over the steps since the previous line: means of seconds, `..._s`, and the last value of
-    others), `tokens_per_s`, `mfu`, `mfu_full`, `memory_peak_bytes`. Conventions:
+    others), `tokens_per_s`, `mfu`, `mfu_full`, `goodput`, and the memory of devices that count it. Conventions:
 
     * A number that is not finite is written as null, since JSON cannot represent it: `"loss": null` is a NaN loss.
     * `idle_s` is the part of a step's time before its dispatch began, in which the devices had nothing to do.

@@ -7,7 +7,6 @@ The first process decides with which step tracing begins, so that all processes 
 import contextlib
 import gzip
 import math
-import os
 import queue
 import signal
 import socket
@@ -80,7 +79,9 @@ class Capture(Observer):
         except Exception as error:
             self._warn(request, _reason(error))
             return
-        self._tracing, self._left, self._since = request, request["steps"], time.perf_counter()
+        # At most to the last step: what follows it would count as part of the steps.
+        self._steps = self._left = min(request["steps"], self._run.config.train.steps - request["first"] + 1)
+        self._tracing, self._since = request, time.perf_counter()
 
     def _end(self) -> None:
         """End the trace; its steps are complete then."""
@@ -95,7 +96,7 @@ class Capture(Observer):
                 jax._src.profiler._profile_state.reset()
             self._warn(request, _reason(error))
             return
-        steps = request["steps"] - self._left
+        steps = self._steps - self._left
         self._traced.put((request, {"steps": steps, "wall_ms": 1e3 * seconds / max(1, steps)}, self._program))
 
     # ------------------------------------------------------------------------------------------------- the other thread
@@ -144,8 +145,6 @@ class Capture(Observer):
             self._signalled = False
             with contextlib.suppress(UserError):  # one is under way
                 profile_requests.request_profile(self._workdir)
-        if not os.path.exists(self._workdir / profile_requests.FILE):
-            return
         request = profile_requests.pending(self._workdir)
         if request is None or request["id"] == self._known:
             return

@@ -183,5 +183,5 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
     local.remove()  # the state is on disk
     if done < t.steps:
         raise Interrupted(done, interrupt.signal)
-    say(end_of_run(run, session, state, start))
+    say(end_of_run(run, session, state, start, trackers.sampled))
     return state

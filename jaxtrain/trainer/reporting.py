@@ -43,8 +43,7 @@ def sinks(run: Run, session: Session, start: int, trackers: Tracking) -> list[ob
     found: list[observe.Sink] = [session.exported] if session.exported else []
     if jax.process_index() != 0:
         return found
-    if session.observers:
-        found.append(Completions(session.observers))
+    found.append(Completions(session.observers))
     if t.progress and t.steps:
         found.append(observe.Progress(t.steps, start_step=start, workdir=session.workdir, interrupt=session.interrupt))
     return [*found, trackers]
@@ -69,15 +68,18 @@ def describe_changes(run: Run, changes: Sequence[Mapping[str, Any]], step: int) 
     return "\n".join(lines)
 
 
-def end_of_run(run: Run, session: Session, state: TrainState, start: int) -> str:
-    """Return what the run has cost and a sample of the trained model, if one is wanted; or that nothing was to do."""
+def end_of_run(run: Run, session: Session, state: TrainState, start: int, sampled: Mapping[int, str]) -> str:
+    """Return what the run has cost and a sample of the trained model, if one is wanted; or that nothing was to do.
+
+    `sampled`: samples that were taken already, by step.
+    """
     t = run.config.train
     if start == t.steps:
         return f"nothing to do: {session.workdir} has all {t.steps} steps"
     cost = spending.of_run(session.ledger.account(), jax.devices()[0].device_kind, run.mesh.size)
     if not t.sample_tokens:
         return cost
-    return f"{cost}\na sample:\n{sample_of(run, session, state, t.steps)}".lstrip()
+    return f"{cost}\na sample:\n{sampled.get(t.steps) or sample_of(run, session, state, t.steps)}".lstrip()
 
 
 def sample_of(run: Run, session: Session, state: TrainState, step: int) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from jaxtrain.observe.trackers.tracker import About, Tracker
 from jaxtrain.observe.trackers.tracking import Tracking
 from jaxtrain.redaction import redacted
 from jaxtrain.run import Run
+from jaxtrain.train_step.sharded_step import shape_of
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.reporting import sample_of
 from jaxtrain.trainer.rollback import RolledBack
-from jaxtrain.trainer.session import Interrupted, Session
+from jaxtrain.trainer.session import STOPPED, Session
 
 _ABOUT = "run", "config_hash", "git_commit", "data_manifest_hash", "loss", "tokens", "time"  # of a checkpoint
 
@@ -35,6 +35,13 @@ def check(run: Run, session: Session) -> None:
         if getattr(c, key) and not (c.trackers or session.trackers):
             raise UserError(f"observe.{key}", "there is no tracker to show them", "name one in observe.trackers, or "
                             "leave it out")
+    if c.histograms != ["weights"] and not c.histograms_every:
+        raise UserError("observe.histograms", "it is read with observe.histograms_every only", "give the steps too, or "
+                        "leave it out")
+    if not c.histograms:
+        raise UserError("observe.histograms", "it is empty", "name weights or gradients, or leave it out")
+    if c.samples_every and run.data is not None:
+        raise UserError("observe.samples_every", "batches given by data= have no tokenizer", "leave it out")
     if c.samples_every and not run.config.train.sample_tokens:
         raise UserError("observe.samples_every", "train.sample_tokens is 0", "give the length of a sample there")
 
@@ -52,8 +59,9 @@ class Tracked:
         """Set up; only the first process has trackers, but all of them make all calls, at the same steps."""
         c = run.config.observe
         first = jax.process_index() == 0
-        self._run, self._session, self._looked = run, session, False
-        self._reader = ThreadPoolExecutor(1, "histograms")
+        self._run, self._session = run, session
+        self._compiled = set[Any]()  # the shapes of batches for which histograms are compiled
+        self.sampled: dict[int, str] = {}  # the newest sample, by its step
         self.sink = Tracking(
             About(about["run"], redacted(c.name) or session.workdir.absolute().name, redacted(c.project),
                   session.workdir, redacted(run.settings), redacted(dict(about))),
@@ -65,10 +73,9 @@ class Tracked:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self._reader.shutdown()
-        ends = {type(None): "finished", RolledBack: "rolled_back",
-                **dict.fromkeys((Interrupted, KeyboardInterrupt, SystemExit), "stopped")}
-        self.sink.finish(ends.get(type(error), "failed"))
+        ends = {type(None): "finished", RolledBack: "rolled_back", **dict.fromkeys(STOPPED, "stopped")}
+        with self._session.watchdog.phase("trackers"):  # after an error there is little time otherwise
+            self.sink.finish(ends.get(type(error), "failed"))
 
     def look(self, step: int, state: TrainState, batch: Any) -> bool:
         """Take the histograms and the sample that are due after this step; return whether any are."""
@@ -79,30 +86,28 @@ class Tracked:
                 self._histograms(step, state, batch)
         if due[1]:
             with jax.transfer_guard("allow"), self._session.phase("eval"):
-                text = sample_of(self._run, self._session, state, step)
-            self.sink.add("text", step, "sample", redacted(text))
+                self.sampled = {step: sample_of(self._run, self._session, state, step)}
+            self.sink.add("text", step, "sample", redacted(self.sampled[step]))
         return any(due)
 
     def _histograms(self, step: int, state: TrainState, batch: Any) -> None:
         run, kinds = self._run, self._run.config.observe.histograms
-        if not self._looked:
+        if (shape := shape_of(batch)) not in self._compiled:
             with self._session.phase("compile"):
+                if "weights" in kinds:
+                    histograms.prepare(state.params, run.mesh)
                 if "gradients" in kinds:
-                    run.sharded.compiled_gradient(batch)
-                histograms.prepare(state.params, run.mesh)
+                    places = run.sharded.compiled_gradient(batch).output_shardings[1]
+                    histograms.prepare(jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(
+                        x.shape, x.dtype, sharding=place), state.params, places), run.mesh)
                 processes.meet("histograms", run.config.resilience.start_limit)
-            self._looked = True
-        found = {}
-        if "weights" in kinds:
-            found["weights"] = histograms.histograms(state.params, run.mesh)
-        if "gradients" in kinds:
-            with self._session.phase("eval"):
-                found["gradients"] = histograms.histograms(run.sharded.value_and_grad(state, batch)[1], run.mesh)
-        if self.sink:  # read when the devices have them, which the loop does not wait for
-            self._reader.submit(self._read, step, found)
-
-    def _read(self, step: int, found: Mapping[str, Any]) -> None:
-        for kind, counted in found.items():
+            self._compiled.add(shape)
+        with self._session.phase("eval"):
+            trees = {"weights": lambda: state.params,
+                     "gradients": lambda: run.sharded.value_and_grad(state, batch)[1]}
+            found = {kind: histograms.histograms(trees[kind](), run.mesh) for kind in kinds}
+            jax.block_until_ready(found)  # so that their time counts as this, and not as that of the next step
+        for kind, counted in found.items() if self.sink else ():
             for path, (counts, edges) in histograms.read(counted).items():
                 self.sink.add("histogram", step, f"{kind}/{path}", counts, edges)
 

@@ -49,13 +49,13 @@ def test_unknown_and_not_finite():
 @pytest.fixture
 def terminal(monkeypatch):
     """Make a terminal of a size, on which a run of ten steps is shown; return what is written to it."""
-    def shown(columns, lines, workdir=None, **keys):
+    def shown(columns, lines, workdir=None, start_step=0, interrupt=None, **fields):
         for name, value in (("TERM", "xterm"), ("COLUMNS", columns), ("LINES", lines)):
             monkeypatch.setenv(name, str(value))
         stream = Terminal()
-        progress = Progress(10, stream=stream, workdir=workdir, **keys)
-        for step in range(keys.get("start_step", 0) + 1, 11):
-            progress.write(record(step, mfu=0.41))
+        progress = Progress(10, start_step=start_step, stream=stream, workdir=workdir, interrupt=interrupt)
+        for step in range(start_step + 1, 11):
+            progress.write(record(step, mfu=0.41, **fields))
         progress.write({"step": 10, "eval_loss": 1.25})
         progress.close()
         return stream.getvalue()
@@ -81,6 +81,34 @@ def test_panel_on_a_wide_terminal(terminal, tmp_path):
     assert "spike[red] reason=?[2J" in shown and "9.75" in shown and "eval_loss 1.2500" in shown and "memory" in shown
     shown = terminal(100, 20, tmp_path / "nowhere", interrupt=SimpleNamespace(signal=15))
     assert "nowhere  stopping after this step; Ctrl-C ends at once" in shown
+
+
+def test_a_terminal_that_shows_ascii_only_gets_a_line(monkeypatch):
+    """Blocks and frames cannot be written to it, and that must not end a run."""
+    class Ascii(io.TextIOWrapper):
+        def isatty(self):
+            return True
+
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "120"), ("LINES", "40")):
+        monkeypatch.setenv(name, value)
+    progress = Progress(10, stream=Ascii(io.BytesIO(), "ascii"))
+    progress.write(record(10))
+    progress.close()
+
+
+def test_a_run_that_goes_on_shows_the_losses_up_to_there(tmp_path):
+    from jaxtrain.observe.live_display import LiveDisplay
+
+    lines = {"step": 1, "loss": 9.0}, {"step": 1, "eval_loss": 8.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 7.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    display = LiveDisplay(Terminal(), 10, 2, tmp_path)
+    display.stop()
+    assert f"{list(display._losses)}" == "[9.0, nan]"
+
+
+def test_the_memory_is_that_of_the_line(terminal):
+    assert "70.0 of 80.0 GB" in terminal(120, 40, memory_bytes=70e9, memory_limit_bytes=80e9)
+    assert "of the host" in terminal(120, 40)
 
 
 def test_a_long_run_keeps_few_losses(terminal, monkeypatch):

@@ -67,6 +67,21 @@ def test_a_profile_changes_no_loss_and_says_where_the_time_goes(two, plain, tmp_
     assert {"matmul", "attention", "optimizer", "all-gather over fsdp"} <= together
 
 
+def test_a_trace_ends_with_the_last_step(two, tmp_path):
+    """What follows, such as the last save, is no part of a step."""
+    last = two.config.train.steps
+    with Capture(two, tmp_path) as watched:
+        profile_requests.request_profile(tmp_path, steps=5)
+        watched._begun = last - 2
+        watched._look(0.0)
+        batch = two.batch(0)
+        for step in (last - 1, last):
+            watched.on_batch(step, batch)
+            watched.on_dispatch(step, {})
+        assert watched._tracing is None
+    assert json.loads((tmp_path / "profiles" / f"{last - 1}" / "profile.json").read_text())["steps"] == 2
+
+
 def test_a_profile_that_cannot_be_written_is_a_warning(two, plain, tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -17,5 +17,5 @@ def test_a_run_on_devices_that_have_a_price_says_what_it_has_cost(monkeypatch):
     for kind, said in (("NVIDIA H100 80GB HBM3", "the run has cost about $48.00 for 1.00 h at $48.00 an hour"),
                        ("cpu", "")):
         monkeypatch.setattr(jax, "devices", lambda kind=kind: [SimpleNamespace(device_kind=kind)])
-        assert end_of_run(run, session, None, 5) == said
-    assert end_of_run(run, session, None, 10) == "nothing to do: runs/big has all 10 steps"
+        assert end_of_run(run, session, None, 5, {}) == said
+    assert end_of_run(run, session, None, 10, {}) == "nothing to do: runs/big has all 10 steps"

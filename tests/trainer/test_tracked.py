@@ -1,5 +1,9 @@
 """What trackers get of a run besides its lines; and what is refused before anything is compiled."""
 
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +11,12 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.builder import build
 from jaxtrain.config.load import load_config
+from jaxtrain.config.observe_keys import ObserveConfig
+from jaxtrain.errors import UserError
 from jaxtrain.main import main
+from jaxtrain.observe import events
+from jaxtrain.observe.trackers import histograms
+from jaxtrain.trainer import tracked
 from tests.observe.trackers.test_histograms import plain
 from tests.tiny import tiny_flags
 
@@ -75,6 +84,7 @@ def test_histograms_samples_and_checkpoints(flags, tmp_path, mesh):
             np.testing.assert_allclose(edges, bounds, rtol=1e-5, atol=1e-9)
     assert {step for step, _ in seen.histograms} == {2, 4}
     assert [(step, len(text) > 0) for step, name, text in seen.texts if name == "sample"] == [(4, True)]
+    assert [event["step"] for event in events.events(tmp_path) if event["kind"] == "sample"] == [4]
     assert [text.count("\n") for _, name, text in seen.texts if name == "evaluations"] == [3]
     assert [(step, uri) for step, uri, _ in seen.artifacts] == [
         (step, (tmp_path / "checkpoints" / f"{step}").as_uri()) for step in (2, 4)]
@@ -114,3 +124,89 @@ def test_how_a_run_ends(flags, tmp_path, ends, status):
 def test_what_is_refused(flags, tmp_path, capsys, keys, refused):
     assert main([*flags, *(f"--config.{key}" for key in keys), f"--workdir={tmp_path}"]) == 2
     assert capsys.readouterr().err.endswith(refused)
+
+
+@pytest.mark.parametrize(("keys", "refused"), [
+    ({"samples_every": 2}, "samples_every: batches given by data= have no tokenizer; leave it out"),
+    ({"histograms": ["gradients"]}, "histograms: it is read with observe.histograms_every only"),
+    ({"histograms_every": 2, "histograms": []}, "histograms: it is empty")])
+def test_what_is_refused_of_a_run_whose_batches_are_given(keys, refused):
+    """As in a run of one's own model, which does not read train.sample_tokens either."""
+    run = SimpleNamespace(config=SimpleNamespace(observe=ObserveConfig(**keys)), data=object())
+    with pytest.raises(UserError, match=refused):
+        tracked.check(run, SimpleNamespace(trackers=[Collector()]))
+
+
+def test_histograms_are_waited_for_and_compiled_for_each_shape(two, monkeypatch):
+    """Otherwise their time would be that of the next step, and a second shape would compile while others wait."""
+    phases, counted = [], []
+
+    @contextlib.contextmanager
+    def phase(name):
+        phases.append(name)
+        yield
+        assert name != "eval" or counted[-1].waited
+
+    class Counted:
+        waited = False
+
+        def block_until_ready(self):
+            self.waited = True
+
+    monkeypatch.setattr(histograms, "prepare", lambda arrays, mesh: None)
+    monkeypatch.setattr(histograms, "histograms", lambda arrays, mesh: counted.append(Counted()) or counted[-1])
+    observe = ObserveConfig(histograms_every=2)
+    run = SimpleNamespace(config=SimpleNamespace(observe=observe, resilience=two.config.resilience), mesh=two.mesh,
+                          settings={})
+    session = SimpleNamespace(phase=phase, trackers=[], workdir=Path("work"))
+    looks = tracked.Tracked(run, session, None, {"run": "r1"})
+    state = SimpleNamespace(params=None)
+    assert [looks.look(step, state, {"tokens": np.ones(1 + step // 4)}) for step in range(1, 5)] == [
+        False, True, False, True]
+    assert phases == ["compile", "eval", "compile", "eval"]
+
+
+def test_what_counts_gradients_is_compiled_in_its_phase(two, monkeypatch):
+    """They may lie on the devices otherwise than the parameters do, as those of a model of one's own."""
+    monkeypatch.setattr(histograms, "_programs", {})
+    programs = []
+
+    @contextlib.contextmanager
+    def phase(name):
+        yield
+        programs.append((name, len(histograms._programs)))
+
+    here, there = (jax.NamedSharding(two.mesh, jax.P(*axes)) for axes in ((), ("fsdp",)))
+    state, gradients = (SimpleNamespace(params={"a": jax.device_put(np.ones(8, np.float32), place)})
+                        for place in (here, there))
+    sharded = SimpleNamespace(
+        compiled_gradient=lambda batch: SimpleNamespace(output_shardings=(None, {"a": there})),
+        value_and_grad=lambda state, batch: (None, gradients.params))
+    observe = ObserveConfig(histograms_every=1, histograms=["weights", "gradients"])
+    run = SimpleNamespace(config=SimpleNamespace(observe=observe, resilience=two.config.resilience), mesh=two.mesh,
+                          settings={}, sharded=sharded)
+    session = SimpleNamespace(phase=phase, trackers=[], workdir=Path("work"))
+    assert tracked.Tracked(run, session, None, {"run": "r1"}).look(1, state, {"tokens": np.ones(1)})
+    assert programs == [("compile", 2), ("eval", 2)]
+
+
+def test_trackers_have_their_time_at_the_end_of_a_run_that_failed(tmp_path):
+    """The watchdog gives cleanup after an error resilience.hang_floor seconds, which may be less."""
+    phases, run = [], SimpleNamespace(config=SimpleNamespace(observe=ObserveConfig()), settings={})
+
+    class Ends(Collector):
+        def finish(self, status):
+            phases.append(status)
+
+    @contextlib.contextmanager
+    def phase(name):
+        phases.append(name)
+        yield
+        phases.append("over")
+
+    session = SimpleNamespace(watchdog=SimpleNamespace(phase=phase), trackers=[Ends()], workdir=tmp_path)
+    checkpoints = SimpleNamespace(on_good=[])
+    with pytest.raises(ZeroDivisionError), tracked.Tracked(run, session, checkpoints, {"run": "r1"}) as those:
+        those.sink.start()
+        raise ZeroDivisionError
+    assert phases == ["trackers", "failed", "over"]

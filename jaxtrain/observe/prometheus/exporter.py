@@ -57,9 +57,10 @@ def _serve(metrics: RunMetrics, workdir: str | Path, address: tuple[str, int], e
     while not ended.is_set():
         try:
             server = _Server(address, metrics, workdir)
-        except OSError as error:  # such as the process that was here before, which is still ending
+        # Such as the process that was here before, which is still ending; or a port above 65535, on a host with many.
+        except (OSError, OverflowError, UnicodeError) as error:
             if not refused:
-                refused = error.strerror or f"{error}"
+                refused = getattr(error, "strerror", "") or f"{error}"
                 said = f"nothing can be exported at {shown} ({refused}); the run goes on, and this is tried again"
                 key = "host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "port"
                 events.tell(workdir, "prometheus_failed", f"observe.prometheus_{key}: {said} every {AGAIN_S:.0f} s",

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxtrain.observe import system_metrics
+from jaxtrain.observe.device_memory import FIGURES
 from jaxtrain.observe.events import Event
 from jaxtrain.observe.ledger import Ledger
 from jaxtrain.observe.metrics import Record
@@ -23,7 +24,8 @@ from jaxtrain.redaction import redacted
 BOUNDS = tuple(digit * 10.0 ** power for power in (-3, -2, -1, 0, 1, 2) for digit in (1, 2, 5))  # seconds of a step
 PATIENCE_S = 2.0  # for what may not answer: a driver, a network file system
 MOST_KEYS = 100  # other numbers of a line that are exported
-_LINE = {metric.key for metric in METRICS if metric.source == "line"} | {"step", "goodput", "step_time_s"}
+# Keys of lines that are exported otherwise.
+_LINE = {metric.key for metric in METRICS if metric.source == "line"} | {"step", "goodput", "step_time_s", *FIGURES}
 _EVENTS = {metric.key for metric in METRICS if metric.source == "events"}
 _BETWEEN = ("restart_gap", "idle")  # categories of time in which there is no process
 _GPU = re.compile(r"gpu(\d+)_(\w+)")

@@ -12,7 +12,7 @@ import math
 import textwrap
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,9 @@ _HUNG_S = 120.0  # after which a call counts as hung
 _PART = 0.01  # of the time of a processor that a tracker may take, so that steps are not slower for it
 _SHORTEST_S, _LONGEST_S = 1.0, 60.0  # between two times that lines are sent
 _SYSTEM_S = 10.0  # between two looks at the machine
-_PATIENCE_S = {"stopped": 10.0}  # that the end waits for trackers; a job that is told to stop has little time
+# Seconds that the end waits for trackers: a job that is told to stop has little time, and one that was rolled back
+# sends the rest later.
+_PATIENCE_S = {"stopped": 10.0, "rolled_back": 10.0}
 _LAST_PATIENCE_S = 60.0
 _LOSSES = "loss", "eval_loss"
 _SAME = 1e-3  # relative difference of losses that another mesh or precision may make
@@ -42,7 +44,12 @@ class Tracking:
 
     def __init__(self, about: About, trackers: Sequence[Tracker]):
         """Set up for a run; nothing happens before `start`."""
-        self._followers = [_Follower(tracker, about) for tracker in trackers]
+        self._followers, names = list[_Follower](), Counter[str]()
+        for tracker in trackers:
+            of = type(tracker)
+            name = of.__module__.rpartition(".")[2] if of.__name__ == "Service" else of.__name__
+            names[name] += 1  # two of one class keep their notes apart
+            self._followers.append(_Follower(tracker, about, name if names[name] == 1 else f"{name}-{names[name]}"))
 
     def __bool__(self) -> bool:
         return bool(self._followers)
@@ -67,7 +74,10 @@ class Tracking:
         """Do nothing: how the run ends is known later."""
 
     def finish(self, status: str) -> None:
-        """Give the trackers a while to get what they lack, and end them; says which of them lacks something."""
+        """Give the trackers a while to get what they lack, and end them; says which of them lacks something.
+
+        One that hangs is left alone: should it go on, it gets nothing more, for another attempt may tell it.
+        """
         for follower in self._followers:
             follower.end(status)
         end = time.monotonic() + _PATIENCE_S.get(status, _LAST_PATIENCE_S)
@@ -82,10 +92,8 @@ class _Superseded(Exception):
 class _Follower:
     """One tracker and its thread."""
 
-    def __init__(self, tracker: Tracker, about: About):
-        self._tracker, self._about = tracker, about
-        self._name = type(tracker).__module__.rpartition(".")[2] if type(tracker).__name__ == "Service" else type(
-            tracker).__name__
+    def __init__(self, tracker: Tracker, about: About, name: str):
+        self._tracker, self._about, self._name = tracker, about, name
         self._path = about.workdir / "trackers" / f"{self._name}.json"
         self._generation, self._sent, self._compared = 1, NOTHING, 0
         with contextlib.suppress(OSError, ValueError):
@@ -104,6 +112,7 @@ class _Follower:
         self._busy_since: float | None = None
         self._down = ""  # why, if it is
         self._status = ""  # how the run ended, once it has
+        self._left = False  # whether nobody waits for it any more
         self._news, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"tracker-{self._name}", daemon=True)
 
@@ -125,7 +134,7 @@ class _Follower:
         if self._thread.is_alive():
             self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
-            self._down = self._down or "it has not answered in time"
+            self._left, self._down = True, self._down or "it has not answered in time"
         if self._down:
             self._tell("tracker_behind", f"{self._name} has the lines of this run up to step {self._have[0]} only "
                        f"({self._down}); metrics.jsonl has them all, and the same command sends them")
@@ -134,13 +143,15 @@ class _Follower:
 
     def _work(self) -> None:
         failures = last_tries = 0
-        while True:
+        while not self._left:
+            self._news.clear()  # before the look at how the run ended, which is news too
             ending, self._busy_since, spent = self._status, time.monotonic(), time.thread_time()
-            self._news.clear()
             try:
                 if not self._begun:
                     self._begin()
                 self._catch_up()
+                if self._left:
+                    return
                 if ending:
                     self._finish(ending)
                     self._up()
@@ -195,6 +206,8 @@ class _Follower:
             if self.extras[0] is extra:  # otherwise it had to make room
                 self.extras.popleft()
         for lines in self._new_lines():
+            if self._left:
+                return
             if time.monotonic() - self._looked >= _SYSTEM_S:
                 self._looked = time.monotonic()
                 lines[-1] |= {f"system/{name}": value
@@ -250,6 +263,8 @@ class _Follower:
 
     def _keep(self) -> None:
         """Note in the workdir what was sent; where that fails, lines may come twice after a crash."""
+        if self._left:  # the next attempt notes it
+            return
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
             atomic_files.write(self._path, json.dumps({

@@ -113,6 +113,14 @@ def test_an_address_of_another_machine_is_told_by_the_key_of_the_host(tmp_path, 
     assert capsys.readouterr().err.startswith("observe.prometheus_host: nothing can be exported at http://192.0.2.1:")
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:65536", f"{'x' * 70}.example:9400"])
+def test_an_address_that_cannot_be_costs_no_run(tmp_path, address):
+    """A port behind the last one, as many processes of a host may get, and a name that is none."""
+    with exported(tmp_path / "run", address):
+        failed, = waited_for(lambda: events(tmp_path / "run"))
+    assert failed["kind"] == "prometheus_failed" and failed["reason"]
+
+
 def test_silent_and_slow_clients_keep_nobody_out_for_long(tmp_path, monkeypatch):
     monkeypatch.setattr(exporter, "REQUEST_S", 0.3)
     monkeypatch.setattr(exporter._Handler, "timeout", 0.3)

@@ -72,6 +72,7 @@ def test_a_rollback_takes_nothing_back_from_counters(run):
 def test_lines(run, monkeypatch):
     metrics, *_ = run
     monkeypatch.setattr(run_metrics, "MOST_KEYS", 2)
+    metrics.write({"step": 1, "memory_bytes": 7, "memory_peak_bytes": 8})  # a scrape asks each device itself
     metrics.write({"step": 1, "loss": 2.5, "tokens_per_s": 3.0, "a": 1.0, "b": 2, "c": 3})
     metrics.write({"step": 1, "eval_loss": 2.25})
     metrics.write({"step": 2, "loss": None, "tokens_per_s": None, "a": None})

@@ -243,6 +243,50 @@ def test_a_tracker_that_hangs(tmp_path, monkeypatch, capsys):
     assert "Hangs has the lines of this run up to step 0 only" in err
 
 
+def test_one_that_hung_in_an_attempt_that_was_rolled_back_gets_nothing_more_there(tmp_path, monkeypatch):
+    """The next attempt sends the lines, and its notes are those that stay."""
+    monkeypatch.setitem(tracking._PATIENCE_S, "rolled_back", 0.0)
+    free, hangs, backend = threading.Event(), threading.Event(), Backend()
+
+    class Hangs(Fake):
+        def log(self, lines):
+            hangs.set()
+            free.wait()
+
+    Hangs.__name__ = "Fake"
+    first = Attempt(tmp_path, Hangs(backend)).write(STEPS[0])
+    assert hangs.wait(60)
+    first.end("rolled_back")
+    Attempt(tmp_path, Fake(backend)).write(*STEPS[1:]).end()
+    free.set()
+    first.tracking._followers[0]._thread.join(60)
+    assert not first.tracking._followers[0]._thread.is_alive()
+    assert backend.has() == ALL and backend.ended == ["finished"]
+    assert tuple(json.loads((tmp_path / "trackers" / "Fake.json").read_text())["sent"]) == ALL[-1]
+
+
+def test_two_of_one_class_keep_their_notes_apart(tmp_path):
+    """One was down at the end of a run; it gets what it lacks, and the other one nothing twice."""
+    one, two = Backend(), Backend()
+    two.down = True
+    Attempt(tmp_path, Fake(one, tells=False), Fake(two, tells=False)).write(*STEPS[:4]).end("stopped")
+    two.down = False
+    Attempt(tmp_path, Fake(one, tells=False), Fake(two, tells=False)).write(*STEPS[4:]).end()
+    assert one.has() == two.has() == ALL
+
+
+def test_an_end_that_comes_just_before_a_look_is_seen(tmp_path, monkeypatch):
+    """Whenever the end comes, the thread learns of it: here while it forgets the news so far."""
+    backend = Backend()
+    attempt = Attempt.__new__(Attempt)
+    attempt.tracking = Tracking(About("r1", "name", "project", tmp_path, {}, {}), [Fake(backend)])
+    follower, = attempt.tracking._followers
+    follower._news.clear = lambda forget=follower._news.clear: (follower.end("finished"), forget())
+    attempt.tracking.start()
+    follower._thread.join(10)
+    assert backend.ended == ["finished"]
+
+
 def test_what_a_tracker_refuses_does_not_keep_the_rest(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking._Follower, "_rest", lambda self, failures, spent: failures or self._news.wait())
     backend = Backend()
