@@ -62,7 +62,8 @@ def _serve(metrics: RunMetrics, workdir: str | Path, address: tuple[str, int], e
             if not refused:
                 refused = getattr(error, "strerror", "") or f"{error}"
                 said = f"nothing can be exported at {shown} ({refused}); the run goes on, and this is tried again"
-                key = "host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "port"
+                of_host = isinstance(error, socket.gaierror | UnicodeError)
+                key = "host" if of_host or getattr(error, "errno", 0) == errno.EADDRNOTAVAIL else "port"
                 events.tell(workdir, "prometheus_failed", f"observe.prometheus_{key}: {said} every {AGAIN_S:.0f} s",
                             address=shown, reason=refused)
             ended.wait(AGAIN_S)
