@@ -1,8 +1,10 @@
 """Eight virtual CPU devices, quickly compiled, and a cache of their own for all tests, set before JAX starts."""
 
 import atexit
+import contextlib
 import os
 import shutil
+import signal
 import tempfile
 
 from tests.tiny import virtual_devices
@@ -12,6 +14,10 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {virtual_devices(8
 if "JAXTRAIN_CACHE" not in os.environ:
     os.environ["JAXTRAIN_CACHE"] = tempfile.mkdtemp(prefix="jaxtrain-tests-")
     atexit.register(shutil.rmtree, os.environ["JAXTRAIN_CACHE"], ignore_errors=True)
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job, and in all that it starts
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax
 import pytest

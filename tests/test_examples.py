@@ -37,7 +37,7 @@ def execute(notebook, folder: Path, tmp_path: Path) -> str:
     """Run all cells in a fresh kernel; what they printed."""
     manager = AsyncKernelManager(kernel_spec_manager=ThisInterpreter(), connection_file=str(tmp_path / "kernel.json"))
     client = NotebookClient(notebook, km=manager, timeout=300, resources={"metadata": {"path": str(folder)}})
-    client.execute(env=environment())
+    client.execute(env=environment(), cleanup_kc=True)
     return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
 
 

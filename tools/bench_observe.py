@@ -76,8 +76,9 @@ WATCHERS: dict[str, Callable[[jt.Run, Path], list[Sink]]] = {  # what gets the l
 LINES_S = 20.0  # a second
 
 
-def share(writer: MetricsWriter, step: int, metrics: dict, seconds: float = 15) -> float:
+def share(writer: MetricsWriter, step: int, metrics: dict, seconds: float = 30) -> float:
     """The part of one processor that is busy while lines come and nothing else happens, however busy the machine is."""
+    time.sleep(20)  # a watcher has what came before, and has rested
     began, spent = time.perf_counter(), time.process_time()
     while time.perf_counter() - began < seconds:
         step += 1
@@ -139,9 +140,11 @@ def main() -> None:
             print(f"{name:>12}: {middle:.4f} of its {what} (quartiles {low:.4f} and {high:.4f})")
     print("processors' time of this process, of a second in which 20 lines come and nothing is computed:")
     _, metrics = run.step(state, batches[0])
-    busy = {name: share(writers[name], done[name], jax.block_until_ready(metrics)) for name in arms}
-    for name, each in busy.items():
-        print(f"{name:>12}: {each:.2%} of one, {1000 * (each - busy['none']) / LINES_S:.2f} ms a line more than none")
+    busy: dict[str, float] = {}
+    for name in arms:
+        busy[name] = each = share(writers[name], done[name], jax.block_until_ready(metrics))
+        print(f"{name:>12}: {each:.2%} of one, {1000 * (each - busy['none']) / LINES_S:.2f} ms a line more than none",
+              flush=True)
     for writer in writers.values():
         writer.close()
     for stop in STOP:

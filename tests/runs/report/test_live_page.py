@@ -70,4 +70,7 @@ def test_ctrl_c_ends_it(tmp_path):
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         assert re.match(r"http://127\.0\.0\.1:\d+/ has the report", process.stderr.readline())
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130 and process.stderr.read() == "stopped\n"
+        try:
+            assert process.wait(60) == 130 and process.stderr.read() == "stopped\n"
+        finally:
+            process.kill()
