@@ -109,12 +109,16 @@ def opened(kind: str, workdir: Path, step: Callable[[], int], began: float, firs
     logging.getLogger("opentelemetry").addHandler(logging.NullHandler())  # one warning is enough, not a line a second
     ids, number = RandomIdGenerator(), int(_trace_id(workdir), 16)
     ids.generate_trace_id = lambda: number  # pyrefly: ignore[bad-assignment]
-    resource = Resource.create()
-    if str(resource.attributes["service.name"]).startswith("unknown"):  # OTEL_SERVICE_NAME names no other
-        resource = resource.merge(Resource({"service.name": "jaxtrain"}))
-    provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
-    target: Any = _Warned(exporter or (_Lines(workdir / "traces.jsonl") if kind == "file" else OTLPSpanExporter()))
-    provider.add_span_processor(BatchSpanProcessor(target))
+    try:
+        resource = Resource.create()
+        if str(resource.attributes["service.name"]).startswith("unknown"):  # OTEL_SERVICE_NAME names no other
+            resource = resource.merge(Resource({"service.name": "jaxtrain"}))
+        provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
+        target: Any = _Warned(exporter or (_Lines(workdir / "traces.jsonl") if kind == "file" else OTLPSpanExporter()))
+        provider.add_span_processor(BatchSpanProcessor(target))
+    except Exception as error:  # its text may have a header's secret
+        raise UserError("observe.traces", f"OpenTelemetry refuses its settings ({type(error).__name__})",
+                        "look at the environment's variables OTEL_...") from None
     try:
         yield Traces(provider.get_tracer("jaxtrain"), step, began)
     finally:

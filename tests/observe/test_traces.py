@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from jaxtrain.errors import UserError
 from jaxtrain.observe import traces
 from jaxtrain.observe.traces import Traces, opened
 
@@ -164,3 +165,10 @@ def test_an_endpoint_that_does_not_answer_keeps_nobody_waiting(tmp_path, monkeyp
     a_run(tmp_path, exporter=(silent := Silent()))
     assert not silent.spans and any(thread.name == "traces" for thread in threading.enumerate())
     answers.set()
+
+
+def test_settings_that_are_wrong_are_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "-5")
+    said = r"observe\.traces: OpenTelemetry refuses its settings \(ValueError\); look at"
+    with pytest.raises(UserError, match=said), opened("otlp", tmp_path, lambda: 0, 0.0, True):
+        pass
