@@ -112,13 +112,14 @@ def _drawn(axes: Mapping[str, Sequence[str]], cells: Sequence[Cell]) -> Iterator
         return
     *others, rows, columns = labels
     size = len(rows) * len(columns)
-    shown = max(1, MOST // size)
+    shown, wide = max(1, MOST // size), len(columns[:MOST])
+    high = len(rows[:max(1, MOST // wide)])
     for number, place in enumerate(itertools.islice(itertools.product(*others), shown)):
         own = cells[number * size:(number + 1) * size]
-        yield grid(", ".join(place), columns, [(name, own[i * len(columns):(i + 1) * len(columns)])
-                                               for i, name in enumerate(rows)])
-    if len(cells) > shown * size:
-        yield f"<p>and {len(cells) - shown * size:,} more</p>"
+        yield grid(", ".join(place), columns[:wide], [(name, own[i * len(columns):i * len(columns) + wide])
+                                                      for i, name in enumerate(rows[:high])])
+    if len(cells) > (drawn := min(shown, len(cells) // size) * high * wide):
+        yield f"<p>and {len(cells) - drawn:,} more</p>"
 
 
 def _figure(title: str, grids: Iterable[str]) -> str:

@@ -39,7 +39,8 @@ def test_an_array_is_drawn_with_its_parts_bytes_and_copies():
 
 @pytest.mark.parametrize("sizes, grids, cells, more", [
     ({}, 1, 1, 0), ({"fsdp": 8}, 1, 8, 0), ({"fsdp": 2048}, 1, 512, 1536), ({"data": 3, "tensor": 2}, 1, 6, 0),
-    ({"data": 2, "fsdp": 2, "tensor": 2}, 2, 8, 0), ({"data": 16, "fsdp": 64, "tensor": 8}, 1, 512, 7680)])
+    ({"data": 2, "fsdp": 2, "tensor": 2}, 2, 8, 0), ({"data": 16, "fsdp": 64, "tensor": 8}, 1, 512, 7680),
+    ({"fsdp": 64, "tensor": 16}, 1, 512, 512), ({"data": 2, "fsdp": 2, "tensor": 1024}, 1, 512, 3584)])
 def test_a_mesh_is_drawn_as_far_as_there_is_room(sizes, grids, cells, more):
     count = int(np.prod([*sizes.values()]))
     html = jt.show(jt.make_mesh(**sizes, devices=count))._repr_html_()
