@@ -29,6 +29,7 @@ _OPERATION = re.compile(r"\s*([a-z][a-z0-9\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_HOST = "S(5)"  # the memory space of the host, in the layout of an array
 
 Array = tuple[str, tuple[int, ...]]
 
@@ -50,6 +51,8 @@ class Instruction:
     dtype: str = ""  # of its products' operands; "" without products
     grouped: bool = False  # whether it is a kernel of `kernels.mosaic_grouped_matmul`
     inner: "Instruction | None" = None  # the kernel of attention in a fusion with slices
+    on_host: bool = False  # whether its result is in the host's memory, or a part of it
+    from_host: bool = False  # whether an operand is
 
     @property
     def path(self) -> str:
@@ -172,7 +175,8 @@ def _parsed(line: str, computation: str) -> Instruction | None:
     for branches in _BRANCHES.findall(rest, close):
         called += [name.strip().lstrip("%") for name in branches.split(",")]
     operands = [] if operation[1] in ("constant", "parameter") else re.findall(r"%([\w.\-]+)", rest[begin:close])
-    return Instruction(named[2], operation[1], line, _arrays(rest[:end]), operands, called, bool(named[1]), computation)
+    return Instruction(named[2], operation[1], line, _arrays(rest[:end]), operands, called, bool(named[1]), computation,
+                       on_host=_HOST in rest[:end])
 
 
 def _closing(text: str) -> int:
@@ -193,6 +197,8 @@ def _arrays(text: str) -> list[Array]:
 def _count(instruction: Instruction, made: Program) -> None:
     if instruction.opcode in (*_NOTHING, *CONTAINERS) or instruction.opcode.endswith("-done"):
         return
+    instruction.from_host = any(made.instructions[name].on_host for name in instruction.operands
+                                if name in made.instructions)
     products = [instruction, *(inner for name in instruction.called for inner in made.inside(name))]
     for product in products:
         if product.own and (filled := _GROUPED.search(product.path)):
@@ -211,6 +217,8 @@ def _count(instruction: Instruction, made: Program) -> None:
         instruction.bytes = 2 * size(_operand(instruction, 1, made))
     elif instruction.opcode in _SLICES:
         instruction.bytes = 2 * sum(map(size, instruction.arrays))
+    elif instruction.opcode == "copy-start":  # its results name both sides
+        instruction.bytes = 2 * size(instruction.arrays[0])
     else:
         read = sum(size(array) for name in instruction.operands if (operand := made.instructions.get(name))
                    for array in operand.arrays)

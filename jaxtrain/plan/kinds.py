@@ -31,8 +31,7 @@ def kind_of(instruction: Instruction, program: Program, mesh: Mapping[str, int])
         return ATTENTION
     if instruction.flops:
         return MATMUL
-    # Memory space 5 is the host's.
-    return COPIES if "S(5)" in instruction.text.partition(" = ")[2].partition("(")[0] else ELEMENTWISE
+    return COPIES if instruction.on_host or instruction.from_host else ELEMENTWISE
 
 
 def kind_of_kernel(name: str) -> str:

@@ -42,7 +42,7 @@ class Roofline:
 
     def seconds(self, instruction: Instruction) -> float:
         """Return the seconds of one execution of an instruction that computes or copies."""
-        if "S(5)" in instruction.text.partition(" = ")[2].partition("(")[0]:  # memory space 5 is the host's
+        if instruction.on_host or instruction.from_host:
             return instruction.bytes / 2 / self.target.host
         moving = instruction.bytes / (self.target.bandwidth * self.shares["memory"])
         return max(moving, self.computing(instruction))

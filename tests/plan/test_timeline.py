@@ -104,6 +104,18 @@ def test_memory_bound_operations_take_the_time_of_their_bytes():
         3 * 3 * 4096**2 * 2 / (0.9 * 3352e9), rel=0.01)
 
 
+def test_copies_to_the_host_and_back_take_the_time_of_its_link():
+    away = "%unread = bf16[4096,4096]{1,0:S(5)} copy(%whole)\n  %back = bf16[4096,4096]{1,0} copy(%unread)"
+    begun = ("%begun2 = (bf16[4096,4096]{1,0:S(5)}, bf16[4096,4096]{1,0}, u32[]) copy-start(%whole)\n"
+             "  %unread = bf16[4096,4096]{1,0:S(5)} copy-done(%begun2)")
+    of_step = STEP.replace("BESIDE", "").replace("%unread = bf16[4096,4096]{1,0} add(%whole, %whole)", "COPIES")
+    once = 3 * 4096**2 * 2 / H100.host
+    both, alone = by_name(of_step.replace("COPIES", away)), by_name(of_step.replace("COPIES", begun))
+    assert [both[name].seconds for name in ("unread", "back")] == pytest.approx([once, once], rel=0.01)
+    assert alone["begun2"].seconds == pytest.approx(once, rel=0.01)
+    assert {both["unread"].kind, both["back"].kind, alone["begun2"].kind} == {"copies"}
+
+
 def test_the_line_is_the_model_s_and_not_a_helper_s():
     text = STEP.replace("BESIDE", "")
     assert source_lines(text)(program(text).instructions["after"]) == "models/layers.py:41"

@@ -46,8 +46,7 @@ def _made(code: Program, name: str) -> Iterator[Instruction]:
             for called in one.called:
                 yield from _made(code, called)
         root = next((inner for name in one.called for inner in code.computations.get(name, ()) if inner.is_root), one)
-        on_host = "S(5)" in one.text.partition(f" {one.opcode}(")[0]  # memory space 5
-        if not _NO_ARRAY.fullmatch(one.opcode) and root.opcode != "dynamic-update-slice" and not on_host:
+        if not _NO_ARRAY.fullmatch(one.opcode) and root.opcode != "dynamic-update-slice" and not one.on_host:
             yield one
 
 
