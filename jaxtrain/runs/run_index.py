@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxtrain import storage
 from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.config.observe_keys import TRACKERS
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import misfit
 from jaxtrain.plan.cost.spending import price
@@ -23,7 +24,8 @@ from jaxtrain.runs.recorded_run import RecordedRun
 TAIL = 2**16  # bytes: the newest lines of a log
 DEPTH = 4  # folders below the root
 _LARGER = (TAIL, 2**24)  # until there is the line of a step
-_OWN = {"checkpoints", "ledger", "heartbeats", "jobs", "tokenizer", "tensorboard", "gates"}  # of a run, not runs
+_OWN = {"checkpoints", "ledger", "heartbeats", "jobs", "tokenizer", "gates", "profiles", "hangs", "trackers",
+        *TRACKERS}  # folders of a run, in which there are no other runs
 _SMALL_FILES = ("config.json", "run.json", tags.FILE)
 _RUN = {"config_hash?": str, "git_commit?": str | None, "device_kind?": str, "mesh?": {str: int}, "run?": str,
         "init_from?": dict, "data_manifests?": {str: str}, "packages?": {str: str | None}}

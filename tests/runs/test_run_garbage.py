@@ -39,6 +39,8 @@ LEFT = ["checkpoints/1.damaged", "checkpoints/2.abandoned.2", "checkpoints/3.del
 def test_what_is_found_is_shown_and_then_deleted(tmp_path, capsys):
     run = littered(tmp_path / "run")
     make(tmp_path / "empty", steps=0, ended="failed")
+    (tmp_path / "empty" / "mlflow").mkdir()
+    (tmp_path / "empty" / "trace_id").write_text("1")
     before = everything(tmp_path)
     wanted = sorted(["empty", *(f"run/{name}" for name in [*(f"checkpoints/{step}" for step in (1, 2, 3)), *LEFT])])
     assert found(tmp_path) == wanted and found(tmp_path, keep=3) == sorted({*wanted} - {
