@@ -197,6 +197,8 @@ def _arrays(text: str) -> list[Array]:
 def _count(instruction: Instruction, made: Program) -> None:
     if instruction.opcode in (*_NOTHING, *CONTAINERS) or instruction.opcode.endswith("-done"):
         return
+    if instruction.target == "AllocateBuffer":
+        return
     instruction.from_host = any(made.instructions[name].on_host for name in instruction.operands
                                 if name in made.instructions)
     products = [instruction, *(inner for name in instruction.called for inner in made.inside(name))]

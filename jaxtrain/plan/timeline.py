@@ -165,12 +165,12 @@ class _Simulation:
         return trial.clock[COMPUTE]
 
     def _sent(self, one: Instruction) -> Instruction | None:
-        """Return the collective that an instruction is or contains, or itself if it begins a copy."""
+        """Return the collective that an instruction is or contains, or itself if it copies from or to the host."""
         if one.collective or one.opcode == "copy-start":
             return one
-        if one.opcode in ("async-start", "fusion", "fusion-start"):
-            return next((inner for name in one.called for inner in self.program.inside(name) if inner.collective), None)
-        return None
+        inside = one.called if one.opcode in ("async-start", "fusion", "fusion-start") else ()
+        found = next((inner for name in inside for inner in self.program.inside(name) if inner.collective), None)
+        return found or (one if one.bytes and (one.on_host or one.from_host) else None)
 
     def _send(self, one: Instruction, inner: Instruction, times: float) -> list[Span]:
         stream = TALK if inner.collective else COPY
