@@ -92,7 +92,7 @@ def placed(leaf: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Ar
         for device in devices:
             part = jax.device_put(piece, device)
             if piece.shape != shape:
-                whole = shards.get(device, None)
+                whole = shards.get(device)
                 part = _filled(jnp.zeros(shape, leaf.dtype, device=device) if whole is None else whole, part,
                                np.array([one.start for one in at], np.int32))
             shards[device] = part.block_until_ready()
