@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ def asked(run: Run, workdir: str | Path) -> Callable[[TrainState], dict[str, flo
         raise UserError(f"{SECTION}.tasks", "they are asked with evaluations, and the data have no evaluation split",
                         "prepare them with a larger --eval_fraction, or use jaxtrain evaluate --watch")
     c = config.evaluation
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars, between the lines of the run
     with _named_as_keys():
         tasks = Tasks.of(argparse.Namespace(
             tasks=",".join(c.tasks), include=c.include or None, limit=c.limit or None, chat=c.chat, gen_kwargs=None,
