@@ -86,7 +86,7 @@ def _check_given(config: Config, mesh: AnyMesh | None, optimizer: Any, data: Bat
                         "set it to false, or leave out optimizer=")
     if data is not None:
         for key, asked in (("train.sample_tokens", config.train.sample_tokens), ("train.eval_every",
-                           config.train.eval_every), ("checkpoint.best", config.checkpoint.best.startswith("eval_"))):
+                           config.train.eval_every), ("checkpoint.best", "eval_" in config.checkpoint.best)):
             if asked:
                 raise UserError(key, "batches given by data= have no tokenizer and no evaluation split", "leave it out")
     if config.train.remat == AUTO and mesh is not None:

@@ -213,7 +213,7 @@ def _counts(section: str, key: str, step: TrainStep) -> bool:
 
 def _refuse_vain_keys(config: Config, step: TrainStep, data: BatchSource) -> None:
     """Refuse keys that were set and that nothing would read."""
-    if config.checkpoint.best.startswith("eval_"):
+    if "eval_" in config.checkpoint.best:
         raise UserError("checkpoint.best", "batches given by data= have no evaluation split", "name another metric")
     rows, default = data.shape(0)[0], Config().to_dict()
     for section, keys in config.to_dict().items():

@@ -9,6 +9,8 @@ from jaxtrain.checkpoint import step_folders, verify
 from jaxtrain.errors import say
 from jaxtrain.files.bounded_files import parsed, whole_lines
 
+HIGHEST = "highest:"  # before a metric in `checkpoint.best`
+
 
 def dispensable(good: Iterable[int], others: Iterable[int], *, keep: int, keep_every: int = 0,
                 best: int | None = None) -> list[int]:
@@ -26,13 +28,17 @@ def dispensable(good: Iterable[int], others: Iterable[int], *, keep: int, keep_e
 
 
 def best_of(good: Iterable[int], metrics: Path, key: str) -> int | None:
-    """Return the step whose line in metrics.jsonl has the lowest `key`, the newest if tied; None if no line has it."""
-    found = {}
+    """Return the step whose line in metrics.jsonl has the lowest `key`, the newest if tied; None if no line has it.
+
+    `key`: highest:METRIC for the highest one of a metric.
+    """
+    found: dict[int, float] = {}
+    name, sign = key.removeprefix(HIGHEST), -1 if key.startswith(HIGHEST) else 1
     starts = {f'{{"step": {step}, '.encode(): step for step in good}
     for line in whole_lines(metrics):
         step = starts.get(line[:line.find(b",") + 2])  # most lines are of steps without a checkpoint
-        if step is not None and isinstance(value := parsed(line).get(key), int | float):
-            found[step] = value
+        if step is not None and isinstance(value := parsed(line).get(name), int | float):
+            found[step] = sign * value
     return min(found, key=lambda step: (found[step], -step), default=None)
 
 

@@ -10,7 +10,7 @@ from jaxtrain.config import remat_policies, tuning_keys
 from jaxtrain.config.families import Gpt2Config, ModelConfig
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
 from jaxtrain.config.observe_keys import ObserveConfig
-from jaxtrain.config.tuning_keys import LoraConfig, PreferenceConfig, ReinforceConfig
+from jaxtrain.config.tuning_keys import EvaluationConfig, LoraConfig, PreferenceConfig, ReinforceConfig
 from jaxtrain.errors import UserError
 from jaxtrain.redaction import redacted
 
@@ -216,7 +216,7 @@ class CheckpointConfig:
     every: int = 500  # steps between saves, or a fraction of train.steps; 0: at the end only. A run advises better
     keep: int = 2  # the last so many that were read back and found good; nothing newer than them is ever deleted
     keep_every: int = 0  # those of every so many steps stay for ever; 0: none
-    best: str = ""  # a metric, such as eval_loss, whose lowest checkpoint stays too; "": none
+    best: str = ""  # a metric, such as eval_loss, whose lowest checkpoint stays too, or highest:METRIC; "": none
     verify: str = "full"  # before one is loaded: "full" reads and hashes every file, "sizes" looks at their sizes only
     mtbf_hours: float = 0.0  # expected between failures, for advice about `every`; 0: 3,692 divided by the processes
     mirror: str = ""  # a path or URL (s3://bucket/run) to which good ones are copied too, and fetched from; "": none
@@ -280,6 +280,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

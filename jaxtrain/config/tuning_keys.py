@@ -1,4 +1,4 @@
-"""The sections of a config that are for tuning a trained model: adapters, preferences, rewards."""
+"""The sections of a config that are for tuning a trained model: adapters, preferences, rewards, and tasks."""
 
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -125,6 +125,23 @@ class ReinforceConfig:
         return self.baseline == "value"
 
 
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Tasks of lm-evaluation-harness that are asked with each evaluation (docs/evaluate.md); none by default."""
+
+    tasks: list[str] = field(default_factory=list, hash=False)  # names of tasks or of groups of tasks
+    include: str = ""  # the folder with YAML files of tasks of one's own
+    limit: int = 0  # so many questions of each task; 0: all
+    num_fewshot: int = -1  # examples in front of each question; -1: as the task says
+    chat: bool = False  # questions go through the chat template of the data
+    batch_size: int = 64  # texts at once
+
+    def __post_init__(self):
+        not_negative(self, "evaluation", "limit")
+        positive(self, "evaluation", "batch_size")
+        _unread(self, "evaluation", self.tasks, "tasks", "include limit num_fewshot chat batch_size")
+
+
 def _unread(section: Any, name: str, on: Any, key: str, others: str) -> None:
     """Refuse keys that nothing reads because the one that turns a section on is not set."""
     for other in () if on else others.split():
@@ -166,6 +183,9 @@ def check(config: Any) -> None:
         raise UserError("data.packing", f"{packing} hold rejected answers too, which next-token prediction would learn",
                         f"set preference.loss, such as {'dpo' if packing == 'pairs' else 'kto'}")
     _check_reinforce(config)
+    if config.evaluation.tasks and (config.reinforce.prompts or loss == "reward"):
+        raise UserError("evaluation.tasks", "a reward model has no logits" if loss else "a run on its own answers has "
+                        "no evaluations", "leave them out" if loss else "use jaxtrain evaluate --watch")
     for key, value in (("data.cross_document_attention", config.data.cross_document_attention),
                        ("train.z_loss", config.train.z_loss),
                        ("train.sample_tokens", config.preference.reward_head and config.train.sample_tokens)):

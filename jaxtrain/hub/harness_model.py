@@ -11,6 +11,7 @@ from jaxtrain.hub.adapters.stacked_adapters import chosen
 from jaxtrain.hub.generate import generate
 from jaxtrain.hub.scoring import score
 from jaxtrain.hub.trained_tokenizer import prompt_ids
+from jaxtrain.train_step import partition
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -34,6 +35,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.run, self.state, self.words, self.chat = run, state, tokenizer, chat
         self.most, self.seed, self.adapter = batch_size, seed, adapter
+        self.params = partition.without(state.all_params, run.objective.frozen_axes)  # of the model alone
 
     @property
     def eot_token_id(self) -> int:
@@ -70,7 +72,7 @@ class HarnessModel(TemplateLM):
         return prompt_ids(self.words, string, begin=add_special_tokens is not False)
 
     def _loglikelihood_tokens(self, requests, **kwargs: Any) -> list[tuple[float, bool]]:
-        found = score(self.run, self.state.all_params, [(given, scored) for _, given, scored in requests],
+        found = score(self.run, self.params, [(given, scored) for _, given, scored in requests],
                       batch_size=self.most, chosen=chosen(self.state, len(requests), [self.adapter] * len(requests)))
         return [(float(one.logprobs.sum(dtype=float)), one.greedy) for one in found]
 

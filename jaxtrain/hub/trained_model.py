@@ -46,12 +46,12 @@ def sections_of(folder: str | Path) -> Sections:
     return found
 
 
-def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str) -> Run:
+def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str, count: int = 0, platform: str = "") -> Run:
     """Return a run of which only the model counts, on all devices along the axis `spread`, unless overrides say more.
 
-    How the model was trained need not fit the devices here.
+    How the model was trained need not fit the devices here. `count`: that of devices which are not here, of `platform`.
     """
-    mesh, devices = sections.get("mesh", {}), jax.device_count()
+    mesh, devices = sections.get("mesh", {}), count or jax.device_count()
     kept: Sections = {"model": sections["model"], "lora": sections.get("lora", {})}
     scores = sections.get("preference", {}).get("loss") == "reward"  # it has a reward head
     longest = make_config(kept | {"data": {"seq_len": 1}}).model.max_seq_len
@@ -61,15 +61,15 @@ def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str) -> R
              "data": {"global_batch_size": devices, "seq_len": longest - longest % devices or longest,
                       "packing": "pairs" if scores else "concat"}}
     along = {} if any(key.startswith("mesh.") for key in overrides) else {"mesh.data": 1, f"mesh.{spread}": devices}
-    return builder.build(make_config(kept, along | dict(overrides)))
+    return builder.build(make_config(kept, along | dict(overrides)), devices=count or None, platform=platform)
 
 
-def spread_model(sections: Sections) -> Run:
-    """Return the model, sharded over all devices here where its dimensions divide over them."""
+def spread_model(sections: Sections, count: int = 0, platform: str = "") -> Run:
+    """Return the model, sharded over all devices, as `model_of` takes them, where its dimensions divide over them."""
     try:
-        return model_of(sections, {}, spread="fsdp")
+        return model_of(sections, {}, "fsdp", count, platform)
     except UserError:
-        return model_of(sections, {}, spread="data")
+        return model_of(sections, {}, "data", count, platform)
 
 
 def load(folder: str | Path, run: Run, step: int | None = None, averaged: bool = False,

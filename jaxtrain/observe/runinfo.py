@@ -22,7 +22,8 @@ from jaxtrain.observe.versions import git_commit, version_of
 
 # What a resumed run may change: where and how fast the same mathematics is done, and what is told about it.
 _FREE: dict[str, Set[str] | None] = {
-    "mesh": None, "pipeline": None, "checkpoint": None, "resilience": None, "observe": None,  # all of their keys
+    "mesh": None, "pipeline": None, "checkpoint": None, "resilience": None, "observe": None,
+    "evaluation": None,  # all of their keys
     # The same text elsewhere is the same data: the manifest's hash tells. Rows that are not lost stay where they were.
     "data": {"cache_dir", "cache_bytes", "corrupt", "prefetch", "source"},
     "optimizer": {"zero_stage", "offload"}, "reinforce": {"reward_timeout_s"},

@@ -6,6 +6,7 @@ plan reads no prompts. The training state stays on the device meanwhile. Answers
 the hosts.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import UserError
 from jaxtrain.hub import decoding, scoring
 from jaxtrain.hub.sampling import Sampling
 from jaxtrain.models import Decoder
@@ -27,10 +30,12 @@ from jaxtrain.plan.trace.layouts import LINEAR
 from jaxtrain.plan.trace.program import Block, Op
 from jaxtrain.run import Run
 from jaxtrain.train_step.report import total
+from jaxtrain.tuning.reward_scores import PREFIX, reward_model
 
-LAYING_OUT, PROMPTS, DECODING, VALUES = "laying out weights", "prompts", "decoding", "values"
+LAYING_OUT, PROMPTS, DECODING = "laying out weights", "prompts", "decoding"
+VALUES, REWARDS = "values", "rewards"
 COPIES = {"cuda": 1.0}  # of a cache in which each head has its own keys: XLA turns it around for the loop
-SCORED = 64  # texts that are given values at once
+SCORED = 64  # texts that are given values or rewards at once
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,25 @@ class Phase:
     state: Any = None  # its first argument, whose memory the result has
     copy: Any = None  # of the weights, which is there meanwhile
     whole: Any = None  # weights as they are laid out
+    run: Run | None = None  # whose program it is, where it may be another one's
 
 
-def phases(run: Run, on: Mesh | None = None) -> Iterator[Phase]:
+def judge_of(config: Config, target: Target, devices: int) -> Run | None:
+    """Return the reward model that rests beside a run; None: there is none, or it is not on this machine."""
+    if not config.reinforce.reward.startswith(PREFIX):
+        return None
+    with contextlib.suppress(UserError):  # which the run itself will raise
+        return reward_model(config.reinforce.reward, devices, target.described)[0]
+    return None
+
+
+def phases(run: Run, on: Mesh | None = None, judge: Run | None = None) -> Iterator[Phase]:
     """Yield the programs in the order in which they run, for a run that learns from its own answers.
 
-    `on`: the devices to compile for, where the mesh of the run is abstract.
+    Args:
+        run: the run.
+        on: the devices to compile for, where the mesh of the run is abstract.
+        judge: the reward model, for its program too.
     """
     c, programs, params, copy = run.config.reinforce, decoding.programs(run), run.abstract_model, None
     numbers = jax.tree.map(np.asarray, Sampling().numbers() | {"known": np.int32(0)})
@@ -82,18 +100,33 @@ def phases(run: Run, on: Mesh | None = None) -> Iterator[Phase]:
         yield Phase(DECODING, _traced(go_on, on, state, of_rows(jnp.int32), of_rows(jnp.uint32, 2), numbers, weights,
                                       donate=(0,)), weights, state, copy, whole)
         if c.value_head:
-            scorer = scoring.Scorer(programs)
-            rows, width = scorer.shape(min(SCORED, texts), run.config.data.seq_len + 1)
-            given = of_rows(jnp.int32, width), of_rows(jnp.int32, width), of_rows(jnp.int32), params
-            yield Phase(VALUES, _traced(lambda *a: scorer.readouts_program(a[-1], *a[:-1]), on, *given), params)
+            yield _scoring(VALUES, run, run, on)
+    if judge is not None:
+        yield _scoring(REWARDS, judge, run, None)
 
 
-def memory_by_phase(run: Run, target: Target, held: Counter) -> dict[str, Counter]:
-    """Return the bytes of a device at the peak of each phase, by part; `held`: what the training state takes."""
+def _scoring(name: str, scorer: Run, run: Run, on: Mesh | None) -> Phase:
+    """Return the program that reads out a number at each token of a run's answers."""
+    programs, params, texts = decoding.programs(scorer), scorer.abstract_model, run.config.data.global_batch_size
+    scores = scoring.Scorer(programs)
+    with programs.context():
+        rows, width = scores.shape(min(SCORED, texts), run.config.data.seq_len + 1)
+        given = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(scorer.mesh, programs.placement(
+            len(shape)))) for shape in ((rows, width), (rows, width), (rows,))]
+        return Phase(name, _traced(lambda *a: scores.readouts_program(a[-1], *a[:-1]), on, *given, params), params,
+                     run=scorer)
+
+
+def memory_by_phase(run: Run, target: Target, held: Counter, judge: Run | None = None) -> dict[str, Counter]:
+    """Return the bytes of a device at the peak of each phase, by part.
+
+    `held`: what the training state takes, and the reward model `judge`.
+    """
     found = {}
-    for phase in phases(run):
-        block = reader.read(phase.traced.jaxpr, dict(run.mesh.shape), target.platform, target.rings,
-                            windows=run.config.model.windows, returned=phase.name == LAYING_OUT)
+    for phase in phases(run, judge=judge):
+        on = phase.run or run
+        block = reader.read(phase.traced.jaxpr, dict(on.mesh.shape), target.platform, target.rings,
+                            windows=on.config.model.windows, returned=phase.name == LAYING_OUT)
         apart = target.platform == "cpu"  # each layer has weights and entries of its own in a loop
         _as_compiled(block, apart)
         kept = len(jax.tree.leaves(phase.state))
@@ -167,7 +200,7 @@ def _names(phase: Phase) -> dict[tuple[int, ...], str]:
     """Return the names of the arrays of a program that no program of training has, by shape."""
     if phase.name == LAYING_OUT:
         return {leaf.shape: COPY for leaf in jax.tree.leaves(phase.traced.out_info)}
-    if phase.name == VALUES:
+    if phase.name in (VALUES, REWARDS):
         return {}
     state = phase.traced.out_info
     return {leaf.shape: CACHE for leaf in jax.tree.leaves(state["entries"])} | {state["logits"].shape: LOGITS}

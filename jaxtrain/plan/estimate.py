@@ -106,10 +106,12 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
         parts["averaged parameters"] = average
     answering = {}
     if config.reinforce.prompts:
-        from jaxtrain.plan.answering import memory_by_phase  # only runs that answer need what answers
+        from jaxtrain.plan.answering import judge_of, memory_by_phase  # only runs that answer need what answers
 
         with kernels.stand_ins():
-            answering = memory_by_phase(run, target, parts)
+            if (judge := judge_of(config, target, devices)) is not None:
+                parts["reward model"] = total(judge.abstract_model)
+            answering = memory_by_phase(run, target, parts, judge)
     parts["batch"] = sum(value.bytes for value in block.inputs[state:])
     parts.update(named(worst, run.abstract.params))
     if target.platform != "cpu":

@@ -1,5 +1,6 @@
 """The metric of `checkpoint.best`, which the lines of metrics.jsonl must have."""
 
+from jaxtrain.checkpoint.retention import HIGHEST
 from jaxtrain.errors import UserError
 from jaxtrain.run import Run
 
@@ -8,15 +9,18 @@ _EVALUATION = ("eval_loss", "eval_perplexity", "eval_bits_per_byte")
 
 def check(run: Run) -> None:
     """Refuse a `checkpoint.best` that neither the steps of the run have, nor its evaluations."""
-    best, evaluations = run.config.checkpoint.best, _EVALUATION if run.eval_batches is not None else ()
+    asked = run.config.checkpoint.best
+    best = asked.removeprefix(HIGHEST)
+    evaluations = _EVALUATION if run.eval_batches is not None else ()
     if own := run.objective.evaluation_metrics:
         evaluations = ("eval_loss", *(f"eval_{name}" for name in own))
     if evaluations and run.config.train.ema_decay:
         evaluations = (*evaluations, "eval_loss_ema")
-    if "reward" in best:
-        raise UserError("checkpoint.best", f"a higher {best} is better, and the lowest is kept", "use a loss")
-    if best in evaluations:
+    if "reward" in best and asked == best:
+        raise UserError("checkpoint.best", f"a higher {best} is better, and the lowest is kept",
+                        f"write {HIGHEST}{best}, or use a loss")
+    if best in evaluations or (best.startswith("eval_") and run.config.evaluation.tasks):  # which the harness names
         return
-    known = [name for name in (*evaluations, *sorted(run.trace().out_info[1])) if "reward" not in name]
+    known = [name for name in (*evaluations, *sorted(run.trace().out_info[1])) if "reward" not in name or best != asked]
     if best not in known:
         raise UserError("checkpoint.best", f"there is no metric {best!r}", f"known: {', '.join(known)}")

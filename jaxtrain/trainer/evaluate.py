@@ -1,6 +1,7 @@
 """Evaluations: after which steps, and the one that a stop left out."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -17,8 +18,10 @@ from jaxtrain.trainer.session import Session
 class Evaluator:
     """Evaluates a run's state and writes the result."""
 
-    def __init__(self, run: Run, session: Session, writer: MetricsWriter):
-        self._run, self._session, self._writer = run, session, writer
+    def __init__(self, run: Run, session: Session, writer: MetricsWriter,
+                 ask: Callable[[TrainState], dict[str, float]] | None = None):
+        """`ask`: returns further fields of the line."""
+        self._run, self._session, self._writer, self._ask = run, session, writer, ask
 
     def due(self, step: int) -> bool:
         """Whether an evaluation follows this step."""
@@ -39,8 +42,17 @@ class Evaluator:
                 run.compiled_eval  # noqa: B018 (compiled at the first evaluation)
                 processes.meet("evaluation", run.config.resilience.start_limit)
             with session.phase("eval"):
-                fields = run.evaluate(state, run.config.train.eval_batches)
+                fields = run.evaluate(state, run.config.train.eval_batches) | (self._ask(state) if self._ask else {})
         self._writer.write_eval(step, fields)
+
+
+def evaluation_tasks(run: Run, workdir: Path) -> Callable[[TrainState], dict[str, float]] | None:
+    """Return what asks a state the tasks of the config, once they are found; None: there are none."""
+    if run.own_model or not run.config.evaluation.tasks:
+        return None
+    from jaxtrain.hub import training_tasks  # imports the harness
+
+    return training_tasks.asked(run, workdir)
 
 
 def _evaluated(workdir: Path, step: int) -> bool:

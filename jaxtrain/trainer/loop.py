@@ -27,7 +27,7 @@ from jaxtrain.resilience.stragglers import Stragglers
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer import best_metric, tracked
-from jaxtrain.trainer.evaluate import Evaluator
+from jaxtrain.trainer.evaluate import Evaluator, evaluation_tasks
 from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run
 from jaxtrain.trainer.resume import check_workdir, find_start, initial_or_restored
@@ -89,6 +89,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
     tracked.check(run, session)
     if c.best:
         best_metric.check(run)
+    ask = evaluation_tasks(run, workdir)
     checkpoints = opened.enter_context(CheckpointManager(
         workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best, verify=c.verify, mirror=c.mirror,
         extras=run.extras))
@@ -125,7 +126,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
     ):
         guard = AnomalyGuard(workdir, r, checkpoints, found.skipped, say, session.phase)
         saver = Saver(checkpoints, local, policy, writer, ledger, about | {"config": run.settings}, found.skipped)
-        evaluator, done = Evaluator(run, session, writer), start
+        evaluator, done = Evaluator(run, session, writer, ask), start
         trackers.sink.start()
         if evaluator.missing(start):
             evaluator.evaluate(start, state)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
@@ -15,6 +16,20 @@ from jaxtrain.tuning.rewards import KEY
 PREFIX = "model:"  # of a `reinforce.reward` that names a workdir
 
 
+def reward_model(named: str, count: int = 0, platform: str = "") -> tuple[Run, Path, int | None]:
+    """Return the reward model that model:WORKDIR or model:WORKDIR@STEP names, its workdir and the step.
+
+    It is on all devices, or for so many of a platform that are not here.
+    """
+    folder, step = source_and_step(named.removeprefix(PREFIX))
+    if not (folder / "checkpoints").is_dir():
+        raise UserError(KEY, f"{folder} is not the workdir of a run with checkpoints", "check the name")
+    run = trained_model.spread_model(trained_model.sections_of(folder), count, platform)
+    if not run.config.preference.reward_head:
+        raise UserError(KEY, f"{folder} has no reward model", "give a run of preference.loss=reward")
+    return run, folder, step
+
+
 @dataclass(frozen=True)
 class RewardScores:
     """A trained reward model, on all devices. Every process calls it."""
@@ -25,17 +40,12 @@ class RewardScores:
 
     @classmethod
     def of(cls, named: str, tokenizer: Tokenizer, recorded: Mapping[str, Any] | None = None) -> "RewardScores":
-        """Load the reward model that model:WORKDIR or model:WORKDIR@STEP names, for texts of this tokenizer.
+        """Load the reward model of this name, for texts of this tokenizer.
 
         `recorded`: the checkpoint that the run began with; it keeps that one, whatever was trained since.
         """
-        folder, step = source_and_step(named.removeprefix(PREFIX))
+        run, folder, step = reward_model(named)
         step = recorded["step"] if recorded else step
-        if not (folder / "checkpoints").is_dir():
-            raise UserError(KEY, f"{folder} is not the workdir of a run with checkpoints", "check the name")
-        run = trained_model.spread_model(trained_model.sections_of(folder))
-        if not run.config.preference.reward_head:
-            raise UserError(KEY, f"{folder} has no reward model", "give a run of preference.loss=reward")
         if tokenizer_of(folder).fingerprint != tokenizer.fingerprint:
             raise UserError(KEY, f"the reward model in {folder} has another tokenizer", "train one with this tokenizer")
         params, found = trained_model.load(folder, run, step)

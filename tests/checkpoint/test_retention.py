@@ -40,6 +40,7 @@ def test_best(tmp_path):
     assert best_of([10, 20, 30, 100], path, "eval_loss") == 100  # the newest of equals
     assert best_of([10, 20], path, "loss") == 10
     assert best_of([20], path, "eval_loss") is None
+    assert best_of([10, 20, 30], path, "highest:eval_loss") == 10
 
 
 def test_a_metric_that_is_not_there_is_said_once(tmp_path, capsys):

@@ -4,6 +4,7 @@
 """
 
 import json
+import random
 import shutil
 from dataclasses import replace
 
@@ -111,6 +112,42 @@ def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, 
     assert seen == {path: path.stat().st_mtime_ns for path in (copy / "evaluations").iterdir()}, "done again"
     assert evaluate_tasks.main([*words, "--tasks=go_on"]) == 0
     assert all("go_on" in json.loads(path.read_text())["results"] for path in seen), "others' results count as done"
+
+
+def test_a_run_is_asked_while_it_trains_and_keeps_the_best_checkpoint(workdir, tasks, tmp_path):
+    """On its own mesh, with the numbers of the command; the steps are those of a run that is not asked."""
+    config = jt.load_config(workdir / "config.json", {
+        "evaluation.tasks": ["choose", "go_on"], "evaluation.include": f"{tasks}", "evaluation.limit": 4,
+        "train.steps": 15, "train.eval_every": 5, "train.precision": "float32", "mesh.data": 2, "mesh.fsdp": 2,
+        "mesh.tensor": 2, "checkpoint.every": 5, "checkpoint.keep": 1, "checkpoint.best": "highest:eval_choose_acc"})
+    random.seed(3)
+    expected, folder = random.Random(3).random(), tmp_path / "work"
+    jt.train(config, folder)
+    assert random.random() == expected, "the harness seeds generators of others"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line for line in lines if "eval_loss" in line}
+    assert sorted(found) == [5, 10, 15]
+    best = max(found, key=lambda step: (found[step]["eval_choose_acc"], step))
+    assert {int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()} == {best, 15}
+    assert evaluate_tasks.main([f"{folder}", "--tasks=choose,go_on", f"--include={tasks}", "--limit=4"]) == 0
+    said = json.loads((folder / "evaluations" / "15.json").read_text())["results"]
+    wanted = {f"eval_{task}_{metric}": said[task][f"{metric},none"]
+              for task, metric in (("choose", "acc"), ("go_on", "exact_match"))}
+    assert {key: found[15][key] for key in wanted} == wanted
+    assert not any("stderr" in key for key in found[15])
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"tasks": ["nothing"]}, "evaluation.tasks: there is no task 'nothing'"),
+    ({"tasks": ["choose"], "include": "nowhere"}, "evaluation.include: nowhere is no folder"),
+    ({"limit": 3}, "evaluation.limit: it is read with evaluation.tasks only"),
+    ({"tasks": ["choose"], "batch_size": 0}, "evaluation.batch_size: "),
+])
+def test_tasks_that_cannot_be_asked_are_refused_before_a_run_begins(keys, message, workdir, tmp_path):
+    with pytest.raises(jt.UserError) as refusal:
+        jt.train(jt.load_config(workdir / "config.json", {f"evaluation.{key}": value for key, value in keys.items()}),
+                 tmp_path / "work")
+    assert message in f"{refusal.value}" and not (tmp_path / "work" / "checkpoints").exists()
 
 
 def test_a_model_is_asked_with_each_of_several_adapters_alone(workdir, tasks, tmp_path, capsys):

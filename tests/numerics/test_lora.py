@@ -1,5 +1,7 @@
 """Adapters of low rank: the loss and gradients of the model that they amount to, on any mesh; all else stays."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -98,6 +100,20 @@ def test_only_adapters_have_moments():
     run = reference.build("llama", **LORA)
     assert all(map(is_adapter, flatten(run.abstract.params))) and not any(map(is_adapter, flatten(run.abstract.frozen)))
     assert len(jax.tree.leaves(reference.moments(run.abstract))) == len(jax.tree.leaves(run.abstract.params)) == 14
+
+
+@pytest.mark.slow
+def test_the_compiled_step_has_gradients_of_adapters_alone():
+    """No product in it has the shape of a frozen matrix, where the step of the whole model has one for each."""
+    def of_matrices(**keys):
+        run = reference.build("llama", **keys)
+        tokens = run.config.data.global_batch_size * run.config.data.seq_len
+        found = re.findall(r"= f32\[(\d+),(\d+)\]\S* dot\(", reference.compiled(run).as_text())
+        return [shape for shape in (tuple(map(int, pair)) for pair in found) if tokens not in shape]
+
+    adapted, whole = of_matrices(**LORA), of_matrices()
+    assert len(adapted) == 14 and all(LORA["lora__rank"] in shape for shape in adapted)
+    assert len(whole) == 8, "seven linear layers, and the output projection"
 
 
 @pytest.mark.parametrize(("keys", "message"), [

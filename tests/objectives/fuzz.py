@@ -10,6 +10,7 @@ off, or where a frozen leaf has changed after twenty steps.
 
 import argparse
 import collections
+import dataclasses
 import functools
 import json
 import os
@@ -67,6 +68,24 @@ def _begun(model: Any, lora: Any, targets: tuple[str, ...], scalar_head: str) ->
     return at_random(jax.device_get(init.lower(jax.random.key(0)).compile(quick)(jax.random.key(0))))
 
 
+def _state_of(run: Any, params: Any, step: Any) -> Any:
+    """Return the state around parameters, in float16 with a loss scale at which gradients do not overflow."""
+    import jax
+
+    from tests.numerics import reference
+
+    state, tries = reference.start_from(run, params), 15 if run.precision == "float16" else 0
+    for _ in range(tries):  # each that overflows halves the scale, and changes nothing else
+        state, metrics = step(state)
+        if not int(metrics["skipped"]):
+            break
+    if not tries:
+        return state
+    scale, state = jax.device_get(state.loss_scale), reference.start_from(run, params)
+    return dataclasses.replace(state, loss_scale=jax.tree.map(
+        lambda x, like: jax.device_put(x, like.sharding), scale, state.loss_scale))
+
+
 def check(keys: dict[str, Any]) -> dict[str, float]:
     """Compare one case; raises AssertionError where a number is off, UserError where it is refused."""
     import jax
@@ -102,12 +121,12 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
         lambda policy: loss_of(settings, config.model, whole(policy), whole(trained), batch)[0]))
     loss, want = jax.device_get(truth.lower(policy).compile({"xla_backend_optimization_level": 0})(policy))
     norm = float(reference.norm_of(want))
-    state = reference.start_from(run, partition.merge(policy, rest) | beside)
     if run.objective.precomputed:
         batch = precomputed(run, begun, batch)
+    step, placed = reference.compiled(run), run.place(batch)
+    state = _state_of(run, partition.merge(policy, rest) | beside, lambda state: step(state, placed))
     before = jax.device_get(state.frozen)
     value, got = jax.device_get(run.value_and_grad(state, batch))
-    step, placed = reference.compiled(run), run.place(batch)
     state, metrics = step(state, placed)
     for _ in range(STEPS - 1):
         state, _ = step(state, placed)

@@ -92,7 +92,8 @@ def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, t
     for metric in ("eval_reward_accuracy", "eval_perplexity"):  # higher is better; not reported
         with pytest.raises(jt.UserError, match=r"checkpoint\.best: (a higher .* is better|there is no metric)"):
             best_metric.check(jt.build(config(**tuned, checkpoint__best=metric)))
-    best_metric.check(jt.build(config(**tuned, checkpoint__best="eval_loss")))
+    for metric in ("eval_loss", "highest:eval_reward_accuracy"):
+        best_metric.check(jt.build(config(**tuned, checkpoint__best=metric)))
     whole = jt.train(config(**tuned), tmp_path / "whole")
     parts = jt.train(config(**tuned), resumed(tmp_path / "whole", tmp_path / "parts", last=6))
     assert equal(whole.params, parts.params)

@@ -12,13 +12,14 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.builder import build
 from jaxtrain.plan import preflight, search, targets
-from jaxtrain.plan.answering import DECODING, LAYING_OUT, PROMPTS, VALUES, memory_by_phase
+from jaxtrain.plan.answering import DECODING, LAYING_OUT, PROMPTS, REWARDS, VALUES, memory_by_phase
 from jaxtrain.plan.compiler import compile_answering
 from jaxtrain.plan.cost.memory_parts import CACHE, COPY, LOGITS
 from jaxtrain.plan.cost.time import Time
 from jaxtrain.plan.estimate import Estimate, estimate
 from jaxtrain.plan.report.answers_room import answers_at_once, room_for_answers
 from jaxtrain.plan.report.table import explained
+from jaxtrain.train_step.report import total
 from tools import bench_plan
 
 KEPT = {line["name"]: line["bytes"] for line in map(json.loads, bench_plan.ANSWERS_KEPT.read_text().splitlines())}
@@ -150,3 +151,26 @@ def test_the_table_in_the_docs_is_of_these_programs():
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
     assert KEPT.keys() == CASES.keys()
     assert all(f"| {name} | {phase} |" in page for name, phases in KEPT.items() for phase in phases)
+
+
+@pytest.mark.slow
+def test_a_reward_model_rests_beside_the_run(tmp_path):
+    """Its weights, over all devices, in each phase and in the step, and the program that scores answers."""
+    judge = jt.load_config("configs/llama3_1b.py:tiny", {
+        "preference.loss": "reward", "data.packing": "pairs", "train.init_from": "elsewhere"})
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(judge.to_dict()))
+    target = targets.TARGETS["h200"]
+    alone, beside, elsewhere = (estimate(learning(GPT, mesh__fsdp=8, **keys), target, 8) for keys in (
+        {}, {"reinforce__reward": f"model:{tmp_path}"}, {"reinforce__reward": f"model:{tmp_path / 'gone'}"}))
+    c = judge.model
+    heads = c.num_heads + c.num_kv_heads
+    size = 4 / 8 * (c.embed_dim * (c.vocab_size + 1 + 1) + c.num_layers * (
+        2 * c.embed_dim + 3 * c.embed_dim * c.mlp_dim + 2 * c.embed_dim * c.head_dim * heads))
+    assert beside.memory["reward model"] == pytest.approx(size, rel=0.01)
+    assert beside.memory - alone.memory == Counter({"reward model": beside.memory["reward model"]})
+    assert beside.answering.keys() == {*alone.answering, REWARDS} and elsewhere.answering == alone.answering
+    for phase, parts in alone.answering.items():
+        assert beside.answering[phase].total() == parts.total() + beside.memory["reward model"]
+    assert beside.answering[REWARDS].total() > beside.memory["reward model"] + total(build(
+        learning(GPT, mesh__fsdp=8), devices=8, platform=target.described).abstract)

@@ -19,6 +19,8 @@ from jaxtrain.hub import initial_params, trained_model
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.weights import safetensors_files
 
+PARTIAL = ".partial"  # at the end of the name of a folder that is not whole yet
+
 
 def export(workdir: Path, to: Path, step: int | None = None, *, base: str = "", dtype: str = "float32",
            averaged: bool = False) -> int:
@@ -83,7 +85,7 @@ def show(folder: Path) -> str:
     if not folder.is_dir():
         raise UserError("FOLDER", f"{folder} is not a folder", "give one with adapters")
     lines = []
-    for path in sorted(file.parent for file in folder.rglob(adapter_files.CONFIG)):
+    for path in sorted(file.parent for file in folder.rglob(adapter_files.CONFIG) if file.parent.suffix != PARTIAL):
         try:
             said = adapter_files.described(path)
         except UserError as refusal:
@@ -106,12 +108,18 @@ def add(store: Path, folder: Path, name: str) -> Path:
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError("--name", f"{name!r} is not a plain name", "use letters, digits and - _ .")
     place = store / name
-    place.mkdir(parents=True, exist_ok=True)
-    partial = place / f"{os.getpid()}.partial"
-    shutil.copytree(folder, partial)
-    base = folder / f"{said.get('base_model_name_or_path') or ''}"
-    if base != folder and base.is_dir():  # relative to where they were
-        _rename_base(partial, said, f"{base.resolve()}")
+    partial = place / f"{os.getpid()}{PARTIAL}"
+    with exports.nothing_left(partial):
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that had this number and was killed
+        shutil.copytree(folder, partial)
+        base = folder / f"{said.get('base_model_name_or_path') or ''}"
+        if base != folder and base.is_dir():  # relative to where they were
+            _rename_base(partial, said, f"{base.resolve()}")
+        return _as_next_version(partial, place)
+
+
+def _as_next_version(partial: Path, place: Path) -> Path:
+    """Give a whole folder the number after the highest in this place."""
     while True:
         there = [int(path.name) for path in place.iterdir() if path.name.isdecimal()]
         to = place / f"{max(there, default=0) + 1}"

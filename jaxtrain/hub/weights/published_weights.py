@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -33,6 +34,8 @@ from jaxtrain.train_step import quantization
 from jaxtrain.train_step.quantized_kernels import KERNEL, SCALES, as_floats
 
 Parts = dict[str, list[tuple[Entry, tuple[int, ...]]]]  # by tensor: parameters that it holds, and which layer, expert
+
+PART = 2**28  # bytes of a shard that a host holds at once, while they are on their way to a device
 
 # Not parameters of a language model: buffers that old versions saved, and other parts of a multimodal model.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$"
@@ -70,9 +73,50 @@ def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     with Work("loading weights", sum(sizes.values()), quiet=jax.process_index() != 0) as work:
         loaded = []
         for path, leaf in flat.items():
-            loaded.append(jax.make_array_from_callback(leaf.shape, leaf.sharding, readers[path]))
+            loaded.append(placed(leaf, readers[path]))
             work.add(sizes[path])
     return jax.tree.unflatten(jax.tree.structure(abstract), loaded)
+
+
+def placed(leaf: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+    """Return the array of an abstract one, of which `read` gives any slice.
+
+    Shards are filled in place, part by part, so that the host holds no more than a part, however large they are.
+    """
+    shards: dict[jax.Device, jax.Array] = {}
+    shape, alike = leaf.sharding.shard_shape(leaf.shape), defaultdict(list)
+    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        alike[tuple(part.start or 0 for part in index)].append(device)
+    for (first, devices), at in itertools.product(alike.items(), _parts(shape, leaf.dtype.itemsize)):
+        piece = read(tuple(slice(n + one.start, n + one.stop) for n, one in zip(first, at, strict=True)))
+        for device in devices:
+            part = jax.device_put(piece, device)
+            if piece.shape != shape:
+                whole = shards.get(device)
+                part = _filled(jnp.zeros(shape, leaf.dtype, device=device) if whole is None else whole, part,
+                               np.array([one.start for one in at], np.int32))
+            shards[device] = part.block_until_ready()
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [*shards.values()])
+
+
+def _parts(shape: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
+    """Yield slices that make up an array of this shape, of at most `PART` bytes where a row of its last dimension is
+    smaller."""
+    if math.prod(shape) * itemsize <= PART:
+        yield tuple(map(slice, [0] * len(shape), shape))
+        return
+    along = next(d for d in range(len(shape)) if math.prod(shape[d + 1:]) * itemsize <= PART)
+    rest = shape[along + 1:]
+    each = max(1, PART // (math.prod(rest) * itemsize))
+    for before in itertools.product(*map(range, shape[:along])):
+        for begin in range(0, shape[along], each):
+            yield (*(slice(n, n + 1) for n in before), slice(begin, min(begin + each, shape[along])),
+                   *map(slice, [0] * len(rest), rest))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _filled(shard: jax.Array, part: jax.Array, at: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice(shard, part, [at[d] for d in range(shard.ndim)])
 
 
 def readers_of(folder: str | Path, tensors: Mapping[str, Tensor | Packed], known: Mapping[str, Entry],

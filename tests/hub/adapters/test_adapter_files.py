@@ -1,6 +1,8 @@
 """Adapters in PEFT's format: the logits that PEFT computes, the same tensors on the way back, and merged weights."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -120,7 +122,7 @@ def test_a_multimodal_folder_keeps_its_names_and_a_column_of_zeros_gives_numbers
         f"{prefix}layers.1.mlp.up_proj.weight"])
 
 
-def test_a_store_keeps_every_version(tmp_path, capsys):
+def test_a_store_keeps_every_version(tmp_path, capsys, monkeypatch):
     base, folder = written(tmp_path, "queries and values")
     for version in (1, 2):
         assert adapters.main(["add", f"{tmp_path / 'store'}", f"{folder}", "--name=style"]) == 0
@@ -130,6 +132,23 @@ def test_a_store_keeps_every_version(tmp_path, capsys):
     assert len(said) == 2 and "style/2  rank 2  alpha 8, rank-stabilized  " in said[1] and f"for {base}" in said[1]
     assert adapter_files.base_of(tmp_path / "store" / "style" / "2").resolve() == base.resolve()
     assert not [*Path(tmp_path / "store" / "style").glob("*.partial")]
+    shutil.copytree(folder, left := tmp_path / "store" / "style" / f"{os.getpid()}.partial")  # by one that was killed
+    (left / "more").touch()
+    assert adapters.main(["add", f"{tmp_path / 'store'}", f"{folder}", "--name=style"]) == 0
+    assert not left.exists() and not (tmp_path / "store" / "style" / "3" / "more").exists()
+
+    def half_copied(_, to):
+        to.mkdir()
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
+        patch.setattr(shutil, "copytree", half_copied)
+        adapters.main(["add", f"{tmp_path / 'store'}", f"{folder}", "--name=style"])
+    assert not left.exists()
+    shutil.copytree(folder, left)
+    capsys.readouterr()
+    assert adapters.main(["list", f"{tmp_path / 'store'}"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3, "what was not finished is none"
     assert adapters.main(["add", f"{tmp_path / 'store'}", f"{folder}", "--name=../out"]) == 2
     assert "--name: '../out' is not a plain name; use letters, digits and - _ ." in capsys.readouterr().err
     path = tmp_path / "store" / "style" / "1" / adapter_files.CONFIG

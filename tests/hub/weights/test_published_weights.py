@@ -13,6 +13,7 @@ from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.published_config import model_section
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.hub.weights.tensor_names import entries
+from jaxtrain.models.lora import without_adapters
 from jaxtrain.sharding import rules as sharding
 from tests.hub import published
 from tests.numerics import plain_lora
@@ -117,6 +118,35 @@ def test_any_slice_is_that_of_the_whole(tmp_path):
             bounds = [sorted(rng.integers(0, size + 1, 2)) for size in leaf.shape]
             index = tuple(slice(*map(int, pair)) for pair in bounds)
             np.testing.assert_array_equal(read(index), whole[index], path)
+
+
+@pytest.mark.slow
+def test_a_host_holds_no_more_than_a_part_of_a_shard(tmp_path, monkeypatch):
+    """Whatever dimension the parts are of, the array is the same, and nothing larger is read for it at once."""
+    folder = published.write(tmp_path, published.truth()["mixtral"])
+    run = jt.build(jt.make_config({"model": model_section(folder), "data": {"seq_len": 8, "global_batch_size": 8},
+                                   "mesh": {"fsdp": 2, "expert": 2, "data": 1, "tensor": 2},
+                                   "lora": {"rank": 1, "quantize": "nf4"}}))
+    wanted = without_adapters(run.abstract_model)
+    filled, sizes = published_weights.placed, []
+    monkeypatch.setattr(published_weights, "placed", lambda leaf, read: jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, read))
+    whole = published_weights.load(folder, run.config.model, wanted)
+
+    def placed(leaf, read):
+        def measured(index):
+            sizes.append((piece := read(index)).nbytes)
+            return piece
+        return filled(leaf, measured)
+
+    monkeypatch.setattr(published_weights, "placed", placed)
+    for part in (200, 16):  # several layers or experts, and rows of a matrix of one
+        monkeypatch.setattr(published_weights, "PART", part)
+        sizes.clear()
+        found = published_weights.load(folder, run.config.model, wanted)
+        jax.tree.map(np.testing.assert_array_equal, found, whole)
+        assert jax.tree.map(lambda leaf: leaf.sharding, found) == jax.tree.map(lambda leaf: leaf.sharding, whole)
+        assert max(sizes) <= part
 
 
 @pytest.mark.parametrize(("changes", "reason"), [

@@ -1,0 +1,79 @@
+"""`evaluation.tasks`: tasks of lm-evaluation-harness that a run is asked while it trains, with each evaluation."""
+
+import argparse
+import contextlib
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.hub.evaluate_tasks import Tasks
+from jaxtrain.hub.generate_texts import chat_of
+from jaxtrain.run import Run
+from jaxtrain.train_step.state import TrainState
+
+SECTION = "evaluation"
+
+
+def asked(run: Run, workdir: str | Path) -> Callable[[TrainState], dict[str, float]]:
+    """Return what asks a state on the mesh of its run, and returns the results as `eval_TASK_METRIC`.
+
+    Every process calls it, and gets the same numbers.
+    """
+    config = run.config
+    if run.eval_batches is None:
+        raise UserError(f"{SECTION}.tasks", "they are asked with evaluations, and the data have no evaluation split",
+                        "prepare them with a larger --eval_fraction, or use jaxtrain evaluate --watch")
+    c = config.evaluation
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars, between the lines of the run
+    with _named_as_keys():
+        tasks = Tasks.of(argparse.Namespace(
+            tasks=",".join(c.tasks), include=c.include or None, limit=c.limit or None, chat=c.chat, gen_kwargs=None,
+            num_fewshot=None if c.num_fewshot < 0 else c.num_fewshot, seed=0))
+
+    def ask(state: TrainState) -> dict[str, float]:
+        from jaxtrain.hub.harness_model import HarnessModel
+
+        words = run.corpus.tokenizer
+        with _named_as_keys(), _own_random_numbers():
+            chat = chat_of(workdir, config.to_dict(), words, "") if c.chat else None
+            model = HarnessModel(run, state, words, chat=chat, batch_size=c.batch_size)
+            return numbers_of(tasks.ask(model)["results"])
+
+    return ask
+
+
+def numbers_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the harness's numbers by one name each: of a metric such as `acc,none` without the filter `none`."""
+    found = {}
+    for task, metrics in results.items():
+        for key, value in metrics.items():
+            metric, _, kind = key.partition(",")
+            if kind and isinstance(value, int | float) and not metric.endswith("_stderr"):
+                found["_".join(["eval", task, metric, *([kind] if kind != "none" else [])])] = float(value)
+    return found
+
+
+@contextlib.contextmanager
+def _named_as_keys() -> Iterator[None]:
+    """Let errors about flags of `jaxtrain evaluate` name the keys of the config instead."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(error.key.replace("--", f"{SECTION}."), error.reason,
+                        error.fix.replace("--", f"{SECTION}.")) from error
+
+
+@contextlib.contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Leave the generators that the harness seeds as they were."""
+    ours, numpys = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(ours)
+        np.random.set_state(numpys)
