@@ -26,6 +26,7 @@ CAREFUL = 0.95  # of the memory is filled by train.remat=auto: predictions err b
 WORTH = 0.97  # of the time: what copies to hosts must gain, since they compete with the data loader and with saves
 VARIANTS = 6  # layouts that a mesh is estimated with in detail, about
 ON_HOSTS = "attention+heads+kv_heads+mlp@host"
+ROOMY = 8  # times what full activation checkpointing takes: where there is so much, all results will probably fit
 REMATS = ("attention", "dots", "attention_and_dots", "none")  # besides "full"; the more is kept, the less is repeated
 
 
@@ -137,9 +138,13 @@ class _Looker:
         """Return the fastest of a layout that fits and those that keep more and more for the backward pass, while they
         fit. `offloads`: the optimizer's state may make room on the devices.
         """
-        fits, best, keys = start, start, dict(start.overrides)
+        fits, best, keys, seen = start, start, dict(start.overrides), {}
+        if ROOMY * start.estimate.memory.total() < self.found.target.room:
+            seen["none"] = everything = self.at({**keys, "train.remat": "none"})
+            if everything and everything.estimate.fits:  # what keeps less only repeats more
+                return min(start, everything, key=lambda c: c.estimate.seconds)
         for remat in REMATS:
-            choice = self.at({**keys, "train.remat": remat})
+            choice = seen[remat] if remat in seen else self.at({**keys, "train.remat": remat})
             if choice and not choice.estimate.fits and offloads and not keys.get("optimizer.offload"):
                 keys["optimizer.offload"] = True
                 choice = self.at({**keys, "train.remat": remat})
@@ -191,6 +196,8 @@ class _Looker:
                 kept = self.keep_more(kept)
             if kept and kept.estimate.fits:
                 best = min(best, kept, key=lambda c: c.estimate.seconds)
+                if kept.overrides["train.remat"] == "none":
+                    break  # smaller micro-batches would only make room
         if start.mesh["mesh.data"] > 1 and not self.found.config.optimizer.zero_stage:
             self.at({**best.overrides, "optimizer.zero_stage": 0})
         if (stages := start.mesh["mesh.stage"]) > 1:
