@@ -12,7 +12,7 @@ from jaxtrain.errors import UserError, nearest
 # The keys of `mup_base`, and the logical axes whose sizes they are.
 WIDTHS = {"embed_dim": ("embed", "expert_embed", "ahead", "norm"), "mlp_dim": ("mlp", "expert_mlp"),
           "num_heads": ("heads",), "num_kv_heads": ("kv_heads",), "head_dim": ("head_dim",),
-          "kv_rank": ("latent", "rank"), "rope_head_dim": (), "value_head_dim": ()}  # parts of a head, which grow like head_dim
+          "kv_rank": ("latent", "rank"), "rope_head_dim": (), "value_head_dim": ()}  # parts of heads grow like head_dim
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,7 @@ def submit(job: jobs.Job) -> jobs.Job:
             atomic_files.write(job.folder / "checkout.patch", patch)
         for name, content in engine.render(job).items():
             atomic_files.write(job.folder / name, content)
+        jobs.record(job)  # without a name: see recovered()
         job = replace(job, id=engine.submit(job))
     except BaseException:
         shutil.rmtree(job.folder, ignore_errors=True)
@@ -140,8 +141,18 @@ def submit(job: jobs.Job) -> jobs.Job:
     return job
 
 
+def recovered(workdir: Path) -> jobs.Job | None:
+    """Return a job that the engine has although its submission was cut off, as by a kill; it is recorded now."""
+    for job in jobs.cut_off(workdir):
+        if name := engine_of(job.engine).find(job):
+            jobs.record(job := replace(job, id=name))
+            return job
+    return None
+
+
 def _refuse_second(job: jobs.Job) -> None:
     """Refuse a second job in a workdir whose first one may still write there."""
+    recovered(job.workdir)
     try:
         before = jobs.newest(job.workdir)
     except UserError:

@@ -55,7 +55,7 @@ class Job:
 class Status:
     """What an engine says of a job."""
 
-    state: str  # waiting, running, paused, done, failed, cancelled or unknown
+    state: str  # waiting, running, paused, done, failed, cancelled or unknown; to people also stopped, by a sweep
     detail: str = ""  # in the engine's words: why it waits, how it ended
     nodes: str = ""
 
@@ -88,7 +88,12 @@ def record(job: Job) -> None:
 
 
 def read(folder: Path) -> Job | None:
-    """Return the job of a folder; None: it was never submitted."""
+    """Return the job of a folder; None: there is none, or its submission was cut off."""
+    job = _read(folder)
+    return job if job and job.id else None
+
+
+def _read(folder: Path) -> Job | None:
     found = user_json(folder / RECORD, _FORM, "WORKDIR", "submit the job again")
     if found is None or found["engine"] not in ENGINES:
         return None
@@ -105,6 +110,13 @@ def all_of(workdir: Path) -> list[Job]:
     return [job for job in found if job]
 
 
+def cut_off(workdir: Path) -> list[Job]:
+    """Return the jobs of a workdir whose submission was cut off: the engine may have them, and nobody knows the name.
+    """
+    found = (_read(workdir / "jobs" / f"{number}") for number in reversed(_numbers(workdir / "jobs")))
+    return [job for job in found if job and not job.id]
+
+
 def newest(workdir: Path) -> Job:
     """Return the newest job of a workdir."""
     if found := all_of(workdir):
@@ -115,8 +127,7 @@ def newest(workdir: Path) -> Job:
 def under(root: Path) -> Iterator[Job]:
     """Yield the newest job of each workdir under a folder, in the order of their names."""
     for jobs in sorted(root.glob("**/jobs")):
-        if any((jobs / f"{number}" / RECORD).is_file() for number in _numbers(jobs)):
-            yield newest(jobs.parent)
+        yield from all_of(jobs.parent)[:1]
 
 
 def provenance(directory: Path) -> tuple[dict[str, str], str]:

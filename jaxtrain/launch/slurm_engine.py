@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from jaxtrain.errors import UserError
+from jaxtrain.launch.job_engines import refuse_running
 from jaxtrain.launch.job_record import Job, Status, quoted
 from jaxtrain.launch.slurm_script import ranged, script
 
@@ -81,6 +82,12 @@ class SlurmEngine:
         held = ["--hold"] if job.pause_file.exists() else []
         return _run("sbatch", "--parsable", *held, f"{job.folder / SCRIPT}").partition(";")[0].strip()
 
+    def find(self, job: Job) -> str:
+        """Return the number of a job that was not recorded; "": it has none."""
+        lines = _run("squeue", "--me", "--noheader", "--states=all", "--format=%i|%o").splitlines()
+        return next((line.partition("|")[0] for line in lines
+                     if line.partition("|")[2].strip() == f"{job.folder / SCRIPT}"), "")
+
     def status(self, job: Job) -> Status:
         """Return what became of a job."""
         found = ""
@@ -149,7 +156,9 @@ class SlurmEngine:
 
     def resume(self, job: Job, nodes: int | None) -> str:
         """Let a paused job go on, under the same number."""
-        self._refuse(job, "done", "failed", "cancelled", *(() if job.pause_file.exists() else ("running",)))
+        self._refuse(job, "done", "failed", "cancelled")
+        if not job.pause_file.exists() and self.status(job).state == "running":
+            refuse_running(job, "running", nodes)
         if nodes is not None:
             self._resize(job, nodes)
         _run("scontrol", "release", job.id)
@@ -159,7 +168,7 @@ class SlurmEngine:
     def _refuse(self, job: Job, *states: str) -> None:
         """Refuse a job in one of these states."""
         if (state := self.status(job).state) in states:
-            raise UserError("WORKDIR", f"its job is {state}", "pause it first" if state == "running" else
+            raise UserError("WORKDIR", f"its job is {state}",
                             "to go on from its last checkpoint, launch another job with this workdir")
 
     def _resize(self, job: Job, nodes: int) -> None:

@@ -16,6 +16,7 @@ from jaxtrain.launch.job_spec import JobSpec
 
 PORT = 8476  # of the first process; each pod has an address of its own, so that jobs share no ports
 NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"  # of every pod
+FOLDER = "jaxtrain/folder"  # the annotation that says where the job's record is
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _RUN = "run"  # the name of the replicated job and of its container
 
@@ -46,12 +47,12 @@ def on_tpu(spec: JobSpec) -> bool:
 def jobset(job: Job) -> dict[str, Any]:
     """Return the JobSet of a job."""
     spec = job.spec
-    metadata: dict[str, Any] = {"name": object_name(job)}
+    metadata: dict[str, Any] = {"name": object_name(job), "annotations": {FOLDER: f"{job.folder}"}}
     labels = {"kueue.x-k8s.io/queue-name": spec.queue, "kueue.x-k8s.io/priority-class": spec.priority}
     if spec.queue:
         metadata["labels"] = {name: value for name, value in labels.items() if value}
     if on_tpu(spec):  # the whole slice for this job
-        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+        metadata["annotations"]["alpha.jobset.sigs.k8s.io/exclusive-topology"] = "cloud.google.com/gke-nodepool"
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata,
         "spec": {

@@ -64,6 +64,13 @@ class KubernetesEngine:
         made = json.loads(_kubectl("create", "--filename", f"{job.folder / FILE}", "--output=json"))["metadata"]
         return f"{made['namespace']}/{made['name']}"
 
+    def find(self, job: Job) -> str:
+        """Return the name of a job that was not recorded; "": it has none."""
+        found = _kubectl("get", "jobset", jobset.object_name(job), "--ignore-not-found", "--output=json")
+        made = json.loads(found)["metadata"] if found.strip() else {}
+        ours = made.get("annotations", {}).get(jobset.FOLDER) == f"{job.folder}"  # or one of another workdir
+        return f"{made['namespace']}/{made['name']}" if ours else ""
+
     def status(self, job: Job) -> Status:
         """Return what became of a job."""
         found = _get(job, "jobset", _name(job))

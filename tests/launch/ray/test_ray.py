@@ -117,6 +117,9 @@ def test_a_run_trains(cluster, tmp_path, tmp_path_factory):
 def test_a_run_pauses_and_goes_on_with_other_nodes(begun, capsys):
     workdir = begun("--nodes=2")
     assert (workdir / "began-0-0").read_text().startswith("2 ")
+    jobs.record(replace(job := jobs.newest(workdir), id=""))  # its submission was cut off
+    assert launch.recovered(workdir).id == job.id
+    assert jobs_command.main(["resume", f"{workdir}"]) == 2
     told("requeue", workdir)
     all_began(workdir, 1)
     assert len(list(workdir.glob("saved-0-*"))) == 2 and not jobs.newest(workdir).pause_file.exists()

@@ -1,6 +1,7 @@
 """Jobs in a real Slurm of four nodes on this machine."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,8 +94,11 @@ def test_a_lost_node_starts_the_job_again_on_the_others(begun, cluster):
 
 def test_a_second_job_in_a_workdir_is_refused(begun, capsys):
     workdir = begun()
+    assert jobs_command.main(["resume", f"{workdir}"]) == 2
+    assert "its job is running, and goes on by itself; leave it" in capsys.readouterr().err
+    jobs.record(replace(job := jobs.newest(workdir), id=""))  # its submission was cut off
     assert launch.main(["--on=slurm", f"--workdir={workdir}", "--", "true"]) == 2
-    assert "has a job that is running" in capsys.readouterr().err
+    assert "has a job that is running" in capsys.readouterr().err and jobs.newest(workdir).id == job.id
 
 
 def test_what_slurm_refuses_is_told_in_a_line_and_leaves_nothing(cluster, tmp_path, capsys):
