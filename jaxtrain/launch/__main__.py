@@ -63,8 +63,9 @@ def main(argv: list[str] | None = None) -> None:
     if flags.dry_run:
         for name, content in engine.render(made[0]).items():
             print(f"# {name}\n{content}")
+        rehearsed = engine.rehearse(made[0]) if hasattr(engine, "rehearse") else ""
         warning = mesh_check.memory_warning(loaded, spec) if loaded else ""
-        for line in filter(None, (warning, cost.at_most(spec), cost.to_go(spec, made[0].workdir))):
+        for line in filter(None, (rehearsed, warning, cost.at_most(spec), cost.to_go(spec, made[0].workdir))):
             say(line)
         return
     for job in map(submit, made):
@@ -101,6 +102,8 @@ def describe(on: str, workdir: Path, config: str | None, loaded: Config | None, 
                             "set resilience.elastic=true, or leave it out")
         if counts := mesh_check.check_mesh(loaded, spec):
             about["node_counts"] = counts
+        if loaded.observe.prometheus_host != "127.0.0.1":
+            about["metrics_port"] = loaded.observe.prometheus_port
         about["config_hash"] = atomic_files.digest(loaded.to_dict())
         python = "python" if spec.setup or spec.image else sys.executable  # setup may activate an environment
         module = ["jaxtrain.main"] if on != "local" else [

@@ -127,7 +127,8 @@ def test_what_has_ended_is_neither_paused_nor_resumed(tmp_path, monkeypatch):
     for answer, ask, line in (
             ("CANCELLED|BeginTime|", engine.pause, "its job is cancelled; to go on from its last checkpoint, launch"),
             ("COMPLETED|None|n1", lambda job: engine.resume(job, None), "its job is done; to go on"),
-            ("RUNNING|None|n1", lambda job: engine.resume(job, None), "its job is running, and goes on by itself; leave it")):
+            ("RUNNING|None|n1", lambda job: engine.resume(job, None), "its job is running, and goes on by"),
+            ("RUNNING|None|n1", lambda job: engine.resume(job, 2), ".*; for other nodes pause it first")):
         with pytest.raises(UserError, match=f"^WORKDIR: {line}"):
             ask(job)
     assert {words[0] for words in said} == {"squeue"} and not job.pause_file.exists()

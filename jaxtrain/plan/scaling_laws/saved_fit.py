@@ -71,8 +71,8 @@ def described(fit: Fit) -> list[str]:
     for name, value in asdict(fit.law).items():
         low, high = fit.band(lambda law, name=name: getattr(law, name))
         lines.append(f"  {name:<7}{value:>12.5g}   {low:.5g} to {high:.5g}")
-    return lines + [f"no law fits {fit.lost} of {fit.lost + len(fit.samples)} samples of the runs, which makes the bands "
-                    "wider"] * bool(fit.lost)
+    return lines + [f"no law fits {fit.lost} of {fit.lost + len(fit.samples)} samples of the runs, so bands are wider"
+                    ] * bool(fit.lost)
 
 
 def vague(law: Law) -> list[str]:

@@ -128,6 +128,30 @@ def test_a_submission_that_was_cut_off_is_found_by_its_folder(cluster, work, cap
     assert submit(work) == 2 and "has a job that is waiting (team/work-1" in capsys.readouterr().err
 
 
+def test_a_cluster_that_answers_is_shown_the_job(cluster, work, capsys):
+    assert submit(work, "--dry_run") == 0
+    assert cluster.asked() == ["create --dry-run=server --validate=strict --filename=-"]
+    assert capsys.readouterr().err == "the cluster would take it\n"
+    cluster.fail("create", 'Error from server (BadRequest): unknown field "spec.network.enableDNS"')
+    assert submit(work, "--dry_run") == 2
+    assert capsys.readouterr().err.startswith('kubectl: Error from server (BadRequest): unknown field')
+    cluster.fail("create", "The connection to the server localhost:8080 was refused - did you specify the right host?")
+    assert submit(work, "--dry_run") == 0
+    assert capsys.readouterr().err.startswith("not shown to a cluster: The connection to the server")
+    assert not work.exists()
+
+
+def test_pods_that_answer_prometheus_have_the_label_that_its_service_selects():
+    (pod,) = (one["template"]["spec"]["template"] for one in
+              jobset.jobset(golden.job("kubernetes", "gpus"))["spec"]["replicatedJobs"])
+    service, monitor = yaml.safe_load_all((ROOT / "deploy" / "prometheus" / "service-monitor.yaml").read_text())
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    (port,), (opened,) = service["spec"]["ports"], pod["spec"]["containers"][0]["ports"]
+    assert port["targetPort"] == opened["name"] and opened["containerPort"] == 9400
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert [one["port"] for one in monitor["spec"]["endpoints"]] == [port["name"]]
+
+
 def test_kueue_is_told_by_its_workload(cluster, work, capsys):
     assert submit(work, more='queue = "research"') == 0
     cluster.asked()
