@@ -18,6 +18,7 @@ from jaxtrain.files.bounded_files import user_json
 from jaxtrain.launch.job_spec import ENGINES, JobSpec
 
 RECORD = "job.json"
+_UNKNOWN = 100  # files that git does not know, of which names are kept at most
 _FORM = {"engine": str, "id": str, "name": str, "submitted": float, "command": [str], "directory": str, "spec": dict}
 
 
@@ -130,14 +131,19 @@ def under(root: Path) -> Iterator[Job]:
         yield from all_of(jobs.parent)[:1]
 
 
-def provenance(directory: Path) -> tuple[dict[str, str], str]:
-    """Return the commit that a folder is a checkout of, and how it was edited since; ({}, ""): it is none."""
+def provenance(directory: Path) -> tuple[dict[str, Any], str]:
+    """Return the commit that a folder is a checkout of, with files that git does not know, and how it was edited since.
+
+    Of such files only names, since there may be secrets among them. ({}, ""): it is no checkout.
+    """
     def git(*words: str) -> str:
         return subprocess.run(["git", "--no-optional-locks", "-C", str(directory), *words], capture_output=True,
                               text=True, timeout=60, check=True).stdout
 
     try:
-        return {"commit": git("rev-parse", "HEAD").strip()}, git("diff", "--binary", "HEAD")
+        unknown = git("ls-files", "--others", "--exclude-standard", "--directory", "-z").split("\0")[:-1]
+        about = {"commit": git("rev-parse", "HEAD").strip()} | ({"untracked": unknown[:_UNKNOWN]} if unknown else {})
+        return about, git("diff", "--binary", "HEAD")
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return {}, ""
 

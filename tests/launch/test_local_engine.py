@@ -103,11 +103,13 @@ def test_the_checkout_and_its_edits_are_recorded(tmp_path, monkeypatch, capsys):
     git("add", "model.py")
     git("commit", "-m", "begun")
     (tmp_path / "model.py").write_text("a = 2\n")
+    (tmp_path / "own config.py").write_text("b = 3\n")
     monkeypatch.chdir(tmp_path)
     assert launch.main(["--on=local", "--workdir=work", "--", "true"]) == 0
     job = job_record.newest(tmp_path / "work")
     assert len(job.about["commit"]) == 40 and job.directory == str(tmp_path)
-    assert "+a = 2" in (job.folder / "checkout.patch").read_text()
+    patch = (job.folder / "checkout.patch").read_text()
+    assert "+a = 2" in patch and "b = 3" not in patch and job.about["untracked"] == ["own config.py"]
     wait_for(lambda: state(tmp_path / "work") == "done")
 
 
