@@ -2,9 +2,9 @@
 
     python tools/check_job_files.py FOLDER ...
 
-FOLDER has CustomResourceDefinitions as YAML: of JobSet and Kueue (config/components/crd/bases of their repositories), and
-of the Prometheus operator. Kubernetes' own kinds are checked by kubernetes-validate, tasks by SkyPilot and dstack; what
-is not installed is said, and its files are not checked. A field that a schema does not know is an error.
+FOLDER has CustomResourceDefinitions as YAML: of JobSet and Kueue (config/components/crd/bases in their repositories)
+and of the Prometheus operator. Kubernetes' own kinds are checked by kubernetes-validate, tasks by SkyPilot and dstack;
+what is not installed is said, and its files are not checked. A field that a schema does not know is an error.
 """
 
 import copy

@@ -79,11 +79,11 @@ class Fit:
         are wide or have no end where many samples are such.
         """
         values = [x for law in self.samples if math.isfinite(x := value(law))]
-        unknown = [math.inf] * (self.lost + len(self.samples) - len(values))
+        unknown = np.full(self.lost + len(self.samples) - len(values), math.inf)
         if not values:
             return -math.inf, math.inf
-        low, high = (np.percentile([*values, *sign * np.array(unknown)], percentile, method=end)
-                     for sign, percentile, end in zip((-1, 1), BAND, ("lower", "higher"), strict=True))
+        low = np.percentile([*values, *-unknown], BAND[0], method="lower")
+        high = np.percentile([*values, *unknown], BAND[1], method="higher")
         return float(low), float(high)
 
     def beyond(self, parameters: float, tokens: float) -> float:
