@@ -79,7 +79,8 @@ def parser() -> argparse.ArgumentParser:
 def wider(config: Any, width: int, grow: str = "heads") -> dict[str, Any]:
     """Return the keys of a config of this width on one device, whose other widths are in proportion."""
     model = config.model
-    keys = ("num_heads", "num_kv_heads") if grow == "heads" else ("head_dim",)
+    keys = ("num_heads", "num_kv_heads") if grow == "heads" else [
+        key for key in ("head_dim", "rope_head_dim", "value_head_dim") if getattr(model, key, 0)]
     kept = {"head_dim", "num_heads", "num_kv_heads"}.difference(keys)
     grown = {"embed_dim": width}
     for key in (*keys, *(key for key in WIDTHS if getattr(model, key, 0))):

@@ -12,7 +12,7 @@ from jaxtrain.errors import UserError, nearest
 # The keys of `mup_base`, and the logical axes whose sizes they are.
 WIDTHS = {"embed_dim": ("embed", "expert_embed", "ahead", "norm"), "mlp_dim": ("mlp", "expert_mlp"),
           "num_heads": ("heads",), "num_kv_heads": ("kv_heads",), "head_dim": ("head_dim",),
-          "kv_rank": ("latent", "rank")}
+          "kv_rank": ("latent", "rank"), "rope_head_dim": (), "value_head_dim": ()}  # parts of heads grow like head_dim
 
 
 @dataclass(frozen=True)
@@ -291,6 +291,19 @@ class DeepseekV3Config(ExpertsConfig):
             raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",
                             "leave it 0: latent attention has as many")
         derive(self, "value_head_dim", self.head_dim)
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Refuse heads of which by `mup_base` one part grows and another one does not."""
+        grown = self.growth.get("head_dim", 1)
+        for key in ("rope_head_dim", "value_head_dim"):
+            here, there = getattr(self, key), self.mup_base.get(key, 0)
+            if not there and grown != 1 and (key, here) != ("value_head_dim", self.head_dim):
+                raise UserError(f"model.mup_base.{key}", f"heads are {grown:g} times as wide as in the base, and it "
+                                f"does not say what model.{key}={here} was there", "give that")
+            if there and here != grown * there:
+                raise UserError(f"model.{key}", f"{here} is {here / there:g} times its width in model.mup_base, and "
+                                f"head_dim {grown:g} times", "let both grow alike, or keep head_dim")
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,9 @@ def main(argv: list[str] | None = None) -> None:
     if flags.dry_run:
         for name, content in engine.render(made[0]).items():
             print(f"# {name}\n{content}")
+        rehearsed = engine.rehearse(made[0]) if hasattr(engine, "rehearse") else ""
         warning = mesh_check.memory_warning(loaded, spec) if loaded else ""
-        for line in filter(None, (warning, cost.at_most(spec), cost.to_go(spec, made[0].workdir))):
+        for line in filter(None, (rehearsed, warning, cost.at_most(spec), cost.to_go(spec, made[0].workdir))):
             say(line)
         return
     for job in map(submit, made):
@@ -101,6 +102,8 @@ def describe(on: str, workdir: Path, config: str | None, loaded: Config | None, 
                             "set resilience.elastic=true, or leave it out")
         if counts := mesh_check.check_mesh(loaded, spec):
             about["node_counts"] = counts
+        if loaded.observe.prometheus_host != "127.0.0.1":
+            about["metrics_port"] = loaded.observe.prometheus_port
         about["config_hash"] = atomic_files.digest(loaded.to_dict())
         python = "python" if spec.setup or spec.image else sys.executable  # setup may activate an environment
         module = ["jaxtrain.main"] if on != "local" else [
@@ -132,6 +135,7 @@ def submit(job: jobs.Job) -> jobs.Job:
             atomic_files.write(job.folder / "checkout.patch", patch)
         for name, content in engine.render(job).items():
             atomic_files.write(job.folder / name, content)
+        jobs.record(job)  # without a name: see recovered()
         job = replace(job, id=engine.submit(job))
     except BaseException:
         shutil.rmtree(job.folder, ignore_errors=True)
@@ -140,8 +144,18 @@ def submit(job: jobs.Job) -> jobs.Job:
     return job
 
 
+def recovered(workdir: Path) -> jobs.Job | None:
+    """Return a job that the engine has although its submission was cut off, as by a kill; it is recorded now."""
+    for job in jobs.cut_off(workdir):
+        if name := engine_of(job.engine).find(job):
+            jobs.record(job := replace(job, id=name))
+            return job
+    return None
+
+
 def _refuse_second(job: jobs.Job) -> None:
     """Refuse a second job in a workdir whose first one may still write there."""
+    recovered(job.workdir)
     try:
         before = jobs.newest(job.workdir)
     except UserError:

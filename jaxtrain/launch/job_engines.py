@@ -28,6 +28,10 @@ class Engine(Protocol):
         """Submit a job whose files are in its folder, and return its name there."""
         ...
 
+    def find(self, job: Job) -> str:
+        """Return the name there of a job whose submission was cut off before it was recorded; "": it has none."""
+        ...
+
     def status(self, job: Job) -> Status:
         """Return what became of a job."""
         ...
@@ -56,6 +60,12 @@ def engine_of(name: str) -> Engine:
         raise UserError("--on", f"{name!r} is no engine that jaxtrain knows", nearest(name, _HOME))
     module, kind = _HOME[name]
     return getattr(importlib.import_module(f"jaxtrain.launch.{module}"), kind)()
+
+
+def refuse_running(job: Job, state: str, nodes: int | None) -> None:
+    """Refuse to resume a job that goes on by itself."""
+    raise UserError("WORKDIR", f"its job is {state}, and goes on by itself", "leave it" if nodes is None else
+                    f"for other nodes pause it first: jaxtrain jobs pause {job.workdir}")
 
 
 def refuse_unread(job: Job, *keys: str) -> None:

@@ -18,6 +18,7 @@ from jaxtrain.files.bounded_files import user_json
 from jaxtrain.launch.job_spec import ENGINES, JobSpec
 
 RECORD = "job.json"
+_UNKNOWN = 100  # files that git does not know, of which names are kept at most
 _FORM = {"engine": str, "id": str, "name": str, "submitted": float, "command": [str], "directory": str, "spec": dict}
 
 
@@ -55,7 +56,7 @@ class Job:
 class Status:
     """What an engine says of a job."""
 
-    state: str  # waiting, running, paused, done, failed, cancelled or unknown
+    state: str  # waiting, running, paused, done, failed, cancelled or unknown; to people also stopped, by a sweep
     detail: str = ""  # in the engine's words: why it waits, how it ended
     nodes: str = ""
 
@@ -88,7 +89,12 @@ def record(job: Job) -> None:
 
 
 def read(folder: Path) -> Job | None:
-    """Return the job of a folder; None: it was never submitted."""
+    """Return the job of a folder; None: there is none, or its submission was cut off."""
+    job = _read(folder)
+    return job if job and job.id else None
+
+
+def _read(folder: Path) -> Job | None:
     found = user_json(folder / RECORD, _FORM, "WORKDIR", "submit the job again")
     if found is None or found["engine"] not in ENGINES:
         return None
@@ -105,6 +111,13 @@ def all_of(workdir: Path) -> list[Job]:
     return [job for job in found if job]
 
 
+def cut_off(workdir: Path) -> list[Job]:
+    """Return the jobs of a workdir whose submission was cut off: the engine may have them, and nobody knows the name.
+    """
+    found = (_read(workdir / "jobs" / f"{number}") for number in reversed(_numbers(workdir / "jobs")))
+    return [job for job in found if job and not job.id]
+
+
 def newest(workdir: Path) -> Job:
     """Return the newest job of a workdir."""
     if found := all_of(workdir):
@@ -115,18 +128,22 @@ def newest(workdir: Path) -> Job:
 def under(root: Path) -> Iterator[Job]:
     """Yield the newest job of each workdir under a folder, in the order of their names."""
     for jobs in sorted(root.glob("**/jobs")):
-        if any((jobs / f"{number}" / RECORD).is_file() for number in _numbers(jobs)):
-            yield newest(jobs.parent)
+        yield from all_of(jobs.parent)[:1]
 
 
-def provenance(directory: Path) -> tuple[dict[str, str], str]:
-    """Return the commit that a folder is a checkout of, and how it was edited since; ({}, ""): it is none."""
+def provenance(directory: Path) -> tuple[dict[str, Any], str]:
+    """Return the commit that a folder is a checkout of, with files that git does not know, and how it was edited since.
+
+    Of such files only names, since there may be secrets among them. ({}, ""): it is no checkout.
+    """
     def git(*words: str) -> str:
         return subprocess.run(["git", "--no-optional-locks", "-C", str(directory), *words], capture_output=True,
                               text=True, timeout=60, check=True).stdout
 
     try:
-        return {"commit": git("rev-parse", "HEAD").strip()}, git("diff", "--binary", "HEAD")
+        unknown = git("ls-files", "--others", "--exclude-standard", "--directory", "-z").split("\0")[:-1]
+        about = {"commit": git("rev-parse", "HEAD").strip()} | ({"untracked": unknown[:_UNKNOWN]} if unknown else {})
+        return about, git("diff", "--binary", "HEAD")
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return {}, ""
 

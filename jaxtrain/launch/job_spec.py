@@ -37,7 +37,7 @@ class JobSpec:
     name: str = ""  # of the job, for people; by default the workdir's
     nodes: int = 1  # machines
     min_nodes: int = 0  # fewest to go on with where machines are lost (resilience.elastic); 0: all
-    processes_per_node: int = 0  # 0: one for each accelerator, or one
+    processes_per_node: int = 0  # 0: one for each GPU, or one
     accelerators_per_node: int = 0  # GPUs or chips of a TPU
     accelerator: str = ""  # their kind as the engine names it, such as h100 or tpu-v5p-slice
     topology: str = ""  # of a TPU slice, such as 4x4
@@ -46,7 +46,7 @@ class JobSpec:
     time: str = ""  # the limit, H:MM:SS or D-HH:MM:SS; "": the engine's
     grace_s: int = 120  # how long before the limit, or after it is told to stop, it may save
     queue: str = ""  # Slurm's partition, Kueue's local queue
-    account: str = ""  # who pays, in Slurm
+    account: str = ""  # who pays, in Slurm; the service account of pods in Kubernetes
     priority: str = ""  # Slurm's QoS, a workload priority class of Kueue
     preemptible: bool = True  # others may stop it: it saves, and goes on later
     retries: int = 3  # after crashes; what saved and stopped is started again however often that is
@@ -120,8 +120,9 @@ class JobSpec:
 
     @property
     def processes(self) -> int:
-        """Processes of a node."""
-        return self.processes_per_node or self.accelerators_per_node or 1
+        """Processes of a node: of a TPU's host one for all chips, unless told otherwise."""
+        tpu = self.accelerator.lower().startswith("tpu")
+        return self.processes_per_node or (not tpu and self.accelerators_per_node) or 1
 
     @property
     def devices_per_node(self) -> int:

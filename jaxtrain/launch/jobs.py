@@ -19,6 +19,7 @@ from jaxtrain.launch import cost
 from jaxtrain.launch import job_record as records
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.supervisor.progress_file import Steps
+from jaxtrain.launch.sweep import trials
 from jaxtrain.pages.plain_text import aligned
 
 _LINES = {"list [ROOT]": "list the jobs of all workdirs under a folder", "show WORKDIR": "show what a job is and does",
@@ -67,6 +68,14 @@ def main(argv: list[str] | None = None) -> None:
         say(f"{flags.what}: told {job.engine}; see what becomes of it: jaxtrain jobs show {flags.workdir}")
 
 
+def status_of(job: records.Job) -> records.Status:
+    """Return what became of a job, as its engine says; one that its sweep has told to end is stopped."""
+    status = engine_of(job.engine).status(job)
+    if status.state == "cancelled" and trials.stopped(job.workdir):
+        return replace(status, state="stopped", detail="by its sweep")
+    return status
+
+
 def table(root: Path) -> list[str]:
     """Return a line for each job under a folder, below a head."""
     if not root.is_dir():
@@ -77,7 +86,7 @@ def table(root: Path) -> list[str]:
         status = records.Status("unknown")
         if job.engine not in silent:
             try:
-                status = engine_of(job.engine).status(job)
+                status = status_of(job)
             except UserError as error:
                 say(error)
                 silent.add(job.engine)
@@ -89,7 +98,7 @@ def table(root: Path) -> list[str]:
 
 def shown(job: records.Job) -> str:
     """Return what is known of a job, one line for each fact."""
-    status = engine_of(job.engine).status(job)
+    status = status_of(job)
     step = Steps(job.workdir / "metrics.jsonl").newest or None
     facts = {"state": status.state + (f" ({status.detail})" if status.detail else ""), "engine": job.engine,
              "id": job.id.partition(":")[0], "name": job.name, "nodes": status.nodes, "step": step,

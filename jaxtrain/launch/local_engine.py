@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError
-from jaxtrain.launch.job_engines import refuse_unread
+from jaxtrain.launch.job_engines import refuse_running, refuse_unread
 from jaxtrain.launch.job_record import Job, Status, exported, quoted
 from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.launch.local_job import ENDED
@@ -53,6 +53,15 @@ class LocalEngine:
                                        stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         return f"{process.pid}:{_started(process.pid)}"
 
+    def find(self, job: Job) -> str:
+        """Return the number of the process of a job that was not recorded; "": it has none."""
+        wanted = b"\0".join([b"jaxtrain.launch.local_job", os.fsencode(job.folder), b""])
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if wanted in path.read_bytes():
+                    return f"{path.parent.name}:{_started(int(path.parent.name))}"
+        return "0:" if (job.folder / ENDED).exists() else ""
+
     def status(self, job: Job) -> Status:
         """Return what became of a job."""
         if _alive(job):
@@ -80,7 +89,7 @@ class LocalEngine:
         if nodes not in (None, 1):
             raise UserError("--nodes", f"there are not {nodes} machines here", "leave it out")
         if _alive(job):
-            raise UserError("WORKDIR", f"the job of {job.workdir} runs", "pause it first")
+            refuse_running(job, "running", nodes)
         for name in (job.pause_file, job.folder / ENDED):
             name.unlink(missing_ok=True)
         return self.submit(job)

@@ -16,7 +16,7 @@ from typing import Any
 from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.files import atomic_files
-from jaxtrain.launch.job_engines import refuse_unread
+from jaxtrain.launch.job_engines import refuse_running, refuse_unread
 from jaxtrain.launch.job_record import Job, Status
 from jaxtrain.launch.local_engine import LocalEngine
 from jaxtrain.launch.ray_driver import ENDED, PLAN, STATE
@@ -57,12 +57,18 @@ class RayEngine:
 
     def submit(self, job: Job) -> str:
         """Submit the driver; return the name of the job in Ray, and where Ray is."""
-        address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "http://127.0.0.1:8265"
+        address = _address()
         for name in (ENDED, STATE):
             (job.folder / name).unlink(missing_ok=True)
         name = f"{job.name}-{secrets.token_hex(4)}"
-        _client(address).submit_job(entrypoint=f"bash {shlex.quote(f'{job.folder / _DRIVER}')}", submission_id=name)
+        _client(address).submit_job(entrypoint=_entrypoint(job), submission_id=name)
         return f"{name}:{address}"
+
+    def find(self, job: Job) -> str:
+        """Return the name of a job that was not recorded, and where Ray is; "": it has none."""
+        address = _address()
+        return next((f"{one.submission_id}:{address}" for one in _client(address).list_jobs()
+                     if one.entrypoint == _entrypoint(job)), "")
 
     def status(self, job: Job) -> Status:
         """Return what became of a job."""
@@ -94,8 +100,10 @@ class RayEngine:
 
     def resume(self, job: Job, nodes: int | None) -> str:
         """Submit the job again, on another number of nodes if one is given; return its name."""
-        if (status := self.status(job)).state in ("running", "waiting", "unknown"):
-            raise UserError("WORKDIR", f"the job of {job.workdir} is {status.state}", "pause it first")
+        if (status := self.status(job)).state in ("running", "waiting"):
+            refuse_running(job, status.state, nodes)
+        if status.state == "unknown":
+            raise UserError("WORKDIR", f"nobody knows whether its job runs: {status.detail}", "try it again later")
         if nodes is not None:
             plan = json.loads(self.render(replace(job, spec=replace(job.spec, nodes=nodes)))[PLAN])
             atomic_files.write_json(job.folder / PLAN, plan)
@@ -130,6 +138,15 @@ def _ended(code: int, stopped: str) -> Status:
     elif code == exit_codes.SAVED or (stopped == "pause" and code not in exit_codes.FINAL):
         known = "paused"
     return Status(known, exit_codes.words(code))
+
+
+def _address() -> str:
+    """Return where Ray is."""
+    return os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "http://127.0.0.1:8265"
+
+
+def _entrypoint(job: Job) -> str:
+    return f"bash {shlex.quote(f'{job.folder / _DRIVER}')}"
 
 
 def _client(address: str) -> Any:

@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 
 from jaxtrain.errors import UserError
+from jaxtrain.launch.job_engines import refuse_running
 from jaxtrain.launch.job_record import Job, Status, quoted
-from jaxtrain.launch.slurm_script import ranged, script
+from jaxtrain.launch.slurm_script import enroot, ranged, script
 
 SCRIPT = "job.sh"
 PREEMPTED = "PREEMPTED"  # by a cluster that cancels what it preempts; otherwise the job waits again
@@ -66,20 +67,37 @@ class SlurmEngine:
                             "ask for one kind")
         own = [f"{job.workdir}", job.directory] if job.spec.image else []
         if wrong := next((path for path in own if re.search("[:,]", path)), None):
-            raise UserError("image", f"apptainer cannot mount {wrong!r}, which has a colon or a comma",
+            raise UserError("image", f"a container cannot mount {wrong!r}, which has a colon or a comma",
                             "use another folder")
         for path, what in job.spec.mounts.items():
-            if not what.startswith("/") or ":" in what + path:
+            if not what.startswith("/") or re.search("[:,]" if enroot(job.spec) else ":", what + path):
                 raise UserError(f"mounts.{path}", f"{what!r} is not a folder that nodes have", "give /PATH")
 
     def render(self, job: Job) -> dict[str, str]:
         """Return the files of a job."""
         return {SCRIPT: script(job)}
 
+    def rehearse(self, job: Job) -> str:
+        """Return when and where a job would start, as Slurm says, which may refuse it; "": there is no Slurm here."""
+        if shutil.which("sbatch") is None:
+            return ""
+        try:
+            return _sentence(_done("sbatch", "--test-only", given=script(job)).stderr)
+        except UserError as error:
+            if re.search("contact|connect|configuration source|no answer", error.reason, re.I):
+                return f"not shown to Slurm: {error.reason}"
+            raise
+
     def submit(self, job: Job) -> str:
         """Submit a job, whose files are there, and return its number."""
         held = ["--hold"] if job.pause_file.exists() else []
         return _run("sbatch", "--parsable", *held, f"{job.folder / SCRIPT}").partition(";")[0].strip()
+
+    def find(self, job: Job) -> str:
+        """Return the number of a job that was not recorded; "": it has none."""
+        lines = _run("squeue", "--me", "--noheader", "--states=all", "--format=%i|%o").splitlines()
+        return next((line.partition("|")[0] for line in lines
+                     if line.partition("|")[2].strip() == f"{job.folder / SCRIPT}"), "")
 
     def status(self, job: Job) -> Status:
         """Return what became of a job."""
@@ -149,7 +167,9 @@ class SlurmEngine:
 
     def resume(self, job: Job, nodes: int | None) -> str:
         """Let a paused job go on, under the same number."""
-        self._refuse(job, "done", "failed", "cancelled", *(() if job.pause_file.exists() else ("running",)))
+        self._refuse(job, "done", "failed", "cancelled")
+        if not job.pause_file.exists() and self.status(job).state == "running":
+            refuse_running(job, "running", nodes)
         if nodes is not None:
             self._resize(job, nodes)
         _run("scontrol", "release", job.id)
@@ -159,7 +179,7 @@ class SlurmEngine:
     def _refuse(self, job: Job, *states: str) -> None:
         """Refuse a job in one of these states."""
         if (state := self.status(job).state) in states:
-            raise UserError("WORKDIR", f"its job is {state}", "pause it first" if state == "running" else
+            raise UserError("WORKDIR", f"its job is {state}",
                             "to go on from its last checkpoint, launch another job with this workdir")
 
     def _resize(self, job: Job, nodes: int) -> None:
@@ -211,16 +231,22 @@ def _unless_cancelled(state: str, job: Job) -> str:
 
 def _run(*words: str, missing: str | None = None) -> str:
     """Return what a command of Slurm prints; `missing`: what to return where it fails."""
+    done = _done(*words, may_fail=missing is not None)
+    return missing if done.returncode and missing is not None else done.stdout
+
+
+def _done(*words: str, given: str = "", may_fail: bool = False) -> subprocess.CompletedProcess:
+    """Run a command of Slurm that reads a text."""
     if shutil.which(words[0]) is None:
         raise UserError("--on", f"there is no {words[0]} here", "run this on a login node of the cluster")
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, input=given)
     except subprocess.TimeoutExpired:
         raise UserError(words[0], "it gave no answer within 60 s",
                         "see whether slurmctld works: scontrol ping") from None
-    if done.returncode and missing is None:
+    if done.returncode and not may_fail:
         raise UserError(words[0], _sentence(done.stderr), f"the whole command was: {quoted(words)}")
-    return missing if done.returncode and missing is not None else done.stdout
+    return done
 
 
 def _sentence(said: str) -> str:

@@ -72,8 +72,10 @@ def script(job: Job) -> str:
         srun.append(f"--ntasks-per-node={spec.processes}")
     if spec.accelerators_per_node:
         srun.append(f"--gpus-per-task={spec.accelerators_per_node // spec.processes}")
-    if spec.image:
-        command = f"{shlex.join(_container(job))} {command}"
+    if enroot(spec):
+        srun += _enroot(job)
+    elif spec.image:
+        command = f"{shlex.join(_apptainer(job))} {command}"
     crashes, stop = (shlex.quote(f"{path}") for path in (job.folder / "crashes", job.pause_file))
     counts = [f"{count}" for count in reversed(job.about.get("node_counts", []))]
     nodes = _NODES + (_FEWER.format(counts=" ".join(counts)) if counts else "")
@@ -82,12 +84,29 @@ def script(job: Job) -> str:
                       _NEXT.format(stop=stop, crashes=crashes, retries=spec.retries)])
 
 
-def _container(job: Job) -> list[str]:
+def enroot(spec: JobSpec) -> bool:
+    """Return whether the image is one of enroot's."""
+    return spec.image.endswith(".sqsh")
+
+
+def _enroot(job: Job) -> list[str]:
+    """Return what tells srun to run tasks in the job's image, by pyxis, with the folders that a run needs."""
+    binds = [f"{what}:{path}" for path, what in job.spec.mounts.items()] + [f"{path}:{path}" for path in _own(job)]
+    return [f"--container-image={job.spec.image}", f"--container-mounts={','.join(binds)}",
+            f"--container-workdir={job.directory}"]
+
+
+def _own(job: Job) -> list[str]:
+    """Return the folders that a run needs and that are on no mount."""
+    return [path for path in (f"{job.workdir}", job.directory)
+            if not any(Path(path).is_relative_to(mount) for mount in job.spec.mounts)]
+
+
+def _apptainer(job: Job) -> list[str]:
     """Return what runs a command in the job's image, with the folders that a run needs."""
-    spec, own = job.spec, [f"{job.workdir}", job.directory]
+    spec = job.spec
     image = spec.image if "://" in spec.image or spec.image.endswith(".sif") else f"docker://{spec.image}"
-    own = [path for path in own if not any(Path(path).is_relative_to(mount) for mount in spec.mounts)]
-    binds = [f"--bind={what}:{path}" for path, what in spec.mounts.items()] + [f"--bind={path}" for path in own]
+    binds = [f"--bind={what}:{path}" for path, what in spec.mounts.items()] + [f"--bind={path}" for path in _own(job)]
     return ["apptainer", "exec", *["--nv"] * bool(spec.accelerators_per_node), *binds, image]
 
 

@@ -43,6 +43,10 @@ class _TaskFile(ABC):
         raise UserError("--on", f"jaxtrain does not submit to {self.name}",
                         f"write its file with --dry_run > {self.file}, and submit that: {self.by_hand}")
 
+    def find(self, job: Job) -> str:
+        """Return that nothing is known."""
+        return ""
+
     def status(self, job: Job) -> Status:
         """Return that nothing is known."""
         return Status("unknown", f"only {self.name} knows")

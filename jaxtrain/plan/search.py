@@ -24,8 +24,9 @@ from jaxtrain.train_step import precision
 
 CAREFUL = 0.95  # of the memory is filled by train.remat=auto: predictions err by some percent
 WORTH = 0.97  # of the time: what copies to hosts must gain, since they compete with the data loader and with saves
-VARIANTS = 6  # layouts that a mesh is estimated with in detail, about
+VARIANTS, FEW = 6, 2  # layouts that a mesh is estimated with in detail, about; where there is much room
 ON_HOSTS = "attention+heads+kv_heads+mlp@host"
+ROOMY = 8  # times what full activation checkpointing takes: where there is so much, all results will probably fit
 REMATS = ("attention", "dots", "attention_and_dots", "none")  # besides "full"; the more is kept, the less is repeated
 
 
@@ -46,15 +47,15 @@ def search(config: Config, target: Target, devices: int, *, meshes_traced: int =
     others = [{"train.precision": other} for other in dict.fromkeys(precisions) if other != now]
     promising = _promising(look, meshes_traced, may_offload=True)
     for rounds, more in enumerate((None, *others)):
-        later = (len(others) - rounds) * (len(promising) + refined * VARIANTS)
+        later = len(others) - rounds
         smallest = []
         for at, (mesh, offload) in enumerate(promising):
-            look.ahead(len(promising) - at + refined * VARIANTS + later)
+            look.ahead(len(promising) * (1 + later) - at + refined * look.variants() * (1 + later))
             if choice := look.smallest(mesh, offload, more):
                 smallest.append(choice)
         fastest = sorted((c for c in smallest if c.estimate.fits), key=lambda choice: choice.estimate.seconds)[:refined]
         for at, choice in enumerate(fastest):
-            look.ahead((len(fastest) - at) * VARIANTS + later)
+            look.ahead((len(fastest) - at + refined * later) * look.variants() + len(promising) * later)
             look.refine(choice)
     found.sort()
     if (best := found.best) and not precisions:
@@ -85,6 +86,14 @@ class _Looker:
     def ahead(self, count: int) -> None:
         """Note about how many layouts are to come."""
         self.end = self.done + count
+
+    def variants(self) -> int:
+        """Return about how many layouts a mesh is estimated with in detail."""
+        return FEW if any(map(self.roomy, self.found.fitting)) else VARIANTS
+
+    def roomy(self, choice: Choice) -> bool:
+        """Return whether a layout, with full activation checkpointing, leaves much room."""
+        return ROOMY * choice.estimate.memory.total() < self.found.target.room
 
     def can_offload(self, mesh: dict[str, int]) -> bool:
         """Return whether the optimizer's state can be offloaded to separate host memory, and is not yet."""
@@ -137,9 +146,13 @@ class _Looker:
         """Return the fastest of a layout that fits and those that keep more and more for the backward pass, while they
         fit. `offloads`: the optimizer's state may make room on the devices.
         """
-        fits, best, keys = start, start, dict(start.overrides)
+        fits, best, keys, seen = start, start, dict(start.overrides), {}
+        if self.roomy(start):
+            seen["none"] = everything = self.at({**keys, "train.remat": "none"})
+            if everything and everything.estimate.fits:  # what keeps less only repeats more
+                return min(start, everything, key=lambda c: c.estimate.seconds)
         for remat in REMATS:
-            choice = self.at({**keys, "train.remat": remat})
+            choice = seen[remat] if remat in seen else self.at({**keys, "train.remat": remat})
             if choice and not choice.estimate.fits and offloads and not keys.get("optimizer.offload"):
                 keys["optimizer.offload"] = True
                 choice = self.at({**keys, "train.remat": remat})
@@ -191,6 +204,8 @@ class _Looker:
                 kept = self.keep_more(kept)
             if kept and kept.estimate.fits:
                 best = min(best, kept, key=lambda c: c.estimate.seconds)
+                if kept.overrides["train.remat"] == "none":
+                    break  # smaller micro-batches would only make room
         if start.mesh["mesh.data"] > 1 and not self.found.config.optimizer.zero_stage:
             self.at({**best.overrides, "optimizer.zero_stage": 0})
         if (stages := start.mesh["mesh.stage"]) > 1:

@@ -113,6 +113,9 @@ def mup_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     base = {"embed_dim": rng.choice((8, 20)), "num_heads": 4}
     base |= rng.choice(({}, {"head_dim": 2}, {"mlp_dim": 16}, {"num_kv_heads": 8}))
     base |= {"kv_rank": 24} if keys["family"] == "deepseek_v3" and rng.random() < 0.5 else {}
+    if keys["family"] == "deepseek_v3":  # all parts of a head grow alike
+        base |= {"head_dim": keys.get("model.head_dim", 4) // 2, "rope_head_dim": 1,
+                 "value_head_dim": keys["model.value_head_dim"] // 2}
     return {"model.mup_base": base} | ({"model.query_scale": 0} if keys["family"] == "gemma3" else {})
 
 

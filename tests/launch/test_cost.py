@@ -55,6 +55,7 @@ def test_what_is_to_go_is_shown(tmp_path, monkeypatch, capsys):
     assert "5:50:00 h of training, will cost about $280.25 on demand; $126.11 on spot" in line
     assert line in (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
     monkeypatch.setattr(SlurmEngine, "status", lambda self, job: Status("done"))
+    monkeypatch.setattr(SlurmEngine, "rehearse", lambda self, job: "")
     assert launch.main(["--on=slurm", f"--workdir={tmp_path}", "--nodes=2", "--accelerators_per_node=8",
                         "--accelerator=h100", "--dry_run", "--", "true"]) == 0
     assert capsys.readouterr().err == f"{line.split(None, 2)[2]}\n"

@@ -5,6 +5,7 @@
 writes them anew; read what changed before it is committed.
 """
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,14 @@ SPECS = {
 OTHERWISE = {  # what each engine calls otherwise
     "local": {"secrets": {"secrets": {"HF_TOKEN": "file:~/.hf-token"}, "nodes": 1}},
     "slurm": {"secrets": {"secrets": {"HF_TOKEN": "file:~/.hf-token"}},
-              "gpus": CONTAINER | {"mounts": {"/mnt/runs": "/lustre/runs"}}},
+              "gpus": CONTAINER | {"mounts": {"/mnt/runs": "/lustre/runs"}},
+              "own": {"image": "/images/jaxtrain.sqsh", "mounts": {"/data": "/lustre/data"}}},
     "kubernetes": {name: CONTAINER for name in SPECS} | {
-        "own": CONTAINER | {"extra": ("pool=own",)}, "gpus": CONTAINER | {"accelerator": "NVIDIA-H100-80GB-HBM3"}},
+        "own": CONTAINER | {"extra": ("pool=own",)},
+        "gpus": CONTAINER | {"accelerator": "NVIDIA-H100-80GB-HBM3", "account": "trainer"}},
+    "ray": {"gpus": {"time": "", "queue": "", "priority": ""}, "own": {"extra": ()},
+            "tpu": {"topology": "", "extra": (), "preemptible": True},
+            "secrets": {"secrets": {"HF_TOKEN": "file:~/.hf-token"}}},
     "skypilot": {name: CONTAINER | {"mounts": {"/mnt/runs": "gs://runs"}} for name in SPECS},
     "dstack": {name: CONTAINER | {"mounts": {"/mnt/runs": "runs"}} for name in SPECS},
 }
@@ -49,7 +55,8 @@ CASES = [(engine, name) for engine in ENGINES if engine in OTHERWISE for name in
 def job(engine: str, name: str) -> Job:
     spec = JobSpec(**SPECS[name] | OTHERWISE[engine].get(name, {}))
     command = ["python", "train.py", "--prompt=it's $HOME"] if name == "own" else TRAIN
-    return Job(Path("/mnt/runs/big/jobs/1"), engine, "big", command, "/mnt/runs/code", spec)
+    about = {"metrics_port": 9400} if name == "gpus" else {}
+    return Job(Path("/mnt/runs/big/jobs/1"), engine, "big", command, "/mnt/runs/code", spec, about)
 
 
 def rendered(engine: str, name: str) -> str:
@@ -57,8 +64,9 @@ def rendered(engine: str, name: str) -> str:
         engine_of(engine).check(job(engine, name))
     except UserError as error:
         return f"{error}\n"
-    (text,) = engine_of(engine).render(job(engine, name)).values()
-    return text
+    files = engine_of(engine).render(job(engine, name))
+    text = "".join(f"# {name}\n" * (len(files) > 1) + content for name, content in files.items())
+    return text.replace(sys.executable, "PYTHON")
 
 
 @pytest.mark.parametrize("engine, name", CASES)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,8 +79,11 @@ def test_cancelling_saves_first_and_at_once_does_not(workdir):
 
 
 def test_a_second_job_is_refused_and_one_that_was_killed_is_told(workdir, capsys):
+    assert jobs_command.main(["resume", f"{workdir}"]) == 2
+    assert "its job is running, and goes on by itself; leave it" in capsys.readouterr().err
+    job_record.record(replace(job := job_record.newest(workdir), id=""))  # its submission was cut off
     assert launch.main(["--on=local", f"--workdir={workdir}", "--", "true"]) == 2
-    assert "has a job that is running" in capsys.readouterr().err
+    assert "has a job that is running" in capsys.readouterr().err and job_record.newest(workdir).id == job.id
     told("cancel", workdir, "--now")
     wait_for(lambda: state(workdir) != "running")
     assert state(workdir) == "cancelled" and not (workdir / "saved").exists()
@@ -99,11 +103,13 @@ def test_the_checkout_and_its_edits_are_recorded(tmp_path, monkeypatch, capsys):
     git("add", "model.py")
     git("commit", "-m", "begun")
     (tmp_path / "model.py").write_text("a = 2\n")
+    (tmp_path / "own config.py").write_text("b = 3\n")
     monkeypatch.chdir(tmp_path)
     assert launch.main(["--on=local", "--workdir=work", "--", "true"]) == 0
     job = job_record.newest(tmp_path / "work")
     assert len(job.about["commit"]) == 40 and job.directory == str(tmp_path)
-    assert "+a = 2" in (job.folder / "checkout.patch").read_text()
+    patch = (job.folder / "checkout.patch").read_text()
+    assert "+a = 2" in patch and "b = 3" not in patch and job.about["untracked"] == ["own config.py"]
     wait_for(lambda: state(tmp_path / "work") == "done")
 
 

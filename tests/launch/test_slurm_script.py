@@ -12,6 +12,7 @@ from jaxtrain.launch import slurm_engine
 from jaxtrain.launch.job_record import Job, Status
 from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.launch.slurm_script import script
+from tests.launch.waiting import LIMIT
 
 STAND_INS = {
     "srun": 'if [ "$RUN" ]; then while [ "$1" != bash ]; do shift; done; exec "$@" > "$ASKED"; fi; '
@@ -50,7 +51,7 @@ def ended(job: Job, status: int, state: str, nodes: int = 1, run: bool = False) 
                                 "SAID": f"{place}/said", "ASKED": f"{place}/asked", "SLURM_JOB_ID": "7",
                                 "SLURM_JOB_NUM_NODES": f"{nodes}", "SLURM_NTASKS": "1", "SLURM_PROCID": "0",
                                 "RUN": "1" * run}
-    done = subprocess.run(["bash", f"{job.folder}/job.sh"], env=environment, capture_output=True, timeout=30)
+    done = subprocess.run(["bash", f"{job.folder}/job.sh"], env=environment, capture_output=True, timeout=LIMIT)
     assert not done.stderr, done.stderr
     told = [line for line in (place / "said").read_text().splitlines() if line.startswith("requeue")]
     return done.returncode, told, (place / "asked").read_text()
@@ -126,7 +127,8 @@ def test_what_has_ended_is_neither_paused_nor_resumed(tmp_path, monkeypatch):
     for answer, ask, line in (
             ("CANCELLED|BeginTime|", engine.pause, "its job is cancelled; to go on from its last checkpoint, launch"),
             ("COMPLETED|None|n1", lambda job: engine.resume(job, None), "its job is done; to go on"),
-            ("RUNNING|None|n1", lambda job: engine.resume(job, None), "its job is running; pause it first")):
+            ("RUNNING|None|n1", lambda job: engine.resume(job, None), "its job is running, and goes on by"),
+            ("RUNNING|None|n1", lambda job: engine.resume(job, 2), ".*; for other nodes pause it first")):
         with pytest.raises(UserError, match=f"^WORKDIR: {line}"):
             ask(job)
     assert {words[0] for words in said} == {"squeue"} and not job.pause_file.exists()

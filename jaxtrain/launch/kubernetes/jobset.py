@@ -16,6 +16,8 @@ from jaxtrain.launch.job_spec import JobSpec
 
 PORT = 8476  # of the first process; each pod has an address of its own, so that jobs share no ports
 NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"  # of every pod
+METRICS = "jaxtrain/metrics"  # the label of pods that answer Prometheus (deploy/prometheus/service-monitor.yaml)
+FOLDER = "jaxtrain/folder"  # the annotation that says where the job's record is
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _RUN = "run"  # the name of the replicated job and of its container
 
@@ -46,12 +48,12 @@ def on_tpu(spec: JobSpec) -> bool:
 def jobset(job: Job) -> dict[str, Any]:
     """Return the JobSet of a job."""
     spec = job.spec
-    metadata: dict[str, Any] = {"name": object_name(job)}
+    metadata: dict[str, Any] = {"name": object_name(job), "annotations": {FOLDER: f"{job.folder}"}}
     labels = {"kueue.x-k8s.io/queue-name": spec.queue, "kueue.x-k8s.io/priority-class": spec.priority}
     if spec.queue:
         metadata["labels"] = {name: value for name, value in labels.items() if value}
     if on_tpu(spec):  # the whole slice for this job
-        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+        metadata["annotations"]["alpha.jobset.sigs.k8s.io/exclusive-topology"] = "cloud.google.com/gke-nodepool"
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata,
         "spec": {
@@ -93,11 +95,14 @@ def _pod(job: Job) -> dict[str, Any]:
     for number, (path, what) in enumerate(spec.mounts.items()):
         volumes.append({"name": f"mount-{number}", **_volume(what)})
         paths.append(path)
-    kept = {} if spec.preemptible else {"metadata": {"annotations": {
-        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}}}
-    return {**kept, "spec": {
+    metadata: dict[str, Any] = {} if spec.preemptible else {"annotations": {
+        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}}
+    if metrics_port(job):
+        metadata["labels"] = {METRICS: "true"}
+    return {**({"metadata": metadata} if metadata else {}), "spec": {
         "restartPolicy": "Never", "terminationGracePeriodSeconds": spec.grace_s,
         "automountServiceAccountToken": False,  # a run has nothing to say to Kubernetes
+        **({"serviceAccountName": spec.account} if spec.account else {}),  # by which buckets know it
         **({"nodeSelector": selector} if selector else {}),
         "containers": [_container(job, [{"name": volume["name"], "mountPath": path}
                                         for volume, path in zip(volumes, paths, strict=True)])],
@@ -110,7 +115,13 @@ def _container(job: Job, mounts: list[dict[str, str]]) -> dict[str, Any]:
         command = ["bash", "-c", "\n".join([*spec.setup, 'exec "$@"']), _RUN, *command]
     return {"name": _RUN, "image": spec.image, "command": [_literal(word) for word in command],
             **({"workingDir": job.directory} if is_mounted(job.directory, spec) else {}),  # else the image's
+            **({"ports": [{"name": "metrics", "containerPort": port}]} if (port := metrics_port(job)) else {}),
             "env": _environment(job), **_resources(spec), "volumeMounts": mounts}
+
+
+def metrics_port(job: Job) -> int:
+    """Return at which port each pod answers Prometheus; 0: at none."""
+    return job.about.get("metrics_port", 0)
 
 
 def _environment(job: Job) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ class KubernetesEngine:
     def check(self, job: Job) -> None:
         """Refuse a job that it cannot run."""
         spec = job.spec
-        refuse_unread(job, "account", "notify", *(() if spec.queue else ("priority",)))
+        refuse_unread(job, "notify", *(() if spec.queue else ("priority",)))
         if not spec.image:
             raise UserError("image", "there is none, and pods are containers", "give one (docs/launch-kubernetes.md)")
         if spec.min_nodes not in (0, spec.nodes):
@@ -42,6 +42,8 @@ class KubernetesEngine:
             key = "processes_per_node" if spec.topology else "topology"
             raise UserError(key, "a slice of a TPU has a topology and one process on each host",
                             "set it, such as 2x2x4" if key == "topology" else "leave it out")
+        if spec.account and not _OBJECT.fullmatch(spec.account):
+            raise UserError("account", f"{spec.account!r} is not the name of a service account", "correct it")
         for variable, where in spec.secrets.items():
             name, _, key = where.removeprefix("secret:").partition("/")
             if not (where.startswith("secret:") and _OBJECT.fullmatch(name) and _KEY.fullmatch(key)):
@@ -59,10 +61,30 @@ class KubernetesEngine:
         """Return the files of a job."""
         return {FILE: jobset.as_yaml(jobset.jobset(job))}
 
+    def rehearse(self, job: Job) -> str:
+        """Return that the cluster would take a job, which it may refuse, or why it was not asked; "": no kubectl here.
+        """
+        if shutil.which("kubectl") is None:
+            return ""
+        try:
+            _kubectl("create", "--dry-run=server", "--validate=strict", "--filename=-", given=self.render(job)[FILE])
+        except UserError as error:
+            if re.search("connect|refused|no configuration|provide credentials|no answer", error.reason):
+                return f"not shown to a cluster: {error.reason}"
+            raise
+        return "the cluster would take it"
+
     def submit(self, job: Job) -> str:
         """Submit a job, whose files are there, and return its name; a JobSet of the same name is left alone."""
         made = json.loads(_kubectl("create", "--filename", f"{job.folder / FILE}", "--output=json"))["metadata"]
         return f"{made['namespace']}/{made['name']}"
+
+    def find(self, job: Job) -> str:
+        """Return the name of a job that was not recorded; "": it has none."""
+        found = _kubectl("get", "jobset", jobset.object_name(job), "--ignore-not-found", "--output=json")
+        made = json.loads(found)["metadata"] if found.strip() else {}
+        ours = made.get("annotations", {}).get(jobset.FOLDER) == f"{job.folder}"  # or one of another workdir
+        return f"{made['namespace']}/{made['name']}" if ours else ""
 
     def status(self, job: Job) -> Status:
         """Return what became of a job."""
@@ -206,11 +228,11 @@ def _find() -> None:
                         "elsewhere: kubectl create -f FILE")
 
 
-def _kubectl(*words: str, seconds: int = 60) -> str:
-    """Return what kubectl prints."""
+def _kubectl(*words: str, seconds: int = 60, given: str = "") -> str:
+    """Return what kubectl prints, which reads a text."""
     _find()
     try:
-        done = subprocess.run(["kubectl", *words], capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(["kubectl", *words], capture_output=True, text=True, timeout=seconds, input=given)
     except subprocess.TimeoutExpired:
         raise UserError("kubectl", f"it gave no answer within {seconds} s",
                         "see whether the cluster can be reached: kubectl version") from None

@@ -3,7 +3,6 @@
 The sweeper knows nothing that is not in the sweep's folder. Its trials are jobs that go on without it.
 """
 
-import fcntl
 import json
 import os
 import tempfile
@@ -91,7 +90,7 @@ class Sweeper:
     def _begin(self) -> None:
         """Submit what was not submitted, and begin new trials, as many as may run."""
         for trial in self.running():
-            if self._job(trial) is None and not self._orphaned(trial):
+            if self._job(trial) is None and not self._recovered(trial):
                 self._submit(trial)
         while len(self.running()) < self.sweep.parallel:
             if why := sweep_budget.spent(self.sweep, self.trials, self.began):
@@ -268,17 +267,14 @@ class Sweeper:
             return None
         return job if int(job.folder.name) >= trial.job else None
 
-    def _orphaned(self, trial: Trial) -> bool:
-        """Return whether a supervisor works for a trial whose submission was cut off before it was recorded."""
-        lock = trial.workdir / "logs" / "lock"
-        if not lock.exists():
-            return False
-        with open(lock) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
+    def _recovered(self, trial: Trial) -> bool:
+        """Return whether a sweeper that was killed has submitted a trial; if the engine does not answer, it may have.
+        """
+        try:
+            return launch.recovered(trial.workdir) is not None
+        except UserError as error:
+            self._once(f"{error}")
+            return True
 
     def _submit(self, trial: Trial) -> None:
         seed = "" if trial.seed is None else f", seed {trial.seed}"

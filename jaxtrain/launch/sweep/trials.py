@@ -85,6 +85,12 @@ def workdir_of(root: Path, number: int) -> Path:
     return root / f"trial-{number:04}"
 
 
+def stopped(workdir: Path) -> bool:
+    """Return whether a folder is a trial that its sweep has stopped."""
+    said = user_json(workdir / RECORD, {"ended": dict | None}, "workdir", "begin another sweep")
+    return bool(said and said["ended"] and said["ended"].get("state") == "stopped")
+
+
 def read(sweep: Sweep, root: Path) -> list[Trial]:
     """Return the trials of a sweep that were begun, in the order of their numbers."""
     found: list[Trial] = []

@@ -46,7 +46,7 @@ class Law:
 
     def loss(self, parameters: float, tokens: float) -> float:
         """Return the loss of a model of so many parameters after so many tokens."""
-        with np.errstate(over="ignore"):  # laws of samples may have any powers
+        with np.errstate(over="ignore", invalid="ignore"):  # laws of samples may have any powers
             return float(self.E + self.A * np.float64(parameters)**-self.alpha
                          + self.B * np.float64(tokens)**-self.beta)
 
@@ -70,11 +70,20 @@ class Fit:
     law: Law
     samples: Sequence[Law]
     points: Sequence[Point]
+    lost: int = 0  # samples that no law with constants that are numbers fits
 
     def band(self, value) -> tuple[float, float]:
-        """Return the percentiles of what a function makes of the sampled laws."""
+        """Return the percentiles of what a function makes of the sampled laws.
+
+        A sample that says nothing could have said anything: it counts as low below and as high above, so that bands
+        are wide or have no end where many samples are such.
+        """
         values = [x for law in self.samples if math.isfinite(x := value(law))]
-        low, high = np.percentile(values, BAND) if values else (math.nan, math.nan)
+        unknown = np.full(self.lost + len(self.samples) - len(values), math.inf)
+        if not values:
+            return -math.inf, math.inf
+        low = np.percentile([*values, *-unknown], BAND[0], method="lower")
+        high = np.percentile([*values, *unknown], BAND[1], method="higher")
         return float(low), float(high)
 
     def beyond(self, parameters: float, tokens: float) -> float:
@@ -94,12 +103,12 @@ def fit(points: Sequence[Point], samples: int = 200, seed: int = 0) -> Fit:
     rng, laws = np.random.default_rng(seed), []
     for _ in range(samples):
         rows = table[rng.integers(len(table), size=len(table))]
-        if min(len(np.unique(rows[:, i])) for i in (0, 1)) > 1:  # else a power has no value
-            laws.append(_law(_fitted(rows, [best]), middle))
+        told = min(len(np.unique(rows[:, i])) for i in (0, 1)) > 1  # else a power has no value
+        laws.append(_law(_fitted(rows, [best]), middle) if told else None)
     if (law := _law(best, middle)) is None:
         raise UserError("RUNS", "no law with constants that are numbers fits them: what they differ by is mostly noise",
                         "add runs, of sizes and numbers of tokens that are further apart")
-    return Fit(law, [sample for sample in laws if sample is not None], tuple(points))
+    return Fit(law, [sample for sample in laws if sample is not None], tuple(points), laws.count(None))
 
 
 def check(points: Sequence[Point]) -> None:

@@ -13,7 +13,7 @@ from jaxtrain.plan.scaling_laws.parametric_loss import Fit, Law, Point
 STEEP = 1.0  # an exponent above this is that of no law: twice the size would more than halve what is left of the loss
 _NUMBER = int | float
 _LAW = dict.fromkeys(("E", "A", "B", "alpha", "beta"), _NUMBER)
-_FORM = {"law": _LAW, "samples": [_LAW],
+_FORM = {"law": _LAW, "samples": [_LAW], "lost": int,
          "runs": [{"parameters": _NUMBER, "tokens": _NUMBER, "loss": _NUMBER, "name": str}]}
 
 
@@ -21,7 +21,7 @@ def save(fit: Fit, path: str | Path, metric: str) -> None:
     """Write a fit, whole or not at all."""
     atomic_files.write_json(Path(path), {
         "metric": metric, "law": asdict(fit.law), "runs": list(map(asdict, fit.points)),
-        "samples": list(map(asdict, fit.samples))})
+        "samples": list(map(asdict, fit.samples)), "lost": fit.lost})
 
 
 def load(path: str | Path) -> Fit:
@@ -34,7 +34,7 @@ def load(path: str | Path) -> Fit:
             math.isfinite(one) for one in found["law"].values()):
         raise UserError("--scaling", f"{path} has numbers that no fit has", fix)
     return Fit(Law(**found["law"]), [Law(**one) for one in found["samples"]],
-               [Point(**one) for one in found["runs"]])
+               [Point(**one) for one in found["runs"]], found["lost"])
 
 
 def predicted(fit: Fit, parameters: float, tokens: float) -> str:
@@ -57,6 +57,8 @@ def at_best(fit: Fit, flops: float) -> str:
 
 def short(number: float) -> str:
     """Format a number of parameters or tokens: 1.23B."""
+    if not math.isfinite(number):
+        return f"{number}"
     for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{name}"
@@ -69,7 +71,8 @@ def described(fit: Fit) -> list[str]:
     for name, value in asdict(fit.law).items():
         low, high = fit.band(lambda law, name=name: getattr(law, name))
         lines.append(f"  {name:<7}{value:>12.5g}   {low:.5g} to {high:.5g}")
-    return lines
+    return lines + [f"no law fits {fit.lost} of {fit.lost + len(fit.samples)} samples of the runs, so bands are wider"
+                    ] * bool(fit.lost)
 
 
 def vague(law: Law) -> list[str]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,8 @@ def told(what: str, workdir: Path, *flags: str) -> None:
 def test_a_job_is_submitted_paused_resumed_and_cancelled(cluster, work, capsys):
     assert submit(work, "--nodes=2") == 0
     assert cluster.asked() == [f"create --filename {work}/jobs/1/jobset.yaml --output=json"]
-    assert yaml.safe_load((work / "jobs/1/jobset.yaml").read_text())["metadata"] == {"name": "work-1"}
+    assert yaml.safe_load((work / "jobs/1/jobset.yaml").read_text())["metadata"] == {
+        "name": "work-1", "annotations": {"jaxtrain/folder": f"{work}/jobs/1"}}
     cluster.jobset(status={"replicatedJobsStatus": [{"name": "run", "ready": 1}]})
     cluster.answer("get", "pods", {"items": [{"spec": {"nodeName": "b"}}, {"spec": {"nodeName": "a"}}, {"spec": {}}]})
     assert status(work) == jobs.Status("running", nodes="a,b")
@@ -115,6 +117,39 @@ def test_a_job_is_submitted_paused_resumed_and_cancelled(cluster, work, capsys):
     assert status(work).state == "cancelled"
     told("logs", work, "--follow")
     assert cluster.asked() == [f"logs {chosen} --prefix --tail=-1 --max-log-requests=2 --follow"]
+
+
+def test_a_submission_that_was_cut_off_is_found_by_its_folder(cluster, work, capsys):
+    assert submit(work) == 0
+    jobs.record(job := replace(jobs.newest(work), id=""))
+    cluster.jobset(metadata={"name": "work-1", "namespace": "team", "annotations": {jobset.FOLDER: "/other/jobs/1"}})
+    assert launch.recovered(work) is None
+    cluster.jobset(metadata={"name": "work-1", "namespace": "team", "annotations": {jobset.FOLDER: f"{job.folder}"}})
+    assert submit(work) == 2 and "has a job that is waiting (team/work-1" in capsys.readouterr().err
+
+
+def test_a_cluster_that_answers_is_shown_the_job(cluster, work, capsys):
+    assert submit(work, "--dry_run") == 0
+    assert cluster.asked() == ["create --dry-run=server --validate=strict --filename=-"]
+    assert capsys.readouterr().err == "the cluster would take it\n"
+    cluster.fail("create", 'Error from server (BadRequest): unknown field "spec.network.enableDNS"')
+    assert submit(work, "--dry_run") == 2
+    assert capsys.readouterr().err.startswith('kubectl: Error from server (BadRequest): unknown field')
+    cluster.fail("create", "The connection to the server localhost:8080 was refused - did you specify the right host?")
+    assert submit(work, "--dry_run") == 0
+    assert capsys.readouterr().err.startswith("not shown to a cluster: The connection to the server")
+    assert not work.exists()
+
+
+def test_pods_that_answer_prometheus_have_the_label_that_its_service_selects():
+    (pod,) = (one["template"]["spec"]["template"] for one in
+              jobset.jobset(golden.job("kubernetes", "gpus"))["spec"]["replicatedJobs"])
+    service, monitor = yaml.safe_load_all((ROOT / "deploy" / "prometheus" / "service-monitor.yaml").read_text())
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    (port,), (opened,) = service["spec"]["ports"], pod["spec"]["containers"][0]["ports"]
+    assert port["targetPort"] == opened["name"] and opened["containerPort"] == 9400
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert [one["port"] for one in monitor["spec"]["endpoints"]] == [port["name"]]
 
 
 def test_kueue_is_told_by_its_workload(cluster, work, capsys):

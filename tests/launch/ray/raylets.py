@@ -10,12 +10,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from tests.launch.process_trees import descendants, kill
+from tests.launch.waiting import LIMIT
 from tests.tiny import free_address
 
 _RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+_STARTS = 4  # of a node: `ray start` gives up after 30 seconds, also on a machine that is only busy
 
 
 def _port() -> str:
@@ -26,7 +29,8 @@ class Raylets:
     """A running cluster; a context manager that ends it."""
 
     def __init__(self, folder: Path, **variables: str):
-        self.folder, self.started = folder, {}
+        self.folder, self.started, self.words, self.starts = folder, {}, {}, Counter()
+        self.of: dict[str, set[int]] = {}  # the processes that a node was seen to have
         self.gcs, self.dashboard = f"127.0.0.1:{_port()}", f"http://127.0.0.1:{_port()}"
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
             "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "HOME": f"{folder}", **variables}
@@ -36,10 +40,9 @@ class Raylets:
             self._start("head", "--head", f"--port={self.gcs.rpartition(':')[2]}", "--num-cpus=0",
                         "--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard.rpartition(':')[2]}",
                         f"--temp-dir={self.folder}")
-            self._wait(1)
-            for number, name in enumerate(("first", "second"), start=2):
+            self._wait()
+            for name in ("first", "second"):
                 self.add(name)  # one after the other, for they choose names in one folder
-                self._wait(number)
         except BaseException:
             self.__exit__()
             raise
@@ -50,8 +53,9 @@ class Raylets:
             self.kill(name)
 
     def add(self, name: str) -> None:
-        """Start a node with one CPU."""
+        """Start a node with one CPU, and wait for it."""
         self._start(name, f"--address={self.gcs}", "--num-cpus=1")
+        self._wait()
 
     def kill(self, name: str) -> None:
         """Kill all processes of a node, as if its power failed; those of the head too."""
@@ -60,6 +64,8 @@ class Raylets:
         process.wait()
 
     def _start(self, name: str, *words: str) -> None:
+        self.words[name] = words
+        self.starts[name] += 1
         with open(self.folder / f"{name}.log", "ab") as log:
             self.started[name] = subprocess.Popen(
                 [*_RAY, "start", "--block", "--node-ip-address=127.0.0.1", "--object-store-memory=100000000",
@@ -67,17 +73,34 @@ class Raylets:
                  "--max-worker-port=0", "--disable-usage-stats", *words], stdin=subprocess.DEVNULL, stdout=log,
                 stderr=log, env=self.environment, start_new_session=True)
 
-    def _wait(self, count: int) -> None:
+    def _wait(self) -> None:
+        """Wait until all nodes that were started are there."""
         code = ("import sys, ray; ray.init(sys.argv[1], log_to_driver=False, logging_level='error'); "
                 "sys.exit(sum(node['Alive'] for node in ray.nodes()) != int(sys.argv[2]))")
-        end = time.monotonic() + 120
-        while not self._answers() or subprocess.run([sys.executable, "-c", code, self.gcs, f"{count}"],
-                                                    env=self.environment, capture_output=True, timeout=120).returncode:
+        end = time.monotonic() + LIMIT
+        while not self._answers() or subprocess.run(
+                [sys.executable, "-c", code, self.gcs, f"{len(self.started)}"], env=self.environment,
+                capture_output=True, timeout=LIMIT).returncode:
             time.sleep(0.5)
-            dead = [name for name, process in self.started.items() if process.poll() is not None]
+            dead = [name for name in [*self.started] if not self._lives(name)]
             if dead or time.monotonic() > end:
                 logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in self.folder.glob("*.log"))
-                raise RuntimeError(f"{', '.join(dead) or 'nothing'} ended, and there are no {count} nodes: {logs}")
+                raise RuntimeError(f"{', '.join(dead) or 'nothing'} ended, and there are no {len(self.started)} nodes: "
+                                   f"{logs}")
+
+    def _lives(self, name: str) -> bool:
+        """Return whether a node is there or is started again, and not as often as it may have been."""
+        process = self.started[name]
+        seen = self.of.setdefault(name, set())
+        seen.update(descendants(process.pid))
+        if process.poll() is None:
+            return True
+        if self.starts[name] == _STARTS:
+            return False
+        kill(seen)  # what it has left
+        seen.clear()
+        self._start(name, *self.words[name])
+        return True
 
     def _answers(self) -> bool:
         host, _, port = self.dashboard.removeprefix("http://").rpartition(":")

@@ -1,5 +1,6 @@
 """Jobs on a real Ray of two nodes on this machine."""
 
+import json
 import os
 import signal
 import sys
@@ -103,20 +104,31 @@ def told(what: str, workdir: Path, *flags: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_trains(cluster, tmp_path, tmp_path_factory):
+def test_a_run_has_the_losses_of_one_here(cluster, tmp_path, tmp_path_factory, monkeypatch):
+    """Bit by bit: two nodes with a device each, and one process with two."""
     flags = tiny_flags(tmp_path_factory, [
         "model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.steps=3",
-        "data.global_batch_size=4", "train.eval_every=0", "mesh.data=2", "checkpoint.every=3"])
-    assert launch.main([flags[0].partition("=")[2], *flags[1:], "--on=ray", "--nodes=2", f"--workdir={tmp_path}"]) == 0
-    status = until(tmp_path, lambda status: status.state not in ("waiting", "running"))
-    assert status.state == "done", (tmp_path / "jobs" / "1" / "output.log").read_text()
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 3
+        "data.global_batch_size=4", "train.eval_every=0", "mesh.data=2", "checkpoint.every=3", "train.log_every=1"])
+    losses = []
+    monkeypatch.setenv("XLA_FLAGS", virtual_devices(2))
+    for on, nodes in (("ray", 2), ("local", 1)):
+        workdir = tmp_path / on
+        assert launch.main([flags[0].partition("=")[2], *flags[1:], f"--on={on}", f"--nodes={nodes}",
+                            f"--workdir={workdir}"]) == 0
+        status = until(workdir, lambda status: status.state not in ("waiting", "running"))
+        assert status.state == "done", (workdir / "jobs" / "1" / "output.log").read_text()
+        lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if line.get("loss") is not None])
+    assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
 @pytest.mark.slow
 def test_a_run_pauses_and_goes_on_with_other_nodes(begun, capsys):
     workdir = begun("--nodes=2")
     assert (workdir / "began-0-0").read_text().startswith("2 ")
+    jobs.record(replace(job := jobs.newest(workdir), id=""))  # its submission was cut off
+    assert launch.recovered(workdir).id == job.id
+    assert jobs_command.main(["resume", f"{workdir}"]) == 2
     told("requeue", workdir)
     all_began(workdir, 1)
     assert len(list(workdir.glob("saved-0-*"))) == 2 and not jobs.newest(workdir).pause_file.exists()

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from tests.launch.process_trees import descendants, kill, writers
+from tests.launch.waiting import LIMIT
 
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch")
 ACCOUNTING = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb")
@@ -160,7 +161,7 @@ class Cluster:
         database = self.folder / "database"
         subprocess.run(["mariadb-install-db", "--no-defaults", f"--user={user}", f"--datadir={database}",
                         "--skip-test-db", "--auth-root-authentication-method=normal"], env=self.environment, check=True,
-                       timeout=120, capture_output=True)
+                       timeout=LIMIT, capture_output=True)
         self.start("mariadbd", "mariadbd", "--no-defaults", f"--user={user}", f"--datadir={database}",
                    f"--socket={database}/socket", "--skip-networking", "--innodb-buffer-pool-size=64M",
                    "--innodb-log-file-size=32M", "--innodb-lock-wait-timeout=900", "--innodb-flush-log-at-trx-commit=0")
@@ -196,10 +197,10 @@ class Cluster:
 
     def run(self, *words: str) -> str:
         """Return what a command of Slurm prints."""
-        return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=LIMIT).stdout
 
     def _wait(self, what: str, found) -> None:
-        end = time.monotonic() + 120
+        end = time.monotonic() + LIMIT
         while not found():
             dead = [name for name, process in self.daemons.items() if process.poll() is not None]
             if dead or time.monotonic() > end:

@@ -1,6 +1,8 @@
 """Jobs in a real Slurm of four nodes on this machine."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,8 +95,26 @@ def test_a_lost_node_starts_the_job_again_on_the_others(begun, cluster):
 
 def test_a_second_job_in_a_workdir_is_refused(begun, capsys):
     workdir = begun()
+    assert jobs_command.main(["resume", f"{workdir}"]) == 2
+    assert "its job is running, and goes on by itself; leave it" in capsys.readouterr().err
+    jobs.record(replace(job := jobs.newest(workdir), id=""))  # its submission was cut off
     assert launch.main(["--on=slurm", f"--workdir={workdir}", "--", "true"]) == 2
-    assert "has a job that is running" in capsys.readouterr().err
+    assert "has a job that is running" in capsys.readouterr().err and jobs.newest(workdir).id == job.id
+
+
+def test_an_array_is_a_job_for_each_number(cluster, tmp_path):
+    assert launch.main(["--on=slurm", f"--workdir={tmp_path}/of-{{task}}", "--array=1-2", "--", "echo", "{task}"]) == 0
+    for task in "12":
+        until(workdir := tmp_path / f"of-{task}", lambda status: status.state == "done")
+        assert jobs.newest(workdir).output.read_text() == f"{task}\n"
+
+
+def test_slurm_says_where_a_job_would_run_or_refuses_it(cluster, tmp_path, capsys):
+    words = ["--on=slurm", f"--workdir={tmp_path}/work", "--dry_run"]
+    assert launch.main([*words, "--nodes=2", "--", "true"]) == 0
+    assert re.search(r"Job \d+ to start at .* on nodes n\[1-2\] in partition low", capsys.readouterr().err)
+    assert launch.main([*words, "--nodes=9", "--", "true"]) == 2
+    assert capsys.readouterr().err.startswith("sbatch: ") and not (tmp_path / "work").exists()
 
 
 def test_what_slurm_refuses_is_told_in_a_line_and_leaves_nothing(cluster, tmp_path, capsys):

@@ -12,7 +12,7 @@ from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch import jobs as jobs_command
 from jaxtrain.launch.job_engines import engine_of
 from tests.launch.slurm import cluster as clusters
-from tests.launch.waiting import event, status_of, until, wait_for
+from tests.launch.waiting import LIMIT, event, status_of, until, wait_for
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests" / "launch" / "program.py"
@@ -30,7 +30,7 @@ def teams(cluster):
     """The teams of the example, of whom this user is in both."""
     me = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
     done = subprocess.run(["bash", f"{ROOT}/examples/launch/slurm-teams.sh"], capture_output=True, text=True,
-                          timeout=100, env=cluster.environment | {"RESEARCH": me, "PRODUCT": me, "SHARE": "node=2"})
+                          timeout=LIMIT, env=cluster.environment | {"RESEARCH": me, "PRODUCT": me, "SHARE": "node=2"})
     assert done.returncode == 0, done.stderr + done.stdout
     return me
 
@@ -70,8 +70,12 @@ def test_a_job_with_what_is_idle_gives_way_and_goes_on(forgotten, begun, cluster
     spare = begun("--nodes=4", *SPARE, *WHOLE, workdir=tmp_path / "spare")
     own = begun("--nodes=2", *RESEARCH, *WHOLE, workdir=tmp_path / "own")
     assert len(list(spare.glob("saved-0-*"))) == 4
+    until(spare, lambda status: status.state == "waiting")
+    begin = ("scontrol", "update", f"JobId={jobs.newest(spare).id}")
+    cluster.run(*begin, "StartTime=now+3600")  # else it waits for some seconds only, which may pass unseen
     waits(spare, "BeginTime")
     assert why(spare, capsys) == STOPPED
+    cluster.run(*begin, "StartTime=now")
     more = begun("--nodes=1", *RESEARCH, *WHOLE, workdir=tmp_path / "more", wait=False)
     waits(more, "QOSGrpNodeLimit")
     assert why(more, capsys) == SHARE_USED

@@ -13,6 +13,7 @@ import pytest
 
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
+from tests.launch.waiting import LIMIT
 from tests.tiny import tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[3]
@@ -20,18 +21,26 @@ pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 STEPS, ROWS = 48, 24
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=2",
         f"data.global_batch_size={ROWS}", f"train.steps={STEPS}", "train.eval_every=0", "checkpoint.every=4"]
-# Training that takes its time, and writes down which row of which step each of its devices was given.
+# Training that takes its time, and writes down which row of which step each of its devices was given. The end of it
+# waits for a file, or until it is told to stop.
 TRAIN = """
-import hashlib, os, sys, time
+import hashlib, os, sys, threading, time
 import jax
 from jaxtrain.run import Run
 from jaxtrain.main import main
+from jaxtrain.trainer.shutdown import Interrupt
 
-file = os.open(sys.argv.pop(1), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-seconds = float(sys.argv.pop(1))
+file = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+go, seconds, told = sys.argv.pop(1) + ".go", float(sys.argv.pop(1)), threading.Event()
+
+def received(self, number, frame, before=Interrupt._received):
+    told.set()
+    before(self, number, frame)
 
 def noted(self, batches, step, placed=Run.placed):
     time.sleep(seconds)
+    while step > 20 and not os.path.exists(go) and not told.is_set():
+        time.sleep(0.05)
     batch = placed(self, batches, step)
     lines = []
     for shard in batch["tokens"].addressable_shards:
@@ -40,7 +49,7 @@ def noted(self, batches, step, placed=Run.placed):
     os.write(file, "".join(lines).encode())
     return batch
 
-Run.placed = noted
+Run.placed, Interrupt._received = noted, received
 sys.exit(main())
 """
 
@@ -72,7 +81,8 @@ def test_four_three_two_four(flags, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
                    "XLA_FLAGS": virtual_devices(1)}
     alone = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "calm.txt"), "0", *flags, f"--workdir={calm}"]
-    subprocess.run(alone, env=environment, check=True, timeout=200, stderr=subprocess.DEVNULL)
+    (tmp_path / "calm.txt.go").touch()
+    subprocess.run(alone, env=environment, check=True, timeout=LIMIT, stderr=subprocess.DEVNULL)
 
     command = [sys.executable, "-m", "jaxtrain.supervise", "--processes=4", "--min_processes=2", "--lost_after=1",
                "--program", sys.executable, str(tmp_path / "train.py"), str(tmp_path / "stormy.txt"), "0.3", "--",
@@ -82,7 +92,7 @@ def test_four_three_two_four(flags, tmp_path):
 
     def attempt(slots, beyond):
         """Wait until just these train, and are beyond a step; the number of their attempt."""
-        end = time.monotonic() + 150
+        end = time.monotonic() + LIMIT
         while time.monotonic() < end and supervisor.poll() is None:
             starts = [event for event in events(stormy) if event["kind"] == "attempt"]
             if starts and starts[-1]["slots"] == slots and told_of(stormy) > max(beyond, starts[-1]["step"]):
@@ -101,7 +111,8 @@ def test_four_three_two_four(flags, tmp_path):
         attempt([0, 2], 12)
         (stormy / "processes").write_text("4")
         attempt([0, 1, 2, 3], 16)
-        assert supervisor.wait(150) == 0
+        (tmp_path / "stormy.txt.go").touch()
+        assert supervisor.wait(LIMIT) == 0
     finally:
         supervisor.kill()
         supervisor.wait()

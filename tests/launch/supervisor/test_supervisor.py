@@ -16,6 +16,7 @@ from jaxtrain.distributed import child_processes, exit_codes
 from jaxtrain.errors import UserError
 from jaxtrain.launch.supervisor import supervisor as supervise
 from jaxtrain.observe.events import events
+from tests.launch.waiting import LIMIT, wait_for
 
 ROOT = Path(__file__).parents[3]
 # What the processes do is a list of actions for each "attempt:rank", "rank" or "else".
@@ -96,16 +97,9 @@ def run(tmp_path):
         process.communicate()
 
 
-def ended(process, seconds=60):
-    err = process.communicate(timeout=seconds)[1]
+def ended(process):
+    err = process.communicate(timeout=LIMIT)[1]
     return process.returncode, err
-
-
-def until(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.01)
 
 
 def kinds(workdir):
@@ -151,7 +145,7 @@ def test_a_crash_starts_all_again(run, tmp_path):
 def test_recovered(run, tmp_path):
     plan = {"1:0": ["step 1", "await never"], "1:1": ["await ready-1-0", "kill 9"], "2:0": ["step 2", "await on"]}
     process = run(plan)
-    until(lambda: "recovered" in kinds(tmp_path))
+    wait_for(lambda: "recovered" in kinds(tmp_path))
     (tmp_path / "on").touch()
     code, err = ended(process)
     assert code == 0 and "s: process 1 was killed by SIGKILL; all processes train again" in err
@@ -182,7 +176,7 @@ def test_progress_makes_a_loop_none(run, tmp_path):
                                             (signal.SIGINT, exit_codes.INTERRUPTED)])
 def test_a_signal_is_passed_on(run, tmp_path, number, status):
     process = run({"else": ["save", "await never"]})
-    until(lambda: all((tmp_path / f"ready-1-{rank}").exists() for rank in range(2)))
+    wait_for(lambda: all((tmp_path / f"ready-1-{rank}").exists() for rank in range(2)))
     process.send_signal(number)
     code, _ = ended(process)
     assert code == status and kinds(tmp_path) == ["attempt"]
@@ -191,9 +185,9 @@ def test_a_signal_is_passed_on(run, tmp_path, number, status):
 
 def test_a_second_interrupt_ends_at_once(run, tmp_path):
     process = run({"else": ["deaf", "await never"], "0": ["save", "await never"]})
-    until(lambda: all((tmp_path / f"ready-1-{rank}").exists() for rank in range(2)))
+    wait_for(lambda: all((tmp_path / f"ready-1-{rank}").exists() for rank in range(2)))
     process.send_signal(signal.SIGTERM)
-    until(lambda: "saved" in (tmp_path / "logs/1/process-0.log").read_text())
+    wait_for(lambda: "saved" in (tmp_path / "logs/1/process-0.log").read_text())
     process.send_signal(signal.SIGINT)
     assert ended(process)[0] == exit_codes.SAVED  # what the first signal asked for
     assert not alive((tmp_path / "pid-1-1").read_text())
@@ -201,7 +195,7 @@ def test_a_second_interrupt_ends_at_once(run, tmp_path):
 
 def test_two_in_one_folder(run, tmp_path):
     first = run({"else": ["save", "await never"]}, processes=1)
-    until((tmp_path / "ready-1-0").exists)
+    wait_for((tmp_path / "ready-1-0").exists)
     code, err = ended(run({}))
     assert code == exit_codes.MISTAKE and f"--workdir: another supervisor works in {tmp_path}; end that one" in err
     assert first.poll() is None
@@ -215,7 +209,7 @@ def test_preempted_processes_are_started_again(run, tmp_path):
 @pytest.mark.slow
 def test_the_silent_are_ended(run, tmp_path):
     process = run({"1:0": ["await never"], "1:1": ["await never"]}, "--silent=5")
-    until((tmp_path / "ready-1-1").exists)
+    wait_for((tmp_path / "ready-1-1").exists)
     os.kill(int((tmp_path / "pid-1-1").read_text()), signal.SIGSTOP)
     code, err = ended(process)
     assert code == 0 and "process 1 gave no sign of life; starting again" in err
@@ -224,7 +218,7 @@ def test_the_silent_are_ended(run, tmp_path):
 @pytest.mark.slow
 def test_the_silent_are_blamed_where_their_peers_notice_first(run, tmp_path):
     process = run({"1:0": ["await go", "exit 76"], "1:1": ["await never"]}, "--max_restarts=0")
-    until(lambda: all((tmp_path / f"ready-1-{rank}").exists() for rank in range(2)))
+    wait_for(lambda: all((tmp_path / f"ready-1-{rank}").exists() for rank in range(2)))
     os.kill(int((tmp_path / "pid-1-1").read_text()), signal.SIGSTOP)
     time.sleep(supervise._MUTE + 2)
     (tmp_path / "go").touch()
@@ -237,7 +231,7 @@ def test_the_silent_are_blamed_where_their_peers_notice_first(run, tmp_path):
 def test_who_writes_down_a_hang_may_end_later(run, tmp_path):
     process = run({"1:0": ["meet 1", "exit 76"],
                    "1:1": ["meet 0", "outlive 0", "await go", "say all is written", "exit 76"]})
-    until((tmp_path / "ready-1-1").exists)
+    wait_for((tmp_path / "ready-1-1").exists)
     time.sleep(2 * supervise._STACKS)
     (tmp_path / "go").touch()
     code, _ = ended(process)
@@ -269,11 +263,11 @@ def test_a_full_disk_is_waited_for(tmp_path, monkeypatch, capsys):
 def test_nobody_is_left_behind(run, tmp_path):
     """Not even those that are stopped, when the supervisor is killed."""
     process = run({"0": ["await never"], "1": ["mute", "deaf", "await never"]})
-    until(lambda: all((tmp_path / f"ready-1-{rank}").exists() for rank in range(2)))
+    wait_for(lambda: all((tmp_path / f"ready-1-{rank}").exists() for rank in range(2)))
     pids = [int((tmp_path / f"pid-1-{rank}").read_text()) for rank in range(2)]
     os.kill(pids[1], signal.SIGSTOP)
     process.kill()
-    until(lambda: not any(map(alive, pids)))
+    wait_for(lambda: not any(map(alive, pids)))
 
 
 def test_the_heartbeat_alone_ends_a_process(tmp_path):
@@ -284,11 +278,11 @@ def test_the_heartbeat_alone_ends_a_process(tmp_path):
                                 "heartbeat.hold(); print(1, flush=True); time.sleep(1000)"], 0, 0, tmp_path / "log",
                                {**os.environ, "PYTHONPATH": str(ROOT)})
         stack.callback(child.kill)
-        until(lambda: (tmp_path / "log").read_text())
+        wait_for(lambda: (tmp_path / "log").read_text())
         heard = child.heard
-        until(lambda: child.look() or child.heard > heard)
+        wait_for(lambda: child.look() or child.heard > heard)
         child.line.close()
-        assert child.process.wait(60) == -signal.SIGKILL
+        assert child.process.wait(LIMIT) == -signal.SIGKILL
 
 
 def test_what_a_process_started_ends_with_it(run, tmp_path):

@@ -53,6 +53,9 @@ class Machine:
         self.most = max(self.most, len(self.locks))
         return "1"
 
+    def find(self, job: Job) -> str:
+        return "1" if f"{job.folder}" in self.jobs else ""
+
     def status(self, job: Job) -> Status:
         return Status(self.jobs[f"{job.folder}"])
 

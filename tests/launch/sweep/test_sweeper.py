@@ -6,7 +6,9 @@ import pytest
 
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
+from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record
+from jaxtrain.launch import jobs as jobs_command
 from jaxtrain.launch.job_record import Status
 from jaxtrain.launch.sweep import sweeper as sweeper_module
 from tests.launch.sweep.plain_halving import RUNGS, STEPS, published
@@ -103,6 +105,25 @@ def test_a_sweep_that_is_killed_anywhere_ends_as_one_that_is_not(tmp_path, monke
     assert all(machine.begun.count(name) <= 2 + ("stop" in said) for name in machine.begun)
 
 
+def test_a_submission_that_was_cut_off_is_found_where_it_was_submitted(tmp_path, monkeypatch):
+    """The sweeper is killed once the engine has a job, before its name is written."""
+    machine, submit = Machine(tmp_path), Machine.submit
+
+    def killed_after(job):
+        submit(machine, job)
+        raise Killed
+
+    monkeypatch.setattr(launch.shutil, "rmtree", lambda *words, **keys: None)  # a kill runs nothing
+    said = {"on": "slurm", "budget": {"trials": 2}}
+    machine.submit = killed_after
+    with pytest.raises(Killed):
+        swept(machine, monkeypatch, **said)
+    assert [job.id for job in job_record.cut_off(machine.root / "trial-0000")] == [""]
+    machine.submit = lambda job: submit(machine, job)
+    assert [line["steps"] for line in swept(machine, monkeypatch, **said)] == [81, 81]
+    assert machine.begun == ["trial-0000", "trial-0001"]
+
+
 def test_halving_stops_most_and_finds_the_best(tmp_path, monkeypatch, capsys):
     machine = Machine(tmp_path)
     said = {"stop": {"first": 9}, "parallel": 3, "budget": {"trials": 27}}
@@ -117,6 +138,10 @@ def test_halving_stops_most_and_finds_the_best(tmp_path, monkeypatch, capsys):
     assert again and "goes on: it is among the best at step" in capsys.readouterr().err
     stopped = [line for line in found if line["state"] == "stopped"]
     assert all(line["steps"] in range(9, 30) and line["value"] for line in stopped)
+    monkeypatch.setattr(machine, "status", lambda job: Status("cancelled"))
+    monkeypatch.setattr(jobs_command, "engine_of", lambda name: machine)
+    rows = [row.split() for row in jobs_command.table(machine.root)[1:]]
+    assert [row[3] for row in rows] == [state.replace("complete", "cancelled") for state in states]
 
 
 def test_a_trial_that_a_killed_sweeper_decided_to_stop_is_told_by_the_next(tmp_path, monkeypatch):

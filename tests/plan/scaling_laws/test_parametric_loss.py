@@ -59,8 +59,13 @@ def test_powers_beyond_all_numbers_are_no_traceback():
     assert all(np.isfinite(law.A) and np.isfinite(law.B) for law in fit(points, samples=25, seed=11).samples)
     steep = Law(E=1.0, A=1.0, B=1.0, alpha=-40.0, beta=0.3)
     assert steep.loss(1e12, 1e12) == float("inf") and np.isnan(steep.optimum(1e20)[0])
-    assert Fit(CHINCHILLA, [steep, CHINCHILLA], points).band(lambda law: law.loss(1e12, 1e12)) == (
-        pytest.approx(CHINCHILLA.loss(1e12, 1e12)),) * 2
+    laws = [Law(E, 406.4, 410.7, 0.34, 0.28) for E in np.arange(1, 3, 0.02)]
+    there, some = 3e11, [law.loss(3e11, 3e11) for law in laws]
+    for lost, more in ((0, [steep] * 3), (3, [])):  # some samples that say nothing make a band wider
+        low, high = Fit(CHINCHILLA, laws + more, points, lost).band(lambda law: law.loss(there, there))
+        assert (low, high) == (some[2], some[-3])
+    assert Fit(CHINCHILLA, laws, points, 6).band(lambda law: law.loss(there, there)) == (-np.inf, np.inf)
+    assert Fit(CHINCHILLA, [steep], points).band(lambda law: law.optimum(1e20)[0]) == (-np.inf, np.inf)
     assert np.isnan(Law(E=1.0, A=1e300, B=1e-300, alpha=0.1, beta=0.1).optimum(1e20)[0])
     step = [Point(n, d, 5.0 if n < 1e12 else 1.0) for n in (1e12 * (1 - 1e-6), 1e12, 1e12 * (1 + 1e-6))
             for d in (1e9, 1e10, 1e11)]

@@ -1,6 +1,7 @@
 """muP: initial values, steps, loss and gradients of every family against formulas written out by the parameters' paths.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -24,8 +25,9 @@ BASES = ({"embed_dim": 8, "num_heads": 4}, {"embed_dim": 16, "num_heads": 8, "ml
 
 
 def base_of(family, number):
-    """A base model, as keys; heads of Gemma grow only with its query_scale."""
-    return {"model__mup_base": BASES[number]} | ({"model__query_scale": 0} if family == "gemma3" else {})
+    """A base model, as keys; heads of Gemma grow only with its query_scale, those of DeepSeek with all their parts."""
+    parts = {"rope_head_dim": 1, "value_head_dim": 3} if family == "deepseek_v3" else {}
+    return {"model__mup_base": BASES[number] | parts} | ({"model__query_scale": 0} if family == "gemma3" else {})
 
 
 @functools.cache
@@ -246,6 +248,26 @@ def test_same_losses_on_a_mesh_as_on_one_device(name, keys):
 def test_a_base_that_is_none_is_refused(keys, message):
     with pytest.raises(jt.UserError, match=message):
         reference.tiny("gpt2", **{f"model__{key}": value for key, value in keys.items()})
+
+
+@pytest.mark.parametrize(("base", "keys", "message"), [
+    ({}, {}, "model.mup_base.rope_head_dim: heads are 2 times as wide .* does not say what model.rope_head_dim=2 was"),
+    ({"rope_head_dim": 1}, {}, "model.mup_base.value_head_dim: .* what model.value_head_dim=6 was there; give that"),
+    ({"rope_head_dim": 2}, {}, "model.rope_head_dim: 2 is 1 times its width in model.mup_base, and head_dim 2 times"),
+    ({"rope_head_dim": 1, "value_head_dim": 6}, {}, "model.value_head_dim: 6 is 1 times"),
+    ({"head_dim": 4, "rope_head_dim": 1}, {}, "model.rope_head_dim: 2 is 2 times its width .* head_dim 1 times"),
+    ({"rope_head_dim": 1}, {"value_head_dim": 0}, ""), ({"head_dim": 4}, {}, ""),
+])
+def test_all_parts_of_a_latent_head_grow_alike(base, keys, message):
+    def made():
+        model = reference.EXPERTS["deepseek_v3"] | keys | {"embed_dim": 32, "vocab_size": 64}
+        return jt.make_config({"model": model | {"mup_base": {"embed_dim": 8, "num_heads": 4} | base}})
+
+    if message:
+        with pytest.raises(jt.UserError, match=message):
+            made()
+    else:
+        assert dataclasses.replace(made().model).growth["head_dim"] == 4 / made().model.mup_base.get("head_dim", 2)
 
 
 def test_a_base_can_be_given_on_the_command_line():
