@@ -33,4 +33,4 @@ def configured(config: Config, model: Skeleton) -> Objective:
     return NextToken.of(config, model)
 
 
-__all__ = ["FAMILIES", "MakeObjective", "NextToken", "Objective", "configured"]
+__all__ = ["FAMILIES", "MakeObjective", "NextEvent", "NextToken", "Objective", "configured"]
