@@ -6,7 +6,7 @@ JAX is not imported here, so that a mistake in a config is told at once.
 from dataclasses import dataclass, fields
 
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
-from jaxtrain.config.modality_families import EventsConfig
+from jaxtrain.config.modality_families import ClipsConfig, EventsConfig
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
 
@@ -265,4 +265,4 @@ class GptOssConfig(RoutedConfig):
 FAMILIES: dict[str, type[ModelConfig]] = {
     "gpt2": Gpt2Config, "llama": LlamaConfig, "qwen2": LlamaConfig, "qwen3": LlamaConfig,
     "mixtral": ExpertsConfig, "qwen3_moe": ExpertsConfig, "deepseek_v3": DeepseekV3Config, "gemma3": Gemma3Config,
-    "gpt_oss": GptOssConfig, "events": EventsConfig}
+    "gpt_oss": GptOssConfig, "events": EventsConfig, "clips": ClipsConfig}

@@ -62,7 +62,7 @@ def test_loss_gradients_and_metrics_are_those_of_the_formulas(name):
     assert float(total / weight) == pytest.approx(float(truth["cross_entropy"]), rel=1e-5)
     for metric, value in truth.items():
         assert float(told[metric]) == pytest.approx(float(value), rel=1e-5), metric
-    assert 0 < truth["accuracy"] and set(run.objective.evaluation_metrics) <= set(told)
+    assert truth["accuracy"] > 0 and set(run.objective.evaluation_metrics) <= set(told)
 
 
 # ----------------------------------------------------------------------------------------------------- runs by a config
@@ -106,7 +106,8 @@ def batches(config, split="train"):
 
 
 def test_batches_are_the_columns_by_step(corpus):
-    (by_step, declared), (again, _), (held_out, _) = (batches(of(corpus), split) for split in ("train", "train", "eval"))
+    (by_step, declared), (again, _) = batches(of(corpus)), batches(of(corpus))
+    held_out, _ = batches(of(corpus), "eval")
     assert by_step.shapes_of(0, 9) == [(16, 8), (16, 16)]
     for step in range(4):
         batch = by_step[step]
@@ -126,15 +127,15 @@ def test_a_layout_is_planned_without_the_corpus():
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    (dict(data__seq_len=8), "data.seq_len: 54 sequences have more than 8 steps, the longest 16; raise it, or lose thei"),
-    (dict(model__categories={"page": 9}, model__numbers=[]), "data.source: it has no column 'page', which the model re"),
-    (dict(model__categories={"item": 5}), "data.source: its column 'item' has ids up to 7, and the model takes those b"),
-    (dict(data__source="stdlib"), "data.source: stdlib is not a folder with a prepared corpus of sequences; name one t"),
-    (dict(data__packing="concat"), "data.packing: events has one sequence of a prepared corpus in a row; set data.pack"),
+    (dict(data__seq_len=8), "data.seq_len: 54 sequences have more than 8 steps, the longest 16; raise it, or lose the"),
+    (dict(model__categories={"page": 9}, model__numbers=[]), "data.source: it has no column 'page', which the model r"),
+    (dict(model__categories={"item": 5}), "data.source: its column 'item' has ids up to 7, and the model takes those"),
+    (dict(data__source="stdlib"), "data.source: stdlib is not a folder with a prepared corpus of sequences; name one"),
+    (dict(data__packing="concat"), "data.packing: events has one sequence of a prepared corpus in a row; set data.pac"),
     (dict(lora__rank=2), "lora.rank: it is for decoders of text, and events is none; leave it out"),
     (dict(train__sample_tokens=9), "train.sample_tokens: it is for decoders of text, and events is none; leave it out"),
     (dict(model__predict="shops"), "model.predict: 'shops' is not among model.categories; did you mean 'shop'?"),
-    (dict(model__categories={}), "model.categories: events without any cannot be predicted; name the columns that prep"),
+    (dict(model__categories={}), "model.categories: events without any cannot be predicted; name the columns that pre"),
     (dict(model__categories={"item": 0}), "model.categories.item: 0 is not a number of ids; give 1 or more"),
 ])
 def test_mistakes_are_told_in_one_line(corpus, keys, message):
