@@ -35,8 +35,8 @@ def batch(seed=0, rows=ROWS, seq=SEQ):
 
 def activations(c, p, b):
     """What the head reads, after the last norm."""
-    e = p["embed"]
-    x = e["table"][b["item"]] + e["category_0"]["table"][b["shop"]]
+    e, other = p["embed"], "shop" if c.predict == "item" else "item"
+    x = e["table"][b[c.predict]] + e["category_0"]["table"][b[other]]
     numbers = [f(2 * np.pi * np.log1p(b["elapsed"]) / period) for f in (np.sin, np.cos)
                for period in (0.25, 0.5, 1, 2, 4, 8, 16, 32)] + [np.sign(b["price"]) * np.log1p(np.abs(b["price"]))]
     x = x + np.stack(numbers, -1).astype(np.float32) @ e["project"]["kernel"] + e["project"]["bias"]
@@ -59,7 +59,7 @@ def metrics(c, p, b):
     x = activations(c, p, b)[:, :-1]
     logits = x @ (p["embed"]["table"].T if c.tied_embeddings else p["output"]["kernel"])
     follows = b["weights"][:, 1:]
-    target = b["item"][:, 1:]
+    target = b[c.predict][:, 1:]
     chosen = jnp.take_along_axis(reference.softmax(logits), target[..., None], -1)[..., 0]
     found = {"cross_entropy": -jnp.log(chosen), "accuracy": logits.argmax(-1) == target}
     if c.time_loss:

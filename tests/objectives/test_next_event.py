@@ -115,6 +115,11 @@ def test_batches_are_the_columns_by_step(corpus):
         some = by_step.rows(step, [3, 1])  # as one of several processes reads them
         assert all(np.array_equal(some[name], batch[name][[3, 1]]) for name in batch)
         assert all(np.array_equal(again[step][name], batch[name]) for name in batch)
+        for row, number in enumerate(by_step.numbers(step, range(16))):
+            there = {} if number is None else corpus.train[number]
+            events = len(there.get("item", ()))
+            assert all(np.array_equal(batch[name][row, :events], there[name]) for name in set(there) & set(batch))
+            assert batch["weights"][row].tolist() == [1] * events + [0] * (len(batch["weights"][row]) - events)
     held_out = [held_out[n] for n in range(held_out.num_batches)]
     assert sum(int(batch["weights"].sum()) for batch in held_out) == corpus.eval.counts().sum()
     assert {batch["item"].shape for batch in held_out} == {(16, 16)}
