@@ -21,7 +21,7 @@ def config(**keys) -> jt.Config:
 
 
 def batch(seed=0, rows=ROWS, seq=SEQ):
-    """Users with any number of events, of whom one has none and one a single one, and padding after those."""
+    """Users with any number of events, of whom one has none and one a single one; what stands after those is any."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, seq + 1, rows)
     lengths[1:4] = 0, 1, seq
@@ -29,8 +29,7 @@ def batch(seed=0, rows=ROWS, seq=SEQ):
     made = {name: rng.integers(ids, size=(rows, seq)).astype(np.int32) for name, ids in IDS.items()}
     made |= {"elapsed": rng.lognormal(3, 3, (rows, seq)).astype(np.float32),
              "price": rng.normal(0, 5, (rows, seq)).astype(np.float32)}
-    return {name: np.where(there, x, 0).astype(x.dtype) for name, x in made.items()} | {
-        "weights": there.astype(np.float32)}
+    return made | {"weights": there.astype(np.float32)}
 
 
 def activations(c, p, b):

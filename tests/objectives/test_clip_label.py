@@ -6,7 +6,7 @@ import pytest
 import soundfile
 
 import jaxtrain as jt
-from jaxtrain.data.loading.batch_spec import BatchSpec
+from jaxtrain.data.loading.batch_spec import SEQ, Array, BatchSpec
 from jaxtrain.data.loading.sequence_batches import load_sequences, sequence_batches
 from jaxtrain.data.prepare_sequences.audio import Audio
 from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
@@ -49,6 +49,8 @@ def test_batches_have_frames_and_labels(tmp_path):
     assert {int(label) for step in range(3) for label in batches[step]["label"]} == {0, 1}
     with pytest.raises(jt.UserError, match=r"the shape 4 x \d+ x 79, and ClipLabel takes 4 x \d+ x 80; give it that"):
         declared.check(batch | {"features": batch["features"][..., :79]})
+    with pytest.raises(jt.UserError, match="'features' has rows of steps x 80, and the model takes steps x 40; name"):
+        sequence_batches(config.data, corpus, "train", {"features": Array(np.float16, (SEQ, 40))})
     with pytest.raises(jt.UserError, match="'label' has the number 1, and ClipLabel takes those below 1"):
         BatchSpec(ClipLabel(None, 1).batch_spec, "ClipLabel").check(batch)
 

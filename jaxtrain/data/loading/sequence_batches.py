@@ -83,11 +83,15 @@ def _check(sequences: Sequences, name: str, array: Array) -> None:
                         f"{', '.join(sequences.columns)}", "name another corpus, or the columns in the model's keys")
     dims = {"step": (SEQ,), "sequence": (), "own": array.dims[:1]}[column.per] + column.shape
     if dims != array.dims:
-        raise UserError("data.source", f"its column {name!r} has values of the shape {dims}, and the model takes "
-                        f"{array.dims}", "name another corpus")
+        raise UserError("data.source", f"its column {name!r} has rows of {_said(dims)}, and the model takes "
+                        f"{_said(array.dims)}", "name another corpus")
     if column.per == "own" and (most := int(sequences.counts(name).max(initial=0))) > int(array.dims[0]):
         raise UserError("data.source", f"its column {name!r} has up to {most} values, and the model takes "
                         f"{array.dims[0]}", "raise that in the model's keys, or leave out what is longer")
+
+
+def _said(dims: tuple[str | int, ...]) -> str:
+    return " x ".join("steps" if size == SEQ else str(size) for size in dims) or "one value"
 
 
 def _padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
