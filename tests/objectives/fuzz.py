@@ -4,8 +4,8 @@
 
 draws what tests/composition/fuzz.py draws (meshes, schedules, precisions, rematerialization, accumulation, adapters,
 frozen parameters, model families), and beside it a loss of preferences or of rewards with its settings, or events of
-users in place of text. Policy and reference differ. A case fails where the loss, the gradient's norm or any leaf of the gradient of what is trained is
-off, or where a frozen leaf has changed after twenty steps.
+users in place of text. Policy and reference differ. A case fails where the loss, the gradient's norm or any leaf of the
+gradient of what is trained is off, or where a frozen leaf has changed after twenty steps.
 """
 
 import argparse
