@@ -3,9 +3,9 @@
     python -m tests.objectives.fuzz --cases=100 --seed=7 --devices=8
 
 draws what tests/composition/fuzz.py draws (meshes, schedules, precisions, rematerialization, accumulation, adapters,
-frozen parameters, model families), and beside it a loss of preferences or of rewards with its settings. Policy and
-reference differ. A case fails where the loss, the gradient's norm or any leaf of the gradient of what is trained is
-off, or where a frozen leaf has changed after twenty steps.
+frozen parameters, model families), and beside it a loss of preferences or of rewards with its settings, or events of
+users in place of text. Policy and reference differ. A case fails where the loss, the gradient's norm or any leaf of the
+gradient of what is trained is off, or where a frozen leaf has changed after twenty steps.
 """
 
 import argparse
@@ -30,6 +30,9 @@ UNFIT = ("train.z_loss", "data.cross_document_attention", "model.mtp_loss_weight
 def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
     """One config, as keys like those of a command line."""
     keys = {key: value for key, value in draw(rng, devices).items() if key not in UNFIT}
+    own = random.Random(f"{sorted(keys.items())}")  # its own numbers: the other cases stay as drawn
+    if own.random() < 0.15:
+        return events_case(keys, own)
     keys |= {"packing": True, "evaluate": False, "value_and_grad": False, "empty": ""}
     if keys["train.precision"] == "fp8":  # whose own rounding hides a wrong loss
         keys["train.precision"] = "bfloat16"
@@ -50,6 +53,43 @@ def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
     return keys | critic | {"reinforce.prompts": "prompts.jsonl", "reinforce.reward": "reward.py:reward",
                    "reinforce.max_new_tokens": 5, "reinforce.loss": rng.choice(("dapo", "grpo", "dr_grpo")),
                    "reinforce.ratio": rng.choice(("token", "sequence")), "reinforce.kl": rng.choice((0.0, 0.1))}
+
+
+def events_case(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """The case for events of users: the mesh, the steps and the size of the layers stay."""
+    kept = ("mesh.", "pipeline.", "train.", "optimizer.", "model.num_layers", "model.tied_embeddings", "data.global",
+            "data.seq_len", "model.max_seq_len", "model.window")
+    keys = {key: value for key, value in keys.items() if key.startswith(kept) and key not in (
+        "train.freeze", "train.ema_decay")}
+    if keys["train.precision"] == "fp8":
+        keys["train.precision"] = "bfloat16"
+    return keys | {"family": "events", "model.time_loss": rng.choice((0.0, 0.3)),
+                   "model.num_kv_heads": rng.choice((4, 8)), "model.predict": rng.choice(("item", "shop"))}
+
+
+def check_events(keys: dict[str, Any]) -> dict[str, float]:
+    """Compare one case of events; raises as `check` does."""
+    import jax
+    import numpy as np
+
+    from jaxtrain import builder
+    from tests.numerics import reference
+    from tests.objectives import plain_events as plain
+
+    config = plain.config(**{key.replace(".", "__"): value for key, value in keys.items() if key != "family"})
+    devices = int(np.prod([value for key, value in keys.items() if key.startswith("mesh.") and type(value) is int]))
+    run = builder.build(config, devices=jax.devices()[:devices])
+    rng, batch = np.random.default_rng(0), plain.batch(rows=ROWS, seq=SEQ)
+    params = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), run.abstract.params)
+    loss, want = jax.device_get(jax.jit(jax.value_and_grad(
+        lambda params: plain.loss(config.model, params, batch)))(params))
+    value, got = jax.device_get(run.value_and_grad(reference.start_from(run, params), batch))
+    norm, precision = float(reference.norm_of(want)), keys["train.precision"]
+    off = {"value": abs(float(value) / float(loss) - 1)}
+    off["gradient"], leaf = reference.worst(got, want, (1e-3 if precision == "float32" else 3e-2) * norm)
+    for what, error in off.items():
+        assert error < 2 * TOLERANCE[precision], f"{what} is off by {error:.1e}, at {leaf}"
+    return off
 
 
 @functools.lru_cache(maxsize=16)
@@ -88,6 +128,8 @@ def _state_of(run: Any, params: Any, step: Any) -> Any:
 
 def check(keys: dict[str, Any]) -> dict[str, float]:
     """Compare one case; raises AssertionError where a number is off, UserError where it is refused."""
+    if keys["family"] == "events":
+        return check_events(keys)
     import jax
     import numpy as np
 
