@@ -180,7 +180,7 @@ class RandomK(Codec):
     def compress(self, wanted: Any, state: State) -> tuple[Payload, State]:
         """Return the values at the places of this count."""
         x_NB = in_blocks(wanted, self.group(wanted.shape))
-        where_N = self._places(*x_NB.shape, state["count"])
+        where_N = self._places(len(x_NB), x_NB.shape[1], state["count"])
         values_N = jnp.take_along_axis(x_NB, where_N[:, None], 1)[:, 0]
         return {"values": values_N, "count": state["count"]}, {"count": state["count"] + 1}
 

@@ -27,7 +27,8 @@ def to_bytes(message: Mapping[str, tuple[Codec, Payload, Shape]]) -> bytes:
     heads, arrays = [], []
     for name, (codec, payload, shape) in message.items():
         heads.append({"name": name, "codec": codec.name, "settings": codec.settings(), "shape": list(shape)})
-        arrays += [np.asarray(payload[key], spec.dtype).tobytes() for key, spec in sorted(codec.abstract(shape).items())]
+        specs = sorted(codec.abstract(shape).items())
+        arrays += [np.asarray(payload[key], spec.dtype).tobytes() for key, spec in specs]
     header = json.dumps(heads).encode()
     return b"".join([MAGIC, len(header).to_bytes(4, "little"), header, *arrays])
 

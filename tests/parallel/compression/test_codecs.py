@@ -16,8 +16,8 @@ CODECS = {
     "top_k": codecs.make("top_k", {"ratio": 0.1, "block": 100}), "random_k": codecs.make("random_k", {"ratio": 0.1}),
     "power_sgd": codecs.make("power_sgd", {"rank": 2}, stacked=1)}
 BYTES = {
-    "exact": 4 * N, "int8": 18 * (64 + 4), "int4": 18 * (32 + 4), "top_k": 12 * 10 * (4 + 2), "random_k": 4 * N // 10 + 4,
-    "power_sgd": 4 * 3 * 2 * (37 + 10)}
+    "exact": 4 * N, "int8": 18 * (64 + 4), "int4": 18 * (32 + 4), "top_k": 12 * 10 * (4 + 2),
+    "random_k": 4 * N // 10 + 4, "power_sgd": 4 * 3 * 2 * (37 + 10)}
 
 
 def arrays(many):

@@ -56,7 +56,7 @@ def test_bytes_that_are_none_are_refused():
                  of("settings", settings | {"ratio": 1e-320}), of("settings", settings | {"ratio": float("nan")}),
                  of("settings", settings | {"block": 50}), of("settings", {"ratio": 0.1, "seed": 2**80}, 4)))]
     for each in wrong:
-        with pytest.raises(UserError, match="^payload: .*these bytes are no payload; send"):
+        with pytest.raises(UserError, match=r"^payload: .*these bytes are no payload; send"):
             payload_bytes.from_bytes(each)
 
 
@@ -65,5 +65,5 @@ def test_places_outside_of_a_block_are_refused():
     for row in (np.arange(10) + 91, np.zeros(10)):
         positions = np.array(payload["positions"])
         positions[2] = row
-        with pytest.raises(UserError, match="names? a place twice, or one outside"):
+        with pytest.raises(UserError, match=r"names? a place twice, or one outside"):
             payload_bytes.from_bytes(payload_bytes.to_bytes({"x": (codec, payload | {"positions": positions}, shape)}))
