@@ -22,6 +22,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.models import Compute, make_model
 from jaxtrain.objectives import Objective, configured
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
+from jaxtrain.parallel.compression.compressed_gradients import CompressedGradients
 from jaxtrain.parallel.pipeline.pipeline import Pipeline
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.sharding import rules as sharding
@@ -208,9 +209,11 @@ class Run:
 
     @cached_property
     def _gradient(self) -> StateGradient:
-        return make_gradient(self.loss, self.layout, accumulation=self.config.train.accumulation,
+        made = make_gradient(self.loss, self.layout, accumulation=self.config.train.accumulation,
                              precision=self.precision, dtypes=self._metadata("compute_dtype", self.abstract.all_params),
                              differentiate=self._pipeline(self.objective).gradient if self.schedules else None)
+        return (CompressedGradients(self.config, self.layout, self.abstract.params).of(made)
+                if self.config.compression.method else made)
 
     def _make_step(self) -> Step:
         def optimizer_of(axes, updates):

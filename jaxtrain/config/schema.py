@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.config import remat_policies, tuning_keys
+from jaxtrain.config import compression_keys, remat_policies, tuning_keys
+from jaxtrain.config.compression_keys import CompressionConfig
 from jaxtrain.config.families import Gpt2Config, ModelConfig
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
 from jaxtrain.config.observe_keys import ObserveConfig
@@ -280,6 +281,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
@@ -297,6 +299,7 @@ class Config:
             raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
         tuning_keys.check(self)
+        compression_keys.check(self)
 
     @property
     def scalar_head(self) -> str:

@@ -82,6 +82,9 @@ def make_step(gradient: StateGradient, optimizer: optax.GradientTransformation, 
             overflow = False if scale is None else jnp.isfinite(mean) & ~jnp.isfinite(norm) & (scale > 1)
             taken, history, judged = extras["history"].judge(mean, norm, taken, overflow | empty, spike_z, skip_spikes)
             extras = extras | {"history": history}
+        if remembered := further.get("extras"):  # by the gradient, of a step that is taken
+            old = {name: extras[name] for name in remembered}
+            extras = extras | jax.tree.map(lambda new, old: jnp.where(taken, new, old), remembered, old)
         params, opt_state = update(state.params, state.opt_state, grads, factors, taken)
         if ema.NAME in extras:
             extras = extras | {ema.NAME: ema.updated(extras[ema.NAME], params, ema_decay, taken)}
