@@ -15,6 +15,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models import Compute, make_model
+from jaxtrain.models.sparse_kernels import sparsity_of
 from jaxtrain.models.trained_parameters import is_frozen
 from jaxtrain.objectives import MakeObjective, Objective, configured
 from jaxtrain.objectives.next_token import stacks
@@ -26,7 +27,7 @@ from jaxtrain.run import Run, extras_of
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES, make_mesh
 from jaxtrain.sharding.rules import AnyMesh, Rules
-from jaxtrain.train_step import optimizers, partition, precision
+from jaxtrain.train_step import optimizers, partition, precision, structured_sparsity
 from jaxtrain.train_step.state import Skeleton, TrainState, abstract_state, make_layout, with_extra, with_shardings
 
 
@@ -78,6 +79,10 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         extras = {**extras, compressed_gradients.NAME: compressed.begin}
         abstract, layout = with_extra(compressed_gradients.NAME, compressed.begin, compressed.shardings, abstract,
                                       layout)
+    if sparsity := sparsity_of(config, model, abstract.params, layout):
+        extras = {**extras, structured_sparsity.NAME: sparsity.begin}
+        where = dict.fromkeys(("weights", "masks"), partition.like(layout.state.params, sparsity.inputs))
+        abstract, layout = with_extra(structured_sparsity.NAME, sparsity.begin, where, abstract, layout)
     if schedules:
         _warn_of_waste(abstract.all_params, layout.state.all_params, schedules[0])
     rule_checks.activations_divide(config, rules, mesh)

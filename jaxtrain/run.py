@@ -20,6 +20,7 @@ from jaxtrain.data.loading.loader import in_step, prefetch
 from jaxtrain.data.loading.placement import place_batch
 from jaxtrain.errors import UserError
 from jaxtrain.models import Compute, make_model
+from jaxtrain.models.sparse_kernels import sparsity_of
 from jaxtrain.objectives import Objective, configured
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
 from jaxtrain.parallel.compression.compressed_gradients import CompressedGradients
@@ -227,7 +228,8 @@ class Run:
                          updates=self._metadata("update", self.abstract.params),
                          spike_z=self.config.resilience.spike_z, skip_spikes=self.config.resilience.spikes != "record",
                          ema_decay=self.config.train.ema_decay,
-                         optimizer_of=optimizer_of)
+                         optimizer_of=optimizer_of,
+                         sparsity=sparsity_of(self.config, self.model, self.abstract.params, self.layout))
 
     @property
     def batch_spec(self) -> BatchSpec:

@@ -6,11 +6,12 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.config import compression_keys, remat_policies, tuning_keys
+from jaxtrain.config import compression_keys, remat_policies, sparsity_keys, tuning_keys
 from jaxtrain.config.compression_keys import CompressionConfig
 from jaxtrain.config.families import Gpt2Config, ModelConfig
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
 from jaxtrain.config.observe_keys import ObserveConfig
+from jaxtrain.config.sparsity_keys import SparsityConfig
 from jaxtrain.config.tuning_keys import LoraConfig, PreferenceConfig, ReinforceConfig
 from jaxtrain.errors import UserError
 from jaxtrain.redaction import redacted
@@ -282,6 +283,7 @@ class Config:
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
+    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
@@ -300,6 +302,7 @@ class Config:
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
         tuning_keys.check(self)
         compression_keys.check(self)
+        sparsity_keys.check(self)
 
     @property
     def scalar_head(self) -> str:

@@ -26,8 +26,8 @@ BY_TIER = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "to
 
 def build(method, mesh=(PEERS, INNER, 1), **keys):
     own = {f"compression__{key}": value for key, value in METHODS[method].items()}
-    return reference.build("gpt2", mesh, compression__method=method, data__global_batch_size=ROWS,
-                           model__num_layers=1, **own, **keys)
+    return reference.build("gpt2", mesh, compression__method=method, model__num_layers=1,
+                           **(dict(data__global_batch_size=ROWS) | own | keys))
 
 
 @cache
@@ -82,8 +82,8 @@ def test_gradients_are_those_of_the_plain_simulation(method):
             for devices, place in zip(plain[i], places, strict=True):
                 want[place] = devices.summed([peer[i][place] for peer in sent])
             # A value half-way between two levels may go to either; then it is remembered, and both catch up.
-            off = np.abs(np.asarray(got) - want) > 1e-4 * np.abs(want).max()
-            assert off.sum() <= (2 if method in ("int8", "int4") else 0), (n, i, off.sum())
+            off = np.abs(np.asarray(got) - want) > 1e-4 * max(np.abs(want).max(), 1e-2)
+            assert off.sum() <= (2 if method in ("int8", "int4", "top_k") else 0), (n, i, off.sum())
 
 
 @pytest.mark.parametrize("method", BY_TIER)
@@ -94,7 +94,8 @@ def test_what_crosses_the_axis_is_the_formula(method):
         if one.joins("data", run.mesh.shape):
             moved[one.kind] = moved.get(one.kind, 0) + one.bytes
     want = exchange.received(*zip(*own.parts, strict=True), PEERS)
-    want["all-reduce"] += 4 * (2 + 2 + 1)  # loss, weight, two further sums, and whether all is finite
+    # Loss, weight, three further sums, and whether all is finite.
+    want["all-reduce"] = want.get("all-reduce", 0) + 4 * (2 + 3 + 1)
     assert moved == want
     exact = sum(4 * leaf.size // INNER for leaf in jax.tree.leaves(run.abstract.params))
     assert sum(moved.values()) < 0.6 * exact
@@ -119,7 +120,7 @@ def test_exact_sums_of_other_families(family):
 @pytest.mark.slow
 def test_accumulated_gradients_cross_once():
     """However many micro-batches; without compression they are summed over the axis in each."""
-    run = build("int8", train__accumulation=4)
+    run = build("int8", train__accumulation=4, data__global_batch_size=16)
     crossed = [one for one in hlo.collectives(run.lower().compile().as_text())
                if one.joins("data", run.mesh.shape) and one.bytes > 64]
     assert {(one.kind, one.times) for one in crossed} == {("all-to-all", 1), ("all-gather", 1), ("all-reduce", 1)}
@@ -159,6 +160,7 @@ def test_a_step_that_is_not_taken_is_not_remembered():
     assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(state.extras[NAME])))
 
 
+@pytest.mark.slow
 def test_what_one_peer_cannot_send_stops_all():
     """Random-k would not pass on most of what is not finite."""
     run = reference.build("gpt2", (PEERS, 1, 1), compression__method="random_k", data__global_batch_size=ROWS)
@@ -188,7 +190,7 @@ def test_what_one_peer_cannot_send_stops_all():
     ({"compression.method": "int8", "optimizer.zero_stage": 1}, "optimizer.zero_stage: what is spread over data"),
     ({"compression.method": "int8", "mesh.stage": 2}, r"compression.axis: a pipeline \(mesh.stage=2\)"),
     ({"compression.method": "int8", "compression.axis": "fsdp", "mesh.fsdp": 2}, "compression.axis: parameters are"),
-    ({"compression.method": "int8", "mesh.overrides": {"batch": "fsdp"}}, "compression.axis: data does not split"),
+    ({"compression.method": "int8", "mesh.overrides": {"batch": "fsdp+expert"}}, "compression.axis: data does not split"),
     ({"compression.method": "zip"}, "compression.method: 'zip'")])
 def test_what_cannot_be_combined_is_one_sentence(keys, sentence):
     with pytest.raises(jt.UserError, match=f"^{sentence}"):
