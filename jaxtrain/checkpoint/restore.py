@@ -49,8 +49,7 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
                 raise FileNotFoundError("it holds no state")
             missing = {name: make for name, make in extras.items()
                        if _entry(name, saved.state.tree) != _entry(name, wanted)}
-            new = {path for name in missing for path in _entry(name, wanted)}
-            old = {path for name in missing for path in _entry(name, saved.state.tree)}
+            new, old = ({path for name in missing for path in _entry(name, tree)} for tree in (wanted, saved.state.tree))
             there = {path: leaf for path, leaf in wanted.items() if path not in new}
             _compare(folder, {path: leaf for path, leaf in saved.state.tree.items() if path not in old}, there)
             arrays = ocp.args.PyTreeRestore(there, restore_args=ocp.checkpoint_utils.construct_restore_args(there),

@@ -10,6 +10,7 @@ What peers remember is in the state's `extras`, by parameter. Each array has one
 entry for each peer, "right" (PowerSGD's factor) one for each device of the other axes.
 """
 
+import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -43,6 +44,11 @@ def refused(config: Config, mesh: AnyMesh, rules: Rules) -> tuple[str, str] | No
     if split and mesh.shape[axis] > 1:
         return (f"parameters are split over {axis} ({split[0]}), so that they cross it whole, and not by {method}",
                 "use data, or mesh.rules=data")
+    inside = [name for name, size in mesh.shape.items() if size > 1 and name != axis]
+    if inside and jax.__version_info__ < (0, 11):
+        warnings.warn(f"compression.method: JAX {jax.__version__} gathers parameters and gradients whole over "
+                      f"mesh.{inside[0]}, where a step with compression begins and ends; from 0.11 on it does not",
+                      stacklevel=2)
     return None
 
 

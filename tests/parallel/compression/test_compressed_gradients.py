@@ -83,7 +83,7 @@ def test_gradients_are_those_of_the_plain_simulation(method):
                 want[place] = devices.summed([peer[i][place] for peer in sent])
             # A value half-way between two levels may go to either; then it is remembered, and both catch up.
             off = np.abs(np.asarray(got) - want) > 1e-4 * max(np.abs(want).max(), 1e-2)
-            assert off.sum() <= (2 if method in ("int8", "int4", "top_k") else 0), (n, i, off.sum())
+            assert off.sum() <= {"int8": 2, "int4": 6, "top_k": 2}.get(method, 0), (n, i, off.sum())
 
 
 @pytest.mark.parametrize("method", BY_TIER)
@@ -97,8 +97,10 @@ def test_what_crosses_the_axis_is_the_formula(method):
     # Loss, weight, three further sums, and whether all is finite.
     want["all-reduce"] = want.get("all-reduce", 0) + 4 * (2 + 3 + 1)
     assert moved == want
+    whole = [one for one in hlo.collectives(step.as_text()) if one.operation.endswith("(step)/shard_map")]
+    assert jax.__version_info__ < (0, 11) or not whole, hlo.table(whole)
     exact = sum(4 * leaf.size // INNER for leaf in jax.tree.leaves(run.abstract.params))
-    assert sum(moved.values()) < 0.6 * exact
+    assert sum(moved.values()) < 0.6 * 2 * exact  # an all-reduce moves its result twice
 
 
 @pytest.mark.parametrize("keys", [
@@ -123,7 +125,7 @@ def test_accumulated_gradients_cross_once():
     run = build("int8", train__accumulation=4, data__global_batch_size=16)
     crossed = [one for one in hlo.collectives(run.lower().compile().as_text())
                if one.joins("data", run.mesh.shape) and one.bytes > 64]
-    assert {(one.kind, one.times) for one in crossed} == {("all-to-all", 1), ("all-gather", 1), ("all-reduce", 1)}
+    assert {(one.kind, one.times) for one in crossed} == {("all-to-all", 1), ("all-gather", 1)}
 
 
 @pytest.mark.slow
