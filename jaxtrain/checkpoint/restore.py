@@ -49,9 +49,10 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
                 raise FileNotFoundError("it holds no state")
             missing = {name: make for name, make in extras.items()
                        if _entry(name, saved.state.tree) != _entry(name, wanted)}
-            new, old = ({path for name in missing for path in _entry(name, tree)} for tree in (wanted, saved.state.tree))
-            there = {path: leaf for path, leaf in wanted.items() if path not in new}
-            _compare(folder, {path: leaf for path, leaf in saved.state.tree.items() if path not in old}, there)
+            new = {path for name in missing for tree in (wanted, saved.state.tree) for path in _entry(name, tree)}
+            there, known = ({path: leaf for path, leaf in tree.items() if path not in new}
+                            for tree in (wanted, saved.state.tree))
+            _compare(folder, known, there)
             arrays = ocp.args.PyTreeRestore(there, restore_args=ocp.checkpoint_utils.construct_restore_args(there),
                                             partial_restore=True)
             loaded = reader.restore(folder, args=ocp.args.Composite(state=arrays))["state"]
@@ -66,7 +67,8 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
         raise Damaged(problem)
     if new:
         known_so_far = jax.tree.unflatten(jax.tree.structure(abstract_state), [loaded.get(path) for path in wanted])
-        loaded |= _begun(missing, known_so_far.params, {path: wanted[path].sharding for path in new})
+        loaded |= _begun(missing, known_so_far.params,
+                         {path: leaf.sharding for path, leaf in wanted.items() if path in new})
     flat = {path: loaded[path] for path in wanted}
     now = exchange(fingerprint.read(fingerprint.on_device(flat)), fingerprint.total)
     for path, found in now.items():
