@@ -47,11 +47,10 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
             saved: Any = reader.metadata(folder).item_metadata
             if saved is None or saved.state is None:
                 raise FileNotFoundError("it holds no state")
-            missing = {name: make for name, make in extras.items()
-                       if _entry(name, saved.state.tree) != _entry(name, wanted)}
-            new = {path for name in missing for tree in (wanted, saved.state.tree) for path in _entry(name, tree)}
-            there, known = ({path: leaf for path, leaf in tree.items() if path not in new}
-                            for tree in (wanted, saved.state.tree))
+            tree = saved.state.tree
+            missing = {name: make for name, make in extras.items() if _entry(name, tree) != _entry(name, wanted)}
+            new = {path for name in missing for part in (wanted, tree) for path in _entry(name, part)}
+            there, known = ({path: leaf for path, leaf in part.items() if path not in new} for part in (wanted, tree))
             _compare(folder, known, there)
             arrays = ocp.args.PyTreeRestore(there, restore_args=ocp.checkpoint_utils.construct_restore_args(there),
                                             partial_restore=True)
@@ -67,8 +66,8 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
         raise Damaged(problem)
     if new:
         known_so_far = jax.tree.unflatten(jax.tree.structure(abstract_state), [loaded.get(path) for path in wanted])
-        loaded |= _begun(missing, known_so_far.params,
-                         {path: leaf.sharding for path, leaf in wanted.items() if path in new})
+        begin = {path: wanted[path].sharding for path in new & wanted.keys()}
+        loaded |= _begun(missing, known_so_far.params, begin)
     flat = {path: loaded[path] for path in wanted}
     now = exchange(fingerprint.read(fingerprint.on_device(flat)), fingerprint.total)
     for path, found in now.items():

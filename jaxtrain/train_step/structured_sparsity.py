@@ -1,8 +1,8 @@
 """2:4 structured sparsity: of each four neighbouring inputs of a kernel, the two of largest magnitude are not zero.
 
 What is trained are dense weights, in a state's `extras`; its parameters are these times their masks, so that
-evaluation, checkpoints and exports have exactly sparse kernels without knowing of it. The gradient by a sparse kernel is
-applied to the dense one, as if there were no mask (straight-through), so that a weight may come back when masks are
+evaluation, checkpoints and exports have exactly sparse kernels without knowing of it. The gradient by a sparse kernel
+is applied to the dense one, as if there were no mask (straight-through), so that a weight may come back when masks are
 chosen again. With `decay` (SR-STE, arXiv 2102.04010) masked weights are drawn to zero besides.
 
 Masks are all ones until step `start`; they are chosen then, every `every` steps up to `stop`, and stay from then on.

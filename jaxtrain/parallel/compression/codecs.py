@@ -8,7 +8,7 @@ So the sum of what was decoded stays within one remembered error of the sum of w
     codec.decode(payload, x.shape)            # float32
 
 All functions are pure and can be traced. Arrays are taken as float32, flat, in blocks, the last one filled with zeros.
-Letters: N blocks, B values in a block, K values kept of each.
+Letters: N blocks, B values in a block, K values kept of each; PowerSGD has its own.
 """
 
 import dataclasses
@@ -200,6 +200,58 @@ class RandomK(Codec):
         return jax.random.randint(key, (many,), 0, group)
 
 
+@dataclass(frozen=True)
+class PowerSGD(Codec):
+    """PowerSGD (arXiv 1905.13727): a matrix as the product of two thin ones, by one step of a power iteration.
+
+    The iteration goes on from array to array: the right factor of one is where that of the next begins. An array of more
+    dimensions is cut where its two sides are most alike. S stacked matrices, M rows, N columns, R rank.
+    """
+
+    name: ClassVar[str] = "power_sgd"
+    rank: int = 4
+    stacked: int = 0  # leading dimensions that count matrices, such as a stack's layers
+
+    def __post_init__(self):
+        if self.rank < 1:
+            raise UserError("rank", f"{self.rank} is below 1", "try 4")
+
+    def begin(self, shape: Shape) -> State:
+        """Return no error, and a right factor of random numbers, which are the same for all senders."""
+        S, M, N = self.matrices(shape)
+        factor_SNR = jax.random.normal(jax.random.key(0), (S, N, min(self.rank, M, N)), F32)
+        return {"error": jnp.zeros(shape, F32), "right": factor_SNR}
+
+    def compress(self, wanted: Any, state: State) -> tuple[Payload, State]:
+        """Return the left factor, whose columns are orthonormal, and the right one."""
+        x_SMN = wanted.reshape(self.matrices(wanted.shape))
+        left_SMR = self.left(x_SMN, state["right"])
+        right_SNR = self.right(x_SMN, left_SMR)
+        return {"left": left_SMR, "right": right_SNR}, {"right": right_SNR}
+
+    def decode(self, payload: Payload, shape: Shape) -> Any:
+        """Return the product of the factors."""
+        return jnp.einsum("smr,snr->smn", payload["left"], payload["right"], precision="highest").reshape(shape)
+
+    def left(self, x_SMN: Any, right_SNR: Any) -> Any:
+        """Return an orthonormal basis of what the matrices make of the right factor."""
+        return orthonormal(self.projected(x_SMN, right_SNR))
+
+    def projected(self, x_SMN: Any, right_SNR: Any) -> Any:
+        """Return the matrices times the right factor."""
+        return jnp.einsum("smn,snr->smr", x_SMN, right_SNR, precision="highest")
+
+    def right(self, x_SMN: Any, left_SMR: Any) -> Any:
+        """Return the right factor that fits best to this left one."""
+        return jnp.einsum("smn,smr->snr", x_SMN, left_SMR, precision="highest")
+
+    def matrices(self, shape: Shape) -> tuple[int, int, int]:
+        """Return an array's shape as [S, M, N], M + N as small as can be."""
+        front, rest = shape[:self.stacked], shape[self.stacked:]
+        cuts = [(math.prod(rest[:cut]), math.prod(rest[cut:])) for cut in range(len(rest) + 1)]
+        return (math.prod(front), *min(cuts, key=sum))
+
+
 def in_blocks(x: Any, block: int, multiple: int = 1) -> Any:
     """Return an array as [N, block], N a multiple of `multiple`, filled with zeros."""
     size = math.prod(x.shape)
@@ -212,14 +264,17 @@ def from_blocks(x_NB: Any, shape: Shape) -> Any:
     return x_NB.reshape(-1)[:math.prod(shape)].reshape(shape)
 
 
+def orthonormal(x_SMR: Any) -> Any:
+    """Return an orthonormal basis of the columns; for columns that depend on others, any that completes it."""
+    return jnp.linalg.qr(x_SMR)[0]
+
+
 def make(method: str, settings: Mapping[str, Any] | None = None, *, stacked: int = 0) -> Codec:
     """Return the codec of this name with these settings, those left out at their defaults.
 
     Args:
         stacked: how many leading dimensions count matrices, for `power_sgd`.
     """
-    from jaxtrain.parallel.compression.power_sgd import PowerSGD
-
     kinds = {kind.name: kind for kind in (Codec, Int8, Int4, TopK, RandomK, PowerSGD)}
     if method not in kinds:
         raise UserError("method", f"{method!r} is not a codec", f"use one of {', '.join(kinds)}")

@@ -26,14 +26,15 @@ from jaxtrain.parallel.compression.codecs import (
     F32,
     Codec,
     Payload,
+    PowerSGD,
     Quantized,
     RandomK,
     State,
     TopK,
     from_blocks,
     in_blocks,
+    orthonormal,
 )
-from jaxtrain.parallel.compression.power_sgd import PowerSGD, orthonormal
 
 Arrays = list[Any]
 States = list[State]
