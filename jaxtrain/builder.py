@@ -15,7 +15,6 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models import Compute, make_model
-from jaxtrain.models.sparse_kernels import sparsity_of
 from jaxtrain.models.trained_parameters import is_frozen
 from jaxtrain.objectives import MakeObjective, Objective, configured
 from jaxtrain.objectives.next_token import stacks
@@ -27,7 +26,9 @@ from jaxtrain.run import Run, extras_of
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES, make_mesh
 from jaxtrain.sharding.rules import AnyMesh, Rules
-from jaxtrain.train_step import optimizers, partition, precision, structured_sparsity
+from jaxtrain.sparsity.sparse_kernels import sparsity_of
+from jaxtrain.train_step import optimizers, partition, precision
+from jaxtrain.train_step.optimizers import structured_sparsity
 from jaxtrain.train_step.state import Skeleton, TrainState, abstract_state, make_layout, with_extra, with_shardings
 
 

@@ -20,7 +20,6 @@ from jaxtrain.data.loading.loader import in_step, prefetch
 from jaxtrain.data.loading.placement import place_batch
 from jaxtrain.errors import UserError
 from jaxtrain.models import Compute, make_model
-from jaxtrain.models.sparse_kernels import sparsity_of
 from jaxtrain.objectives import Objective, configured
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
 from jaxtrain.parallel.compression.compressed_gradients import CompressedGradients
@@ -28,6 +27,7 @@ from jaxtrain.parallel.pipeline.pipeline import Pipeline
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
+from jaxtrain.sparsity.sparse_kernels import sparsity_of
 from jaxtrain.train_step import given_params, optimizers, partition, precision, quantized_kernels
 from jaxtrain.train_step.anomaly import History
 from jaxtrain.train_step.gradients import StateGradient, make_gradient

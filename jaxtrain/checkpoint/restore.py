@@ -66,8 +66,7 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
         raise Damaged(problem)
     if new:
         known_so_far = jax.tree.unflatten(jax.tree.structure(abstract_state), [loaded.get(path) for path in wanted])
-        begin = {path: wanted[path].sharding for path in new & wanted.keys()}
-        loaded |= _begun(missing, known_so_far.params, begin)
+        loaded |= _begun(missing, known_so_far.params, {path: wanted[path].sharding for path in new & wanted.keys()})
     flat = {path: loaded[path] for path in wanted}
     now = exchange(fingerprint.read(fingerprint.on_device(flat)), fingerprint.total)
     for path, found in now.items():

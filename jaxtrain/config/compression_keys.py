@@ -37,11 +37,6 @@ class CompressionConfig:
         if self.rank < 1:
             raise UserError("compression.rank", f"{self.rank} is below 1", "try 4")
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the method's codec takes."""
-        return {key: getattr(self, key) for key in READ_BY[self.method].split() if key != "block" or self.block}
-
 
 def check(config: Any) -> None:
     """Refuse a `Config` with whose other sections compression does not go."""

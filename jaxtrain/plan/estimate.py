@@ -20,8 +20,7 @@ from jaxtrain.plan.trace import kernels, reader
 from jaxtrain.plan.trace.program import Block
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import axis_sizes
-from jaxtrain.train_step import structured_sparsity
-from jaxtrain.train_step.optimizers import ema
+from jaxtrain.train_step.optimizers import ema, structured_sparsity
 from jaxtrain.train_step.report import in_hosts, matmul_parameters, total
 
 

@@ -12,8 +12,8 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step.gradients import StateGradient
 from jaxtrain.train_step.offload import by_pieces
 from jaxtrain.train_step.optimizers import ema, global_norm
+from jaxtrain.train_step.optimizers.structured_sparsity import Sparsity
 from jaxtrain.train_step.state import Layout, TrainState
-from jaxtrain.train_step.structured_sparsity import Sparsity
 
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 

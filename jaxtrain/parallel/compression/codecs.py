@@ -204,8 +204,8 @@ class RandomK(Codec):
 class PowerSGD(Codec):
     """PowerSGD (arXiv 1905.13727): a matrix as the product of two thin ones, by one step of a power iteration.
 
-    The iteration goes on from array to array: the right factor of one is where that of the next begins. An array of more
-    dimensions is cut where its two sides are most alike. S stacked matrices, M rows, N columns, R rank.
+    The iteration goes on from array to array: the right factor of one is where that of the next begins. An array of
+    more dimensions is cut where its two sides are most alike. S stacked matrices, M rows, N columns, R rank.
     """
 
     name: ClassVar[str] = "power_sgd"

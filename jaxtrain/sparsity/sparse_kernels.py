@@ -1,4 +1,4 @@
-"""Which of a model's kernels become 2:4 sparse (train_step/structured_sparsity.py), by the paths of linear layers."""
+"""Which of a model's kernels become 2:4 sparse (optimizers/structured_sparsity.py), by the paths of linear layers."""
 
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,8 +10,8 @@ from jaxtrain.errors import UserError, nearest
 from jaxtrain.models.experts.moe import MATRICES, MoE
 from jaxtrain.models.layers import Linear
 from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step.optimizers.structured_sparsity import GROUP, Sparsity
 from jaxtrain.train_step.state import Layout, Skeleton
-from jaxtrain.train_step.structured_sparsity import GROUP, Sparsity
 
 
 def sparsity_of(config: Config, model: Skeleton, params: Any, layout: Layout) -> Sparsity | None:

@@ -11,7 +11,7 @@ import jaxtrain as jt
 from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.train_step import partition
-from jaxtrain.train_step.structured_sparsity import NAME, largest
+from jaxtrain.train_step.optimizers.structured_sparsity import NAME, largest
 from tests.numerics import reference
 
 START, EVERY, STOP, DECAY, STEPS, ROWS = 2, 2, 4, 0.05, 6, 8
