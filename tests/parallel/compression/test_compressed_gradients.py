@@ -76,14 +76,17 @@ def test_gradients_are_those_of_the_plain_simulation(method):
         batch = reference.batch(n, ROWS)
         sent = list(given(jax.device_get(state.params), batch))
         state, _ = step(state, run.place(batch))
+        off = values = 0
         for i, (got, (_, _, places)) in enumerate(zip(jax.tree.leaves(reference.moments(state)), parts(run),
                                                       strict=True)):
             want = np.zeros(got.shape)
             for devices, place in zip(plain[i], places, strict=True):
                 want[place] = devices.summed([peer[i][place] for peer in sent])
-            # A value half-way between two levels may go to either; then it is remembered, and both catch up.
-            off = np.abs(np.asarray(got) - want) > 1e-4 * max(np.abs(want).max(), 1e-2)
-            assert off.sum() <= {"int8": 2, "int4": 6, "top_k": 2}.get(method, 0), (n, i, off.sum())
+            off += (np.abs(np.asarray(got) - want) > 1e-4 * max(np.abs(want).max(), 1e-2)).sum()
+            values += want.size
+        # A value half-way between two levels may go to either, and so may the scale of its block; what that loses is
+        # remembered, and both catch up. The same is true of the smallest of the largest.
+        assert off <= values * (0.005 if method in ("int8", "int4", "top_k") else 0), (n, off, values)
 
 
 @pytest.mark.parametrize("method", BY_TIER)
