@@ -18,14 +18,18 @@ from jaxtrain.models import Compute, make_model
 from jaxtrain.models.trained_parameters import is_frozen
 from jaxtrain.objectives import MakeObjective, Objective, configured
 from jaxtrain.objectives.next_token import stacks
+from jaxtrain.parallel.compression import compressed_gradients
+from jaxtrain.parallel.compression.compressed_gradients import CompressedGradients
 from jaxtrain.parallel.pipeline.stage_placement import Placement
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.run import Run, extras_of
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES, make_mesh
 from jaxtrain.sharding.rules import AnyMesh, Rules
+from jaxtrain.sparsity.sparse_kernels import sparsity_of
 from jaxtrain.train_step import optimizers, partition, precision
-from jaxtrain.train_step.state import Skeleton, TrainState, abstract_state, make_layout, with_shardings
+from jaxtrain.train_step.optimizers import structured_sparsity
+from jaxtrain.train_step.state import Skeleton, TrainState, abstract_state, make_layout, with_extra, with_shardings
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
@@ -70,11 +74,21 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=schedules is not None,
                          offload=config.optimizer.offload, layerwise=moments_by_layer,
                          frozen_axes=frozen_axes | goal.frozen_axes)
+    extras = extras_of(config)
+    if config.compression.method:
+        compressed = CompressedGradients(config, layout, abstract.params)
+        extras = {**extras, compressed_gradients.NAME: compressed.begin}
+        abstract, layout = with_extra(compressed_gradients.NAME, compressed.begin, compressed.shardings, abstract,
+                                      layout)
+    if sparsity := sparsity_of(config, model, abstract.params, layout):
+        extras = {**extras, structured_sparsity.NAME: sparsity.begin}
+        where = dict.fromkeys(("weights", "masks"), partition.like(layout.state.params, sparsity.inputs))
+        abstract, layout = with_extra(structured_sparsity.NAME, sparsity.begin, where, abstract, layout)
     if schedules:
         _warn_of_waste(abstract.all_params, layout.state.all_params, schedules[0])
     rule_checks.activations_divide(config, rules, mesh)
     run = Run(config, mesh, rules, model, goal, optimizer, schedule, compute, with_shardings(abstract, layout.state),
-              layout, schedules, platform, extras_of(config), data)
+              layout, schedules, platform, extras, data)
     _check_data_stages(run)
     return run
 

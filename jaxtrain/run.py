@@ -22,10 +22,12 @@ from jaxtrain.errors import UserError
 from jaxtrain.models import Compute, make_model
 from jaxtrain.objectives import Objective, configured
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
+from jaxtrain.parallel.compression.compressed_gradients import CompressedGradients
 from jaxtrain.parallel.pipeline.pipeline import Pipeline
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
+from jaxtrain.sparsity.sparse_kernels import sparsity_of
 from jaxtrain.train_step import given_params, optimizers, partition, precision, quantized_kernels
 from jaxtrain.train_step.anomaly import History
 from jaxtrain.train_step.gradients import StateGradient, make_gradient
@@ -209,9 +211,11 @@ class Run:
 
     @cached_property
     def _gradient(self) -> StateGradient:
-        return make_gradient(self.loss, self.layout, accumulation=self.config.train.accumulation,
+        made = make_gradient(self.loss, self.layout, accumulation=self.config.train.accumulation,
                              precision=self.precision, dtypes=self._metadata("compute_dtype", self.abstract.all_params),
                              differentiate=self._pipeline(self.objective).gradient if self.schedules else None)
+        return (CompressedGradients(self.config, self.layout, self.abstract.params).of(made)
+                if self.config.compression.method else made)
 
     def _make_step(self) -> Step:
         def optimizer_of(axes, updates):
@@ -225,7 +229,8 @@ class Run:
                          updates=self._metadata("update", self.abstract.params),
                          spike_z=self.config.resilience.spike_z, skip_spikes=self.config.resilience.spikes != "record",
                          ema_decay=self.config.train.ema_decay,
-                         optimizer_of=optimizer_of)
+                         optimizer_of=optimizer_of,
+                         sparsity=sparsity_of(self.config, self.model, self.abstract.params, self.layout))
 
     @property
     def batch_spec(self) -> BatchSpec:

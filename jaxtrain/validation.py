@@ -13,6 +13,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.attention import choose_backend
 from jaxtrain.parallel import experts, schedules
+from jaxtrain.parallel.compression import compressed_gradients
 from jaxtrain.parallel.context import choose_strategy
 from jaxtrain.parallel.pipeline.pipeline import count_microbatches, make_schedules
 from jaxtrain.sharding import rules as sharding
@@ -63,6 +64,11 @@ class Layout:
         most = max(2, self.config.model.stacked_layers)
         more = f"{c.chunks} chunks on a stage are more than there are layers", f"use {most} or fewer"
         return schedules.wrong_chunks(c.schedule, c.chunks) or (more if c.chunks > most else None)
+
+    @cached_property
+    def uncompressed(self) -> Any:
+        """Why gradients cannot be compressed as asked, and what to do; None if they can."""
+        return compressed_gradients.refused(self.config, self.mesh, self.rules)
 
     @cached_property
     def idle(self) -> list[str]:
@@ -149,6 +155,11 @@ TABLE = (
             lambda a: f"layers are fetched one by one, and mesh.stage={a.mesh.shape['stage']} has some on every stage",
             lambda a: "use mesh.fsdp in place of mesh.stage",
             {"mesh.stage": 2, "optimizer.offload": True}, {"optimizer.offload": False}),
+    Refusal("compression.axis", "compressed gradients over an axis that splits parameters, and in a pipeline",
+            lambda a: a.uncompressed,
+            lambda a: a.uncompressed[0],
+            lambda a: a.uncompressed[1],
+            {"mesh.fsdp": 2, "compression.method": "int8", "compression.axis": "fsdp"}, {"compression.axis": "data"}),
 )
 
 

@@ -29,7 +29,7 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
 
     Args:
         extras: for each entry of the state's `extras`, what makes it from the trained parameters, used if the
-            checkpoint lacks the entry.
+            checkpoint lacks the entry, or has it in other shapes, as what each part of a mesh remembers on another one.
 
     Raises:
         Damaged: in all processes, if one of them cannot read it or what they read is not what was saved.
@@ -42,17 +42,18 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
             # Without Orbax's barrier, in which the others would wait for a process that cannot read.
             me = jax.process_index()
             alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-            reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.StandardCheckpointHandler()),
-                                      multiprocessing_options=alone)
+            reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(
+                multiprocessing_options=alone)), multiprocessing_options=alone)
             saved: Any = reader.metadata(folder).item_metadata
             if saved is None or saved.state is None:
                 raise FileNotFoundError("it holds no state")
-            known = {path.split("/")[1] for path in saved.state.tree if path.startswith("extras/")}
-            missing = {name: make for name, make in extras.items() if name not in known}
-            new = {path for path in wanted if path.startswith("extras/") and path.split("/")[1] in missing}
-            there = {path: leaf for path, leaf in wanted.items() if path not in new}
-            _compare(folder, saved.state.tree, there)
-            arrays = ocp.args.StandardRestore(there)
+            tree = saved.state.tree
+            missing = {name: make for name, make in extras.items() if _entry(name, tree) != _entry(name, wanted)}
+            new = {path for name in missing for part in (wanted, tree) for path in _entry(name, part)}
+            there, known = ({path: leaf for path, leaf in part.items() if path not in new} for part in (wanted, tree))
+            _compare(folder, known, there)
+            arrays = ocp.args.PyTreeRestore(there, restore_args=ocp.checkpoint_utils.construct_restore_args(there),
+                                            partial_restore=True)
             loaded = reader.restore(folder, args=ocp.args.Composite(state=arrays))["state"]
             sums = verify.saved_fingerprint(folder)
     except UserError:
@@ -65,7 +66,7 @@ def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({}
         raise Damaged(problem)
     if new:
         known_so_far = jax.tree.unflatten(jax.tree.structure(abstract_state), [loaded.get(path) for path in wanted])
-        loaded |= _begun(missing, known_so_far.params, {path: wanted[path].sharding for path in new})
+        loaded |= _begun(missing, known_so_far.params, {path: wanted[path].sharding for path in new & wanted.keys()})
     flat = {path: loaded[path] for path in wanted}
     now = exchange(fingerprint.read(fingerprint.on_device(flat)), fingerprint.total)
     for path, found in now.items():
@@ -154,6 +155,11 @@ def load_params(workdir: str | Path, abstract: Any, step: int, averaged: bool = 
         raise unreadable(folder, f"array {wrong} has other content than when it was saved")
     leaves = [loaded[named[path]].astype(leaf.dtype) for path, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def _entry(name: str, tree: dict[str, Any]) -> dict[str, str]:
+    """Return the arrays of an entry of a state's extras, by path."""
+    return {path: describe(leaf) for path, leaf in tree.items() if path.split("/")[:2] == ["extras", name]}
 
 
 def _compare(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:

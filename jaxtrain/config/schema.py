@@ -6,10 +6,12 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.config import remat_policies, tuning_keys
+from jaxtrain.config import compression_keys, remat_policies, sparsity_keys, tuning_keys
+from jaxtrain.config.compression_keys import CompressionConfig
 from jaxtrain.config.families import Gpt2Config, ModelConfig
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
 from jaxtrain.config.observe_keys import ObserveConfig
+from jaxtrain.config.sparsity_keys import SparsityConfig
 from jaxtrain.config.tuning_keys import EvaluationConfig, LoraConfig, PreferenceConfig, ReinforceConfig
 from jaxtrain.errors import UserError
 from jaxtrain.redaction import redacted
@@ -283,6 +285,8 @@ class Config:
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
@@ -301,6 +305,8 @@ class Config:
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
         self._check_kind()
         tuning_keys.check(self)
+        compression_keys.check(self)
+        sparsity_keys.check(self)
 
     def _check_kind(self):
         """Refuse keys of text for models that are no decoders of it, and the other way round."""

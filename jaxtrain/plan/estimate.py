@@ -12,6 +12,7 @@ from jaxtrain.builder import build
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.observe.flops import flops_per_token
 from jaxtrain.parallel import experts
+from jaxtrain.parallel.compression import compressed_gradients
 from jaxtrain.plan.cost import memory, time
 from jaxtrain.plan.cost.memory_parts import named
 from jaxtrain.plan.targets import Target
@@ -19,7 +20,7 @@ from jaxtrain.plan.trace import kernels, reader
 from jaxtrain.plan.trace.program import Block
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import axis_sizes
-from jaxtrain.train_step.optimizers import ema
+from jaxtrain.train_step.optimizers import ema, structured_sparsity
 from jaxtrain.train_step.report import in_hosts, matmul_parameters, total
 
 
@@ -102,8 +103,10 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
         "optimizer": total(run.abstract.opt_state) - elsewhere})
     if frozen := total(run.abstract.frozen):
         parts["frozen parameters"] = frozen
-    if average := total(run.abstract.extras.get(ema.NAME)):
-        parts["averaged parameters"] = average
+    for name, words in ((ema.NAME, "averaged parameters"), (compressed_gradients.NAME, "what compression lost"),
+                        (structured_sparsity.NAME, "dense weights and masks")):
+        if size := total(run.abstract.extras.get(name)):
+            parts[words] = size
     answering = {}
     if config.reinforce.prompts:
         from jaxtrain.plan.answering import judge_of, memory_by_phase  # only runs that answer need what answers

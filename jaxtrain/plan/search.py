@@ -260,7 +260,7 @@ def _promising(look: _Looker, most: int, accumulation: int = 1, zero_stage: int 
 
 def _zero(config: Config, mesh: dict[str, int]) -> int:
     """Return the ZeRO stage of a mesh: several copies of a model need only one of the optimizer."""
-    return config.optimizer.zero_stage or int(mesh["mesh.data"] > 1)
+    return config.optimizer.zero_stage or int(mesh["mesh.data"] > 1 and not config.compression.method)
 
 
 def meshes(config: Config, target: Target, devices: int) -> Iterator[dict[str, int]]:

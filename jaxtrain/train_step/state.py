@@ -198,6 +198,14 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
                   layerwise)
 
 
+def with_extra(name: str, make: Callable[[Any], Any], where: Any, abstract: TrainState,
+               layout: Layout) -> tuple[TrainState, Layout]:
+    """Return a state and its layout with one more entry of `extras`, and the shardings of its arrays."""
+    made = jax.eval_shape(make, abstract.params)
+    return (replace(abstract, extras=abstract.extras | {name: made}),
+            replace(layout, state=replace(layout.state, extras=layout.state.extras | {name: where})))
+
+
 def with_shardings(abstract: Any, shardings: Any) -> Any:
     """Abstract arrays that know where they live: what lowering and restoring want."""
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)

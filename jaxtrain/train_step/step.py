@@ -12,6 +12,7 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step.gradients import StateGradient
 from jaxtrain.train_step.offload import by_pieces
 from jaxtrain.train_step.optimizers import ema, global_norm
+from jaxtrain.train_step.optimizers.structured_sparsity import Sparsity
 from jaxtrain.train_step.state import Layout, TrainState
 
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
@@ -21,7 +22,8 @@ def make_step(gradient: StateGradient, optimizer: optax.GradientTransformation, 
               clip_norm: float = 0.0, schedule: optax.Schedule | None = None,
               describe: Callable[[Any], dict[str, jax.Array]] = lambda sums: {}, spike_z: float = 0.0,
               skip_spikes: bool = False, ema_decay: float = 0.0, updates: Any = None,
-              optimizer_of: Callable[[Any, Any], optax.GradientTransformation] | None = None) -> Step:
+              optimizer_of: Callable[[Any, Any], optax.GradientTransformation] | None = None,
+              sparsity: Sparsity | None = None) -> Step:
     """Return the step to be jitted with its state donated.
 
     Args:
@@ -33,6 +35,7 @@ def make_step(gradient: StateGradient, optimizer: optax.GradientTransformation, 
         updates: the name of the update rule of each trained parameter that has one of its own, else "".
         optimizer_of: makes the optimizer of parameters with given logical names and update rules: for a layout that
             keeps its state in the hosts' memory.
+        sparsity: which kernels become sparse.
     """
     ruled = jax.tree.map(bool, updates if updates is not None else jax.tree.map(lambda _: "", layout.state.params))
     explicit = sharding.is_explicit(layout.mesh)
@@ -69,6 +72,9 @@ def make_step(gradient: StateGradient, optimizer: optax.GradientTransformation, 
         """From gradients to the next state: norm, clipping, the judgement of anomalies, the update."""
         total, weight, further = sums
         scale = state.loss_scale.scale if state.loss_scale is not None else None
+        whole = state.params
+        if sparsity is not None:
+            whole, grads = sparsity.dense(whole, state.extras), sparsity.gradient(grads, state.extras)
         leaves, treedef = jax.tree.flatten(grads)
         own_rule = treedef.flatten_up_to(ruled)
         norm = global_norm([g for g, own in zip(leaves, own_rule, strict=True) if not own])
@@ -82,7 +88,12 @@ def make_step(gradient: StateGradient, optimizer: optax.GradientTransformation, 
             overflow = False if scale is None else jnp.isfinite(mean) & ~jnp.isfinite(norm) & (scale > 1)
             taken, history, judged = extras["history"].judge(mean, norm, taken, overflow | empty, spike_z, skip_spikes)
             extras = extras | {"history": history}
-        params, opt_state = update(state.params, state.opt_state, grads, factors, taken)
+        if remembered := further.get("extras"):  # by the gradient, of a step that is taken
+            old = {name: extras[name] for name in remembered}
+            extras = extras | jax.tree.map(lambda new, old: jnp.where(taken, new, old), remembered, old)
+        params, opt_state = update(whole, state.opt_state, grads, factors, taken)
+        if sparsity is not None:
+            params, extras = sparsity.sparse(params, extras, state.step + 1)
         if ema.NAME in extras:
             extras = extras | {ema.NAME: ema.updated(extras[ema.NAME], params, ema_decay, taken)}
         skipped = state.skipped + ~taken

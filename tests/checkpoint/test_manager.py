@@ -299,12 +299,12 @@ store.wait()
 if jax.process_index() == 1:
     import orbax.checkpoint as ocp
 
-    def broken(self, folder, args, restore=ocp.StandardCheckpointHandler.restore):
+    def broken(self, folder, args, restore=ocp.PyTreeCheckpointHandler.restore):
         if Path(folder).parent.name == "4":
             raise ValueError("no such codec here")
         return restore(self, folder, args=args)
 
-    ocp.StandardCheckpointHandler.restore = broken
+    ocp.PyTreeCheckpointHandler.restore = broken
 assert fresh.restore_newest(target)[0] == 2 and (Path(sys.argv[1]) / "4.damaged").exists()
 # Who does not see the files says so; nothing is taken for damaged.
 store.save(5, state, {"n": 5})

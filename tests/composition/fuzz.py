@@ -3,9 +3,9 @@
     python -m tests.composition.fuzz --cases=100 --seed=7 --devices=16
 
 draws meshes of all six axes, rules, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions,
-optimizers and the dtypes of their moments, averages of parameters, offloading, frozen parameters, adapters, packing,
-rows without a valid token, model families, tied and untied tables, muP, scanned and unrolled layers; training, and of
-some evaluation and `value_and_grad`.
+optimizers and the dtypes of their moments, averages of parameters, offloading, gradients summed over `data` once a
+step, frozen parameters, adapters, packing, rows without a valid token, model families, tied and untied tables, muP,
+scanned and unrolled layers; training, and of some evaluation and `value_and_grad`.
 What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.validation documents. A case
 fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it
 again.
@@ -103,7 +103,9 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     rng = random.Random(f"{sorted(keys.items())}")  # its own numbers: what follows changes no other draw
     keys |= remat_of(keys, rng) | lora_of(keys, rng)
     keys |= {"train.ema_decay": 0.75} if rng.random() < 0.3 else {}
-    return keys | mup_of(keys, rng)
+    keys |= mup_of(keys, rng)
+    once = sizes["stage"] == 1 and not keys["optimizer.zero_stage"] and rng.random() < 0.4
+    return keys | ({"compression.method": "exact"} if once else {})
 
 
 def mup_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:

@@ -126,7 +126,8 @@ def _memory(found: Found, top: int) -> list[str]:
     bars = [Bar(f"{choice}{phase and f', answering ({phase})'}", parts) for choice in (*best, *large)
             for phase, parts in (("", choice.estimate.memory), *choice.estimate.answering.items())]
     limits = [("what a program may use", found.target.room), ("what a device has", found.target.memory)]
-    look = Look.of(bars, {"parameters", "optimizer", "frozen parameters", "averaged parameters"},
+    look = Look.of(bars, {"parameters", "optimizer", "frozen parameters", "averaged parameters",
+                          "what compression lost", "dense weights and masks"},
                    ("Activations, gradients and buffers", "State, kept between steps"),
                    lambda size: f"{gigabytes(size)} GB")
     unfit = f", then the {len(large)} smallest that do not" if large else ""

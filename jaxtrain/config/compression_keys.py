@@ -1,0 +1,51 @@
+"""The section of a config that compresses gradients where they cross a slow link (docs/parallelism.md)."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jaxtrain.config.field_checks import not_negative, one_of
+from jaxtrain.errors import UserError
+
+# The keys that each method reads, besides the axis.
+READ_BY = {"exact": "", "int8": "block", "int4": "block", "top_k": "block ratio", "random_k": "ratio",
+           "power_sgd": "rank"}
+
+
+@dataclass(frozen=True)
+class CompressionConfig:
+    """How gradients are summed over one mesh axis, by compressed messages with error feedback; off by default."""
+
+    method: str = ""  # exact (float32, once a step), int8, int4, top_k, random_k or power_sgd; "": as everywhere else
+    axis: str = "data"  # the mesh axis that is the slow link: one that splits the batch, and no parameters
+    block: int = 0  # values with one scale, or of which the largest are kept; 0: 256 (int8), 64 (int4), 4096 (top_k)
+    ratio: float = 0.01  # of the values that are sent, of top_k and random_k
+    rank: int = 4  # of both factors of a matrix, of power_sgd
+
+    def __post_init__(self):
+        one_of("compression.method", self.method, ("", *READ_BY))
+        one_of("compression.axis", self.axis, ("data", "fsdp"))
+        not_negative(self, "compression", "block")
+        read = {"axis" if self.method else "", *READ_BY.get(self.method, "").split()}
+        for spec in fields(self)[1:]:
+            if getattr(self, spec.name) != spec.default and spec.name not in read:
+                raise UserError(f"compression.{spec.name}", f"compression.method={self.method!r} does not read it",
+                                "leave it out, or choose another method")
+        if not 0 < self.ratio <= 1:
+            raise UserError("compression.ratio", f"{self.ratio} is not in (0, 1]", "try 0.01")
+        if self.block % 2 or self.block > 2**16:
+            raise UserError("compression.block", f"{self.block} is odd or above 65536", "try 256")
+        if self.rank < 1:
+            raise UserError("compression.rank", f"{self.rank} is below 1", "try 4")
+
+
+def check(config: Any) -> None:
+    """Refuse a `Config` with whose other sections compression does not go."""
+    if not config.compression.method:
+        return
+    for key, value, reason in (
+            ("reinforce.prompts", config.reinforce.prompts, "rewards are compared over the whole batch"),
+            ("preference.loss", config.preference.loss == "kto", "kto compares answers of the whole batch"),
+            ("optimizer.zero_stage", config.optimizer.zero_stage, "what is spread over data crosses it whole")):
+        if value:
+            raise UserError(key, f"{reason}, and compression.method={config.compression.method} sums gradients that "
+                            "each part of the mesh made by itself", "leave one of them out")

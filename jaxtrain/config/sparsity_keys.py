@@ -1,0 +1,43 @@
+"""The section of a config that trains weights of which two in four are zero (docs/training.md)."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from jaxtrain.config.field_checks import not_negative, positive
+from jaxtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class SparsityConfig:
+    """2:4 structured sparsity: of each four neighbouring inputs of a kernel, the two largest stay; off by default."""
+
+    targets: list[str] = field(default_factory=list, hash=False)  # paths with wildcards of linear layers; none: off
+    start: int = 1  # the step after which weights become sparse; or a fraction of train.steps
+    every: int = 100  # steps between choices of the weights that stay
+    stop: int = 0  # the step behind which none are chosen any more; or a fraction of train.steps; 0: start
+    decay: float = 0.0  # of weights that are zero for now, added to their gradient (SR-STE)
+
+    def __post_init__(self):
+        if not all(isinstance(pattern, str) for pattern in self.targets):
+            raise UserError("sparsity.targets", f"{self.targets} is not a list of paths",
+                            "give ['blocks/*'] for all linear layers of the blocks")
+        for spec in fields(self)[1:]:
+            if not self.targets and getattr(self, spec.name) != spec.default:
+                raise UserError(f"sparsity.{spec.name}", "it is read with sparsity.targets only",
+                                f"set that too, or leave sparsity.{spec.name} out")
+        positive(self, "sparsity", "start every")
+        not_negative(self, "sparsity", "stop decay")
+        if 0 < self.stop < self.start:
+            raise UserError("sparsity.stop", f"{self.stop} is before sparsity.start={self.start}",
+                            f"give {self.start} or more, or 0")
+
+
+def check(config: Any) -> None:
+    """Refuse a `Config` with whose other sections sparsity does not go."""
+    c = config.sparsity
+    if c.targets and config.train.ema_decay:
+        raise UserError("train.ema_decay", "an average of weights whose zeros move has fewer of them",
+                        "leave it out, or sparsity.targets")
+    if c.targets and c.start > config.train.steps:
+        raise UserError("sparsity.start", f"{c.start} is behind train.steps={config.train.steps}, so that no weight "
+                        "becomes sparse", "lower it")

@@ -1,0 +1,161 @@
+"""Gradients that are summed over one mesh axis by compressed messages, once a step (`compression.method`).
+
+The gradient is computed in a `shard_map` that is manual over that axis alone: each of its peers has its own examples,
+and accumulates its micro-batches by itself. Over all other axes it is summed as without compression, in full precision.
+What then crosses the axis is each device's own part: with parameters split over `fsdp`, or with an axis inside that
+splits the batch only, over which the gradient is split for the crossing and gathered again, that is the hierarchical
+all-reduce of exchange.py.
+
+What peers remember is in the state's `extras`, by parameter. Each array has one more dimension in front: "error" one
+entry for each peer, "right" (PowerSGD's factor) one for each device of the other axes.
+"""
+
+import warnings
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.schema import Config
+from jaxtrain.parallel.compression import codecs, exchange
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.rules import AnyMesh, Rules
+from jaxtrain.train_step.gradients import StateGradient
+from jaxtrain.train_step.state import Layout, TrainState
+
+NAME = "compression"  # in a state's extras
+
+
+def refused(config: Config, mesh: AnyMesh, rules: Rules) -> tuple[str, str] | None:
+    """Return why gradients cannot be compressed on this mesh, and what to do; None if they can."""
+    if not (method := config.compression.method):
+        return None
+    axis = config.compression.axis
+    split = sorted(name for name in sharding.PARAMETER_NAMES if axis in rules[name])
+    if mesh.shape["stage"] > 1:
+        return f"a pipeline (mesh.stage={mesh.shape['stage']}) sums its gradients by itself", "set mesh.stage=1"
+    if axis not in rules.batch:
+        return f"{axis} does not split the batch", f"use {rules.batch[0]}" if rules.batch else "leave it out"
+    if split and mesh.shape[axis] > 1:
+        return (f"parameters are split over {axis} ({split[0]}), so that they cross it whole, and not by {method}",
+                "use data, or mesh.rules=data")
+    inside = [name for name, size in mesh.shape.items() if size > 1 and name != axis]
+    if inside and jax.__version_info__ < (0, 11):
+        warnings.warn(f"compression.method: JAX {jax.__version__} gathers parameters and gradients whole over "
+                      f"mesh.{inside[0]}, where a step with compression begins and ends; from 0.11 on it does not",
+                      stacklevel=2)
+    return None
+
+
+@dataclass(frozen=True)
+class CompressedGradients:
+    """The codec of every parameter's gradient, and where it is split when it crosses the axis."""
+
+    config: Config
+    layout: Layout
+    params: Any  # abstract
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis that is crossed."""
+        return self.config.compression.axis
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """All other mesh axes that have several devices."""
+        return tuple(axis for axis, size in self.layout.mesh.shape.items() if size > 1 and axis != self.axis)
+
+    @cached_property
+    def crossing(self) -> Any:
+        """The layout in which each gradient crosses: split over the other axes of the batch, too, where that works."""
+        def where(leaf, at_rest):
+            for axis in self.layout.rules.batch:
+                if axis in self.inside:
+                    at_rest = sharding.spread(at_rest, leaf.shape, axis)
+            return at_rest
+        return jax.tree.map(where, self.params, self.layout.gradients)
+
+    @cached_property
+    def parts(self) -> Any:
+        """The codec of each gradient and the shape of a device's part of it, in the order of the tree's leaves."""
+        c, names = self.config.compression, jax.tree.structure(self.params).flatten_up_to(self.layout.axes)
+        settings = {"ratio": c.ratio, "rank": c.rank} | ({"block": c.block} if c.block else {})
+        found = []
+        for leaf, where, axes in zip(*map(jax.tree.leaves, (self.params, self.crossing)), names, strict=True):
+            entries = (*where.spec, *(None,) * (len(leaf.shape) - len(where.spec)))
+            shape = tuple(size // sharding.shards(entry, self.layout.mesh)
+                          for size, entry in zip(leaf.shape, entries, strict=True))
+            codec = codecs.make(c.method, settings, stacked=int("layers" in (axes or ())[:1]))
+            found.append((codecs.for_shape(codec, shape), shape))
+        return found
+
+    # ---------------------------------------------------------------------------------------------- what is remembered
+    def begin(self, params: Any) -> Any:
+        """Return what is remembered at step 0: no errors."""
+        del params  # it depends on their shapes only
+        others, peers = self.layout.mesh.size // self.layout.mesh.shape[self.axis], self.layout.mesh.shape[self.axis]
+        def whole(leaf, part):
+            codec, shape = part
+            state = codec.begin(shape)
+            return {key: jnp.zeros((peers, *leaf.shape), jnp.float32) if key == "error" else
+                    jnp.broadcast_to(x, (others if key == "right" else 1, *x.shape)) for key, x in state.items()}
+        return self._tree([whole(*each) for each in zip(jax.tree.leaves(self.params), self.parts, strict=True)])
+
+    @cached_property
+    def shardings(self) -> Any:
+        """Where it lies."""
+        specs = jax.tree.map(lambda where, state: {key: self._spec(key, where.spec) for key in state},
+                             self.crossing, jax.eval_shape(self.begin, None))
+        return jax.tree.map(lambda spec: NamedSharding(self.layout.mesh, spec), specs)
+
+    def _spec(self, key: str, crossing: P) -> P:
+        return {"error": P(self.axis if self.layout.mesh.shape[self.axis] > 1 else None, *crossing),
+                "right": P(self.inside or None)}.get(key, P())
+
+    def _tree(self, leaves: list[Any]) -> Any:
+        return jax.tree.structure(self.params).unflatten(leaves)
+
+    # ---------------------------------------------------------------------------------------------------- the gradient
+    def of(self, gradient: StateGradient) -> StateGradient:
+        """Return the gradient of the whole batch, made of that which each peer computes of its own examples.
+
+        Its further sums have what is to be remembered, as "extras".
+        """
+        manual = jax.tree.map(lambda s: P(*(entry if entry == self.axis else None for entry in s.spec[:1])),
+                              self.shardings)
+
+        def on_peer(state, remembered, batch):
+            sums, grads = gradient(state, batch)
+            grads = jax.tree.map(lambda g, where: jax.reshard(g, where.spec), grads, self.crossing)
+            specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (sums, grads, remembered))
+            sums, grads, remembered = sharding.manual_region(self._exchanged, specs, specs)(sums, grads, remembered)
+            grads = jax.tree.map(lambda g, where: jax.reshard(g, where.spec), grads, self.layout.gradients)
+            return sums, grads, remembered
+
+        def of_state(state: TrainState, batch: Any) -> tuple[tuple[Any, ...], Any]:
+            across = jax.shard_map(on_peer, in_specs=(P(), manual, P(self.axis)), out_specs=(P(), P(), manual),
+                                   axis_names={self.axis}, check_vma=False)
+            (total, weight, further), grads, remembered = across(
+                replace(state, opt_state=(), extras={}), state.extras[NAME], batch)
+            return (total, weight, further | {"extras": {NAME: remembered}}), grads
+
+        return of_state
+
+    def _exchanged(self, sums: Any, grads: Any, remembered: Any) -> tuple[Any, Any, Any]:
+        """On one device: the sums of all peers, the mean gradient by weight, and what this device remembers."""
+        whole = jax.tree.map(lambda x: lax.psum(x, self.axis), sums)
+        share = sums[1] / jnp.maximum(whole[1], 1e-8)
+        given = [g.astype(jnp.float32) * share for g in jax.tree.leaves(grads)]
+        states = [{key: x[0] for key, x in state.items()}
+                  for state in jax.tree.structure(grads).flatten_up_to(remembered)]
+        found, after = exchange.all_reduce([codec for codec, _ in self.parts], given, states, self.axis)
+        # Not every codec passes on what is not finite, and the step must be left out then.
+        wrong = lax.pmax(jnp.any(jnp.stack([~jnp.isfinite(g).all() for g in given])).astype(jnp.int32), self.axis)
+        found = [g + jnp.where(wrong > 0, jnp.nan, 0.0) for g in found]
+        after = [{key: x[None] for key, x in state.items()} for state in after]
+        return whole, self._tree(found), self._tree(after)
