@@ -80,10 +80,11 @@ class Coordinator:
                             f"{other.island} offers {other.fragment}", "give all islands one config")
         return [{"offer": asdict(offer)}]
 
-    def has(self, offer: Offer) -> bool:
-        """Return whether the offer of this island with this base is open or settled in an entry."""
-        return any(one.base == offer.base for one in (self.open.get(offer.island),) if one) or any(
-            entry.has(offer.island, offer.base) for entry in self.entries[offer.base:])
+    def taken(self, offer: Offer) -> Offer | None:
+        """Return the offer of this island with this base that is open or in the log, whatever its content."""
+        later = (one for entry in self.entries[offer.base:] for one in entry.contributions + entry.refused)
+        same = (one for one in (*self.open.values(), *later) if (one.island, one.base) == (offer.island, offer.base))
+        return next(same, None)
 
     def alive(self, island: int, now: float) -> None:
         """Note a sign of life of an island; only its offers make it one that is waited for."""

@@ -145,7 +145,7 @@ class Bridge:
         except (ValueError, Trimmed) as error:
             say(f"offers/{name} in the store of the islands is not taken: {error}")
             return
-        if not self._log.has(offer):  # it came late
+        if self._log.taken(offer) != offer:  # it came late, or was offered again with another content
             self._store.remove(f"contents/{_content(offer)}")
         self._store.remove(f"offers/{name}")
 

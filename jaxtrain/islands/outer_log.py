@@ -171,10 +171,10 @@ class OuterLog:
         names = sorted(path.name.split("-") for path in (self.folder / "snapshots").glob("*-*"))
         return [(int(number), sha256) for number, sha256 in names]
 
-    def has(self, offer: Offer) -> bool:
-        """Return whether this offer is open or in the log."""
+    def taken(self, offer: Offer) -> Offer | None:
+        """Return the offer of this island with this base that is open or in the log, whatever its content."""
         with self._changed:
-            return self._coordinator.has(offer)
+            return self._coordinator.taken(offer)
 
     def entry(self, number: int) -> Entry:
         """Return an entry, however old."""

@@ -6,7 +6,7 @@ import threading
 
 
 class CuttingProxy:
-    """Forwards to a port; `cut_after` has, for each connection to come, after how many bytes it is cut (None: never)."""
+    """Forwards to a port; `cut_after` has, for each connection to come, after how many bytes to cut it, or None."""
 
     def __init__(self, port):
         self.target, self.cut_after, self.silent = port, [], []

@@ -130,7 +130,7 @@ def test_offers_that_cannot_be_are_refused_in_one_sentence():
 
 
 def storm(seed, steps=100):
-    """Islands that keep the protocol, whatever happens to them and to the coordinator; returns what was accepted, too."""
+    """Islands that keep the protocol, whatever happens; returns the world, and which offers were accepted."""
     rng = random.Random(seed)
     islands = rng.randint(1, 5)
     policy = Policy(rng.choice(["sync", "sync", "async"]), islands, rng.randint(1, islands), 20.0, 10.0, 4)

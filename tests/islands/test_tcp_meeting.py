@@ -241,5 +241,5 @@ def test_one_coordinator_at_a_time_and_a_folder_that_can_be_written(served, tmp_
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be used"):
         OuterLog(tmp_path / "file", Policy())
-    with pytest.raises(UserError, match="--address: .* cannot be opened"):
+    with pytest.raises(UserError, match=r"--address: .* cannot be opened"):
         MeetingServer(served.log, f"127.0.0.1:{served.port}", ssl.create_default_context())
