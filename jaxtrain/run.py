@@ -350,8 +350,8 @@ class Run:
                 part.see(step, state)
 
     def pop_fields(self) -> dict[str, float]:
-        """What data that are made with the state measured since the last call, for the line of a step."""
-        return getattr(self.data, "pop_fields", dict)()
+        """What exchanges, and data that are made with the state, measured since the last call, for the line of a step."""
+        return getattr(self.data, "pop_fields", dict)() | getattr(self.exchange, "pop_fields", dict)()
 
     def drawn(self, batches: BatchSource, start: int, stop: int) -> Any:
         """Return an iterator of the placed batches of these steps, which prepares the next ones ahead if it can."""

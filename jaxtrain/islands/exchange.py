@@ -50,7 +50,7 @@ class Exchange:
         self._exact = config.mode == "sync" and config.compression == "none"
         self._payload = make_payload(config.compression)
         self._fields: dict[str, float] = {}
-        self._position, self._open = 0, False
+        self._position, self._open, self._leaving = 0, False, False
 
     # ------------------------------------------------------------------------------------------------ what the loop calls
     def begin(self, step: int, state: TrainState) -> TrainState:
@@ -83,6 +83,11 @@ class Exchange:
                 state = self.finish(step, state, stopping)
         return state
 
+    def due(self, step: int, last: bool = False) -> bool:
+        """Return whether anything is to be done after this step."""
+        here = step % self._config.interval
+        return last or not here or (self._open and here == self._config.overlap)
+
     def pop_fields(self) -> dict[str, float]:
         """Return what the next line of metrics says of the exchanges since the last one."""
         fields, self._fields = self._fields, {}
@@ -92,13 +97,14 @@ class Exchange:
     def offer(self, step: int, state: TrainState, last: bool = False) -> TrainState:
         """Begin an exchange: offer the progress of the fragment whose turn it is."""
         work = self._work(state)
-        self._offer(step, work, last)
+        self._leaving = last
+        self._offer(step, work)
         self._open = True
         return self._state(state, work)
 
     def finish(self, step: int, state: TrainState, stopping: Callable[[], bool] = lambda: False) -> TrainState:
         """End the exchange: apply entries until one has the island's offer. `stopping`: leave it open if that waits."""
-        work, began, base, first, last = self._work(state), time.perf_counter(), self._position, self._position, False
+        work, began, base, first = self._work(state), time.perf_counter(), self._position, self._position
         while self._open:
             try:
                 entries = self._meeting.entries(self._position, PATIENCE_S)
@@ -116,7 +122,7 @@ class Exchange:
                     self._adopt(work)
                     break
                 base = self._position
-                self._offer(step, work, last)
+                self._offer(step, work)
             elif self._open and stopping():
                 break
         self._count("island_wait_s", time.perf_counter() - began)
@@ -139,7 +145,7 @@ class Exchange:
     def _fragment(self, position: int) -> int:
         return position % len(self._fragments)  # of the entry that follows
 
-    def _offer(self, step: int, work: HostArrays, last: bool) -> None:
+    def _offer(self, step: int, work: HostArrays) -> None:
         number = self._fragment(self._position)
         fragment = self._fragments[number]
         own = work.get("own", fragment)
@@ -147,7 +153,7 @@ class Exchange:
         tokens = self._tokens(step) - self._tokens(max(0, step - self._config.every))
         self._meeting.offer(Offer(
             self._config.index, self._position, number, float(tokens), hashlib.sha256(content).hexdigest(),
-            min(step, self._config.every), tokens, last), content)
+            min(step, self._config.every), tokens, self._leaving), content)
         self._count("island_sent_bytes", len(content))
 
     def _apply(self, entry: Entry, work: HostArrays, base: int | None = None) -> bool:
