@@ -51,6 +51,7 @@ class Exchange:
         self._payload = make_payload(config.compression)
         self._fields: dict[str, float] = {}
         self._position, self._open, self._leaving = 0, False, False
+        self._offered = 0  # after which step the open offer was made
 
     # ------------------------------------------------------------------------------------------------ what the loop calls
     def begin(self, step: int, state: TrainState) -> TrainState:
@@ -58,6 +59,7 @@ class Exchange:
         """
         outer = state.extras[NAME]
         self._position, self._open = (int(x) for x in jax.device_get((outer["position"], outer["open"])))
+        self._offered = step - step % self._config.interval
         if not step and not self._position:
             return self._catch_up(state)
         if self._open and step % self._config.interval >= self._config.overlap:
@@ -105,11 +107,12 @@ class Exchange:
     def finish(self, step: int, state: TrainState, stopping: Callable[[], bool] = lambda: False) -> TrainState:
         """End the exchange: apply entries until one has the island's offer. `stopping`: leave it open if that waits."""
         work, began, base, first = self._work(state), time.perf_counter(), self._position, self._position
+        blend = self._config.blend if step > self._offered else 0.0  # steps went on meanwhile
         while self._open:
             try:
                 entries = self._meeting.entries(self._position, PATIENCE_S)
                 for entry in entries:
-                    mine = self._apply(entry, work, base)
+                    mine = self._apply(entry, work, base, blend)
                     if mine:
                         self._open = False
                         self._keep_snapshot(entry, work)
@@ -121,7 +124,7 @@ class Exchange:
                 if self._position - first > self._config.max_age:
                     self._adopt(work)
                     break
-                base = self._position
+                base, blend = self._position, 0.0
                 self._offer(step, work)
             elif self._open and stopping():
                 break
@@ -149,6 +152,7 @@ class Exchange:
         number = self._fragment(self._position)
         fragment = self._fragments[number]
         own = work.get("own", fragment)
+        self._offered = step
         content = self._payload.encode(own if self._exact else work.get("params", fragment) - own)
         tokens = self._tokens(step) - self._tokens(max(0, step - self._config.every))
         self._meeting.offer(Offer(
@@ -156,7 +160,7 @@ class Exchange:
             min(step, self._config.every), tokens, self._leaving), content)
         self._count("island_sent_bytes", len(content))
 
-    def _apply(self, entry: Entry, work: HostArrays, base: int | None = None) -> bool:
+    def _apply(self, entry: Entry, work: HostArrays, base: int | None = None, blend: float = 0.0) -> bool:
         """Apply the entry that follows; return whether the island's offer with this base is settled in it."""
         if entry.number != self._position + 1:
             raise OSError(f"the islands' log has entry {entry.number} where {self._position + 1} is next")
@@ -167,10 +171,9 @@ class Exchange:
             work.set(name, fragment, vector)
         self._position = entry.number
         if mine := base is not None and entry.has(self._config.index, base):
-            blend = np.float32(self._config.blend if self._config.overlap else 0)
             came = new.get("params", old["params"])
             work.set("own", fragment, came if not blend else
-                     blend * work.get("own", fragment) + (np.float32(1) - blend) * came)
+                     np.float32(blend) * work.get("own", fragment) + np.float32(1 - blend) * came)
         elif "params" in new:
             work.set("own", fragment, work.get("own", fragment) + (new["params"] - old["params"]))
         return mine

@@ -49,6 +49,7 @@ def check(found, masks=(1,), steps=16, **section):
         assert_same_bits(outer_state(state), outer_state(found.states[0]))
 
 
+@pytest.mark.slow
 def test_diloco_is_the_paper_s():
     check(archipelago())
 
@@ -70,6 +71,7 @@ def masks():
     return mask(0), mask(1)
 
 
+@pytest.mark.slow
 def test_streaming_is_the_paper_s():
     check(archipelago(fragments=2, overlap=1), masks(), steps=15)
 
