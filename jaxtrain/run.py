@@ -69,7 +69,7 @@ class Run:
     data: BatchSource | None = None  # what it trains on in place of config.data
     load_initial: Callable[["Run"], Any] | None = None  # what loads the first parameters; None: they are random
     joined: Any = None  # what adds arrays to batches as they are placed (tuning/reference_sums.py); None: nothing does
-    exchange: Any = None  # what changes the state after a step (islands/exchange.py); None: nothing does
+    exchange: Any = None  # what changes the state after a step (islands/outer_exchange.py); None: nothing does
 
     # ------------------------------------------------------------------------------------------------ the three calls
     def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None) -> TrainState:

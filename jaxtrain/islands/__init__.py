@@ -9,7 +9,7 @@ def with_exchange(run: Run) -> Run:
     """Return the run with what exchanges its progress with other islands, if its config has any."""
     if not run.config.islands.count or run.exchange is not None:
         return run
-    from jaxtrain.islands.exchange import Exchange
+    from jaxtrain.islands.outer_exchange import Exchange
     from jaxtrain.islands.meeting_places import open_meeting
 
     return replace(run, exchange=Exchange(run.config.islands, run.abstract, run.layout.axes,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from jaxtrain.islands.exchange import Exchange
+from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.train_step.optimizers import outer
 
 
