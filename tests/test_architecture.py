@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxtrain"
 # From the top to the ground: a module imports from its own layer and from those below.
 LAYERS = (
-    "__init__ main cli api supervise bench", "trainer", "launch runs profiling", "plan", "tuning hub islands",
+    "__init__ main cli api supervise bench", "trainer", "islands", "launch runs profiling", "plan", "tuning hub",
     "builder own_run", "run", "validation rule_checks", "objectives", "checkpoint", "resilience", "doctor", "models",
     "parallel", "kernels", "train_step", "data", "distributed", "observe", "config flags", "sharding",
     "storage files errors redaction synonyms compile_cache pages")

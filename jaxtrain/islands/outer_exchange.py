@@ -52,6 +52,7 @@ class Exchange:
         self._fields: dict[str, float] = {}
         self._position, self._open, self._leaving = 0, False, False
         self._offered = 0  # after which step the open offer was made
+        self._unsent: tuple[int, np.ndarray | None] = 0, None  # its fragment, and what was unsent of it before
 
     # ------------------------------------------------------------------------------------------------ what the loop calls
     def begin(self, step: int, state: TrainState) -> TrainState:
@@ -60,6 +61,7 @@ class Exchange:
         outer = state.extras[NAME]
         self._position, self._open = (int(x) for x in jax.device_get((outer["position"], outer["open"])))
         self._offered = step - step % self._config.interval
+        self._unsent = self._fragment(self._position), None
         if not step and not self._position:
             return self._catch_up(state)
         if self._open and step % self._config.interval >= self._config.overlap:
@@ -121,6 +123,7 @@ class Exchange:
                 self._adopt_snapshot(work)
                 break
             if self._open and entries:  # its offer came too late for these
+                self._take_back(work)
                 if self._position - first > self._config.max_age:
                     self._adopt(work)
                     break
@@ -153,19 +156,31 @@ class Exchange:
         fragment = self._fragments[number]
         own = work.get("own", fragment)
         self._offered = step
-        content = self._payload.encode(own if self._exact else work.get("params", fragment) - own)
+        before = work.get("unsent", fragment) if "unsent" in self._config.kept else None
+        content, unsent = self._payload.encode(own if self._exact else work.get("params", fragment) - own, before)
+        if unsent is not None:
+            self._unsent = number, before
+            work.set("unsent", fragment, unsent)
         tokens = self._tokens(step) - self._tokens(max(0, step - self._config.every))
         self._meeting.offer(Offer(
             self._config.index, self._position, number, float(tokens), hashlib.sha256(content).hexdigest(),
             min(step, self._config.every), tokens, self._leaving), content)
         self._count("island_sent_bytes", len(content))
 
+    def _take_back(self, work: HostArrays) -> None:
+        """Undo that what an offer lacked is remembered, since nobody took the offer; after a restart all of it is lost.
+        """
+        if "unsent" in self._config.kept:
+            number, before = self._unsent
+            fragment = self._fragments[number]
+            work.set("unsent", fragment, before if before is not None else np.zeros_like(work.get("own", fragment)))
+
     def _apply(self, entry: Entry, work: HostArrays, base: int | None = None, blend: float = 0.0) -> bool:
         """Apply the entry that follows; return whether the island's offer with this base is settled in it."""
         if entry.number != self._position + 1:
             raise OSError(f"the islands' log has entry {entry.number} where {self._position + 1} is next")
         fragment = self._fragments[entry.fragment]
-        old = {name: work.get(name, fragment) for name in ("params", *self._config.kept)}
+        old = {name: work.get(name, fragment) for name in ("params", *self._config.shared)}
         new = self._updated(entry, old)
         for name, vector in new.items():
             work.set(name, fragment, vector)
@@ -214,7 +229,7 @@ class Exchange:
         if (entry.number % self._config.snapshot_every == 0 and entry.contributions
                 and entry.contributions[0].island == self._config.index):
             self._meeting.put_snapshot(self._position, b"".join(
-                work.get(name, fragment).tobytes() for name in ("params", *self._config.kept)
+                work.get(name, fragment).tobytes() for name in ("params", *self._config.shared)
                 for fragment in self._fragments))
 
     def _adopt_snapshot(self, work: HostArrays) -> None:
@@ -223,7 +238,7 @@ class Exchange:
         if position <= self._position:
             return
         vector, at = np.frombuffer(content, "<f4"), 0
-        for name in ("params", *self._config.kept):
+        for name in ("params", *self._config.shared):
             for fragment in self._fragments:
                 size = work.get(name, fragment).size
                 if at + size > vector.size:
