@@ -9,6 +9,7 @@ from typing import Any
 from jaxtrain.config import remat_policies, tuning_keys
 from jaxtrain.config.families import Gpt2Config, ModelConfig
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
+from jaxtrain.config.island_keys import IslandsConfig
 from jaxtrain.config.observe_keys import ObserveConfig
 from jaxtrain.config.tuning_keys import LoraConfig, PreferenceConfig, ReinforceConfig
 from jaxtrain.errors import UserError
@@ -283,6 +284,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    islands: IslandsConfig = field(default_factory=IslandsConfig)
 
     def __post_init__(self):
         if self.data.seq_len > self.model.max_seq_len:

@@ -189,13 +189,20 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
 
     params = treedef.unflatten(split if zero_stage >= 3 else base)
     loss_scale, extras = jax.tree.map(lambda _: replicated, (abstract.loss_scale, abstract.extras))
-    if ema.NAME in extras:
-        extras[ema.NAME] = params
+    extras = _like_parameters(abstract.extras, extras, abstract.params, params)
     state = TrainState(
         replicated, params, jax.tree_util.tree_map_with_path(optimizer_leaf, abstract.opt_state), replicated,
         loss_scale, extras, frozen_treedef.unflatten(frozen))
     return Layout(mesh, rules, axes, state, treedef.unflatten(wide if zero_stage >= 2 else base), frozen_axes or {},
                   layerwise)
+
+
+def _like_parameters(extras, shardings, abstract, params):
+    """Extra state that has the tree and the shapes of the parameters lies as they do."""
+    def matches(tree):
+        return (jax.tree.structure(tree) == jax.tree.structure(abstract)
+                and all(a.shape == b.shape for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(abstract), strict=True)))
+    return jax.tree.map(lambda tree, where: params if matches(tree) else where, extras, shardings, is_leaf=matches)
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:
