@@ -1,8 +1,12 @@
 """Training on islands that talk seldom: each an ordinary run, joined by an ordered log of outer updates."""
 
-from dataclasses import replace
+from __future__ import annotations
 
-from jaxtrain.run import Run
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the coordinator works without JAX
+    from jaxtrain.run import Run
 
 
 def with_exchange(run: Run) -> Run:

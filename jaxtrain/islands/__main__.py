@@ -21,10 +21,10 @@ from pathlib import Path
 
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import Parser, add_subcommand, command, parser_of
-from jaxtrain.islands import certificates
 from jaxtrain.islands.coordinator import MODES, Coordinator, Policy
 from jaxtrain.islands.folder_meeting import Bridge
-from jaxtrain.islands.meeting_server import MeetingServer
+from jaxtrain.islands.network import certificates
+from jaxtrain.islands.network.meeting_server import MeetingServer
 from jaxtrain.islands.outer_log import OuterLog, read_journal
 from jaxtrain.pages.plain_text import age, aligned
 

@@ -22,7 +22,7 @@ class Policy:
 
     mode: str = "sync"
     islands: int = 1  # sync: the first round waits for as many
-    quorum: int = 1  # sync: fewest offers of which an entry is made
+    quorum: int = 1  # sync: fewest offers of which an entry is made; fewer when others are at their end
     timeout: float = 600.0  # sync: seconds after a round's first offer after which no island is waited for
     lease: float = 60.0  # sync: seconds without a sign of life after which an island is given up as lost
     oldest: int = 8  # async: most entries between an offer's base and its own entry
@@ -50,6 +50,7 @@ class Coordinator:
         self.open: dict[int, Offer] = {}  # by island: the offers of the round that is open
         self.bases: dict[int, int] = {}  # by island: the newest base that is settled or open
         self.there: dict[int, float | None] = {}  # by island: when it was last heard of; None: before a restart
+        self.left: set[int] = set()  # the islands whose last offer said that it is
         self._opened: float | None = None  # when the open round had its first offer
         for record in records:
             self.apply(record)
@@ -100,9 +101,9 @@ class Coordinator:
         self.there = {island: seen for island, seen in self.there.items()
                       if island in self.open or now - seen <= self.policy.lease}
         missing = self.there.keys() - self.open.keys()
-        expected = self.policy.quorum if self.entries else self.policy.islands
-        is_complete = not missing and len(self.open) >= expected
-        is_over = now - self._opened >= self.policy.timeout and len(self.open) >= self.policy.quorum
+        quorum = max(1, min(self.policy.quorum, self.policy.islands - len(self.left)))
+        is_complete = not missing and len(self.open) >= (quorum if self.entries else self.policy.islands)
+        is_over = now - self._opened >= self.policy.timeout and len(self.open) >= quorum
         if not is_complete and not is_over:
             return []
         for island in missing:  # until its next offer, so that a dead one costs one timeout, not one a round
@@ -124,6 +125,7 @@ class Coordinator:
         for offer in entry.contributions + entry.refused:
             self.bases[offer.island] = offer.base
             self.open.pop(offer.island, None)
+            (self.left.add if offer.last else self.left.discard)(offer.island)
             if offer.last:
                 self.there.pop(offer.island, None)
         self._opened = None

@@ -35,7 +35,7 @@ def open_meeting(config: IslandsConfig) -> Meeting:
 
 def _of(config: IslandsConfig) -> Meeting:
     if config.meeting.startswith("tcp://"):
-        from jaxtrain.islands.tcp_meeting import TcpMeeting
+        from jaxtrain.islands.network.tcp_meeting import TcpMeeting
 
         reached: Meeting = TcpMeeting(config.meeting.removeprefix("tcp://"), config.keys, config.index)
     else:

@@ -109,6 +109,16 @@ def test_an_island_that_leaves_is_in_its_last_round_and_in_none_after_it():
     assert world.islands() == [[0, 1], [0]]
 
 
+def test_those_at_their_end_do_not_count_for_the_quorum():
+    world = World(Policy(islands=3, quorum=2, timeout=100))
+    for island in range(3):
+        world.offer(island, 0, last=island > 0)
+    world.restart()
+    world.offer(0, 1)
+    world.offer(0, 2, last=True)
+    assert world.islands() == [[0, 1, 2], [0], [0]]
+
+
 def test_without_rounds_each_offer_is_an_entry_and_old_ones_are_refused():
     world = World(Policy("async", oldest=2))
     for island, base in ((0, 0), (1, 0), (0, 1), (2, 0), (1, 0)):
@@ -184,7 +194,7 @@ def check(seed):
 
 
 def test_whatever_happens_every_offer_is_in_one_entry():
-    assert sum(map(check, range(10))) > 100
+    assert sum(map(check, range(10))) > 50
 
 
 @pytest.mark.exhaustive

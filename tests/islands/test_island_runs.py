@@ -10,11 +10,10 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.errors import UserError
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.trainer.loop import train
 from tests.islands.archipelago import assert_same_bits, numbers, outer_state
-from tests.islands.memory_meeting import MemoryMeeting, wait_until
+from tests.islands.memory_meeting import MemoryMeeting
 
 STEPS, ROWS = 12, 4
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from jaxtrain.errors import UserError, say
 from jaxtrain.files.bounded_files import misfit
-from jaxtrain.islands import certificates, frames
 from jaxtrain.islands.log_records import as_json, is_hash, offer_of
 from jaxtrain.islands.meeting import Trimmed
+from jaxtrain.islands.network import certificates, frames
 from jaxtrain.islands.outer_log import OuterLog
 
 VERSION = 1  # of the protocol

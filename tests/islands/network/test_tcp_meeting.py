@@ -11,13 +11,13 @@ import time
 import pytest
 
 from jaxtrain.errors import UserError
-from jaxtrain.islands import certificates, frames, tcp_meeting
 from jaxtrain.islands.coordinator import Policy
 from jaxtrain.islands.meeting import Offer, Trimmed
-from jaxtrain.islands.meeting_server import MeetingServer
+from jaxtrain.islands.network import certificates, frames, tcp_meeting
+from jaxtrain.islands.network.meeting_server import MeetingServer
+from jaxtrain.islands.network.tcp_meeting import TcpMeeting
 from jaxtrain.islands.outer_log import OuterLog
-from jaxtrain.islands.tcp_meeting import TcpMeeting
-from tests.islands.cutting_proxy import CuttingProxy
+from tests.islands.network.cutting_proxy import CuttingProxy
 
 pytest.importorskip("cryptography", reason="comes with the extra .[islands]")
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from jaxtrain.errors import UserError, say
 from jaxtrain.files.bounded_files import parsed
-from jaxtrain.islands import certificates, frames
 from jaxtrain.islands.log_records import entry_of
 from jaxtrain.islands.meeting import Entry, Offer, Trimmed
-from jaxtrain.islands.meeting_server import VERSION
+from jaxtrain.islands.network import certificates, frames
+from jaxtrain.islands.network.meeting_server import VERSION
 
 PAUSE = 0.1, 10.0  # seconds: the first between two attempts, doubled each time, and the longest
 _AHEAD = 8  # parts of a content that are under way before the first of them is answered
