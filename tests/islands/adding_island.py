@@ -1,0 +1,80 @@
+"""An island that adds up units instead of training, as a process: python adding_island.py SETTINGS_AS_JSON.
+
+Its outer state is the list of units in the log's order. It keeps its own progress in a checkpoint, which it writes now
+and then, and goes on from there when it was killed: it does again what it did since, and offers it again.
+"""
+
+import hashlib
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+from jaxtrain.files import atomic_files
+from jaxtrain.islands import folder_meeting
+from jaxtrain.islands.meeting import Offer, Trimmed
+from jaxtrain.islands.network import tcp_meeting
+
+
+class Island:
+    def __init__(self, settings):
+        self.index, self.units, self.workdir = settings["index"], settings["units"], Path(settings["workdir"])
+        self.rng = random.Random()  # different after each restart
+        tcp_meeting.PAUSE = folder_meeting.PAUSE = (0.02, 0.3)
+        self.meeting = (folder_meeting.FolderMeeting(settings["store"], self.index, sign=0.5) if settings.get("store")
+                        else tcp_meeting.TcpMeeting(settings["address"], settings["keys"], self.index, silence=3.0,
+                                                    sign=0.5))
+        self.checkpoint = self.workdir / f"{self.index}.json"
+        self.position, self.done, self.tally = 0, 0, []
+        if self.checkpoint.exists():
+            self.position, self.done, self.tally = json.loads(self.checkpoint.read_text())
+        self.sent = []
+
+    def run(self):
+        while self.done < self.units:
+            time.sleep(self.rng.uniform(0, 0.04))
+            self.exchange([self.index, self.done])
+            self.done += 1
+            if self.rng.random() < 0.3:
+                atomic_files.write(self.checkpoint, json.dumps([self.position, self.done, self.tally]))
+        while self.catch_up(0.0):
+            pass
+        atomic_files.write(self.checkpoint, json.dumps([self.position, self.done, self.tally]))
+
+    def exchange(self, unit):
+        while unit not in self.tally:
+            base = self.position
+            content = json.dumps([unit]).encode() + b" " * (unit[1] % 3 * 400_000)  # the same each time
+            offer = Offer(self.index, base, 0, 1.0, hashlib.sha256(content).hexdigest(), 1, 1,
+                          self.done == self.units - 1)
+            self.sent.append((offer, content))
+            self.meeting.offer(offer, content)
+            if self.rng.random() < 0.2:
+                self.meeting.offer(*self.rng.choice(self.sent))
+            while not self.catch_up(1.0):
+                pass
+
+    def catch_up(self, wait):
+        """Apply what is new in the log; return whether there was anything."""
+        try:
+            entries = self.meeting.entries(self.position, wait)
+            contents = [[self.meeting.content(offer.sha256) for offer in entry.contributions] for entry in entries]
+        except Trimmed:
+            self.position, content = self.meeting.snapshot()
+            self.tally = json.loads(content)
+            return True
+        for entry, units in zip(entries, contents, strict=True):
+            assert entry.number == self.position + 1
+            self.position = entry.number
+            for content in units:
+                self.tally += json.loads(content)
+            with (self.workdir / f"{self.index}.log").open("a") as file:
+                file.write(f"{self.position} {hashlib.sha256(json.dumps(self.tally).encode()).hexdigest()}\n")
+            if self.position % 7 == 0 and entry.contributions and entry.contributions[0].island == self.index:
+                self.meeting.put_snapshot(self.position, json.dumps(self.tally).encode())
+        return bool(entries)
+
+
+if __name__ == "__main__":
+    Island(json.loads(sys.argv[1])).run()
