@@ -42,7 +42,7 @@ from jaxtrain.train_step.step import Step, make_step
 
 
 def extras_of(config: Config) -> Extras:
-    """Return what a run's state has besides: recent losses, the average of its parameters, the outer optimizer's state."""
+    """Return what a run's state has besides: recent losses, averaged parameters, the outer optimizer's state."""
     history: Extras = {"history": lambda params: History.empty()}
     average: Extras = {ema.NAME: ema.begin} if config.train.ema_decay else {}
     others: Extras = {outer.NAME: outer.begin(config.islands.kept)} if config.islands.count else {}
@@ -350,7 +350,7 @@ class Run:
                 part.see(step, state)
 
     def pop_fields(self) -> dict[str, float]:
-        """What exchanges, and data that are made with the state, measured since the last call, for the line of a step."""
+        """What exchanges, and data made with the state, measured since the last call, for the line of a step."""
         return getattr(self.data, "pop_fields", dict)() | getattr(self.exchange, "pop_fields", dict)()
 
     def drawn(self, batches: BatchSource, start: int, stop: int) -> Any:

@@ -6,7 +6,6 @@ contents of an entry are fetched as soon as the entry is there, while the device
 
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from jax.experimental import multihost_utils
 from jaxtrain.config.island_keys import IslandsConfig
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
-from jaxtrain.islands.log_records import entry_of
+from jaxtrain.islands.log_records import as_json, entry_of
 from jaxtrain.islands.meeting import Entry, Meeting, Offer, Trimmed
 
 AHEAD_S = 600.0  # after which a thread that waits for an entry ahead of time gives up
@@ -107,7 +106,7 @@ class SharedMeeting:
         """Return the entries, as `Meeting` says."""
         def read(_):
             try:
-                return [asdict(entry) for entry in self._first.entries(after, wait)]
+                return [as_json(entry) for entry in self._first.entries(after, wait)]
             except Trimmed as error:
                 return f"{error}"
         if isinstance(found := exchange(None, read), str):

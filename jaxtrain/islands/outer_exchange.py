@@ -59,7 +59,7 @@ class Exchange:
         """Return the state to begin with: that of the log, for an island that is new, or an exchange brought to its end.
         """
         outer = state.extras[NAME]
-        self._position, self._open = (int(x) for x in jax.device_get((outer["position"], outer["open"])))
+        self._position, self._open = int(jax.device_get(outer["position"])), bool(jax.device_get(outer["open"]))
         self._offered = step - step % self._config.interval
         self._unsent = self._fragment(self._position), None
         if not step and not self._position:
@@ -69,7 +69,7 @@ class Exchange:
         return state
 
     def after(self, step: int, state: TrainState, last: bool = False,
-              stopping: Callable[[], bool] = lambda: False) -> TrainState:
+              stopping: Callable[[int], bool] = lambda step: False) -> TrainState:
         """Return the state after the exchange that is due after this step, if one is.
 
         Args:
@@ -106,7 +106,7 @@ class Exchange:
         self._open = True
         return self._state(state, work)
 
-    def finish(self, step: int, state: TrainState, stopping: Callable[[], bool] = lambda: False) -> TrainState:
+    def finish(self, step: int, state: TrainState, stopping: Callable[[int], bool] = lambda step: False) -> TrainState:
         """End the exchange: apply entries until one has the island's offer. `stopping`: leave it open if that waits."""
         work, began, base, first = self._work(state), time.perf_counter(), self._position, self._position
         blend = self._config.blend if step > self._offered else 0.0  # steps went on meanwhile
@@ -129,7 +129,7 @@ class Exchange:
                     break
                 base, blend = self._position, 0.0
                 self._offer(step, work)
-            elif self._open and stopping():
+            elif self._open and stopping(step):
                 break
         self._count("island_wait_s", time.perf_counter() - began)
         self._fields["island_entry"] = self._position

@@ -201,7 +201,7 @@ def _like_parameters(extras, shardings, abstract, params):
     """Extra state that has the tree and the shapes of the parameters lies as they do."""
     def matches(tree):
         return (jax.tree.structure(tree) == jax.tree.structure(abstract)
-                and all(a.shape == b.shape for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(abstract), strict=True)))
+                and jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, abstract))
     return jax.tree.map(lambda tree, where: params if matches(tree) else where, extras, shardings, is_leaf=matches)
 
 

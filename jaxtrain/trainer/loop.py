@@ -148,7 +148,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
             # 3. Islands exchange their progress, where that is due: nothing else changes the state between steps.
             if run.exchange is not None and run.exchange.due(done, done == t.steps):
                 with session.phase("exchange"):
-                    state = run.exchange.after(done, state, done == t.steps, lambda: interrupt.requested(done))
+                    state = run.exchange.after(done, state, done == t.steps, interrupt.requested)
             # 4. Observers get the metrics, as futures: nothing here waits for the device.
             for observer in session.observers:
                 observer.on_dispatch(done, metrics)

@@ -1,5 +1,6 @@
 """Whole runs that are islands: plain training where there is one, and exact whenever one is killed, late or new."""
 
+import itertools
 import threading
 from dataclasses import replace
 
@@ -115,11 +116,16 @@ class Dies:
             raise RuntimeError("killed")
 
 
-MODES = {"sync": {}, "streaming": dict(every=4, fragments=2, overlap=1), "bfloat16": dict(compression="bfloat16")}
+MODES = {"sync": {}, "streaming": dict(every=4, fragments=2, overlap=1), "int4": dict(compression="int4")}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("killed", [(6, "on_batch"), (6, "on_dispatch"), (8, "on_batch"), (9, "on_dispatch")], ids=str)
+_MORE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("killed, mode", [
+    pytest.param(*both, marks=pytest.mark.slow if both in (((6, "on_batch"), "int4"), ((8, "on_batch"), "streaming")) else _MORE)
+    for both in itertools.product([(6, "on_batch"), (6, "on_dispatch"), (8, "on_batch"), (9, "on_dispatch")], MODES)],
+    ids=str)
 def test_an_island_that_is_killed_goes_on_to_the_same_bits(tmp_path, killed, mode):
     def pair(workdir, observers=()):
         meeting = MemoryMeeting(2)
