@@ -78,14 +78,14 @@ class OuterLog:
         """
         if content is not None:
             self.begin(offer.island, offer.sha256, content)
-        if self.wants(offer) and not self._claim(offer.island, offer.sha256):
+        if self.wants(offer) and not self._is_here(offer):
             return False
         with self._changed:
             records = self._decided(lambda now: self._coordinator.offer(offer, now))
+            if records and not self._claim(offer):  # here, since what no offer needs is removed at any other time
+                return False
             self._write(records)
             self._write(self._decided(self._coordinator.tick))
-            if not records and offer.sha256 not in self._kept():  # its round was closed meanwhile
-                self._content(offer.sha256).unlink(missing_ok=True)
         return True
 
     def alive(self, island: int) -> None:
@@ -205,15 +205,20 @@ class OuterLog:
             self._coordinator.apply(record)
             self._changed.notify_all()
 
-    def _claim(self, island: int, sha256: str) -> bool:
-        """Make a content that was received whole one of the log's; False if it is not here, or damaged."""
-        path = self._partial(island, sha256)
-        if self._content(sha256).exists():
-            return True
-        if not _verified(path, sha256):
-            return False
-        os.replace(path, self._content(sha256))
-        atomic_files.sync(self.folder / "contents")
+    def _is_here(self, offer: Offer) -> bool:
+        """Return whether a content was received whole; one that is damaged is deleted."""
+        sha256 = offer.sha256
+        return self._content(sha256).exists() or _verified(self._partial(offer.island, sha256), sha256)
+
+    def _claim(self, offer: Offer) -> bool:
+        """Make a content one of the log's; False if it is no longer here."""
+        path = self._content(offer.sha256)
+        if not path.exists():
+            try:
+                os.replace(self._partial(offer.island, offer.sha256), path)
+            except FileNotFoundError:
+                return False
+            atomic_files.sync(path.parent)
         return True
 
     def _kept(self) -> set[str]:

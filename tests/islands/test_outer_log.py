@@ -68,3 +68,20 @@ def test_what_cannot_be_written_is_not_decided(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="cannot be written"):
         log.offer(*offered(0, 2))
     log.close()
+
+
+def test_a_content_that_no_offer_needs_yet_stays_while_others_are_removed(tmp_path, monkeypatch):
+    """A snapshot comes between the receipt of a content and the record of its offer."""
+    log = OuterLog(tmp_path, Policy(islands=1))
+    log.offer(*offered(0, 0))
+    is_here = log._is_here
+
+    def meanwhile(offer):
+        found = is_here(offer)
+        log.put_snapshot(1, b"state")
+        return found
+
+    monkeypatch.setattr(log, "_is_here", meanwhile)
+    log.offer(*offered(0, 1, b"new"))
+    assert log.content(offered(0, 1, b"new")[0].sha256) == b"new" and log.snapshot() == (1, b"state")
+    log.close()
