@@ -52,6 +52,7 @@ class Exchange:
         self._fields: dict[str, float] = {}
         self._position, self._open, self._leaving = 0, False, False
         self._offered = 0  # after which step the open offer was made
+        self._sent = "", b""  # the last offer's content, by its hash
         self._unsent: tuple[int, np.ndarray | None] = 0, None  # its fragment, and what was unsent of it before
 
     # ------------------------------------------------------------------------------------------------ what the loop calls
@@ -155,15 +156,15 @@ class Exchange:
         number = self._fragment(self._position)
         fragment = self._fragments[number]
         own = work.get("own", fragment)
-        self._offered = step
         before = work.get("unsent", fragment) if "unsent" in self._config.kept else None
         content, unsent = self._payload.encode(own if self._exact else work.get("params", fragment) - own, before)
         if unsent is not None:
             self._unsent = number, before
             work.set("unsent", fragment, unsent)
+        self._offered, self._sent = step, (hashlib.sha256(content).hexdigest(), content)
         tokens = self._tokens(step) - self._tokens(max(0, step - self._config.every))
         self._meeting.offer(Offer(
-            self._config.index, self._position, number, float(tokens), hashlib.sha256(content).hexdigest(),
+            self._config.index, self._position, number, float(tokens), self._sent[0],
             min(step, self._config.every), tokens, self._leaving), content)
         self._count("island_sent_bytes", len(content))
 
@@ -196,8 +197,11 @@ class Exchange:
     def _updated(self, entry: Entry, old: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         size, came = old["params"].size, []
         for offer in entry.contributions:
-            content = self._meeting.content(offer.sha256)
-            self._count("island_received_bytes", len(content))
+            if offer.sha256 == self._sent[0]:
+                content = self._sent[1]
+            else:
+                content = self._meeting.content(offer.sha256)
+                self._count("island_received_bytes", len(content))
             came.append(self._payload.decode(content, size))
         if not came:
             return {}
