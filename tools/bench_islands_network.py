@@ -64,7 +64,7 @@ def island(settings):
     state = run.exchange.begin(0, run.init())
     for step in range(steps):
         at = time.perf_counter()
-        state, metrics = run.step(state, run.batch(step))
+        state, _ = run.step(state, run.batch(step))
         jax.block_until_ready(state.params)
         busy += time.perf_counter() - at
         time.sleep(max(0.0, settings["step_s"] - (time.perf_counter() - at)))
@@ -269,7 +269,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=argparse.FileType("a"), default=subprocess.DEVNULL, help="errors of islands")
     args = parser.parse_args()
-    print("| network | mode | wall time, s | waited, s | loss | loss at 1/4, 1/2, 3/4 | MB sent, received | rounds lost |")
+    print("| network | mode | wall time, s | waited, s | loss | loss at 1/4, 1/2, 3/4 | MB sent, received | lost |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for network_name in args.networks:
         for mode in args.modes:

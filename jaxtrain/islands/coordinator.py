@@ -49,6 +49,7 @@ class Coordinator:
         self.entries: list[Entry] = []
         self.open: dict[int, Offer] = {}  # by island: the offers of the round that is open
         self.bases: dict[int, int] = {}  # by island: the newest base that is settled or open
+        self.newest: dict[int, int] = {}  # by island: the newest entry with an offer of it
         self.there: dict[int, float | None] = {}  # by island: when it was last heard of; None: before a restart
         self.left: set[int] = set()  # the islands whose last offer said that it is
         self._opened: float | None = None  # when the open round had its first offer
@@ -71,7 +72,8 @@ class Coordinator:
         if offer.base <= self.bases.get(offer.island, -1):
             return []
         if self.policy.mode == "async":
-            number, old = self.position + 1, self.position - offer.base > self.policy.oldest
+            number = self.position + 1  # what follows its island's own newest entry late is the same progress again
+            old = self.position - offer.base > self.policy.oldest or offer.base < self.newest.get(offer.island, 0)
             entry = Entry(number, offer.fragment, (), (offer,)) if old else Entry(number, offer.fragment, (offer,))
             return [{"entry": as_json(entry)}]
         if offer.round <= self.position:
@@ -124,6 +126,7 @@ class Coordinator:
         self.entries.append(entry)
         for offer in entry.contributions + entry.refused:
             self.bases[offer.island] = offer.base
+            self.newest[offer.island] = entry.number
             self.open.pop(offer.island, None)
             (self.left.add if offer.last else self.left.discard)(offer.island)
             if offer.last:

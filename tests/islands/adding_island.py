@@ -22,6 +22,7 @@ class Island:
         self.index, self.units, self.workdir = settings["index"], settings["units"], Path(settings["workdir"])
         self.rng = random.Random()  # different after each restart
         tcp_meeting.PAUSE = folder_meeting.PAUSE = (0.02, 0.3)
+        self.mode = settings["mode"]
         self.meeting = (folder_meeting.FolderMeeting(settings["store"], self.index, sign=0.5) if settings.get("store")
                         else tcp_meeting.TcpMeeting(settings["address"], settings["keys"], self.index, silence=3.0,
                                                     sign=0.5))
@@ -38,32 +39,40 @@ class Island:
             self.done += 1
             if self.rng.random() < 0.3:
                 atomic_files.write(self.checkpoint, json.dumps([self.position, self.done, self.tally]))
-        while self.catch_up(0.0):
-            pass
+        while entries := self.meeting.entries(self.position, 0.0):
+            self.apply(entries)
         atomic_files.write(self.checkpoint, json.dumps([self.position, self.done, self.tally]))
 
     def exchange(self, unit):
+        """Offer a unit until it is in the log: after each entry without it in rounds, else when it was refused."""
+        base = None
         while unit not in self.tally:
-            base = self.position
-            content = json.dumps([unit]).encode() + b" " * (unit[1] % 3 * 400_000)  # the same each time
-            offer = Offer(self.index, base, 0, 1.0, hashlib.sha256(content).hexdigest(), 1, 1,
-                          self.done == self.units - 1)
-            self.sent.append((offer, content))
-            self.meeting.offer(offer, content)
-            if self.rng.random() < 0.2:
-                self.meeting.offer(*self.rng.choice(self.sent))
-            while not self.catch_up(1.0):
-                pass
+            if base != self.position:
+                base = self.offer(unit)
+            try:
+                entries = self.meeting.entries(self.position, 1.0)
+                mine = next((number for number, entry in enumerate(entries) if entry.has(self.index, base)), None)
+                if self.mode == "sync":
+                    self.apply(entries[:1])
+                elif mine is None:
+                    time.sleep(0.05 if entries else 0)  # it is still on its way
+                else:
+                    self.apply(entries[: mine + 1])
+            except Trimmed:
+                self.position, content = self.meeting.snapshot()
+                self.tally = json.loads(content)
 
-    def catch_up(self, wait):
-        """Apply what is new in the log; return whether there was anything."""
-        try:
-            entries = self.meeting.entries(self.position, wait)
-            contents = [[self.meeting.content(offer.sha256) for offer in entry.contributions] for entry in entries]
-        except Trimmed:
-            self.position, content = self.meeting.snapshot()
-            self.tally = json.loads(content)
-            return True
+    def offer(self, unit):
+        content = json.dumps([unit]).encode() + b" " * (unit[1] % 3 * 400_000)
+        self.sent.append((Offer(self.index, self.position, 0, 1.0, hashlib.sha256(content).hexdigest(), 1, 1,
+                                self.done == self.units - 1), content))
+        self.meeting.offer(*self.sent[-1])
+        if self.rng.random() < 0.2:
+            self.meeting.offer(*self.rng.choice(self.sent))
+        return self.position
+
+    def apply(self, entries):
+        contents = [[self.meeting.content(offer.sha256) for offer in entry.contributions] for entry in entries]
         for entry, units in zip(entries, contents, strict=True):
             assert entry.number == self.position + 1
             self.position = entry.number
@@ -73,7 +82,6 @@ class Island:
                 file.write(f"{self.position} {hashlib.sha256(json.dumps(self.tally).encode()).hexdigest()}\n")
             if self.position % 7 == 0 and entry.contributions and entry.contributions[0].island == self.index:
                 self.meeting.put_snapshot(self.position, json.dumps(self.tally).encode())
-        return bool(entries)
 
 
 if __name__ == "__main__":

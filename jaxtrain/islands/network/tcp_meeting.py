@@ -50,7 +50,6 @@ class TcpMeeting:
         self._tls = certificates.context(keys, f"island-{island}")
         self._patience, self._silence = patience, silence
         self._unused: list[ssl.SSLSocket] = []
-        self._mine = "", b""  # the hash and content of the newest offer, which need not come back
         self._closed, self._heard = threading.Event(), time.monotonic()
         threading.Thread(target=self._live, args=(sign,), name="islands", daemon=True).start()
 
@@ -62,7 +61,6 @@ class TcpMeeting:
 
     def offer(self, offer: Offer, content: bytes) -> None:
         """Offer progress, as `Meeting` says."""
-        self._mine = offer.sha256, content
         self._send({"op": "offer", "offer": asdict(offer)}, offer.sha256, content)
 
     def entries(self, after: int, wait: float) -> Sequence[Entry]:
@@ -77,8 +75,6 @@ class TcpMeeting:
 
     def content(self, sha256: str) -> bytes:
         """Return the content of an offer in the log, as `Meeting` says."""
-        if self._mine[0] == sha256:
-            return self._mine[1]
         content = bytearray()  # what has come stays when a connection is lost
         self._tried(lambda line: _fetch(line, sha256, content))
         if hashlib.sha256(content).hexdigest() != sha256:
