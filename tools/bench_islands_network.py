@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -256,6 +257,7 @@ def main():
     """Parse the flags, and print a line for each mode and network."""
     if sys.argv[1:2] == ["--island"]:
         return island(json.loads(sys.argv[2]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # namespaces are taken down
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100, help="of each island")
     parser.add_argument("--every", type=int, default=10, help="inner steps between exchanges")

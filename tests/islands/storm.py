@@ -33,6 +33,9 @@ def started(words, folder, name):
 class Storm:
     """Processes by name; `words` are what each is started with."""
 
+    pace = 1.0  # times 0.05 to 0.7 seconds pass between faults
+    timeouts, lease = (0.1, 0.5, 2), 4
+
     def __init__(self, folder: Path, seed: int, islands=3, units=20, mode="sync", with_store=False):
         self.folder, self.rng, self.islands, self.units = folder, random.Random(seed), islands, units
         certificates.make(folder / "keys", range(islands))
@@ -40,18 +43,20 @@ class Storm:
             port = free.getsockname()[1]
         self.proxy = CuttingProxy(port)
         store = [f"--store={folder / 'store'}", "--store_every=0.05"] if with_store else []
-        timeout = self.rng.choice([0.1, 0.5, 2])
+        timeout = self.rng.choice(self.timeouts)
         self.words = {"coordinator": [
             "-m", "jaxtrain.islands", "serve", f"--folder={folder / 'log'}", f"--address=127.0.0.1:{port}",
-            f"--keys={folder / 'keys'}", f"--islands={islands}", f"--timeout={timeout}", "--lease=4",
+            f"--keys={folder / 'keys'}", f"--islands={islands}", f"--timeout={timeout}", f"--lease={self.lease}",
             f"--mode={mode}", "--oldest=6", *store]}
         for index in range(islands):
-            settings = {"index": index, "units": units, "workdir": str(folder), "mode": mode,
-                        "keys": str(folder / "keys"), "address": f"127.0.0.1:{self.proxy.port}"}
-            if with_store and not index:
-                settings["store"] = str(folder / "store")
-            self.words[f"island {index}"] = ["-m", "tests.islands.adding_island", json.dumps(settings)]
+            at_store = str(folder / "store") if with_store and not index else None
+            self.words[f"island {index}"] = self.island(index, at_store, mode)
         self.processes, self.faults = {}, Counter()
+
+    def island(self, index, store, mode):
+        settings = {"index": index, "units": self.units, "workdir": str(self.folder), "mode": mode, "store": store,
+                    "keys": str(self.folder / "keys"), "address": f"127.0.0.1:{self.proxy.port}"}
+        return ["-m", "tests.islands.adding_island", json.dumps(settings)]
 
     def run(self, faults: int, patience=240.0):
         end = time.monotonic() + patience
@@ -60,7 +65,7 @@ class Storm:
                 for name in self.words:
                     self.start(name)
                 for _ in range(faults):
-                    time.sleep(self.rng.uniform(0.05, 0.7))
+                    time.sleep(self.rng.uniform(0.05, 0.7) * self.pace)
                     self.fault(self.rng.choice(FAULTS))
                 while running := self.running():
                     assert time.monotonic() < end, f"{running} are not done after {patience:.0f} s"
