@@ -109,7 +109,7 @@ class Simulated:
                                    self.made.run.layout.axes, self.meeting) for i in range(ISLANDS)]
         extras = {name: make(begin.params) for name, make in self.made.run.extras.items()}
         state = dataclasses.replace(begin, extras=extras)
-        self.states = [self.made.run.adopt(state) for _ in range(ISLANDS)]
+        self.states = [self.made.run.adopt(jax.tree.map(np.array, state)) for _ in range(ISLANDS)]
         data = self.made.run.config.data
         self.batches = [jt_part(data, self.made.run.corpus, i) for i in range(ISLANDS)]
         self.done, self.bytes = [args.warm] * ISLANDS, 0.0

@@ -50,7 +50,8 @@ class Exchange:
         self._exact = config.mode == "sync" and config.compression == "none"
         self._payload = make_payload(config.compression)
         self._fields: dict[str, float] = {}
-        self._position, self._open, self._leaving = 0, False, False
+        self._position, self._leaving = 0, False
+        self._open = 0  # the round of the offer that is under way; 0: none is
         self._offered = 0  # after which step the open offer was made
         self._sent = "", b""  # the last offer's content, by its hash
         self._unsent: tuple[int, np.ndarray | None] = 0, None  # its fragment, and what was unsent of it before
@@ -60,7 +61,7 @@ class Exchange:
         """Return the state to begin with: that of the log, for an island that is new, or an exchange brought to its end.
         """
         outer = state.extras[NAME]
-        self._position, self._open = int(jax.device_get(outer["position"])), bool(jax.device_get(outer["open"]))
+        self._position, self._open = int(jax.device_get(outer["position"])), int(jax.device_get(outer["open"]))
         self._offered = step - step % self._config.interval
         self._unsent = self._fragment(self._position), None
         if not step and not self._position:
@@ -104,12 +105,11 @@ class Exchange:
         work = self._work(state)
         self._leaving = last
         self._offer(step, work)
-        self._open = True
         return self._state(state, work)
 
     def finish(self, step: int, state: TrainState, stopping: Callable[[int], bool] = lambda step: False) -> TrainState:
         """End the exchange: apply entries until one has the island's offer. `stopping`: leave it open if that waits."""
-        work, began, base, first = self._work(state), time.perf_counter(), self._position, self._position
+        work, began, first = self._work(state), time.perf_counter(), self._position
         blend = self._config.blend if step > self._offered else 0.0  # steps went on meanwhile
         while self._open:
             try:
@@ -120,22 +120,20 @@ class Exchange:
                     time.sleep(0.1 if entries else 0)  # its offer is still on its way
                     entries = ()
                 for entry in entries:
-                    mine = self._apply(entry, work, base, blend)
-                    if mine:
-                        self._open = False
+                    if self._apply(entry, work, blend):
                         self._keep_snapshot(entry, work)
                         break
             except Trimmed:
                 self._adopt_snapshot(work)
                 break
-            if self._open and entries:  # its offer came too late for these
+            if self._open and entries and self._config.mode == "sync":  # its offer came too late for these
                 self._take_back(work)
                 if self._position - first > self._config.max_age:
                     self._adopt(work)
                     break
-                base, blend = self._position, 0.0
+                blend = 0.0
                 self._offer(step, work)
-            elif self._open and stopping(step):
+            elif self._open and not entries and stopping(step):
                 break
         self._count("island_wait_s", time.perf_counter() - began)
         self._fields["island_entry"] = self._position
@@ -151,7 +149,7 @@ class Exchange:
         trees, outer = work.trees(), state.extras[NAME]
         own = trees.pop("own")
         numbers = {name: _scalar(value, outer[name])
-                   for name, value in (("position", self._position), ("open", int(self._open)))}
+                   for name, value in (("position", self._position), ("open", self._open))}
         return dataclasses.replace(state, params=own, extras=state.extras | {NAME: {**outer, **trees, **numbers}})
 
     def _fragment(self, position: int) -> int:
@@ -166,7 +164,8 @@ class Exchange:
         if unsent is not None:
             self._unsent = number, before
             work.set("unsent", fragment, unsent)
-        self._offered, self._sent = step, (hashlib.sha256(content).hexdigest(), content)
+        self._open, self._offered, self._sent = self._position + 1, step, (
+            hashlib.sha256(content).hexdigest(), content)
         tokens = self._tokens(step) - self._tokens(max(0, step - self._config.every))
         self._meeting.offer(Offer(
             self._config.index, self._position, number, float(tokens), self._sent[0],
@@ -181,8 +180,8 @@ class Exchange:
             fragment = self._fragments[number]
             work.set("unsent", fragment, before if before is not None else np.zeros_like(work.get("own", fragment)))
 
-    def _apply(self, entry: Entry, work: HostArrays, base: int | None = None, blend: float = 0.0) -> bool:
-        """Apply the entry that follows; return whether the island's offer with this base is settled in it."""
+    def _apply(self, entry: Entry, work: HostArrays, blend: float = 0.0) -> bool:
+        """Apply the entry that follows; return whether the island's open offer is settled in it."""
         if entry.number != self._position + 1:
             raise OSError(f"the islands' log has entry {entry.number} where {self._position + 1} is next")
         fragment = self._fragments[entry.fragment]
@@ -191,7 +190,8 @@ class Exchange:
         for name, vector in new.items():
             work.set(name, fragment, vector)
         self._position = entry.number
-        if mine := base is not None and entry.has(self._config.index, base):
+        if mine := self._open > 0 and entry.has(self._config.index, self._open - 1):
+            self._open = 0
             came = new.get("params", old["params"])
             work.set("own", fragment, came if not blend else
                      np.float32(blend) * work.get("own", fragment) + np.float32(1 - blend) * came)
@@ -230,7 +230,7 @@ class Exchange:
         """Give up the island's own progress."""
         for fragment in self._fragments:
             work.set("own", fragment, work.get("params", fragment))
-        self._open = False
+        self._open = 0
 
     # -------------------------------------------------------------------------------------------------------- snapshots
     def _keep_snapshot(self, entry: Entry, work: HostArrays) -> None:

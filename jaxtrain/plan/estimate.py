@@ -19,7 +19,7 @@ from jaxtrain.plan.trace import kernels, reader
 from jaxtrain.plan.trace.program import Block
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import axis_sizes
-from jaxtrain.train_step.optimizers import ema
+from jaxtrain.train_step.optimizers import ema, outer
 from jaxtrain.train_step.report import in_hosts, matmul_parameters, total
 
 
@@ -104,6 +104,8 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
         parts["frozen parameters"] = frozen
     if average := total(run.abstract.extras.get(ema.NAME)):
         parts["averaged parameters"] = average
+    if outermost := total(run.abstract.extras.get(outer.NAME)):
+        parts["outer parameters"] = outermost
     answering = {}
     if config.reinforce.prompts:
         from jaxtrain.plan.answering import memory_by_phase  # only runs that answer need what answers

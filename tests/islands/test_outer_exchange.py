@@ -91,11 +91,11 @@ def tiny():
     return run, run.compiled(run.batch(0))
 
 
-def few(count=3, mode="sync", max_age=None, dropped=16, **section):
+def few(count=3, mode="sync", max_age=None, dropped=16, into=None, **section):
     """Islands of a tiny model."""
     runs, steps = zip(*[tiny() if not section.get("compression") else lossy(section["compression"])] * count,
                       strict=True)
-    return Archipelago(runs, steps, [run.init() for run in runs], MemoryMeeting(count, mode, max_age), rows_of,
+    return Archipelago(runs, steps, [run.init() for run in runs], into or MemoryMeeting(count, mode, max_age), rows_of,
                        mode=mode, count=count, max_age=dropped, **section)
 
 
@@ -227,6 +227,37 @@ def test_an_update_of_each_island_as_it_arrives_makes_the_step_of_all_together()
     # Three entries older than at equal speed is one round: it counts 1 / sqrt(2).
     late = optimizer.arrived({**old, "params": np.zeros(2, np.float32)}, came[0], 1, age=5)["params"]
     np.testing.assert_allclose(late, -0.7 / 3 / np.sqrt(2) * came[0], rtol=1e-6)
+
+
+def test_an_asynchronous_island_waits_for_its_own_entry_however_many_come_before():
+    found = few(2, "async", momentum=0.0)
+    found.train(2)
+    meeting, exchange = found.meeting, found.exchanges[0]
+    held = []
+    meeting.offer, offer = lambda *offered: held.append(offered), meeting.offer  # not decided yet
+    state = exchange.offer(3, found.states[0])
+    offer(*offered_by(found, 1))
+    state = exchange.finish(3, state, stopping=lambda step: True)
+    assert (int(state.extras["outer"]["position"]), int(state.extras["outer"]["open"])) == (1, 1)
+    assert len(held) == 1
+    offer(*held[0])
+    meeting.offer = offer
+    state = few(2, "async", into=meeting, momentum=0.0).exchanges[0].begin(3, state)  # after a restart
+    assert (int(state.extras["outer"]["position"]), int(state.extras["outer"]["open"])) == (2, 0)
+    assert [entry.contributions[0].island for entry in meeting.log] == [1, 0]
+    assert_same_bits(numbers(state.params), outer_state(state)["params"])
+
+
+def offered_by(found, island):
+    """What an island would offer now."""
+    taken = []
+
+    class Taker:
+        offer = staticmethod(lambda *offered: taken.append(offered))
+
+    found.exchanges[island]._meeting = Taker
+    found.exchanges[island].offer(3, found.states[island])
+    return taken[0]
 
 
 def test_asynchronous_islands_apply_the_same_entries_and_drop_what_is_refused():

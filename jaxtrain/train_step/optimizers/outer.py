@@ -2,7 +2,7 @@
 
     params      the outer parameters: those that all islands agree on
     position    the number of the last entry of the log that is in them
-    open        whether an exchange is under way
+    open        the number of the entry that an offer under way is meant for; 0: none is
     and what else the outer optimizer keeps for every parameter, such as momentum
 """
 
