@@ -116,9 +116,6 @@ class Exchange:
                 entries = self._meeting.entries(self._position, PATIENCE_S)
                 if self._config.mode == "sync":  # each by itself, so that whoever is resumed offers after the same ones
                     entries = entries[:1]
-                elif not any(entry.has(self._config.index, base) for entry in entries):
-                    time.sleep(0.1 if entries else 0)  # its offer is still on its way
-                    entries = ()
                 for entry in entries:
                     if self._apply(entry, work, blend):
                         self._keep_snapshot(entry, work)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
 from tests.islands import plain_diloco
 from tests.islands.archipelago import Archipelago, assert_same_bits, numbers, outer_state
@@ -138,7 +139,7 @@ def test_an_island_that_is_late_keeps_its_progress_and_offers_it_again():
     found.states[1] = found.exchanges[1].offer(3, found.states[1])
     assert len(found.meeting.log) == 1
     found.meeting.lose(0)  # so that the second entry is made of the late island alone
-    found.states[1] = found.exchanges[1].finish(3, found.states[1])
+    offered, found.states[1] = found.states[1], found.exchanges[1].finish(3, found.states[1])
     assert [[offer.island for offer in entry.contributions] for entry in found.meeting.log] == [[0], [1]]
     assert found.meeting.log[1].contributions[0].base == 1
     # Its offer is its parameters moved by what the first entry moved the outer ones.
@@ -146,6 +147,12 @@ def test_an_island_that_is_late_keeps_its_progress_and_offers_it_again():
                          behind)
     content = np.frombuffer(found.meeting.content(found.meeting.log[1].contributions[0].sha256), np.float32)
     np.testing.assert_array_equal(content, np.concatenate([x.ravel() for x in jax.tree.leaves(moved)]))
+    # Killed before it read any of that, and resumed, it finds both entries at once, and its offer in the second.
+    killed = Exchange(found.exchanges[1]._config, found.runs[1].abstract, found.runs[1].layout.axes, found.meeting)
+    resumed = killed.finish(3, killed.begin(3, offered))
+    assert_same_bits(numbers(resumed.params), numbers(found.states[1].params))
+    assert_same_bits(outer_state(resumed), outer_state(found.states[1]))
+    assert len(found.meeting.log) == 2
 
 
 def test_progress_that_is_too_old_is_dropped():
