@@ -113,7 +113,7 @@ class Exchange:
         while self._open:
             try:
                 entries = list(self._meeting.entries(self._position, PATIENCE_S))
-                for entry, following in zip(entries, [*entries[1:], None], strict=True):
+                for entry, following in zip(entries, [*entries[1:], None], strict=False):
                     if self._apply(entry, work, blend):
                         self._keep_snapshot(entry, work)
                         break
@@ -134,7 +134,7 @@ class Exchange:
         self._fields["island_entry"] = self._position
         return self._state(state, work)
 
-    # --------------------------------------------------------------------------------------------------------- the parts
+    # -------------------------------------------------------------------------------------------------------- the parts
     def _work(self, state: TrainState) -> HostArrays:
         outer = state.extras[NAME]
         return HostArrays({"own": state.params, "params": outer["params"],

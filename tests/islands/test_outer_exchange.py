@@ -148,7 +148,7 @@ def test_an_island_that_is_late_keeps_its_progress_and_offers_it_again():
     content = np.frombuffer(found.meeting.content(found.meeting.log[1].contributions[0].sha256), np.float32)
     np.testing.assert_array_equal(content, np.concatenate([x.ravel() for x in jax.tree.leaves(moved)]))
     # Killed before it read any of that, and resumed, it finds both entries at once, and its offer in the second.
-    killed = Exchange(found.exchanges[1]._config, found.runs[1].abstract, found.runs[1].layout.axes, found.meeting)
+    killed = Exchange(found.exchanges[1].islands, found.runs[1].abstract, found.runs[1].layout.axes, found.meeting)
     resumed = killed.finish(3, killed.begin(3, offered))
     assert_same_bits(numbers(resumed.params), numbers(found.states[1].params))
     assert_same_bits(outer_state(resumed), outer_state(found.states[1]))
