@@ -80,6 +80,7 @@ def test_one_island_that_talks_after_every_step_is_plain_training_to_the_bit(tmp
     assert_same_bits(outer_state(state)["params"], numbers(plain.params))
 
 
+@pytest.mark.slow
 def test_two_islands_that_average_each_step_of_sgd_are_data_parallel_training(tmp_path):
     def both(step, _):
         return jax.tree.map(lambda a, b: np.concatenate([a, b]), rows_of(step, 0), rows_of(step, 1))

@@ -207,7 +207,8 @@ def test_an_exchange_that_is_left_open_goes_on_after_a_restart():
     agree(found)
 
 
-@pytest.mark.parametrize("compression", ["bfloat16", "int8", "int4", "top_k"])
+@pytest.mark.parametrize("compression", ["int4", *(pytest.param(name, marks=pytest.mark.exhaustive)
+                                                   for name in ("bfloat16", "int8", "top_k"))])
 def test_what_is_sent_in_few_bits_is_the_same_on_all_islands(compression):
     found = few(compression=compression)
     found.train(12)
@@ -220,6 +221,24 @@ def test_what_is_sent_in_few_bits_is_the_same_on_all_islands(compression):
     # top_k sends one value of 40 in each exchange: the rest is remembered.
     share = {"bfloat16": 0.01, "int8": 0.02, "int4": 0.2, "top_k": 1}[compression]
     assert np.linalg.norm(lost) < share * np.linalg.norm(moved)
+
+
+def test_what_a_codec_loses_is_sent_later():
+    """Of one island that sends one value of 24: its parameters are the outer ones but for what is remembered."""
+    found = few(1, compression="top_k", learning_rate=1.0, momentum=0.0)
+    exchange, state, before = found.exchanges[0], found.states[0], 0.0
+    for step in range(1, 4):
+        state, _ = found.steps[0](state, found.runs[0].place(rows_of(step, 0)))
+        own = vector(state.params)
+        state = exchange.finish(3 * step, exchange.offer(3 * step, state))
+        outer = outer_state(state)
+        np.testing.assert_allclose(own, vector(outer["params"]) - vector(outer["unsent"]) + before, atol=1e-6)
+        before = vector(outer["unsent"])
+        assert np.count_nonzero(before) > 30
+
+
+def vector(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(numbers(tree))])
 
 
 def test_an_update_of_each_island_as_it_arrives_makes_the_step_of_all_together():
