@@ -7,7 +7,7 @@ Eight islands are simulated one after the other in this process: exchanges are t
 the meeting is in memory, and nothing waits. So losses and bytes are real, and times are not measured: with stragglers,
 a clock of steps says when each island would arrive (one of the eight takes three times as long for a step).
 
-As in the papers, every mode begins with the same synchronous steps, whose bytes count for none of them.
+Every mode begins with the same synchronous steps, whose bytes count for none of them.
 
 Bytes are those that an island sends and receives, headers included. Synchronous training is charged with a ring
 all-reduce of float32 gradients in every step: 2 x (N - 1) / N x 4 bytes a parameter sent, and as many received.
