@@ -44,6 +44,8 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
     "publish": ("jaxtrain.data.publish", "Copy a corpus to object storage, from where training can read it."),
     "croissant": ("jaxtrain.data.croissant", "Write the datasheet of a corpus in the Croissant 1.0 format."),
     "schedules": ("jaxtrain.parallel.schedules", "Draw a pipeline schedule, and count its bubble and its memory."),
+    "islands": ("jaxtrain.islands",
+                "Let islands meet: serve the log of their updates, make certificates, and look into it."),
     "elastic": ("jaxtrain.plan.elastic", "List the numbers of processes with which a run could go on."),
 }
 _TRAIN = """\

@@ -37,7 +37,7 @@ _COUNT = {
     "train": {"steps", "accumulation", "precision", "ema_decay", "log_every", "progress"},
     "checkpoint": {"every", "keep", "keep_every", "best", "verify", "mtbf_hours", "mirror",
                    "local_checkpoint_every", "local_dir"},
-    "resilience": None, "observe": None,  # all of them
+    "resilience": None, "observe": None, "islands": None,  # all of them
 }
 
 

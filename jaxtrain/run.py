@@ -31,7 +31,7 @@ from jaxtrain.sparsity.sparse_kernels import sparsity_of
 from jaxtrain.train_step import given_params, optimizers, partition, precision, quantized_kernels
 from jaxtrain.train_step.anomaly import History
 from jaxtrain.train_step.gradients import StateGradient, make_gradient
-from jaxtrain.train_step.optimizers import ema
+from jaxtrain.train_step.optimizers import ema, outer
 from jaxtrain.train_step.sharded_step import ShardedStep
 from jaxtrain.train_step.state import (
     Extras,
@@ -44,9 +44,11 @@ from jaxtrain.train_step.step import Step, make_step
 
 
 def extras_of(config: Config) -> Extras:
-    """Return what a run's state has besides: what steps are compared with, and the average of its parameters."""
+    """Return what a run's state has besides: recent losses, averaged parameters, the outer optimizer's state."""
     history: Extras = {"history": lambda params: History.empty()}
-    return {**history, ema.NAME: ema.begin} if config.train.ema_decay else history
+    average: Extras = {ema.NAME: ema.begin} if config.train.ema_decay else {}
+    others: Extras = {outer.NAME: outer.begin(config.islands.kept)} if config.islands.count else {}
+    return {**history, **average, **others}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -69,6 +71,7 @@ class Run:
     data: BatchSource | None = None  # what it trains on in place of config.data
     load_initial: Callable[["Run"], Any] | None = None  # what loads the first parameters; None: they are random
     joined: Any = None  # what adds arrays to batches as they are placed (tuning/reference_sums.py); None: nothing does
+    exchange: Any = None  # what changes the state after a step (islands/outer_exchange.py); None: nothing does
 
     # ------------------------------------------------------------------------------------------------ the three calls
     def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None) -> TrainState:
@@ -287,6 +290,10 @@ class Run:
             return self.data
         if not self.config.model.text:
             return self._sequences("train")
+        if (islands := self.config.islands).count:
+            from jaxtrain.data.loading.island_part import island_batches
+
+            return island_batches(self.config.data, self.corpus, islands.index, islands.count)
         from jaxtrain.data.loading.batches import train_batches
 
         return train_batches(self.config.data, self.corpus)
@@ -362,8 +369,8 @@ class Run:
                 part.see(step, state)
 
     def pop_fields(self) -> dict[str, float]:
-        """What data that are made with the state measured since the last call, for the line of a step."""
-        return getattr(self.data, "pop_fields", dict)()
+        """What exchanges, and data made with the state, measured since the last call, for the line of a step."""
+        return getattr(self.data, "pop_fields", dict)() | getattr(self.exchange, "pop_fields", dict)()
 
     def drawn(self, batches: BatchSource, start: int, stop: int) -> Any:
         """Return an iterator of the placed batches of these steps, which prepares the next ones ahead if it can."""

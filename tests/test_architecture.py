@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxtrain"
 # From the top to the ground: a module imports from its own layer and from those below.
 LAYERS = (
-    "__init__ main cli api supervise bench", "trainer", "launch runs profiling", "plan", "tuning hub",
+    "__init__ main cli api supervise bench", "trainer", "islands", "launch runs profiling", "plan", "tuning hub",
     "builder own_run", "run", "validation rule_checks sparsity", "objectives", "checkpoint", "resilience", "doctor",
     "models", "parallel", "kernels", "train_step", "data", "distributed", "observe", "config flags", "sharding",
     "storage files errors redaction synonyms compile_cache pages")
-BUDGETS = {"LEARNING": 5323, "SURVIVAL": 3842}  # docs/decisions.md says why not 3,500 and 2,500
+BUDGETS = {"LEARNING": 5403, "SURVIVAL": 3843}  # docs/decisions.md says why not 3,500 and 2,500
 
 
 def modules() -> dict[str, Path]:

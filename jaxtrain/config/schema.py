@@ -10,6 +10,7 @@ from jaxtrain.config import compression_keys, remat_policies, sparsity_keys, tun
 from jaxtrain.config.compression_keys import CompressionConfig
 from jaxtrain.config.families import Gpt2Config, ModelConfig
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
+from jaxtrain.config.island_keys import IslandsConfig
 from jaxtrain.config.observe_keys import ObserveConfig
 from jaxtrain.config.sparsity_keys import SparsityConfig
 from jaxtrain.config.tuning_keys import EvaluationConfig, LoraConfig, PreferenceConfig, ReinforceConfig
@@ -290,6 +291,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    islands: IslandsConfig = field(default_factory=IslandsConfig)
 
     def __post_init__(self):
         if self.data.seq_len > self.model.max_seq_len:
@@ -319,8 +321,8 @@ class Config:
                             "set data.packing=bucket")
         for key, value in (("train.sample_tokens", self.train.sample_tokens), ("lora.rank", self.lora.rank),
                            ("preference.loss", self.preference.loss), ("reinforce.prompts", self.reinforce.prompts),
-                           ("data.cross_document_attention", self.data.cross_document_attention),
-                           ("data.corrupt", self.data.corrupt != "fail")):
+                           ("islands.count", self.islands.count), ("data.corrupt", self.data.corrupt != "fail"),
+                           ("data.cross_document_attention", self.data.cross_document_attention)):
             if value:
                 raise UserError(key, f"it is for decoders of text, and {self.model.name} is none", "leave it out")
 

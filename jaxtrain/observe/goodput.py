@@ -22,6 +22,7 @@ CATEGORIES = {  # in the order of the table
     "data_wait": "waiting for batches",
     "checkpoint": "held up by saves",
     "eval": "evaluations",
+    "exchange": "exchanges with other islands",
     "init": "from the start to the first step, less what follows",
     "compile": "compiling",
     "restore": "reading checkpoints",

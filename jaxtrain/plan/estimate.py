@@ -20,7 +20,7 @@ from jaxtrain.plan.trace import kernels, reader
 from jaxtrain.plan.trace.program import Block
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import axis_sizes
-from jaxtrain.train_step.optimizers import ema, structured_sparsity
+from jaxtrain.train_step.optimizers import ema, outer, structured_sparsity
 from jaxtrain.train_step.report import in_hosts, matmul_parameters, total
 
 
@@ -104,7 +104,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     if frozen := total(run.abstract.frozen):
         parts["frozen parameters"] = frozen
     for name, words in ((ema.NAME, "averaged parameters"), (compressed_gradients.NAME, "what compression lost"),
-                        (structured_sparsity.NAME, "dense weights and masks")):
+                        (structured_sparsity.NAME, "dense weights and masks"), (outer.NAME, "outer parameters")):
         if size := total(run.abstract.extras.get(name)):
             parts[words] = size
     answering = {}

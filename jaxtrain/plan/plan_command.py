@@ -32,6 +32,9 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
             raise UserError(f"--{name}", f"{value} is too few", "give 1 or more")
     asked = {"data.global_batch_size": flags.global_batch, "data.seq_len": flags.seq_len}
     config = change(config, {key: value for key, value in asked.items() if value})
+    if flags.link is not None and (flags.link <= 0 or not config.islands.count):
+        raise UserError("--link", "it is the rate of a link between islands, and above 0",
+                        "set islands.count too, or leave it out")
     target, devices = place(flags)
     precisions = [name.strip() for name in flags.precisions.split(",") if name.strip()]
     if unknown := [name for name in precisions if name not in PRECISIONS]:
@@ -75,6 +78,8 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
         if flags.html:
             html.write(found, flags.html, flags.config, flags.top, flags.tokens)
         chosen = [choice.estimate for choice in found.fitting]
+    if flags.link and chosen:
+        print(f"\n{between_islands(config, chosen[0], flags.link)}")
     if law and chosen:
         print(f"\n{reached(law, chosen[0], flags)}")
     for rank, guess in enumerate(chosen[:flags.verify]):
@@ -95,6 +100,19 @@ def reached(law: Any, guess: Estimate, flags: argparse.Namespace) -> str:
                                    if flops == own else "")
     return (f"by {flags.scaling}, the loss is {saved_fit.predicted(law, size, flags.tokens)}\n"
             f"{said} get at best {saved_fit.at_best(law, flops)}")
+
+
+def between_islands(config: Any, guess: Estimate, link: float) -> str:
+    """Return how long a step takes in each mode of islands of this layout, joined by so many gigabits a second."""
+    import jax
+
+    from jaxtrain.builder import build
+    from jaxtrain.plan.cost import island_time
+
+    run = build(guess.config, devices=guess.devices, platform=guess.target.described)
+    size = sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params))
+    rate = link * 1e9 / 8
+    return island_time.table(island_time.modes(config.islands, guess.seconds, size, rate), rate)
 
 
 def place(flags: argparse.Namespace) -> tuple[targets.Target, int]:

@@ -189,8 +189,7 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
 
     params = treedef.unflatten(split if zero_stage >= 3 else base)
     loss_scale, extras = jax.tree.map(lambda _: replicated, (abstract.loss_scale, abstract.extras))
-    if ema.NAME in extras:
-        extras[ema.NAME] = params
+    extras = _like_parameters(abstract.extras, extras, abstract.params, params)
     state = TrainState(
         replicated, params, jax.tree_util.tree_map_with_path(optimizer_leaf, abstract.opt_state), replicated,
         loss_scale, extras, frozen_treedef.unflatten(frozen))
@@ -204,6 +203,14 @@ def with_extra(name: str, make: Callable[[Any], Any], where: Any, abstract: Trai
     made = jax.eval_shape(make, abstract.params)
     return (replace(abstract, extras=abstract.extras | {name: made}),
             replace(layout, state=replace(layout.state, extras=layout.state.extras | {name: where})))
+
+
+def _like_parameters(extras, shardings, abstract, params):
+    """Extra state that has the tree and the shapes of the parameters lies as they do."""
+    def matches(tree):
+        return (jax.tree.structure(tree) == jax.tree.structure(abstract)
+                and jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, abstract))
+    return jax.tree.map(lambda tree, where: params if matches(tree) else where, extras, shardings, is_leaf=matches)
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:

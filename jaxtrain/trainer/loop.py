@@ -17,6 +17,7 @@ from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.skipped_batches import remaining
 from jaxtrain.distributed import processes
 from jaxtrain.hub.initial_params import with_initial_params
+from jaxtrain.islands import with_exchange
 from jaxtrain.objectives import MakeObjective, configured
 from jaxtrain.observe.trackers.tracker import Tracker
 from jaxtrain.plan import preflight
@@ -64,9 +65,9 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
                 raise errors.UserError(name, "the run has one already", f"give {name}= to jt.build, or give a config")
     limits = (config.config if isinstance(config, Run) else config).resilience
     with watched(workdir, limits) as (watchdog, ledger):
-        run = with_model_batches(config if isinstance(config, Run) else with_initial_params(build(
+        run = with_exchange(with_model_batches(config if isinstance(config, Run) else with_initial_params(build(
             preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer)),
-            objective=objective or configured, optimizer=optimizer, data=data)), workdir)
+            objective=objective or configured, optimizer=optimizer, data=data)), workdir))
         say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
@@ -128,6 +129,9 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         saver = Saver(checkpoints, local, policy, writer, ledger, about | {"config": run.settings}, found.skipped)
         evaluator, done = Evaluator(run, session, writer, ask), start
         trackers.sink.start()
+        if run.exchange is not None and start < t.steps:
+            with session.phase("exchange"):
+                state = run.exchange.begin(start, state)
         if evaluator.missing(start):
             evaluator.evaluate(start, state)
         run.see(start, state)
@@ -142,36 +146,40 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
             state, metrics = replays.run(n + 1, run.compiled(batch), state, batch)
             stragglers.step(metrics, waited, time.perf_counter() - began)
             done = n + 1
-            # 3. Observers get the metrics, as futures: nothing here waits for the device.
+            # 3. Islands exchange their progress, where that is due: nothing else changes the state between steps.
+            if run.exchange is not None and run.exchange.due(done, done == t.steps):
+                with session.phase("exchange"):
+                    state = run.exchange.after(done, state, done == t.steps, interrupt.requested)
+            # 4. Observers get the metrics, as futures: nothing here waits for the device.
             for observer in session.observers:
                 observer.on_dispatch(done, metrics)
-            # 4. The writer gets them too, and reads them one step late, on a thread of its own.
+            # 5. The writer gets them too, and reads them one step late, on a thread of its own.
             writer.push(done, metrics, {"data_wait_s": waited, **run.pop_fields(), **saver.pop_fields(),
                                         **stragglers.fields}, began)
             if n == start:  # compile what saves need while the device computes the first step
                 with session.phase("compile"):
                     checkpoints.prepare(state)
-            # 5. All processes agree on whether to stop after this step.
+            # 6. All processes agree on whether to stop after this step.
             stop = interrupt.requested(done)
             saving = saver.due(done, last=stop or done == t.steps)
             with session.saving() if saving else contextlib.nullcontext():
-                # 6. Checks may end the attempt. What is saved was checked up to its last step; that waits for it.
+                # 7. Checks may end the attempt. What is saved was checked up to its last step; that waits for it.
                 guard.look(done, metrics)
                 replicas.check(done, state, now=saving)
                 if saving:
                     guard.look_at_all()
-                    # 7. The metrics are on disk before the state: a step that is saved is never run again.
+                    # 8. The metrics are on disk before the state: a step that is saved is never run again.
                     writer.flush()
-                    # 8. Save before the next batch is drawn, so that the state and the batches seen agree.
+                    # 9. Save before the next batch is drawn, so that the state and the batches seen agree.
                     saver.save(done, state)
             if stop and done < t.steps:
                 break
-            # 9. Evaluate, and look at the state for the trackers.
+            # 10. Evaluate, and look at the state for the trackers.
             if evaluator.due(done):
                 evaluator.evaluate(done, state)
             if trackers.look(done, state, batch):
                 writer.restart_clock()
-            # 10. Data that are made with the state, such as the model's own answers, see it before the next batch.
+            # 11. Data that are made with the state, such as the model's own answers, see it before the next batch.
             run.see(done, state)
         if done == t.steps:
             with session.phase("checkpoint"):  # the last one is read back, however long that takes

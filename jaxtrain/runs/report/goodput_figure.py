@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 # In the order in which a start usually spends its time, with a colour of the page and a pattern.
 _DRAWN = {"init": (6, ""), "compile": (3, ""), "restore": (5, ""), "step": (0, ""), "data_wait": (1, "/"),
-          "eval": (2, ""), "checkpoint": (4, ""), "lost_work": (7, "x"), "other": (6, "."), "restart_gap": (7, "/"),
-          "idle": (6, "/")}
+          "eval": (2, ""), "exchange": (3, "/"), "checkpoint": (4, ""), "lost_work": (7, "x"), "other": (6, "."),
+          "restart_gap": (7, "/"), "idle": (6, "/")}
 _MOST_EVENTS = 2000
 _TEXT = 300  # characters of an event
 _CLEAN = ("finished", "stopped")

@@ -1,0 +1,76 @@
+"""The section of a config that makes a run one of several islands, which train apart and talk every some steps."""
+
+from dataclasses import dataclass, fields
+
+from jaxtrain.config.field_checks import not_negative, one_of, positive
+from jaxtrain.errors import UserError
+
+MODES = ("sync", "async")
+LOSSY = ("int8", "int4", "top_k")  # what is lost is remembered, and sent with what comes next
+
+
+@dataclass(frozen=True)
+class IslandsConfig:
+    """Islands and their outer updates (docs/islands.md); off by default. All islands need equal keys but for index."""
+
+    count: int = 0  # islands among which each batch is divided: together they train on count x data.global_batch_size
+    index: int = 0  # which of them this run is, from 0 on
+    meeting: str = ""  # where islands meet: tcp://HOST:PORT of `jaxtrain islands serve`, or its --store
+    keys: str = ""  # of tcp://: the folder with this island's certificates, from `jaxtrain islands keys`
+    mode: str = "sync"  # an outer update of all islands' progress together; "async": one of each as it arrives
+    every: int = 50  # inner steps between exchanges of the same parameters
+    learning_rate: float = 0.7  # of the outer optimizer; 1 with momentum=0 averages parameters (local SGD)
+    momentum: float = 0.9  # Nesterov's, of the outer optimizer
+    fragments: int = 1  # parameters are exchanged in so many parts, one after the other (streaming)
+    overlap: int = 0  # inner steps that go on while an exchange is under way
+    blend: float = 0.5  # with overlap: how much of a parameter stays the island's own when the update comes
+    compression: str = "none"  # of what is sent: bfloat16; int8, int4 or top_k with error feedback; none: float32
+    max_age: int = 16  # outer updates that may come without an island's progress before it is dropped
+    age_decay: float = 0.5  # of async: what is a rounds older than at equal speed counts (1 + a) ** -age_decay
+    snapshot_every: int = 20  # outer updates between snapshots of the outer state, from which others join
+
+    def __post_init__(self):
+        one_of("islands.mode", self.mode, MODES)
+        one_of("islands.compression", self.compression, ("none", "bfloat16", *LOSSY))
+        not_negative(self, "islands", "count index overlap age_decay max_age")
+        positive(self, "islands", "every learning_rate fragments snapshot_every")
+        for key in () if self.count else (spec.name for spec in fields(self)):
+            if getattr(self, key) != getattr(IslandsConfig, key):
+                raise UserError(f"islands.{key}", "it is read with islands.count only", "set that too, or leave "
+                                f"islands.{key} out")
+        if self.count and self.index >= self.count:
+            raise UserError("islands.index", f"there are {self.count} islands, counted from 0",
+                            f"use {self.count - 1} or less, or raise islands.count")
+        if bool(self.keys) != self.meeting.startswith("tcp://"):
+            raise UserError("islands.keys", "a coordinator is reached with certificates, and a folder or store without",
+                            "give it with islands.meeting=tcp://HOST:PORT only")
+        for key in ("momentum", "blend"):
+            if not 0 <= getattr(self, key) < 1:
+                raise UserError(f"islands.{key}", f"{getattr(self, key)} is not in [0, 1)", "try 0.9 or 0.5")
+        if self.every % self.fragments:
+            raise UserError("islands.every", f"{self.every} steps do not divide into {self.fragments} fragments",
+                            f"use a multiple of {self.fragments}")
+        if self.overlap >= self.interval:
+            raise UserError("islands.overlap", f"an exchange begins every {self.interval} steps, and would meet the "
+                            "next one", f"use {self.interval - 1} or less")
+        if self.blend != IslandsConfig.blend and not self.overlap:
+            raise UserError("islands.blend", "it is read with islands.overlap only", "leave it out")
+        if self.mode == "async" and self.fragments > 1:
+            raise UserError("islands.fragments", "an asynchronous update has all parameters", "use 1")
+        if self.mode == "sync" and self.age_decay != IslandsConfig.age_decay:
+            raise UserError("islands.age_decay", "it is read with islands.mode=async only", "leave it out")
+
+    @property
+    def interval(self) -> int:
+        """Inner steps from one exchange to the next."""
+        return self.every // self.fragments
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """What the outer optimizer keeps for every parameter besides its value, the same on all islands."""
+        return () if not self.momentum else ("momentum",) if self.mode == "sync" else ("momentum", "arrived")
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """All that is kept for every parameter: what was lost in sending its progress, too."""
+        return (*self.shared, "unsent") if self.compression in LOSSY else self.shared

@@ -1,0 +1,134 @@
+"""What the coordinator decides: of which offers the next entry of the log is made, and when.
+
+Nothing here reads a clock, a file or a network. Offers, signs of life and the time come in; what comes out is records,
+which are to be written down before anything is told, and are then applied. What is kept in memory alone (who is there,
+how long the open round has waited) begins anew after a restart; the log and the open offers are read from the records.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxtrain.errors import UserError
+from jaxtrain.islands.log_records import as_json, entry_of, offer_of
+from jaxtrain.islands.meeting import Entry, Offer
+
+MODES = "sync", "async"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When offers become an entry."""
+
+    mode: str = "sync"
+    islands: int = 1  # sync: the first round waits for as many
+    quorum: int = 1  # sync: fewest offers of which an entry is made; fewer when others are at their end
+    timeout: float = 600.0  # sync: seconds after a round's first offer after which no island is waited for
+    lease: float = 60.0  # sync: seconds without a sign of life after which an island is given up as lost
+    oldest: int = 8  # async: most entries between an offer's base and its own entry
+
+    def __post_init__(self):
+        """Refuse what cannot work."""
+        if self.mode not in MODES:
+            raise UserError("--mode", f"there is no {self.mode!r}", f"known: {', '.join(MODES)}")
+        if not 1 <= self.quorum <= self.islands:
+            raise UserError("--quorum", f"{self.quorum} is not between 1 and --islands={self.islands}", "change one")
+        for name in ("timeout", "lease", "oldest"):
+            if getattr(self, name) < 0:
+                raise UserError(f"--{name}", "it is negative", "give a number from 0 on")
+
+
+class Coordinator:
+    """The log and the open round; methods return the records of what they decided, already applied to neither.
+
+    Whoever calls writes each record down and hands it to `apply`, before the next call.
+    """
+
+    def __init__(self, policy: Policy, records: Iterable[dict[str, Any]] = ()):
+        self.policy = policy
+        self.entries: list[Entry] = []
+        self.open: dict[int, Offer] = {}  # by island: the offers of the round that is open
+        self.bases: dict[int, int] = {}  # by island: the newest base that is settled or open
+        self.newest: dict[int, int] = {}  # by island: the newest entry with an offer of it
+        self.there: dict[int, float | None] = {}  # by island: when it was last heard of; None: before a restart
+        self.left: set[int] = set()  # the islands whose last offer said that it is
+        self._opened: float | None = None  # when the open round had its first offer
+        for record in records:
+            self.apply(record)
+        latest = self.entries[-1].contributions if self.entries else ()
+        self.there = {offer.island: None for offer in (*latest, *self.open.values()) if not offer.last}
+
+    @property
+    def position(self) -> int:
+        """The number of the newest entry."""
+        return len(self.entries)
+
+    def offer(self, offer: Offer, now: float) -> list[dict[str, Any]]:
+        """Take an offer; the same island and base again, or in a round that is closed, does nothing."""
+        if offer.base > self.position:
+            raise UserError(f"island {offer.island}", f"its offer follows entry {offer.base}, and this log has "
+                            f"{self.position}", "let all islands meet at the log with which they began, or begin anew")
+        self.there[offer.island] = now
+        if offer.base <= self.bases.get(offer.island, -1):
+            return []
+        if self.policy.mode == "async":
+            number = self.position + 1  # what follows its island's own newest entry late is the same progress again
+            old = self.position - offer.base > self.policy.oldest or offer.base < self.newest.get(offer.island, 0)
+            entry = Entry(number, offer.fragment, (), (offer,)) if old else Entry(number, offer.fragment, (offer,))
+            return [{"entry": as_json(entry)}]
+        if offer.round <= self.position:
+            return []
+        if other := next((one for one in self.open.values() if one.fragment != offer.fragment), None):
+            raise UserError(f"island {offer.island}", f"it offers fragment {offer.fragment} where island "
+                            f"{other.island} offers {other.fragment}", "give all islands one config")
+        return [{"offer": asdict(offer)}]
+
+    def taken(self, offer: Offer) -> Offer | None:
+        """Return the offer of this island with this base that is open or in the log, whatever its content."""
+        later = (one for entry in self.entries[offer.base:] for one in entry.contributions + entry.refused)
+        same = (one for one in (*self.open.values(), *later) if (one.island, one.base) == (offer.island, offer.base))
+        return next(same, None)
+
+    def alive(self, island: int, now: float) -> None:
+        """Note a sign of life of an island; only its offers make it one that is waited for."""
+        if island in self.there:
+            self.there[island] = now
+
+    def tick(self, now: float) -> list[dict[str, Any]]:
+        """Close the round if it is complete, or if it waited long enough."""
+        if not self.open:
+            return []
+        self._opened = now if self._opened is None else self._opened
+        self.there = {island: now if seen is None else seen for island, seen in self.there.items()}
+        self.there = {island: seen for island, seen in self.there.items()
+                      if island in self.open or now - seen <= self.policy.lease}
+        missing = self.there.keys() - self.open.keys()
+        quorum = max(1, min(self.policy.quorum, self.policy.islands - len(self.left)))
+        is_complete = not missing and len(self.open) >= (quorum if self.entries else self.policy.islands)
+        is_over = now - self._opened >= self.policy.timeout and len(self.open) >= quorum
+        if not is_complete and not is_over:
+            return []
+        for island in missing:  # until its next offer, so that a dead one costs one timeout, not one a round
+            del self.there[island]
+        offers = tuple(self.open[island] for island in sorted(self.open))
+        return [{"entry": as_json(Entry(self.position + 1, offers[0].fragment, offers))}]
+
+    def apply(self, record: dict[str, Any]) -> None:
+        """Make a record, which is written down, part of the state."""
+        if "offer" in record:
+            offer = offer_of(record["offer"])
+            self.open[offer.island] = offer
+            self.bases[offer.island] = offer.base
+            return
+        entry = entry_of(record["entry"])
+        if entry.number != self.position + 1:
+            raise ValueError(f"entry {entry.number} follows entry {self.position}")
+        self.entries.append(entry)
+        for offer in entry.contributions + entry.refused:
+            self.bases[offer.island] = offer.base
+            self.newest[offer.island] = entry.number
+            self.open.pop(offer.island, None)
+            (self.left.add if offer.last else self.left.discard)(offer.island)
+            if offer.last:
+                self.there.pop(offer.island, None)
+        self._opened = None

@@ -1,0 +1,239 @@
+"""Islands that meet in a folder or in object storage, where no port of the coordinator can be reached.
+
+    offers/ISLAND-BASE.json           until the coordinator has taken it
+    contents/SHA256-ISLAND-BASE       the content of that offer
+    entries/NUMBER.json               the log, as the coordinator decided it
+    snapshots/POSITION-SHA256
+    alive/ISLAND                      changes as long as the island lives
+
+Islands write offers and snapshots, the coordinator writes entries, nobody changes what is there. A file counts only
+when it is whole: what names a content is written after it, and hashes are checked where something is read.
+"""
+
+import contextlib
+import hashlib
+import json
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+from jaxtrain import storage
+from jaxtrain.errors import UserError, say
+from jaxtrain.files import atomic_files, bounded_files
+from jaxtrain.islands.log_records import as_json, entry_of, offer_of
+from jaxtrain.islands.meeting import Entry, Offer, Trimmed
+from jaxtrain.islands.outer_log import OuterLog
+
+PAUSE = 0.05, 2.0  # seconds between two looks at what is not there yet: the first, growing, and the longest
+T = TypeVar("T")
+
+
+class FolderMeeting:
+    """The log as it stands in a folder or store, for one island."""
+
+    def __init__(self, place: str, island: int, *, patience: float = 3600.0, sign: float = 20.0):
+        """Take a path or URL; a call raises an OSError when the store did not answer for `patience` seconds."""
+        self._store, self._island, self._patience = _Store(place), island, patience
+        self._names: dict[str, str] = {}  # of contents, by hash: those of the entries that were read
+        self._closed = threading.Event()
+        threading.Thread(target=self._live, args=(sign,), name="islands", daemon=True).start()
+
+    def close(self) -> None:
+        """Give no more signs of life."""
+        self._closed.set()
+
+    def offer(self, offer: Offer, content: bytes) -> None:
+        """Offer progress, as `Meeting` says."""
+        name = f"{offer.island}-{offer.base}"
+        self._tried(lambda: self._store.write(f"contents/{offer.sha256}-{name}", content))
+        self._tried(lambda: self._store.write(f"offers/{name}.json", json.dumps(asdict(offer)).encode()))
+
+    def entries(self, after: int, wait: float) -> Sequence[Entry]:
+        """Return the entries after this one, as `Meeting` says."""
+        end, pause = time.monotonic() + wait, PAUSE[0]
+        while not (found := self._tried(lambda: self._read_entries(after))) and time.monotonic() < end:
+            self._closed.wait(min(pause, end - time.monotonic()))
+            pause = min(1.5 * pause, PAUSE[1])
+        return found
+
+    def _read_entries(self, after: int) -> list[Entry]:
+        found: list[Entry] = []
+        while (entry := self._entry(after + 1 + len(found))) is not None:
+            found.append(entry)
+            self._names |= {one.sha256: _content(one) for one in entry.contributions}
+        newest = max([0, *(position for position, _ in self._store.snapshots())])
+        if not found and newest > after and self._entry(after + 1) is None:  # a second look: it may have come just now
+            raise Trimmed(f"entry {after + 1} is no longer in the log")
+        return found
+
+    def _entry(self, number: int) -> Entry | None:
+        content = self._store.read(f"entries/{number:012d}.json")
+        return None if content is None else entry_of(bounded_files.parsed(content))
+
+    def content(self, sha256: str) -> bytes:
+        """Return the content of an offer in the log, as `Meeting` says."""
+        return self._tried(lambda: self._store.read_checked(f"contents/{self._names[sha256]}", sha256))
+
+    def put_snapshot(self, position: int, content: bytes) -> None:
+        """Keep the outer state after an entry, as `Meeting` says."""
+        sha256 = hashlib.sha256(content).hexdigest()
+        if all(there < position for there, _ in self._tried(self._store.snapshots)):
+            self._tried(lambda: self._store.write(f"snapshots/{position:012d}-{sha256}", content))
+
+    def snapshot(self) -> tuple[int, bytes] | None:
+        """Return the newest snapshot, as `Meeting` says."""
+        while there := self._tried(self._store.snapshots):
+            position, sha256 = there[-1]
+            name = f"snapshots/{position:012d}-{sha256}"
+            with contextlib.suppress(Trimmed):  # a newer one came
+                return position, self._tried(lambda: self._store.read_checked(name, sha256))  # noqa: B023
+        return None
+
+    def _live(self, sign: float) -> None:
+        while True:
+            with contextlib.suppress(UserError, OSError):
+                self._store.write(f"alive/{self._island}", uuid.uuid4().hex.encode())
+            if self._closed.wait(sign):
+                return
+
+    def _tried(self, do: Callable[[], T]) -> T:
+        end = time.monotonic() + self._patience
+        while True:
+            try:
+                return do()
+            except (UserError, OSError, ValueError) as error:
+                if time.monotonic() > end or self._closed.is_set():
+                    raise OSError(str(error)) from error
+            self._closed.wait(PAUSE[1])
+
+
+class Bridge:
+    """Carries offers from a folder or store into the log, and entries from the log to there."""
+
+    def __init__(self, log: OuterLog, place: str):
+        self._log, self._store, self._alive = log, _Store(place), {}
+        self._published: int | None = None  # not known until the store was read
+
+    def look(self) -> None:
+        """Take what came and publish what was decided; the store may be in any state that a kill left."""
+        for name in self._store.names("alive"):
+            sign = self._store.read(f"alive/{name}")
+            if name.isdecimal() and self._alive.get(name) != sign:
+                self._alive[name] = sign
+                self._log.alive(int(name))
+        for name in self._store.names("offers"):
+            self._take(name)
+        self._snapshots()
+        self._publish()
+        self._trim()
+
+    def _take(self, name: str) -> None:
+        text = self._store.read(f"offers/{name}")
+        try:
+            offer = offer_of(bounded_files.parsed(text or b""))
+            if name != f"{offer.island}-{offer.base}.json":
+                raise ValueError(f"its name says otherwise than its content: {offer.island}-{offer.base}")
+            content = self._store.read_checked(f"contents/{_content(offer)}", offer.sha256) if self._log.wants(
+                offer) else None
+            if content is not None:
+                self._log.offer(offer, content)
+        except (ValueError, Trimmed) as error:
+            say(f"offers/{name} in the store of the islands is not taken: {error}")
+            return
+        if self._log.taken(offer) != offer:  # it came late, or was offered again with another content
+            self._store.remove(f"contents/{_content(offer)}")
+        self._store.remove(f"offers/{name}")
+
+    def _publish(self) -> None:
+        if self._published is None:
+            self._published = max([0, *(int(name[:12]) for name in self._store.names("entries"))])
+        self._published = max(self._published, self._log.trimmed)
+        with contextlib.suppress(Trimmed):
+            for entry in self._log.entries(min(self._published, self._log.position), 0):
+                for offer in entry.contributions:
+                    if not self._store.exists(name := f"contents/{_content(offer)}"):
+                        self._store.write(name, self._log.content(offer.sha256))
+                self._store.write(f"entries/{entry.number:012d}.json", json.dumps(as_json(entry)).encode())
+                self._published = entry.number
+
+    def _snapshots(self) -> None:
+        there = self._store.snapshots()
+        for position, sha256 in there[-1:]:
+            if self._log.wants_snapshot(position):
+                with contextlib.suppress(Trimmed, ValueError):
+                    name = f"snapshots/{position:012d}-{sha256}"
+                    self._log.put_snapshot(position, self._store.read_checked(name, sha256))
+        kept = self._log.snapshots()
+        for position, sha256 in kept:
+            if (position, sha256) not in there:
+                self._store.write(f"snapshots/{position:012d}-{sha256}", self._log.content(sha256))
+        for position, sha256 in there:
+            if len(kept) > 1 and position < kept[0][0]:
+                self._store.remove(f"snapshots/{position:012d}-{sha256}")
+
+    def _trim(self) -> None:
+        for name in self._store.names("entries"):
+            if int(name[:12]) <= self._log.trimmed:
+                for offer in self._log.entry(int(name[:12])).contributions:
+                    self._store.remove(f"contents/{_content(offer)}")
+                self._store.remove(f"entries/{name}")
+
+
+class _Store:
+    """Files by name in a folder or below a URL."""
+
+    def __init__(self, place: str):
+        self.place = place
+
+    def names(self, folder: str) -> list[str]:
+        where = storage.join(self.place, folder)
+        found = storage.names(where) if storage.is_url(where) else (
+            sorted(path.name for path in Path(where).glob("*")))
+        return [name for name in found if not name.endswith(".partial")]
+
+    def snapshots(self) -> list[tuple[int, str]]:
+        """Return position and hash of each, the oldest first."""
+        parts = [name.partition("-") for name in self.names("snapshots")]
+        return [(int(number), sha256) for number, _, sha256 in parts]
+
+    def exists(self, name: str) -> bool:
+        return storage.exists(storage.join(self.place, name))
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return storage.read(storage.join(self.place, name))
+        except (FileNotFoundError, storage.Gone):
+            return None
+
+    def read_checked(self, name: str, sha256: str) -> bytes:
+        if (content := self.read(name)) is None:
+            raise Trimmed(f"{name} is not there")
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise ValueError(f"{name} has another hash than its name says")
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        path = storage.join(self.place, name)
+        if storage.is_url(path):
+            with tempfile.NamedTemporaryFile() as file:
+                file.write(content)
+                file.flush()
+                return storage.put(Path(file.name), path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with atomic_files.written(Path(path)) as file:
+            file.write(content)
+
+    def remove(self, name: str) -> None:
+        path = storage.join(self.place, name)
+        if storage.is_url(path):
+            return storage.remove(path)
+        Path(path).unlink(missing_ok=True)
+
+
+def _content(offer: Offer) -> str:
+    return f"{offer.sha256}-{offer.island}-{offer.base}"

@@ -1,0 +1,45 @@
+"""Offers and entries as JSON, checked when they are read: from a journal, a network or a store."""
+
+import math
+import re
+from dataclasses import asdict
+from typing import Any
+
+from jaxtrain.files.bounded_files import misfit
+from jaxtrain.islands.meeting import Entry, Offer
+
+_OFFER = {"island": int, "base": int, "fragment": int, "weight": int | float, "sha256": str, "steps?": int,
+          "tokens?": int, "last?": bool}
+_ENTRY = {"number": int, "fragment": int, "contributions": [_OFFER], "refused": [_OFFER]}
+
+
+def offer_of(value: Any) -> Offer:
+    """Return the offer that a JSON value holds; raises ValueError if it holds none."""
+    if wrong := misfit(value, _OFFER):
+        raise ValueError(f"is not an offer: {wrong}")
+    offer = Offer(**{name.removesuffix("?"): value[name.removesuffix("?")] for name in _OFFER
+                     if name.removesuffix("?") in value})
+    counts = offer.island, offer.base, offer.fragment, offer.steps, offer.tokens
+    if min(counts) < 0 or max(counts) >= 2**53 or not 0 <= offer.weight < math.inf or not is_hash(offer.sha256):
+        raise ValueError("is not an offer: a number or the hash is out of range")
+    return offer
+
+
+def entry_of(value: Any) -> Entry:
+    """Return the entry that a JSON value holds; raises ValueError if it holds none."""
+    if wrong := misfit(value, _ENTRY):
+        raise ValueError(f"is not an entry: {wrong}")
+    return Entry(value["number"], value["fragment"], tuple(map(offer_of, value["contributions"])),
+                 tuple(map(offer_of, value["refused"])))
+
+
+def as_json(entry: Entry) -> dict[str, Any]:
+    """Return an entry as `entry_of` takes it."""
+    return {"number": entry.number, "fragment": entry.fragment,
+            "contributions": [asdict(offer) for offer in entry.contributions],
+            "refused": [asdict(offer) for offer in entry.refused]}
+
+
+def is_hash(text: Any) -> bool:
+    """Return whether this is a sha256 in hexadecimal digits; it names a file, so nothing else will do."""
+    return isinstance(text, str) and re.fullmatch(r"[0-9a-f]{64}", text) is not None

@@ -1,0 +1,150 @@
+"""Where an island meets the others, as its config names it: a coordinator that is reached by TCP, a folder or a store.
+
+A run of several processes has one meeting: that of its first process, which tells the others what it learns there. The
+contents of an entry are fetched as soon as the entry is there, while the devices make steps.
+"""
+
+import threading
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxtrain.config.island_keys import IslandsConfig
+from jaxtrain.distributed.coordination import exchange
+from jaxtrain.errors import UserError
+from jaxtrain.islands.log_records import as_json, entry_of
+from jaxtrain.islands.meeting import Entry, Meeting, Offer, Trimmed
+
+AHEAD_S = 600.0  # after which a thread that waits for an entry ahead of time gives up
+
+
+def open_meeting(config: IslandsConfig) -> Meeting:
+    """Return the meeting of an island; every process of it makes this call."""
+    if not config.meeting:
+        raise UserError("islands.meeting", "it is missing", "give tcp://HOST:PORT, or the --store, of "
+                        "`jaxtrain islands serve`")
+    first = _of(config) if jax.process_index() == 0 else None
+    if jax.process_count() > 1:
+        return SharedMeeting(first)
+    assert first is not None
+    return first
+
+
+def _of(config: IslandsConfig) -> Meeting:
+    if config.meeting.startswith("tcp://"):
+        from jaxtrain.islands.network.tcp_meeting import TcpMeeting
+
+        reached: Meeting = TcpMeeting(config.meeting.removeprefix("tcp://"), config.keys, config.index)
+    else:
+        from jaxtrain.islands.folder_meeting import FolderMeeting
+
+        reached = FolderMeeting(config.meeting, config.index)
+    return MeetingAhead(reached) if config.overlap else reached
+
+
+class MeetingAhead:
+    """A meeting that looks for the entry of an offer, and fetches its contents, before anyone asks."""
+
+    def __init__(self, meeting: Meeting):
+        """Look ahead in a meeting that any thread may use."""
+        self._meeting = meeting
+        self._contents: dict[str, bytes] = {}
+        self._looking = threading.Thread()
+
+    def offer(self, offer: Offer, content: bytes) -> None:
+        """Offer progress, and begin to look for its entry."""
+        self._meeting.offer(offer, content)
+        self._contents.clear()
+        self._looking = threading.Thread(target=self._look, args=(offer.base,), name="islands-ahead", daemon=True)
+        self._looking.start()
+
+    def _look(self, base: int) -> None:
+        try:
+            for entry in self._meeting.entries(base, AHEAD_S):
+                for offer in entry.contributions:
+                    self._contents[offer.sha256] = self._meeting.content(offer.sha256)
+        except (OSError, LookupError):  # whoever asks in earnest gets the same, and reports it
+            return
+
+    def entries(self, after: int, wait: float) -> Sequence[Entry]:
+        """Return the entries, as `Meeting` says."""
+        return self._meeting.entries(after, wait)
+
+    def content(self, sha256: str) -> bytes:
+        """Return a content that may have come already, as `Meeting` says."""
+        self._looking.join()
+        return self._contents.get(sha256) or self._meeting.content(sha256)
+
+    def put_snapshot(self, position: int, content: bytes) -> None:
+        """Keep a snapshot, as `Meeting` says."""
+        self._meeting.put_snapshot(position, content)
+
+    def snapshot(self) -> tuple[int, bytes] | None:
+        """Return the newest snapshot, as `Meeting` says."""
+        return self._meeting.snapshot()
+
+
+class SharedMeeting:
+    """One meeting for all processes of a run, which make all calls together, on their main threads."""
+
+    def __init__(self, meeting: Meeting | None):
+        """`meeting`: that of the first process; None in the others."""
+        self._meeting = meeting
+
+    @property
+    def _first(self) -> Meeting:
+        assert self._meeting is not None
+        return self._meeting
+
+    def offer(self, offer: Offer, content: bytes) -> None:
+        """Offer what the first process has."""
+        exchange(None, lambda _: self._first.offer(offer, content))
+
+    def entries(self, after: int, wait: float) -> Sequence[Entry]:
+        """Return the entries, as `Meeting` says."""
+        def read(_):
+            try:
+                return [as_json(entry) for entry in self._first.entries(after, wait)]
+            except Trimmed as error:
+                return f"{error}"
+        if isinstance(found := exchange(None, read), str):
+            raise Trimmed(found)
+        return [entry_of(one) for one in found]
+
+    def content(self, sha256: str) -> bytes:
+        """Return a content, as `Meeting` says."""
+        held: list[bytes] = []
+
+        def read(_):
+            try:
+                held.append(self._first.content(sha256))
+            except Trimmed as error:
+                return f"{error}"
+            return len(held[0])
+        return self._sent(exchange(None, read), held)
+
+    def put_snapshot(self, position: int, content: bytes) -> None:
+        """Keep a snapshot, as `Meeting` says."""
+        exchange(None, lambda _: self._first.put_snapshot(position, content))
+
+    def snapshot(self) -> tuple[int, bytes] | None:
+        """Return the newest snapshot, as `Meeting` says."""
+        held: list[bytes] = []
+
+        def read(_):
+            if (found := self._first.snapshot()) is None:
+                return None
+            held.append(found[1])
+            return [found[0], len(found[1])]
+        found = exchange(None, read)
+        return found and (found[0], self._sent(found[1], held))
+
+    def _sent(self, size: int | str, held: list[bytes]) -> bytes:
+        """Return the bytes that the first process holds, over the network of the devices."""
+        if isinstance(size, str):
+            raise Trimmed(size)
+        mine = np.frombuffer(held[0], np.uint8) if held else np.zeros(size, np.uint8)
+        with jax.transfer_guard("allow"):
+            return np.asarray(multihost_utils.broadcast_one_to_all(mine)).tobytes()

@@ -1,0 +1,262 @@
+"""The exchange of an island with the others: after some of its steps, the only thing that changes its state.
+
+Progress is what the island's parameters moved from the outer ones since both were last equal. The island offers it, and
+applies the log's entries to its copy of the outer state until one has its offer; then its parameters become the outer
+ones. An entry without it moves its parameters by as much as the outer ones, so that no progress is lost, and the
+island offers again for the next entry.
+
+All of this depends on the log and the state alone: an island that is killed and resumed gets the same entries for the
+same offers, and goes on with the same bits.
+"""
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.config.island_keys import IslandsConfig
+from jaxtrain.errors import UserError
+from jaxtrain.islands.fragments import fragments
+from jaxtrain.islands.host_arrays import HostArrays
+from jaxtrain.islands.meeting import Entry, Meeting, Offer, Trimmed
+from jaxtrain.islands.outer_optimizer import OuterOptimizer
+from jaxtrain.islands.payload import make_payload
+from jaxtrain.train_step.optimizers.outer import NAME
+from jaxtrain.train_step.state import TrainState
+
+PATIENCE_S = 1.0  # of one question for entries, after which the island looks whether it is to stop
+
+
+class Exchange:
+    """What an island does at the exchanges; every process of it makes all calls, at the same steps."""
+
+    def __init__(self, config: IslandsConfig, abstract: TrainState, axes: Any, meeting: Meeting,
+                 tokens: Callable[[int], int] = lambda step: step):
+        """Exchange nothing yet.
+
+        Args:
+            abstract: shapes of the state.
+            axes: the logical names of the trained parameters.
+            meeting: the log and its offers.
+            tokens: from a step to the number of the island's tokens before it.
+        """
+        self.islands, self._meeting, self._tokens = config, meeting, tokens
+        self._fragments = fragments(abstract.params, axes, config.fragments)
+        self._optimizer = OuterOptimizer(config.learning_rate, config.momentum, config.count, config.age_decay)
+        self._exact = config.mode == "sync" and config.compression == "none"
+        self._payload = make_payload(config.compression)
+        self._fields: dict[str, float] = {}
+        self._position, self._leaving = 0, False
+        self._open = 0  # the round of the offer that is under way; 0: none is
+        self._offered = 0  # after which step the open offer was made
+        self._sent = "", b""  # the last offer's content, by its hash
+        self._unsent: tuple[int, np.ndarray | None] = 0, None  # its fragment, and what was unsent of it before
+
+    # ---------------------------------------------------------------------------------------------- what the loop calls
+    def begin(self, step: int, state: TrainState) -> TrainState:
+        """Return the state to begin with: at the end of the log, if the island is new; an open exchange is ended."""
+        outer = state.extras[NAME]
+        self._position, self._open = int(jax.device_get(outer["position"])), int(jax.device_get(outer["open"]))
+        self._offered = step - step % self.islands.interval
+        self._unsent = self._fragment(self._position), None
+        if not step and not self._position:
+            return self._catch_up(state)
+        if self._open and step % self.islands.interval >= self.islands.overlap:
+            return self.finish(step, state)
+        return state
+
+    def after(self, step: int, state: TrainState, last: bool = False,
+              stopping: Callable[[int], bool] = lambda step: False) -> TrainState:
+        """Return the state after the exchange that is due after this step, if one is.
+
+        Args:
+            last: whether no step follows: every fragment is exchanged then, and the island leaves.
+            stopping: whether to leave an exchange open that has to wait.
+        """
+        if self._open and (last or step % self.islands.interval == self.islands.overlap):
+            state = self.finish(step, state, stopping)
+        if last:
+            for left in reversed(range(len(self._fragments))):
+                state = self.finish(step, self.offer(step, state, last=not left))
+        elif step % self.islands.interval == 0 and not self._open:
+            state = self.offer(step, state)
+            if not self.islands.overlap:
+                state = self.finish(step, state, stopping)
+        return state
+
+    def due(self, step: int, last: bool = False) -> bool:
+        """Return whether anything is to be done after this step."""
+        here = step % self.islands.interval
+        return last or not here or (self._open > 0 and here == self.islands.overlap)
+
+    def pop_fields(self) -> dict[str, float]:
+        """Return what the next line of metrics says of the exchanges since the last one."""
+        fields, self._fields = self._fields, {}
+        return fields
+
+    # ---------------------------------------------------------------------------------------- the halves of an exchange
+    def offer(self, step: int, state: TrainState, last: bool = False) -> TrainState:
+        """Begin an exchange: offer the progress of the fragment whose turn it is."""
+        work = self._work(state)
+        self._leaving = last
+        self._offer(step, work)
+        return self._state(state, work)
+
+    def finish(self, step: int, state: TrainState, stopping: Callable[[int], bool] = lambda step: False) -> TrainState:
+        """End the exchange: apply entries until one has the island's offer. `stopping`: leave it open if that waits."""
+        work, began, first = self._work(state), time.perf_counter(), self._position
+        blend = self.islands.blend if step > self._offered else 0.0  # steps went on meanwhile
+        while self._open:
+            try:
+                entries = list(self._meeting.entries(self._position, PATIENCE_S))
+                for entry, following in zip(entries, [*entries[1:], None], strict=False):
+                    if self._apply(entry, work, blend):
+                        self._keep_snapshot(entry, work)
+                        break
+                    if self.islands.mode == "sync":  # its offer came too late for this entry
+                        blend = 0.0
+                        self._take_back(work)
+                        if self._position - first > self.islands.max_age:
+                            self._adopt(work)
+                            break
+                        if following is None or following.has(self.islands.index, self._position):
+                            self._offer(step, work)
+            except Trimmed:
+                self._adopt_snapshot(work)
+                break
+            if self._open and not entries and stopping(step):
+                break
+        self._count("island_wait_s", time.perf_counter() - began)
+        self._fields["island_entry"] = self._position
+        return self._state(state, work)
+
+    # -------------------------------------------------------------------------------------------------------- the parts
+    def _work(self, state: TrainState) -> HostArrays:
+        outer = state.extras[NAME]
+        return HostArrays({"own": state.params, "params": outer["params"],
+                           **{name: outer[name] for name in self.islands.kept}})
+
+    def _state(self, state: TrainState, work: HostArrays) -> TrainState:
+        trees, outer = work.trees(), state.extras[NAME]
+        own = trees.pop("own")
+        numbers = {name: _scalar(value, outer[name])
+                   for name, value in (("position", self._position), ("open", self._open))}
+        return dataclasses.replace(state, params=own, extras=state.extras | {NAME: {**outer, **trees, **numbers}})
+
+    def _fragment(self, position: int) -> int:
+        return position % len(self._fragments)  # of the entry that follows
+
+    def _offer(self, step: int, work: HostArrays) -> None:
+        number = self._fragment(self._position)
+        fragment = self._fragments[number]
+        own = work.get("own", fragment)
+        before = work.get("unsent", fragment) if "unsent" in self.islands.kept else None
+        content, unsent = self._payload.encode(own if self._exact else work.get("params", fragment) - own, before)
+        if unsent is not None:
+            self._unsent = number, before
+            work.set("unsent", fragment, unsent)
+        self._open, self._offered = self._position + 1, step
+        self._sent = hashlib.sha256(content).hexdigest(), content
+        tokens = self._tokens(step) - self._tokens(max(0, step - self.islands.every))
+        self._meeting.offer(Offer(
+            self.islands.index, self._position, number, float(tokens), self._sent[0],
+            min(step, self.islands.every), tokens, self._leaving), content)
+        self._count("island_sent_bytes", len(content))
+
+    def _take_back(self, work: HostArrays) -> None:
+        """Undo that what an offer lacked is remembered, since nobody took the offer; after a restart all of it is lost.
+        """
+        if "unsent" in self.islands.kept:
+            number, before = self._unsent
+            fragment = self._fragments[number]
+            work.set("unsent", fragment, before if before is not None else np.zeros_like(work.get("own", fragment)))
+
+    def _apply(self, entry: Entry, work: HostArrays, blend: float = 0.0) -> bool:
+        """Apply the entry that follows; return whether the island's open offer is settled in it."""
+        if entry.number != self._position + 1:
+            raise OSError(f"the islands' log has entry {entry.number} where {self._position + 1} is next")
+        fragment = self._fragments[entry.fragment]
+        old = {name: work.get(name, fragment) for name in ("params", *self.islands.shared)}
+        new = self._updated(entry, old)
+        for name, vector in new.items():
+            work.set(name, fragment, vector)
+        self._position = entry.number
+        if mine := self._open > 0 and entry.has(self.islands.index, self._open - 1):
+            self._open = 0
+            came = new.get("params", old["params"])
+            work.set("own", fragment, came if not blend else
+                     np.float32(blend) * work.get("own", fragment) + np.float32(1 - blend) * came)
+        elif "params" in new:
+            work.set("own", fragment, work.get("own", fragment) + (new["params"] - old["params"]))
+        return mine
+
+    def _updated(self, entry: Entry, old: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        size, came = old["params"].size, []
+        for offer in entry.contributions:
+            if offer.sha256 == self._sent[0]:
+                content = self._sent[1]
+            else:
+                content = self._meeting.content(offer.sha256)
+                self._count("island_received_bytes", len(content))
+            came.append(self._payload.decode(content, size))
+        if not came:
+            return {}
+        if self.islands.mode == "async":
+            return self._optimizer.arrived(dict(old), came[0], entry.number,
+                                           entry.number - 1 - entry.contributions[0].base)
+        return self._optimizer.together(dict(old), came, [offer.weight for offer in entry.contributions], self._exact)
+
+    def _catch_up(self, state: TrainState) -> TrainState:
+        """Return the state of a new island: at the end of the log, without progress of its own."""
+        work = self._work(state)
+        self._adopt_snapshot(work)
+        while entries := self._meeting.entries(self._position, 0):
+            for entry in entries:
+                self._apply(entry, work)
+        if self._position:
+            self._adopt(work)
+        return self._state(state, work)
+
+    def _adopt(self, work: HostArrays) -> None:
+        """Give up the island's own progress."""
+        for fragment in self._fragments:
+            work.set("own", fragment, work.get("params", fragment))
+        self._open = 0
+
+    # -------------------------------------------------------------------------------------------------------- snapshots
+    def _keep_snapshot(self, entry: Entry, work: HostArrays) -> None:
+        """Leave a snapshot for others every some entries: the entry's first island does, since all have the same."""
+        if (entry.number % self.islands.snapshot_every == 0 and entry.contributions
+                and entry.contributions[0].island == self.islands.index):
+            self._meeting.put_snapshot(self._position, b"".join(
+                work.get(name, fragment).tobytes() for name in ("params", *self.islands.shared)
+                for fragment in self._fragments))
+
+    def _adopt_snapshot(self, work: HostArrays) -> None:
+        """Take the newest snapshot of the outer state, if it is ahead of this island's."""
+        position, content = self._meeting.snapshot() or (0, b"")
+        if position <= self._position:
+            return
+        vector, at = np.frombuffer(content, "<f4"), 0
+        for name in ("params", *self.islands.shared):
+            for fragment in self._fragments:
+                size = work.get(name, fragment).size
+                if at + size > vector.size:
+                    raise UserError("islands.meeting", "its snapshot is of another model or outer optimizer",
+                                    "give all islands equal configs, but for islands.index")
+                work.set(name, fragment, vector[at:at + size])
+                at += size
+        self._position = position
+        self._adopt(work)
+
+    def _count(self, name: str, by: float) -> None:
+        self._fields[name] = self._fields.get(name, 0) + by
+
+
+def _scalar(value: int, like: jax.Array) -> jax.Array:
+    with jax.transfer_guard("allow"):
+        return jax.make_array_from_callback((), like.sharding, lambda _: np.int32(value))

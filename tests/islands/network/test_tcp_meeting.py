@@ -1,0 +1,245 @@
+"""The log as islands reach it by TCP: what is offered, what is read, and what happens when connections are cut."""
+
+import hashlib
+import os
+import socket
+import ssl
+import stat
+import threading
+import time
+
+import pytest
+
+from jaxtrain.errors import UserError
+from jaxtrain.islands.coordinator import Policy
+from jaxtrain.islands.meeting import Offer, Trimmed
+from jaxtrain.islands.network import certificates, frames, tcp_meeting
+from jaxtrain.islands.network.meeting_server import MeetingServer
+from jaxtrain.islands.network.tcp_meeting import TcpMeeting
+from jaxtrain.islands.outer_log import OuterLog
+from tests.islands.network.cutting_proxy import CuttingProxy
+
+pytest.importorskip("cryptography", reason="comes with the extra .[islands]")
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    assert certificates.make(folder, range(3)) == ["ca", "coordinator", "island-0", "island-1", "island-2"]
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch):
+    monkeypatch.setattr(tcp_meeting, "PAUSE", (0.01, 0.05))
+
+
+class Served:
+    """A log and its server, in this process; `stop` and `start` are what a restart is."""
+
+    def __init__(self, folder, keys, policy):
+        self.folder, self.keys, self.policy, self.port = folder, keys, policy, 0
+        self.start()
+
+    def start(self):
+        self.log = OuterLog(self.folder, self.policy)
+        self.server = MeetingServer(self.log, f"127.0.0.1:{self.port}",
+                                    certificates.context(self.keys, certificates.COORDINATOR), largest=2**25)
+        self.port = self.server.port
+        threading.Thread(target=self.server.accept, daemon=True).start()
+
+    def stop(self):
+        self.server.stop()
+        self.log.close()
+
+
+@pytest.fixture
+def served(tmp_path, keys):
+    made = Served(tmp_path / "log", keys, Policy(islands=2))
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def island(served, keys):
+    meetings = []
+
+    def make(number, port=None, **given):
+        meetings.append(TcpMeeting(f"127.0.0.1:{port or served.port}", keys, number,
+                                   **{"patience": 20.0, "silence": 5.0, **given}))
+        return meetings[-1]
+
+    yield make
+    for meeting in meetings:
+        meeting.close()
+
+
+def offered(island, base, content, **keys):
+    return Offer(island, base, 0, 1.0, hashlib.sha256(content).hexdigest(), **keys), content
+
+
+def test_islands_read_the_log_that_their_offers_make(island, served):
+    one, two, large = island(0), island(1), os.urandom(3 * frames.PART + 5)
+    one.offer(*offered(0, 0, large, steps=10))
+    assert one.entries(0, 0) == [] and one.snapshot() is None
+    one.offer(*offered(0, 0, b"another content of the same offer"))
+    served.stop()
+    served.start()  # what was offered is still open
+    two.offer(*offered(1, 0, b""))
+    (entry,) = one.entries(0, 5)
+    assert entry == two.entries(0, 5)[0] and [offer.steps for offer in entry.contributions] == [10, 0]
+    assert [two.content(offer.sha256) for offer in entry.contributions] == [large, b""]
+    with pytest.raises(Trimmed):
+        two.content("0" * 64)
+    with pytest.raises(UserError, match=r"it has 1 entries, and an island had 2"):
+        one.entries(2, 0)
+
+
+def test_an_entry_wakes_who_waits_for_it(island):
+    one, two, found = island(0), island(1), []
+    one.offer(*offered(0, 0, b"one"))
+    waiting = threading.Thread(target=lambda: found.extend(one.entries(0, 30)))
+    waiting.start()
+    begun = time.monotonic()
+    two.offer(*offered(1, 0, b"two"))
+    waiting.join(20)
+    assert found and time.monotonic() - begun < 10
+
+
+def test_snapshots_free_what_stands_before_the_one_before(island, served):
+    one, two = island(0), island(1)
+    for base in range(3):
+        for number, meeting in enumerate((one, two)):
+            meeting.offer(*offered(number, base, b"%d %d" % (base, number)))
+        two.put_snapshot(base + 1, b"state %d" % base)
+    one.put_snapshot(2, b"an older one")
+    assert one.snapshot() == (3, b"state 2")
+    with pytest.raises(Trimmed, match="begins after entry 2"):
+        one.entries(1, 0)
+    assert [entry.number for entry in one.entries(2, 0)] == [3]
+    assert len(list((served.folder / "contents").iterdir())) == 2 and not list((served.folder / "partial").iterdir())
+
+
+def test_a_transfer_that_is_cut_goes_on_where_it_was(island, served):
+    content, size = os.urandom(12 * frames.PART), frames.PART
+    with CuttingProxy(served.port) as proxy:
+        one, two = island(0, proxy.port), island(1, proxy.port)
+        proxy.cut_after = [5 * size // 2, 5 * size // 2, 5 * size // 2, None]
+        one.offer(*offered(0, 0, content))
+        assert proxy.cuts == 3 and len(content) < proxy.up < 1.3 * len(content)
+        two.offer(*offered(1, 0, b"two"))
+        two.close()
+        two = island(1, proxy.port)
+        proxy.down, proxy.cut_after = 0, [5 * size // 2, 5 * size // 2, None]
+        assert two.content(hashlib.sha256(content).hexdigest()) == content
+        assert proxy.cuts == 5 and len(content) < proxy.down < 1.3 * len(content)
+
+
+def test_a_content_that_was_damaged_is_sent_again(island, served):
+    offer, content = offered(0, 0, os.urandom(2 * frames.PART))
+    served.log.begin(0, offer.sha256, b"other bytes")
+    island(0).offer(offer, content)
+    assert served.log.content(offer.sha256) == content
+
+
+def test_a_frame_that_was_changed_is_no_frame():
+    ends = socket.socketpair()
+    frames.send(ends[0], {"op": "get"}, b"12345")
+    sent = bytearray(ends[1].recv(1000))
+    for position in (0, 5, len(sent) - 1):
+        wrong = bytearray(sent)
+        wrong[position] ^= 1
+        ends = socket.socketpair()
+        ends[0].sendall(wrong)
+        with pytest.raises(frames.Damaged):
+            frames.receive(ends[1])
+    ends = socket.socketpair()
+    ends[0].sendall(sent)
+    assert frames.receive(ends[1]) == ({"op": "get"}, b"12345")
+    with pytest.raises(ValueError, match="too large"):
+        frames.send(ends[0], {}, bytes(2**24))
+
+
+def test_keys_are_private_and_are_made_once(keys):
+    assert {stat.S_IMODE(path.stat().st_mode) for path in keys.glob("*.key")} == {0o600}
+    before = (keys / "island-0.pem").read_bytes()
+    assert certificates.make(keys, range(3)) == [] and before == (keys / "island-0.pem").read_bytes()
+
+
+def test_wrong_certificates_are_one_sentence(island, served, keys, tmp_path):
+    others = tmp_path / "others"
+    certificates.make(others, range(2))
+    with pytest.raises(UserError, match=r"the coordinator's certificate is not accepted here .*; make certificates by"):
+        TcpMeeting(f"127.0.0.1:{served.port}", others, 0).snapshot()
+    (others / "ca.pem").write_bytes((keys / "ca.pem").read_bytes())  # now it trusts the coordinator
+    with pytest.raises(UserError, match=r"does not accept this island's certificate \(unknown ca\)"):
+        TcpMeeting(f"127.0.0.1:{served.port}", others, 0).snapshot()
+    with pytest.raises(UserError, match="the certificate is of island 1"):
+        island(1).offer(*offered(0, 0, b""))
+    with pytest.raises(UserError, match=r"--keys: .*island-7.pem is not there"):
+        island(7)
+    (others / "island-1.key").chmod(0o644)
+    with pytest.raises(UserError, match="can be read by others"):
+        TcpMeeting(f"127.0.0.1:{served.port}", others, 1)
+
+
+def test_an_island_cannot_pose_as_the_coordinator(tmp_path, keys, served):
+    log = OuterLog(tmp_path / "other", Policy())
+    tls = certificates.context(keys, certificates.COORDINATOR)
+    tls.load_cert_chain(keys / "island-0.pem", keys / "island-0.key")
+    server = MeetingServer(log, "127.0.0.1:0", tls)
+    threading.Thread(target=server.accept, daemon=True).start()
+    with pytest.raises(UserError, match="the coordinator's certificate is not accepted here"):
+        TcpMeeting(f"127.0.0.1:{server.port}", keys, 1).snapshot()
+    server.stop()
+    log.close()
+
+
+def test_strangers_and_nonsense_change_nothing(island, served, keys):
+    for nonsense in (b"GET / HTTP/1.0\r\n\r\n", b"", os.urandom(500)):
+        with socket.create_connection(("127.0.0.1", served.port)) as line:
+            line.sendall(nonsense)
+    tls = certificates.context(keys, "island-0")
+    for sent in (os.urandom(200), frames._START.pack(b"JTi1", 2**31, 2**31, bytes(32))):
+        with (socket.create_connection(("127.0.0.1", served.port)) as plain,
+              tls.wrap_socket(plain, server_hostname=certificates.COORDINATOR) as line):
+            frames.receive(line)
+            line.sendall(sent)
+            with pytest.raises((EOFError, OSError)):
+                frames.receive(line)
+    with (socket.create_connection(("127.0.0.1", served.port)) as plain,
+          tls.wrap_socket(plain, server_hostname=certificates.COORDINATOR) as line):
+        frames.receive(line)
+        for asked in ({}, {"op": []}, {"op": "get", "sha256": "../../journal.jsonl", "start": 0}, {"op": "offer"},
+                      {"op": "get", "sha256": "0" * 64, "start": -1}, {"op": "entries", "after": 0, "wait": "x"},
+                      {"op": "entries", "after": -1, "wait": 0}, {"op": "offer", "offer": {"island": 0}},
+                      {"op": "put", "sha256": "0" * 64, "start": 2**40}):
+            frames.send(line, asked)
+            assert "error" in frames.receive(line)[0], asked
+    assert island(0).entries(0, 0) == [] and not list((served.folder / "contents").iterdir())
+
+
+def test_a_coordinator_that_stays_away_is_an_oserror(island, served):
+    meeting = island(0, patience=0.1)
+    assert meeting.entries(0, 0) == []
+    served.stop()
+    with pytest.raises(OSError, match="the coordinator of the islands is out of reach"):
+        while True:
+            meeting.entries(0, 0)
+
+
+def test_a_silent_line_is_left_for_another(island, served):
+    with CuttingProxy(served.port) as proxy:
+        meeting = island(0, proxy.port, silence=0.3)
+        proxy.silent = [True, False]  # the first connection gets no answers
+        assert meeting.entries(0, 0) == [] and proxy.connections == 2
+
+
+def test_one_coordinator_at_a_time_and_a_folder_that_can_be_written(served, tmp_path):
+    with pytest.raises(UserError, match="another coordinator works in"):
+        OuterLog(served.folder, Policy())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be used"):
+        OuterLog(tmp_path / "file", Policy())
+    with pytest.raises(UserError, match=r"--address: .* cannot be opened"):
+        MeetingServer(served.log, f"127.0.0.1:{served.port}", ssl.create_default_context())

@@ -1,0 +1,121 @@
+"""Islands that meet in a folder or a store, beside others that come by another way, with one log."""
+
+import hashlib
+import threading
+import time
+
+import pytest
+
+from jaxtrain.islands import folder_meeting
+from jaxtrain.islands.coordinator import Policy
+from jaxtrain.islands.folder_meeting import Bridge, FolderMeeting
+from jaxtrain.islands.meeting import Offer, Trimmed
+from jaxtrain.islands.outer_log import OuterLog
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch):
+    monkeypatch.setattr(folder_meeting, "PAUSE", (0.01, 0.05))
+
+
+@pytest.fixture
+def log(tmp_path):
+    made = OuterLog(tmp_path / "log", Policy(islands=2, lease=1e9))
+    yield made
+    made.close()
+
+
+def offered(island, base, content):
+    return Offer(island, base, 0, 1.0, hashlib.sha256(content).hexdigest()), content
+
+
+def meet(log, place):
+    """One island in the store, one that reaches the log itself."""
+    far, bridge = FolderMeeting(place, 0, sign=1e9, patience=5), Bridge(log, place)
+    assert far.entries(0, 0) == [] and far.snapshot() is None
+    for base in range(3):
+        far.offer(*offered(0, base, b"far %d" % base))
+        bridge.look()
+        far.offer(*offered(0, base, b"another content of the same offer"))
+        bridge.look()
+        log.offer(*offered(1, base, b"near %d" % base))
+        if base == 1:
+            bridge = Bridge(log, place)  # it was restarted
+        bridge.look()
+        bridge.look()
+        (entry,) = far.entries(base, 0)
+        assert entry == log.entries(base, 0)[0]
+        assert [far.content(offer.sha256) for offer in entry.contributions] == [b"far %d" % base, b"near %d" % base]
+        far.put_snapshot(base + 1, b"state %d" % base)
+        bridge.look()
+        assert log.snapshot() == far.snapshot() == (base + 1, b"state %d" % base)
+    far.offer(*offered(0, 1, b"late"))
+    bridge.look()
+    names = {folder: bridge._store.names(folder) for folder in ("offers", "contents", "entries", "snapshots", "alive")}
+    assert {folder: len(found) for folder, found in names.items()} == {
+        "offers": 0, "contents": 2, "entries": 1, "snapshots": 2, "alive": 1}, names
+    with pytest.raises(Trimmed):
+        far.entries(1, 0)
+    assert [entry.number for entry in far.entries(2, 0)] == [3]
+    far.close()
+    newcomer = FolderMeeting(place, 2, sign=1e9)
+    assert newcomer.snapshot() == (3, b"state 2") and newcomer.entries(3, 0.02) == []
+    newcomer.close()
+
+
+def test_islands_meet_in_a_folder(log, tmp_path):
+    meet(log, str(tmp_path / "meeting"))
+
+
+def test_islands_meet_in_any_store_of_fsspec(log, tmp_path):
+    meet(log, f"memory://{tmp_path.name}/meeting")
+
+
+@pytest.mark.slow
+def test_islands_meet_in_object_storage_that_fails_now_and_then(log, bucket, network):
+    network.shake(3, share=0.1, faults=("error", "busy", "reset"), methods=("GET", "PUT", "HEAD"))
+    meet(log, f"{bucket}/meeting")
+    assert len(network.faults) > 5
+
+
+def test_an_entry_ends_the_wait(log, tmp_path):
+    far, bridge, found = FolderMeeting(str(tmp_path / "meeting"), 0), Bridge(log, str(tmp_path / "meeting")), []
+    far.offer(*offered(0, 0, b"far"))
+    waiting = threading.Thread(target=lambda: found.extend(far.entries(0, 30)))
+    waiting.start()
+    log.offer(*offered(1, 0, b"near"))
+    bridge.look()
+    waiting.join(20)
+    assert [entry.number for entry in found] == [1]
+    far.close()
+
+
+def test_what_is_damaged_is_left_and_said(log, tmp_path, capsys):
+    place = tmp_path / "meeting"
+    far, bridge = FolderMeeting(str(place), 0, sign=1e9), Bridge(log, str(place))
+    offer, content = offered(0, 0, b"far")
+    far.offer(offer, content)
+    path = place / "contents" / f"{offer.sha256}-0-0"
+    path.write_bytes(b"fat")
+    (place / "offers" / "1-0.json").write_text('{"island": 0}')
+    bridge.look()
+    assert not log.taken(offer) and "has another hash" in capsys.readouterr().err
+    path.write_bytes(content)
+    bridge.look()
+    assert log.taken(offer)
+    far.close()
+
+
+def test_signs_of_life_in_a_store_reach_the_coordinator(log, tmp_path):
+    place = str(tmp_path / "meeting")
+    far, bridge = FolderMeeting(place, 0, sign=1e9), Bridge(log, place)
+    seen = []
+    log.alive = seen.append
+    for meeting in (far, None):
+        meeting = meeting or FolderMeeting(place, 0, sign=1e9)  # it came back
+        while bridge._store.read("alive/0") == bridge._alive.get("0"):
+            time.sleep(0.01)
+        bridge.look()
+        bridge.look()
+        meeting.close()
+    assert seen == [0, 0], "each sign once"

@@ -1,0 +1,49 @@
+"""Islands as commands: one of two processes and one of a single process meet through a folder."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.builder import build
+from jaxtrain.checkpoint import CheckpointManager
+from jaxtrain.config.load import load_config
+from tests.tiny import ROOT, tiny_flags, virtual_devices
+from tests.trainer.test_multiprocess import ended, two_processes
+
+pytestmark = pytest.mark.usefixtures("cache")
+STEPS = 8
+TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=2",
+        "data.global_batch_size=8", f"train.steps={STEPS}", "checkpoint.every=4", "islands.count=2", "islands.every=4",
+        "islands.compression=int4", "islands.overlap=1"]
+
+
+def params(flags, workdir):
+    words = dict(flag.removeprefix("--config.").split("=", 1) for flag in flags[1:])
+    run = build(load_config(flags[0].partition("=")[2], words), devices=jax.devices()[:1])
+    return jax.device_get(CheckpointManager(workdir / "checkpoints").restore(STEPS, run.abstract)).params
+
+
+@pytest.mark.exhaustive
+def test_an_island_of_two_processes_and_one_of_one(tmp_path_factory, tmp_path):
+    flags = [*tiny_flags(tmp_path_factory, TINY), f"--config.islands.meeting={tmp_path}/meeting"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": virtual_devices(1)}
+    serve = subprocess.Popen([sys.executable, "-m", "jaxtrain.islands", "serve", f"--folder={tmp_path}/log",
+                              f"--store={tmp_path}/meeting", "--islands=2", "--store_every=0.1"], env=environment)
+    one = subprocess.Popen([sys.executable, "-m", "jaxtrain.main", *flags, "--config.islands.index=1",
+                            f"--workdir={tmp_path}/one"], env=environment, text=True, stderr=subprocess.PIPE)
+    try:
+        with two_processes([*flags, "--config.mesh.fsdp=8"], tmp_path / "two") as both:
+            said = ended([*both, one])
+        assert [process.returncode for process in (*both, one)] == [0, 0, 0], "".join(said)
+    finally:
+        serve.kill()
+        one.kill()
+    jax.tree.map(np.testing.assert_array_equal, params(flags, tmp_path / "two"), params(flags, tmp_path / "one"))
+    lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line.get("island_sent_bytes", 0) for line in lines) > 0
+    assert [line["island_entry"] for line in lines if "island_entry" in line] == [1, 2]

@@ -1,0 +1,146 @@
+"""Whole runs that are islands: plain training where there is one, and exact whenever one is killed, late or new."""
+
+import itertools
+import threading
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.islands.outer_exchange import Exchange
+from jaxtrain.trainer.loop import train
+from tests.islands.archipelago import assert_same_bits, numbers, outer_state
+from tests.islands.memory_meeting import MemoryMeeting
+
+STEPS, ROWS = 12, 4
+
+
+def rows_of(step, island):
+    rng = np.random.default_rng([step, island])
+    x = rng.normal(size=(ROWS, 3)).astype(np.float32)
+    return {"x": x, "y": np.tanh(x @ np.arange(6, dtype=np.float32).reshape(3, 2) / 5)}
+
+
+def loss(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["into"])
+    return ((hidden @ params["out"] - batch["y"]) ** 2).mean()
+
+
+def built(island=0, batch=rows_of, optimizer=None, **keys):
+    """A tiny run of a model of its own."""
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in (("into", (3, 8)), ("out", (8, 2)))}
+    config = jt.make_config({"train": {"steps": STEPS, "progress": False}, "checkpoint": {"every": 5},
+                             "optimizer": {"clip_norm": 0.0}, **keys})
+    return jt.build(config, model=params, loss_fn=loss, optimizer=optimizer or optax.adamw(1e-2),
+                    data=jt.BatchFunction(lambda step: batch(step, island), identity=island), devices=jax.devices()[:1])
+
+
+def with_meeting(run, meeting, island=0):
+    section = replace(run.config.islands, index=island)
+    return replace(run, exchange=Exchange(section, run.abstract, run.layout.axes, meeting, run.train_batches.tokens))
+
+
+def islands(count, **keys):
+    """The config's section as a dict."""
+    return {"islands": dict(count=count, every=3) | keys}
+
+
+class Beside(threading.Thread):
+    """An island that trains in a thread of its own, without a workdir."""
+
+    def __init__(self, run, steps=STEPS):
+        super().__init__(daemon=True)
+        self._run, self._steps, self.state = run, steps, None
+        self.start()
+
+    def run(self):
+        state = self._run.exchange.begin(0, self._run.init())
+        for step in range(self._steps):
+            state, _ = self._run.step(state, self._run.batch(step))
+            if self._run.exchange.due(step + 1, step + 1 == self._steps):
+                state = self._run.exchange.after(step + 1, state, step + 1 == self._steps)
+        self.state = state
+
+    def ended(self):
+        self.join(60)
+        assert self.state is not None
+        return self.state
+
+
+def test_one_island_that_talks_after_every_step_is_plain_training_to_the_bit(tmp_path):
+    plain = train(built(), tmp_path / "plain")
+    run = built(**islands(1, every=1, learning_rate=1, momentum=0))
+    state = train(with_meeting(run, MemoryMeeting(1)), tmp_path / "island")
+    assert_same_bits(numbers(state.params), numbers(plain.params))
+    assert_same_bits(outer_state(state)["params"], numbers(plain.params))
+
+
+@pytest.mark.slow
+def test_two_islands_that_average_each_step_of_sgd_are_data_parallel_training(tmp_path):
+    def both(step, _):
+        return jax.tree.map(lambda a, b: np.concatenate([a, b]), rows_of(step, 0), rows_of(step, 1))
+
+    plain = train(built(batch=both, optimizer=optax.sgd(0.1)), tmp_path / "plain")
+    meeting = MemoryMeeting(2)
+    one, two = (with_meeting(built(i, optimizer=optax.sgd(0.1), **islands(2, every=1, learning_rate=1, momentum=0)),
+                             meeting, i) for i in range(2))
+    other = Beside(two)
+    state = train(one, tmp_path / "island")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), numbers(state.params),
+                 numbers(plain.params))
+    assert_same_bits(numbers(other.ended().params), numbers(state.params))
+
+
+class Dies:
+    """An observer that ends a run as a kill would, once, before or after the exchange of a step."""
+
+    def __init__(self, step, hook):
+        self._step, self._hook = step, hook
+
+    def on_batch(self, step, batch):
+        self._die(step, "on_batch")
+
+    def on_dispatch(self, step, metrics):
+        self._die(step, "on_dispatch")
+
+    def on_complete(self, record):
+        pass
+
+    def _die(self, step, hook):
+        if (step, hook) == (self._step, self._hook):
+            self._step = None
+            raise RuntimeError("killed")
+
+
+MODES = {"sync": {}, "streaming": dict(every=4, fragments=2, overlap=1), "int4": dict(compression="int4")}
+
+
+KILLED = [(6, "on_batch"), (6, "on_dispatch"), (8, "on_batch"), (9, "on_dispatch")]
+SLOW = [((6, "on_batch"), "int4"), ((8, "on_batch"), "streaming")]  # the others are more of the same
+
+
+@pytest.mark.parametrize("killed, mode", [
+    pytest.param(*both, marks=pytest.mark.slow if both in SLOW else pytest.mark.exhaustive)
+    for both in itertools.product(KILLED, MODES)], ids=str)
+def test_an_island_that_is_killed_goes_on_to_the_same_bits(tmp_path, killed, mode):
+    def pair(workdir, observers=()):
+        meeting = MemoryMeeting(2)
+        one, two = (with_meeting(built(i, **islands(2, **MODES[mode])), meeting, i) for i in range(2))
+        other = Beside(two)
+        if observers:
+            with pytest.raises(RuntimeError, match="killed"):
+                train(one, workdir, observers=observers)
+        state = train(one, workdir)
+        return numbers((state, other.ended().params)), meeting
+
+    (want, others), log = pair(tmp_path / "straight")
+    (got, too), again = pair(tmp_path / "killed", [Dies(*killed)])
+    assert_same_bits(got, want)
+    assert_same_bits(too, others)
+    assert_same_bits(got.params, too)
+    assert again.log == log.log

@@ -1,0 +1,298 @@
+"""Islands against plain DiLoCo, the same bits on all of them, and what becomes of an island that is late or new."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.islands.outer_exchange import Exchange
+from jaxtrain.islands.outer_optimizer import OuterOptimizer
+from tests.islands import plain_diloco
+from tests.islands.archipelago import Archipelago, assert_same_bits, numbers, outer_state
+from tests.islands.memory_meeting import MemoryMeeting
+from tests.islands.test_island_runs import built, islands, rows_of
+from tests.numerics import reference
+
+KEYS = dict(islands__count=3, islands__every=4, optimizer__eps=1e-3, data__global_batch_size=8)
+ONE, FSDP, TENSOR = (1, 1, 1), (1, 2, 1), (1, 1, 2)
+
+
+@functools.cache
+def island(mesh=ONE, **keys):
+    run = reference.build("gpt2", mesh, **(KEYS | keys))
+    return run, reference.compiled(run)
+
+
+def batch(step, number):
+    return reference.batch(100 * number + step, 8)
+
+
+def archipelago(meshes=(ONE, ONE, ONE), mode="sync", keys=None, **section):
+    runs, steps = zip(*(island(mesh, **(keys or {})) for mesh in meshes), strict=True)
+    section = dict(count=len(meshes)) | section
+    meeting = MemoryMeeting(len(meshes), mode)
+    return Archipelago(runs, steps, [reference.start(run) for run in runs], meeting, batch, mode=mode, **section)
+
+
+def check(found, masks=(1,), steps=16, **section):
+    """The islands' parameters and losses are those of plain DiLoCo, and their outer states equal to the bit."""
+    found.train(steps)
+    c = found.config
+    params, outer, losses = plain_diloco.train(
+        plain_diloco.inner(found.runs[0].config), reference.initial(), batch, steps=steps, islands=c.count,
+        every=c.every, rate=c.learning_rate, momentum=c.momentum, masks=masks, overlap=c.overlap, blend=c.blend)
+    np.testing.assert_allclose(found.losses, losses, rtol=2e-5)
+    for state, want in zip(found.states, params, strict=True):
+        error, leaf = reference.worst(numbers(state.params), want, floor=0.1)
+        assert error < 2e-5, f"{leaf} is off by {error:.1e}"
+    error, leaf = reference.worst(outer_state(found.states[0])["params"], outer, floor=0.1)
+    assert error < 2e-5, f"the outer {leaf} is off by {error:.1e}"
+    for state in found.states[1:]:
+        assert_same_bits(outer_state(state), outer_state(found.states[0]))
+
+
+@pytest.mark.slow
+def test_diloco_is_the_paper_s():
+    check(archipelago())
+
+
+@pytest.mark.slow
+def test_islands_with_meshes_of_their_own():
+    check(archipelago((ONE, FSDP, TENSOR)))
+
+
+def masks():
+    """Two fragments of two layers: of the rest, the largest array is in the first, and all others in the second."""
+    def mask(fragment):
+        def one(path, leaf):
+            keys = [key.key for key in path]
+            if keys[0] == "blocks":
+                return (np.arange(len(leaf)) == fragment).astype(np.float32).reshape(-1, *[1] * (leaf.ndim - 1))
+            return np.float32((keys == ["embed", "table"]) == (fragment == 0))
+        return jax.tree_util.tree_map_with_path(one, reference.initial())
+    return mask(0), mask(1)
+
+
+@pytest.mark.slow
+def test_streaming_is_the_paper_s():
+    check(archipelago(fragments=2, overlap=1), masks(), steps=15)
+
+
+@pytest.mark.slow
+def test_streaming_on_meshes_of_their_own():
+    check(archipelago((FSDP, TENSOR), fragments=2, overlap=1), masks(), steps=15)
+
+
+# ------------------------------------------------------------------------------------ a tiny model, and islands at will
+
+@functools.cache
+def tiny():
+    run = built(**islands(3))
+    return run, run.compiled(run.batch(0))
+
+
+def few(count=3, mode="sync", max_age=None, dropped=16, into=None, **section):
+    """Islands of a tiny model."""
+    runs, steps = zip(*[tiny() if not section.get("compression") else lossy(section["compression"])] * count,
+                      strict=True)
+    return Archipelago(runs, steps, [run.init() for run in runs], into or MemoryMeeting(count, mode, max_age), rows_of,
+                       mode=mode, count=count, max_age=dropped, **section)
+
+
+@functools.cache
+def lossy(compression):
+    run = built(**islands(3, compression=compression))
+    return run, run.compiled(run.batch(0))
+
+
+def agree(found):
+    """All islands that are at the end of the log have the same outer state."""
+    for state in found.states[1:]:
+        assert_same_bits(shared(state), shared(found.states[0]))
+
+
+def shared(state):
+    return {name: tree for name, tree in outer_state(state).items() if name not in ("unsent", "open")}
+
+
+def test_the_same_bits_on_all_islands_and_the_outer_parameters_as_their_own():
+    found = few()
+    found.train(9)
+    agree(found)
+    for state in found.states:
+        assert_same_bits(numbers(state.params), outer_state(state)["params"])
+    assert [entry.number for entry in found.meeting.log] == [1, 2, 3]
+    assert found.meeting.sent == 3 * 3 * 40 * 4
+
+
+def test_an_island_that_is_late_keeps_its_progress_and_offers_it_again():
+    found = few(2)
+    found.train(2)
+    found.done += 1
+    for i in range(2):  # both make the third step; the entry is made before the second one offers
+        found.states[i], _ = found.steps[i](found.states[i], found.runs[i].place(rows_of(2, i)))
+    found.states[0] = found.exchanges[0].offer(3, found.states[0])
+    found.meeting.decide()
+    before, behind = numbers(found.states[1].params), outer_state(found.states[1])["params"]
+    found.states[0] = found.exchanges[0].finish(3, found.states[0])
+    found.states[1] = found.exchanges[1].offer(3, found.states[1])
+    assert len(found.meeting.log) == 1
+    found.meeting.lose(0)  # so that the second entry is made of the late island alone
+    offered, found.states[1] = found.states[1], found.exchanges[1].finish(3, found.states[1])
+    assert [[offer.island for offer in entry.contributions] for entry in found.meeting.log] == [[0], [1]]
+    assert found.meeting.log[1].contributions[0].base == 1
+    # Its offer is its parameters moved by what the first entry moved the outer ones.
+    moved = jax.tree.map(lambda mine, new, old: mine + (new - old), before, outer_state(found.states[0])["params"],
+                         behind)
+    content = np.frombuffer(found.meeting.content(found.meeting.log[1].contributions[0].sha256), np.float32)
+    np.testing.assert_array_equal(content, np.concatenate([x.ravel() for x in jax.tree.leaves(moved)]))
+    # Killed before it read any of that, and resumed, it finds both entries at once, and its offer in the second.
+    killed = Exchange(found.exchanges[1].islands, found.runs[1].abstract, found.runs[1].layout.axes, found.meeting)
+    resumed = killed.finish(3, killed.begin(3, offered))
+    assert_same_bits(numbers(resumed.params), numbers(found.states[1].params))
+    assert_same_bits(outer_state(resumed), outer_state(found.states[1]))
+    assert len(found.meeting.log) == 2
+
+
+def test_progress_that_is_too_old_is_dropped():
+    found = few(2, dropped=0)
+    found.train(2)
+    found.done += 1
+    found.states[0] = found.exchanges[0].offer(3, found.states[0])
+    found.meeting.decide()
+    found.states[0] = found.exchanges[0].finish(3, found.states[0])
+    found.states[1] = found.exchanges[1].finish(3, found.exchanges[1].offer(3, found.states[1]))
+    agree(found)
+    assert_same_bits(numbers(found.states[1].params), outer_state(found.states[0])["params"])
+    assert len(found.meeting.log) == 1
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_an_island_that_joins_begins_at_the_end_of_the_log(trimmed):
+    found = few(2, snapshot_every=2)
+    found.meeting.lose(1)
+    state, exchange = found.states[0], found.exchanges[0]
+    for step in range(1, 10):
+        state, _ = found.steps[0](state, found.runs[0].place(rows_of(step, 0)))
+        state = exchange.after(step, state)
+    if trimmed:
+        found.meeting.trim(3)
+    assert found.meeting.snapshot()[0] == 2 and len(found.meeting.log) == 3
+    joined = found.exchanges[1].begin(0, found.states[1])
+    assert_same_bits(shared(joined), shared(state))
+    assert_same_bits(numbers(joined.params), numbers(state.params))
+    assert int(joined.step) == 0
+
+
+def test_an_island_that_leaves_is_not_waited_for():
+    found = few(2)
+    found.train(3)
+    found.states[1] = found.exchanges[1].offer(4, found.states[1], last=True)
+    found.states[0] = found.exchanges[0].finish(4, found.exchanges[0].offer(4, found.states[0]))
+    found.states[0] = found.exchanges[0].finish(5, found.exchanges[0].offer(5, found.states[0]))
+    assert [len(entry.contributions) for entry in found.meeting.log] == [2, 2, 1]
+
+
+def test_an_exchange_that_is_left_open_goes_on_after_a_restart():
+    found = few(2)
+    found.train(2)
+    stopped = found.exchanges[0].after(3, found.states[0], stopping=lambda step: True)
+    assert int(stopped.extras["outer"]["open"]) == 1
+    again = few(2).exchanges[0]
+    again._meeting = found.meeting
+    found.states[1] = found.exchanges[1].offer(3, found.states[1])
+    found.states[1] = found.exchanges[1].finish(3, found.states[1])
+    found.states[0] = again.begin(3, stopped)
+    agree(found)
+
+
+@pytest.mark.parametrize("compression", ["int4", *(pytest.param(name, marks=pytest.mark.exhaustive)
+                                                   for name in ("bfloat16", "int8", "top_k"))])
+def test_what_is_sent_in_few_bits_is_the_same_on_all_islands(compression):
+    found = few(compression=compression)
+    found.train(12)
+    agree(found)
+    exact = few()
+    exact.train(12)
+    moved, lost = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (
+        jax.tree.map(lambda a, b: a - b, numbers(exact.states[0].params), numbers(tiny()[0].init().params)),
+        jax.tree.map(lambda a, b: a - b, numbers(exact.states[0].params), numbers(found.states[0].params))))
+    # top_k sends one value of 40 in each exchange: the rest is remembered.
+    share = {"bfloat16": 0.01, "int8": 0.02, "int4": 0.2, "top_k": 1}[compression]
+    assert np.linalg.norm(lost) < share * np.linalg.norm(moved)
+
+
+def test_what_a_codec_loses_is_sent_later():
+    """Of one island that sends one value of 24: its parameters are the outer ones but for what is remembered."""
+    found = few(1, compression="top_k", learning_rate=1.0, momentum=0.0)
+    exchange, state, before = found.exchanges[0], found.states[0], 0.0
+    for step in range(1, 4):
+        state, _ = found.steps[0](state, found.runs[0].place(rows_of(step, 0)))
+        own = vector(state.params)
+        state = exchange.finish(3 * step, exchange.offer(3 * step, state))
+        outer = outer_state(state)
+        np.testing.assert_allclose(own, vector(outer["params"]) - vector(outer["unsent"]) + before, atol=1e-6)
+        before = vector(outer["unsent"])
+        assert np.count_nonzero(before) > 30
+
+
+def vector(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(numbers(tree))])
+
+
+def test_an_update_of_each_island_as_it_arrives_makes_the_step_of_all_together():
+    old = {name: np.float32([1, 2]) * scale for name, scale in (("params", 1), ("momentum", 0.1), ("arrived", 0))}
+    came = [np.float32([0.5, -1]), np.float32([0.25, 2]), np.float32([-1, 0.125])]
+    optimizer = OuterOptimizer(0.7, 0.9, 3, age_decay=0.5)
+    together = optimizer.together(old, came, [1, 1, 1], exact=False)
+    for number, one in enumerate(came, 1):
+        old = optimizer.arrived(old, one, number, age=number - 1)
+    np.testing.assert_allclose(old["params"], together["params"], rtol=1e-6)
+    np.testing.assert_allclose(old["momentum"], together["momentum"], rtol=1e-6)
+    # Three entries older than at equal speed is one round: it counts 1 / sqrt(2).
+    late = optimizer.arrived({**old, "params": np.zeros(2, np.float32)}, came[0], 1, age=5)["params"]
+    np.testing.assert_allclose(late, -0.7 / 3 / np.sqrt(2) * came[0], rtol=1e-6)
+
+
+def test_an_asynchronous_island_waits_for_its_own_entry_however_many_come_before():
+    found = few(2, "async", momentum=0.0)
+    found.train(2)
+    meeting, exchange = found.meeting, found.exchanges[0]
+    held = []
+    meeting.offer, offer = lambda *offered: held.append(offered), meeting.offer  # not decided yet
+    state = exchange.offer(3, found.states[0])
+    offer(*offered_by(found, 1))
+    state = exchange.finish(3, state, stopping=lambda step: True)
+    assert (int(state.extras["outer"]["position"]), int(state.extras["outer"]["open"])) == (1, 1)
+    assert len(held) == 1
+    offer(*held[0])
+    meeting.offer = offer
+    state = few(2, "async", into=meeting, momentum=0.0).exchanges[0].begin(3, state)  # after a restart
+    assert (int(state.extras["outer"]["position"]), int(state.extras["outer"]["open"])) == (2, 0)
+    assert [entry.contributions[0].island for entry in meeting.log] == [1, 0]
+    assert_same_bits(numbers(state.params), outer_state(state)["params"])
+
+
+def offered_by(found, island):
+    """What an island would offer now."""
+    taken = []
+
+    class Taker:
+        offer = staticmethod(lambda *offered: taken.append(offered))
+
+    found.exchanges[island]._meeting = Taker
+    found.exchanges[island].offer(3, found.states[island])
+    return taken[0]
+
+
+def test_asynchronous_islands_apply_the_same_entries_and_drop_what_is_refused():
+    found = few(3, "async", max_age=2, momentum=0.0)
+    states, exchanges = found.states, found.exchanges
+    for step, island in enumerate([0, 1, 0, 2, 0, 0, 1, 2], 1):  # islands of very unequal speed
+        states[island], _ = found.steps[0](states[island], found.runs[0].place(rows_of(step, island)))
+        states[island] = exchanges[island].finish(3, exchanges[island].offer(3, states[island]))
+        assert_same_bits(numbers(states[island].params), outer_state(states[island])["params"])
+    assert [len(entry.refused) for entry in found.meeting.log] == [0, 0, 0, 1, 0, 0, 1, 1]
+    new = exchanges[0].begin(0, tiny()[0].init())
+    assert_same_bits(shared(new), shared(states[2]))

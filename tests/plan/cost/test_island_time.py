@@ -1,0 +1,37 @@
+"""The closed form for islands, by hand."""
+
+import pytest
+
+from jaxtrain.config.island_keys import IslandsConfig
+from jaxtrain.plan.cost.island_time import modes
+
+
+def seconds(islands, **keys):
+    return {mode.name: mode.seconds for mode in modes(islands, 1.0, 10**9, 1e9, latency=0.1, **keys)}
+
+
+def test_the_closed_form_by_hand():
+    """Four islands, a step of a second, 4 GB of parameters, 1 GB/s."""
+    found = seconds(IslandsConfig(count=4, every=100))
+    # A ring moves 2 x 3/4 x 4 GB in 6 s and six hops of half a way; two thirds of a second are hidden.
+    assert found["synchronous"] == pytest.approx(1 + 6 + 0.3 - 2 / 3)
+    # 4 GB there, 12 GB back and three ways, in every hundredth step.
+    assert found["DiLoCo"] == pytest.approx(1 + 16.3 / 100) == found["asynchronous"]
+    assert "streaming" not in found
+
+
+def test_a_fragment_hides_behind_the_steps_that_overlap_it():
+    found = seconds(IslandsConfig(count=4, every=100, fragments=4, overlap=2, compression="int4"))
+    assert found["streaming"] == 1.0  # 0.5625 x 4 / 4 GB and 0.3 s take less than two steps
+    found = seconds(IslandsConfig(count=4, every=100, fragments=4, overlap=2))
+    assert found["streaming"] == pytest.approx(1 + (4 + 0.3 - 2) / 25)
+
+
+def test_which_mode_is_fastest_depends_on_link_and_straggler():
+    def fastest(link, slowest):
+        islands = IslandsConfig(count=4, every=100)
+        return modes(islands, 1.0, 10**6, link, latency=0.001, slowest=slowest)[0].name
+
+    assert fastest(1e11, 1.0) == "synchronous"
+    assert fastest(1e6, 1.0) == "DiLoCo"
+    assert fastest(1e6, 3.0) == "asynchronous"

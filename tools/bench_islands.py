@@ -1,0 +1,198 @@
+"""Loss against bytes: islands that talk seldom beside synchronous training on the same tokens.
+
+    python tools/bench_islands.py
+    python tools/bench_islands.py --steps=800 --warm=200 --rows=16 --config.model.embed_dim=32 --only synchronous diloco
+
+Eight islands are simulated one after the other in this process: exchanges are those of real islands (jaxtrain/islands),
+the meeting is in memory, and nothing waits. So losses and bytes are real, and times are not measured: with stragglers,
+a clock of steps says when each island would arrive (one of the eight takes three times as long for a step).
+
+Every mode begins with the same synchronous steps, whose bytes count for none of them.
+
+Bytes are those that an island sends and receives, headers included. Synchronous training is charged with a ring
+all-reduce of float32 gradients in every step: 2 x (N - 1) / N x 4 bytes a parameter sent, and as many received.
+"""
+
+import argparse
+import dataclasses
+import heapq
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import jaxtrain as jt
+from jaxtrain.config.load import load_config
+from jaxtrain.flags import overrides_of
+from jaxtrain.islands.outer_exchange import Exchange
+from tests.islands.memory_meeting import MemoryMeeting
+
+ISLANDS, EVERY, SLOW = 8, 50, 3
+STREAMING = dict(fragments=2, overlap=5)
+MODES = {  # what differs from DiLoCo as published: islands.* keys, and whether one island is slow
+    "synchronous": None,
+    "local SGD": dict(learning_rate=1.0, momentum=0.0),
+    "diloco": {},
+    "diloco, bfloat16": dict(compression="bfloat16"),
+    "diloco, int4": dict(compression="int4"),
+    "diloco, top_k": dict(compression="top_k"),
+    "streaming": STREAMING,
+    "streaming, int4": STREAMING | dict(compression="int4"),
+    "asynchronous": dict(mode="async"),
+    "asynchronous, one slow": dict(mode="async", slow=True),
+    "asynchronous, one slow, ages alike": dict(mode="async", slow=True, age_decay=0.0),
+}
+
+
+def config_of(args, rows, keys):
+    """The config of a run of a small model on the source code of Python's library."""
+    return load_config(str(Path(__file__).resolve().parents[1] / "configs" / "gpt.py:tiny"), {
+        "train.steps": str(args.steps), "train.eval_every": "0", "data.global_batch_size": str(rows),
+        "optimizer.warmup_steps": str(args.steps // 20), **args.overrides,
+        **{f"islands.{key}": str(value) for key, value in keys.items()}})
+
+
+class Training:
+    """A run whose steps are made many at a time."""
+
+    def __init__(self, config):
+        self.run = jt.build(config, devices=jax.devices()[:1])
+        step, self.whole = self.run.sharded.make(), self.run.place(self.run.batch(0))
+
+        def chunk(state, batches, many):
+            def one(i, state):
+                return step(state, jax.tree.map(lambda x: x[i], batches))[0]
+            return jax.lax.fori_loop(0, many, one, state)
+
+        self._chunk = jax.jit(chunk, donate_argnums=0)
+
+    def train(self, state, batches, first, many):
+        """The state after so many steps from this one on."""
+        rows = [batches[first + n] for n in range(many)]
+        stacked = {key: np.stack([row[key] for row in rows] + [rows[0][key]] * (EVERY - many)) for key in rows[0]}
+        with self.run.sharded.context():
+            return self._chunk(state, jax.tree.map(jnp.asarray, stacked), many)
+
+    def loss(self, state, many=32):
+        """The evaluation's loss."""
+        return self.run.evaluate(state, many)["eval_loss"]
+
+
+def synchronous(args):
+    """-> loss and bytes of an island; and the state with which the islands begin."""
+    made = Training(config_of(args, ISLANDS * args.rows, {}))
+    state = made.run.init()
+    for first in range(0, args.steps, EVERY):
+        if first == args.warm:
+            begin = jax.device_get(state)
+        state = made.train(state, made.run.train_batches, first, EVERY)
+    size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    steps = args.steps - args.warm
+    return {"loss": made.loss(state), "bytes": steps * 2 * 2 * (ISLANDS - 1) / ISLANDS * 4 * size, "time": steps,
+            "parameters": size}, begin
+
+
+class Simulated:
+    """Some islands around one meeting."""
+
+    def __init__(self, args, keys, begin):
+        keys = dict(keys)
+        self.slow, self.args = keys.pop("slow", False), args
+        keys = dict(count=ISLANDS, every=EVERY) | keys
+        self.made = Training(config_of(args, args.rows, keys))
+        section = self.made.run.config.islands
+        self.section, self.meeting = section, MemoryMeeting(ISLANDS, section.mode, section.max_age)
+        self.exchanges = [Exchange(dataclasses.replace(section, index=i), self.made.run.abstract,
+                                   self.made.run.layout.axes, self.meeting) for i in range(ISLANDS)]
+        extras = {name: make(begin.params) for name, make in self.made.run.extras.items()}
+        state = dataclasses.replace(begin, extras=extras)
+        self.states = [self.made.run.adopt(jax.tree.map(np.array, state)) for _ in range(ISLANDS)]
+        data = self.made.run.config.data
+        self.batches = [jt_part(data, self.made.run.corpus, i) for i in range(ISLANDS)]
+        self.done, self.bytes = [args.warm] * ISLANDS, 0.0
+
+    def steps(self, i, many):
+        """Inner steps of an island."""
+        self.states[i] = self.made.train(self.states[i], self.batches[i], self.done[i], many)
+        self.done[i] += many
+
+    def exchange(self, do, islands):
+        """One half of an exchange, of some islands."""
+        for i in islands:
+            self.states[i] = do(self.exchanges[i], self.done[i], self.states[i])
+            fields = self.exchanges[i].pop_fields()
+            self.bytes += sum(fields.get(f"island_{way}_bytes", 0) for way in ("sent", "received")) / ISLANDS
+
+    def together(self):
+        """All islands at one speed, for as many steps as asked for; then every fragment once more."""
+        everyone, overlap, interval = range(ISLANDS), self.section.overlap, self.section.interval
+        steps = self.args.steps - self.args.warm
+        for number in range(steps // interval):
+            if overlap and number:
+                for i in everyone:
+                    self.steps(i, overlap)
+                self.exchange(Exchange.finish, everyone)
+            for i in everyone:
+                self.steps(i, interval - (overlap if number else 0))
+            last = (number + 1) * interval == steps
+            for _ in range(self.section.fragments if last else 1):
+                self.exchange(Exchange.offer, everyone)
+                if last or not overlap:
+                    self.exchange(Exchange.finish, everyone)
+        return steps * (SLOW if self.slow else 1)
+
+    def apart(self):
+        """Each island as it comes, until all together have made as many steps as asked for."""
+        pace = [SLOW if self.slow and i == ISLANDS - 1 else 1 for i in range(ISLANDS)]
+        coming = [(EVERY * pace[i] + i / 100, i) for i in range(ISLANDS)]
+        at, left = 0.0, (self.args.steps - self.args.warm) // EVERY * ISLANDS
+        for _ in range(left):
+            at, i = heapq.heappop(coming)
+            self.steps(i, EVERY)
+            self.exchange(Exchange.offer, [i])
+            self.exchange(Exchange.finish, [i])
+            heapq.heappush(coming, (at + EVERY * pace[i], i))
+        self.last = i
+        return at
+
+    def result(self):
+        """Train, and return loss and bytes."""
+        self.last = 0
+        at = self.together() if self.section.mode == "sync" else self.apart()
+        return {"loss": self.made.loss(self.states[self.last]), "bytes": self.bytes, "time": at}
+
+
+def jt_part(data, corpus, index):
+    """An island's batches; an island that is fast goes on behind what the schedule has."""
+    from jaxtrain.data.loading.island_part import island_batches
+
+    return island_batches(data, corpus, index, ISLANDS)
+
+
+def main():
+    """Parse the flags, and print a line for each mode."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1200, help="of synchronous training, a multiple of 50")
+    parser.add_argument("--warm", type=int, default=300, help="the first of them, synchronous in every mode")
+    parser.add_argument("--rows", type=int, default=2, help="of an island's batch")
+    parser.add_argument("--only", nargs="+", choices=MODES, default=list(MODES))
+    args, words = parser.parse_known_args()
+    args.overrides = overrides_of(words, vars(args))
+    whole, begin = synchronous(args)
+    print("| mode | loss | against synchronous | MB an island sends and receives | times fewer | steps of time |")
+    print("|---|---|---|---|---|---|")
+    for name in args.only:
+        began = time.time()
+        found = whole if MODES[name] is None else Simulated(args, MODES[name], begin).result()
+        print(f"| {name} | {found['loss']:.4f} | {found['loss'] / whole['loss'] - 1:+.2%} | {found['bytes'] / 1e6:.2f} "
+              f"| {whole['bytes'] / found['bytes']:.0f} | {found['time']:.0f} |", flush=True)
+        print(json.dumps({"mode": name, **found, "seconds": time.time() - began}), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
