@@ -36,7 +36,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jaxtrain as jt
 from jaxtrain.config import published_config
-from jaxtrain.config.tuning_keys import LoraConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.files import atomic_files
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.decoding import Decoding

@@ -6,14 +6,15 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.config import compression_keys, remat_policies, sparsity_keys, tuning_keys
-from jaxtrain.config.compression_keys import CompressionConfig
+from jaxtrain.config import remat_policies
 from jaxtrain.config.families import Gpt2Config, ModelConfig
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
-from jaxtrain.config.island_keys import IslandsConfig
-from jaxtrain.config.observe_keys import ObserveConfig
-from jaxtrain.config.sparsity_keys import SparsityConfig
-from jaxtrain.config.tuning_keys import EvaluationConfig, LoraConfig, PreferenceConfig, ReinforceConfig
+from jaxtrain.config.sections import compression_keys, sparsity_keys, tuning_keys
+from jaxtrain.config.sections.compression_keys import CompressionConfig
+from jaxtrain.config.sections.island_keys import IslandsConfig
+from jaxtrain.config.sections.observe_keys import ObserveConfig
+from jaxtrain.config.sections.sparsity_keys import SparsityConfig
+from jaxtrain.config.sections.tuning_keys import EvaluationConfig, LoraConfig, PreferenceConfig, ReinforceConfig
 from jaxtrain.errors import UserError
 from jaxtrain.redaction import redacted
 

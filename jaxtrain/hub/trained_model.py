@@ -15,7 +15,7 @@ from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.load import make_config
-from jaxtrain.config.tuning_keys import LoraConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.hub.adapters import adapter_files, stacked_adapters

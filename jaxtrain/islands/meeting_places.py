@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtrain.config.island_keys import IslandsConfig
+from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.islands.log_records import as_json, entry_of

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.config.island_keys import IslandsConfig
+from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.errors import UserError
 from jaxtrain.islands.fragments import fragments
 from jaxtrain.islands.host_arrays import HostArrays

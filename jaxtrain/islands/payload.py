@@ -8,7 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.config.island_keys import LOSSY
+from jaxtrain.config.sections.island_keys import LOSSY
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.compression import codecs, payload_bytes
 

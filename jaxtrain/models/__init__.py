@@ -6,7 +6,7 @@ from typing import Any
 from flax import nnx
 
 from jaxtrain.config.families import ModelConfig
-from jaxtrain.config.tuning_keys import LoraConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models.attention.mla import LatentAttention
 from jaxtrain.models.attention.self_attention import Attention

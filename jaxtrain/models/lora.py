@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.tuning_keys import LoraConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models.experts.moe import MATRICES, MoE
 from jaxtrain.models.layers import Linear, param

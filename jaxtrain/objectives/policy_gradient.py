@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.config.schema import Config
-from jaxtrain.config.tuning_keys import ReinforceConfig
+from jaxtrain.config.sections.tuning_keys import ReinforceConfig
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments, WithReference, summed_over_rows
 from jaxtrain.train_step.state import Skeleton
 

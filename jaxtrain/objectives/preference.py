@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.config.schema import Config
-from jaxtrain.config.tuning_keys import PreferenceConfig
+from jaxtrain.config.sections.tuning_keys import PreferenceConfig
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments, WithReference, summed_over_rows
 from jaxtrain.train_step.state import Skeleton
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.config.tuning_keys import PreferenceConfig
+from jaxtrain.config.sections.tuning_keys import PreferenceConfig
 from jaxtrain.objectives.preference import METRICS, Preference
 from jaxtrain.objectives.reference_policy import Segments, summed_over_rows
 

@@ -16,7 +16,7 @@ from typing import Any
 from jaxtrain.checkpoint import step_folders, verify
 from jaxtrain.checkpoint.mirror import FETCHING
 from jaxtrain.checkpoint.retention import best_of, dispensable
-from jaxtrain.config.observe_keys import TRACKERS
+from jaxtrain.config.sections.observe_keys import TRACKERS
 from jaxtrain.distributed import run_processes
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxtrain import storage
 from jaxtrain.checkpoint.mirror import Mirror
-from jaxtrain.config.observe_keys import TRACKERS
+from jaxtrain.config.sections.observe_keys import TRACKERS
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import misfit
 from jaxtrain.plan.cost.spending import price

@@ -8,7 +8,7 @@ import jax
 
 from jaxtrain import observe
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
-from jaxtrain.config.tuning_keys import tuned_from_nothing
+from jaxtrain.config.sections.tuning_keys import tuned_from_nothing
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange

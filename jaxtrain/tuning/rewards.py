@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.tuning_keys import ReinforceConfig
+from jaxtrain.config.sections.tuning_keys import ReinforceConfig
 from jaxtrain.errors import UserError
 
 Reward = Callable[[str, Mapping[str, Any]], float]  # of an answer, given the prompt's record

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxtrain.config.tuning_keys import ReinforceConfig
+from jaxtrain.config.sections.tuning_keys import ReinforceConfig
 from jaxtrain.hub import scoring
 from jaxtrain.hub.generate import Generated
 from jaxtrain.train_step import partition

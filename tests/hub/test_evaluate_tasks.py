@@ -17,7 +17,7 @@ from tests.numerics import reference
 
 pytest.importorskip("lm_eval")
 
-from jaxtrain.config.tuning_keys import LoraConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.hub import evaluate_tasks, generate_texts
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.harness_model import HarnessModel

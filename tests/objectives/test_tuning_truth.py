@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config.tuning_keys import PreferenceConfig, ReinforceConfig
+from jaxtrain.config.sections.tuning_keys import PreferenceConfig, ReinforceConfig
 from jaxtrain.objectives import kto, policy_gradient, preference, reward_model
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments
 from jaxtrain.tuning.values import Valued, known_of

@@ -11,7 +11,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.builder import build
 from jaxtrain.config.load import load_config
-from jaxtrain.config.observe_keys import ObserveConfig
+from jaxtrain.config.sections.observe_keys import ObserveConfig
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe import events

@@ -123,7 +123,7 @@ def test_a_run_that_goes_on_makes_the_same_answers_and_learns(files, tmp_path, r
 
 
 def test_advantages():
-    from jaxtrain.config.tuning_keys import ReinforceConfig
+    from jaxtrain.config.sections.tuning_keys import ReinforceConfig
     from jaxtrain.tuning.rewards import advantages_of
 
     keys = dict(prompts="a", reward="b", group_size=3)

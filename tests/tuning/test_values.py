@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config.tuning_keys import ReinforceConfig
+from jaxtrain.config.sections.tuning_keys import ReinforceConfig
 from jaxtrain.hub import export, generate_texts, trained_model
 from jaxtrain.hub.adapters import adapter_commands
 from jaxtrain.hub.generate import Generated

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.families import ModelConfig
 from jaxtrain.config.published_config import FILE
-from jaxtrain.config.tuning_keys import LoraConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files, bounded_files
 from jaxtrain.hub.weights import published_weights, safetensors_files

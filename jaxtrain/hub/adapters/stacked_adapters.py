@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.families import ModelConfig
-from jaxtrain.config.tuning_keys import LoraConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.models import Decoder, lora

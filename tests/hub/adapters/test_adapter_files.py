@@ -13,7 +13,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config import published_config
-from jaxtrain.config.tuning_keys import LoraConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.hub import initial_params, trained_model
 from jaxtrain.hub.adapters import __main__ as adapters
 from jaxtrain.hub.adapters import adapter_files, adapter_merge

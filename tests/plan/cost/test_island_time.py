@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain.config.island_keys import IslandsConfig
+from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.plan.cost.island_time import modes
 
 

@@ -1,0 +1,1 @@
+"""Sections of a config that most runs leave alone: one file each."""
