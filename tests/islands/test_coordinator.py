@@ -121,11 +121,11 @@ def test_those_at_their_end_do_not_count_for_the_quorum():
 
 def test_without_rounds_each_offer_is_an_entry_and_old_ones_are_refused():
     world = World(Policy("async", oldest=2))
-    for island, base in ((0, 0), (1, 0), (0, 1), (2, 0), (1, 0), (1, 1)):
+    for island, base in ((0, 0), (1, 0), (1, 1), (0, 1), (2, 0), (1, 0)):
         world.offer(island, base, island)
-    assert world.islands() == [[0], [1], [0], [], []], "the same offer again does nothing"
+    assert world.islands() == [[0], [1], [], [0], []], "the same offer again does nothing"
     refused = [offer for entry in world.mind.entries for offer in entry.refused]
-    assert [(offer.island, offer.base) for offer in refused] == [(2, 0), (1, 1)], "entry 2 has what it did"
+    assert [(offer.island, offer.base) for offer in refused] == [(1, 1), (2, 0)], "entry 2 has what it did"
 
 
 def test_offers_that_cannot_be_are_refused_in_one_sentence():
