@@ -13,7 +13,7 @@ import pytest
 from jaxtrain.errors import UserError
 from jaxtrain.islands.coordinator import Policy
 from jaxtrain.islands.meeting import Offer, Trimmed
-from jaxtrain.islands.network import certificates, frames, tcp_meeting
+from jaxtrain.islands.network import certificates, frames, meeting_server, tcp_meeting
 from jaxtrain.islands.network.meeting_server import MeetingServer
 from jaxtrain.islands.network.tcp_meeting import TcpMeeting
 from jaxtrain.islands.outer_log import OuterLog
@@ -218,6 +218,22 @@ def test_strangers_and_nonsense_change_nothing(island, served, keys):
             frames.send(line, asked)
             assert "error" in frames.receive(line)[0], asked
     assert island(0).entries(0, 0) == [] and not list((served.folder / "contents").iterdir())
+
+
+def test_silent_strangers_make_room_for_islands(island, served, monkeypatch):
+    monkeypatch.setattr(meeting_server, "_MOST", 3)
+    strangers = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(5)]
+    assert [line.recv(1) for line in strangers[:2]] == [b"", b""], "the oldest"
+    assert island(0).entries(0, 0) == []
+    for line in strangers:
+        line.close()
+
+
+def test_an_island_gives_signs_of_life_while_it_trains(island, served):
+    seen = threading.Semaphore(0)
+    served.log.alive = lambda number: seen.release()
+    island(1, sign=0.05).entries(0, 0)
+    assert all(seen.acquire(timeout=20) for _ in range(4))
 
 
 def test_a_coordinator_that_stays_away_is_an_oserror(island, served):
