@@ -75,6 +75,25 @@ def test_who_is_missing_at_the_deadline_is_not_waited_for_until_it_offers_again(
     assert world.islands()[3:] == [[0, 1, 2]]
 
 
+def test_an_offer_that_is_made_again_does_not_start_the_clock():
+    """Otherwise an island that was late once would close each round alone, before the others are done with theirs."""
+    world = World(Policy(islands=2, timeout=10))
+    for base in (0, 1):
+        world.offer(0, base)
+        world.offer(1, base) if not base else world.pass_time(11, alive=(0, 1))
+    assert world.islands() == [[0, 1], [0]]
+    for base in (1, 2):
+        world.offer(1, base)
+    world.pass_time(30, alive=(0, 1))
+    assert world.mind.position == 2
+    world.offer(0, 2)
+    assert world.islands()[2:] == [[0, 1]]
+    for island in (1, 0):
+        world.offer(island, 3)
+        world.pass_time(11, alive=(0, 1))
+    assert world.islands()[3:] == [[1]], "the next one does"
+
+
 def test_who_gives_no_sign_of_life_is_not_waited_for():
     world = World(Policy(islands=2, timeout=1000, lease=60))
     for island in range(2):
