@@ -1,7 +1,7 @@
 """Loss against bytes: islands that talk seldom beside synchronous training on the same tokens.
 
     python tools/bench_islands.py
-    python tools/bench_islands.py --steps=400 --warm=100 --only synchronous diloco
+    python tools/bench_islands.py --steps=800 --warm=200 --rows=16 --config.model.embed_dim=32 --only synchronous diloco
 
 Eight islands are simulated one after the other in this process: exchanges are those of real islands (jaxtrain/islands),
 the meeting is in memory, and nothing waits. So losses and bytes are real, and times are not measured: with stragglers,
@@ -28,6 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jaxtrain as jt
 from jaxtrain.config.load import load_config
+from jaxtrain.flags import overrides_of
 from jaxtrain.islands.outer_exchange import Exchange
 from tests.islands.memory_meeting import MemoryMeeting
 
@@ -48,11 +49,12 @@ MODES = {  # what differs from DiLoCo as published: islands.* keys, and whether 
 }
 
 
-def config_of(steps, rows, keys):
+def config_of(args, rows, keys):
     """The config of a run of a small model on the source code of Python's library."""
     return load_config(str(Path(__file__).resolve().parents[1] / "configs" / "gpt.py:tiny"), {
-        "train.steps": str(steps), "train.eval_every": "0", "data.global_batch_size": str(rows),
-        "optimizer.warmup_steps": str(steps // 20), **{f"islands.{key}": str(value) for key, value in keys.items()}})
+        "train.steps": str(args.steps), "train.eval_every": "0", "data.global_batch_size": str(rows),
+        "optimizer.warmup_steps": str(args.steps // 20), **args.overrides,
+        **{f"islands.{key}": str(value) for key, value in keys.items()}})
 
 
 class Training:
@@ -82,8 +84,8 @@ class Training:
 
 
 def synchronous(args):
-    """-> loss, bytes of an island; and the state with which the islands begin."""
-    made = Training(config_of(args.steps, ISLANDS * args.rows, {}))
+    """-> loss and bytes of an island; and the state with which the islands begin."""
+    made = Training(config_of(args, ISLANDS * args.rows, {}))
     state = made.run.init()
     for first in range(0, args.steps, EVERY):
         if first == args.warm:
@@ -102,7 +104,7 @@ class Simulated:
         keys = dict(keys)
         self.slow, self.args = keys.pop("slow", False), args
         keys = dict(count=ISLANDS, every=EVERY) | keys
-        self.made = Training(config_of(args.steps, args.rows, keys))
+        self.made = Training(config_of(args, args.rows, keys))
         section = self.made.run.config.islands
         self.section, self.meeting = section, MemoryMeeting(ISLANDS, section.mode, section.max_age)
         self.exchanges = [Exchange(dataclasses.replace(section, index=i), self.made.run.abstract,
@@ -181,7 +183,8 @@ def main():
     parser.add_argument("--warm", type=int, default=300, help="the first of them, synchronous in every mode")
     parser.add_argument("--rows", type=int, default=2, help="of an island's batch")
     parser.add_argument("--only", nargs="+", choices=MODES, default=list(MODES))
-    args = parser.parse_args()
+    args, words = parser.parse_known_args()
+    args.overrides = overrides_of(words, vars(args))
     whole, begin = synchronous(args)
     print("| mode | loss | against synchronous | MB an island sends and receives | times fewer | steps of time |")
     print("|---|---|---|---|---|---|")

@@ -51,8 +51,8 @@ class IslandsConfig:
             raise UserError("islands.every", f"{self.every} steps do not divide into {self.fragments} fragments",
                             f"use a multiple of {self.fragments}")
         if self.overlap >= self.interval:
-            raise UserError("islands.overlap", f"an exchange begins every {self.interval} steps, and would meet the next "
-                            "one", f"use {self.interval - 1} or less")
+            raise UserError("islands.overlap", f"an exchange begins every {self.interval} steps, and would meet the "
+                            "next one", f"use {self.interval - 1} or less")
         if self.blend != IslandsConfig.blend and not self.overlap:
             raise UserError("islands.blend", "it is read with islands.overlap only", "leave it out")
         if self.mode == "async" and self.fragments > 1:

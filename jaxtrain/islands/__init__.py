@@ -13,8 +13,8 @@ def with_exchange(run: Run) -> Run:
     """Return the run with what exchanges its progress with other islands, if its config has any."""
     if not run.config.islands.count or run.exchange is not None:
         return run
-    from jaxtrain.islands.outer_exchange import Exchange
     from jaxtrain.islands.meeting_places import open_meeting
+    from jaxtrain.islands.outer_exchange import Exchange
 
     return replace(run, exchange=Exchange(run.config.islands, run.abstract, run.layout.axes,
                                           open_meeting(run.config.islands), run.train_batches.tokens))

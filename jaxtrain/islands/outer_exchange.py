@@ -44,7 +44,7 @@ class Exchange:
             meeting: the log and its offers.
             tokens: from a step to the number of the island's tokens before it.
         """
-        self._config, self._meeting, self._tokens = config, meeting, tokens
+        self.islands, self._meeting, self._tokens = config, meeting, tokens
         self._fragments = fragments(abstract.params, axes, config.fragments)
         self._optimizer = OuterOptimizer(config.learning_rate, config.momentum, config.count, config.age_decay)
         self._exact = config.mode == "sync" and config.compression == "none"
@@ -56,17 +56,16 @@ class Exchange:
         self._sent = "", b""  # the last offer's content, by its hash
         self._unsent: tuple[int, np.ndarray | None] = 0, None  # its fragment, and what was unsent of it before
 
-    # ------------------------------------------------------------------------------------------------ what the loop calls
+    # ---------------------------------------------------------------------------------------------- what the loop calls
     def begin(self, step: int, state: TrainState) -> TrainState:
-        """Return the state to begin with: that of the log, for an island that is new, or an exchange brought to its end.
-        """
+        """Return the state to begin with: at the end of the log, if the island is new; an open exchange is ended."""
         outer = state.extras[NAME]
         self._position, self._open = int(jax.device_get(outer["position"])), int(jax.device_get(outer["open"]))
-        self._offered = step - step % self._config.interval
+        self._offered = step - step % self.islands.interval
         self._unsent = self._fragment(self._position), None
         if not step and not self._position:
             return self._catch_up(state)
-        if self._open and step % self._config.interval >= self._config.overlap:
+        if self._open and step % self.islands.interval >= self.islands.overlap:
             return self.finish(step, state)
         return state
 
@@ -78,28 +77,28 @@ class Exchange:
             last: whether no step follows: every fragment is exchanged then, and the island leaves.
             stopping: whether to leave an exchange open that has to wait.
         """
-        if self._open and (last or step % self._config.interval == self._config.overlap):
+        if self._open and (last or step % self.islands.interval == self.islands.overlap):
             state = self.finish(step, state, stopping)
         if last:
             for left in reversed(range(len(self._fragments))):
                 state = self.finish(step, self.offer(step, state, last=not left))
-        elif step % self._config.interval == 0 and not self._open:
+        elif step % self.islands.interval == 0 and not self._open:
             state = self.offer(step, state)
-            if not self._config.overlap:
+            if not self.islands.overlap:
                 state = self.finish(step, state, stopping)
         return state
 
     def due(self, step: int, last: bool = False) -> bool:
         """Return whether anything is to be done after this step."""
-        here = step % self._config.interval
-        return last or not here or (self._open and here == self._config.overlap)
+        here = step % self.islands.interval
+        return last or not here or (self._open > 0 and here == self.islands.overlap)
 
     def pop_fields(self) -> dict[str, float]:
         """Return what the next line of metrics says of the exchanges since the last one."""
         fields, self._fields = self._fields, {}
         return fields
 
-    # --------------------------------------------------------------------------------------------- the halves of an exchange
+    # ---------------------------------------------------------------------------------------- the halves of an exchange
     def offer(self, step: int, state: TrainState, last: bool = False) -> TrainState:
         """Begin an exchange: offer the progress of the fragment whose turn it is."""
         work = self._work(state)
@@ -110,37 +109,36 @@ class Exchange:
     def finish(self, step: int, state: TrainState, stopping: Callable[[int], bool] = lambda step: False) -> TrainState:
         """End the exchange: apply entries until one has the island's offer. `stopping`: leave it open if that waits."""
         work, began, first = self._work(state), time.perf_counter(), self._position
-        blend = self._config.blend if step > self._offered else 0.0  # steps went on meanwhile
+        blend = self.islands.blend if step > self._offered else 0.0  # steps went on meanwhile
         while self._open:
             try:
-                entries = self._meeting.entries(self._position, PATIENCE_S)
-                if self._config.mode == "sync":  # each by itself, so that whoever is resumed offers after the same ones
-                    entries = entries[:1]
-                for entry in entries:
+                entries = list(self._meeting.entries(self._position, PATIENCE_S))
+                for entry, following in zip(entries, [*entries[1:], None], strict=False):
                     if self._apply(entry, work, blend):
                         self._keep_snapshot(entry, work)
                         break
+                    if self.islands.mode == "sync":  # its offer came too late for this entry
+                        blend = 0.0
+                        self._take_back(work)
+                        if self._position - first > self.islands.max_age:
+                            self._adopt(work)
+                            break
+                        if following is None or following.has(self.islands.index, self._position):
+                            self._offer(step, work)
             except Trimmed:
                 self._adopt_snapshot(work)
                 break
-            if self._open and entries and self._config.mode == "sync":  # its offer came too late for these
-                self._take_back(work)
-                if self._position - first > self._config.max_age:
-                    self._adopt(work)
-                    break
-                blend = 0.0
-                self._offer(step, work)
-            elif self._open and not entries and stopping(step):
+            if self._open and not entries and stopping(step):
                 break
         self._count("island_wait_s", time.perf_counter() - began)
         self._fields["island_entry"] = self._position
         return self._state(state, work)
 
-    # ----------------------------------------------------------------------------------------------------------- the parts
+    # -------------------------------------------------------------------------------------------------------- the parts
     def _work(self, state: TrainState) -> HostArrays:
         outer = state.extras[NAME]
         return HostArrays({"own": state.params, "params": outer["params"],
-                           **{name: outer[name] for name in self._config.kept}})
+                           **{name: outer[name] for name in self.islands.kept}})
 
     def _state(self, state: TrainState, work: HostArrays) -> TrainState:
         trees, outer = work.trees(), state.extras[NAME]
@@ -156,23 +154,23 @@ class Exchange:
         number = self._fragment(self._position)
         fragment = self._fragments[number]
         own = work.get("own", fragment)
-        before = work.get("unsent", fragment) if "unsent" in self._config.kept else None
+        before = work.get("unsent", fragment) if "unsent" in self.islands.kept else None
         content, unsent = self._payload.encode(own if self._exact else work.get("params", fragment) - own, before)
         if unsent is not None:
             self._unsent = number, before
             work.set("unsent", fragment, unsent)
-        self._open, self._offered, self._sent = self._position + 1, step, (
-            hashlib.sha256(content).hexdigest(), content)
-        tokens = self._tokens(step) - self._tokens(max(0, step - self._config.every))
+        self._open, self._offered = self._position + 1, step
+        self._sent = hashlib.sha256(content).hexdigest(), content
+        tokens = self._tokens(step) - self._tokens(max(0, step - self.islands.every))
         self._meeting.offer(Offer(
-            self._config.index, self._position, number, float(tokens), self._sent[0],
-            min(step, self._config.every), tokens, self._leaving), content)
+            self.islands.index, self._position, number, float(tokens), self._sent[0],
+            min(step, self.islands.every), tokens, self._leaving), content)
         self._count("island_sent_bytes", len(content))
 
     def _take_back(self, work: HostArrays) -> None:
         """Undo that what an offer lacked is remembered, since nobody took the offer; after a restart all of it is lost.
         """
-        if "unsent" in self._config.kept:
+        if "unsent" in self.islands.kept:
             number, before = self._unsent
             fragment = self._fragments[number]
             work.set("unsent", fragment, before if before is not None else np.zeros_like(work.get("own", fragment)))
@@ -182,12 +180,12 @@ class Exchange:
         if entry.number != self._position + 1:
             raise OSError(f"the islands' log has entry {entry.number} where {self._position + 1} is next")
         fragment = self._fragments[entry.fragment]
-        old = {name: work.get(name, fragment) for name in ("params", *self._config.shared)}
+        old = {name: work.get(name, fragment) for name in ("params", *self.islands.shared)}
         new = self._updated(entry, old)
         for name, vector in new.items():
             work.set(name, fragment, vector)
         self._position = entry.number
-        if mine := self._open > 0 and entry.has(self._config.index, self._open - 1):
+        if mine := self._open > 0 and entry.has(self.islands.index, self._open - 1):
             self._open = 0
             came = new.get("params", old["params"])
             work.set("own", fragment, came if not blend else
@@ -207,7 +205,7 @@ class Exchange:
             came.append(self._payload.decode(content, size))
         if not came:
             return {}
-        if self._config.mode == "async":
+        if self.islands.mode == "async":
             return self._optimizer.arrived(dict(old), came[0], entry.number,
                                            entry.number - 1 - entry.contributions[0].base)
         return self._optimizer.together(dict(old), came, [offer.weight for offer in entry.contributions], self._exact)
@@ -231,11 +229,11 @@ class Exchange:
 
     # -------------------------------------------------------------------------------------------------------- snapshots
     def _keep_snapshot(self, entry: Entry, work: HostArrays) -> None:
-        """Leave a snapshot for others every some entries: the first island of the entry does, since all have the same."""
-        if (entry.number % self._config.snapshot_every == 0 and entry.contributions
-                and entry.contributions[0].island == self._config.index):
+        """Leave a snapshot for others every some entries: the entry's first island does, since all have the same."""
+        if (entry.number % self.islands.snapshot_every == 0 and entry.contributions
+                and entry.contributions[0].island == self.islands.index):
             self._meeting.put_snapshot(self._position, b"".join(
-                work.get(name, fragment).tobytes() for name in ("params", *self._config.shared)
+                work.get(name, fragment).tobytes() for name in ("params", *self.islands.shared)
                 for fragment in self._fragments))
 
     def _adopt_snapshot(self, work: HostArrays) -> None:
@@ -244,7 +242,7 @@ class Exchange:
         if position <= self._position:
             return
         vector, at = np.frombuffer(content, "<f4"), 0
-        for name in ("params", *self._config.shared):
+        for name in ("params", *self.islands.shared):
             for fragment in self._fragments:
                 size = work.get(name, fragment).size
                 if at + size > vector.size:

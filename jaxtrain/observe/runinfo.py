@@ -26,6 +26,7 @@ _FREE: dict[str, Set[str] | None] = {
     # The same text elsewhere is the same data: the manifest's hash tells. Rows that are not lost stay where they were.
     "data": {"cache_dir", "cache_bytes", "corrupt", "prefetch", "source"},
     "optimizer": {"zero_stage", "offload"}, "reinforce": {"reward_timeout_s"},
+    "islands": {"meeting", "keys", "max_age", "snapshot_every"},
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
               "eval_batches", "sample_tokens", "progress", "check_memory", "expert_exchange",
               "grouped_matmul", "expert_buffer", "deterministic", "compiler_options",

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
                       help="with --scaling: a budget, and what it gets at best; default: the run's")
     made.add_argument("--dollars", type=float, help="with --scaling: the same in money, at the first layout's speed")
     made.add_argument("--link", type=float, metavar="GBIT",
-                      help="with islands.count: gigabits a second between islands, to say which mode of them is fastest")
+                      help="with islands.count: gigabits a second between islands, to say which mode is fastest")
     made.add_argument("--explain", action="store_true", help="explain only the layout of the config")
     made.add_argument("--verify", type=int, default=0, metavar="K", help="compile the best K for the real target")
     made.add_argument("--roofline", action="store_true",

@@ -80,6 +80,7 @@ def test_one_island_that_talks_after_every_step_is_plain_training_to_the_bit(tmp
     assert_same_bits(outer_state(state)["params"], numbers(plain.params))
 
 
+@pytest.mark.slow
 def test_two_islands_that_average_each_step_of_sgd_are_data_parallel_training(tmp_path):
     def both(step, _):
         return jax.tree.map(lambda a, b: np.concatenate([a, b]), rows_of(step, 0), rows_of(step, 1))
@@ -119,13 +120,13 @@ class Dies:
 MODES = {"sync": {}, "streaming": dict(every=4, fragments=2, overlap=1), "int4": dict(compression="int4")}
 
 
-_MORE = pytest.mark.exhaustive
+KILLED = [(6, "on_batch"), (6, "on_dispatch"), (8, "on_batch"), (9, "on_dispatch")]
+SLOW = [((6, "on_batch"), "int4"), ((8, "on_batch"), "streaming")]  # the others are more of the same
 
 
 @pytest.mark.parametrize("killed, mode", [
-    pytest.param(*both, marks=pytest.mark.slow if both in (((6, "on_batch"), "int4"), ((8, "on_batch"), "streaming")) else _MORE)
-    for both in itertools.product([(6, "on_batch"), (6, "on_dispatch"), (8, "on_batch"), (9, "on_dispatch")], MODES)],
-    ids=str)
+    pytest.param(*both, marks=pytest.mark.slow if both in SLOW else pytest.mark.exhaustive)
+    for both in itertools.product(KILLED, MODES)], ids=str)
 def test_an_island_that_is_killed_goes_on_to_the_same_bits(tmp_path, killed, mode):
     def pair(workdir, observers=()):
         meeting = MemoryMeeting(2)

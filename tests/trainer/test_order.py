@@ -1,7 +1,7 @@
 """Test that the events of a run come in the order that the loop promises:
 
-on_batch -> step (donates) -> on_dispatch -> metrics pushed -> stop agreed -> checks -> metrics flushed -> saved ->
-evaluated -> next batch
+on_batch -> step (donates) -> exchanged with islands -> on_dispatch -> metrics pushed -> stop agreed -> checks ->
+metrics flushed -> saved -> evaluated -> next batch
 
 The tests compare whole recorded runs, so an event that is missing, repeated or out of place fails them.
 """

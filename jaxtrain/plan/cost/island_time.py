@@ -1,9 +1,9 @@
 """How long a step takes when islands are joined by a slow link: by synchronous training, and by each mode of islands.
 
-A closed form. An island's link carries its bytes a second in each direction at once; every exchange also waits for a few
-ways there and back. Synchronous training sums float32 gradients in a ring in every step, beside at most the backward
-pass, two thirds of the step. With a straggler, whatever waits for all islands goes at its pace; asynchronous islands
-make on average as many steps as each can.
+A closed form. An island's link carries its bytes a second in each direction at once; every exchange also waits for a
+few ways there and back. Synchronous training sums float32 gradients in a ring in every step, beside at most the
+backward pass, two thirds of the step. With a straggler, whatever waits for all islands goes at its pace; asynchronous
+islands make on average as many steps as each can.
 """
 
 from dataclasses import dataclass, replace

@@ -1,0 +1,24 @@
+"""What the section of islands refuses."""
+
+import pytest
+
+from jaxtrain.config.load import make_config
+from jaxtrain.errors import UserError
+
+
+@pytest.mark.parametrize("keys, said", [
+    (dict(every=10), r"islands.every: it is read with islands.count only"),
+    (dict(count=2, index=2), r"islands.index: there are 2 islands"),
+    (dict(count=2, mode="ring"), r"islands.mode: 'ring' is not supported"),
+    (dict(count=2, every=50, fragments=3), r"islands.every: 50 steps do not divide into 3 fragments"),
+    (dict(count=2, every=50, fragments=5, overlap=10), r"islands.overlap: an exchange begins every 10 steps"),
+    (dict(count=2, blend=0.1), r"islands.blend: it is read with islands.overlap only"),
+    (dict(count=2, mode="async", fragments=2), r"islands.fragments: an asynchronous update has all parameters"),
+    (dict(count=2, age_decay=1.0), r"islands.age_decay: it is read with islands.mode=async only"),
+    (dict(count=2, compression="int2"), r"islands.compression: 'int2' is not supported"),
+    (dict(count=2, meeting="tcp://host:7000"), r"islands.keys: a coordinator is reached with certificates"),
+    (dict(count=2, momentum=1.0), r"islands.momentum: 1.0 is not in"),
+])
+def test_refusals(keys, said):
+    with pytest.raises(UserError, match=said):
+        make_config({"islands": keys})
