@@ -139,13 +139,11 @@ class Simulated:
                 self.exchange(Exchange.finish, everyone)
             for i in everyone:
                 self.steps(i, interval - (overlap if number else 0))
-            self.exchange(Exchange.offer, everyone)
-            if not overlap:
-                self.exchange(Exchange.finish, everyone)
-        for _ in range(1 + self.section.fragments) if overlap else ():
-            self.exchange(Exchange.finish, everyone)
-            self.exchange(Exchange.offer, everyone)
-        self.exchange(Exchange.finish, everyone)
+            last = (number + 1) * interval == steps
+            for _ in range(self.section.fragments if last else 1):
+                self.exchange(Exchange.offer, everyone)
+                if last or not overlap:
+                    self.exchange(Exchange.finish, everyone)
         return steps * (SLOW if self.slow else 1)
 
     def apart(self):
