@@ -52,7 +52,8 @@ class Coordinator:
         self.newest: dict[int, int] = {}  # by island: the newest entry with an offer of it
         self.there: dict[int, float | None] = {}  # by island: when it was last heard of; None: before a restart
         self.left: set[int] = set()  # the islands whose last offer said that it is
-        self._opened: float | None = None  # when the open round had its first offer
+        self._late: set[int] = set()  # islands whose newest offer came too late for its round
+        self._opened: float | None = None  # when the open round had its first offer of another island
         for record in records:
             self.apply(record)
         latest = self.entries[-1].contributions if self.entries else ()
@@ -77,6 +78,7 @@ class Coordinator:
             entry = Entry(number, offer.fragment, (), (offer,)) if old else Entry(number, offer.fragment, (offer,))
             return [{"entry": as_json(entry)}]
         if offer.round <= self.position:
+            self._late.add(offer.island)
             return []
         if other := next((one for one in self.open.values() if one.fragment != offer.fragment), None):
             raise UserError(f"island {offer.island}", f"it offers fragment {offer.fragment} where island "
@@ -98,14 +100,14 @@ class Coordinator:
         """Close the round if it is complete, or if it waited long enough."""
         if not self.open:
             return []
-        self._opened = now if self._opened is None else self._opened
-        self.there = {island: now if seen is None else seen for island, seen in self.there.items()}
-        self.there = {island: seen for island, seen in self.there.items()
-                      if island in self.open or now - seen <= self.policy.lease}
+        if self._opened is None and self.open.keys() - self._late:  # those offer again at once, ahead of the others
+            self._opened = now
+        seen = {island: now if at is None else at for island, at in self.there.items()}
+        self.there = {island: at for island, at in seen.items() if island in self.open or now - at <= self.policy.lease}
         missing = self.there.keys() - self.open.keys()
         quorum = max(1, min(self.policy.quorum, self.policy.islands - len(self.left)))
         is_complete = not missing and len(self.open) >= (quorum if self.entries else self.policy.islands)
-        is_over = now - self._opened >= self.policy.timeout and len(self.open) >= quorum
+        is_over = (self._opened is not None and now - self._opened >= self.policy.timeout and len(self.open) >= quorum)
         if not is_complete and not is_over:
             return []
         for island in missing:  # until its next offer, so that a dead one costs one timeout, not one a round
@@ -128,6 +130,7 @@ class Coordinator:
             self.bases[offer.island] = offer.base
             self.newest[offer.island] = entry.number
             self.open.pop(offer.island, None)
+            self._late.discard(offer.island)
             (self.left.add if offer.last else self.left.discard)(offer.island)
             if offer.last:
                 self.there.pop(offer.island, None)

@@ -41,6 +41,7 @@ class FolderMeeting:
         self._store, self._island, self._patience = _Store(place), island, patience
         self._names: dict[str, str] = {}  # of contents, by hash: those of the entries that were read
         self._closed = threading.Event()
+        self._store.names("entries")  # what cannot work at all is said at once
         threading.Thread(target=self._live, args=(sign,), name="islands", daemon=True).start()
 
     def close(self) -> None:
@@ -109,6 +110,7 @@ class FolderMeeting:
             except (UserError, OSError, ValueError) as error:
                 if time.monotonic() > end or self._closed.is_set():
                     raise OSError(str(error)) from error
+                say(f"{error}; trying again")
             self._closed.wait(PAUSE[1])
 
 

@@ -85,3 +85,11 @@ def test_a_content_that_no_offer_needs_yet_stays_while_others_are_removed(tmp_pa
     log.offer(*offered(0, 1, b"new"))
     assert log.content(offered(0, 1, b"new")[0].sha256) == b"new" and log.snapshot() == (1, b"state")
     log.close()
+
+
+def test_parts_that_overlap_or_leave_a_gap_make_a_whole(tmp_path):
+    log = OuterLog(tmp_path, Policy(islands=1))
+    offer, content = offered(0, 0, b"abcdefgh")
+    here = [log.begin(0, offer.sha256, content[start:stop], start) for start, stop in ((0, 3), (5, 8), (1, 4), (2, 8))]
+    assert here == [3, 3, 4, 8] and log.offer(offer) and log.content(offer.sha256) == content
+    log.close()

@@ -19,9 +19,9 @@ STEPS, EVERY, ROWS = 120, 10, 4
 
 
 class TrainingStorm(Storm):
-    """Islands that are runs of the tiny GPT; a round goes on without an island that is away for long."""
+    """Islands that are runs of the tiny GPT, and have a minute to come back before a round goes on without them."""
 
-    pace, timeouts, lease = 20.0, (10, 60), 10
+    pace, timeouts, lease = 20.0, (60,), 60
 
     def island(self, index, store, mode):
         keys = {"train.steps": STEPS, "train.eval_every": STEPS, "train.progress": False, "checkpoint.every": EVERY,
