@@ -17,10 +17,9 @@ WIDTHS = {"embed_dim": ("embed", "expert_embed", "ahead", "norm"), "mlp_dim": ("
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The fields that every decoder has."""
+    """The fields that every family has."""
 
     name: str = "gpt2"  # the family
-    vocab_size: int = 320  # rows of the embedding table: at least the tokenizer's
     num_layers: int = 4  # transformer blocks
     embed_dim: int = 128  # width of the residual stream
     num_heads: int = 4  # attention heads (of the queries)
@@ -28,13 +27,16 @@ class ModelConfig:
     head_dim: int = 0  # 0: embed_dim / num_heads
     mlp_dim: int = 0  # 0: 4 x embed_dim
     max_seq_len: int = 1024  # the longest row in tokens; GPT-2 has a learned position for each
-    window: int = 0  # sliding attention window in tokens; 0: none
     norm_eps: float = 1e-5  # added to the variance in LayerNorm and RMSNorm
-    tied_embeddings: bool = True  # whether the output projection is the embedding table
     # muP: widths of a narrow model whose best learning rate this one then has, as {"embed_dim": 64, "num_heads": 4}
     mup_base: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     # No fields (they have no annotation): what a family without such a field has.
+    text = False  # whether it is a decoder of text; else a row is a sequence of a prepared corpus
+    causal = True  # whether attention looks back only
+    vocab_size = 0
+    window = 0
+    tied_embeddings = False
     rope_head_dim = 0
     value_head_dim = 0
     kv_rank = 0
@@ -50,8 +52,8 @@ class ModelConfig:
     sinks = False  # whether attention has them
 
     def __post_init__(self):
-        positive(self, "model", "vocab_size num_layers embed_dim num_heads max_seq_len norm_eps")
-        not_negative(self, "model", "num_kv_heads head_dim mlp_dim window")
+        positive(self, "model", "num_layers embed_dim num_heads max_seq_len norm_eps")
+        not_negative(self, "model", "num_kv_heads head_dim mlp_dim")
         for field in fields(self):
             if isinstance(value := getattr(self, field.name), int) and value >= 2**31:
                 raise UserError(f"model.{field.name}", f"{value} is too large for an array", "use less than 2^31")
@@ -106,12 +108,30 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class Gpt2Config(ModelConfig):
+class DecoderConfig(ModelConfig):
+    """The fields that every decoder of text has besides."""
+
+    # pyrefly: ignore[bad-override]
+    vocab_size: int = 320  # rows of the embedding table: at least the tokenizer's
+    # pyrefly: ignore[bad-override]
+    window: int = 0  # sliding attention window in tokens; 0: none
+    # pyrefly: ignore[bad-override]
+    tied_embeddings: bool = True  # whether the output projection is the embedding table
+    text = True
+
+    def __post_init__(self):
+        positive(self, "model", "vocab_size")
+        not_negative(self, "model", "window")
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class Gpt2Config(DecoderConfig):
     """GPT-2: nothing beyond what every decoder has."""
 
 
 @dataclass(frozen=True)
-class RotaryConfig(ModelConfig):
+class RotaryConfig(DecoderConfig):
     """Rotary positions, as they are or scaled for longer rows."""
 
     rope_theta: float = 10_000.0  # base of the rotary positions
@@ -294,7 +314,7 @@ class DeepseekV3Config(ExpertsConfig):
 
 
 @dataclass(frozen=True)
-class Gemma3Config(ModelConfig):
+class Gemma3Config(DecoderConfig):
     """Gemma 3: layers with a sliding window, and among them layers that attend to everything, with two rotary bases."""
 
     name: str = "gemma3"
@@ -338,7 +358,51 @@ class GptOssConfig(RoutedConfig):
         super()._check_experts()
 
 
+TABLE_ROWS = 64  # divides the rows of tables of categories, so that most meshes split them evenly
+
+
+@dataclass(frozen=True)
+class EventsConfig(ModelConfig):
+    """Events of users, or of anything else in time: a causal transformer that predicts the next one."""
+
+    name: str = "events"
+    # Columns of ids, and how many ids each has (with 0, which is for what is missing): {"item": 5000, "shop": 40}
+    categories: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
+    numbers: list[str] = dataclasses.field(default_factory=list, hash=False)  # columns of numbers
+    predict: str = ""  # the column of ids that is predicted; "": the first of model.categories
+    time_loss: float = 0.0  # weight of the squared error of log(1 + time to the next event); 0: it is not predicted
+    # pyrefly: ignore[bad-override]
+    window: int = 0  # sliding attention window in events; 0: none
+    # pyrefly: ignore[bad-override]
+    tied_embeddings: bool = True  # whether the output projection is the table of the predicted column
+    rope_theta: float = 10_000.0  # base of the rotary positions
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "model", "rope_theta")
+        not_negative(self, "model", "window time_loss")
+        for name, ids in self.categories.items():
+            if type(ids) is not int or not 0 < ids < 2**31:
+                raise UserError(f"model.categories.{name}", f"{ids!r} is not a number of ids", "give 1 or more")
+        if not self.categories:
+            raise UserError("model.categories", "events without any cannot be predicted", "name the columns that "
+                            "prepare_sequences events --category made, as {'item': 5000}")
+        derive(self, "predict", next(iter(self.categories)))
+        if self.predict not in self.categories:
+            raise UserError("model.predict", f"{self.predict!r} is not among model.categories",
+                            nearest(self.predict, self.categories))
+
+    @property
+    def vocab_size(self) -> int:  # pyrefly: ignore[bad-override]
+        """How many ids the predicted column's table has room for."""
+        return self.rows(self.predict)
+
+    def rows(self, category: str) -> int:
+        """Return the rows of a category's table: as many as it has ids, rounded up."""
+        return -(-self.categories[category] // TABLE_ROWS) * TABLE_ROWS
+
+
 FAMILIES: dict[str, type[ModelConfig]] = {
     "gpt2": Gpt2Config, "llama": LlamaConfig, "qwen2": LlamaConfig, "qwen3": LlamaConfig,
     "mixtral": ExpertsConfig, "qwen3_moe": ExpertsConfig, "deepseek_v3": DeepseekV3Config, "gemma3": Gemma3Config,
-    "gpt_oss": GptOssConfig}
+    "gpt_oss": GptOssConfig, "events": EventsConfig}
