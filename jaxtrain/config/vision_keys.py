@@ -1,8 +1,8 @@
-"""The keys of models with an encoder of pictures."""
+"""The shapes of models that read pictures; importing this adds them to `families.FAMILIES`."""
 
 from dataclasses import dataclass
 
-from jaxtrain.config.families import ModelConfig
+from jaxtrain.config.families import FAMILIES, LlamaConfig, ModelConfig
 from jaxtrain.config.field_checks import derive, one_of, positive
 from jaxtrain.errors import UserError
 
@@ -10,23 +10,21 @@ CHANNELS = 3
 
 
 @dataclass(frozen=True)
-class PictureConfig(ModelConfig):
-    """A vision transformer over packed patches, beside whatever else the model has."""
+class PatchesConfig(ModelConfig):
+    """Rows of patches of several pictures."""
 
     patch_size: int = 16  # side of a patch in pixels
     patches_per_side: int = 64  # the longest side of a picture in patches, each with a learned position
-    picture_layers: int = 4  # transformer blocks of the encoder of pictures
-    picture_embed_dim: int = 128  # its width
-    picture_heads: int = 4  # its attention heads
-    picture_mlp_dim: int = 0  # its MLP's width; 0: 4 x picture_embed_dim
+    pictures_per_row: int = 8  # the most that share a row
+    rows_of = "pictures"
+    text = False
 
     def __post_init__(self):
         super().__post_init__()
-        positive(self, "model", "patch_size patches_per_side picture_layers picture_embed_dim picture_heads")
-        if self.picture_embed_dim % self.picture_heads:
-            raise UserError("model.picture_heads", f"{self.picture_heads} does not divide model.picture_embed_dim="
-                            f"{self.picture_embed_dim}", "choose a divisor of it")
-        derive(self, "picture_mlp_dim", 4 * self.picture_embed_dim)
+        positive(self, "model", "patch_size patches_per_side pictures_per_row")
+        if self.mup_base:
+            raise UserError("model.mup_base", f"{self.name} has an encoder of pictures, which it does not scale",
+                            "leave it out")
 
     @property
     def patch_values(self) -> int:
@@ -35,14 +33,70 @@ class PictureConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
+class PictureConfig(PatchesConfig):
+    """An encoder of pictures beside a model of text."""
+
+    picture_layers: int = 4  # transformer blocks of the encoder of pictures
+    picture_embed_dim: int = 128  # its width
+    picture_heads: int = 4  # its attention heads
+    picture_mlp_dim: int = 0  # its MLP's width; 0: 4 x picture_embed_dim
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "model", "picture_layers picture_embed_dim picture_heads")
+        if self.picture_embed_dim % self.picture_heads:
+            raise UserError("model.picture_heads", f"{self.picture_heads} does not divide model.picture_embed_dim="
+                            f"{self.picture_embed_dim}", "choose a divisor of it")
+        derive(self, "picture_mlp_dim", 4 * self.picture_embed_dim)
+
+
+@dataclass(frozen=True)
 class DualEncoderConfig(PictureConfig):
-    """SigLIP and CLIP: an encoder of pictures and one of texts, whose shape the keys of every model say."""
+    """SigLIP and CLIP: an encoder of pictures, and one of texts, whose shape the keys of every model say."""
 
     name: str = "siglip"
+    # pyrefly: ignore[bad-override]
+    vocab_size: int = 320  # rows of the table of texts' tokens: at least the tokenizer's
+    text_len: int = 64  # the longest text in tokens
     joint_dim: int = 0  # width of what pictures and texts are compared by; 0: embed_dim
     pooling: str = "attention"  # from patches to a picture: "attention" or "mean"
 
     def __post_init__(self):
         super().__post_init__()
+        positive(self, "model", "vocab_size text_len")
         one_of("model.pooling", self.pooling, ("attention", "mean"))
         derive(self, "joint_dim", self.embed_dim)
+
+
+@dataclass(frozen=True)
+class VisionLanguageConfig(PictureConfig, LlamaConfig):
+    """A Llama decoder whose rows hold pictures among the text, read by an encoder and a connector."""
+
+    name: str = "vision_language"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.mtp_loss_weight:
+            raise UserError("model.mtp_loss_weight", "pictures are not predicted, and so nothing after the next token",
+                            "leave it out")
+
+
+@dataclass(frozen=True)
+class PictureFlowConfig(PatchesConfig):
+    """Flow matching: a vision transformer that turns noise into pictures of a label."""
+
+    name: str = "picture_flow"
+    num_labels: int = 10  # labels of pictures
+    # The encoder of pictures is the whole model, so that the keys of every model say its shape.
+    picture_layers = property(lambda self: self.num_layers)
+    picture_embed_dim = property(lambda self: self.embed_dim)
+    picture_heads = property(lambda self: self.num_heads)
+    picture_mlp_dim = property(lambda self: self.mlp_dim)
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "model", "num_labels")
+
+
+FAMILIES |= {"siglip": DualEncoderConfig, "clip": DualEncoderConfig, "vision_language": VisionLanguageConfig,
+             "picture_flow": PictureFlowConfig}

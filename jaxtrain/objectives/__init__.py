@@ -1,6 +1,9 @@
 """What a train step can minimise: objectives, which a `Run` takes as they are and knows nothing else about."""
 
 from jaxtrain.config.schema import Config
+from jaxtrain.objectives.captioning import Captioning
+from jaxtrain.objectives.contrastive import Contrastive
+from jaxtrain.objectives.flow_matching import FlowMatching
 from jaxtrain.objectives.next_event import NextEvent
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import MakeObjective, Objective
@@ -8,7 +11,9 @@ from jaxtrain.train_step.state import Skeleton
 
 
 # What the families minimise that are no decoders of text, by `model.name`.
-FAMILIES: dict[str, MakeObjective] = {"events": NextEvent.of}
+FAMILIES: dict[str, MakeObjective] = {
+    "events": NextEvent.of, "siglip": Contrastive.of, "clip": Contrastive.of, "vision_language": Captioning.of,
+    "picture_flow": FlowMatching.of}
 
 
 def configured(config: Config, model: Skeleton) -> Objective:

@@ -145,7 +145,7 @@ class Pictures:
     def manifest(self) -> dict[str, Any]:
         """Return the size of patches and, if there are any, the labels, for the manifest."""
         return {"patch_size": self.patch_size} | ({"labels": list(self.labels)} if self.target == "folder" else {}) | (
-            {"tokenizer": self.tokenizer, "vocab_size": self._ids.vocab_size} if self.target == "text" else {})
+            {"captions": {"tokenizer": self.tokenizer, "vocab_size": self._ids.vocab_size, "end": self._ids.eod}} if self.target == "text" else {})
 
     @property
     def _ids(self) -> Any:

@@ -34,11 +34,11 @@ class DualEncoder(nnx.Module):
         self.pool = (pooling.AttentionPool(wide, c.picture_heads, c.picture_mlp_dim, c.norm_eps, rngs=rngs)
                      if c.pooling == "attention" else None)
         self.embed = Embed(c.vocab_size, c.embed_dim, rngs=rngs)
-        self.positions = LearnedPositions(c.max_seq_len, c.embed_dim, rngs=rngs)
+        self.positions = LearnedPositions(c.text_len, c.embed_dim, rngs=rngs)
         self.text = Encoder(c.embed_dim, c.num_layers, c.num_heads, c.mlp_dim, c.norm_eps, compute=compute, rngs=rngs,
                             causal=self.is_clip)
         self.picture_head, self.text_head = (
-            Linear("btd,de->bte", (dim, c.joint_dim), ("embed", None), RESIDUAL, bias=True, rngs=rngs)
+            Linear("btd,de->bte", (dim, c.joint_dim), ("embed", "ahead"), RESIDUAL, bias=True, rngs=rngs)
             for dim in (wide, c.embed_dim))
         scale, bias = BEGINS[c.name]
         self.scale = param(rngs, (1,), (None,), std=0, value=scale, compute_dtype="float32")
