@@ -1,4 +1,7 @@
-"""Encoders of pictures and texts in plain float32 `jnp`: one picture, or one text, at a time, and the papers' losses."""
+"""Encoders of pictures and texts in plain float32 `jnp`: a row for each picture or text alone, and the papers' losses.
+
+Shape suffixes: N pictures, T patches of the largest one (or tokens of the longest text), D embedding.
+"""
 
 import math
 
@@ -19,105 +22,106 @@ def linear(p, x, dims=1):
     return jnp.tensordot(x, p["kernel"], dims) + p["bias"]
 
 
-def encoder(p, x, eps, causal=False):
-    """[n, D] of one segment."""
-    layers = len(jax.tree.leaves(p["blocks"])[0])
-    for number in range(layers):
+def attended(q, k, v, mask_NTT):
+    scores = jnp.einsum("nihk,njhk->nhij", q, k) / np.sqrt(q.shape[-1])
+    return jnp.einsum("nhij,njhk->nihk", softmax(jnp.where(mask_NTT[:, None], scores, -1e30)), v)
+
+
+def encoder(p, x_NTD, there_NT, eps, causal=False):
+    mask_NTT = there_NT[:, None, :] & (np.tri(x_NTD.shape[1], dtype=bool) if causal else True)
+    for number in range(len(jax.tree.leaves(p["blocks"])[0])):
         w = jax.tree.map(lambda a, number=number: a[number], p["blocks"]["layer"])
-        h = layer_norm(w["attention_norm"], x, eps)
+        h = layer_norm(w["attention_norm"], x_NTD, eps)
         q, k, v = (linear(w["attention"][name], h) for name in "qkv")
-        scores = jnp.einsum("ihk,jhk->hij", q, k) / np.sqrt(q.shape[-1])
-        if causal:
-            scores = jnp.where(np.tri(len(x), dtype=bool), scores, -jnp.inf)
-        x = x + linear(w["attention"]["out"], jnp.einsum("hij,jhk->ihk", softmax(scores), v), 2)
-        h = layer_norm(w["mlp_norm"], x, eps)
-        x = x + linear(w["mlp"]["down"], gelu(linear(w["mlp"]["up"], h)))
-    return layer_norm(p["norm"], x, eps)
+        x_NTD = x_NTD + linear(w["attention"]["out"], attended(q, k, v, mask_NTT), 2)
+        h = layer_norm(w["mlp_norm"], x_NTD, eps)
+        x_NTD = x_NTD + linear(w["mlp"]["down"], gelu(linear(w["mlp"]["up"], h)))
+    return layer_norm(p["norm"], x_NTD, eps)
 
 
 def begin(p, values, places):
-    return linear(p["embed"], values) + p["down"]["table"][places[:, 0]] + p["across"]["table"][places[:, 1]]
+    return linear(p["embed"], values) + p["down"]["table"][places[..., 0]] + p["across"]["table"][places[..., 1]]
 
 
-def vit(p, patches, places, eps):
-    return encoder(p["encoder"], begin(p, patches.astype(np.float32) / 127.5 - 1, places), eps)
+def vit(p, one, eps):
+    return encoder(p["encoder"], begin(p, one["patches"].astype(np.float32) / 127.5 - 1, one["places"]), one["there"], eps)
 
 
-def attention_pool(p, x, eps):
-    k, v = linear(p["k"], x), linear(p["v"], x)
-    weights = softmax((jnp.einsum("hk,jhk->hj", p["query"], k)) / np.sqrt(k.shape[-1]))
-    y = linear(p["out"], jnp.einsum("hj,jhk->hk", weights, v), 2)
+def attention_pool(p, x_NTD, there_NT, eps):
+    k, v = linear(p["k"], x_NTD), linear(p["v"], x_NTD)
+    scores = jnp.einsum("hk,njhk->nhj", p["query"], k) / np.sqrt(k.shape[-1])
+    weights = softmax(jnp.where(there_NT[:, None], scores, -1e30))
+    y = linear(p["out"], jnp.einsum("nhj,njhk->nhk", weights, v), 2)
     return y + linear(p["mlp"]["down"], gelu(linear(p["mlp"]["up"], layer_norm(p["norm"], y, eps))))
 
 
 def unit(x):
-    return x / jnp.sqrt((x**2).sum())
+    return x / jnp.sqrt((x**2).sum(-1, keepdims=True))
 
 
-def picture(c, p, patches, places):
-    x = vit(p["picture"], patches, places, c.norm_eps)
-    pooled = attention_pool(p["pool"], x, c.norm_eps) if c.pooling == "attention" else x.mean(0)
+def alone(batch, numbers, names):
+    """The pictures or texts that `numbers` counts in each row, each in a row of its own, and what of it is there."""
+    found = [np.flatnonzero(row == number) + at * len(row) for at, row in enumerate(batch[numbers])
+             for number in range(1, row.max() + 1)]
+    at = np.zeros((len(found), max(map(len, found))), int)
+    there = np.arange(at.shape[1]) < np.array([len(one) for one in found])[:, None]
+    at[there] = np.concatenate(found)
+    flat = {name: batch[name].reshape(-1, *batch[name].shape[2:]) for name in names}
+    return {name: x[at] for name, x in flat.items()} | {"there": there}
+
+
+def picture(c, p, one):
+    x, there = vit(p["picture"], one, c.norm_eps), one["there"]
+    pooled = (attention_pool(p["pool"], x, there, c.norm_eps) if c.pooling == "attention"
+              else (x * there[..., None]).sum(1) / there.sum(1, keepdims=True))
     return unit(linear(p["picture_head"], pooled))
 
 
-def text(c, p, tokens):
-    x = p["embed"]["table"][tokens] + p["positions"]["table"][:len(tokens)]
-    return unit(linear(p["text_head"], encoder(p["text"], x, c.norm_eps, c.name == "clip")[-1]))
-
-
-def pairs(batch):
-    """The patches, places and tokens of each pair, row by row."""
-    for row in range(len(batch["pictures"])):
-        for number in range(1, batch["weights"].shape[1] + 1):
-            if batch["weights"][row, number - 1]:
-                here, there = batch["pictures"][row] == number, batch["segments"][row] == number
-                yield batch["patches"][row, here], batch["places"][row, here], batch["tokens"][row, there]
+def text(c, p, one):
+    x = p["embed"]["table"][one["tokens"]] + p["positions"]["table"][:one["tokens"].shape[1]]
+    x = encoder(p["text"], x, one["there"], c.norm_eps, c.name == "clip")
+    return unit(linear(p["text_head"], x[np.arange(len(x)), one["there"].sum(1) - 1]))
 
 
 def contrastive(c, p, batch):
     """The mean loss over pairs, and how often a picture is nearest to a text like its own."""
-    found = list(pairs(batch))
-    x = jnp.stack([picture(c, p, patches, places) for patches, places, _ in found])
-    y = jnp.stack([text(c, p, tokens) for *_, tokens in found])
+    texts = alone(batch, "segments", ["tokens"])
+    x, y = picture(c, p, alone(batch, "pictures", ["patches", "places"])), text(c, p, texts)
     logits = jnp.exp(p["scale"][0]) * x @ y.T + (p["bias"][0] if c.name == "siglip" else 0)
-    right = np.array([[np.array_equal(a, b) for *_, b in found] for *_, a in found])
-    near = jnp.argmax(logits, 1)
-    accuracy = jnp.take_along_axis(jnp.asarray(right), near[:, None], 1).mean()
+    words = np.where(texts["there"], texts["tokens"], -1)
+    right = (words[:, None] == words[None]).all(-1)
+    accuracy = jnp.take_along_axis(jnp.asarray(right), jnp.argmax(logits, 1)[:, None], 1).mean()
     if c.name == "siglip":
-        return jnp.log(1 + jnp.exp(-(2 * jnp.eye(len(found)) - 1) * logits)).sum() / len(found), accuracy
+        return jnp.log(1 + jnp.exp(-(2 * jnp.eye(len(x)) - 1) * logits)).sum() / len(x), accuracy
     both = [jnp.log(jnp.exp(logits).sum(axis)) - jnp.diagonal(logits) for axis in (0, 1)]
     return (both[0] + both[1]).mean() / 2, accuracy
 
 
 def captioning(c, p, batch):
-    """The mean cross-entropy over tokens of texts, sequence by sequence."""
-    total, count = 0.0, 0.0
-    for row in range(len(batch["tokens"])):
-        for number in range(1, batch["segments"][row].max() + 1):
-            one = {key: x[row][batch["segments"][row] == number] for key, x in batch.items()}
-            seen = one["pictures"] > 0
-            patches = vit(p["picture"], one["patches"][seen], one["places"][seen], c.norm_eps)
-            patches = linear(p["connector"]["down"], gelu(linear(p["connector"]["up"], patches)))
-            x = jnp.concatenate([patches, p["embed"]["table"][one["tokens"][~seen]]])
-            logits = llama(c, p, x)
-            losses = jnp.log(jnp.exp(logits).sum(-1)) - logits[np.arange(len(x)), one["targets"]]
-            total, count = total + (losses * one["weights"]).sum(), count + one["weights"].sum()
-    return total / count
+    """The mean cross-entropy over tokens of texts."""
+    one = alone(batch, "segments", list(batch))
+    seen = one | {"there": (one["pictures"] > 0) & one["there"]}
+    patches = vit(p["picture"], seen, c.norm_eps)
+    patches = linear(p["connector"]["down"], gelu(linear(p["connector"]["up"], patches)))
+    x = jnp.where(seen["there"][..., None], patches, p["embed"]["table"][one["tokens"]])
+    logits = llama(c, p, x)
+    losses = jnp.log(jnp.exp(logits).sum(-1)) - jnp.take_along_axis(logits, one["targets"][..., None], -1)[..., 0]
+    weights = one["weights"] * one["there"]
+    return (losses * weights).sum() / weights.sum()
 
 
 def llama(c, p, x):
-    """Logits [n, V] of one sequence of embeddings."""
-    positions = np.arange(len(x))[None]
+    """Logits of what follows each embedding; padding is behind."""
+    positions = np.broadcast_to(np.arange(x.shape[1]), x.shape[:2])
+    mask = np.broadcast_to(np.tri(x.shape[1], dtype=bool), (len(x), x.shape[1], x.shape[1]))
     frequencies = c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
     for number in range(c.num_layers):
         w = jax.tree.map(lambda a, number=number: a[number], p["blocks"]["layer"])
         h = rms_norm(w["attention_norm"], x, c.norm_eps)
         q, k, v = (jnp.tensordot(h, w["attention"][name]["kernel"], 1) for name in "qkv")
-        q, k = (rotate(a[None], positions, frequencies)[0] for a in (q, k))
-        k, v = (jnp.repeat(a, c.num_heads // c.num_kv_heads, axis=1) for a in (k, v))
-        scores = jnp.einsum("ihk,jhk->hij", q, k) / np.sqrt(c.head_dim)
-        scores = jnp.where(np.tri(len(x), dtype=bool), scores, -jnp.inf)
-        x = x + jnp.tensordot(jnp.einsum("hij,jhk->ihk", softmax(scores), v), w["attention"]["out"]["kernel"], 2)
+        q, k = (rotate(a, positions, frequencies) for a in (q, k))
+        k, v = (jnp.repeat(a, c.num_heads // c.num_kv_heads, axis=2) for a in (k, v))
+        x = x + jnp.tensordot(attended(q, k, v, mask), w["attention"]["out"]["kernel"], 2)
         h, m = rms_norm(w["mlp_norm"], x, c.norm_eps), w["mlp"]
         gate = h @ m["gate"]["kernel"]
         x = x + (gate / (1 + jnp.exp(-gate)) * (h @ m["up"]["kernel"])) @ m["down"]["kernel"]
@@ -126,21 +130,20 @@ def llama(c, p, x):
 
 
 def flow(c, p, batch):
-    """The mean over patches of the squared error of the velocity, picture by picture."""
-    total, count = 0.0, 0
+    """The mean over patches of the squared error of the velocity."""
+    one = alone(batch, "pictures", ["patches", "places", "draws"])
+    chosen = np.arange(1, batch["times"].shape[1] + 1) <= batch["pictures"].max(1)[:, None]
+    t, label = batch["times"][chosen][:, None], batch["labels"][chosen]
     frequencies = np.exp(np.linspace(0, np.log(1000), 64))
-    for row in range(len(batch["pictures"])):
-        for number in range(1, batch["pictures"][row].max() + 1):
-            here = batch["pictures"][row] == number
-            x = batch["patches"][row, here].astype(np.float32) / 127.5 - 1
-            noise = jnp.stack([jax.random.normal(jax.random.key(draw), x.shape[1:]) for draw in batch["draws"][row, here]])
-            t, label = batch["times"][row, number - 1], batch["labels"][row, number - 1]
-            waves = linear(p["up"], jnp.concatenate([jnp.sin(t * frequencies), jnp.cos(t * frequencies)]))
-            given = linear(p["down"], waves / (1 + jnp.exp(-waves))) + p["labels"][label]
-            h = begin(p["picture"], (1 - t) * noise + t * x, batch["places"][row, here]) + given
-            found = linear(p["velocity"], encoder(p["picture"]["encoder"], h, c.norm_eps))
-            total, count = total + ((found - (x - noise)) ** 2).mean(-1).sum(), count + here.sum()
-    return total / count
+    x = one["patches"].astype(np.float32) / 127.5 - 1
+    draws = jax.vmap(lambda draw: jax.random.normal(jax.random.key(draw), x.shape[2:]))(one["draws"].reshape(-1))
+    noise = draws.reshape(x.shape)
+    waves = linear(p["up"], jnp.concatenate([jnp.sin(t * frequencies), jnp.cos(t * frequencies)], -1))
+    given = linear(p["down"], waves / (1 + jnp.exp(-waves))) + p["labels"][label]
+    noisy = (1 - t[..., None]) * noise + t[..., None] * x
+    h = encoder(p["picture"]["encoder"], begin(p["picture"], noisy, one["places"]) + given[:, None], one["there"], c.norm_eps)
+    errors = ((linear(p["velocity"], h) - (x - noise)) ** 2).mean(-1)
+    return (errors * one["there"]).sum() / one["there"].sum()
 
 
 # ---------------------------------------------------------------------------------------------------------------- batches
