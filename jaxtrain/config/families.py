@@ -3,109 +3,13 @@
 JAX is not imported here, so that a mistake in a config is told at once.
 """
 
-import dataclasses
 from dataclasses import dataclass, fields
 
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
-from jaxtrain.errors import UserError, nearest
-
-# The keys of `mup_base`, and the logical axes whose sizes they are.
-WIDTHS = {"embed_dim": ("embed", "expert_embed", "ahead", "norm"), "mlp_dim": ("mlp", "expert_mlp"),
-          "num_heads": ("heads",), "num_kv_heads": ("kv_heads",), "head_dim": ("head_dim",),
-          "kv_rank": ("latent", "rank")}
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The fields that every family has."""
-
-    name: str = "gpt2"  # the family
-    num_layers: int = 4  # transformer blocks
-    embed_dim: int = 128  # width of the residual stream
-    num_heads: int = 4  # attention heads (of the queries)
-    num_kv_heads: int = 0  # 0: as many as num_heads
-    head_dim: int = 0  # 0: embed_dim / num_heads
-    mlp_dim: int = 0  # 0: 4 x embed_dim
-    max_seq_len: int = 1024  # the longest row in tokens; GPT-2 has a learned position for each
-    norm_eps: float = 1e-5  # added to the variance in LayerNorm and RMSNorm
-    # muP: widths of a narrow model whose best learning rate this one then has, as {"embed_dim": 64, "num_heads": 4}
-    mup_base: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
-
-    # No fields (they have no annotation): what a family without such a field has.
-    text = False  # whether it is a decoder of text; else a row is a sequence of a prepared corpus
-    causal = True  # whether attention looks back only
-    rows_of = "sequences"  # of which rows are made, where it is none: "sequences", one each, or "pictures", several
-    vocab_size = 0
-    window = 0
-    tied_embeddings = False
-    rope_head_dim = 0
-    value_head_dim = 0
-    kv_rank = 0
-    num_experts = 0
-    experts_per_token = 0
-    expert_mlp_dim = 0
-    dense_layers = 0
-    experts_every = 1
-    capacity_factor = 0.0
-    router_bias_rate = 0.0
-    mtp_loss_weight = 0.0
-    global_every = 0
-    sinks = False  # whether attention has them
-
-    def __post_init__(self):
-        positive(self, "model", "num_layers embed_dim num_heads max_seq_len norm_eps")
-        not_negative(self, "model", "num_kv_heads head_dim mlp_dim")
-        for field in fields(self):
-            if isinstance(value := getattr(self, field.name), int) and value >= 2**31:
-                raise UserError(f"model.{field.name}", f"{value} is too large for an array", "use less than 2^31")
-        if not self.head_dim and self.embed_dim % self.num_heads:
-            raise UserError("model.num_heads", f"{self.num_heads} does not divide model.embed_dim={self.embed_dim}",
-                            "choose a divisor or set model.head_dim")
-        derive(self, "num_kv_heads", self.num_heads)
-        derive(self, "head_dim", self.embed_dim // self.num_heads)
-        derive(self, "mlp_dim", 4 * self.embed_dim)
-        if self.num_heads % self.num_kv_heads:
-            raise UserError("model.num_kv_heads", f"{self.num_kv_heads} does not divide "
-                            f"model.num_heads={self.num_heads}", "choose a divisor of it")
-        if self.head_dim % 2:
-            raise UserError("model.head_dim", f"{self.head_dim} is odd", "rotary positions need an even head_dim")
-        self._check_base()
-
-    def _check_base(self):
-        base = self.mup_base
-        for key, value in base.items():
-            if not getattr(self, key, 0) or key not in WIDTHS:
-                raise UserError(f"model.mup_base.{key}", "it is not a width of this model",
-                                nearest(key, [width for width in WIDTHS if getattr(self, width)]))
-            if type(value) is not int or value < 1:
-                raise UserError(f"model.mup_base.{key}", f"{value!r} is not a width", "give a whole number above 0")
-        if base and not {"embed_dim", "num_heads"} <= base.keys():
-            raise UserError("model.mup_base", f"{base} does not say how wide the narrower model is and how many heads "
-                            "it has", "give its embed_dim and num_heads")
-
-    @property
-    def growth(self) -> dict[str, float]:
-        """How many times as wide as in `mup_base` each logical axis is that grows with the model; {} without one.
-
-        What it does not name grows like embed_dim, but all heads together do so, and num_kv_heads like num_heads.
-        """
-        if not self.mup_base:
-            return {}
-        times = {key: getattr(self, key) / value for key, value in self.mup_base.items()}
-        times = {"head_dim": times["embed_dim"] / times["num_heads"], "num_kv_heads": times["num_heads"]} | times
-        return {axis: times.get(key, times["embed_dim"]) for key, axes in WIDTHS.items() for axis in axes}
-
-    @property
-    def windows(self) -> dict[int, int]:
-        """How many layers have each attention window; 0: none."""
-        everywhere = self.num_layers // self.global_every if self.global_every else 0
-        return {self.window: self.num_layers - everywhere} | ({0: everywhere} if everywhere else {})
-
-    @property
-    def stacked_layers(self) -> int:
-        """How many entries the stacks of layers have; layers with experts are stacked with the dense ones before them.
-        """
-        return self.dense_layers + (self.num_layers - self.dense_layers) // self.experts_every
+from jaxtrain.config.modality_families import EventsConfig
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig, PictureFlowConfig
+from jaxtrain.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -359,51 +263,22 @@ class GptOssConfig(RoutedConfig):
         super()._check_experts()
 
 
-TABLE_ROWS = 64  # divides the rows of tables of categories, so that most meshes split them evenly
-
-
 @dataclass(frozen=True)
-class EventsConfig(ModelConfig):
-    """Events of users, or of anything else in time: a causal transformer that predicts the next one."""
+class VisionLanguageConfig(PictureConfig, LlamaConfig):
+    """A Llama decoder whose rows hold pictures among the text, read by an encoder and a connector."""
 
-    name: str = "events"
-    # Columns of ids, and how many ids each has (with 0, which is for what is missing): {"item": 5000, "shop": 40}
-    categories: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
-    numbers: list[str] = dataclasses.field(default_factory=list, hash=False)  # columns of numbers
-    predict: str = ""  # the column of ids that is predicted; "": the first of model.categories
-    time_loss: float = 0.0  # weight of the squared error of log(1 + time to the next event); 0: it is not predicted
-    # pyrefly: ignore[bad-override]
-    window: int = 0  # sliding attention window in events; 0: none
-    # pyrefly: ignore[bad-override]
-    tied_embeddings: bool = True  # whether the output projection is the table of the predicted column
-    rope_theta: float = 10_000.0  # base of the rotary positions
+    name: str = "vision_language"
+    text = False
 
     def __post_init__(self):
         super().__post_init__()
-        positive(self, "model", "rope_theta")
-        not_negative(self, "model", "window time_loss")
-        for name, ids in self.categories.items():
-            if type(ids) is not int or not 0 < ids < 2**31:
-                raise UserError(f"model.categories.{name}", f"{ids!r} is not a number of ids", "give 1 or more")
-        if not self.categories:
-            raise UserError("model.categories", "events without any cannot be predicted", "name the columns that "
-                            "prepare_sequences events --category made, as {'item': 5000}")
-        derive(self, "predict", next(iter(self.categories)))
-        if self.predict not in self.categories:
-            raise UserError("model.predict", f"{self.predict!r} is not among model.categories",
-                            nearest(self.predict, self.categories))
-
-    @property
-    def vocab_size(self) -> int:  # pyrefly: ignore[bad-override]
-        """How many ids the predicted column's table has room for."""
-        return self.rows(self.predict)
-
-    def rows(self, category: str) -> int:
-        """Return the rows of a category's table: as many as it has ids, rounded up."""
-        return -(-self.categories[category] // TABLE_ROWS) * TABLE_ROWS
+        if self.mtp_loss_weight:
+            raise UserError("model.mtp_loss_weight", "pictures are not predicted, and so nothing after the next token",
+                            "leave it out")
 
 
 FAMILIES: dict[str, type[ModelConfig]] = {
     "gpt2": Gpt2Config, "llama": LlamaConfig, "qwen2": LlamaConfig, "qwen3": LlamaConfig,
     "mixtral": ExpertsConfig, "qwen3_moe": ExpertsConfig, "deepseek_v3": DeepseekV3Config, "gemma3": Gemma3Config,
-    "gpt_oss": GptOssConfig, "events": EventsConfig}
+    "gpt_oss": GptOssConfig, "events": EventsConfig, "siglip": DualEncoderConfig, "clip": DualEncoderConfig,
+    "vision_language": VisionLanguageConfig, "picture_flow": PictureFlowConfig}

@@ -1,9 +1,9 @@
-"""The shapes of models that read pictures; importing this adds them to `families.FAMILIES`."""
+"""The shapes of models that read pictures: a dataclass for each with just the fields that it reads."""
 
 from dataclasses import dataclass
 
-from jaxtrain.config.families import FAMILIES, LlamaConfig, ModelConfig
 from jaxtrain.config.field_checks import derive, one_of, positive
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
 
 CHANNELS = 3
@@ -17,7 +17,6 @@ class PatchesConfig(ModelConfig):
     patches_per_side: int = 64  # the longest side of a picture in patches, each with a learned position
     pictures_per_row: int = 8  # the most that share a row
     rows_of = "pictures"
-    text = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -69,19 +68,6 @@ class DualEncoderConfig(PictureConfig):
 
 
 @dataclass(frozen=True)
-class VisionLanguageConfig(PictureConfig, LlamaConfig):
-    """A Llama decoder whose rows hold pictures among the text, read by an encoder and a connector."""
-
-    name: str = "vision_language"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.mtp_loss_weight:
-            raise UserError("model.mtp_loss_weight", "pictures are not predicted, and so nothing after the next token",
-                            "leave it out")
-
-
-@dataclass(frozen=True)
 class PictureFlowConfig(PatchesConfig):
     """Flow matching: a vision transformer that turns noise into pictures of a label."""
 
@@ -97,6 +83,3 @@ class PictureFlowConfig(PatchesConfig):
         super().__post_init__()
         positive(self, "model", "num_labels")
 
-
-FAMILIES |= {"siglip": DualEncoderConfig, "clip": DualEncoderConfig, "vision_language": VisionLanguageConfig,
-             "picture_flow": PictureFlowConfig}

@@ -9,7 +9,6 @@ from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import MakeObjective, Objective
 from jaxtrain.train_step.state import Skeleton
 
-
 # What the families minimise that are no decoders of text, by `model.name`.
 FAMILIES: dict[str, MakeObjective] = {
     "events": NextEvent.of, "siglip": Contrastive.of, "clip": Contrastive.of, "vision_language": Captioning.of,

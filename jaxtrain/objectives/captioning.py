@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from jaxtrain.config.families import VisionLanguageConfig
 from jaxtrain.config.schema import Config
-from jaxtrain.config.vision_keys import VisionLanguageConfig
 from jaxtrain.models.vision.vision_language import embedded
 from jaxtrain.objectives.contrastive import patches_spec
 from jaxtrain.objectives.next_token import NextToken

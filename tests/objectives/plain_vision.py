@@ -44,7 +44,8 @@ def begin(p, values, places):
 
 
 def vit(p, one, eps):
-    return encoder(p["encoder"], begin(p, one["patches"].astype(np.float32) / 127.5 - 1, one["places"]), one["there"], eps)
+    values = one["patches"].astype(np.float32) / 127.5 - 1
+    return encoder(p["encoder"], begin(p, values, one["places"]), one["there"], eps)
 
 
 def attention_pool(p, x_NTD, there_NT, eps):
@@ -134,14 +135,15 @@ def flow(c, p, batch):
     one = alone(batch, "pictures", ["patches", "places", "draws"])
     chosen = np.arange(1, batch["times"].shape[1] + 1) <= batch["pictures"].max(1)[:, None]
     t, label = batch["times"][chosen][:, None], batch["labels"][chosen]
-    frequencies = np.exp(np.linspace(0, np.log(1000), 64))
+    frequencies = np.float32(np.exp(np.linspace(0, np.log(1000), 64)))
     x = one["patches"].astype(np.float32) / 127.5 - 1
     draws = jax.vmap(lambda draw: jax.random.normal(jax.random.key(draw), x.shape[2:]))(one["draws"].reshape(-1))
     noise = draws.reshape(x.shape)
     waves = linear(p["up"], jnp.concatenate([jnp.sin(t * frequencies), jnp.cos(t * frequencies)], -1))
     given = linear(p["down"], waves / (1 + jnp.exp(-waves))) + p["labels"][label]
     noisy = (1 - t[..., None]) * noise + t[..., None] * x
-    h = encoder(p["picture"]["encoder"], begin(p["picture"], noisy, one["places"]) + given[:, None], one["there"], c.norm_eps)
+    h = begin(p["picture"], noisy, one["places"]) + given[:, None]
+    h = encoder(p["picture"]["encoder"], h, one["there"], c.norm_eps)
     errors = ((linear(p["velocity"], h) - (x - noise)) ** 2).mean(-1)
     return (errors * one["there"]).sum() / one["there"].sum()
 
@@ -170,7 +172,8 @@ def batch(kind, rows=8, length=16, most=3, text_len=4, vocab=64, labels=5):
     made = rows_of_pictures(rng, rows, length, most)
     there = np.arange(1, most + 1) <= made["pictures"].max(1)[:, None]
     if kind == "picture_flow":
-        return made | {"labels": rng.integers(0, labels, (rows, most)).astype(np.int32), "weights": there.astype(np.float32),
+        return made | {"labels": rng.integers(0, labels, (rows, most)).astype(np.int32),
+                       "weights": there.astype(np.float32),
                        "times": rng.random((rows, most), np.float32),
                        "draws": rng.integers(0, 2**32, (rows, length), np.uint32)}
     if kind == "vision_language":

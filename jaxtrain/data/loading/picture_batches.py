@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.config.families import VisionLanguageConfig
 from jaxtrain.config.schema import Config
-from jaxtrain.config.vision_keys import DualEncoderConfig, PatchesConfig, VisionLanguageConfig
+from jaxtrain.config.vision_keys import DualEncoderConfig, PatchesConfig
 from jaxtrain.data.corpus.sequences import SequenceCorpus
 from jaxtrain.data.loading.augmentation import augmented
 from jaxtrain.data.loading.loader import Batches
@@ -81,7 +82,8 @@ def _check(c: Any, corpus: SequenceCorpus) -> None:
                         "have", f"set it to {most}")
     key = "num_labels" if labelled else "vocab_size"
     if (most := len(said["labels"]) if labelled else said["captions"]["vocab_size"]) > getattr(c, key):
-        raise UserError(f"model.{key}", f"{getattr(c, key)} is less than the {most} of data.source", f"set it to {most}")
+        raise UserError(f"model.{key}", f"{getattr(c, key)} is less than the {most} of data.source",
+                        f"set it to {most}")
 
 
 def summary(batches: PictureBatches, corpus: SequenceCorpus) -> tuple[str, str]:

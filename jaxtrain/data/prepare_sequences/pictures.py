@@ -144,8 +144,12 @@ class Pictures:
 
     def manifest(self) -> dict[str, Any]:
         """Return the size of patches and, if there are any, the labels, for the manifest."""
-        return {"patch_size": self.patch_size} | ({"labels": list(self.labels)} if self.target == "folder" else {}) | (
-            {"captions": {"tokenizer": self.tokenizer, "vocab_size": self._ids.vocab_size, "end": self._ids.eod}} if self.target == "text" else {})
+        found: dict[str, Any] = {"patch_size": self.patch_size}
+        if self.target == "folder":
+            found["labels"] = list(self.labels)
+        if self.target == "text":
+            found["captions"] = {"tokenizer": self.tokenizer, "vocab_size": self._ids.vocab_size, "end": self._ids.eod}
+        return found
 
     @property
     def _ids(self) -> Any:

@@ -17,7 +17,7 @@ from jaxtrain.models.layers import RESIDUAL, Linear, param
 from jaxtrain.models.vision.vit import Vit
 from jaxtrain.sharding import rules as sharding
 
-FREQUENCIES = np.exp(np.linspace(0, np.log(1000), 64), dtype=np.float32)  # of the sines of a time from 0 to 1
+FREQUENCIES = np.exp(np.linspace(0, np.log(1000), 64)).astype(np.float32)  # of the sines of a time from 0 to 1
 _PLACES = ("batch", None, "act_embed")
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.vision_keys import VisionLanguageConfig
+from jaxtrain.config.families import VisionLanguageConfig
 from jaxtrain.kernels.functions import gelu
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear
