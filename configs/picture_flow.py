@@ -3,7 +3,8 @@
     python -m jaxtrain.data.prepare_sequences pictures --input=FOLDERS --target=folder --patch_size=4 --output=LABELLED
     python -m jaxtrain.main --config=configs/picture_flow.py --config.data.source=LABELLED
 
-One accelerator or several (data parallel, at most 64). Speed and quality: not measured. Variant: `:tiny` (seconds on a CPU).
+One accelerator or several (data parallel, at most 64). Speed and quality: not measured. Variant: `:tiny` (seconds on a
+CPU).
 """
 
 from ml_collections import ConfigDict

@@ -1,10 +1,11 @@
 """SigLIP B/16 (arXiv 2303.15343): both encoders of the published shape, over packed pictures of their own sizes.
 
-    python -m jaxtrain.data.prepare_sequences pictures --input=PICTURES --target=text --tokenizer=tokenizer.json --output=PAIRS
+    python -m jaxtrain.data.prepare_sequences pictures --target=text --tokenizer=FILE --input=FOLDER --output=PAIRS
     python -m jaxtrain.main --config=configs/siglip_b16.py --config.data.source=PAIRS
 
-For 32 accelerators of 40 GB (fully sharded): up to 2,048 pictures of at most 256 patches a step. Speed and accuracy: not
-measured. Variant: `:tiny` (seconds on a CPU, for pictures prepared with --patch_size=4 --patches_per_side=8).
+For 32 accelerators of 40 GB (fully sharded): 2,048 pictures of 256 patches a step, or more that are smaller. Speed and
+accuracy: not measured. Variant: `:tiny` (seconds on a CPU, for pictures prepared with --patch_size=4
+--patches_per_side=8).
 """
 
 from ml_collections import ConfigDict

@@ -26,8 +26,8 @@ from jaxtrain.models.vision.vision_language import logits
 COLOURS = {"red": (220, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230), "yellow": (230, 220, 50)}
 KINDS, SIZES = ("square", "circle", "cross"), {"small": 0.22, "large": 0.42}
 PICTURES, END = 1200, 256
-MODEL = {"patch_size": 4, "patches_per_side": 8, "pictures_per_row": 8, "num_layers": 2, "embed_dim": 64, "num_heads": 4,
-         "picture_layers": 2, "picture_embed_dim": 64, "picture_heads": 4, "max_seq_len": 256}
+MODEL = {"patch_size": 4, "patches_per_side": 8, "pictures_per_row": 8, "num_layers": 2, "embed_dim": 64,
+         "num_heads": 4, "picture_layers": 2, "picture_embed_dim": 64, "picture_heads": 4, "max_seq_len": 256}
 TRAINED = {"optimizer": {"learning_rate": 3e-3, "warmup_steps": 20}, "checkpoint": {"every": 0.5}}
 
 

@@ -148,7 +148,7 @@ def flow(c, p, batch):
     return (errors * one["there"]).sum() / one["there"].sum()
 
 
-# ---------------------------------------------------------------------------------------------------------------- batches
+# ------------------------------------------------------------------------------------------------------- batches
 def rows_of_pictures(rng, rows, length, most):
     """Rows of pictures of any shape, one of them empty but for padding."""
     made = {"patches": rng.integers(0, 256, (rows, length, PATCH**2 * 3)).astype(np.uint8),

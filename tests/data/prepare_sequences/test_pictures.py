@@ -105,7 +105,7 @@ def test_rows_have_texts_labels_or_sequences_beside_the_patches(stored):
             np.testing.assert_array_equal(row["tokens"][here][patches:], targets[:-1])
     labelled = LabelledPictures(prepared(stored, "files", "--target=folder").train, 48, 3)
     assert sum(int(labelled[i]["weights"].sum()) for i in range(len(labelled))) == len(SIZES)
-    with pytest.raises(jt.UserError, match="data.seq_len: a row of 16 does not hold the largest picture, which takes 2"):
+    with pytest.raises(jt.UserError, match="a row of 16 does not hold the largest picture, which takes 21; set it"):
         len(PairedPictures(corpus.train, 16, 3, 9))
 
 
@@ -115,7 +115,7 @@ def test_augmentation_is_a_function_of_seed_step_and_row(stored):
     batches = PictureBatches(rows, global_batch_size=4, seed=3, augment=kinds, noise=True)
     whole, part = batches[7], PictureBatches(rows, global_batch_size=4, seed=3, augment=kinds, noise=True).rows(7, [2])
     assert all(np.array_equal(x[2], part[name][0]) for name, x in whole.items())
-    assert not np.array_equal(whole["draws"], batches[8]["draws"]) and len(np.unique(whole["draws"])) > 100
+    assert not np.array_equal(whole["draws"], batches[8]["draws"]) and len(np.unique(whole["draws"])) > 70
     row = rows[0]
     flips = [augmented(row, ["flip"], 0, step, 0) for step in range(20)]
     here = row["pictures"] == 1
