@@ -89,7 +89,8 @@ class Contrastive(NextToken):
 
 def _fingerprints(batch: Any) -> jax.Array:
     """Return a number for each text [B, S], the same for equal texts and by all odds for no others."""
-    mixed_BT = (batch["tokens"].astype(jnp.uint32) + 1) * (batch["positions"].astype(jnp.uint32) * 2654435761 + 40503)
+    tokens_BT, positions_BT = (batch[name].astype(jnp.uint32) for name in ("tokens", "positions"))
+    mixed_BT = (tokens_BT + 1) * (positions_BT * jnp.uint32(2654435761) + 40503)
     mixed_BT = (mixed_BT ^ (mixed_BT >> 15)) * jnp.uint32(2246822519)
     mixed_BT = jax.lax.bitcast_convert_type(mixed_BT ^ (mixed_BT >> 13), jnp.int32)
     own_BST = members(batch["segments"], batch["weights"].shape[1])

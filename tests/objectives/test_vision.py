@@ -65,7 +65,12 @@ CASES = {
 def test_loss_and_gradients_are_those_of_one_picture_at_a_time(kind, mesh, truth):
     params, batch, loss, want = truth(kind)
     run = built(kind, int(np.prod(list(mesh.values()) or [1])), **mesh)
-    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
+    state = reference.start_from(run, params)
+    if "text_len" in MODELS[kind]:
+        sums = run.compiled_eval(state.all_params, run.place(batch))[2]
+        accuracy = plain.contrastive(run.config.model, params, batch)[1]
+        assert float(sums["accuracy"] / sums["weight"]) == pytest.approx(float(accuracy)) and 0 < accuracy < 1
+    state, metrics = reference.compiled(run)(state, run.place(batch))
     norm, o = float(reference.norm_of(want)), run.config.optimizer
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
@@ -100,10 +105,11 @@ def test_a_run_learns_from_pictures_and_goes_on(kind, corpora, tmp_path):
 @pytest.mark.parametrize(("kind", "keys", "message"), [
     ("siglip", dict(data__packing="bucket"), "data.packing: siglip has whole pictures in a row; set data.packing=best"),
     ("siglip", dict(model__picture_heads=7), "model.picture_heads: 7 does not divide model.picture_embed_dim=40; ch"),
-    ("siglip", dict(mesh__stage=2), "mesh.stage: Contrastive cannot be cut into stages; set mesh.stage=1"),
+    pytest.param("siglip", dict(mesh__stage=2), "mesh.stage: Contrastive cannot be cut into stages; set mesh.stage=1",
+                 marks=pytest.mark.slow),
     ("clip", dict(model__mup_base={"embed_dim": 16, "num_heads": 4}), "model.mup_base: clip has an encoder of pictu"),
     ("vision_language", dict(model__mtp_loss_weight=0.1), "model.mtp_loss_weight: pictures are not predicted, and so"),
-    ("picture_flow", dict(data__augment=["blur"]), "data.augment: 'blur' is not known"),
+    ("picture_flow", dict(data__augment=["blur"]), "data.augment: 'blur' is not supported; known: colour, crop"),
     ("picture_flow", dict(lora__rank=2), "lora.rank: it is for decoders of text, and picture_flow is none; leave it"),
 ])
 def test_mistakes_are_told_in_one_line(kind, keys, message):
