@@ -19,7 +19,7 @@ from flax import nnx
 from PIL import Image
 
 import jaxtrain as jt
-from jaxtrain.data.prepare_sequences.pictures import Pictures
+from jaxtrain.data.prepare_sequences.picture_patches import Pictures
 from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences, summary
 from jaxtrain.models.vision.vision_language import logits
 

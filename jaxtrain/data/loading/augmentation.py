@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from jaxtrain.data.prepare_sequences.pictures import from_patches, to_patches
+from jaxtrain.data.prepare_sequences.picture_patches import from_patches, to_patches
 
 KINDS = ("flip", "crop", "colour")
 LEAST = 0.5  # the least share of a picture's height, and of its width, that a crop keeps

@@ -32,7 +32,7 @@ from jaxtrain.data.prepare.provenance import code
 from jaxtrain.data.prepare.tasks import Task, write_ledger
 from jaxtrain.data.prepare_sequences.audio import TARGETS, Audio
 from jaxtrain.data.prepare_sequences.event_streams import Events
-from jaxtrain.data.prepare_sequences.pictures import Pictures
+from jaxtrain.data.prepare_sequences.picture_patches import Pictures
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.work_progress import Line

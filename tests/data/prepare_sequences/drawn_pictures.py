@@ -3,7 +3,7 @@
 import numpy as np
 from PIL import Image
 
-from jaxtrain.data.prepare_sequences.pictures import Pictures
+from jaxtrain.data.prepare_sequences.picture_patches import Pictures
 from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
 
 COLOURS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}

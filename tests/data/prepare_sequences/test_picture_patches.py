@@ -13,7 +13,7 @@ from jaxtrain.data.loading.augmentation import augmented
 from jaxtrain.data.loading.picture_batches import PictureBatches
 from jaxtrain.data.packing.picture_rows import CaptionedPictures, LabelledPictures, PairedPictures, pack
 from jaxtrain.data.prepare_sequences import prepare_sequences
-from jaxtrain.data.prepare_sequences.pictures import from_patches, grid, to_patches
+from jaxtrain.data.prepare_sequences.picture_patches import from_patches, grid, to_patches
 
 SIZES = {"cats/a": (8, 12), "cats/b": (4, 4), "dogs/c": (9, 30), "dogs/d": (200, 100), "dogs/e": (12, 8)}
 
