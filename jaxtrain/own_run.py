@@ -18,6 +18,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import BatchSpec, first_steps, row_of
 from jaxtrain.errors import UserError
+from jaxtrain.objectives.objective import OfTheModelAlone
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
 from jaxtrain.run import Run, extras_of
 from jaxtrain.sharding import rules as sharding
@@ -40,7 +41,7 @@ _COUNT = {
 }
 
 
-class OwnLoss:
+class OwnLoss(OfTheModelAlone):
     """The objective of a run whose loss is a function of its user's."""
 
     pipeline_parts = None
@@ -51,11 +52,6 @@ class OwnLoss:
     @property
     def batch_spec(self) -> Mapping[str, Any]:
         """Empty: batches have whatever arrays the first one has."""
-        return {}
-
-    @property
-    def frozen_axes(self) -> dict:
-        """Empty: there are no parameters but the model's."""
         return {}
 
     @property
@@ -76,21 +72,9 @@ class OwnLoss:
         """Return the further sums, divided by the weight."""
         return mean_metrics(sums)
 
-    def frozen_metadata(self, key: str) -> dict:
-        """Return no metadata: there are no further parameters."""
-        return {}
-
-    def init_frozen(self, key: jax.Array, params: Any) -> dict:
-        """Return no parameters."""
-        return {}
-
     def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Return the description of the function."""
         return describe(self._step.loss_fn)
-
-    def load_frozen(self, abstract: dict, identity: Mapping[str, Any]) -> dict | None:
-        """Return None: there is nothing to load."""
-        return None
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

@@ -27,7 +27,7 @@ QUICK = re.compile(r"jaxtrain\.main --config=configs/gpt\.py$|--print_config|jax
 # These differ from another one in the config alone, and tests/test_configs.py trains the tiny variant of each config.
 ALIKE = re.compile(r"configs/(?!deepseek_v3)\w+\.py --config\.data\.source=/path/to/text$|jaxtrain\.plan .*llama3_8b")
 LONG = (*((page, 0) for page in ("README.md", "planner.md", "api.md", "training.md", "observe.md")),
-        *(("objectives.md", number) for number in range(5)))
+        ("data-sequences.md", 0), *(("objectives.md", number) for number in range(5)))
 PYTHON = re.compile(r"^```python\n(?!# \S+\.py\n)(.*?)^```", re.M | re.S)
 FILE = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```", re.M | re.S)  # a file to write, not a script to run
 SETUP = re.compile(r"^python3 -m venv \.venv && \.venv/bin/pip install -q -e \S+ && (\.venv/bin/python .*)$", re.M)

@@ -49,3 +49,17 @@ class EventsConfig(ModelConfig):
     def rows(self, category: str) -> int:
         """Return the rows of a category's table: as many as it has ids, rounded up."""
         return -(-self.categories[category] // TABLE_ROWS) * TABLE_ROWS
+
+
+@dataclass(frozen=True)
+class ClipsConfig(ModelConfig):
+    """Audio clips with labels: an encoder of their frames that says which label a clip has."""
+
+    name: str = "clips"
+    labels: int = 0  # how many there are: the folders of prepare_sequences audio --target=folder
+    rope_theta: float = 10_000.0  # base of the rotary positions
+    causal = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "model", "labels rope_theta")

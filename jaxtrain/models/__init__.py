@@ -17,6 +17,7 @@ from jaxtrain.models.gpt2 import gpt2
 from jaxtrain.models.gpt_oss import gpt_oss
 from jaxtrain.models.llama import llama
 from jaxtrain.models.lora import adapt
+from jaxtrain.models.modalities.clip_encoder import ClipEncoder
 from jaxtrain.models.modalities.event_transformer import event_transformer
 from jaxtrain.models.qwen2 import qwen2
 from jaxtrain.models.qwen3 import qwen3
@@ -28,8 +29,8 @@ from jaxtrain.train_step.optimizers import mup
 
 FAMILIES: dict[str, Callable[..., Any]] = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
     "gemma3": gemma3, "mixtral": llama, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss,
-    "events": event_transformer, "siglip": DualEncoder, "clip": DualEncoder, "vision_language": vision_language,
-    "picture_flow": PictureFlow}
+    "events": event_transformer, "clips": ClipEncoder, "siglip": DualEncoder, "clip": DualEncoder,
+    "vision_language": vision_language, "picture_flow": PictureFlow}
 
 
 def make_model(config: ModelConfig, compute: Compute | None = None, lora: LoraConfig | None = None, *,

@@ -2,6 +2,7 @@
 
 from jaxtrain.config.schema import Config
 from jaxtrain.objectives.captioning import Captioning
+from jaxtrain.objectives.clip_label import ClipLabel
 from jaxtrain.objectives.contrastive import Contrastive
 from jaxtrain.objectives.flow_matching import FlowMatching
 from jaxtrain.objectives.next_event import NextEvent
@@ -11,8 +12,8 @@ from jaxtrain.train_step.state import Skeleton
 
 # What the families minimise that are no decoders of text, by `model.name`.
 FAMILIES: dict[str, MakeObjective] = {
-    "events": NextEvent.of, "siglip": Contrastive.of, "clip": Contrastive.of, "vision_language": Captioning.of,
-    "picture_flow": FlowMatching.of}
+    "events": NextEvent.of, "clips": ClipLabel.of, "siglip": Contrastive.of, "clip": Contrastive.of,
+    "vision_language": Captioning.of, "picture_flow": FlowMatching.of}
 
 
 def configured(config: Config, model: Skeleton) -> Objective:
@@ -38,4 +39,4 @@ def configured(config: Config, model: Skeleton) -> Objective:
     return NextToken.of(config, model)
 
 
-__all__ = ["FAMILIES", "MakeObjective", "NextToken", "Objective", "configured"]
+__all__ = ["FAMILIES", "MakeObjective", "NextEvent", "NextToken", "Objective", "configured"]

@@ -17,7 +17,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.vision_keys import DualEncoderConfig
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.models.vision.pooling import members
-from jaxtrain.objectives.next_token import NextToken
+from jaxtrain.objectives.objective import OfTheModelAlone
 from jaxtrain.parallel.all_pairs import all_pairs, count_matched
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Skeleton
@@ -30,18 +30,21 @@ def patches_spec(c: Any) -> dict[str, Array]:
             "places": Array(np.int32, (SEQ, 2), below=c.patches_per_side)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contrastive(NextToken):
+@dataclass(frozen=True)
+class Contrastive(OfTheModelAlone):
     """The mean over pairs of SigLIP's sigmoid loss or CLIP's softmax loss."""
 
+    model: Skeleton
     shape: DualEncoderConfig
     evaluates: bool = False  # count how many pictures are nearest to their own text
+
+    pipeline_parts = None
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "Contrastive":
         """As a config describes it."""
         assert isinstance(config.model, DualEncoderConfig)
-        return cls(model, shape=config.model)
+        return cls(model, config.model)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:
@@ -51,11 +54,6 @@ class Contrastive(NextToken):
                 "segments": replace(texts, below=self.shape.pictures_per_row + 1),
                 "positions": replace(texts, below=self.shape.text_len),
                 "weights": Array(np.float32, (self.shape.pictures_per_row,))}
-
-    @property
-    def pipeline_parts(self) -> None:  # pyrefly: ignore[bad-override]
-        """None: both encoders end in one loss."""
-        return None
 
     @property
     def evaluation(self) -> "Contrastive":

@@ -18,23 +18,26 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.vision_keys import PictureFlowConfig
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.objectives.contrastive import patches_spec
-from jaxtrain.objectives.next_token import NextToken
+from jaxtrain.objectives.objective import OfTheModelAlone
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Skeleton
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlowMatching(NextToken):
+@dataclass(frozen=True)
+class FlowMatching(OfTheModelAlone):
     """The mean over patches of the squared error of the velocity, a mean over a patch's values."""
 
+    model: Skeleton
     shape: PictureFlowConfig
+
+    pipeline_parts = None
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "FlowMatching":
         """As a config describes it."""
         assert isinstance(config.model, PictureFlowConfig)
-        return cls(model, shape=config.model)
+        return cls(model, config.model)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:
@@ -43,11 +46,6 @@ class FlowMatching(NextToken):
         return {**patches_spec(self.shape), "labels": Array(np.int32, beside, below=self.shape.num_labels),
                 "weights": Array(np.float32, beside), "times": Array(np.float32, beside),
                 "draws": Array(np.uint32, (SEQ,))}
-
-    @property
-    def pipeline_parts(self) -> None:  # pyrefly: ignore[bad-override]
-        """None: what is embedded depends on more than tokens."""
-        return None
 
     @property
     def evaluation(self) -> "FlowMatching":

@@ -14,6 +14,7 @@ from jaxtrain.kernels.cross_entropy import cross_entropy, penalized_cross_entrop
 from jaxtrain.models import Decoder
 from jaxtrain.models.ahead import with_second_targets
 from jaxtrain.models.experts import moe
+from jaxtrain.objectives.objective import OfTheModelAlone
 from jaxtrain.observe.own_parts import describe
 from jaxtrain.parallel.context import arrange
 from jaxtrain.parallel.pipeline.stage import Parts
@@ -22,7 +23,7 @@ from jaxtrain.train_step.state import Skeleton
 
 
 @dataclass(frozen=True)
-class NextToken:
+class NextToken(OfTheModelAlone):
     """The default objective of a decoder."""
 
     model: Skeleton
@@ -115,26 +116,9 @@ class NextToken:
         """None: an evaluation reports the loss per token and what follows from it."""
         return ()
 
-    @property
-    def frozen_axes(self) -> dict:
-        """Empty: the loss needs no parameters but the model's."""
-        return {}
-
-    def frozen_metadata(self, key: str) -> dict:
-        """Return no metadata: there are no parameters."""
-        return {}
-
-    def init_frozen(self, key: jax.Array, params: Any) -> dict:
-        """Return no parameters."""
-        return {}
-
     def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Return the class and its settings, but how many pieces the loss is computed in."""
         return describe(self, leave_out=("chunks",))
-
-    def load_frozen(self, abstract: dict, identity: Mapping[str, Any]) -> dict | None:
-        """Return None: there is nothing to load."""
-        return None
 
 
 def stacks(params: Any) -> dict[str, int]:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxtrain.config.schema import Config
+from jaxtrain.observe.own_parts import describe
 from jaxtrain.parallel.pipeline.stage import Parts
 from jaxtrain.train_step.state import Skeleton
 
@@ -74,6 +75,31 @@ class Objective(Protocol):
         `identity`: what `identity` returned for this run.
         """
         ...
+
+
+class OfTheModelAlone:
+    """What an objective that needs no parameters but the model's says of others: the last part of the protocol."""
+
+    @property
+    def frozen_axes(self) -> dict:
+        """Empty: the loss needs no parameters but the model's."""
+        return {}
+
+    def frozen_metadata(self, key: str) -> dict:
+        """Return no metadata: there are no parameters."""
+        return {}
+
+    def init_frozen(self, key: jax.Array, params: Any) -> dict:
+        """Return no parameters."""
+        return {}
+
+    def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the class and its settings."""
+        return describe(self)
+
+    def load_frozen(self, abstract: dict, identity: Mapping[str, Any]) -> dict | None:
+        """Return None: there is nothing to load."""
+        return None
 
 
 # From the config and the model without its numbers.

@@ -1,0 +1,51 @@
+"""Audio clips: a transformer over log-mel frames that looks both ways, and the label of their mean.
+
+Shape suffixes: B clips, T frames, N bands, D embedding, L labels.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.config.modality_families import ClipsConfig
+from jaxtrain.models.attention.rotary import Rotary, frequencies
+from jaxtrain.models.attention.self_attention import Attention
+from jaxtrain.models.decoder import Block, Compute
+from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, RMSNorm, Stack, SwiGLU, param
+from jaxtrain.models.rematerialization import cut, wraps
+from jaxtrain.sharding import rules as sharding
+
+BANDS = 80  # of the features of prepare_sequences audio
+
+
+class ClipEncoder(nnx.Module):
+    """Frames to the logits of a clip's labels."""
+
+    def __init__(self, c: ClipsConfig, compute: Compute, *, rngs: nnx.Rngs):
+        out_std = 0.02 / (2 * c.num_layers) ** 0.5
+        norm = partial(RMSNorm, c.embed_dim, c.norm_eps)
+
+        def block(rngs: nnx.Rngs) -> Block:
+            attention = Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, causal=False,
+                                  backend=compute.attention, rngs=rngs)
+            return Block(norm(rngs=rngs), attention, norm(rngs=rngs),
+                         SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs))
+
+        self.project = Linear("btn,nd->btd", (BANDS, c.embed_dim), (None, "embed"), RESIDUAL, bias=True, rngs=rngs)
+        self.blocks = Stack(block, c.num_layers, unroll=compute.unroll, rngs=rngs,
+                            remat=cut(wraps(compute.remat, c.num_layers, compute.unroll), 0, c.num_layers))
+        self.norm, self.rotary = norm(rngs=rngs), Rotary(frequencies(c.head_dim, c.rope_theta))
+        self.labels = param(rngs, (c.embed_dim, c.labels), ("embed", None), compute_dtype="float32")
+
+    def __call__(self, features_BTN: jax.Array, weights_BT: jax.Array) -> jax.Array:
+        """Return float32 logits [B, L]; `weights_BT` is 0 in the padding."""
+        positions_BT = jnp.broadcast_to(jnp.arange(weights_BT.shape[1]), weights_BT.shape)
+        angles = self.rotary.angles(sharding.constrain(positions_BT, "batch", "seq"))
+        x_BTD = self.project(features_BTN.astype(self.project.kernel.dtype))
+        x_BTD, _ = self.blocks(x_BTD, weights_BT > 0, angles)
+        x_BTD = sharding.constrain(self.norm(x_BTD), *INSIDE)
+        logits_BTL = sharding.einsum("btd,dl->btl", x_BTD, self.labels[...], ("embed", None), ("batch", "seq", None))
+        frames_B = jnp.maximum(weights_BT.sum(1), 1)
+        return (logits_BTL * weights_BT[..., None]).sum(1) / frames_B[:, None]

@@ -1,0 +1,64 @@
+"""The label of a clip: the cross-entropy of the one label that each clip has."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.config.modality_families import ClipsConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.data.loading.batch_spec import SEQ, Array
+from jaxtrain.models.modalities.clip_encoder import BANDS
+from jaxtrain.objectives.objective import OfTheModelAlone
+from jaxtrain.parallel.context import arrange
+from jaxtrain.train_step.state import Skeleton
+
+
+@dataclass(frozen=True)
+class ClipLabel(OfTheModelAlone):
+    """The mean over clips of the cross-entropy of their labels."""
+
+    model: Skeleton
+    labels: int
+
+    pipeline_parts = None
+
+    @classmethod
+    def of(cls, config: Config, model: Skeleton) -> "ClipLabel":
+        """As a config describes it."""
+        assert isinstance(config.model, ClipsConfig)
+        return cls(model, config.model.labels)
+
+    @property
+    def batch_spec(self) -> Mapping[str, Any]:
+        """Frames, which of them there are, and a label for each clip."""
+        return {"features": Array(np.float16, (SEQ, BANDS)), "weights": np.float32,
+                "label": Array(np.int32, (), below=self.labels)}
+
+    @property
+    def evaluation(self) -> "ClipLabel":
+        """The same."""
+        return self
+
+    @property
+    def evaluation_metrics(self) -> Sequence[str]:
+        """How often the likeliest label is right."""
+        return ("accuracy",)
+
+    def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return the mean over clips."""
+        return {"accuracy": sums["right"] / jnp.maximum(sums["weight"], 1e-8)}
+
+    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Return the summed cross-entropy, the number of clips, and how many are right."""
+        there_B = batch["weights"][:, 0]  # rows that only fill a batch have no frames
+        steps = arrange({name: batch[name] for name in ("features", "weights")})
+        logits_BL = self.model.merge(params)(steps["features"], steps["weights"])
+        hit_BL = batch["label"][:, None] == jnp.arange(self.labels)
+        correct_B = jnp.where(hit_BL, logits_BL, 0).sum(1)
+        entropy_B = jax.nn.logsumexp(logits_BL, axis=1) - correct_B
+        right = ((correct_B >= logits_BL.max(1)) * there_B).sum()
+        return (entropy_B * there_B).sum(), there_B.sum(), {"right": right, "weight": there_B.sum()}

@@ -1,0 +1,64 @@
+"""Clips: loss, gradients and accuracy of the plain formula on any mesh; batches of what `prepare_sequences` wrote."""
+
+import jax
+import numpy as np
+import pytest
+import soundfile
+
+import jaxtrain as jt
+from jaxtrain.data.loading.batch_spec import BatchSpec
+from jaxtrain.data.loading.sequence_batches import load_sequences, sequence_batches
+from jaxtrain.data.prepare_sequences.audio import Audio
+from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
+from jaxtrain.objectives.clip_label import ClipLabel
+from tests.numerics import reference
+from tests.objectives import plain_clips as plain
+
+
+@pytest.mark.slow
+def test_loss_gradients_and_accuracy_are_those_of_the_formula():
+    config = plain.config(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, train__accumulation=2)
+    run = jt.build(config, devices=jax.devices()[:8])
+    rng, batch = np.random.default_rng(0), plain.batch()
+    params = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), run.abstract.params)
+    (want, accuracy), slopes = jax.jit(jax.value_and_grad(
+        lambda params: plain.metrics(config.model, params, batch), has_aux=True))(params)
+    state = reference.start_from(run, params)
+    got, grads = jax.device_get(run.value_and_grad(state, batch))
+    assert float(got) == pytest.approx(float(want), rel=1e-5)
+    error, leaf = reference.worst(grads, jax.device_get(slopes), floor=1e-3 * float(reference.norm_of(slopes)))
+    assert error < 2e-5, leaf
+    total, weight, sums = run.compiled_eval(state.params, run.place(batch))
+    assert float(total / weight) == pytest.approx(float(want), rel=1e-5) and float(weight) == plain.ROWS - 1
+    assert float(run.objective.metrics(sums)["accuracy"]) == pytest.approx(float(accuracy))
+
+
+def test_batches_have_frames_and_labels(tmp_path):
+    rng = np.random.default_rng(0)
+    for i in range(12):
+        folder = tmp_path / "clips" / "ab"[i % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        soundfile.write(folder / f"{i}.wav", 0.1 * rng.normal(size=320 + 160 * i), 16_000)
+    corpus = prepare_sequences([str(tmp_path / "clips")], tmp_path / "corpus", Audio(target="folder"))
+    config = plain.config(data__source=str(corpus.path), data__global_batch_size=4)
+    declared = BatchSpec(ClipLabel(None, 2).batch_spec, "ClipLabel")
+    batches = sequence_batches(config.data, load_sequences(config.data), "train", declared.arrays)
+    batch = batches[0]
+    rows, length = declared.check(batch)
+    assert batch["features"].shape == (rows, length, 80) and batch["label"].shape == (rows,)
+    assert {int(label) for step in range(3) for label in batches[step]["label"]} == {0, 1}
+    with pytest.raises(jt.UserError, match=r"the shape 4 x \d+ x 79, and ClipLabel takes 4 x \d+ x 80; give it that"):
+        declared.check(batch | {"features": batch["features"][..., :79]})
+    with pytest.raises(jt.UserError, match="'label' has the number 1, and ClipLabel takes those below 1"):
+        BatchSpec(ClipLabel(None, 1).batch_spec, "ClipLabel").check(batch)
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    (dict(mesh__context=2), "mesh.context: clips attends to later tokens too, and its rows are not cut; set"),
+    (dict(mesh__stage=2), "mesh.stage: ClipLabel cannot be cut into stages; set mesh.stage=1"),
+    (dict(train__attention="cudnn"), "train.attention: the cudnn backend cannot do this: "),
+])
+def test_what_looks_both_ways_cannot_be_cut(keys, message):
+    with pytest.raises(jt.UserError) as refusal:
+        jt.build(plain.config(**keys), devices=1 if "train__attention" in keys else 2)
+    assert f"{refusal.value}".startswith(message)
