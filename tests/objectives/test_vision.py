@@ -56,8 +56,6 @@ CASES = {
                         dict(mesh__fsdp=4, mesh__context=2)],
     "picture_flow": [dict(mesh__data=2, mesh__context=2, mesh__tensor=2), dict(mesh__fsdp=8)],
 }
-
-
 EXHAUSTIVE = ("clip", "picture_flow")  # what they have of their own is little
 
 
