@@ -70,7 +70,7 @@ def test_loss_and_gradients_are_those_of_one_picture_at_a_time(kind, mesh, truth
     if "text_len" in MODELS[kind]:
         sums = run.compiled_eval(state.all_params, run.place(batch))[2]
         accuracy = plain.contrastive(run.config.model, params, batch)[1]
-        assert float(sums["accuracy"] / sums["weight"]) == pytest.approx(float(accuracy)) and 0 < accuracy < 1
+        assert float(sums["accuracy"] / sums["weight"]) == pytest.approx(float(accuracy))
     state, metrics = reference.compiled(run)(state, run.place(batch))
     norm, o = float(reference.norm_of(want)), run.config.optimizer
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
