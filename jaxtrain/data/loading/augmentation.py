@@ -37,9 +37,10 @@ def _augment(row: dict[str, np.ndarray], here: np.ndarray, kinds: Collection[str
         kept = [max(1, round(n * (LEAST + (1 - LEAST) * chances[1]))) for n in (rows, columns)]
         first = [int((n - keep + 1) * chances[2] * 0.999999) for n, keep in zip((rows, columns), kept, strict=True)]
         places = row["places"][here] - first
-        inside = ((places >= 0) & (places < kept)).all(1)
-        row["places"][here], row["pictures"][here[~inside]] = np.where(inside[:, None], places, 0), 0
-        row["patches"][here[~inside]] = 0
+        inside = np.asarray(((places >= 0) & (places < kept)).all(1))
+        row["places"][here] = np.where(np.expand_dims(inside, 1), places, 0)
+        outside = here[np.logical_not(inside)]
+        row["pictures"][outside] = row["patches"][outside] = 0
 
 
 def _coloured(pixels: np.ndarray, factors: np.ndarray) -> np.ndarray:

@@ -86,7 +86,7 @@ def _check(c: Any, corpus: SequenceCorpus) -> None:
                         f"set it to {most}")
 
 
-def summary(batches: PictureBatches, corpus: SequenceCorpus) -> tuple[str, str]:
+def summary(batches: Any, corpus: SequenceCorpus) -> tuple[str, str]:
     """Return for the log how much there is in each split, and how full rows are."""
     rows = batches.pictures
     return (f"{len(corpus.train):,} training and {len(corpus.eval):,} evaluation pictures",

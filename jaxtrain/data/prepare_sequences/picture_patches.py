@@ -128,10 +128,9 @@ class Pictures:
         """Yield the sequences of a task, and where each comes from."""
         for found in self._found(task):
             pixels = self._pixels(found.content)
-            reason = pixels if isinstance(pixels, str) else ""
-            if self.target == "text" and found.caption is None:
-                reason = "without a caption"
-            if reason:
+            silent = self.target == "text" and found.caption is None
+            if isinstance(pixels, str) or silent:
+                reason = pixels if isinstance(pixels, str) else "without a caption"
                 left_out[reason] = left_out.get(reason, 0) + 1
                 continue
             values, places = to_patches(pixels, self.patch_size)

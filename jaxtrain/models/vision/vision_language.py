@@ -6,6 +6,7 @@ Shape suffixes: B batch, T sequence, D embedding.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ class Connector(nnx.Module):
 
 def vision_language(c: VisionLanguageConfig, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
     """Build a Llama decoder with a `picture` encoder and a `connector`."""
-    model = llama(c, compute, rngs=rngs)
+    model: Any = llama(c, compute, rngs=rngs)
     model.picture = Vit(c, compute, rngs=rngs)
     model.connector = Connector(c.picture_embed_dim, c.embed_dim, rngs=rngs)
     for _, weight in nnx.iter_graph(model.picture):  # its layers are not a pipeline stage's own
@@ -44,7 +45,7 @@ def vision_language(c: VisionLanguageConfig, compute: Compute, *, rngs: nnx.Rngs
     return model
 
 
-def embedded(model: Decoder, batch: Mapping[str, jax.Array]) -> jax.Array:
+def embedded(model: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Return the embeddings of the tokens of a batch, and those of patches in the places of patches."""
     text_BTD = model.begin(batch["tokens"], batch["positions"])
     seen_BTD = model.connector(model.picture(batch["patches"], batch["pictures"], batch["places"]))
@@ -52,7 +53,7 @@ def embedded(model: Decoder, batch: Mapping[str, jax.Array]) -> jax.Array:
     return jnp.where(is_patch_BT1, seen_BTD, text_BTD)
 
 
-def logits(model: Decoder, batch: Mapping[str, jax.Array]) -> jax.Array:
+def logits(model: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Return the float32 logits of what follows each token, to look at and to sample from."""
     x_BTD, _ = model.through(embedded(model, batch), batch["segments"], batch["positions"])
     return jnp.einsum("btd,dv->btv", model.finish(x_BTD), sharding.gather(model.head(), "embed", "vocab"),
