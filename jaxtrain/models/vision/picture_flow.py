@@ -26,7 +26,8 @@ class PictureFlow(nnx.Module):
 
     def __init__(self, c: PictureFlowConfig, compute: Compute, *, rngs: nnx.Rngs):
         dim = c.embed_dim
-        self.picture = Vit(c, compute, rngs=rngs)
+        # pyrefly: ignore[bad-argument-type]
+        self.picture = Vit(c, compute, rngs=rngs)  # it has what Vit reads, under the same names
         self.labels = param(rngs, (c.num_labels, dim), (None, "embed"))
         self.up = Linear("bsf,fd->bsd", (2 * len(FREQUENCIES), dim), (None, "embed"), _PLACES, bias=True, rngs=rngs)
         self.down = Linear("bsd,de->bse", (dim, dim), ("embed", "ahead"), _PLACES, bias=True, rngs=rngs)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.vision_keys import PictureConfig, PictureFlowConfig
+from jaxtrain.config.vision_keys import PictureConfig
 from jaxtrain.models.decoder import Compute
 from jaxtrain.models.layers import RESIDUAL, LearnedPositions, Linear
 from jaxtrain.models.vision.encoder import Encoder
@@ -20,7 +20,7 @@ from jaxtrain.sharding import rules as sharding
 class Vit(nnx.Module):
     """Patches to one vector each."""
 
-    def __init__(self, c: PictureConfig | PictureFlowConfig, compute: Compute, *, rngs: nnx.Rngs):
+    def __init__(self, c: PictureConfig, compute: Compute, *, rngs: nnx.Rngs):
         dim = c.picture_embed_dim
         self.embed = Linear("btp,pd->btd", (c.patch_values, dim), (None, "embed"), RESIDUAL, bias=True, rngs=rngs)
         self.down, self.across = (LearnedPositions(c.patches_per_side, dim, rngs=rngs) for _ in range(2))
