@@ -318,6 +318,10 @@ class Run:
         return eval_batches(self.config.data, self.corpus)
 
     def _sequences(self, split: str) -> Any:
+        if self.config.model.rows_of == "pictures":
+            from jaxtrain.data.loading.picture_batches import picture_batches
+
+            return picture_batches(self.config, self.corpus, split)
         from jaxtrain.data.loading.sequence_batches import sequence_batches
 
         return sequence_batches(self.config.data, self.corpus, split, self.batch_spec.arrays)

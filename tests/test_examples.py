@@ -74,6 +74,13 @@ def test_what_users_do_next_is_predicted():
     assert loss < by_frequency - 0.4
 
 
+@pytest.mark.exhaustive  # minutes
+def test_pictures_are_captioned():
+    printed = printed_by("pictures.py")
+    assert int(re.search(r"zero-shot accuracy: (\d+)%", printed)[1]) > 50
+    assert int(re.search(r"unseen pictures that are right: (\d+)%", printed)[1]) > 50
+
+
 @pytest.mark.slow
 def test_models_of_ones_own_are_trained():
     recognised = re.search(r"(\d+)% of unseen pictures", printed_by("own_module.py"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
 from jaxtrain.config.modality_families import ClipsConfig, EventsConfig
 from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig, PictureFlowConfig
 from jaxtrain.errors import UserError
 
 
@@ -275,7 +276,22 @@ class GptOssConfig(RoutedConfig):
         super()._check_experts()
 
 
+@dataclass(frozen=True)
+class VisionLanguageConfig(PictureConfig, LlamaConfig):
+    """A Llama decoder whose rows hold pictures among the text, read by an encoder and a connector."""
+
+    name: str = "vision_language"
+    text = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.mtp_loss_weight:
+            raise UserError("model.mtp_loss_weight", "pictures are not predicted, and so nothing after the next token",
+                            "leave it out")
+
+
 FAMILIES: dict[str, type[ModelConfig]] = {
     "gpt2": Gpt2Config, "llama": LlamaConfig, "qwen2": LlamaConfig, "qwen3": LlamaConfig,
     "mixtral": ExpertsConfig, "qwen3_moe": ExpertsConfig, "deepseek_v3": DeepseekV3Config, "gemma3": Gemma3Config,
-    "gpt_oss": GptOssConfig, "events": EventsConfig, "clips": ClipsConfig}
+    "gpt_oss": GptOssConfig, "events": EventsConfig, "clips": ClipsConfig, "siglip": DualEncoderConfig,
+    "clip": DualEncoderConfig, "vision_language": VisionLanguageConfig, "picture_flow": PictureFlowConfig}

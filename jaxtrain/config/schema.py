@@ -90,6 +90,7 @@ class DataConfig:
     cache_bytes: int = 2**36  # of a corpus in object storage that the local disk keeps, at most
     corrupt: str = "fail"  # or "skip_and_count": rows that need what is corrupt carry no loss
     prefetch: int = 2  # batches prepared ahead, on a background thread
+    augment: list[str] = field(default_factory=list, hash=False)  # of training pictures: "flip", "crop", "colour"
 
     def __post_init__(self):
         positive(self, "data", "seq_len global_batch_size prefetch")
@@ -115,8 +116,12 @@ class DataConfig:
         if self.buckets and self.packing != "bucket":
             raise UserError("data.buckets", f"data.packing={self.packing} has none", "set data.packing=bucket")
         one_of("data.tokenizer", self.tokenizer, ("bytes",))
+        for kind in self.augment:
+            one_of("data.augment", kind, ("flip", "crop", "colour"))
 
 
+# What models that are no decoders of text have in a row: data.packing, and in words.
+_ROWS = {"sequences": ("bucket", "one sequence of a prepared corpus"), "pictures": ("best_fit", "whole pictures")}
 # The moments' keys that each optimizer reads.
 READ_BY = {"adamw": "b1 b2 eps", "adafactor": "", "lion": "b1 b2", "sgd": "b1", "muon": "b1 b2 eps momentum"}
 
@@ -313,17 +318,22 @@ class Config:
 
     def _check_kind(self):
         """Refuse keys of text for models that are no decoders of it, and the other way round."""
+        pictures = self.model.rows_of == "pictures"
+        if self.data.augment and not pictures:
+            raise UserError("data.augment", f"{self.model.name} reads no pictures", "leave it out")
+        if self.data.crop and (self.model.text or pictures):
+            raise UserError("data.crop", f"{self.model.name} has rows that hold all of a "
+                            f"{'picture' if pictures else 'text'}", "leave it out")
         if self.model.text:
-            if self.data.crop:
-                raise UserError("data.crop", f"{self.model.name} reads text, whose rows hold all of it", "leave it out")
             return
-        if self.data.packing != "bucket":
-            raise UserError("data.packing", f"{self.model.name} has one sequence of a prepared corpus in a row",
-                            "set data.packing=bucket")
+        packing, rows = _ROWS[self.model.rows_of]
+        if self.data.packing != packing:
+            raise UserError("data.packing", f"{self.model.name} has {rows} in a row", f"set data.packing={packing}")
         for key, value in (("train.sample_tokens", self.train.sample_tokens), ("lora.rank", self.lora.rank),
                            ("preference.loss", self.preference.loss), ("reinforce.prompts", self.reinforce.prompts),
                            ("islands.count", self.islands.count), ("data.corrupt", self.data.corrupt != "fail"),
-                           ("data.cross_document_attention", self.data.cross_document_attention)):
+                           ("data.cross_document_attention", self.data.cross_document_attention),
+                           ("data.mixture", self.data.mixture), ("data.stages", self.data.stages)):
             if value:
                 raise UserError(key, f"it is for decoders of text, and {self.model.name} is none", "leave it out")
 

@@ -1,14 +1,19 @@
 """What a train step can minimise: objectives, which a `Run` takes as they are and knows nothing else about."""
 
 from jaxtrain.config.schema import Config
+from jaxtrain.objectives.captioning import Captioning
 from jaxtrain.objectives.clip_label import ClipLabel
+from jaxtrain.objectives.contrastive import Contrastive
+from jaxtrain.objectives.flow_matching import FlowMatching
 from jaxtrain.objectives.next_event import NextEvent
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import MakeObjective, Objective
 from jaxtrain.train_step.state import Skeleton
 
 # What the families minimise that are no decoders of text, by `model.name`.
-FAMILIES: dict[str, MakeObjective] = {"events": NextEvent.of, "clips": ClipLabel.of}
+FAMILIES: dict[str, MakeObjective] = {
+    "events": NextEvent.of, "clips": ClipLabel.of, "siglip": Contrastive.of, "clip": Contrastive.of,
+    "vision_language": Captioning.of, "picture_flow": FlowMatching.of}
 
 
 def configured(config: Config, model: Skeleton) -> Objective:

@@ -119,6 +119,10 @@ def _of_data(run: Run) -> tuple[str, str, str]:
     """Return how much there is of the config's data, how rows are made of it, and what rows are counted in."""
     data, corpus = run.config.data, run.corpus
     if not run.config.model.text:
+        if run.config.model.rows_of == "pictures":
+            from jaxtrain.data.loading import picture_batches
+
+            return *picture_batches.summary(run.train_batches, corpus), "patches"
         from jaxtrain.data.loading import sequence_batches
 
         return *sequence_batches.summary(data, corpus), "steps"

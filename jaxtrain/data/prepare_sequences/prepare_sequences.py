@@ -1,6 +1,7 @@
-"""Prepare audio clips or tables of events as sequences.
+"""Prepare audio clips, tables of events or pictures as sequences.
 
     jaxtrain prepare_sequences audio --input=FOLDER --output=FOLDER
+    jaxtrain prepare_sequences pictures --input=FOLDER --output=FOLDER
     jaxtrain prepare_sequences events --input=FOLDER --output=FOLDER --user=COLUMN --time=COLUMN --category COLUMN
 
 It works like `jaxtrain prepare`: the input determines tasks, each task has a ledger, and the manifest is written last.
@@ -31,6 +32,7 @@ from jaxtrain.data.prepare.provenance import code
 from jaxtrain.data.prepare.tasks import Task, write_ledger
 from jaxtrain.data.prepare_sequences.audio import TARGETS, Audio
 from jaxtrain.data.prepare_sequences.event_streams import Events
+from jaxtrain.data.prepare_sequences.picture_patches import Pictures
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.work_progress import Line
@@ -147,6 +149,9 @@ def source_of(flags: argparse.Namespace) -> Source:
     common = {"eval_fraction": flags.eval_fraction, "task_bytes": flags.task_bytes}
     if flags.kind == "audio":
         return Audio(flags.target, flags.tokenizer, clip_hours=flags.clip_hours, **common)
+    if flags.kind == "pictures":
+        return Pictures(flags.target, flags.tokenizer, flags.patch_size, flags.most_patches, flags.patches_per_side,
+                        flags.picture_field, flags.text_field, **common)
     return Events(flags.user, flags.time, tuple(flags.category), tuple(flags.number), flags.vocab_size, **common)
 
 
@@ -173,7 +178,19 @@ Prepare tables of events as one sequence per user.
     events.add_argument("--category", nargs="+", default=[], help="columns to number, the most frequent value first")
     events.add_argument("--number", nargs="+", default=[], help="columns to take as numbers")
     events.add_argument("--vocab_size", type=int, default=Events.vocab_size, help="most ids per category")
-    for kind, default in ((audio, Audio), (events, Events)):
+    pictures = kinds.add_parser("pictures", help="pictures to patches", text="""\
+Prepare pictures, of files, tar archives or Parquet, as patches.
+
+    jaxtrain prepare_sequences pictures --input=FOLDER --output=FOLDER
+""")
+    pictures.add_argument("--target", default=Pictures.target, help="none, text, folder: the target of a picture")
+    pictures.add_argument("--tokenizer", default=Pictures.tokenizer, help="of captions: 'bytes' or a tokenizer.json")
+    for name, what in (("patch_size", "side of a patch in pixels"), ("most_patches", "most patches of a picture"),
+                       ("patches_per_side", "most patches of its longer side")):
+        pictures.add_argument(f"--{name}", type=int, default=getattr(Pictures, name), help=what)
+    pictures.add_argument("--picture_field", default=Pictures.picture_field, help="the pictures' column of Parquet")
+    pictures.add_argument("--text_field", default=Pictures.text_field, help="the captions' column of Parquet")
+    for kind, default in ((audio, Audio), (events, Events), (pictures, Pictures)):
         kind.add_argument("--input", nargs="+", required=True, help="files or folders")
         kind.add_argument("--output", required=True, help="the corpus")
         kind.add_argument("--eval_fraction", type=float, default=default.eval_fraction,

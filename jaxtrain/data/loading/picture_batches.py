@@ -1,0 +1,93 @@
+"""Batches of rows of pictures, augmented; and, for flow matching, the times and the noise of each step."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.config.families import VisionLanguageConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.config.vision_keys import DualEncoderConfig, PatchesConfig
+from jaxtrain.data.corpus.sequences import SequenceCorpus
+from jaxtrain.data.loading.augmentation import augmented
+from jaxtrain.data.loading.loader import Batches
+from jaxtrain.data.packing.picture_rows import CaptionedPictures, LabelledPictures, PairedPictures, PictureRows
+from jaxtrain.errors import UserError
+
+
+class PictureBatches(Batches):
+    """Batches by step whose pictures are augmented anew at every step."""
+
+    def __init__(self, rows: PictureRows, *, global_batch_size: int, seed: int, augment: Collection[str] = (),
+                 noise: bool = False, repeat: bool = True, threads: int = 0):
+        """`noise`: rows also have `times` of their pictures, and a number for each patch that its noise is drawn from.
+        """
+        super().__init__(rows, global_batch_size=global_batch_size, seed=seed, repeat=repeat, threads=threads)
+        self.pictures = rows
+        self._seed, self._augment, self._noise = seed, augment, noise
+
+    def _read(self, step: int, within: np.ndarray | Sequence[int]) -> dict[str, np.ndarray]:
+        batch = super()._read(step, np.asarray(within))
+        rows = [{name: x[i] for name, x in batch.items()} for i in range(len(within))]
+        for i, number in enumerate(np.asarray(within).tolist()):
+            if self._augment:
+                rows[i] = augmented(rows[i], self._augment, self._seed, step, number)
+            if self._noise:
+                random = np.random.Generator(np.random.Philox(key=[self._seed, step], counter=[number, 0, 1, 0]))
+                rows[i] |= {"times": random.random(len(rows[i]["weights"]), np.float32),
+                            "draws": random.integers(0, 2**32, len(rows[i]["pictures"]), np.uint32)}
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]} if rows else batch
+
+    def shape(self, step: int) -> tuple[int, int]:
+        """Return the number of rows, and of patches per row, which is the same at every step."""
+        return self.global_batch_size, len(self._rows[0]["pictures"])
+
+
+def picture_batches(config: Config, corpus: SequenceCorpus, split: str) -> PictureBatches | None:
+    """Return the batches of a split by step, with rows as the model reads them; None if it has no pictures.
+
+    Those of "train" are endless. Those of "eval" have every picture once, as it is.
+    """
+    d, c = config.data, config.model
+    assert isinstance(c, PatchesConfig)
+    _check(c, corpus)
+    if not len(sequences := getattr(corpus, split)):
+        if split == "train":
+            raise UserError("data.source", "it has no picture to train on", "prepare it with a smaller eval_fraction")
+        return None
+    shape = sequences, d.seq_len, c.pictures_per_row
+    if isinstance(c, VisionLanguageConfig):
+        if "crop" in d.augment:
+            raise UserError("data.augment", "a caption would say what a crop has lost, and patches are tokens here",
+                            "leave out crop")
+        rows: PictureRows = CaptionedPictures(*shape, corpus.manifest["captions"]["end"])
+    else:
+        rows = PairedPictures(*shape, c.text_len) if isinstance(c, DualEncoderConfig) else LabelledPictures(*shape)
+    train = split == "train"
+    return PictureBatches(rows, global_batch_size=d.global_batch_size, seed=d.seed if train else 0,
+                          augment=d.augment if train else (), noise=c.name == "picture_flow", repeat=train)
+
+
+def _check(c: Any, corpus: SequenceCorpus) -> None:
+    """Refuse a corpus that is not what the model reads."""
+    said, labelled = corpus.manifest, c.name == "picture_flow"
+    if (patch := said.get("patch_size")) != c.patch_size:
+        raise UserError("model.patch_size", f"it is {c.patch_size}, and data.source has "
+                        f"{f'patches of {patch} pixels' if patch else 'no pictures'}", "use the same")
+    if (column := "label" if labelled else "target") not in corpus.train.columns:
+        raise UserError("data.source", f"{c.name} reads a {'label' if labelled else 'caption'} of each picture, and it "
+                        f"has no column {column!r}", f"prepare it by --target={'folder' if labelled else 'text'}")
+    if (most := said["options"]["patches_per_side"]) > c.patches_per_side:
+        raise UserError("model.patches_per_side", f"{c.patches_per_side} is less than the {most} that data.source may "
+                        "have", f"set it to {most}")
+    key = "num_labels" if labelled else "vocab_size"
+    if (most := len(said["labels"]) if labelled else said["captions"]["vocab_size"]) > getattr(c, key):
+        raise UserError(f"model.{key}", f"{getattr(c, key)} is less than the {most} of data.source",
+                        f"set it to {most}")
+
+
+def summary(batches: Any, corpus: SequenceCorpus) -> tuple[str, str]:
+    """Return for the log how much there is in each split, and how full rows are."""
+    rows = batches.pictures
+    return (f"{len(corpus.train):,} training and {len(corpus.eval):,} evaluation pictures",
+            f"best_fit: {len(rows):,} rows of up to {rows.most} pictures are {rows.fill:.2%} full")

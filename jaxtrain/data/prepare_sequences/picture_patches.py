@@ -1,0 +1,255 @@
+"""Convert pictures to sequences of square patches, of whatever height and width they have.
+
+A picture is a file, a member of a tar archive, or a value in a column of Parquet. Its caption may be next to it
+(`a.png`, `a.txt`) or in another column, or its folder's name may be its label.
+"""
+
+import functools
+import io
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from jaxtrain import storage
+from jaxtrain.data.corpus.sequences import Column
+from jaxtrain.data.corpus.shard_writer import Origin
+from jaxtrain.data.formats import inputs
+from jaxtrain.data.formats.inputs import Piece
+from jaxtrain.data.prepare.tasks import Task
+from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
+from jaxtrain.errors import UserError, nearest
+
+FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+TARGETS = ("none", "text", "folder")
+CHANNELS = 3
+PIXELS = 2**26  # a picture of more is left out, since a small file can hold any number
+MEMBER_BYTES = 2**30  # so is a member of an archive that is larger
+
+
+def grid(height: int, width: int, patch: int, most: int, side: int) -> tuple[int, int]:
+    """Return how many patches a picture is to be high and wide: its shape, but no more than `most` nor a `side`."""
+    scale = min(1.0, (most * patch**2 / (height * width)) ** 0.5, side * patch / max(height, width)) / patch
+    rows, columns = max(1, round(height * scale)), max(1, round(width * scale))
+    while rows * columns > most:
+        rows, columns = (rows - 1, columns) if rows >= columns else (rows, columns - 1)
+    return rows, columns
+
+
+def to_patches(pixels_HWC: np.ndarray, patch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut a picture into patches, row by row: their values, and the row and the column of each."""
+    rows, columns = pixels_HWC.shape[0] // patch, pixels_HWC.shape[1] // patch
+    cut = pixels_HWC.reshape(rows, patch, columns, patch, -1).transpose(0, 2, 1, 3, 4)
+    return cut.reshape(rows * columns, -1), np.indices((rows, columns)).reshape(2, -1).T
+
+
+def from_patches(values_TP: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """Return the picture [height, width, channels] of patches in the order of `to_patches`."""
+    patch = int((values_TP.shape[-1] // CHANNELS) ** 0.5)
+    cut = values_TP.reshape(rows, columns, patch, patch, -1).transpose(0, 2, 1, 3, 4)
+    return cut.reshape(rows * patch, columns * patch, -1)
+
+
+_tokenizer = functools.cache(load_tokenizer)
+
+
+@dataclass(frozen=True)
+class Found:
+    """One picture of the input, as it is stored."""
+
+    name: str
+    content: bytes
+    caption: str | None
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A source of sequences from pictures: `patches`, their `places`, and the requested target."""
+
+    target: str = "none"  # text: `target` holds the ids of a picture's caption; folder: `label`, the folder's number
+    tokenizer: str = "bytes"
+    patch_size: int = 16
+    most_patches: int = 256  # of a picture; larger ones are scaled down
+    patches_per_side: int = 64  # likewise
+    picture_field: str = "image"  # the column of Parquet with the pictures, and that
+    text_field: str = "text"  # with their captions
+    eval_fraction: float = 0.005
+    task_bytes: int = 2**26
+    labels: tuple[str, ...] = ()  # set by `ready`
+
+    kind = "pictures"
+    packages = ("pillow", "tokenizers")
+
+    def __post_init__(self):
+        if self.target not in TARGETS:
+            raise UserError("--target", f"{self.target!r} is not known", nearest(self.target, TARGETS))
+        for name in ("patch_size", "most_patches", "patches_per_side"):
+            if not 1 <= getattr(self, name) < 2**15:
+                raise UserError(f"--{name}", f"{getattr(self, name)} is not possible", "use 1 or more")
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The columns."""
+        target = {"none": {}, "text": {"target": Column("<i4", per="own")},
+                  "folder": {"label": Column("<i4", per="sequence")}}
+        return {"patches": Column("<u1", (self.patch_size**2 * CHANNELS,)), "places": Column("<u2", (2,)),
+                **target[self.target]}
+
+    def identity(self) -> dict[str, Any]:
+        """Return what determines the sequences, besides the input."""
+        fields = {"picture": self.picture_field, "text": self.text_field}
+        return {"target": self.target, "tokenizer": self._ids.fingerprint if self.target == "text" else None,
+                "patch_size": self.patch_size, "most_patches": self.most_patches, "fields": fields,
+                "patches_per_side": self.patches_per_side, "eval_fraction": self.eval_fraction}
+
+    def find_tasks(self, sources: Sequence[str]) -> list[Task]:
+        """Return tasks of pictures in order of name, each file followed by its caption; archives stay whole."""
+        found = inputs.find_pieces(sources, self.task_bytes, ends=(*FILES, ".tar", ".parquet"))
+        if not found:
+            raise UserError("--input", f"{', '.join(sources)} has no pictures",
+                            f"name files or folders of {', '.join((*FILES, '.tar', '.parquet'))}")
+        beside = [(piece, _caption_of(piece)) if self.target == "text" and _is_picture(piece.name) else (piece,)
+                  for piece in found]
+        return inputs.cut(beside, self.task_bytes)
+
+    def ready(self, tasks: Sequence[Task], output: Any, workers: int, say: Any) -> tuple["Pictures", list[Task]]:
+        """Return the source with the names of all folders as labels, and the tasks."""
+        if self.target != "folder":
+            return self, list(tasks)
+        names = (name for task in tasks for piece in task for name in _names(piece))
+        return replace(self, labels=tuple(sorted({_folder(name) for name in names}))), list(tasks)
+
+    def read(self, number: int, task: Task, output: Any, left_out: dict[str, int],
+             ) -> Iterator[tuple[dict[str, Any], Origin]]:
+        """Yield the sequences of a task, and where each comes from."""
+        for found in self._found(task):
+            pixels = self._pixels(found.content)
+            silent = self.target == "text" and found.caption is None
+            if isinstance(pixels, str) or silent:
+                reason = pixels if isinstance(pixels, str) else "without a caption"
+                left_out[reason] = left_out.get(reason, 0) + 1
+                continue
+            values, places = to_patches(pixels, self.patch_size)
+            sequence: dict[str, Any] = {"patches": values, "places": places}
+            if self.target == "text":
+                sequence["target"] = self._ids.encode((found.caption or "").strip().encode())
+            elif self.target == "folder":
+                sequence["label"] = [self.labels.index(_folder(found.name))]
+            yield sequence, found.origin
+
+    def manifest(self) -> dict[str, Any]:
+        """Return the size of patches and, if there are any, the labels, for the manifest."""
+        found: dict[str, Any] = {"patch_size": self.patch_size}
+        if self.target == "folder":
+            found["labels"] = list(self.labels)
+        if self.target == "text":
+            found["captions"] = {"tokenizer": self.tokenizer, "vocab_size": self._ids.vocab_size, "end": self._ids.eod}
+        return found
+
+    @property
+    def _ids(self) -> Any:
+        return _tokenizer(self.tokenizer)
+
+    def _found(self, task: Task) -> Iterator[Found]:
+        """Yield a task's pictures as they are stored."""
+        for i, piece in enumerate(task):
+            if piece.kind == "parquet":
+                yield from self._rows(i, piece)
+            elif piece.name.endswith(".tar"):
+                yield from _members(i, piece)
+            elif _is_picture(piece.name):
+                caption = _content(task[i + 1]).decode(errors="replace") if self.target == "text" else None
+                yield Found(piece.name, _content(piece), caption, Origin(i, 0))
+
+    def _rows(self, i: int, piece: Piece) -> Iterator[Found]:
+        if self.target == "folder":
+            raise UserError("--target", f"{piece.name} has no folders", "use --target=text or --target=none")
+        wanted = [self.picture_field, *([self.text_field] if self.target == "text" else [])]
+        file = inputs.parquet_file(piece.path)
+        for name in wanted:
+            if name not in file.schema_arrow.names:
+                raise UserError("--picture_field" if name == self.picture_field else "--text_field",
+                                f"{piece.name} has no column {name!r}", f"it has {', '.join(file.schema_arrow.names)}")
+        for row, record in enumerate(inputs.row_group(piece, wanted, file).to_pylist()):
+            picture = record[self.picture_field]
+            content = picture.get("bytes") if isinstance(picture, dict) else picture
+            yield Found(piece.name, content if isinstance(content, bytes) else b"", record.get(self.text_field),
+                        Origin(i, row))
+
+    def _pixels(self, content: bytes) -> np.ndarray | str:
+        """Decode a picture, upright and in three channels, in a size of whole patches; or say why it is left out."""
+        pil, ops = (inputs.extra(f"PIL.{name}", "pictures", group="pictures") for name in ("Image", "ImageOps"))
+        try:
+            with pil.open(io.BytesIO(content)) as picture:
+                if picture.width * picture.height > PIXELS:
+                    return f"more than {PIXELS:,} pixels"
+                upright = ops.exif_transpose(picture).convert("RGB")
+        except Exception:  # decoders raise whatever they like: OSError, ValueError, SyntaxError, struct.error
+            return "not readable as a picture"
+        rows, columns = grid(upright.height, upright.width, self.patch_size, self.most_patches, self.patches_per_side)
+        size = columns * self.patch_size, rows * self.patch_size
+        return np.asarray(upright if upright.size == size else upright.resize(size, pil.Resampling.BICUBIC))
+
+
+def _is_picture(name: str) -> bool:
+    return name.lower().endswith(FILES)
+
+
+def _names(piece: Piece) -> list[str]:
+    """Return the names of the pictures in a piece, from the headers of an archive."""
+    if not piece.name.endswith(".tar"):
+        return [piece.name] if _is_picture(piece.name) else []
+    with inputs.readable(piece.path, tarfile.TarError), storage.open(piece.path) as file, tarfile.open(
+            fileobj=file, mode="r:") as archive:
+        return [member.name for member in archive if member.isfile() and _is_picture(member.name)]
+
+
+def _members(i: int, piece: Piece) -> Iterator[Found]:
+    """Yield the pictures of an archive; the caption of `a.png` is `a.txt`, before it or after it among its neighbours.
+    """
+    with inputs.readable(piece.path, tarfile.TarError), storage.open(piece.path) as file, tarfile.open(
+            fileobj=file, mode="r:") as archive:
+        name, together = "", {}
+        for place, member in enumerate(archive):
+            if not member.isfile() or member.size > MEMBER_BYTES:
+                continue
+            if (stem := member.name.rpartition(".")[0]) != name:
+                yield from _joined(i, together)
+                name, together = stem, {}
+            reader = archive.extractfile(member)
+            assert reader
+            together[member.name] = place, reader.read()
+        yield from _joined(i, together)
+
+
+def _joined(i: int, together: dict[str, tuple[int, bytes]]) -> Iterator[Found]:
+    texts = [content.decode(errors="replace") for name, (_, content) in together.items() if name.endswith(".txt")]
+    for name, (place, content) in together.items():
+        if _is_picture(name):
+            yield Found(name, content, texts[0] if texts else None, Origin(i, place))
+
+
+def _caption_of(picture: Piece) -> Piece:
+    """Return the caption of a file, as a piece."""
+    path, name = (f"{whole.rpartition('.')[0]}.txt" for whole in (picture.path, picture.name))
+    if not storage.exists(path):
+        raise UserError("--target", f"{picture.name} has no caption", f"write {name}, or use --target=none")
+    size = storage.size(path)
+    return Piece(name, path, "text", 0, size, size)
+
+
+def _folder(name: str) -> str:
+    """Return the name of the folder that a picture is in."""
+    if not (folder := PurePosixPath(name).parent.name):
+        raise UserError("--target", f"{name} is not in a folder",
+                        "name the folder that contains the label folders as --input")
+    return folder
+
+
+def _content(piece: Piece) -> bytes:
+    with inputs.readable(piece.path):  # an error, since the file may be readable the next time
+        return storage.read(piece.path)

@@ -1,0 +1,1 @@
+"""Encoders of pictures, and models that have one."""

@@ -1,0 +1,76 @@
+"""Two encoders that agree on what belongs together: SigLIP (arXiv 2303.15343) and CLIP (arXiv 2103.00020).
+
+A row holds several pictures and several texts; the n-th text of a row is that of its n-th picture.
+
+Shape suffixes: B batch, T sequence, S pictures of a row, P values of a patch, D embedding, E joint embedding.
+"""
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.config.vision_keys import DualEncoderConfig
+from jaxtrain.models.decoder import Compute
+from jaxtrain.models.layers import RESIDUAL, Embed, LearnedPositions, Linear, param
+from jaxtrain.models.vision import pooling
+from jaxtrain.models.vision.encoder import Encoder
+from jaxtrain.models.vision.vit import Vit
+from jaxtrain.parallel.context import arrange
+from jaxtrain.sharding import rules as sharding
+
+# The logarithm of the scale of similarities, and their bias, at first.
+BEGINS = {"siglip": (math.log(10), -10.0), "clip": (math.log(1 / 0.07), 0.0)}
+
+
+class DualEncoder(nnx.Module):
+    """Pictures and texts to unit vectors of one width."""
+
+    def __init__(self, c: DualEncoderConfig, compute: Compute, *, rngs: nnx.Rngs):
+        wide, self.is_clip = c.picture_embed_dim, c.name == "clip"
+        self.picture = Vit(c, compute, rngs=rngs)
+        self.pool = (pooling.AttentionPool(wide, c.picture_heads, c.picture_mlp_dim, c.norm_eps, rngs=rngs)
+                     if c.pooling == "attention" else None)
+        self.embed = Embed(c.vocab_size, c.embed_dim, rngs=rngs)
+        self.positions = LearnedPositions(c.text_len, c.embed_dim, rngs=rngs)
+        self.text = Encoder(c.embed_dim, c.num_layers, c.num_heads, c.mlp_dim, c.norm_eps, compute=compute, rngs=rngs,
+                            causal=self.is_clip)
+        self.picture_head, self.text_head = (
+            Linear("btd,de->bte", (dim, c.joint_dim), ("embed", "ahead"), RESIDUAL, bias=True, rngs=rngs)
+            for dim in (wide, c.embed_dim))
+        scale, bias = BEGINS[c.name]
+        self.scale = param(rngs, (1,), (None,), std=0, value=scale, compute_dtype="float32")
+        self.bias = None if self.is_clip else param(rngs, (1,), (None,), std=0, value=bias, compute_dtype="float32")
+
+    def pictures(self, batch: Mapping[str, jax.Array], count: int) -> jax.Array:
+        """Return a unit vector for each picture, [B, S, E] with S for `count` pictures a row, in float32."""
+        x_BTD = self.picture(batch["patches"], batch["pictures"], batch["places"])
+        pool = pooling.mean if self.pool is None else self.pool
+        return _unit(self.picture_head(pool(x_BTD, batch["pictures"], count)))
+
+    def texts(self, batch: Mapping[str, jax.Array], count: int) -> jax.Array:
+        """Return a unit vector for each text, likewise."""
+        if self.is_clip:  # causal attention takes tokens in the order that evens out its work
+            arranged = arrange({key: batch[key] for key in ("tokens", "segments", "positions")})
+            batch = dict(batch) | arranged
+        tokens_BT, segments_BT, positions_BT = (sharding.constrain(batch[key], "batch", "seq")
+                                                for key in ("tokens", "segments", "positions"))
+        x_BTD = self.text(self.embed(tokens_BT) + self.positions(positions_BT), segments_BT)
+        return _unit(self.text_head(pooling.last(x_BTD, segments_BT, positions_BT, count)))
+
+    def similarity(self) -> tuple[jax.Array, jax.Array]:
+        """Return the scale and the bias of similarities."""
+        scale = jnp.exp(self.scale[...][0])
+        return scale, jnp.zeros_like(scale) if self.bias is None else self.bias[...][0]
+
+    def __call__(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Return the unit vectors of the pictures and of the texts, [B, S, E] each."""
+        count = batch["weights"].shape[1]
+        return self.pictures(batch, count), self.texts(batch, count)
+
+
+def _unit(x_BSE: jax.Array) -> jax.Array:
+    x_BSE = x_BSE.astype(jnp.float32)
+    return x_BSE * jax.lax.rsqrt(jnp.maximum(jnp.square(x_BSE).sum(-1, keepdims=True), 1e-12))

@@ -1,0 +1,53 @@
+"""A transformer whose tokens see all tokens of their segment: the body of encoders of pictures and of texts.
+
+Shape suffixes: B batch, T sequence, D embedding.
+"""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxtrain.kernels.attention.bidirectional import attend_all
+from jaxtrain.models.attention.rotary import Rotary
+from jaxtrain.models.attention.self_attention import Attention
+from jaxtrain.models.decoder import Block, Compute
+from jaxtrain.models.layers import INSIDE, GeluMLP, LayerNorm, Stack
+from jaxtrain.models.rematerialization import cut, wraps
+from jaxtrain.sharding import rules as sharding
+
+
+class BidirectionalAttention(Attention):
+    """Multi-head self-attention over all tokens of a segment."""
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array, angles: Any = None,
+                 cache: None = None) -> tuple[jax.Array, dict[str, Any]]:
+        q, k, v = self.project(x_BTD)
+        if angles is not None:
+            q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
+        return self.out(attend_all(q, k, v, segments_BT)), {}
+
+
+class Encoder(nnx.Module):
+    """Pre-norm blocks with LayerNorm, GELU and biases, and a last norm."""
+
+    def __init__(self, dim: int, layers: int, heads: int, mlp_dim: int, eps: float, *, compute: Compute,
+                 rngs: nnx.Rngs, causal: bool = False):
+        """`causal`: tokens see only those before them, as in CLIP's encoder of texts."""
+        out_std = 0.02 / (2 * layers) ** 0.5
+
+        def block(rngs: nnx.Rngs) -> Block:
+            kind = Attention if causal else BidirectionalAttention
+            return Block(LayerNorm(dim, eps, rngs=rngs),
+                         kind(dim, heads, heads, dim // heads, qkv_bias=True, out_bias=True, out_std=out_std,
+                              backend=compute.attention, context=compute.context, rngs=rngs),
+                         LayerNorm(dim, eps, rngs=rngs), GeluMLP(dim, mlp_dim, out_std=out_std, rngs=rngs))
+
+        remat = cut(wraps(compute.remat, layers, compute.unroll), 0, layers)
+        self.blocks = Stack(block, layers, remat=remat, unroll=compute.unroll, rngs=rngs)
+        self.norm = LayerNorm(dim, eps, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array) -> jax.Array:
+        """Return the normalized activations."""
+        x_BTD, _ = self.blocks(x_BTD, segments_BT, None)
+        return sharding.constrain(self.norm(x_BTD), *INSIDE)

@@ -1,0 +1,73 @@
+"""From one vector a token to one a segment: by attention, as a mean, or the last token's.
+
+Segments are numbered from 1 on within a row. Results have as many places as `slots` says, of which those after the
+last segment mean nothing.
+
+Shape suffixes: B batch, T sequence, S segments of a row, D embedding, H heads, K head width.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.kernels.functions import softmax
+from jaxtrain.models.layers import INSIDE, RESIDUAL, GeluMLP, LayerNorm, Linear, param
+from jaxtrain.sharding import rules as sharding
+
+
+def slots(count: int) -> int:
+    """Return the number of places for so many segments: the devices that share a row divide it."""
+    parts = sharding.shards(sharding.split_by("block_seq"), jax.sharding.get_abstract_mesh())
+    return -(-count // parts) * parts
+
+
+def members(segments_BT: jax.Array, count: int) -> jax.Array:
+    """Return which tokens belong to each segment, as booleans [B, S, T], whole on the devices that share a row."""
+    segments_BT = sharding.constrain(segments_BT, "batch", None)
+    return segments_BT[:, None, :] == jnp.arange(1, slots(count) + 1)[None, :, None]
+
+
+def mean(x_BTD: jax.Array, segments_BT: jax.Array, count: int) -> jax.Array:
+    """Return the mean over each segment."""
+    own_BST = members(segments_BT, count).astype(jnp.float32)
+    own_BST /= jnp.maximum(own_BST.sum(2, keepdims=True), 1)
+    return _weighted(own_BST, x_BTD)
+
+
+def last(x_BTD: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array, count: int) -> jax.Array:
+    """Return the vector of each segment's last token, in whatever order the tokens of a row are."""
+    own_BST = members(segments_BT, count)
+    at_BST = jnp.where(own_BST, sharding.constrain(positions_BT, "batch", None)[:, None, :], -1)
+    return _weighted((own_BST & (at_BST == at_BST.max(2, keepdims=True))).astype(jnp.float32), x_BTD)
+
+
+def _weighted(weights_BST: jax.Array, x_BTD: jax.Array) -> jax.Array:
+    x_BTD = sharding.constrain(x_BTD, "batch", None, "act_embed")
+    y_BSD = jnp.einsum("bst,btd->bsd", weights_BST, x_BTD, preferred_element_type=jnp.float32)
+    return sharding.constrain(y_BSD.astype(x_BTD.dtype), *RESIDUAL)
+
+
+class AttentionPool(nnx.Module):
+    """A learned query that attends to each segment, then an MLP, as at the end of SigLIP's encoder of pictures."""
+
+    def __init__(self, dim: int, heads: int, mlp_dim: int, eps: float, *, rngs: nnx.Rngs):
+        shape, axes = (dim, heads, dim // heads), ("embed", "heads", "head_dim")
+        laid_out = ("batch", "seq", "act_heads", "act_head_dim")
+        self.query = param(rngs, shape[1:], axes[1:])  # the same for all, so that it needs no projection
+        self.k, self.v = (Linear("btd,dhk->bthk", shape, axes, laid_out, bias=True, rngs=rngs) for _ in range(2))
+        self.out = Linear("bthk,hkd->btd", (*shape[1:], dim), (*axes[1:], "embed"), RESIDUAL, bias=True, rngs=rngs)
+        self.norm = LayerNorm(dim, eps, rngs=rngs)
+        self.mlp = GeluMLP(dim, mlp_dim, out_std=0.02, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array, count: int) -> jax.Array:
+        """Return a vector for each segment."""
+        k_BTHK, v_BTHK = (sharding.constrain(project(x_BTD), "batch", None, "act_heads", "act_head_dim")
+                          for project in (self.k, self.v))
+        query_HK = sharding.gather(self.query[...], "heads", "head_dim") * k_BTHK.shape[-1] ** -0.5
+        scores_BHT = jnp.einsum("hk,bthk->bht", query_HK, k_BTHK, preferred_element_type=jnp.float32,
+                                out_sharding=sharding.activation_spec("batch", "act_heads", None))
+        mask_BST = jnp.where(members(segments_BT, count), 0.0, -1e30)
+        weights_BHST = softmax(scores_BHT[:, :, None] + mask_BST[:, None]).astype(v_BTHK.dtype)
+        y_BSHK = jnp.einsum("bhst,bthk->bshk", weights_BHST, v_BTHK)
+        y_BSD = self.out(sharding.constrain(y_BSHK, "batch", "seq", "act_heads", "act_head_dim"))
+        return y_BSD + self.mlp(sharding.constrain(self.norm(y_BSD), *INSIDE))

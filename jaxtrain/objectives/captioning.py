@@ -1,0 +1,36 @@
+"""Next-token prediction of the texts among pictures."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxtrain.config.families import VisionLanguageConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.models.vision.vision_language import embedded
+from jaxtrain.objectives.contrastive import patches_spec
+from jaxtrain.objectives.next_token import NextToken
+from jaxtrain.train_step.state import Skeleton
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captioning(NextToken):
+    """The mean over tokens of texts of the cross-entropy, given the patches and tokens before."""
+
+    shape: VisionLanguageConfig
+
+    @classmethod
+    def of(cls, config: Config, model: Skeleton) -> "Captioning":
+        """As a config describes it."""
+        assert isinstance(config.model, VisionLanguageConfig)
+        return cls(**vars(NextToken.of(config, model)), shape=config.model)
+
+    @property
+    def batch_spec(self) -> Mapping[str, Any]:
+        """Those of next-token prediction, and the patches in the places of tokens."""
+        return {**super().batch_spec, **patches_spec(self.shape)}
+
+    def begin(self, params: Any, batch: Any) -> jax.Array:
+        """Embeddings of tokens and patches."""
+        return embedded(self.model.merge(params), batch)

@@ -1,0 +1,95 @@
+"""Contrastive learning: pictures and texts that belong together are to be alike, and others not.
+
+The other pairs of a batch are what a pair is compared with; with `train.accumulation` those of its micro-batch.
+
+Shape suffixes: B rows, S pictures of a row, T tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.config.schema import Config
+from jaxtrain.config.vision_keys import DualEncoderConfig
+from jaxtrain.data.loading.batch_spec import SEQ, Array
+from jaxtrain.models.vision.pooling import members
+from jaxtrain.objectives.objective import OfTheModelAlone
+from jaxtrain.parallel.all_pairs import all_pairs, count_matched
+from jaxtrain.train_step import partition
+from jaxtrain.train_step.state import Skeleton
+
+
+def patches_spec(c: Any) -> dict[str, Array]:
+    """Return the arrays of rows of patches."""
+    return {"pictures": Array(np.int32, below=c.pictures_per_row + 1),
+            "patches": Array(np.uint8, (SEQ, c.patch_values)),
+            "places": Array(np.int32, (SEQ, 2), below=c.patches_per_side)}
+
+
+@dataclass(frozen=True)
+class Contrastive(OfTheModelAlone):
+    """The mean over pairs of SigLIP's sigmoid loss or CLIP's softmax loss."""
+
+    model: Skeleton
+    shape: DualEncoderConfig
+    evaluates: bool = False  # count how many pictures are nearest to their own text
+
+    pipeline_parts = None
+
+    @classmethod
+    def of(cls, config: Config, model: Skeleton) -> "Contrastive":
+        """As a config describes it."""
+        assert isinstance(config.model, DualEncoderConfig)
+        return cls(model, config.model)
+
+    @property
+    def batch_spec(self) -> Mapping[str, Any]:
+        """Patches, texts in places of their own, and which pairs there are."""
+        texts = Array(np.int32, (self.shape.pictures_per_row * self.shape.text_len,))
+        return {**patches_spec(self.shape), "tokens": replace(texts, below=self.shape.vocab_size),
+                "segments": replace(texts, below=self.shape.pictures_per_row + 1),
+                "positions": replace(texts, below=self.shape.text_len),
+                "weights": Array(np.float32, (self.shape.pictures_per_row,))}
+
+    @property
+    def evaluation(self) -> "Contrastive":
+        """The same loss, and the accuracy."""
+        return replace(self, evaluates=True)
+
+    @property
+    def evaluation_metrics(self) -> Sequence[str]:
+        """How often the nearest text of the batch is a picture's own: of equal texts any counts."""
+        return ("accuracy",)
+
+    def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return the number of pairs, the scale and the bias of similarities, and in evaluation the accuracy."""
+        pairs = jnp.maximum(sums["weight"], 1e-8)
+        return {"pairs": sums["weight"], **{name: sums[name] / pairs for name in ("scale", "bias", "accuracy")
+                                            if name in sums}}
+
+    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Return the summed loss, the number of pairs, and sums for the metrics."""
+        model = self.model.merge(partition.like(params, self.model.params()))
+        x_BSE, y_BSE = model(batch)
+        there_BS, similarity = batch["weights"], model.similarity()
+        pairs = there_BS.sum()
+        there_BS = jnp.pad(there_BS, ((0, 0), (0, x_BSE.shape[1] - there_BS.shape[1])))
+        total = all_pairs("softmax" if self.shape.name == "clip" else "sigmoid", x_BSE, y_BSE, there_BS, similarity)
+        sums = dict(zip(("scale", "bias"), (pairs * x for x in similarity), strict=True))
+        if self.evaluates:
+            sums["accuracy"] = count_matched(x_BSE, y_BSE, there_BS, _fingerprints(batch))
+        return total, pairs, {"weight": pairs, **jax.lax.stop_gradient(sums)}
+
+
+def _fingerprints(batch: Any) -> jax.Array:
+    """Return a number for each text [B, S], the same for equal texts and by all odds for no others."""
+    tokens_BT, positions_BT = (batch[name].astype(jnp.uint32) for name in ("tokens", "positions"))
+    mixed_BT = (tokens_BT + 1) * (positions_BT * jnp.uint32(2654435761) + 40503)
+    mixed_BT = (mixed_BT ^ (mixed_BT >> 15)) * jnp.uint32(2246822519)
+    mixed_BT = jax.lax.bitcast_convert_type(mixed_BT ^ (mixed_BT >> 13), jnp.int32)
+    own_BST = members(batch["segments"], batch["weights"].shape[1])
+    return jnp.where(own_BST, mixed_BT[:, None, :], 0).sum(2)

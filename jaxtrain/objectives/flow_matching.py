@@ -1,0 +1,106 @@
+"""Flow matching: learn the velocity that takes noise to pictures along straight lines (arXiv 2210.02747, 2209.03003).
+
+At time t of 0 to 1 a picture x is (1 - t) e + t x with noise e, and its velocity x - e. Times and noise come from the
+seed, the step and the row: batches have a time for each picture, and for each patch a number that its noise is made of.
+
+Shape suffixes: B rows, T patches, S pictures of a row, P values of a patch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.config.schema import Config
+from jaxtrain.config.vision_keys import PictureFlowConfig
+from jaxtrain.data.loading.batch_spec import SEQ, Array
+from jaxtrain.objectives.contrastive import patches_spec
+from jaxtrain.objectives.objective import OfTheModelAlone
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step import partition
+from jaxtrain.train_step.state import Skeleton
+
+
+@dataclass(frozen=True)
+class FlowMatching(OfTheModelAlone):
+    """The mean over patches of the squared error of the velocity, a mean over a patch's values."""
+
+    model: Skeleton
+    shape: PictureFlowConfig
+
+    pipeline_parts = None
+
+    @classmethod
+    def of(cls, config: Config, model: Skeleton) -> "FlowMatching":
+        """As a config describes it."""
+        assert isinstance(config.model, PictureFlowConfig)
+        return cls(model, config.model)
+
+    @property
+    def batch_spec(self) -> Mapping[str, Any]:
+        """Patches and labels, the time of each picture, and what each patch's noise is made of."""
+        beside = (self.shape.pictures_per_row,)
+        return {**patches_spec(self.shape), "labels": Array(np.int32, beside, below=self.shape.num_labels),
+                "weights": Array(np.float32, beside), "times": Array(np.float32, beside),
+                "draws": Array(np.uint32, (SEQ,))}
+
+    @property
+    def evaluation(self) -> "FlowMatching":
+        """The same loss."""
+        return self
+
+    @property
+    def evaluation_metrics(self) -> Sequence[str]:
+        """None but the loss."""
+        return ()
+
+    def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return the number of patches."""
+        return {"patches": sums["weight"]}
+
+    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Return the summed loss, and the number of patches."""
+        model = self.model.merge(partition.like(params, self.model.params()))
+        pictures_BT, draws_BT = (sharding.constrain(batch[name], "batch", "seq") for name in ("pictures", "draws"))
+        picture_BTP = sharding.constrain(batch["patches"], "batch", "seq", None).astype(jnp.float32) / 127.5 - 1
+        noise_BTP = noise(draws_BT, self.shape.patch_values)
+        times_BS = sharding.constrain(batch["times"], "batch", None)
+        own_BTS = pictures_BT[..., None] == jnp.arange(1, times_BS.shape[1] + 1)
+        time_BT1 = (own_BTS * times_BS[:, None, :]).sum(-1)[..., None]
+        found_BTP = model((1 - time_BT1) * noise_BTP + time_BT1 * picture_BTP, pictures_BT, batch["places"],
+                          times_BS, batch["labels"])
+        error_BT = jnp.square(found_BTP.astype(jnp.float32) - (picture_BTP - noise_BTP)).mean(-1)
+        there_BT = (pictures_BT > 0).astype(jnp.float32)
+        return (error_BT * there_BT).sum(), there_BT.sum(), {"weight": there_BT.sum()}
+
+
+def noise(draws_BT: jax.Array, values: int) -> jax.Array:
+    """Return standard normal numbers for each patch, made of its number."""
+    made = jax.vmap(jax.vmap(lambda draw: jax.random.normal(jax.random.key(draw), (values,))))
+    if (spec := sharding.activation_spec("batch", "seq")) is None:
+        return made(draws_BT)
+    return sharding.manual_region(made, in_specs=spec, out_specs=jax.P(*spec, None))(draws_BT)
+
+
+def sample(model: Any, labels: Sequence[int], rows: int, columns: int, *, steps: int = 50, seed: int = 0) -> np.ndarray:
+    """Return pictures of these labels, so many patches high and wide, by Euler's method: 8-bit patches [N, T, P].
+
+    `model`: a `PictureFlow` on one device, as `run.module(state)` returns it.
+    """
+    count, patches = len(labels), rows * columns
+    draws = np.random.Generator(np.random.Philox(seed)).integers(0, 2**32, (count, patches), np.uint32)
+    places = jnp.broadcast_to(np.indices((rows, columns)).reshape(2, -1).T, (count, patches, 2))
+    pictures, label_N1 = jnp.ones((count, patches), jnp.int32), jnp.asarray(labels, jnp.int32)[:, None]
+
+    @jax.jit
+    def go(x_NTP):
+        def step(number, x_NTP):
+            times_N1 = jnp.full((count, 1), number / steps, jnp.float32)
+            return x_NTP + model(x_NTP, pictures, places, times_N1, label_N1).astype(jnp.float32) / steps
+        return jax.lax.fori_loop(0, steps, step, x_NTP)
+
+    x_NTP = go(noise(jnp.asarray(draws), model.picture.embed.kernel[...].shape[0]))
+    return np.asarray(jnp.clip(jnp.rint((x_NTP + 1) * 127.5), 0, 255)).astype(np.uint8)

@@ -1,0 +1,146 @@
+"""Pictures of any size become patches, from files, archives and Parquet alike; and rows of several pictures."""
+
+import io
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import jaxtrain as jt
+from jaxtrain.data.corpus.sequences import open_sequences
+from jaxtrain.data.loading.augmentation import augmented
+from jaxtrain.data.loading.picture_batches import PictureBatches
+from jaxtrain.data.packing.picture_rows import CaptionedPictures, LabelledPictures, PairedPictures, pack
+from jaxtrain.data.prepare_sequences import prepare_sequences
+from jaxtrain.data.prepare_sequences.picture_patches import from_patches, grid, to_patches
+
+SIZES = {"cats/a": (8, 12), "cats/b": (4, 4), "dogs/c": (9, 30), "dogs/d": (200, 100), "dogs/e": (12, 8)}
+
+
+def drawn(name):
+    height, width = SIZES[name]
+    return np.random.default_rng(len(name) + height).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def encoded(name):
+    file = io.BytesIO()
+    Image.fromarray(drawn(name)).save(file, "png")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """The same pictures with captions as files, as an archive, and as two groups of rows of Parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    root = tmp_path_factory.mktemp("pictures")
+    (root / "tar").mkdir()
+    with tarfile.open(root / "tar" / "all.tar", "w") as archive:
+        for name in SIZES:
+            for end, content in ((".txt", f"it is {name}".encode()), (".png", encoded(name))):
+                path = root / "files" / f"{name}{end}"
+                path.parent.mkdir(exist_ok=True, parents=True)
+                path.write_bytes(content)
+                member = tarfile.TarInfo(f"{name}{end}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    (root / "files" / "dogs" / "broken.png").write_bytes(b"no picture")
+    (root / "files" / "dogs" / "broken.txt").write_text("none")
+    (root / "parquet").mkdir()
+    table = pa.table({"image": [{"bytes": encoded(name), "path": name} for name in SIZES],
+                      "text": [f"it is {name}" for name in SIZES]})
+    pq.write_table(table, root / "parquet" / "all.parquet", row_group_size=3)
+    return root
+
+
+def prepared(stored, kind, *flags, output=None):
+    output = output or stored / f"{kind}{len(flags)}{'-'.join(flags)}".replace("/", "")
+    assert prepare_sequences.main(["pictures", f"--input={stored / kind}", f"--output={output}", "--patch_size=4",
+                                   "--most_patches=24", "--patches_per_side=8", "--eval_fraction=0", "--workers=1",
+                                   *flags]) in (0, None)
+    return open_sequences(output)
+
+
+def test_all_ways_to_store_pictures_give_the_same_patches(stored):
+    found = {kind: prepared(stored, kind, "--target=text") for kind in ("files", "tar", "parquet")}
+    assert found["files"].manifest["left_out"] == {"not readable as a picture": 1}
+    for corpus in found.values():
+        assert len(corpus.train) == len(SIZES)
+        for name, one in zip(SIZES, corpus.train, strict=True):
+            assert bytes(one["target"].astype(np.uint8)).decode() == f"it is {name}"
+            rows, columns = one["places"].max(0) + 1
+            assert (int(rows), int(columns)) == grid(*SIZES[name], 4, 24, 8) and rows * columns <= 24
+            if SIZES[name] == (rows * 4, columns * 4):
+                np.testing.assert_array_equal(from_patches(one["patches"], rows, columns), drawn(name))
+    assert tuple(found["tar"].train[3]["places"].max(0) + 1) == (7, 3)  # 200 x 100 keeps its shape
+    labels = [int(one["label"][0]) for one in prepared(stored, "tar", "--target=folder").train]
+    assert labels == [0, 0, 1, 1, 1]
+
+
+def test_rows_hold_whole_pictures_and_fill_up():
+    lengths = np.random.default_rng(0).integers(1, 30, 200)
+    rows = pack(lengths, 32, 5)
+    assert sorted(number for row in rows for number in row) == list(range(200))
+    assert all(lengths[row].sum() <= 32 and len(row) <= 5 for row in rows)
+    assert len(rows) <= 1.1 * lengths.sum() / 32
+
+
+def test_rows_have_texts_labels_or_sequences_beside_the_patches(stored):
+    corpus = prepared(stored, "files", "--target=text")
+    row = PairedPictures(corpus.train, 48, 3, text_len=9)[0]
+    assert row["patches"].shape == (48, 48) and row["tokens"].shape == (27,)
+    text = row["tokens"].reshape(3, 9)[1]
+    number = PairedPictures(corpus.train, 48, 3, 9).rows[0][1]
+    assert bytes(text.astype(np.uint8)).decode() == f"it is {list(SIZES)[number]}"[:9]
+    sequences = CaptionedPictures(corpus.train, 48, 3, end=256)
+    for row in (sequences[i] for i in range(len(sequences))):
+        for segment in range(1, row["segments"].max() + 1):
+            here = row["segments"] == segment
+            patches = (row["pictures"] == segment).sum()
+            targets = row["targets"][here][patches - 1:]
+            assert targets[-1] == 256 and bytes(targets[:-1].astype(np.uint8)).decode().startswith("it is ")
+            np.testing.assert_array_equal(row["weights"][here], np.arange(here.sum()) >= patches - 1)
+            np.testing.assert_array_equal(row["tokens"][here][patches:], targets[:-1])
+    labelled = LabelledPictures(prepared(stored, "files", "--target=folder").train, 48, 3)
+    assert sum(int(labelled[i]["weights"].sum()) for i in range(len(labelled))) == len(SIZES)
+    with pytest.raises(jt.UserError, match="a row of 16 does not hold the largest picture, which takes 21; set it"):
+        len(PairedPictures(corpus.train, 16, 3, 9))
+
+
+def test_augmentation_is_a_function_of_seed_step_and_row(stored):
+    corpus = prepared(stored, "files", "--target=folder")
+    rows, kinds = LabelledPictures(corpus.train, 48, 3), ("flip", "crop", "colour")
+    batches = PictureBatches(rows, global_batch_size=4, seed=3, augment=kinds, noise=True)
+    whole, part = batches[7], PictureBatches(rows, global_batch_size=4, seed=3, augment=kinds, noise=True).rows(7, [2])
+    assert all(np.array_equal(x[2], part[name][0]) for name, x in whole.items())
+    assert not np.array_equal(whole["draws"], batches[8]["draws"]) and len(np.unique(whole["draws"])) > 70
+    row = rows[0]
+    flips = [augmented(row, ["flip"], 0, step, 0) for step in range(20)]
+    here = row["pictures"] == 1
+    pixels = from_patches(row["patches"][here], *(row["places"][here].max(0) + 1))
+    flipped = to_patches(pixels[:, ::-1], 4)[0]
+    same = [np.array_equal(one["patches"][here], row["patches"][here]) for one in flips]
+    assert 3 < sum(same) < 17
+    assert all(before or np.array_equal(one["patches"][here], flipped) for before, one in zip(same, flips, strict=True))
+    for step in range(20):
+        cropped = augmented(row, ["crop"], 0, step, 0)
+        for picture in range(1, row["pictures"].max() + 1):
+            places = cropped["places"][cropped["pictures"] == picture]
+            high, wide = places.max(0) + 1
+            assert len(places) == high * wide and len(np.unique(places, axis=0)) == len(places)
+    assert np.array_equal(rows[0]["patches"], row["patches"]), "the data itself was changed"
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--target=tag"], "--target: 'tag' is not known; "), (["--patch_size=0"], "--patch_size: 0 is not possible"),
+    (["--target=folder", "parquet"], "--target: all.parquet has no folders"),
+    (["--picture_field=pixels", "parquet"], "--picture_field: all.parquet has no column 'pixels'; it has image, text"),
+])
+def test_mistakes_are_told_in_one_line(stored, flags, message, tmp_path):
+    kind = "parquet" if flags[-1] == "parquet" else "files"
+    with pytest.raises(jt.UserError, match=message):
+        flags = prepare_sequences.parse(["pictures", f"--input={stored / kind}", f"--output={tmp_path}/out",
+                                         "--workers=1", *[flag for flag in flags if flag.startswith("--")]])
+        prepare_sequences.prepare_sequences(flags.input, flags.output, prepare_sequences.source_of(flags))

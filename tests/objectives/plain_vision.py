@@ -1,0 +1,213 @@
+"""Encoders of pictures and texts in plain float32 `jnp`: a row for each picture or text alone, and the papers' losses.
+
+Shape suffixes: N pictures, T patches of the largest one (or tokens of the longest text), D embedding.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.numerics.reference import layer_norm, rms_norm, rotate, softmax
+
+SIDE, PATCH = 6, 2
+
+
+def gelu(x):
+    return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def linear(p, x, dims=1):
+    return jnp.tensordot(x, p["kernel"], dims) + p["bias"]
+
+
+def attended(q, k, v, mask_NTT):
+    scores = jnp.einsum("nihk,njhk->nhij", q, k) / np.sqrt(q.shape[-1])
+    return jnp.einsum("nhij,njhk->nihk", softmax(jnp.where(mask_NTT[:, None], scores, -1e30)), v)
+
+
+def encoder(p, x_NTD, there_NT, eps, causal=False):
+    mask_NTT = there_NT[:, None, :] & (np.tri(x_NTD.shape[1], dtype=bool) if causal else True)
+    for number in range(len(jax.tree.leaves(p["blocks"])[0])):
+        w = jax.tree.map(lambda a, number=number: a[number], p["blocks"]["layer"])
+        h = layer_norm(w["attention_norm"], x_NTD, eps)
+        q, k, v = (linear(w["attention"][name], h) for name in "qkv")
+        x_NTD = x_NTD + linear(w["attention"]["out"], attended(q, k, v, mask_NTT), 2)
+        h = layer_norm(w["mlp_norm"], x_NTD, eps)
+        x_NTD = x_NTD + linear(w["mlp"]["down"], gelu(linear(w["mlp"]["up"], h)))
+    return layer_norm(p["norm"], x_NTD, eps)
+
+
+def begin(p, values, places):
+    return linear(p["embed"], values) + p["down"]["table"][places[..., 0]] + p["across"]["table"][places[..., 1]]
+
+
+def vit(p, one, eps):
+    values = one["patches"].astype(np.float32) / 127.5 - 1
+    return encoder(p["encoder"], begin(p, values, one["places"]), one["there"], eps)
+
+
+def attention_pool(p, x_NTD, there_NT, eps):
+    k, v = linear(p["k"], x_NTD), linear(p["v"], x_NTD)
+    scores = jnp.einsum("hk,njhk->nhj", p["query"], k) / np.sqrt(k.shape[-1])
+    weights = softmax(jnp.where(there_NT[:, None], scores, -1e30))
+    y = linear(p["out"], jnp.einsum("nhj,njhk->nhk", weights, v), 2)
+    return y + linear(p["mlp"]["down"], gelu(linear(p["mlp"]["up"], layer_norm(p["norm"], y, eps))))
+
+
+def unit(x):
+    return x / jnp.sqrt((x**2).sum(-1, keepdims=True))
+
+
+def alone(batch, numbers, names):
+    """The pictures or texts that `numbers` counts in each row, each in a row of its own, and what of it is there."""
+    found = [np.flatnonzero(row == number) + at * len(row) for at, row in enumerate(batch[numbers])
+             for number in range(1, row.max() + 1)]
+    at = np.zeros((len(found), max(map(len, found))), int)
+    there = np.arange(at.shape[1]) < np.array([len(one) for one in found])[:, None]
+    at[there] = np.concatenate(found)
+    flat = {name: batch[name].reshape(-1, *batch[name].shape[2:]) for name in names}
+    return {name: x[at] for name, x in flat.items()} | {"there": there}
+
+
+def picture(c, p, one):
+    x, there = vit(p["picture"], one, c.norm_eps), one["there"]
+    pooled = (attention_pool(p["pool"], x, there, c.norm_eps) if c.pooling == "attention"
+              else (x * there[..., None]).sum(1) / there.sum(1, keepdims=True))
+    return unit(linear(p["picture_head"], pooled))
+
+
+def text(c, p, one):
+    x = p["embed"]["table"][one["tokens"]] + p["positions"]["table"][:one["tokens"].shape[1]]
+    x = encoder(p["text"], x, one["there"], c.norm_eps, c.name == "clip")
+    return unit(linear(p["text_head"], x[np.arange(len(x)), one["there"].sum(1) - 1]))
+
+
+def contrastive(c, p, batch):
+    """The mean loss over pairs, and how often a picture is nearest to a text like its own."""
+    texts = alone(batch, "segments", ["tokens"])
+    x, y = picture(c, p, alone(batch, "pictures", ["patches", "places"])), text(c, p, texts)
+    logits = jnp.exp(p["scale"][0]) * x @ y.T + (p["bias"][0] if c.name == "siglip" else 0)
+    words = np.where(texts["there"], texts["tokens"], -1)
+    right = (words[:, None] == words[None]).all(-1)
+    accuracy = jnp.take_along_axis(jnp.asarray(right), jnp.argmax(logits, 1)[:, None], 1).mean()
+    if c.name == "siglip":
+        return jnp.log(1 + jnp.exp(-(2 * jnp.eye(len(x)) - 1) * logits)).sum() / len(x), accuracy
+    both = [jnp.log(jnp.exp(logits).sum(axis)) - jnp.diagonal(logits) for axis in (0, 1)]
+    return (both[0] + both[1]).mean() / 2, accuracy
+
+
+def captioning(c, p, batch):
+    """The mean cross-entropy over tokens of texts."""
+    one = alone(batch, "segments", list(batch))
+    seen = one | {"there": (one["pictures"] > 0) & one["there"]}
+    patches = vit(p["picture"], seen, c.norm_eps)
+    patches = linear(p["connector"]["down"], gelu(linear(p["connector"]["up"], patches)))
+    x = jnp.where(seen["there"][..., None], patches, p["embed"]["table"][one["tokens"]])
+    logits = llama(c, p, x)
+    losses = jnp.log(jnp.exp(logits).sum(-1)) - jnp.take_along_axis(logits, one["targets"][..., None], -1)[..., 0]
+    weights = one["weights"] * one["there"]
+    return (losses * weights).sum() / weights.sum()
+
+
+def llama(c, p, x):
+    """Logits of what follows each embedding; padding is behind."""
+    positions = np.broadcast_to(np.arange(x.shape[1]), x.shape[:2])
+    mask = np.broadcast_to(np.tri(x.shape[1], dtype=bool), (len(x), x.shape[1], x.shape[1]))
+    frequencies = c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
+    for number in range(c.num_layers):
+        w = jax.tree.map(lambda a, number=number: a[number], p["blocks"]["layer"])
+        h = rms_norm(w["attention_norm"], x, c.norm_eps)
+        q, k, v = (jnp.tensordot(h, w["attention"][name]["kernel"], 1) for name in "qkv")
+        q, k = (rotate(a, positions, frequencies) for a in (q, k))
+        k, v = (jnp.repeat(a, c.num_heads // c.num_kv_heads, axis=2) for a in (k, v))
+        x = x + jnp.tensordot(attended(q, k, v, mask), w["attention"]["out"]["kernel"], 2)
+        h, m = rms_norm(w["mlp_norm"], x, c.norm_eps), w["mlp"]
+        gate = h @ m["gate"]["kernel"]
+        x = x + (gate / (1 + jnp.exp(-gate)) * (h @ m["up"]["kernel"])) @ m["down"]["kernel"]
+    head = p["embed"]["table"].T if c.tied_embeddings else p["output"]["kernel"]
+    return rms_norm(p["norm"], x, c.norm_eps) @ head
+
+
+def flow(c, p, batch):
+    """The mean over patches of the squared error of the velocity."""
+    one = alone(batch, "pictures", ["patches", "places", "draws"])
+    chosen = np.arange(1, batch["times"].shape[1] + 1) <= batch["pictures"].max(1)[:, None]
+    t, label = batch["times"][chosen][:, None], batch["labels"][chosen]
+    frequencies = np.float32(np.exp(np.linspace(0, np.log(1000), 64)))
+    x = one["patches"].astype(np.float32) / 127.5 - 1
+    draws = jax.vmap(lambda draw: jax.random.normal(jax.random.key(draw), x.shape[2:]))(one["draws"].reshape(-1))
+    noise = draws.reshape(x.shape)
+    waves = linear(p["up"], jnp.concatenate([jnp.sin(t * frequencies), jnp.cos(t * frequencies)], -1))
+    given = linear(p["down"], waves / (1 + jnp.exp(-waves))) + p["labels"][label]
+    noisy = (1 - t[..., None]) * noise + t[..., None] * x
+    h = begin(p["picture"], noisy, one["places"]) + given[:, None]
+    h = encoder(p["picture"]["encoder"], h, one["there"], c.norm_eps)
+    errors = ((linear(p["velocity"], h) - (x - noise)) ** 2).mean(-1)
+    return (errors * one["there"]).sum() / one["there"].sum()
+
+
+# ------------------------------------------------------------------------------------------------------- batches
+def rows_of_pictures(rng, rows, length, most):
+    """Rows of pictures of any shape, one of them empty but for padding."""
+    made = {"patches": rng.integers(0, 256, (rows, length, PATCH**2 * 3)).astype(np.uint8),
+            "pictures": np.zeros((rows, length), np.int32), "places": np.zeros((rows, length, 2), np.int32)}
+    for row in range(1, rows):
+        at = 0
+        for number in range(1, most + 1):
+            high, wide = rng.integers(1, 4, 2)
+            if at + high * wide > length:
+                break
+            here = slice(at, at + high * wide)
+            made["pictures"][row, here] = number
+            made["places"][row, here] = np.indices((high, wide)).reshape(2, -1).T
+            at += high * wide
+    return made
+
+
+def batch(kind, rows=8, length=16, most=3, text_len=4, vocab=64, labels=5):
+    """A batch of a family of models."""
+    rng = np.random.default_rng(0)
+    made = rows_of_pictures(rng, rows, length, most)
+    there = np.arange(1, most + 1) <= made["pictures"].max(1)[:, None]
+    if kind == "picture_flow":
+        return made | {"labels": rng.integers(0, labels, (rows, most)).astype(np.int32),
+                       "weights": there.astype(np.float32),
+                       "times": rng.random((rows, most), np.float32),
+                       "draws": rng.integers(0, 2**32, (rows, length), np.uint32)}
+    if kind == "vision_language":
+        return captions(made, rng, vocab)
+    sizes = rng.integers(1, text_len + 1, (rows, most, 1)) * there[..., None]
+    places = np.broadcast_to(np.arange(text_len), (rows, most, text_len))
+    inside = places < sizes
+    flat = lambda x: x.reshape(rows, -1).astype(np.int32)  # noqa: E731
+    tokens = rng.integers(0, vocab, (rows, most, text_len))
+    tokens[2], sizes[2] = tokens[3], sizes[3]  # texts that are met twice
+    return made | {"tokens": flat(tokens), "segments": flat(inside * np.arange(1, most + 1)[:, None]),
+                   "positions": flat(places * inside), "weights": there.astype(np.float32)}
+
+
+def captions(made, rng, vocab):
+    """Sequences of a picture and a text each, of which no two are in one place."""
+    rows, length = made["pictures"].shape
+    out = {name: np.zeros_like(x) for name, x in made.items()}
+    out |= {name: np.zeros((rows, length), np.int32) for name in ("tokens", "targets", "segments", "positions")}
+    out["weights"] = np.zeros((rows, length), np.float32)
+    for row in range(rows):
+        at = 0
+        for number in range(1, made["pictures"][row].max() + 1):
+            own = made["pictures"][row] == number
+            patches, words = own.sum(), rng.integers(1, 4)
+            if at + patches + words > length:
+                break
+            seen, whole, said = (slice(at, at + patches), slice(at, at + patches + words),
+                                 slice(at + patches - 1, at + patches + words))
+            for name in made:
+                out[name][row, seen] = made[name][row, own]
+            ids = rng.integers(0, vocab, words + 1)
+            out["segments"][row, whole], out["positions"][row, whole] = number, np.arange(patches + words)
+            out["tokens"][row, at + patches:at + patches + words], out["targets"][row, said] = ids[:-1], ids
+            out["weights"][row, said] = 1
+            at += patches + words
+    return out

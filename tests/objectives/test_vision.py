@@ -1,0 +1,118 @@
+"""Models of pictures: loss and gradients of one picture at a time on one device, on any mesh; and runs that go on."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from tests.data.prepare_sequences.drawn_pictures import folder_of
+from tests.numerics import reference
+from tests.objectives import plain_vision as plain
+from tests.objectives.tuned import resumed
+
+SHAPE = dict(num_layers=2, embed_dim=32, num_heads=8, max_seq_len=32, patch_size=2, patches_per_side=6,
+             pictures_per_row=3)
+ENCODER = dict(picture_layers=2, picture_embed_dim=40, picture_heads=8)
+DUAL = SHAPE | ENCODER | dict(vocab_size=64, text_len=4, joint_dim=24)
+MODELS = {"siglip": DUAL, "clip": DUAL | dict(pooling="mean"),
+          "vision_language": SHAPE | ENCODER | dict(vocab_size=64, num_kv_heads=8, mlp_dim=48, tied_embeddings=False),
+          "picture_flow": SHAPE | dict(num_labels=5)}
+PLAIN = {"siglip": lambda *args: plain.contrastive(*args)[0], "clip": lambda *args: plain.contrastive(*args)[0],
+         "vision_language": plain.captioning, "picture_flow": plain.flow}
+
+
+def built(kind, devices=None, data=None, model=None, **keys):
+    config = jt.make_config({
+        "model": {"name": kind} | MODELS[kind] | (model or {}), "mesh": {"data": 1},
+        "data": dict(seq_len=16, global_batch_size=8, packing="best_fit") | (data or {}),
+        "train": {"steps": 8}}, {key.replace("__", "."): value for key, value in keys.items()})
+    return jt.build(config, devices=jax.devices()[:devices or 1])
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """Parameters that are not as at first, and the loss and the gradients of the formula, of a family."""
+    known = {}
+
+    def of(kind):
+        if kind not in known:
+            run, rng = built(kind, 1), np.random.default_rng(0)
+            init = run.compiled_init.lower(jax.random.key(0)).compile({"xla_backend_optimization_level": 0})
+            params = jax.tree.map(lambda a: (a + rng.normal(size=a.shape, scale=0.1)).astype(np.float32),
+                                  jax.device_get(init(jax.random.key(0)).params))
+            batch = plain.batch(kind)
+            both = jax.jit(jax.value_and_grad(lambda p: PLAIN[kind](run.config.model, p, batch)))
+            known[kind] = params, batch, *both.lower(params).compile({"xla_backend_optimization_level": 0})(params)
+        return known[kind]
+    return of
+
+
+CASES = {
+    "siglip": [dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2), dict(mesh__fsdp=2, mesh__context=4), {}],
+    "clip": [dict(mesh__fsdp=2, mesh__context=2, mesh__tensor=2), dict(mesh__data=8)],
+    "vision_language": [dict(mesh__data=2, mesh__stage=2, mesh__context=2), dict(mesh__fsdp=2, mesh__tensor=4),
+                        dict(mesh__fsdp=4, mesh__context=2)],
+    "picture_flow": [dict(mesh__data=2, mesh__context=2, mesh__tensor=2), dict(mesh__fsdp=8)],
+}
+EXHAUSTIVE = ("clip", "picture_flow")  # what they have of their own is little
+
+
+@pytest.mark.parametrize(("kind", "mesh"), [
+    pytest.param(kind, mesh, marks=pytest.mark.exhaustive if number or kind in EXHAUSTIVE else pytest.mark.slow,
+                 id=f"{kind} {' '.join(f'{key[6:]}={size}' for key, size in mesh.items())}")
+    for kind, meshes in CASES.items() for number, mesh in enumerate(meshes)])
+def test_loss_and_gradients_are_those_of_one_picture_at_a_time(kind, mesh, truth):
+    params, batch, loss, want = truth(kind)
+    run = built(kind, int(np.prod(list(mesh.values()) or [1])), **mesh)
+    state = reference.start_from(run, params)
+    if "text_len" in MODELS[kind]:
+        sums = run.compiled_eval(state.all_params, run.place(batch))[2]
+        accuracy = plain.contrastive(run.config.model, params, batch)[1]
+        assert float(sums["accuracy"] / sums["weight"]) == pytest.approx(float(accuracy))
+    state, metrics = reference.compiled(run)(state, run.place(batch))
+    norm, o = float(reference.norm_of(want)), run.config.optimizer
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    got = jax.tree.map(lambda m: np.asarray(m) / (1 - o.b1) / min(1, o.clip_norm / norm), reference.moments(state))
+    error, leaf = reference.worst(got, jax.device_get(want), floor=1e-3 * norm)
+    assert error < 2e-5, leaf
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    return {target: folder_of(tmp_path_factory.mktemp(target), target) for target in ("text", "folder")}
+
+
+@pytest.mark.parametrize("kind", [pytest.param("siglip", marks=pytest.mark.slow), *(
+    pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("vision_language", "picture_flow"))])
+def test_a_run_learns_from_pictures_and_goes_on(kind, corpora, tmp_path):
+    folder = corpora["folder" if kind == "picture_flow" else "text"]
+    model = {} if kind == "picture_flow" else dict(vocab_size=264)
+    data = dict(source=str(folder), seq_len=48, global_batch_size=4, augment=["flip", "colour"])
+    model |= dict(text_len=16) if kind == "siglip" else {}
+    keys = dict(mesh__data=2, checkpoint__every=4, optimizer__learning_rate=3e-3,
+                train__progress=False, model__max_seq_len=48)
+    whole = jt.train(run := built(kind, 2, data, model, **keys), tmp_path / "whole")
+    parts = jt.train(run, resumed(tmp_path / "whole", tmp_path / "parts", last=8))
+    assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, parts.params))))
+    lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
+    assert lines[-2]["loss"] < lines[0]["loss"]
+    assert lines[-1].keys() == {"step", "eval_loss"} | ({"eval_accuracy"} if kind == "siglip" else set())
+
+
+@pytest.mark.parametrize(("kind", "keys", "message"), [
+    ("siglip", dict(data__packing="bucket"), "data.packing: siglip has whole pictures in a row; set data.packing=best"),
+    ("siglip", dict(model__picture_heads=7), "model.picture_heads: 7 does not divide model.picture_embed_dim=40; ch"),
+    pytest.param("siglip", dict(mesh__stage=2), "mesh.stage: Contrastive cannot be cut into stages; set mesh.stage=1",
+                 marks=pytest.mark.slow),
+    ("clip", dict(model__mup_base={"embed_dim": 16, "num_heads": 4}), "model.mup_base: clip has an encoder of pictu"),
+    ("vision_language", dict(model__mtp_loss_weight=0.1), "model.mtp_loss_weight: pictures are not predicted, and so"),
+    ("picture_flow", dict(data__augment=["blur"]), "data.augment: 'blur' is not supported; known: colour, crop"),
+    ("picture_flow", dict(lora__rank=2), "lora.rank: it is for decoders of text, and picture_flow is none; leave it"),
+])
+def test_mistakes_are_told_in_one_line(kind, keys, message):
+    with pytest.raises(jt.UserError) as refusal:
+        built(kind, 2 if "mesh__stage" in keys else 1, **keys)
+    assert f"{refusal.value}".startswith(message)
