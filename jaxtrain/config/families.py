@@ -48,6 +48,7 @@ class ModelConfig:
     mtp_loss_weight = 0.0
     global_every = 0
     sinks = False  # whether attention has them
+    fixed = ()  # paths of parameters that nobody trains
 
     def __post_init__(self):
         positive(self, "model", "vocab_size num_layers embed_dim num_heads max_seq_len norm_eps")
@@ -338,7 +339,39 @@ class GptOssConfig(RoutedConfig):
         super()._check_experts()
 
 
+@dataclass(frozen=True)
+class WhisperConfig(ModelConfig):
+    """Whisper: an encoder of log-mel frames, and a decoder of tokens that attends to it."""
+
+    name: str = "whisper"
+    vocab_size: int = 51_865  # rows of the embedding table: at least the tokenizer's
+    max_seq_len: int = 448  # the longest row in tokens; each has a learned position
+    encoder_layers: int = 0  # blocks of the encoder; 0: num_layers, which are those of the decoder
+    audio_positions: int = 1500  # of the encoder, for two frames each: 1500 are 30 seconds
+    mels: int = 80  # bands of a frame: 80, or 128 in large-v3
+    audio_chunk: int = 0  # streaming: positions of the encoder see their own chunk of so many, and earlier ones; 0: all
+    audio_chunks_back: int = 0  # with audio_chunk, how many earlier chunks they see; 0: all
+    ctc_head: bool = False  # whether the encoder has an output projection for CTC
+
+    fixed = ("audio_positions",)
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "model", "audio_positions mels")
+        not_negative(self, "model", "encoder_layers audio_chunk audio_chunks_back")
+        derive(self, "encoder_layers", self.num_layers)
+        for key, value, only in (("window", 0, "no layer has a window"), ("tied_embeddings", True, "the head is tied"),
+                                 ("mup_base", {}, "it has no rule for an encoder")):
+            if getattr(self, key) != value:
+                raise UserError(f"model.{key}", f"whisper cannot have it: {only}", "leave it out")
+        if self.num_kv_heads != self.num_heads:
+            raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",
+                            "leave it 0: whisper has as many")
+        if self.audio_chunks_back and not self.audio_chunk:
+            raise UserError("model.audio_chunks_back", "it is read with model.audio_chunk only", "set that, too")
+
+
 FAMILIES: dict[str, type[ModelConfig]] = {
     "gpt2": Gpt2Config, "llama": LlamaConfig, "qwen2": LlamaConfig, "qwen3": LlamaConfig,
     "mixtral": ExpertsConfig, "qwen3_moe": ExpertsConfig, "deepseek_v3": DeepseekV3Config, "gemma3": Gemma3Config,
-    "gpt_oss": GptOssConfig}
+    "gpt_oss": GptOssConfig, "whisper": WhisperConfig}

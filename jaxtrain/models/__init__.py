@@ -19,10 +19,11 @@ from jaxtrain.models.lora import adapt
 from jaxtrain.models.qwen2 import qwen2
 from jaxtrain.models.qwen3 import qwen3
 from jaxtrain.models.scalar_head import REWARD, ScalarHead
+from jaxtrain.models.whisper import whisper
 from jaxtrain.train_step.optimizers import mup
 
 FAMILIES: dict[str, Callable[..., Decoder]] = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
-    "gemma3": gemma3, "mixtral": llama, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss}
+    "gemma3": gemma3, "mixtral": llama, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss, "whisper": whisper}
 
 
 def make_model(config: ModelConfig, compute: Compute | None = None, lora: LoraConfig | None = None, *,
