@@ -267,8 +267,8 @@ def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
         found |= {"q_lora_rank": found["q_lora_rank"] or None, "head_dim": c.rope_head_dim}
     if kind == "whisper":
         found |= {"encoder_attention_heads": c.num_heads, "encoder_ffn_dim": c.mlp_dim, "is_encoder_decoder": True,
-                  "num_hidden_layers": c.num_layers, "tie_word_embeddings": True} | dict.fromkeys((
-                      "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"))
+                  "num_hidden_layers": c.encoder_layers, "tie_word_embeddings": True} | dict.fromkeys((
+                      "pad_token_id", "bos_token_id", "eos_token_id"))
     _check(c, kind, found)
     if reward_head:
         stem = {"gpt2": "GPT2", "gemma3_text": "Gemma3Text"}.get(kind, _TYPES[kind][1].removesuffix("ForCausalLM"))
