@@ -30,14 +30,14 @@ DECODED = 2**14  # frames decoded at a time, of each of up to 1024 channels
 BLOCK = 6_000  # frames transformed at a time, so that hours of audio need no more memory than their samples
 
 
-def log_mel(samples: np.ndarray) -> np.ndarray:
-    """Convert [n] samples at 16 kHz to [n // 160, 80] float32 log-mel frames, clipped 8 decades below the loudest."""
+def log_mel(samples: np.ndarray, mels: int = MELS) -> np.ndarray:
+    """Convert [n] samples at 16 kHz to [n // 160, mels] float32 log-mel frames, clipped 8 decades below the loudest."""
     frames = len(samples) // HOP
     if not frames:
-        return np.zeros((0, MELS), np.float32)
+        return np.zeros((0, mels), np.float32)
     padded = np.pad(samples.astype(np.float64), WINDOW // 2, mode="reflect")
     windows = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:frames]
-    bands = np.concatenate([_power(windows[at: at + BLOCK]) @ mel_filters() for at in range(0, frames, BLOCK)])
+    bands = np.concatenate([_power(windows[at: at + BLOCK]) @ mel_filters(mels) for at in range(0, frames, BLOCK)])
     logs = np.log10(np.maximum(bands, 1e-10))
     return ((np.maximum(logs, logs.max() - 8) + 4) / 4).astype(np.float32)
 
@@ -49,13 +49,13 @@ def _power(windows: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def mel_filters() -> np.ndarray:
-    """Return the [201, 80] filters: triangles of equal area, evenly spaced on Slaney's mel scale.
+def mel_filters(mels: int = MELS) -> np.ndarray:
+    """Return the [201, mels] filters: triangles of equal area, evenly spaced on Slaney's mel scale.
 
     The scale is linear up to 1 kHz, and logarithmic above.
     """
-    mels = np.linspace(0, 15 + 27 * np.log(RATE / 2 / 1000) / np.log(6.4), MELS + 2)
-    corners = np.where(mels < 15, mels * 200 / 3, 1000 * 6.4 ** ((mels - 15) / 27))
+    at = np.linspace(0, 15 + 27 * np.log(RATE / 2 / 1000) / np.log(6.4), mels + 2)
+    corners = np.where(at < 15, at * 200 / 3, 1000 * 6.4 ** ((at - 15) / 27))
     low, centre, high = corners[:-2], corners[1:-1], corners[2:]
     hertz = np.fft.rfftfreq(WINDOW, 1 / RATE)[:, None]
     triangles = np.minimum((hertz - low) / (centre - low), (high - hertz) / (high - centre))
