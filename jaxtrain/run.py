@@ -163,8 +163,9 @@ class Run:
                 raise UserError("batch", f"its shape is {rows} x {seq_len}, and the config declares "
                                 f"{data.global_batch_size} x {data.seq_len}",
                                 "give batches of that shape, or declare the other in data.stages")
+            kept = data.packing in ("pairs", "answers") or not self.config.model.text
             data = replace(data, global_batch_size=rows, seq_len=seq_len, stages=[], buckets=[],
-                           packing=data.packing if data.packing in ("pairs", "answers") else "concat")
+                           packing=data.packing if kept else "concat")
             config = replace(self.config, data=data)
             # The config's rules: this run's own may leave layers out, where stages have unequal numbers of them.
             rules = sharding.rules(config.mesh.rules, **config.mesh.overrides)
@@ -235,10 +236,8 @@ class Run:
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of a batch."""
-        shape = self.config.data.global_batch_size, self.config.data.seq_len
-        where = self.layout.batch(2)
-        return {key: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-                for key, dtype in self.objective.batch_spec.items()}
+        data = self.config.data
+        return self.batch_spec.abstract(data.global_batch_size, data.seq_len, self.layout.batch)
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Summed loss, weight and further sums of a batch: what training minimises.
@@ -263,7 +262,11 @@ class Run:
     # -------------------------------------------------------------------------------------------------------- the data
     @cached_property
     def corpus(self):
-        """The tokenised text."""
+        """The tokenised text, or the sequences that a model of another kind reads."""
+        if not self.config.model.text:
+            from jaxtrain.data.loading.sequence_batches import load_sequences
+
+            return load_sequences(self.config.data)
         from jaxtrain.data import load_corpus
 
         corpus = load_corpus(self.config.data)
@@ -277,6 +280,8 @@ class Run:
         """Training batches by step: those given to `build`, or the config's, which have no end unless it says so."""
         if self.data is not None:
             return self.data
+        if not self.config.model.text:
+            return self._sequences("train")
         from jaxtrain.data.loading.batches import train_batches
 
         return train_batches(self.config.data, self.corpus)
@@ -294,9 +299,18 @@ class Run:
         """
         if self.data is not None:
             return None
+        if not self.config.model.text:
+            return self._sequences("eval")
         from jaxtrain.data.loading.batches import eval_batches
 
         return eval_batches(self.config.data, self.corpus)
+
+    def _sequences(self, split: str) -> Any:
+        from jaxtrain.data.loading.sequence_batches import sequence_batches
+        from jaxtrain.data.loading.spec_augment import augmented
+
+        found = sequence_batches(self.config.data, self.corpus, split, self.batch_spec.arrays)
+        return augmented(found, self.config.model, self.config.data.seed) if split == "train" else found
 
     def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
         """Loss per token in nats, its exponential, and bits per byte of text, on the first `batches` for evaluation."""
@@ -314,6 +328,8 @@ class Run:
         if more:
             told = self.objective.evaluation.metrics(*more)
             return found | {f"eval_{name}": float(told[name]) for name in self.objective.evaluation_metrics}
+        if not self.config.model.text:
+            return found
         text = self.corpus.eval
         found["eval_perplexity"] = float(np.exp(min(nats, 700.0)))
         if text.masked:  # how many bytes the learnt tokens stand for is not known

@@ -171,12 +171,15 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
     stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
     microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
     check(config, mesh, rules, microbatches)
+    if not config.model.causal and sharding.shards(rules["seq"], mesh) > 1:
+        raise UserError("mesh.context", f"{config.model.name} attends to later tokens too, and its rows are not cut",
+                        "set mesh.context=1")
     dtype, kind = dtype_of(precision), sharding.platform_of(mesh, platform).partition(":")[0]
     strategy = choose_strategy(config.mesh.context_strategy, stages, sharding.shards(rules["seq"], mesh))
     with sharding.use(mesh, rules, platform):
         choose_backend(config.train.attention, kind, dtype, config.data.seq_len,
                        config.model.head_dim + config.model.rope_head_dim, strategy, packed=True,
-                       sinks=config.model.sinks)
+                       sinks=config.model.sinks, causal=config.model.causal)
     experts.check(config, mesh, rules, dtype, platform)
     return make_schedules(config.pipeline, stages, microbatches) if stages > 1 else None
 

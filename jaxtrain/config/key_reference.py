@@ -13,7 +13,7 @@ import tokenize
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
-from jaxtrain.config.families import FAMILIES
+from jaxtrain.config.families import FAMILIES, DecoderConfig
 from jaxtrain.config.schema import Config
 
 _HEAD = """\
@@ -29,9 +29,12 @@ def reference() -> str:
     for section, cls in get_type_hints(Config).items():
         if section == "model":
             parts += ["## model", "`model.name` picks the family. Every family has these keys:", _table(cls, section)]
+            of_all = [field.name for field in fields(cls)]
+            more = [field for field in fields(DecoderConfig) if field.name not in of_all]
+            parts += ["Every decoder of text has these too:", _table(DecoderConfig, section, more)]
             for family in dict.fromkeys(FAMILIES.values()):
                 names = [name for name, cls in FAMILIES.items() if cls is family]
-                parent = next(base for base in family.__mro__[1:] if base in (*FAMILIES.values(), cls))
+                parent = next(base for base in family.__mro__[1:] if base in (*FAMILIES.values(), DecoderConfig, cls))
                 others = [name for name, cls in FAMILIES.items() if cls is parent]
                 known = {field.name: field.default for field in fields(parent)}
                 if own := [field for field in fields(family) if known.get(field.name, MISSING) != field.default

@@ -181,7 +181,7 @@ def _literal(text: Any) -> Any:
 
 
 # Keys whose entries can be given one by one, and how the text of an entry is read where that is not as a literal.
-_TABLES = {("mesh", "overrides"), ("train", "compiler_options"), ("model", "mup_base")}
+_TABLES = {("mesh", "overrides"), ("train", "compiler_options"), ("model", "mup_base"), ("model", "categories")}
 _ENTRIES = {"mesh": str, "train": lambda value: value}
 _FRACTIONS = (("optimizer", "warmup_steps"), ("train", "eval_every"), ("checkpoint", "every"))
 _KIND = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", dict: "a mapping",

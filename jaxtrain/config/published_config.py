@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.families import FAMILIES, Gemma3Config, GptOssConfig, ModelConfig, RotaryConfig
+from jaxtrain.config.families import FAMILIES, Gemma3Config, GptOssConfig, ModelConfig, RotaryConfig, WhisperConfig
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
@@ -30,7 +30,8 @@ _GPT2 = {"vocab_size": "vocab_size", "n_layer": "num_layers", "n_embd": "embed_d
          "tie_word_embeddings": "tied_embeddings"}
 _WHISPER = {"vocab_size": "vocab_size", "decoder_layers": "num_layers", "encoder_layers": "encoder_layers",
             "d_model": "embed_dim", "decoder_attention_heads": "num_heads", "decoder_ffn_dim": "mlp_dim",
-            "max_target_positions": "max_seq_len", "max_source_positions": "audio_positions", "num_mel_bins": "mels"}
+            "max_target_positions": "max_seq_len", "max_source_positions": "audio_positions", "num_mel_bins": "mels",
+            "eos_token_id": "end"}
 _COMMON = {"vocab_size": "vocab_size", "num_hidden_layers": "num_layers", "hidden_size": "embed_dim",
            "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "head_dim": "head_dim",
            "intermediate_size": "mlp_dim", "max_position_embeddings": "max_seq_len", "rms_norm_eps": "norm_eps",
@@ -176,6 +177,8 @@ def _section(kind: str, given: Keys, path: Path) -> Keys:
         section["dense_layers"] = len(dense)
     if kind == "deepseek_v3":
         section |= {"router": "sigmoid", "router_bias_rate": _BIAS_RATE, "num_kv_heads": 0}
+    if kind == "whisper" and known.get("decoder_start_token_id") is not None:
+        section["prefix"] = [known["decoder_start_token_id"]]
     for key in ("attention_heads", "ffn_dim") if kind == "whisper" else ():
         if known.get(f"encoder_{key}") != known[f"decoder_{key}"]:
             raise refuse(f"encoder_{key}", f"cannot be expressed: only decoder_{key}={known[f'decoder_{key}']} can")
@@ -265,10 +268,10 @@ def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
         found["mlp_only_layers"] = list(range(c.dense_layers))
     if kind == "deepseek_v3":
         found |= {"q_lora_rank": found["q_lora_rank"] or None, "head_dim": c.rope_head_dim}
-    if kind == "whisper":
+    if isinstance(c, WhisperConfig):
         found |= {"encoder_attention_heads": c.num_heads, "encoder_ffn_dim": c.mlp_dim, "is_encoder_decoder": True,
-                  "num_hidden_layers": c.encoder_layers, "tie_word_embeddings": True} | dict.fromkeys((
-                      "pad_token_id", "bos_token_id", "eos_token_id"))
+                  "num_hidden_layers": c.encoder_layers, "tie_word_embeddings": True} | {
+                      "pad_token_id": None, "bos_token_id": None, "decoder_start_token_id": c.prefix[0]}
     _check(c, kind, found)
     if reward_head:
         stem = {"gpt2": "GPT2", "gemma3_text": "Gemma3Text"}.get(kind, _TYPES[kind][1].removesuffix("ForCausalLM"))
@@ -300,7 +303,8 @@ def _published_rotary(c: RotaryConfig) -> Keys:
 
 def _check(c: ModelConfig, kind: str, written: Mapping[str, Any]) -> None:
     """Refuse a key that the published model type has no word for, unless it only shapes training."""
-    free = {"name", "ctc_head", "mtp_loss_weight", "balance_loss", "router_z_loss", "capacity_factor", "router_bias_rate"}
+    free = {"name", "mtp_loss_weight", "balance_loss", "router_z_loss", "capacity_factor", "router_bias_rate",
+            "prefix", "ctc_weight", "time_masks", "time_mask", "mel_masks", "mel_mask"}
     try:
         back = FAMILIES[c.name](**_section(kind, dict(written), Path(FILE)))
     except UserError as error:

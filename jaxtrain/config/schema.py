@@ -72,9 +72,11 @@ class DataConfig:
     tokenizer: str = "bytes"  # of text that is not a prepared corpus
     mixture: dict[str, Any] = field(default_factory=dict, hash=False)  # for source: name -> {source, weight, epochs}
     stages: list[Any] = field(default_factory=list, hash=False)  # what changes at which step: docs/data-mixtures.md
-    # Documents end to end, cut at rows; "best_fit": few are cut; "bucket": one a row; "pairs", "answers": whole ones.
+    # Documents end to end, cut at rows; "best_fit": few are cut; "bucket": one a row, as a sequence of a prepared corpus
+    # always is; "pairs", "answers": whole ones.
     packing: str = "concat"
     buckets: list[int] = field(default_factory=list, hash=False)  # lengths of rows in buckets; none: chosen
+    crop: bool = False  # sequences of more than seq_len steps lose their ends; else they are refused
     cross_document_attention: bool = False  # attend to all earlier tokens of a row, as many published recipes do
     seq_len: int = 256  # tokens in a row
     global_batch_size: int = 16  # rows in a step, over all devices
@@ -285,9 +287,10 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     def __post_init__(self):
-        if self.data.seq_len > self.model.max_seq_len:
-            raise UserError("data.seq_len", f"{self.data.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}",
-                            "lower it or raise model.max_seq_len")
+        if self.data.seq_len > (longest := self.model.longest_row):
+            key = "max_seq_len" if longest == self.model.max_seq_len else "audio_positions"
+            raise UserError("data.seq_len", f"{self.data.seq_len} exceeds model.{key}={getattr(self.model, key)}",
+                            f"lower it or raise model.{key}")
         remat_policies.policies(self.train.remat, self.model.stacked_layers)
         if self.data.global_batch_size % self.train.accumulation:
             raise UserError("data.global_batch_size", f"{self.data.global_batch_size} does not divide into "
@@ -296,7 +299,24 @@ class Config:
         if self.optimizer.warmup_steps > self.train.steps:
             raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
+        self._check_kind()
         tuning_keys.check(self)
+
+    def _check_kind(self):
+        """Refuse keys of text for models that are no decoders of it, and the other way round."""
+        if self.model.text:
+            if self.data.crop:
+                raise UserError("data.crop", f"{self.model.name} reads text, whose rows hold all of it", "leave it out")
+            return
+        if self.data.packing != "bucket":
+            raise UserError("data.packing", f"{self.model.name} has one sequence of a prepared corpus in a row",
+                            "set data.packing=bucket")
+        for key, value in (("train.sample_tokens", self.train.sample_tokens), ("lora.rank", self.lora.rank),
+                           ("preference.loss", self.preference.loss), ("reinforce.prompts", self.reinforce.prompts),
+                           ("data.cross_document_attention", self.data.cross_document_attention),
+                           ("data.corrupt", self.data.corrupt != "fail")):
+            if value:
+                raise UserError(key, f"it is for decoders of text, and {self.model.name} is none", "leave it out")
 
     @property
     def scalar_head(self) -> str:

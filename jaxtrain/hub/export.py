@@ -208,7 +208,7 @@ def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> 
         return
     tokenizer = load_tokenizer(f"{kept}")
     record, ids = record_of(tokenizer), {"eos_token_id": tokenizer.eod, "bos_token_id": tokenizer.bos}
-    described |= ids
+    described |= {key: ids[key] for key in ids.keys() - described.keys()}
     chat = _write_template(workdir, folder, tokenizer)
     ids = ids | ({"eos_token_id": chat} if chat else {})  # an answer ends with its turn, too
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=1))

@@ -1,6 +1,7 @@
 """The model families, by `model.name`; a new model is one file with a function like these, and one line here."""
 
 from collections.abc import Callable
+from typing import Any
 
 from flax import nnx
 
@@ -11,6 +12,7 @@ from jaxtrain.models.attention.mla import LatentAttention
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.deepseek_v3 import deepseek_v3
+from jaxtrain.models.event_transformer import event_transformer
 from jaxtrain.models.gemma3 import gemma3
 from jaxtrain.models.gpt2 import gpt2
 from jaxtrain.models.gpt_oss import gpt_oss
@@ -22,13 +24,14 @@ from jaxtrain.models.scalar_head import REWARD, ScalarHead
 from jaxtrain.models.whisper import whisper
 from jaxtrain.train_step.optimizers import mup
 
-FAMILIES: dict[str, Callable[..., Decoder]] = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
-    "gemma3": gemma3, "mixtral": llama, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss, "whisper": whisper}
+FAMILIES: dict[str, Callable[..., Any]] = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
+    "gemma3": gemma3, "mixtral": llama, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss,
+    "events": event_transformer, "whisper": whisper}
 
 
 def make_model(config: ModelConfig, compute: Compute | None = None, lora: LoraConfig | None = None, *,
-               scalar_head: str = "", rngs: nnx.Rngs) -> Decoder:
-    """Return the initialized model that `config` describes; callable eagerly as `model(tokens)`.
+               scalar_head: str = "", rngs: nnx.Rngs) -> Any:
+    """Return the initialized model that `config` describes; a decoder is callable eagerly as `model(tokens)`.
 
     `scalar_head`: it has a "reward_head" in place of the output projection, or a "value_head" beside it.
     """
@@ -45,7 +48,7 @@ def make_model(config: ModelConfig, compute: Compute | None = None, lora: LoraCo
     return model
 
 
-def _set_multipliers(model: Decoder, config: ModelConfig) -> None:
+def _set_multipliers(model: Any, config: ModelConfig) -> None:
     """Set what a model that is wider than its `mup_base` multiplies logits and attention's scores by."""
     growth = config.growth
     if config.tied_embeddings and growth:

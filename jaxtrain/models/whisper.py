@@ -107,7 +107,7 @@ class Whisper(nnx.Module):
         self.encoder_blocks = stack(lambda rngs: EncoderBlock(c, rngs), c.encoder_layers,
                                     remat=wraps(compute.remat, c.encoder_layers, compute.unroll))
         self.encoder_norm = _norm(c, rngs)
-        self.ctc = Head(c.vocab_size, c.embed_dim, rngs=rngs) if c.ctc_head else None
+        self.ctc = Head(c.vocab_size, c.embed_dim, rngs=rngs) if c.ctc_weight else None
         self.embed = Embed(c.vocab_size, c.embed_dim, rngs=rngs)
         self.positions = LearnedPositions(c.max_seq_len, c.embed_dim, rngs=rngs)
         self.blocks = stack(lambda rngs: DecoderBlock(c, compute, rngs), c.num_layers,

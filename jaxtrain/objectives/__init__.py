@@ -1,13 +1,21 @@
 """What a train step can minimise: objectives, which a `Run` takes as they are and knows nothing else about."""
 
 from jaxtrain.config.schema import Config
+from jaxtrain.objectives.next_event import NextEvent
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import MakeObjective, Objective
+from jaxtrain.objectives.transcription import Transcription
 from jaxtrain.train_step.state import Skeleton
 
 
+# What the families minimise that are no decoders of text, by `model.name`.
+FAMILIES: dict[str, MakeObjective] = {"events": NextEvent.of, "whisper": Transcription.of}
+
+
 def configured(config: Config, model: Skeleton) -> Objective:
-    """Return the objective that a config names."""
+    """Return the objective that a config names, or that its family has."""
+    if config.model.name in FAMILIES:
+        return FAMILIES[config.model.name](config, model)
     if config.preference.reward_head:
         from jaxtrain.objectives.reward_model import RewardModel
 
@@ -27,4 +35,4 @@ def configured(config: Config, model: Skeleton) -> Objective:
     return NextToken.of(config, model)
 
 
-__all__ = ["MakeObjective", "NextToken", "Objective", "configured"]
+__all__ = ["FAMILIES", "MakeObjective", "NextToken", "Objective", "configured"]

@@ -15,7 +15,7 @@ class Objective(Protocol):
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:
-        """The name and NumPy dtype of each array of a batch, each of shape [rows, tokens]."""
+        """The NumPy dtype of each array of a batch, by name, if it is [rows, tokens]; else its `batch_spec.Array`."""
         ...
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:

@@ -46,7 +46,7 @@ def flops_per_token(model: ModelConfig, matmul_params: float, seq_len: int, caus
     def attended(window: int) -> float:
         window = min(window or seq_len, seq_len)
         # Queries 0..window-1 see half a window on average, the later ones all of it.
-        return window - window**2 / (2 * seq_len) if causal else window
+        return window - window**2 / (2 * seq_len) if causal and model.causal else window
 
     widths = model.head_dim + model.rope_head_dim + (model.value_head_dim or model.head_dim)  # of scores and values
     keys = sum(layers * attended(window) for window, layers in model.windows.items())

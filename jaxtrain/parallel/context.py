@@ -61,19 +61,18 @@ def choose_strategy(asked: str, stages: int, parts: int = 2) -> str:
 # ------------------------------------------------------------------------------------------------- the order of tokens
 
 def arrange(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Put arrays [B, T] into balanced order, sharded over `context`; without communication, since batches arrive whole.
-    """
+    """Put arrays [B, T, ...] into balanced order, sharded over `context`; batches arrive whole, so nothing is sent."""
     n = size()
     if n == 1:
-        return {key: sharding.constrain(x, "batch", "seq") for key, x in batch.items()}
+        return {key: sharding.constrain(x, "batch", "seq", *(None,) * (x.ndim - 2)) for key, x in batch.items()}
 
     def own(x_BT):
-        chunks, i = x_BT.reshape(len(x_BT), 2 * n, -1), lax.axis_index(AXIS)
+        chunks, i = x_BT.reshape(len(x_BT), 2 * n, -1, *x_BT.shape[2:]), lax.axis_index(AXIS)
         return jnp.concatenate([chunks[:, i], chunks[:, 2 * n - 1 - i]], 1)
 
     rows = sharding.split_by("batch")
     held = sharding.manual_region(own, in_specs=P(rows, None), out_specs=P(rows, sharding.split_by("seq")))
-    return {key: held(sharding.constrain(x, "batch", None)) for key, x in batch.items()}
+    return {key: held(sharding.constrain(x, "batch", *(None,) * (x.ndim - 1))) for key, x in batch.items()}
 
 
 def balanced_order(device: Any, n: int, tokens: int) -> jax.Array:

@@ -110,10 +110,20 @@ def summary(run: Run, workdir: Path) -> str:
     if run.data is not None:
         what = "examples" if run.own_model and shapes.endswith(" x 1") else "tokens"
         return f"{head}{c.train.steps} steps of {shapes.removesuffix(' x 1') or 'no'} {what}; workdir {workdir}"
-    corpus = run.corpus
-    return (f"{head}{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens; "
-            f"{c.train.steps} steps of {shapes or 'no'} tokens; workdir {workdir}\n"
-            f"{packing(c.data, corpus)}; {epochs(run.train_batches, c.train.steps)}")
+    there, rows, unit = _of_data(run)
+    return (f"{head}{there}; {c.train.steps} steps of {shapes or 'no'} {unit}; workdir {workdir}\n"
+            f"{rows}; {epochs(run.train_batches, c.train.steps)}")
+
+
+def _of_data(run: Run) -> tuple[str, str, str]:
+    """Return how much there is of the config's data, how rows are made of it, and what rows are counted in."""
+    data, corpus = run.config.data, run.corpus
+    if not run.config.model.text:
+        from jaxtrain.data.loading import sequence_batches
+
+        return *sequence_batches.summary(data, corpus), "steps"
+    return (f"{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens",
+            packing(data, corpus), "tokens")
 
 
 def say(text: str) -> None:

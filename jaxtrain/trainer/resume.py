@@ -65,7 +65,7 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     changes = observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved,
                                     may_change=session.may_change)
     run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
-    if t.init_from and not start.step and run.data is None:
+    if t.init_from and not start.step and run.data is None and config.model.text:
         say(other_tokenizer(t.init_from, run))
     run.check_shapes(reach, start.skipped.reach(t.steps))
     batches = remaining(run.train_batches, start.skipped).num_batches

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.builder import build
-from jaxtrain.config.families import DeepseekV3Config, ModelConfig
+from jaxtrain.config.families import DecoderConfig, DeepseekV3Config
 from jaxtrain.config.load import load_config, make_config
 from jaxtrain.objectives.distillation import distillation
 from jaxtrain.observe import device_peak, flops_per_token, mfu
@@ -14,7 +14,7 @@ from tests.numerics import reference
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-LLAMA_8B = ModelConfig(vocab_size=128_256, num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14_336,
+LLAMA_8B = DecoderConfig(vocab_size=128_256, num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14_336,
                        max_seq_len=8192)
 M = 7_504_658_432  # 32 x (wq, wo: 2 x 4096^2; wk, wv: 2 x 4096 x 1024; 3 x 4096 x 14336) + head
 
@@ -73,20 +73,20 @@ def test_latent_attention_counts_both_widths():
 
 
 def test_heads_count_not_the_embedding():
-    wide = ModelConfig(num_layers=2, embed_dim=64, num_heads=4, head_dim=32)
+    wide = DecoderConfig(num_layers=2, embed_dim=64, num_heads=4, head_dim=32)
     assert flops_per_token(wide, 0, 10, causal=False) == 12 * 2 * 4 * 32 * 10
 
 
 @pytest.mark.parametrize("window", [64, 1000, 4000])
 def test_window_counts_the_keys_a_query_sees(window):
-    model, seq_len = ModelConfig(num_layers=1, embed_dim=2, num_heads=1, window=window), 4096
+    model, seq_len = DecoderConfig(num_layers=1, embed_dim=2, num_heads=1, window=window), 4096
     seen = sum(min(i + 0.5, window) for i in range(seq_len)) / seq_len  # a query sees half of its own key
     assert flops_per_token(model, 0, seq_len, causal=True) / 24 == pytest.approx(seen, rel=1e-6)
     assert flops_per_token(model, 0, seq_len, causal=False) == 24 * window
 
 
 def test_window_longer_than_the_row_is_no_window():
-    windowed, plain = ModelConfig(window=512), ModelConfig()
+    windowed, plain = DecoderConfig(window=512), DecoderConfig()
     for causal in (True, False):
         assert flops_per_token(windowed, 5, 128, causal) == flops_per_token(plain, 5, 128, causal)
 

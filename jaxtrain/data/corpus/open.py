@@ -103,7 +103,10 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
     content = {key: value for key, value in manifest.items() if key not in BESIDE}
     if str(manifest.get("format")).startswith("jaxtrain-sequences") and format == FORMAT:
         raise UserError("data.source", f"{folder} is a corpus of sequences, not of text",
-                        "read it with open_sequences, as docs/data-sequences.md shows")
+                        "name a model of sequences, or read it with open_sequences: docs/data-sequences.md")
+    if manifest.get("format") == FORMAT and format != FORMAT:
+        raise UserError("data.source", f"{folder} is a corpus of text, not of sequences",
+                        "name one that python -m jaxtrain.data.prepare_sequences wrote")
     if manifest.get("format") != format:
         raise UserError("data.source", f"{path} is of format {manifest.get('format')!r}, not {format!r}",
                         "prepare the corpus again with this version")

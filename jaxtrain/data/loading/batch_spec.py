@@ -1,23 +1,47 @@
 """The arrays that a batch must have, and one sentence for a batch that has others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
 
+SEQ = "seq"  # the dimension that is the length of a batch's rows, which differs from bucket to bucket
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of a batch, of which the rows come first: its dtype, and its further dimensions.
+
+    Batches arrive whole along all but the rows; `parallel.context.arrange` then cuts `SEQ` over the mesh's `context`.
+    """
+
+    dtype: Any
+    dims: tuple[str | int, ...] = (SEQ,)
+    below: int = 0  # what its numbers are below; 0: anything
+
+    @classmethod
+    def of(cls, declared: Any) -> "Array":
+        """Return it as an objective declares it: by itself, or by a dtype for an array of rows x tokens."""
+        return declared if isinstance(declared, cls) else cls(declared)
+
+    def shape(self, rows: int, length: int) -> tuple[int, ...]:
+        """Return its shape in a batch of so many rows of this length."""
+        return rows, *(length if size == SEQ else int(size) for size in self.dims)
+
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """The name and dtype of each array of a batch, and the dimensions behind the first where they are fixed."""
+    """The name and dtype of each array of a batch, or what `Array` says of it, and where the dimensions are fixed."""
 
     dtypes: Mapping[str, Any]
     whose: str  # who declares it, as a message names it
-    same_shape: bool = True  # all arrays are [rows, tokens]; False: each has dimensions of its own behind the first
+    same_shape: bool = True  # arrays have the declared shapes; False: each has dimensions of its own behind the first
     ndims: Mapping[str, int] | None = None
     below: Mapping[str, int] | None = None  # what the numbers of an array are below, where the host holds it
 
@@ -29,8 +53,18 @@ class BatchSpec:
         return cls({key: jnp.result_type(x) for key, x in batch.items()}, whose, False,
                    {key: np.ndim(x) for key, x in batch.items()})
 
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """Each array by name."""
+        return {key: Array.of(declared) for key, declared in self.dtypes.items()}
+
+    def abstract(self, rows: int, length: int, where: Callable[[int], Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes, dtypes and shardings of a batch; `where` is the sharding of so many dimensions."""
+        return {key: jax.ShapeDtypeStruct(shape := array.shape(rows, length), array.dtype, sharding=where(len(shape)))
+                for key, array in self.arrays.items()}
+
     def check(self, batch: Any) -> tuple[int, ...]:
-        """Refuse a batch that is not as declared; return the shape of its first declared array."""
+        """Refuse a batch that is not as declared; return its rows and their length, or its first array's shape."""
         if not isinstance(batch, Mapping):
             raise UserError("batch", f"it is {_kind(batch)}, and {self.whose} takes a dict of arrays",
                             f"give the arrays {', '.join(self.dtypes)} by name")
@@ -40,17 +74,26 @@ class BatchSpec:
         if extra := [key for key in batch if key not in self.dtypes]:
             raise UserError("batch", f"it has an array {extra[0]!r}, which {self.whose} does not take",
                             f"give the arrays {', '.join(self.dtypes)} and no others")
-        first = next(iter(self.dtypes))
+        arrays = self.arrays
+        first = next((key for key, array in arrays.items() if array.dims == (SEQ,)), next(iter(arrays)))
         shape = np.shape(batch[first])
-        for key, dtype in self.dtypes.items():
+        for key, array in arrays.items():
             x = batch[key]
-            if jnp.result_type(x) != (wanted := jnp.result_type(dtype)):
+            if jnp.result_type(x) != (wanted := jnp.result_type(array.dtype)):
                 raise UserError("batch", f"its array {key!r} is {jnp.result_type(x).name}, and {self.whose} takes "
                                 f"{wanted.name}", f"convert it by .astype(np.{wanted.name})")
-            if self.same_shape and (np.ndim(x) != 2 or np.shape(x) != shape):
+            plain = array.dims == (SEQ,)
+            if self.same_shape and plain and (np.ndim(x) != 2 or np.shape(x) != shape):
                 raise UserError("batch", f"its array {key!r} has the shape {_shape(x)}" + (
                     f" and {first!r} has {_shape(batch[first])}" if key != first else ""),
                     "give all arrays one shape of rows x tokens")
+            if self.same_shape and not plain and np.shape(x) != (wanted := array.shape(*shape)):
+                raise UserError("batch", f"its array {key!r} has the shape {_shape(x)}, and {self.whose} takes "
+                                f"{' x '.join(map(str, wanted))}", "give it that shape")
+            below = array.below and isinstance(x, np.ndarray) and ((x < 0) | (x >= array.below))
+            if np.any(below):
+                raise UserError("batch", f"its array {key!r} has the number {x[below][0]}, and {self.whose} takes those "
+                                f"below {array.below}", "raise that in the model's keys, or repair the data")
             if self.ndims and np.ndim(x) != self.ndims[key]:
                 raise UserError("batch", f"its array {key!r} has the shape {_shape(x)}, and the batches before had "
                                 f"{self.ndims[key]} dimensions", "give every batch the same ones")

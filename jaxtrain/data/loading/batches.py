@@ -17,8 +17,6 @@ if TYPE_CHECKING:  # imported only if a config needs them
     from jaxtrain.data.corpus.corruption import SparedRows
     from jaxtrain.data.packing.document_rows import DocumentRows
 
-MULTIPLE = 64  # divides the lengths of automatic buckets if rows are long, so that most meshes split them evenly
-
 
 def train_batches(config: DataConfig, corpus: Corpus) -> BatchSource:
     """Return the training batches by step: reshuffled each epoch, and endless unless the sources are limited."""
@@ -103,7 +101,7 @@ def _bucketed(config: DataConfig, corpus: Corpus) -> "tuple[DocumentRows | Spare
 
     The lengths are `data.buckets`, or else the eight that need the least padding.
     """
-    from jaxtrain.data.loading.bucketing import choose
+    from jaxtrain.data.loading.bucketing import bucket_lengths
     from jaxtrain.data.packing.document_rows import DocumentRows
 
     documents: Any = DocumentRows(corpus.train, config.seq_len)
@@ -113,13 +111,7 @@ def _bucketed(config: DataConfig, corpus: Corpus) -> "tuple[DocumentRows | Spare
         documents = SparedRows(documents, config.seq_len, corpus.tokenizer.eod)
     if not len(documents.lengths):
         raise UserError("data.source", "it has no document with anything to predict", "give more text")
-    if not config.buckets:
-        chosen = choose(documents.lengths, 8, MULTIPLE if config.seq_len >= 8 * MULTIPLE else 8)
-        return documents, tuple(dict.fromkeys(min(length, config.seq_len) for length in chosen))
-    if documents.lengths.max() > max(config.buckets):
-        raise UserError("data.buckets", f"the longest is {max(config.buckets)} and rows have up to "
-                        f"{documents.lengths.max()} tokens", "add a bucket of data.seq_len tokens")
-    return documents, tuple(config.buckets)
+    return documents, bucket_lengths(config, documents.lengths, "tokens")
 
 
 def packing(config: DataConfig, corpus: Corpus) -> str:

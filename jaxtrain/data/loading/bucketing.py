@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxtrain.config.schema import DataConfig
 from jaxtrain.data.loading.readahead import ReadAhead
 from jaxtrain.data.packing.document_rows import Unpacked
 from jaxtrain.errors import UserError
 
+MULTIPLE = 64  # divides the lengths of automatic buckets if rows are long, so that most meshes split them evenly
 CANDIDATES = 1024  # lengths considered for buckets; more would take longer for a tenth of a percent less padding
 # Up to this many entries a permutation is made at once, by NumPy's frozen generator. Grain's gives any entry alone
 # but takes 17 ms / count for each (2 ms if there are ten, 4 us if there are 4096).
@@ -50,6 +52,17 @@ def choose(lengths: np.ndarray, count: int, multiple: int = 1) -> tuple[int, ...
         if at < 0:
             return tuple(reversed(chosen))
     return tuple(reversed([*chosen, int(values_V[at])]))
+
+
+def bucket_lengths(config: DataConfig, lengths: np.ndarray, unit: str) -> tuple[int, ...]:
+    """Return the lengths of rows that `data.buckets` says for rows of these lengths, or the eight that pad least."""
+    if not config.buckets:
+        chosen = choose(lengths, 8, MULTIPLE if config.seq_len >= 8 * MULTIPLE else 8)
+        return tuple(dict.fromkeys(min(length, config.seq_len) for length in chosen))
+    if lengths.max() > max(config.buckets):
+        raise UserError("data.buckets", f"the longest is {max(config.buckets)} and rows have up to {lengths.max()} "
+                        f"{unit}", f"add a bucket of data.seq_len {unit}")
+    return tuple(config.buckets)
 
 
 def padding(lengths: np.ndarray, buckets: Sequence[int]) -> float:

@@ -144,7 +144,7 @@ def _whisper(c: WhisperConfig) -> list[Entry]:
         *pair("first/linear", "encoder.conv1", "dcw->wcd", weight="kernel"),
         *pair("second/linear", "encoder.conv2", "dcw->wcd", weight="kernel"),
         *pair("encoder_norm", "encoder.layer_norm"),
-        *([Entry("ctc/kernel", "ctc_head.weight", "vd->dv")] if c.ctc_head else []),
+        *([Entry("ctc/kernel", "ctc_head.weight", "vd->dv")] if c.ctc_weight else []),
         *(replace(entry, ours=f"{stack}/layer/{entry.ours}", layers=range(layers))
           for stack, side, layers in stacks for entry in layer(side))]
 

@@ -29,7 +29,7 @@ _PADDING = {"mosaic": mosaic_attention.BLOCK, "splash": splash_attention.LANES} 
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
            window: int = 0, soft_cap: float = 0.0, sinks_H: jax.Array | None = None,
-           backend: str = "auto") -> jax.Array:
+           causal: bool = True, backend: str = "auto") -> jax.Array:
     """Return causal attention over keys of the same segment and, with `window`, of the last `window` tokens.
 
     Args:
@@ -40,17 +40,18 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
         window: how many tokens a query looks back on, itself included; 0: all.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`; 0: they stay.
         sinks_H: the score of each head's sink (sinks.py); None: there is none.
+        causal: False: tokens see later ones too, which `xla` alone computes.
         backend: `auto`, `xla`, `cudnn` (NVIDIA GPUs), `mosaic` (H100 and H200) or `splash` (TPUs; interpreted on CPUs,
             to check its numbers).
     """
     backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3],
-                             soft_cap=soft_cap, packed=segments_BT is not None, sinks=sinks_H is not None)
+                             soft_cap=soft_cap, packed=segments_BT is not None, sinks=sinks_H is not None, causal=causal)
     if sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
         # Fewer key/value heads than devices: each device takes those that its query heads attend to.
         repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
         k_BSGK, v_BSGK = (sharding.constrain(jnp.repeat(x, repeats, axis=2), *HEADS) for x in (k_BSGK, v_BSGK))
     if backend == "xla":
-        out_BTHK = BACKENDS["xla"](q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H)
+        out_BTHK = BACKENDS["xla"](q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H, causal)
         return checkpoint_name(out_BTHK, "attention")
     heads = sharding.activation_spec(*HEADS)  # the kernels name what policies keep themselves
     return by_device(backend, heads, sharding.activation_spec("batch", "seq"), window, soft_cap)(
@@ -68,7 +69,8 @@ def by_device(backend: str, heads: jax.P | None, rows: jax.P | None, window: int
 
 
 def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, strategy: str = "",
-                   soft_cap: float = 0.0, packed: bool = False, sinks: bool = False) -> str:
+                   soft_cap: float = 0.0, packed: bool = False, sinks: bool = False,
+                   causal: bool = True) -> str:
     """Return the backend that `train.attention` selects here; raises UserError if it cannot do this.
 
     `strategy`: how attention crosses the parts of a sequence; "" if every device has whole ones. `packed`: whether rows
@@ -79,7 +81,8 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
 
     def reason(name):
         sunk = sinks and name == "cudnn" and "it has no attention sinks"
-        return _REFUSALS[name](platform, dtype, seq_len, head_dim, soft_cap) or sunk or tiled
+        both_ways = not causal and "its attention is causal, and this model's is not"
+        return _REFUSALS[name](platform, dtype, seq_len, head_dim, soft_cap) or sunk or tiled or both_ways
 
     if asked == "auto":
         able = [name for name in _KERNELS.get(platform, ()) if seq_len >= _PADDING.get(name, 0) and not reason(name)]

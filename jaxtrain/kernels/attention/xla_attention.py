@@ -11,10 +11,10 @@ from jaxtrain.kernels.attention import sinks
 from jaxtrain.kernels.functions import softmax
 
 
-def visible(q_len: int, k_len: int, segments_BT: jax.Array | None, window: int) -> jax.Array:
+def visible(q_len: int, k_len: int, segments_BT: jax.Array | None, window: int, causal: bool = True) -> jax.Array:
     """Return which keys each query may attend to, as a mask [1 or B, T, S]."""
     behind = jnp.arange(q_len)[:, None] - jnp.arange(k_len)[None, :]
-    mask = (behind >= 0)[None]
+    mask = (behind >= 0)[None] if causal else jnp.ones((1, q_len, k_len), bool)
     if window:
         mask &= (behind < window)[None]
     if segments_BT is not None:
@@ -23,8 +23,8 @@ def visible(q_len: int, k_len: int, segments_BT: jax.Array | None, window: int) 
 
 
 def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, window: int,
-              soft_cap: float, sinks_H: jax.Array | None = None) -> jax.Array:
-    """Return causal attention; the compiler places it on a mesh."""
+              soft_cap: float, sinks_H: jax.Array | None = None, causal: bool = True) -> jax.Array:
+    """Return attention, causal or to all keys; the compiler places it on a mesh."""
     B, T, H, K = q_BTHK.shape
     S, G = k_BSGK.shape[1:3]
     R = H // G
@@ -36,7 +36,7 @@ def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_
     if soft_cap:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     # Every query sees at least itself, so a large finite number masks as well as -inf and has zero gradient.
-    mask_BNS = jnp.tile(jnp.where(visible(T, S, segments_BT, window), 0.0, -1e30), (1, R, 1))
+    mask_BNS = jnp.tile(jnp.where(visible(T, S, segments_BT, window, causal), 0.0, -1e30), (1, R, 1))
     scores += mask_BNS[:, None]
     weights = softmax(scores) if sinks_H is None else sinks.softmax(scores, sinks.by_query(sinks_H, G, T))
     weights = weights.astype(v_BSGK.dtype)

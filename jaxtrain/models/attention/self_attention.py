@@ -19,9 +19,9 @@ from jaxtrain.parallel import context as parallel
 
 @jax.named_scope("attention")  # jaxtrain.bench attributes step time to these scope names
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
-           window: int = 0, sinks_H: jax.Array | None = None, backend: str = "auto",
+           window: int = 0, sinks_H: jax.Array | None = None, causal: bool = True, backend: str = "auto",
            context: str = "auto") -> jax.Array:
-    """Return causal attention over keys of the same segment and, with `window`, of the last `window` tokens.
+    """Return attention, causal or both ways, over keys of the same segment and, with `window`, of the last `window` tokens.
 
     Segments that are booleans only say which tokens are not padding: each row is one text then. Where a mesh shards the
     sequence over `context`, the tokens are in balanced order (parallel/context.py).
@@ -32,7 +32,7 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
         return parallel.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT, window=window, strategy=context, backend=backend,
                                sinks_H=sinks_H)
     return attention.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT=segments_BT, window=window, sinks_H=sinks_H,
-                            backend=backend)
+                            causal=causal, backend=backend)
 
 
 class Attention(nnx.Module):
@@ -43,9 +43,9 @@ class Attention(nnx.Module):
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, out_std: float, rngs: nnx.Rngs,
                  qkv_bias: bool = False, k_bias: bool = True, out_bias: bool = False,
-                 qk_norm: Callable[[], nnx.Module] | None = None, window: int = 0, backend: str = "auto",
-                 context: str = "auto"):
-        self.window, self.backend, self.context = window, backend, context
+                 qk_norm: Callable[[], nnx.Module] | None = None, window: int = 0, causal: bool = True,
+                 backend: str = "auto", context: str = "auto"):
+        self.window, self.causal, self.backend, self.context = window, causal, backend, context
         kv = (dim, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), KV_HEADS
         q = (dim, heads, head_dim), ("embed", "heads", "head_dim"), HEADS
         self.q = Linear("btd,dhk->bthk", *q, bias=qkv_bias, rngs=rngs)
@@ -71,6 +71,6 @@ class Attention(nnx.Module):
             q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
         if cache is not None and cache.entries is not None:
             return attend_cached(self.out, q, k, v, cache, self.window)
-        out = self.out(attend(q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
-                              context=self.context))
+        out = self.out(attend(q, k, v, segments_BT=segments_BT, window=self.window, causal=self.causal,
+                              backend=self.backend, context=self.context))
         return out, kept(cache, k, v)
