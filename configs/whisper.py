@@ -17,9 +17,9 @@ SIZES = {  # width, layers of the encoder, of the decoder, heads
 def get_config(variant="tiny"):
     if variant == "words":
         model = {"vocab_size": 320, "embed_dim": 96, "num_layers": 2, "num_heads": 4, "max_seq_len": 40,
-                 "audio_positions": 192, "prefix": [257], "end": 256, "ctc_weight": 0.3, "time_masks": 2,
+                 "audio_positions": 128, "prefix": [257], "end": 256, "ctc_weight": 0.3, "time_masks": 2,
                  "time_mask": 12, "mel_masks": 1, "mel_mask": 10}
-        seq_len, rows, rate, steps = 384, 16, 2e-3, 600
+        seq_len, rows, rate, steps, buckets = 256, 16, 2e-3, 600, [160, 256]
     elif variant in SIZES:
         width, encoder, layers, heads = SIZES[variant]
         large = variant.startswith("large-v3")  # which has one more token: a language
@@ -27,12 +27,12 @@ def get_config(variant="tiny"):
                  "encoder_layers": encoder, "num_layers": layers, "num_heads": heads,
                  # start of transcript, English, transcribe, no timestamps
                  "prefix": [50258, 50259, 50360 if large else 50359, 50364 if large else 50363]}
-        seq_len, rows, rate, steps = 3000, 256, 5e-4, 100_000
+        seq_len, rows, rate, steps, buckets = 3000, 256, 5e-4, 100_000, [1536, 3000]
     else:
         raise ValueError(f"whisper.py has no variant {variant!r}: known are words, {', '.join(SIZES)}")
     return ConfigDict({
         "model": {"name": "whisper", **model},
-        "data": {"packing": "bucket", "seq_len": seq_len, "global_batch_size": rows},
+        "data": {"packing": "bucket", "seq_len": seq_len, "buckets": buckets, "global_batch_size": rows},
         "optimizer": {"learning_rate": rate, "warmup_steps": 0.05},
         "train": {"steps": steps, "eval_every": 0.25},
         "checkpoint": {"every": 0.25},

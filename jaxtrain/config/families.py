@@ -418,6 +418,7 @@ class WhisperConfig(ModelConfig):
     max_seq_len: int = 448  # the longest row of tokens, with model.prefix and model.end; each has a learned position
     encoder_layers: int = 0  # blocks of the encoder; 0: num_layers, which are those of the decoder
     audio_positions: int = 1500  # of the encoder, for two frames each: 1500 are 30 seconds
+    mask_padding: bool = True  # nothing attends to padding of audio; False: it is silence to the model, as published
     mels: int = 80  # bands of a frame: 80, or 128 in large-v3
     audio_chunk: int = 0  # streaming: positions of the encoder see their own chunk of so many, and earlier ones; 0: all
     audio_chunks_back: int = 0  # with audio_chunk, how many earlier chunks they see; 0: all

@@ -177,8 +177,9 @@ def _section(kind: str, given: Keys, path: Path) -> Keys:
         section["dense_layers"] = len(dense)
     if kind == "deepseek_v3":
         section |= {"router": "sigmoid", "router_bias_rate": _BIAS_RATE, "num_kv_heads": 0}
-    if kind == "whisper" and known.get("decoder_start_token_id") is not None:
-        section["prefix"] = [known["decoder_start_token_id"]]
+    if kind == "whisper":
+        start = known.get("decoder_start_token_id")
+        section |= {"mask_padding": False} | ({} if start is None else {"prefix": [start]})
     for key in ("attention_heads", "ffn_dim") if kind == "whisper" else ():
         if known.get(f"encoder_{key}") != known[f"decoder_{key}"]:
             raise refuse(f"encoder_{key}", f"cannot be expressed: only decoder_{key}={known[f'decoder_{key}']} can")
@@ -304,7 +305,7 @@ def _published_rotary(c: RotaryConfig) -> Keys:
 def _check(c: ModelConfig, kind: str, written: Mapping[str, Any]) -> None:
     """Refuse a key that the published model type has no word for, unless it only shapes training."""
     free = {"name", "mtp_loss_weight", "balance_loss", "router_z_loss", "capacity_factor", "router_bias_rate",
-            "prefix", "ctc_weight", "time_masks", "time_mask", "mel_masks", "mel_mask"}
+            "prefix", "mask_padding", "ctc_weight", "time_masks", "time_mask", "mel_masks", "mel_mask"}
     try:
         back = FAMILIES[c.name](**_section(kind, dict(written), Path(FILE)))
     except UserError as error:

@@ -98,6 +98,7 @@ class Whisper(nnx.Module):
     """Frames and tokens to logits; `encode`, `decode` and `head` are separate so that no loss holds all logits."""
 
     def __init__(self, c: WhisperConfig, compute: Compute, *, rngs: nnx.Rngs):
+        self.masks = c.mask_padding
         self.chunk, self.chunks_back = c.audio_chunk, c.audio_chunks_back
         self.first, self.second = (Convolution(given, c.embed_dim, stride, rngs=rngs)
                                    for given, stride in ((c.mels, 1), (c.embed_dim, 2)))
@@ -115,13 +116,19 @@ class Whisper(nnx.Module):
         self.norm = _norm(c, rngs)
 
     def encode(self, features_BMC: jax.Array, valid_BM: jax.Array | None = None) -> jax.Array:
-        """Return the memory [B, ceil(M / 2), D] of log-mel frames; padding after `valid_BM` has no influence on it."""
+        """Return the memory [B, ceil(M / 2), D] of log-mel frames, of which `valid_BM` are no padding.
+
+        Padding has no influence on it, or is silence to a model that does not mask it.
+        """
+        x = sharding.constrain(features_BMC, "batch", None, None)
         kept_BM = None if valid_BM is None else sharding.constrain(valid_BM != 0, "batch", None)
+        if kept_BM is not None and not self.masks:
+            x, kept_BM = silent_after(x, kept_BM), None
 
         def masked(x_BMC):
             return x_BMC if kept_BM is None else x_BMC * kept_BM[..., None].astype(x_BMC.dtype)
 
-        x = masked(sharding.constrain(features_BMC, "batch", None, None))
+        x = masked(x)
         x_BSD = exact_gelu(self.second(masked(exact_gelu(self.first(x)))))
         x_BSD = sharding.constrain(x_BSD + self.positions_at(0, x_BSD.shape[1]), *RESIDUAL)
         visible_BSS = None if kept_BM is None else kept_BM[:, None, ::2]
@@ -152,11 +159,11 @@ class Whisper(nnx.Module):
         Args:
             tokens_BT: tokens whose positions are those from `first` on.
             memory_BSD: what `encode` returned; None: the cache has its keys and values.
-            valid_BS: which of its positions are not padding.
+            valid_BS: which of its positions are not padding; a model that does not mask padding reads them all.
         """
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]) + first, tokens_BT.shape)
         x_BTD = self.embed(tokens_BT) + self.positions(positions_BT)
-        visible_BTS = None if valid_BS is None else sharding.constrain(valid_BS != 0, "batch", None)[:, None]
+        visible_BTS = None if valid_BS is None or not self.masks else sharding.constrain(valid_BS != 0, "batch", None)[:, None]
         x_BTD, told = self.blocks(x_BTD, memory_BSD, visible_BTS, cache=cache)
         return sharding.constrain(self.norm(x_BTD), *INSIDE), told.get(CACHE)
 
@@ -174,6 +181,13 @@ class Whisper(nnx.Module):
         """Return float32 logits for every token."""
         valid_BS = None if valid_BM is None else valid_BM[:, ::2]
         return self.logits(self.decode(tokens_BT, self.encode(features_BMC, valid_BM), valid_BS)[0])
+
+
+def silent_after(x_BMC: jax.Array, kept_BM: jax.Array) -> jax.Array:
+    """Return frames with silence for those that are not kept: 8 decades, which are 2 in a frame, below the loudest."""
+    loudest_B = jnp.where(kept_BM[..., None], x_BMC, -jnp.inf).max((1, 2))
+    silence_B = jnp.where(jnp.isfinite(loudest_B), loudest_B - 2, 0).astype(x_BMC.dtype)
+    return jnp.where(kept_BM[..., None], x_BMC, silence_B[:, None, None])
 
 
 def sinusoids(length: int, dim: int) -> jax.Array:

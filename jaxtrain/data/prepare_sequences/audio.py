@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import storage
-from jaxtrain.data.corpus.sequences import Column
+from jaxtrain.data.corpus.sequences import TOKENIZER, Column
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import Piece
 from jaxtrain.data.prepare.tasks import Task
+from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError, nearest
 
@@ -109,6 +110,8 @@ class Audio:
 
     def ready(self, tasks: Sequence[Task], output: Path, workers: int, say: Any) -> tuple["Audio", list[Task]]:
         """Return the source with the names of all folders as labels, and the tasks."""
+        if self.target == "text":
+            tokenizer_folder.save(_tokenizer(self.tokenizer), output / TOKENIZER)
         labels = {_folder(piece) for task in tasks for piece in task} if self.target == "folder" else ()
         return replace(self, labels=tuple(sorted(labels))), list(tasks)
 
@@ -118,7 +121,7 @@ class Audio:
         for i, piece in enumerate(task):
             if not piece.name.lower().endswith(CLIPS):
                 continue
-            samples = _samples(piece, self.clip_hours)
+            samples = samples_of(piece, self.clip_hours)
             if isinstance(samples, str) or len(samples) < HOP:
                 reason = samples if isinstance(samples, str) else "shorter than a frame"
                 left_out[reason] = left_out.get(reason, 0) + 1
@@ -157,7 +160,7 @@ def _content(piece: Piece) -> bytes:
         return storage.read(piece.path)
 
 
-def _samples(piece: Piece, hours: float) -> np.ndarray | str:
+def samples_of(piece: Piece, hours: float) -> np.ndarray | str:
     """Return the samples of a clip at 16 kHz, averaged over channels, or the reason why it is left out.
 
     It is decoded and resampled a block at a time, so that memory follows the length of the result, which is bounded.
