@@ -1,6 +1,7 @@
-"""What users do next, by their events: about 10 M parameters and the columns of the corpus.
+r"""What users do next, by their events: about 10 M parameters and the columns of the corpus.
 
-    python -m jaxtrain.data.prepare_sequences events --input=TABLES --user=user --time=at --category item --output=CLICKS
+    python -m jaxtrain.data.prepare_sequences events --input=TABLES --user=user --time=at --category item \
+        --output=CLICKS
     python -m jaxtrain.main --config=configs/events.py --config.data.source=CLICKS --config.model.categories.item=5000
 
 One GPU; `:tiny` is for a CPU. docs/data-sequences.md has an example with its data.

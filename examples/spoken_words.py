@@ -22,7 +22,7 @@ import jaxtrain as jt
 from jaxtrain.data.prepare_sequences.audio import RATE, Audio
 from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
 
-WORDS = "zero one two three four five six seven eight nine".split()
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 VOICES = "en", "en-us", "en-gb-scotland", "en-gb-x-rp"
 ROOT = Path(__file__).parents[1]
 
@@ -47,7 +47,8 @@ def chords(words: list[str], rng: np.random.Generator) -> np.ndarray:
     for word in words:
         n, seconds = WORDS.index(word), np.arange(int(RATE * rng.uniform(0.2, 0.35))) / RATE
         notes = np.array([220, 660]) * 2 ** (np.array([n % 4, n // 4]) / 4)
-        sound += [0.3 * np.sin(2 * np.pi * notes[:, None] * seconds).sum(0), np.zeros(int(RATE * rng.uniform(0.05, 0.2)))]
+        sound.append(0.3 * np.sin(2 * np.pi * notes[:, None] * seconds).sum(0))
+        sound.append(np.zeros(int(RATE * rng.uniform(0.05, 0.2))))
     return (samples := np.concatenate(sound)) + 0.01 * rng.normal(size=len(samples))
 
 

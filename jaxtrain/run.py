@@ -261,7 +261,7 @@ class Run:
 
     # -------------------------------------------------------------------------------------------------------- the data
     @cached_property
-    def corpus(self):
+    def corpus(self) -> Any:
         """The tokenised text, or the sequences that a model of another kind reads."""
         if not self.config.model.text:
             from jaxtrain.data.loading.sequence_batches import load_sequences

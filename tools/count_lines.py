@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1] / "jaxtrain"
 LEARNING = """
     __init__ main errors redaction builder run validation rule_checks
-    config/schema config/families config/field_checks config/tuning_keys config/observe_keys config/load
+    config/schema config/families config/model_config config/field_checks config/tuning_keys config/observe_keys config/load
     sharding/rules sharding/mesh sharding/products
     models/__init__ models/decoder models/layers models/attention/self_attention models/gpt2 models/trained_parameters
     kernels/functions kernels/cross_entropy kernels/attention/__init__ kernels/attention/xla_attention

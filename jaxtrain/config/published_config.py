@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.families import FAMILIES, Gemma3Config, GptOssConfig, ModelConfig, RotaryConfig, WhisperConfig
+from jaxtrain.config.families import FAMILIES, Gemma3Config, GptOssConfig, ModelConfig, RotaryConfig
+from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files

@@ -72,8 +72,8 @@ class DataConfig:
     tokenizer: str = "bytes"  # of text that is not a prepared corpus
     mixture: dict[str, Any] = field(default_factory=dict, hash=False)  # for source: name -> {source, weight, epochs}
     stages: list[Any] = field(default_factory=list, hash=False)  # what changes at which step: docs/data-mixtures.md
-    # Documents end to end, cut at rows; "best_fit": few are cut; "bucket": one a row, as a sequence of a prepared corpus
-    # always is; "pairs", "answers": whole ones.
+    # Documents end to end, cut at rows; "best_fit": few are cut; "bucket": one a row, which sequences of a prepared
+    # corpus always are; "pairs", "answers": whole ones.
     packing: str = "concat"
     buckets: list[int] = field(default_factory=list, hash=False)  # lengths of rows in buckets; none: chosen
     crop: bool = False  # sequences of more than seq_len steps lose their ends; else they are refused

@@ -12,16 +12,16 @@ from jaxtrain.models.attention.mla import LatentAttention
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.deepseek_v3 import deepseek_v3
-from jaxtrain.models.event_transformer import event_transformer
 from jaxtrain.models.gemma3 import gemma3
 from jaxtrain.models.gpt2 import gpt2
 from jaxtrain.models.gpt_oss import gpt_oss
 from jaxtrain.models.llama import llama
 from jaxtrain.models.lora import adapt
+from jaxtrain.models.modalities.event_transformer import event_transformer
+from jaxtrain.models.modalities.whisper import whisper
 from jaxtrain.models.qwen2 import qwen2
 from jaxtrain.models.qwen3 import qwen3
 from jaxtrain.models.scalar_head import REWARD, ScalarHead
-from jaxtrain.models.whisper import whisper
 from jaxtrain.train_step.optimizers import mup
 
 FAMILIES: dict[str, Callable[..., Any]] = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,

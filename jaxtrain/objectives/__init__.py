@@ -7,7 +7,6 @@ from jaxtrain.objectives.objective import MakeObjective, Objective
 from jaxtrain.objectives.transcription import Transcription
 from jaxtrain.train_step.state import Skeleton
 
-
 # What the families minimise that are no decoders of text, by `model.name`.
 FAMILIES: dict[str, MakeObjective] = {"events": NextEvent.of, "whisper": Transcription.of}
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.families import EventsConfig
+from jaxtrain.config.modality_families import EventsConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_spec import Array
-from jaxtrain.models.event_transformer import ELAPSED, log_time
+from jaxtrain.models.modalities.event_transformer import ELAPSED, log_time
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.parallel.context import arrange
 from jaxtrain.sharding import rules as sharding

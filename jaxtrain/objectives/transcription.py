@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.families import WhisperConfig
+from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.kernels.ctc import ctc_loss

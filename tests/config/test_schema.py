@@ -74,7 +74,7 @@ def test_text_becomes_what_the_field_is(key, text, value):
     ({}, {"model.num_heads": 3}, "model.num_heads: 3 does not divide model.embed_dim=128; choose a divisor or set "
      "model.head_dim"),
     ({}, {"model.rope_theta": 3.0}, "model.rope_theta: gpt2 has no such key; remove it, or use llama or qwen2 or qwen3 "
-     "or mixtral or qwen3_moe or deepseek_v3 or gemma3 or gpt_oss"),
+     "or mixtral or qwen3_moe or deepseek_v3 or gemma3 or gpt_oss or events"),
     ({"model": {"name": "mixtral", "num_experts": 8}}, {"model.name": "llama"}, "model.num_experts: llama has no such "
      "key; remove it, or use mixtral or qwen3_moe or deepseek_v3 or gpt_oss"),
     ({}, {"model.num_kv_heads": 3}, "model.num_kv_heads: 3 does not divide model.num_heads=4; choose a divisor of it"),

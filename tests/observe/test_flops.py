@@ -14,8 +14,8 @@ from tests.numerics import reference
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-LLAMA_8B = DecoderConfig(vocab_size=128_256, num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=14_336,
-                       max_seq_len=8192)
+LLAMA_8B = DecoderConfig(vocab_size=128_256, num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=8,
+                         mlp_dim=14_336, max_seq_len=8192)
 M = 7_504_658_432  # 32 x (wq, wo: 2 x 4096^2; wk, wv: 2 x 4096 x 1024; 3 x 4096 x 14336) + head
 
 

@@ -87,13 +87,12 @@ class BatchSpec:
                 raise UserError("batch", f"its array {key!r} has the shape {_shape(x)}" + (
                     f" and {first!r} has {_shape(batch[first])}" if key != first else ""),
                     "give all arrays one shape of rows x tokens")
-            if self.same_shape and not plain and np.shape(x) != (wanted := array.shape(*shape)):
+            if self.same_shape and not plain and np.shape(x) != (right := array.shape(*shape)):
                 raise UserError("batch", f"its array {key!r} has the shape {_shape(x)}, and {self.whose} takes "
-                                f"{' x '.join(map(str, wanted))}", "give it that shape")
-            below = array.below and isinstance(x, np.ndarray) and ((x < 0) | (x >= array.below))
-            if np.any(below):
-                raise UserError("batch", f"its array {key!r} has the number {x[below][0]}, and {self.whose} takes those "
-                                f"below {array.below}", "raise that in the model's keys, or repair the data")
+                                f"{' x '.join(map(str, right))}", "give it that shape")
+            if array.below and isinstance(x, np.ndarray) and (beyond := (x < 0) | (x >= array.below)).any():
+                raise UserError("batch", f"its array {key!r} has the number {x[beyond][0]}, and {self.whose} takes "
+                                f"those below {array.below}", "raise that in the model's keys, or repair the data")
             if self.ndims and np.ndim(x) != self.ndims[key]:
                 raise UserError("batch", f"its array {key!r} has the shape {_shape(x)}, and the batches before had "
                                 f"{self.ndims[key]} dimensions", "give every batch the same ones")

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxtrain import storage
 from jaxtrain.config.schema import DataConfig
-from jaxtrain.data.corpus.sequences import STEPS, SequenceCorpus, Sequences, open_sequences
+from jaxtrain.data.corpus.sequences import SequenceCorpus, Sequences, open_sequences
 from jaxtrain.data.corpus.text_cache import cache_root
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.data.loading.bucketing import BucketedBatches, bucket_lengths, padding
@@ -30,8 +30,8 @@ class DeclaredRows:
         self._rows, self._arrays = SequenceRows(sequences, config.seq_len, crop=True), arrays
         self.lengths, self.cut = self._rows.lengths, int((sequences.counts() > config.seq_len).sum())
         if self.cut and not config.crop:
-            raise UserError("data.seq_len", f"{self.cut:,} sequences have more than {config.seq_len} steps, the longest "
-                            f"{sequences.counts().max():,}", "raise it, or lose their ends by data.crop=true")
+            raise UserError("data.seq_len", f"{self.cut:,} sequences have more than {config.seq_len} steps, the "
+                            f"longest {sequences.counts().max():,}", "raise it, or lose their ends by data.crop=true")
         for name, array in arrays.items():
             _check(sequences, name, array)
 
@@ -85,7 +85,7 @@ def _check(sequences: Sequences, name: str, array: Array) -> None:
     if dims != array.dims:
         raise UserError("data.source", f"its column {name!r} has values of the shape {dims}, and the model takes "
                         f"{array.dims}", "name another corpus")
-    if column.per == "own" and (most := int(sequences.counts(name).max(initial=0))) > array.dims[0]:
+    if column.per == "own" and (most := int(sequences.counts(name).max(initial=0))) > int(array.dims[0]):
         raise UserError("data.source", f"its column {name!r} has up to {most} values, and the model takes "
                         f"{array.dims[0]}", "raise that in the model's keys, or leave out what is longer")
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.families import ModelConfig, WhisperConfig
+from jaxtrain.config.modality_families import WhisperConfig
+from jaxtrain.config.model_config import ModelConfig
 
 
 def augmented(batches: Any, model: ModelConfig, seed: int) -> Any:

@@ -9,7 +9,6 @@ Shape suffixes: B rows of audio, K beams, R = B K, M frames, C mels, P prompt to
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -111,7 +111,7 @@ def transcribe(folder: str | Path, files: Sequence[str], step: int | None = None
         timestamps: whether segments have times of their own; else each window is one segment.
         batch_size: how many windows are transcribed at once.
     """
-    from jaxtrain.config.families import WhisperConfig
+    from jaxtrain.config.modality_families import WhisperConfig
     from jaxtrain.data.formats import inputs
     from jaxtrain.data.prepare_sequences.audio import CLIPS, log_mel, samples_of
     from jaxtrain.hub import trained_model
@@ -165,7 +165,7 @@ def prompt_of(words: Any, c: Any, language: str, task: str, timestamps: bool) ->
     given = [names.get(id, "") for id in c.prefix]
     before = next((name for name in given if len(name) in (6, 7) and name.startswith("<|")), "")
     tokens = [START, f"<|{language}|>" if language else before, f"<|{task or 'transcribe'}|>"]
-    tokens = [*[token for token in tokens if token], *[] if timestamps else [NO_TIMES]]
+    tokens = [token for token in (*tokens, "" if timestamps else NO_TIMES) if token]
     for token in tokens:
         if token not in known:
             flag = "--language" if token == f"<|{language}|>" else "--task" if token == f"<|{task}|>" else "WORKDIR"

@@ -7,7 +7,8 @@ head width as its rows, and that the parameter has the dimensions d, h and k; le
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxtrain.config.families import DeepseekV3Config, GptOssConfig, ModelConfig, RoutedConfig, WhisperConfig
+from jaxtrain.config.families import DeepseekV3Config, GptOssConfig, ModelConfig, RoutedConfig
+from jaxtrain.config.modality_families import WhisperConfig
 
 
 @dataclass(frozen=True)

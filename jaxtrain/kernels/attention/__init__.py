@@ -30,7 +30,7 @@ _PADDING = {"mosaic": mosaic_attention.BLOCK, "splash": splash_attention.LANES} 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
            window: int = 0, soft_cap: float = 0.0, sinks_H: jax.Array | None = None,
            causal: bool = True, backend: str = "auto") -> jax.Array:
-    """Return causal attention over keys of the same segment and, with `window`, of the last `window` tokens.
+    """Return attention over keys of the same segment: causal, of the last `window` tokens if given, or both ways.
 
     Args:
         q_BTHK: queries; they are divided by the square root of K here.
@@ -45,7 +45,8 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
             to check its numbers).
     """
     backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3],
-                             soft_cap=soft_cap, packed=segments_BT is not None, sinks=sinks_H is not None, causal=causal)
+                             soft_cap=soft_cap, packed=segments_BT is not None, sinks=sinks_H is not None,
+                             causal=causal)
     if sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
         # Fewer key/value heads than devices: each device takes those that its query heads attend to.
         repeats = q_BTHK.shape[2] // k_BSGK.shape[2]

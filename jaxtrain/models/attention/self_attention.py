@@ -21,12 +21,12 @@ from jaxtrain.parallel import context as parallel
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
            window: int = 0, sinks_H: jax.Array | None = None, causal: bool = True, backend: str = "auto",
            context: str = "auto") -> jax.Array:
-    """Return attention, causal or both ways, over keys of the same segment and, with `window`, of the last `window` tokens.
+    """Return attention over keys of the same segment: causal, of the last `window` tokens if given, or both ways.
 
     Segments that are booleans only say which tokens are not padding: each row is one text then. Where a mesh shards the
     sequence over `context`, the tokens are in balanced order (parallel/context.py).
     """
-    if segments_BT is not None and segments_BT.dtype == bool:
+    if segments_BT is not None and segments_BT.dtype == bool and causal:  # padding comes last
         segments_BT = None
     if parallel.size() > 1:
         return parallel.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT, window=window, strategy=context, backend=backend,

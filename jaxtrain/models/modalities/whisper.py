@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.config.families import WhisperConfig
+from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.functions import exact_gelu
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
@@ -163,7 +163,9 @@ class Whisper(nnx.Module):
         """
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]) + first, tokens_BT.shape)
         x_BTD = self.embed(tokens_BT) + self.positions(positions_BT)
-        visible_BTS = None if valid_BS is None or not self.masks else sharding.constrain(valid_BS != 0, "batch", None)[:, None]
+        visible_BTS = None
+        if valid_BS is not None and self.masks:
+            visible_BTS = sharding.constrain(valid_BS != 0, "batch", None)[:, None]
         x_BTD, told = self.blocks(x_BTD, memory_BSD, visible_BTS, cache=cache)
         return sharding.constrain(self.norm(x_BTD), *INSIDE), told.get(CACHE)
 

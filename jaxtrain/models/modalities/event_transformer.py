@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.config.families import EventsConfig
+from jaxtrain.config.modality_families import EventsConfig
 from jaxtrain.models.attention.rotary import Rotary, frequencies
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute, Decoder

@@ -1,0 +1,110 @@
+"""What the configs of all model families have in common."""
+
+import dataclasses
+from dataclasses import dataclass, fields
+
+from jaxtrain.config.field_checks import derive, not_negative, positive
+from jaxtrain.errors import UserError, nearest
+
+# The keys of `mup_base`, and the logical axes whose sizes they are.
+WIDTHS = {"embed_dim": ("embed", "expert_embed", "ahead", "norm"), "mlp_dim": ("mlp", "expert_mlp"),
+          "num_heads": ("heads",), "num_kv_heads": ("kv_heads",), "head_dim": ("head_dim",),
+          "kv_rank": ("latent", "rank")}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The fields that every family has."""
+
+    name: str = "gpt2"  # the family
+    num_layers: int = 4  # transformer blocks
+    embed_dim: int = 128  # width of the residual stream
+    num_heads: int = 4  # attention heads (of the queries)
+    num_kv_heads: int = 0  # 0: as many as num_heads
+    head_dim: int = 0  # 0: embed_dim / num_heads
+    mlp_dim: int = 0  # 0: 4 x embed_dim
+    max_seq_len: int = 1024  # the longest row in tokens; GPT-2 has a learned position for each
+    norm_eps: float = 1e-5  # added to the variance in LayerNorm and RMSNorm
+    # muP: widths of a narrow model whose best learning rate this one then has, as {"embed_dim": 64, "num_heads": 4}
+    mup_base: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
+
+    # No fields (they have no annotation): what a family without such a field has.
+    text = False  # whether it is a decoder of text; else a row is a sequence of a prepared corpus
+    causal = True  # whether attention looks back only
+    vocab_size = 0
+    window = 0
+    tied_embeddings = False
+    rope_head_dim = 0
+    value_head_dim = 0
+    kv_rank = 0
+    num_experts = 0
+    experts_per_token = 0
+    expert_mlp_dim = 0
+    dense_layers = 0
+    experts_every = 1
+    capacity_factor = 0.0
+    router_bias_rate = 0.0
+    mtp_loss_weight = 0.0
+    global_every = 0
+    sinks = False  # whether attention has them
+    fixed = ()  # paths of parameters that nobody trains
+
+    def __post_init__(self):
+        positive(self, "model", "num_layers embed_dim num_heads max_seq_len norm_eps")
+        not_negative(self, "model", "num_kv_heads head_dim mlp_dim")
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), int) and value >= 2**31:
+                raise UserError(f"model.{field.name}", f"{value} is too large for an array", "use less than 2^31")
+        if not self.head_dim and self.embed_dim % self.num_heads:
+            raise UserError("model.num_heads", f"{self.num_heads} does not divide model.embed_dim={self.embed_dim}",
+                            "choose a divisor or set model.head_dim")
+        derive(self, "num_kv_heads", self.num_heads)
+        derive(self, "head_dim", self.embed_dim // self.num_heads)
+        derive(self, "mlp_dim", 4 * self.embed_dim)
+        if self.num_heads % self.num_kv_heads:
+            raise UserError("model.num_kv_heads", f"{self.num_kv_heads} does not divide "
+                            f"model.num_heads={self.num_heads}", "choose a divisor of it")
+        if self.head_dim % 2:
+            raise UserError("model.head_dim", f"{self.head_dim} is odd", "rotary positions need an even head_dim")
+        self._check_base()
+
+    def _check_base(self):
+        base = self.mup_base
+        for key, value in base.items():
+            if not getattr(self, key, 0) or key not in WIDTHS:
+                raise UserError(f"model.mup_base.{key}", "it is not a width of this model",
+                                nearest(key, [width for width in WIDTHS if getattr(self, width)]))
+            if type(value) is not int or value < 1:
+                raise UserError(f"model.mup_base.{key}", f"{value!r} is not a width", "give a whole number above 0")
+        if base and not {"embed_dim", "num_heads"} <= base.keys():
+            raise UserError("model.mup_base", f"{base} does not say how wide the narrower model is and how many heads "
+                            "it has", "give its embed_dim and num_heads")
+
+    @property
+    def growth(self) -> dict[str, float]:
+        """How many times as wide as in `mup_base` each logical axis is that grows with the model; {} without one.
+
+        What it does not name grows like embed_dim, but all heads together do so, and num_kv_heads like num_heads.
+        """
+        if not self.mup_base:
+            return {}
+        times = {key: getattr(self, key) / value for key, value in self.mup_base.items()}
+        times = {"head_dim": times["embed_dim"] / times["num_heads"], "num_kv_heads": times["num_heads"]} | times
+        return {axis: times.get(key, times["embed_dim"]) for key, axes in WIDTHS.items() for axis in axes}
+
+    @property
+    def longest_row(self) -> int:
+        """The most steps of a row of data."""
+        return self.max_seq_len
+
+    @property
+    def windows(self) -> dict[int, int]:
+        """How many layers have each attention window; 0: none."""
+        everywhere = self.num_layers // self.global_every if self.global_every else 0
+        return {self.window: self.num_layers - everywhere} | ({0: everywhere} if everywhere else {})
+
+    @property
+    def stacked_layers(self) -> int:
+        """How many entries the stacks of layers have; layers with experts are stacked with the dense ones before them.
+        """
+        return self.dense_layers + (self.num_layers - self.dense_layers) // self.experts_every

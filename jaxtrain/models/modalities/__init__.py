@@ -1,0 +1,1 @@
+"""Models that are no decoders of text: one file a family."""
