@@ -90,7 +90,7 @@ def rows_of(batch: Mapping[str, jax.Array], c: WhisperConfig) -> tuple[jax.Array
     """
     spoken_BN, there_BN = batch["target"], batch["target_weights"]
     rows, first = spoken_BN.shape[0], len(c.prefix)
-    prefix_BP = jnp.broadcast_to(jnp.asarray(c.prefix, jnp.int32), (rows, first))
+    prefix_BP = sharding.constrain(jnp.broadcast_to(jnp.asarray(c.prefix, jnp.int32), (rows, first)), "batch", None)
     tokens_BT = jnp.concatenate([prefix_BP, spoken_BN], 1)
     # The end token comes where the transcript's own weight ends.
     ends_BT = jnp.arange(tokens_BT.shape[1])[None] == first - 1 + there_BN.sum(1, keepdims=True).astype(jnp.int32)

@@ -96,11 +96,14 @@ def _plain(text: str, keep: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- numbers
 
 _ONES = {name: n for n, name in enumerate(
-    ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"], 1)}
+    ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"], 1)}
 _ZEROS = {"o", "oh", "zero"}
-_TENS = {name: 10 * n for n, name in enumerate(["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)}
+_TENS = {name: 10 * n for n, name in enumerate(
+    ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)}
 _POWERS = {"hundred": 100} | {name: 1000**n for n, name in enumerate(
-    ["thousand", "million", "billion", "trillion", "quadrillion", "quintillion", "sextillion", "septillion", "octillion", "nonillion", "decillion"], 1)}
+    ["thousand", "million", "billion", "trillion", "quadrillion", "quintillion", "sextillion", "septillion",
+    "octillion", "nonillion", "decillion"], 1)}
 _ORDINALS = {"zeroth": (0, "th"), "first": (1, "st"), "second": (2, "nd"), "third": (3, "rd"), "fifth": (5, "th"),
              "twelfth": (12, "th")} | {
     name + ("h" if name.endswith("t") else "th"): (n, "th") for name, n in _ONES.items() if n > 3 and n not in (5, 12)}
