@@ -16,7 +16,7 @@ _NEVER = -1e30  # a log-probability; -inf would make gradients NaN
 @jax.named_scope("loss_head")
 def ctc_loss(logits_BSV: jax.Array, lengths_B: jax.Array, tokens_BU: jax.Array, counts_B: jax.Array,
              blank: int) -> jax.Array:
-    """Return -log of each row's probability [B]; 0 for a text that has no place in its positions.
+    """Return -log of each row's probability [B]; 0 where there are no positions, or too few for the text.
 
     Args:
         logits_BSV: of each position.
@@ -60,6 +60,6 @@ def _ctc_loss(logits_BSV, lengths_B, tokens_BU, counts_B, blank):
     ends_B2 = 2 * counts_B[:, None] - jnp.array([0, 1])
     last_B2 = jnp.where(ends_B2 >= 0, jnp.take_along_axis(alpha_BE, jnp.maximum(ends_B2, 0), 1), _NEVER)
     same_BU = (tokens_BU[:, 1:] == tokens_BU[:, :-1]) & (jnp.arange(1, U) < counts_B[:, None])
-    fits_B = counts_B + same_BU.sum(1) <= lengths_B
+    fits_B = (counts_B + same_BU.sum(1) <= lengths_B) & (lengths_B > 0)
     # Where it does not fit, the sum is replaced before the logarithm, so that its gradient is 0 and not NaN.
     return -jax.nn.logsumexp(jnp.where(fits_B[:, None], last_B2, 0.0), -1) * fits_B

@@ -138,6 +138,37 @@ class Whisper(nnx.Module):
         x_BSD, _ = self.encoder_blocks(x_BSD, visible_BSS)
         return sharding.constrain(self.encoder_norm(x_BSD), *INSIDE)
 
+    def begin_stream(self, first_B1C: jax.Array) -> dict[str, Any]:
+        """Return the state of an encoder that attends by chunks, before the first chunk, given the very first frame.
+
+        A convolution reads the frame after, so that what arrives is one frame ahead of what is encoded: 10 ms.
+        """
+        if not self.chunk:
+            raise UserError("model.audio_chunk", "without it the encoder attends to what comes later, too",
+                            "train with one such as 50: a second")
+        stack, (positions, dim) = self.encoder_blocks, self.audio_positions[...].shape
+        held = self.chunk * (self.chunks_back or -(-positions // self.chunk))  # of the past, of all layers
+        _, _, heads, width = stack.layer.attention.k.kernel[...].shape
+        past, rows = jnp.zeros((stack.num_layers, len(first_B1C), held, heads, width), first_B1C.dtype), len(first_B1C)
+        return {"frames": jnp.concatenate([jnp.zeros_like(first_B1C), first_B1C], 1), "at": jnp.int32(0),
+                "inner": jnp.zeros((rows, 1, dim), first_B1C.dtype), "past": {"keys": past, "values": past}}
+
+    def encode_next(self, state: dict[str, Any], frames_BMC: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+        """Return the memory of the next chunk, and the state after it.
+
+        `frames_BMC` are the two frames of each of its positions, from the second on, and the first of the next chunk;
+        zeros behind the end.
+        """
+        frames, at = jnp.concatenate([state["frames"], frames_BMC], 1), state["at"]
+        inner = jnp.concatenate([state["inner"], exact_gelu(self.first.inside(frames))], 1)
+        x_BSD = exact_gelu(self.second.inside(inner)) + self.positions_at(at, self.chunk)
+        held = state["past"]["keys"].shape[2]
+        to_S = jnp.arange(held + self.chunk) - held + at
+        visible_BTS = (self.visible(at + jnp.arange(self.chunk), to_S) & (to_S >= 0))[None]
+        x_BSD, told = self.encoder_blocks(x_BSD, visible_BTS, cache=Cache(state["past"]))
+        return self.encoder_norm(x_BSD), {"frames": frames[:, -2:], "inner": inner[:, -1:], "at": at + self.chunk,
+                                          "past": told[CACHE]}
+
     def visible(self, of_T: Any, to_S: Any) -> Any:
         """Return which positions of the encoder see which others [T, S], where they attend by chunks."""
         back_TS = (of_T // self.chunk)[:, None] - (to_S // self.chunk)[None]
