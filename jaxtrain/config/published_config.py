@@ -124,8 +124,10 @@ def starting_config(folder: str) -> dict[str, Keys]:
     if other and not any(Path(folder).glob("*.safetensors")):
         raise UserError("--config", f"the weights in {folder} are not safetensors but {other[0]}",
                         "save them as safetensors, or move them away to begin with random ones")
-    found = {"model": model, "data": {"seq_len": min(DataConfig.seq_len, model["max_seq_len"])},
-             "train": {"init_from": folder}}
+    data = {"seq_len": min(DataConfig.seq_len, model["max_seq_len"])}
+    if not FAMILIES[model["name"]].text:
+        data = {"seq_len": FAMILIES[model["name"]](**model).longest_row, "packing": "bucket"}
+    found = {"model": model, "data": data, "train": {"init_from": folder}}
     if is_reward_model(folder):
         found |= {"preference": {"loss": "reward"}, "data": found["data"] | {"packing": "pairs"}}
     return found

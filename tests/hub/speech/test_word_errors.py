@@ -21,7 +21,7 @@ def test_errors_are_the_fewest_edits(reference, found, errors):
 
 
 def test_errors_of_many_are_added():
-    errors = word_errors.count(["Two cats!", "one"], ["2 cats", "one one"], transcript_normalizer.english())
+    errors = word_errors.count(["Two cats!", "dogs"], ["2 cats", "dogs, dogs"], transcript_normalizer.english())
     assert errors == WordErrors(0, 0, 1, 3) and errors.rate == pytest.approx(1 / 3)
 
 
