@@ -5,6 +5,8 @@ Graves et al., 2006. Its probability is summed over all ways to spread the token
 Shape suffixes: B batch, S positions in time, V vocabulary, U tokens of a text, E = 2 U + 1 tokens with blanks around.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -30,7 +32,7 @@ def ctc_loss(logits_BSV: jax.Array, lengths_B: jax.Array, tokens_BU: jax.Array, 
         return _ctc_loss(logits_BSV, lengths_B, tokens_BU, counts_B, blank)
     by_row = jax.P(rows[0])
     return sharding.manual_region(
-        lambda *parts: _ctc_loss(*parts, blank), in_specs=(rows, by_row, jax.P(rows[0], None), by_row),
+        partial(_ctc_loss, blank=blank), in_specs=(rows, by_row, jax.P(rows[0], None), by_row),
         out_specs=by_row,
     )(sharding.constrain(logits_BSV, "batch", None, None), sharding.constrain(lengths_B, "batch"),
       sharding.constrain(tokens_BU, "batch", None), sharding.constrain(counts_B, "batch"))

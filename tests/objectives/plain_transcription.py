@@ -1,5 +1,7 @@
 """Speech in plain float32 `jnp`, from scratch: convolutions, both stacks of layers, cross-entropy, and CTC as a sum."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,7 +97,7 @@ def hidden(c, p, tokens, memory, there):
 def ctc(probabilities, tokens, blank):
     """The probability of a text, as the sum of those of its beginnings at each time; None: it has no room."""
     ways = [blank, *(id for token in tokens for id in (token, blank))]
-    if len(tokens) + sum(a == b for a, b in zip(tokens, tokens[1:], strict=False)) > len(probabilities):
+    if len(tokens) + sum(a == b for a, b in itertools.pairwise(tokens)) > len(probabilities):
         return None
     alpha = [probabilities[0, id] if n < 2 else 0.0 for n, id in enumerate(ways)]
     for now in probabilities[1:]:

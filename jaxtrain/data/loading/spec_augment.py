@@ -15,8 +15,9 @@ from jaxtrain.config.model_config import ModelConfig
 
 def augmented(batches: Any, model: ModelConfig, seed: int) -> Any:
     """Return batches with the masks that a model's config asks for, or the same ones where it asks for none."""
-    asks = isinstance(model, WhisperConfig) and (model.time_masks or model.mel_masks)
-    return AugmentedBatches(batches, model, seed) if asks else batches
+    if isinstance(model, WhisperConfig) and (model.time_masks or model.mel_masks):
+        return AugmentedBatches(batches, model, seed)
+    return batches
 
 
 @dataclass(frozen=True)

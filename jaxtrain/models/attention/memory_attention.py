@@ -47,6 +47,7 @@ class MemoryAttention(Attention):
         if cache is not None and cache.entries is not None:
             return self.out(_attend(q_BTHK, cache.entries["keys"], cache.entries["values"], visible_BTS, "bhsk")), {
                 CACHE: {}}
+        assert memory_BSD is not None
         k, v = self.k(memory_BSD), self.v(memory_BSD)
         return self.out(attend_to(q_BTHK, k, v, visible_BTS)), kept(cache, k, v)
 

@@ -67,6 +67,7 @@ class EncoderBlock(nnx.Module):
         if cache is None:
             y_BSD, _ = self.attention(h, h, visible_BSS)
         else:
+            assert visible_BSS is not None
             y_BSD, told[CACHE] = self.attention.carry_on(h, cache.entries, visible_BSS)
         return _with_mlp(self, x_BSD + y_BSD), told
 
@@ -99,7 +100,7 @@ class Whisper(nnx.Module):
 
     def __init__(self, c: WhisperConfig, compute: Compute, *, rngs: nnx.Rngs):
         self.masks = c.mask_padding
-        self.chunk, self.chunks_back = c.audio_chunk, c.audio_chunks_back
+        self.chunk, self.chunks_back, self.heads = c.audio_chunk, c.audio_chunks_back, (c.num_heads, c.head_dim)
         self.first, self.second = (Convolution(given, c.embed_dim, stride, rngs=rngs)
                                    for given, stride in ((c.mels, 1), (c.embed_dim, 2)))
         self.audio_positions = nnx.Param(sinusoids(c.audio_positions, c.embed_dim), axes=("positions", "embed"),
@@ -148,8 +149,8 @@ class Whisper(nnx.Module):
                             "train with one such as 50: a second")
         stack, (positions, dim) = self.encoder_blocks, self.audio_positions[...].shape
         held = self.chunk * (self.chunks_back or -(-positions // self.chunk))  # of the past, of all layers
-        _, _, heads, width = stack.layer.attention.k.kernel[...].shape
-        past, rows = jnp.zeros((stack.num_layers, len(first_B1C), held, heads, width), first_B1C.dtype), len(first_B1C)
+        rows = len(first_B1C)
+        past = jnp.zeros((stack.num_layers, rows, held, *self.heads), first_B1C.dtype)
         return {"frames": jnp.concatenate([jnp.zeros_like(first_B1C), first_B1C], 1), "at": jnp.int32(0),
                 "inner": jnp.zeros((rows, 1, dim), first_B1C.dtype), "past": {"keys": past, "values": past}}
 

@@ -1,4 +1,4 @@
-"""A published Whisper: the numbers of transformers, the same bytes on the way back, and log-mel frames on the device."""
+"""A published Whisper: the numbers of transformers, the same bytes back, and log-mel frames on the device."""
 
 import json
 from pathlib import Path
