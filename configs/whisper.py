@@ -19,7 +19,7 @@ def get_config(variant="tiny"):
         model = {"vocab_size": 320, "embed_dim": 96, "num_layers": 2, "num_heads": 4, "max_seq_len": 40,
                  "audio_positions": 128, "prefix": [257], "end": 256, "ctc_weight": 0.3, "time_masks": 2,
                  "time_mask": 12, "mel_masks": 1, "mel_mask": 10}
-        seq_len, rows, rate, steps, buckets = 256, 16, 2e-3, 600, [160, 256]
+        seq_len, rows, rate, steps, buckets = 256, 16, 2e-3, 500, [160, 256]
     elif variant in SIZES:
         width, encoder, layers, heads = SIZES[variant]
         large = variant.startswith("large-v3")  # which has one more token: a language

@@ -1,4 +1,4 @@
-"""Speech to text: spoken digits, prepared, learned and transcribed, with the word error rate of clips held back.
+"""Speech to text: spoken digits, prepared, learned and transcribed, with the word error rate of unheard clips.
 
     python examples/spoken_words.py
     python examples/spoken_words.py --clips=400 --steps=60
@@ -21,6 +21,7 @@ import soundfile
 import jaxtrain as jt
 from jaxtrain.data.prepare_sequences.audio import RATE, Audio
 from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
+from jaxtrain.hub.speech.transcribe import compared, text_of, transcribe
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 VOICES = "en", "en-us", "en-gb-scotland", "en-gb-x-rp"
@@ -55,21 +56,26 @@ def chords(words: list[str], rng: np.random.Generator) -> np.ndarray:
 def main() -> None:
     """Make the clips, prepare them, train, and transcribe those held back."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--clips", type=int, default=2000)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--clips", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=500)
     flags = parser.parse_args()
     started = time.perf_counter()
     folder = Path(tempfile.mkdtemp())
-    (folder / "clips").mkdir()
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda number: write_clip(folder / "clips", number), range(flags.clips)))
+        for name, numbers in (("clips", range(flags.clips)), ("unheard", range(10**6, 10**6 + 60))):
+            (folder / name).mkdir()
+            list(pool.map(lambda number, name=name: write_clip(folder / name, number), numbers))
     corpus = prepare_sequences([f"{folder}/clips"], folder / "corpus", Audio("text", eval_fraction=0.05))
     made = time.perf_counter()
-    print(f"{len(corpus.train)} clips to learn from, {len(corpus.eval)} held back, in {made - started:.0f} s")
+    print(f"{len(corpus.train)} clips to learn from, {len(corpus.eval)} to evaluate, in {made - started:.0f} s")
     config = jt.load_config(f"{ROOT}/configs/whisper.py:words", {
         "data.source": f"{folder}/corpus", "train.steps": flags.steps})
     jt.train(config, workdir=folder / "run")
-    print(f"trained in {time.perf_counter() - made:.0f} s")
+    print(f"trained in {time.perf_counter() - made:.0f} s, {time.process_time():.0f} of a processor's")
+    found = transcribe(folder / "run", [f"{folder}/unheard"], batch_size=60)
+    for name, segments in list(found.items())[:5]:
+        print(f"heard {text_of(segments)!r}, said {Path(name).with_suffix('.txt').read_text()!r}")
+    print(compared(found, folder, english=False))
 
 
 if __name__ == "__main__":
