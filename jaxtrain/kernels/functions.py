@@ -31,11 +31,6 @@ def _gelu_backward(x, dy):
 gelu.defvjp(lambda x: (gelu(x), x), _gelu_backward)
 
 
-def exact_gelu(x: jax.Array) -> jax.Array:
-    """Return GELU by the error function."""
-    return jax.nn.gelu(x.astype(F32), approximate=False).astype(x.dtype)
-
-
 @jax.custom_vjp
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Return the SiLU of the gate, times up."""

@@ -14,7 +14,6 @@ from flax import nnx
 
 from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.errors import UserError
-from jaxtrain.kernels.functions import exact_gelu
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.models.attention.memory_attention import MemoryAttention
 from jaxtrain.models.attention.self_attention import Attention
@@ -24,6 +23,11 @@ from jaxtrain.models.rematerialization import wraps
 from jaxtrain.sharding import rules as sharding
 
 WHOLE = ("batch", None, "act_embed")  # of frames, of which each device has all: convolutions read their neighbours
+
+
+def exact_gelu(x: jax.Array) -> jax.Array:
+    """Return GELU by the error function, computed in float32."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
 
 
 class ExactGeluMLP(GeluMLP):

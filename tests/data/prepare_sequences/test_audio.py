@@ -260,7 +260,7 @@ def test_clips_of_files_tars_and_parquet_are_the_same(tmp_path):
     assert said(made["plain"]) == said(made["tar"]) == said(made["table"])
     assert made["tar"].manifest["left_out"] == {"a clip without a transcript": 1}
     assert made["tar"].tokenizer.name == "bytes"
-    for keys, message in (({"audio_column": "sound"}, "--audio_column: clips.parquet has no column 'sound'; it has aud"),
+    for keys, message in (({"audio_column": "sound"}, "--audio_column: clips.parquet has no column 'sound'; it has au"),
                           ({"target": "folder"}, "--target: clips in clips.parquet are in no folders")):
         with pytest.raises(UserError, match=message):
             prepare_sequences([f"{tmp_path}/table"], tmp_path / "other", Audio(**({"target": "text"} | keys)))
