@@ -1,12 +1,12 @@
-"""Write down what is said in audio files, with a run's model or a published Whisper.
+"""Write down what is said in audio files.
 
     jaxtrain transcribe WORKDIR talk.wav
     jaxtrain transcribe FOLDER talks --timestamps --language=de --beams=5 --to=said.jsonl
     jaxtrain transcribe WORKDIR clips --references
 
-Files are .wav, .flac, .ogg or .mp3, or folders of them. Long ones are read in windows, of 30 seconds in published
-models: with --timestamps the next window begins where the last whole segment ended. With --references the words in
-a.txt beside a.wav are compared, and the word error rate is printed.
+The model is that of a run, or a published Whisper. Files are .wav, .flac, .ogg or .mp3, or folders of them. Long ones
+are read in windows, of 30 seconds in published models: with --timestamps the next window begins where the last whole
+segment ended. With --references the words in a.txt beside a.wav are compared, and the word error rate is printed.
 """
 
 import json
