@@ -147,8 +147,8 @@ def source_of(flags: argparse.Namespace) -> Source:
     common = {"eval_fraction": flags.eval_fraction, "task_bytes": flags.task_bytes}
     if flags.kind == "audio":
         return Audio(flags.target, flags.tokenizer, clip_hours=flags.clip_hours, mels=flags.mels,
-                     audio_column=flags.audio_column, text_column=flags.text_column, special_tokens=flags.special_tokens,
-                     **common)
+                     audio_column=flags.audio_column, text_column=flags.text_column,
+                     special_tokens=flags.special_tokens, **common)
     return Events(flags.user, flags.time, tuple(flags.category), tuple(flags.number), flags.vocab_size, **common)
 
 
