@@ -121,7 +121,7 @@ def transcribe(folder: str | Path, files: Sequence[str], step: int | None = None
     if not (pieces := inputs.find_pieces(files, 2**62, ends=CLIPS)):
         raise UserError("FILES", f"{', '.join(files)} has no audio", f"name files or folders of {', '.join(CLIPS)}")
     words = tokenizer_of(folder)
-    run, state = trained_model.load_model(folder, {"mesh.data": 1}, step=step)
+    run, state = trained_model.load_model(folder, step=step)
     c = run.config.model
     if not isinstance(c, WhisperConfig):
         raise UserError("WORKDIR", f"its model is {c.name}, which hears nothing", "give one of whisper")
