@@ -228,9 +228,12 @@ def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> 
 
 def _write_template(workdir: Path, folder: Path, tokenizer: Any) -> list[int]:
     """Write the chat template of the run's data, if it has one; return the tokens that end an answer, or []."""
+    from jaxtrain.config.families import FAMILIES
     from jaxtrain.hub import generate_texts, trained_model
 
     sections = trained_model.sections_of(workdir)
+    if not FAMILIES[sections["model"]["name"]].text:
+        return []
     kept = generate_texts.kept_template(workdir, sections)
     if not kept.get("template"):
         return []
