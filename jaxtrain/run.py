@@ -272,7 +272,7 @@ class Run:
     def corpus(self) -> Any:
         """The tokenised text, or the sequences that a model of another kind reads."""
         if not self.config.model.text:
-            from jaxtrain.data.loading.sequence_batches import load_sequences
+            from jaxtrain.data.loading.modalities.sequence_batches import load_sequences
 
             return load_sequences(self.config.data)
         from jaxtrain.data import load_corpus
@@ -319,12 +319,14 @@ class Run:
 
     def _sequences(self, split: str) -> Any:
         if self.config.model.rows_of == "pictures":
-            from jaxtrain.data.loading.picture_batches import picture_batches
+            from jaxtrain.data.loading.modalities.picture_batches import picture_batches
 
             return picture_batches(self.config, self.corpus, split)
-        from jaxtrain.data.loading.sequence_batches import sequence_batches
+        from jaxtrain.data.loading.modalities.sequence_batches import sequence_batches
+        from jaxtrain.data.loading.modalities.spec_augment import augmented
 
-        return sequence_batches(self.config.data, self.corpus, split, self.batch_spec.arrays)
+        found = sequence_batches(self.config.data, self.corpus, split, self.batch_spec.arrays)
+        return augmented(found, self.config.model, self.config.data.seed) if split == "train" else found
 
     def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
         """Loss per token in nats, its exponential, and bits per byte of text, on the first `batches` for evaluation."""

@@ -6,7 +6,7 @@ JAX is not imported here, so that a mistake in a config is told at once.
 from dataclasses import dataclass, fields
 
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
-from jaxtrain.config.modality_families import ClipsConfig, EventsConfig
+from jaxtrain.config.modality_families import ClipsConfig, EventsConfig, WhisperConfig
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig, PictureFlowConfig
 from jaxtrain.errors import UserError
@@ -294,4 +294,5 @@ FAMILIES: dict[str, type[ModelConfig]] = {
     "gpt2": Gpt2Config, "llama": LlamaConfig, "qwen2": LlamaConfig, "qwen3": LlamaConfig,
     "mixtral": ExpertsConfig, "qwen3_moe": ExpertsConfig, "deepseek_v3": DeepseekV3Config, "gemma3": Gemma3Config,
     "gpt_oss": GptOssConfig, "events": EventsConfig, "clips": ClipsConfig, "siglip": DualEncoderConfig,
-    "clip": DualEncoderConfig, "vision_language": VisionLanguageConfig, "picture_flow": PictureFlowConfig}
+    "clip": DualEncoderConfig, "vision_language": VisionLanguageConfig, "picture_flow": PictureFlowConfig,
+    "whisper": WhisperConfig}

@@ -63,3 +63,66 @@ class ClipsConfig(ModelConfig):
     def __post_init__(self):
         super().__post_init__()
         positive(self, "model", "labels rope_theta")
+
+
+@dataclass(frozen=True)
+class WhisperConfig(ModelConfig):
+    """Whisper: an encoder of log-mel frames, and a decoder of tokens that attends to it."""
+
+    name: str = "whisper"
+    # pyrefly: ignore[bad-override]
+    vocab_size: int = 51_865  # rows of the embedding table: at least the tokenizer's
+    max_seq_len: int = 448  # the longest row of tokens, with model.prefix and model.end; each has a learned position
+    encoder_layers: int = 0  # blocks of the encoder; 0: num_layers, which are those of the decoder
+    audio_positions: int = 1500  # of the encoder, for two frames each: 1500 are 30 seconds
+    mask_padding: bool = True  # nothing attends to padding of audio; False: it is silence to the model, as published
+    mels: int = 80  # bands of a frame: 80, or 128 in large-v3
+    audio_chunk: int = 0  # streaming: positions of the encoder see their own chunk of so many, and earlier ones; 0: all
+    audio_chunks_back: int = 0  # with audio_chunk, how many earlier chunks they see; 0: all
+    # Tokens in front of every transcript: its start and, where they are the same for all, language, task and timestamps
+    prefix: list[int] = dataclasses.field(default_factory=lambda: [50258], hash=False)
+    end: int = 50257  # the token after a transcript
+    ctc_weight: float = 0.0  # of the CTC loss of the encoder, in place of that share of the cross-entropy; 0: no head
+    # SpecAugment (arXiv 1904.08779): frames and bands of training rows that are set to 0
+    time_masks: int = 0  # how many stretches of frames
+    time_mask: int = 100  # with time_masks, the most frames of a stretch
+    mel_masks: int = 0  # how many ranges of bands
+    mel_mask: int = 27  # with mel_masks, the most bands of a range
+
+    tied_embeddings = True
+    causal = False
+    fixed = ("audio_positions",)
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "model", "vocab_size audio_positions mels time_mask mel_mask")
+        not_negative(self, "model", "encoder_layers audio_chunk audio_chunks_back ctc_weight time_masks mel_masks end")
+        derive(self, "encoder_layers", self.num_layers)
+        if self.mup_base:
+            raise UserError("model.mup_base", "whisper has no rules for widths", "leave it out")
+        if self.num_kv_heads != self.num_heads:
+            raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",
+                            "leave it 0: whisper has as many")
+        if self.embed_dim % 2 or self.embed_dim < 4:
+            raise UserError("model.embed_dim", f"{self.embed_dim} has no sines and cosines", "give an even one from 4")
+        if self.audio_chunks_back and not self.audio_chunk:
+            raise UserError("model.audio_chunks_back", "it is read with model.audio_chunk only", "set that, too")
+        if self.ctc_weight > 1:
+            raise UserError("model.ctc_weight", f"{self.ctc_weight} is a share above 1", "give one such as 0.3")
+        if not self.prefix or len(self.prefix) >= self.max_seq_len:
+            raise UserError("model.prefix", f"{len(self.prefix)} tokens in rows of {self.max_seq_len}",
+                            "give the tokens that a transcript begins with, at least one")
+        for key, tokens in (("prefix", self.prefix), ("end", [self.end])):
+            if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < self.vocab_size]:
+                raise UserError(f"model.{key}", f"{wrong[0]!r} is no token below model.vocab_size={self.vocab_size}",
+                                "give ids of the tokenizer")
+
+    @property
+    def longest_row(self) -> int:
+        """The most frames of a row."""
+        return 2 * self.audio_positions
+
+    @property
+    def transcript(self) -> int:
+        """The most tokens of a transcript between `prefix` and `end`."""
+        return self.max_seq_len - len(self.prefix)

@@ -48,6 +48,7 @@ class ModelConfig:
     mtp_loss_weight = 0.0
     global_every = 0
     sinks = False  # whether attention has them
+    fixed = ()  # paths of parameters that nobody trains
 
     def __post_init__(self):
         positive(self, "model", "num_layers embed_dim num_heads max_seq_len norm_eps")
@@ -91,6 +92,11 @@ class ModelConfig:
         times = {key: getattr(self, key) / value for key, value in self.mup_base.items()}
         times = {"head_dim": times["embed_dim"] / times["num_heads"], "num_kv_heads": times["num_heads"]} | times
         return {axis: times.get(key, times["embed_dim"]) for key, axes in WIDTHS.items() for axis in axes}
+
+    @property
+    def longest_row(self) -> int:
+        """The most steps of a row of data."""
+        return self.max_seq_len
 
     @property
     def windows(self) -> dict[int, int]:

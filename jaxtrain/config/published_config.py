@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.families import FAMILIES, Gemma3Config, GptOssConfig, ModelConfig, RotaryConfig
+from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
@@ -22,15 +23,21 @@ _TYPES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"), "mixtral": ("mixtral", "MixtralForCausalLM"),
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"), "gemma3_text": ("gemma3", "Gemma3ForCausalLM"),
     "deepseek_v3": ("deepseek_v3", "DeepseekV3ForCausalLM"), "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
+    "whisper": ("whisper", "WhisperForConditionalGeneration"),
 }
 # Published key -> ours.
 _GPT2 = {"vocab_size": "vocab_size", "n_layer": "num_layers", "n_embd": "embed_dim", "n_head": "num_heads",
          "n_inner": "mlp_dim", "n_positions": "max_seq_len", "layer_norm_epsilon": "norm_eps",
          "tie_word_embeddings": "tied_embeddings"}
+_WHISPER = {"vocab_size": "vocab_size", "decoder_layers": "num_layers", "encoder_layers": "encoder_layers",
+            "d_model": "embed_dim", "decoder_attention_heads": "num_heads", "decoder_ffn_dim": "mlp_dim",
+            "max_target_positions": "max_seq_len", "max_source_positions": "audio_positions", "num_mel_bins": "mels",
+            "eos_token_id": "end"}
 _COMMON = {"vocab_size": "vocab_size", "num_hidden_layers": "num_layers", "hidden_size": "embed_dim",
            "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "head_dim": "head_dim",
            "intermediate_size": "mlp_dim", "max_position_embeddings": "max_seq_len", "rms_norm_eps": "norm_eps",
            "tie_word_embeddings": "tied_embeddings"}
+_OWN = {"gpt2": _GPT2, "whisper": _WHISPER}  # of types that share no keys with the others
 _MORE = {
     "mixtral": {"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
     "qwen3_moe": {"num_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
@@ -67,7 +74,8 @@ _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_s
 _NEEDED = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "n_layer",
            "n_embd", "n_head", "n_positions", "max_position_embeddings", "num_local_experts", "num_experts",
            "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok", "kv_lora_rank", "qk_nope_head_dim",
-           "qk_rope_head_dim", "v_head_dim")
+           "qk_rope_head_dim", "v_head_dim", "d_model", "decoder_layers", "encoder_layers", "decoder_attention_heads",
+           "decoder_ffn_dim")
 # What a published model may say, since it is what ours do; the first one is the default, and what is written.
 _NO, _SILU = (False, None), ("silu", "swish")
 _BIASES: dict[str, tuple] = {"attention_bias": _NO, "mlp_bias": _NO, "hidden_act": _SILU}
@@ -80,6 +88,7 @@ _FIXED: dict[str, dict[str, tuple]] = {
     "deepseek_v3": _BIASES | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
                               "rope_interleave": (True,), "rms_norm_eps": (1e-6,)},
     "gpt_oss": {"attention_bias": (True,), "hidden_act": _SILU},
+    "whisper": {"activation_function": ("gelu",), "scale_embedding": _NO},
 }
 _BIAS_RATE = 0.001  # of DeepSeek-V3's first 14.3T tokens (arXiv 2412.19437, section 4.2); config.json does not say
 
@@ -115,8 +124,10 @@ def starting_config(folder: str) -> dict[str, Keys]:
     if other and not any(Path(folder).glob("*.safetensors")):
         raise UserError("--config", f"the weights in {folder} are not safetensors but {other[0]}",
                         "save them as safetensors, or move them away to begin with random ones")
-    found = {"model": model, "data": {"seq_len": min(DataConfig.seq_len, model["max_seq_len"])},
-             "train": {"init_from": folder}}
+    data = {"seq_len": min(DataConfig.seq_len, model["max_seq_len"])}
+    if not FAMILIES[model["name"]].text:
+        data = {"seq_len": FAMILIES[model["name"]](**model).longest_row, "packing": "bucket"}
+    found = {"model": model, "data": data, "train": {"init_from": folder}}
     if is_reward_model(folder):
         found |= {"preference": {"loss": "reward"}, "data": found["data"] | {"packing": "pairs"}}
     return found
@@ -141,7 +152,7 @@ def _section(kind: str, given: Keys, path: Path) -> Keys:
     for key, allowed in _FIXED.get(kind, _BIASES).items():
         if known.get(key, allowed[0]) not in allowed:
             raise refuse(key, f"cannot be expressed: only {allowed[0]!r} can")
-    table = _GPT2 if kind == "gpt2" else _COMMON | _MORE.get(kind, {})
+    table = _OWN.get(kind) or _COMMON | _MORE.get(kind, {})
     for key in _NEEDED:
         if key in table and (type(known.get(key)) is not int or not known[key]):
             raise UserError(f"{path}", f"it has no {key}", "download it again")
@@ -169,7 +180,13 @@ def _section(kind: str, given: Keys, path: Path) -> Keys:
         section["dense_layers"] = len(dense)
     if kind == "deepseek_v3":
         section |= {"router": "sigmoid", "router_bias_rate": _BIAS_RATE, "num_kv_heads": 0}
-    return section if kind == "gpt2" else section | _rotary(known, refuse)
+    if kind == "whisper":
+        start = known.get("decoder_start_token_id")
+        section |= {"mask_padding": False} | ({} if start is None else {"prefix": [start]})
+    for key in ("attention_heads", "ffn_dim") if kind == "whisper" else ():
+        if known.get(f"encoder_{key}") != known[f"decoder_{key}"]:
+            raise refuse(f"encoder_{key}", f"cannot be expressed: only decoder_{key}={known[f'decoder_{key}']} can")
+    return section if kind in _OWN else section | _rotary(known, refuse)
 
 
 def _rotary(known: Keys, refuse: Any) -> Keys:
@@ -234,7 +251,7 @@ def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
     """
     kind = next(kind for kind, (family, _) in _TYPES.items() if family == c.name)
     kind = "mistral" if kind == "llama" and c.window else kind
-    table = _GPT2 if kind == "gpt2" else _COMMON | _MORE.get(kind, {})
+    table = _OWN.get(kind) or _COMMON | _MORE.get(kind, {})
     found: Keys = {"architectures": [_TYPES[kind][1]], "model_type": kind}
     found |= {key: allowed[0] for key, allowed in _FIXED.get(kind, _BIASES).items()}
     found |= {key: getattr(c, ours) for key, ours in table.items()}
@@ -255,6 +272,10 @@ def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
         found["mlp_only_layers"] = list(range(c.dense_layers))
     if kind == "deepseek_v3":
         found |= {"q_lora_rank": found["q_lora_rank"] or None, "head_dim": c.rope_head_dim}
+    if isinstance(c, WhisperConfig):
+        found |= {"encoder_attention_heads": c.num_heads, "encoder_ffn_dim": c.mlp_dim, "is_encoder_decoder": True,
+                  "num_hidden_layers": c.encoder_layers, "tie_word_embeddings": True} | {
+                      "pad_token_id": None, "bos_token_id": None, "decoder_start_token_id": c.prefix[0]}
     _check(c, kind, found)
     if reward_head:
         stem = {"gpt2": "GPT2", "gemma3_text": "Gemma3Text"}.get(kind, _TYPES[kind][1].removesuffix("ForCausalLM"))
@@ -286,7 +307,8 @@ def _published_rotary(c: RotaryConfig) -> Keys:
 
 def _check(c: ModelConfig, kind: str, written: Mapping[str, Any]) -> None:
     """Refuse a key that the published model type has no word for, unless it only shapes training."""
-    free = {"name", "mtp_loss_weight", "balance_loss", "router_z_loss", "capacity_factor", "router_bias_rate"}
+    free = {"name", "mtp_loss_weight", "balance_loss", "router_z_loss", "capacity_factor", "router_bias_rate",
+            "prefix", "mask_padding", "ctc_weight", "time_masks", "time_mask", "mel_masks", "mel_mask"}
     try:
         back = FAMILIES[c.name](**_section(kind, dict(written), Path(FILE)))
     except UserError as error:

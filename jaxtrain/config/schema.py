@@ -300,9 +300,10 @@ class Config:
     islands: IslandsConfig = field(default_factory=IslandsConfig)
 
     def __post_init__(self):
-        if self.data.seq_len > self.model.max_seq_len:
-            raise UserError("data.seq_len", f"{self.data.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}",
-                            "lower it or raise model.max_seq_len")
+        if self.data.seq_len > (longest := self.model.longest_row):
+            key = "max_seq_len" if longest == self.model.max_seq_len else "audio_positions"
+            raise UserError("data.seq_len", f"{self.data.seq_len} exceeds model.{key}={getattr(self.model, key)}",
+                            f"lower it or raise model.{key}")
         remat_policies.policies(self.train.remat, self.model.stacked_layers)
         if self.data.global_batch_size % self.train.accumulation:
             raise UserError("data.global_batch_size", f"{self.data.global_batch_size} does not divide into "

@@ -208,7 +208,7 @@ def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> 
         return
     tokenizer = load_tokenizer(f"{kept}")
     record, ids = record_of(tokenizer), {"eos_token_id": tokenizer.eod, "bos_token_id": tokenizer.bos}
-    described |= ids
+    described |= {key: ids[key] for key in ids.keys() - described.keys()}
     chat = _write_template(workdir, folder, tokenizer)
     ids = ids | ({"eos_token_id": chat} if chat else {})  # an answer ends with its turn, too
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=1))
@@ -228,9 +228,12 @@ def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> 
 
 def _write_template(workdir: Path, folder: Path, tokenizer: Any) -> list[int]:
     """Write the chat template of the run's data, if it has one; return the tokens that end an answer, or []."""
+    from jaxtrain.config.families import FAMILIES
     from jaxtrain.hub import generate_texts, trained_model
 
     sections = trained_model.sections_of(workdir)
+    if not FAMILIES[sections["model"]["name"]].text:
+        return []
     kept = generate_texts.kept_template(workdir, sections)
     if not kept.get("template"):
         return []

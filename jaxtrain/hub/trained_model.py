@@ -58,12 +58,13 @@ def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str, coun
     mesh, devices = sections.get("mesh", {}), count or jax.device_count()
     kept: Sections = {"model": sections["model"], "lora": sections.get("lora", {})}
     scores = sections.get("preference", {}).get("loss") == "reward"  # it has a reward head
-    longest = make_config(kept | {"data": {"seq_len": 1}}).model.max_seq_len
+    packing = "pairs" if scores else "concat" if FAMILIES[sections["model"].get("name", "gpt2")].text else "bucket"
+    longest = make_config(kept | {"data": {"seq_len": 1, "packing": packing}}).model.longest_row
     kept |= {"mesh": {key: mesh[key] for key in ("rules", "overrides") if key in mesh},
              "train": {"precision": sections.get("train", {}).get("precision", "auto")},
              "preference": {"loss": "reward"} if scores else {},
              "data": {"global_batch_size": devices, "seq_len": longest - longest % devices or longest,
-                      "packing": "pairs" if scores else "concat"}}
+                      "packing": packing}}
     along = {} if any(key.startswith("mesh.") for key in overrides) else {"mesh.data": 1, f"mesh.{spread}": devices}
     return builder.build(make_config(kept, along | dict(overrides)), devices=count or None, platform=platform)
 

@@ -19,6 +19,7 @@ from jaxtrain.models.llama import llama
 from jaxtrain.models.lora import adapt
 from jaxtrain.models.modalities.clip_encoder import ClipEncoder
 from jaxtrain.models.modalities.event_transformer import event_transformer
+from jaxtrain.models.modalities.whisper import whisper
 from jaxtrain.models.qwen2 import qwen2
 from jaxtrain.models.qwen3 import qwen3
 from jaxtrain.models.scalar_head import REWARD, ScalarHead
@@ -30,7 +31,7 @@ from jaxtrain.train_step.optimizers import mup
 FAMILIES: dict[str, Callable[..., Any]] = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3,
     "gemma3": gemma3, "mixtral": llama, "qwen3_moe": qwen3, "deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss,
     "events": event_transformer, "clips": ClipEncoder, "siglip": DualEncoder, "clip": DualEncoder,
-    "vision_language": vision_language, "picture_flow": PictureFlow}
+    "vision_language": vision_language, "picture_flow": PictureFlow, "whisper": whisper}
 
 
 def make_model(config: ModelConfig, compute: Compute | None = None, lora: LoraConfig | None = None, *,

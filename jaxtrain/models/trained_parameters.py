@@ -15,7 +15,7 @@ def is_frozen(config: Config, axes: Any) -> Callable[[str], bool]:
     A head of rewards or values, which nothing was trained to read out before, is not by `lora` and `train.trainable`.
     """
     lora, train = config.lora.rank > 0, config.train
-    named = partition.frozen_paths(axes, train.freeze, train.trainable)
+    named = {*partition.frozen_paths(axes, train.freeze, train.trainable), *config.model.fixed}
     if not (lora or train.trainable):
         return named.__contains__
     return lambda path: not (is_adapter(path) or is_head(path)) and (not train.trainable or path in named)

@@ -8,12 +8,14 @@ from jaxtrain.objectives.flow_matching import FlowMatching
 from jaxtrain.objectives.next_event import NextEvent
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import MakeObjective, Objective
+from jaxtrain.objectives.transcription import Transcription
 from jaxtrain.train_step.state import Skeleton
 
 # What the families minimise that are no decoders of text, by `model.name`.
 FAMILIES: dict[str, MakeObjective] = {
     "events": NextEvent.of, "clips": ClipLabel.of, "siglip": Contrastive.of, "clip": Contrastive.of,
-    "vision_language": Captioning.of, "picture_flow": FlowMatching.of}
+    "vision_language": Captioning.of, "picture_flow": FlowMatching.of,
+    "whisper": Transcription.of}
 
 
 def configured(config: Config, model: Skeleton) -> Objective:

@@ -120,10 +120,10 @@ def _of_data(run: Run) -> tuple[str, str, str]:
     data, corpus = run.config.data, run.corpus
     if not run.config.model.text:
         if run.config.model.rows_of == "pictures":
-            from jaxtrain.data.loading import picture_batches
+            from jaxtrain.data.loading.modalities import picture_batches
 
             return *picture_batches.summary(run.train_batches, corpus), "patches"
-        from jaxtrain.data.loading import sequence_batches
+        from jaxtrain.data.loading.modalities import sequence_batches
 
         return *sequence_batches.summary(data, corpus), "steps"
     return (f"{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens",

@@ -7,7 +7,7 @@ import soundfile
 
 import jaxtrain as jt
 from jaxtrain.data.loading.batch_spec import SEQ, Array, BatchSpec
-from jaxtrain.data.loading.sequence_batches import load_sequences, sequence_batches
+from jaxtrain.data.loading.modalities.sequence_batches import load_sequences, sequence_batches
 from jaxtrain.data.prepare_sequences.audio import Audio
 from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
 from jaxtrain.objectives.clip_label import ClipLabel

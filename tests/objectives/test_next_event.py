@@ -13,7 +13,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.data.corpus.text_cache import load_corpus
 from jaxtrain.data.loading.batch_spec import BatchSpec
-from jaxtrain.data.loading.sequence_batches import load_sequences, sequence_batches
+from jaxtrain.data.loading.modalities.sequence_batches import load_sequences, sequence_batches
 from jaxtrain.data.prepare_sequences.event_streams import Events
 from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
 from jaxtrain.objectives import NextEvent
@@ -152,7 +152,7 @@ def test_mistakes_are_told_in_one_line(corpus, keys, message):
 def test_longer_sequences_lose_their_ends_if_asked(corpus):
     by_step, _ = batches(of(corpus, data__seq_len=8, data__crop=True))
     assert by_step.shapes_of(0, 1) == [(16, 8)]
-    with pytest.raises(jt.UserError, match=r"^data\.crop: gpt2 reads text, whose rows hold all of it; leave it out"):
+    with pytest.raises(jt.UserError, match=r"^data\.crop: gpt2 has rows that hold all of a text; leave it out"):
         reference.tiny(data__crop=True)
 
 

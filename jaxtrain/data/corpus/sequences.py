@@ -19,6 +19,7 @@ from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.open import check, is_dtype, mapped, offsets, read_manifest
 from jaxtrain.data.corpus.shard_writer import ORIGIN, Origin
 from jaxtrain.data.formats import inputs
+from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import misfit
 
@@ -94,6 +95,9 @@ class SequenceShard:
         return np.diff(self.offsets[STEPS])
 
 
+TOKENIZER = "tokenizer"  # the folder in a corpus with that of its transcripts
+
+
 @dataclass(frozen=True, eq=False)
 class Sequences:
     """One split of a sequence corpus: `sequences[i]` is a dict of arrays, as stored."""
@@ -141,6 +145,12 @@ class SequenceCorpus:
     def manifest_hash(self) -> str:
         """The hash that identifies the content, independent of where it was made."""
         return self.manifest["sha256"]
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of its transcripts, if it has any."""
+        kept = self.path / TOKENIZER
+        return load_tokenizer(f"{kept}") if kept.is_dir() else None
 
     @property
     def manifests(self) -> dict[str, str]:

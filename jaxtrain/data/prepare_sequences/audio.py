@@ -1,11 +1,13 @@
 """Convert audio to sequences of log-mel frames, a hundred per second: the features that Whisper was trained on.
 
-A clip is a file. Its transcript may be next to it (`a.wav`, `a.txt`), or its folder's name may be its label.
+A clip is a file, a member of a tar, or a row of Parquet. Its transcript may be next to it (`a.wav`, `a.txt`, in a tar
+too) or in another column, or its folder's name may be its label.
 """
 
 import functools
 import io
-from collections.abc import Iterator, Sequence
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,31 +15,35 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import storage
-from jaxtrain.data.corpus.sequences import Column
+from jaxtrain.data.corpus.sequences import TOKENIZER, Column
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import Piece
 from jaxtrain.data.prepare.tasks import Task
+from jaxtrain.data.tokenizers import tokenizer_folder
+from jaxtrain.data.tokenizers.special_tokens import Specials
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError, nearest
 
 RATE, WINDOW, HOP, MELS = 16_000, 400, 160, 80
 CLIPS = (".wav", ".flac", ".ogg", ".mp3")
+TAR, PARQUET = ".tar", ".parquet"
 TARGETS = ("none", "text", "folder")
 RATES = 1_000, 768_000  # Hz: others are those of damaged files
 CLIP_BYTES = 2**32  # the largest file of a clip
+_TOO_LARGE = f"larger than {CLIP_BYTES:,} bytes"
 DECODED = 2**14  # frames decoded at a time, of each of up to 1024 channels
 BLOCK = 6_000  # frames transformed at a time, so that hours of audio need no more memory than their samples
 
 
-def log_mel(samples: np.ndarray) -> np.ndarray:
-    """Convert [n] samples at 16 kHz to [n // 160, 80] float32 log-mel frames, clipped 8 decades below the loudest."""
+def log_mel(samples: np.ndarray, mels: int = MELS) -> np.ndarray:
+    """Convert [n] samples at 16 kHz to [n // 160, mels] float32 log-mel frames, clipped 8 decades below the loudest."""
     frames = len(samples) // HOP
     if not frames:
-        return np.zeros((0, MELS), np.float32)
+        return np.zeros((0, mels), np.float32)
     padded = np.pad(samples.astype(np.float64), WINDOW // 2, mode="reflect")
     windows = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:frames]
-    bands = np.concatenate([_power(windows[at: at + BLOCK]) @ mel_filters() for at in range(0, frames, BLOCK)])
+    bands = np.concatenate([_power(windows[at: at + BLOCK]) @ mel_filters(mels) for at in range(0, frames, BLOCK)])
     logs = np.log10(np.maximum(bands, 1e-10))
     return ((np.maximum(logs, logs.max() - 8) + 4) / 4).astype(np.float32)
 
@@ -49,13 +55,13 @@ def _power(windows: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def mel_filters() -> np.ndarray:
-    """Return the [201, 80] filters: triangles of equal area, evenly spaced on Slaney's mel scale.
+def mel_filters(mels: int = MELS) -> np.ndarray:
+    """Return the [201, mels] filters: triangles of equal area, evenly spaced on Slaney's mel scale.
 
     The scale is linear up to 1 kHz, and logarithmic above.
     """
-    mels = np.linspace(0, 15 + 27 * np.log(RATE / 2 / 1000) / np.log(6.4), MELS + 2)
-    corners = np.where(mels < 15, mels * 200 / 3, 1000 * 6.4 ** ((mels - 15) / 27))
+    at = np.linspace(0, 15 + 27 * np.log(RATE / 2 / 1000) / np.log(6.4), mels + 2)
+    corners = np.where(at < 15, at * 200 / 3, 1000 * 6.4 ** ((at - 15) / 27))
     low, centre, high = corners[:-2], corners[1:-1], corners[2:]
     hertz = np.fft.rfftfreq(WINDOW, 1 / RATE)[:, None]
     triangles = np.minimum((hertz - low) / (centre - low), (high - hertz) / (high - centre))
@@ -74,6 +80,10 @@ class Audio:
     eval_fraction: float = 0.005
     task_bytes: int = 2**26
     clip_hours: float = 4  # a longer clip is left out, since a small file can hold much silence
+    mels: int = MELS  # bands of a frame
+    audio_column: str = "audio"  # of Parquet: bytes, or a struct with `bytes`
+    text_column: str = "text"  # of Parquet
+    special_tokens: bool = False  # tokens such as <|de|> that are written in transcripts are those of the tokenizer
     labels: tuple[str, ...] = ()  # set by `ready`
 
     kind = "audio"
@@ -82,6 +92,8 @@ class Audio:
     def __post_init__(self):
         if self.target not in TARGETS:
             raise UserError("--target", f"{self.target!r} is not known", nearest(self.target, TARGETS))
+        if not 1 < self.mels <= 256:
+            raise UserError("--mels", f"{self.mels} is not a number of bands", "use 80, or 128 for large-v3")
         if not 0 < self.clip_hours < 1e6:
             raise UserError("--clip_hours", f"{self.clip_hours} is not a length", "use 4 or so")
 
@@ -90,49 +102,124 @@ class Audio:
         """The columns; float16 has steps of a thousandth in the range of features, -1.5 to 2."""
         target = {"none": {}, "text": {"target": Column("<i4", per="own")},
                   "folder": {"label": Column("<i4", per="sequence")}}
-        return {"features": Column("<f2", (MELS,)), **target[self.target]}
+        return {"features": Column("<f2", (self.mels,)), **target[self.target]}
 
     def identity(self) -> dict[str, Any]:
         """Return what determines the sequences, besides the input."""
         tokenizer = _tokenizer(self.tokenizer).fingerprint if self.target == "text" else None
-        longest = {} if self.clip_hours == Audio.clip_hours else {"clip_hours": self.clip_hours}
-        return {"target": self.target, "tokenizer": tokenizer, "eval_fraction": self.eval_fraction, **longest}
+        names = ("clip_hours", "mels", "audio_column", "text_column", "special_tokens")
+        more = {name: value for name in names if (value := getattr(self, name)) != getattr(Audio, name)}
+        return {"target": self.target, "tokenizer": tokenizer, "eval_fraction": self.eval_fraction, **more}
 
     def find_tasks(self, sources: Sequence[str]) -> list[Task]:
-        """Return tasks of clips in order of name, each followed by its transcript."""
-        clips = inputs.find_pieces(sources, self.task_bytes, ends=CLIPS)
+        """Return tasks of clips in order of name, each followed by its transcript if that is a file of its own."""
+        clips = inputs.find_pieces(sources, self.task_bytes, ends=(*CLIPS, TAR, PARQUET))
         if not clips:
             raise UserError("--input", f"{', '.join(sources)} has no audio clips",
-                            f"name files or folders of {', '.join(CLIPS)}")
-        return inputs.cut([(clip, _text(clip)) if self.target == "text" else (clip,) for clip in clips],
-                          self.task_bytes)
+                            f"name files or folders of {', '.join((*CLIPS, TAR, PARQUET))}")
+        if self.target == "folder" and (others := [clip for clip in clips if not _is_clip(clip.name)]):
+            raise UserError("--target", f"clips in {others[0].name} are in no folders", "unpack it, or use text")
+        return inputs.cut([(clip, _text(clip)) if self.target == "text" and _is_clip(clip.name) else (clip,)
+                           for clip in clips], self.task_bytes)
 
     def ready(self, tasks: Sequence[Task], output: Path, workers: int, say: Any) -> tuple["Audio", list[Task]]:
         """Return the source with the names of all folders as labels, and the tasks."""
+        if self.target == "text":
+            tokenizer_folder.save(_tokenizer(self.tokenizer), output / TOKENIZER)
         labels = {_folder(piece) for task in tasks for piece in task} if self.target == "folder" else ()
         return replace(self, labels=tuple(sorted(labels))), list(tasks)
 
     def read(self, number: int, task: Task, output: Path, left_out: dict[str, int],
              ) -> Iterator[tuple[dict[str, Any], Origin]]:
         """Yield the sequences of a task, and where each comes from."""
-        for i, piece in enumerate(task):
-            if not piece.name.lower().endswith(CLIPS):
-                continue
-            samples = _samples(piece, self.clip_hours)
+        for i, place, clip, text in self._clips(task, left_out):
+            samples = samples_in(clip, self.clip_hours)
             if isinstance(samples, str) or len(samples) < HOP:
                 reason = samples if isinstance(samples, str) else "shorter than a frame"
                 left_out[reason] = left_out.get(reason, 0) + 1
                 continue
-            found: dict[str, Any] = {"features": log_mel(samples)}
+            found: dict[str, Any] = {"features": log_mel(samples, self.mels)}
             if self.target == "text":
-                found["target"] = _tokenizer(self.tokenizer).encode(_content(task[i + 1]).strip())
+                found["target"] = self._tokens(text.strip())
             elif self.target == "folder":
-                found["label"] = [self.labels.index(_folder(piece))]
-            yield found, Origin(i, 0)
+                found["label"] = [self.labels.index(_folder(task[i]))]
+            yield found, Origin(i, place)
+
+    def _tokens(self, text: bytes) -> np.ndarray:
+        tokenizer = _tokenizer(self.tokenizer)
+        if not self.special_tokens:
+            return tokenizer.encode(text)
+        return Specials(tokenizer).encode([text.decode(errors="replace")])[0][0]
+
+    def _clips(self, task: Task, left_out: dict[str, int]) -> Iterator[tuple[int, int, bytes, bytes]]:
+        """Yield the piece of each clip, its place there, its file's bytes, and its transcript."""
+        def without(reason: str) -> None:
+            left_out[reason] = left_out.get(reason, 0) + 1
+
+        for i, piece in enumerate(task):
+            if piece.name.lower().endswith(PARQUET):
+                yield from ((i, row, clip, text) for row, (clip, text) in enumerate(self._rows(piece)))
+            elif piece.name.lower().endswith(TAR):
+                wants = self.target == "text"
+                yield from ((i, place, clip, text) for place, clip, text in _members(piece, wants, without))
+            elif not _is_clip(piece.name):
+                continue
+            elif piece.size > CLIP_BYTES:
+                without(_TOO_LARGE)
+            else:
+                yield i, 0, _content(piece), _content(task[i + 1]) if self.target == "text" else b""
+
+    def _rows(self, piece: Piece) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the clip and the transcript of each row of Parquet; nothing where a row has no clip."""
+        columns = [self.audio_column, *[self.text_column] * (self.target == "text")]
+        for flag, column in zip(("--audio_column", "--text_column"), columns, strict=False):
+            if column not in (names := inputs.parquet_file(piece.path).schema_arrow.names):
+                raise UserError(flag, f"{piece.name} has no column {column!r}", f"it has {', '.join(names)}")
+        table = inputs.row_group(piece, columns)
+        for row in range(len(table)):
+            clip, *text = (table[column][row].as_py() for column in columns)
+            clip = clip.get("bytes") if isinstance(clip, dict) else clip
+            if not isinstance(clip, bytes) or not all(isinstance(one, str) for one in text):
+                raise UserError("--audio_column", f"row {row} of {piece.name} has no bytes of audio, or no text",
+                                "write the files' bytes into it, or name another column")
+            yield clip, text[0].encode() if text else b""
 
     def manifest(self) -> dict[str, Any]:
         """Return the labels for the manifest, if there are any."""
         return {"labels": list(self.labels)} if self.target == "folder" else {}
+
+
+def _is_clip(name: str) -> bool:
+    return name.lower().endswith(CLIPS)
+
+
+def _members(piece: Piece, wants_text: bool, without: Callable[[str], None]) -> Iterator[tuple[int, bytes, bytes]]:
+    """Yield where each clip of a tar begins, its bytes and its transcript, when both have come.
+
+    Members with the same name but for its end belong together. What has no counterpart is left out.
+    """
+    waiting: dict[str, dict[str, tuple[int, bytes]]] = {}
+    try:
+        with inputs.readable(piece.path), tarfile.open(fileobj=storage.open(piece.path), mode="r|") as tar:
+            for member in tar:
+                stem, _, end = member.name.rpartition(".")
+                kind = "clip" if _is_clip(member.name) else "text" if end == "txt" and wants_text else ""
+                if not member.isfile() or not kind:
+                    continue
+                if member.size > CLIP_BYTES:
+                    without(_TOO_LARGE)
+                    continue
+                content = tar.extractfile(member)
+                assert content is not None
+                both = waiting.setdefault(stem, {})
+                both[kind] = member.offset, content.read()
+                if "clip" in both and (not wants_text or "text" in both):
+                    place, clip = waiting.pop(stem)["clip"]
+                    yield place, clip, both.get("text", (0, b""))[1]
+    except tarfile.TarError as error:
+        raise UserError("--input", f"{piece.path} cannot be read as a tar ({error})", "write it again") from error
+    for both in waiting.values():
+        without("a clip without a transcript" if "clip" in both else "a transcript without a clip")
 
 
 def _text(clip: Piece) -> Piece:
@@ -157,17 +244,20 @@ def _content(piece: Piece) -> bytes:
         return storage.read(piece.path)
 
 
-def _samples(piece: Piece, hours: float) -> np.ndarray | str:
-    """Return the samples of a clip at 16 kHz, averaged over channels, or the reason why it is left out.
+def samples_of(piece: Piece, hours: float) -> np.ndarray | str:
+    """Return the samples of a clip at 16 kHz, averaged over channels, or the reason why it is left out."""
+    return _TOO_LARGE if piece.size > CLIP_BYTES else samples_in(_content(piece), hours)
+
+
+def samples_in(content: bytes, hours: float) -> np.ndarray | str:
+    """Return the samples of a file with these bytes, as `samples_of` does.
 
     It is decoded and resampled a block at a time, so that memory follows the length of the result, which is bounded.
     """
     soundfile = inputs.extra("soundfile", "audio", group="audio")
-    if piece.size > CLIP_BYTES:
-        return f"larger than {CLIP_BYTES:,} bytes"
     parts, left, ended = [], int(hours * 3600 * RATE), False
     try:
-        with soundfile.SoundFile(io.BytesIO(_content(piece))) as clip:
+        with soundfile.SoundFile(io.BytesIO(content)) as clip:
             if not RATES[0] <= clip.samplerate <= RATES[1]:
                 return f"a sampling rate of {clip.samplerate:,} Hz"
             soxr = None if clip.samplerate == RATE else inputs.extra("soxr", "audio", group="audio")

@@ -148,7 +148,9 @@ def source_of(flags: argparse.Namespace) -> Source:
     """Return the source that the flags describe."""
     common = {"eval_fraction": flags.eval_fraction, "task_bytes": flags.task_bytes}
     if flags.kind == "audio":
-        return Audio(flags.target, flags.tokenizer, clip_hours=flags.clip_hours, **common)
+        return Audio(flags.target, flags.tokenizer, clip_hours=flags.clip_hours, mels=flags.mels,
+                     audio_column=flags.audio_column, text_column=flags.text_column,
+                     special_tokens=flags.special_tokens, **common)
     if flags.kind == "pictures":
         return Pictures(flags.target, flags.tokenizer, flags.patch_size, flags.most_patches, flags.patches_per_side,
                         flags.picture_field, flags.text_field, **common)
@@ -168,6 +170,11 @@ Prepare audio clips as log-mel frames.
     audio.add_argument("--tokenizer", default=Audio.tokenizer, help="of texts: 'bytes' or a tokenizer.json")
     audio.add_argument("--clip_hours", type=float, default=Audio.clip_hours,
                        help=f"leave out longer clips; default: {Audio.clip_hours:g}")
+    audio.add_argument("--mels", type=int, default=Audio.mels, help="bands of a frame; 128 for large-v3")
+    audio.add_argument("--audio_column", default=Audio.audio_column, help="of Parquet, with the bytes of files")
+    audio.add_argument("--text_column", default=Audio.text_column, help="of Parquet, with transcripts")
+    audio.add_argument("--special_tokens", action="store_true",
+                       help="tokens such as <|de|> in transcripts are those of the tokenizer")
     events = kinds.add_parser("events", help="tables of events to one sequence per user", text="""\
 Prepare tables of events as one sequence per user.
 

@@ -42,6 +42,9 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$"
                       r"|^(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
+_TABLES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight")
+
+
 def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     """Return the parameters in `folder`, in the dtypes and shardings of `abstract`, a nested dict.
 
@@ -342,6 +345,9 @@ def by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str,
     prefix = "transformer." if model.name == "gpt2" else "model."
     found = {}
     for name, tensor in tensors.items():
+        if model.name == "whisper" and name in ("proj_out.weight", "ctc_head.weight"):
+            found["lm_head.weight" if name.startswith("proj") else name] = tensor
+            continue
         name = name.removeprefix("language_model.").replace("model.language_model.", "model.")
         found[name if name.startswith((prefix, "lm_head.", "score.")) else prefix + name] = tensor
     return found
@@ -350,7 +356,7 @@ def by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str,
 def _tied_head(folder: str | Path, tensors: Mapping[str, Any]) -> set[str]:
     """Return the name of a head that repeats the embeddings, as some tied models have it; refuse any other."""
     head = tensors.get("lm_head.weight")
-    table = tensors.get("model.embed_tokens.weight", tensors.get("transformer.wte.weight"))
+    table = next((tensors[name] for name in _TABLES if name in tensors), None)
     if head is None:
         return set()
     if table is None or head.shape != table.shape or not all(

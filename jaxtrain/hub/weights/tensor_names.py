@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxtrain.config.families import DeepseekV3Config, GptOssConfig, ModelConfig, RoutedConfig
+from jaxtrain.config.modality_families import WhisperConfig
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,43 @@ def _layer(c: ModelConfig, experts: bool) -> list[Entry]:
     return [*attention, *more, *(_SANDWICH if c.name == "gemma3" else _NORMS), *mlp]
 
 
+def _whisper(c: WhisperConfig) -> list[Entry]:
+    """Return the entries of an encoder and a decoder."""
+    def pair(ours: str, theirs: str, layout: str = "d->d", bias: str = "d->d", weight: str = "scale") -> list[Entry]:
+        return [Entry(f"{ours}/{weight}", f"model.{theirs}.weight", layout),
+                Entry(f"{ours}/bias", f"model.{theirs}.bias", bias)]
+
+    def attention(ours: str, theirs: str) -> list[Entry]:
+        found = [entry for name in "qkv" for entry in pair(f"{ours}/{name}", f"{theirs}.{name}_proj", _HEADS,
+                                                           "(hk)->hk", "kernel") if entry.ours != f"{ours}/k/bias"]
+        return found + pair(f"{ours}/out", f"{theirs}.out_proj", _OUT, weight="kernel")
+
+    def layer(side: str) -> list[Entry]:
+        at = f"{side}.layers.{{layer}}"
+        found = [*attention("attention", f"{at}.self_attn"), *pair("attention_norm", f"{at}.self_attn_layer_norm"),
+                 *pair("mlp/up", f"{at}.fc1", "fd->df", weight="kernel"),
+                 *pair("mlp/down", f"{at}.fc2", "df->fd", weight="kernel"), *pair("mlp_norm", f"{at}.final_layer_norm")]
+        if side == "decoder":
+            found += [*attention("memory", f"{at}.encoder_attn"), *pair("memory_norm", f"{at}.encoder_attn_layer_norm")]
+        return found
+
+    stacks = (("encoder_blocks", "encoder", c.encoder_layers), ("blocks", "decoder", c.num_layers))
+    return [
+        Entry("embed/table", "model.decoder.embed_tokens.weight", "vd->vd"), *pair("norm", "decoder.layer_norm"),
+        Entry("positions/table", "model.decoder.embed_positions.weight", "td->td"),
+        Entry("audio_positions", "model.encoder.embed_positions.weight", "td->td"),
+        *pair("first/linear", "encoder.conv1", "dcw->wcd", weight="kernel"),
+        *pair("second/linear", "encoder.conv2", "dcw->wcd", weight="kernel"),
+        *pair("encoder_norm", "encoder.layer_norm"),
+        *([Entry("ctc/kernel", "ctc_head.weight", "vd->dv")] if c.ctc_weight else []),
+        *(replace(entry, ours=f"{stack}/layer/{entry.ours}", layers=range(layers))
+          for stack, side, layers in stacks for entry in layer(side))]
+
+
 def entries(c: ModelConfig, reward_head: bool = False) -> list[Entry]:
     """Return the entry of every parameter of a model; `reward_head`: it has one in place of the output projection."""
+    if isinstance(c, WhisperConfig):
+        return _whisper(c)
     gpt2 = c.name == "gpt2"
     names = ("transformer.wte.weight", "transformer.ln_f.weight", "transformer.h") if gpt2 else (
         "model.embed_tokens.weight", "model.norm.weight", "model.layers")

@@ -42,13 +42,14 @@ class Attention(nnx.Module):
     score_factor = 1.0  # of scores, beside 1 / sqrt(head_dim); `make_model` sets another
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, out_std: float, rngs: nnx.Rngs,
-                 qkv_bias: bool = False, out_bias: bool = False, qk_norm: Callable[[], nnx.Module] | None = None,
-                 window: int = 0, causal: bool = True, backend: str = "auto", context: str = "auto"):
+                 qkv_bias: bool = False, k_bias: bool = True, out_bias: bool = False,
+                 qk_norm: Callable[[], nnx.Module] | None = None, window: int = 0, causal: bool = True,
+                 backend: str = "auto", context: str = "auto"):
         self.window, self.causal, self.backend, self.context = window, causal, backend, context
         kv = (dim, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), KV_HEADS
         q = (dim, heads, head_dim), ("embed", "heads", "head_dim"), HEADS
         self.q = Linear("btd,dhk->bthk", *q, bias=qkv_bias, rngs=rngs)
-        self.k = Linear("btd,dgk->btgk", *kv, bias=qkv_bias, rngs=rngs)
+        self.k = Linear("btd,dgk->btgk", *kv, bias=qkv_bias and k_bias, rngs=rngs)
         self.v = Linear("btd,dgk->btgk", *kv, bias=qkv_bias, rngs=rngs)
         self.out = Linear("bthk,hkd->btd", (heads, head_dim, dim), ("heads", "head_dim", "embed"), RESIDUAL,
                           bias=out_bias, std=out_std, rngs=rngs)

@@ -1,9 +1,12 @@
 """Clips to log-mel frames, compared with the definition written out, and what may belong to a clip."""
 
 import json
+import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import soundfile
 import soxr
@@ -216,7 +219,7 @@ def test_blocks_are_resampled_to_the_same_samples(tmp_path, monkeypatch, rate):
     whole = stored if rate == 16_000 else soxr.resample(stored, rate, 16_000)
     for size in (1000, 2**14, 2**20):
         monkeypatch.setattr(audio, "DECODED", size)
-        np.testing.assert_array_equal(audio._samples(piece, 1), whole)
+        np.testing.assert_array_equal(audio.samples_of(piece, 1), whole)
 
 
 def test_a_limit_identifies_a_corpus_only_where_it_was_changed():
@@ -230,4 +233,43 @@ def test_a_sparse_clip_is_left_out(tmp_path):
     with open(tmp_path / "a.wav", "wb") as file:
         file.truncate(2**40)
     piece, = inputs.find_pieces(str(tmp_path / "a.wav"), 2**26)
-    assert audio._samples(piece, 1) == "larger than 4,294,967,296 bytes"
+    assert audio.samples_of(piece, 1) == "larger than 4,294,967,296 bytes"
+
+
+def test_clips_of_files_tars_and_parquet_are_the_same(tmp_path):
+    """With what is said in each, and in a tar in any order."""
+    for name in ("plain", "tar", "table"):
+        (tmp_path / name).mkdir()
+    rows = []
+    for n in range(4):
+        write(tmp_path / "plain" / f"{n}.wav", clip(0.2, seed=n), text=f"said {n}")
+        content = (tmp_path / "plain" / f"{n}.wav").read_bytes()
+        rows.append({"audio": {"bytes": content, "path": None}, "text": f"said {n}"})
+    with tarfile.open(tmp_path / "tar/clips.tar", "w") as tar:
+        for name in ("0.txt", "1.wav", "0.wav", "1.txt", "2.wav", "2.txt", "3.txt", "3.wav"):
+            tar.add(tmp_path / "plain" / name, name)
+        tar.add(tmp_path / "plain/0.wav", "alone.wav")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "table/clips.parquet", row_group_size=3)
+    made = {name: prepare_sequences([str(tmp_path / name)], tmp_path / f"{name}-corpus", Audio("text", eval_fraction=0))
+            for name in ("plain", "tar", "table")}
+
+    def said(corpus):
+        return sorted((bytes(one["target"].astype(np.uint8)), one["features"].tobytes()) for one in corpus.train)
+
+    assert len(said(made["plain"])) == 4
+    assert said(made["plain"]) == said(made["tar"]) == said(made["table"])
+    assert made["tar"].manifest["left_out"] == {"a clip without a transcript": 1}
+    assert made["tar"].tokenizer.name == "bytes"
+    for keys, message in (({"audio_column": "sound"}, "--audio_column: clips.parquet has no column 'sound'; it has au"),
+                          ({"target": "folder"}, "--target: clips in clips.parquet are in no folders")):
+        with pytest.raises(UserError, match=message):
+            prepare_sequences([f"{tmp_path}/table"], tmp_path / "other", Audio(**({"target": "text"} | keys)))
+
+
+def test_special_tokens_are_such_if_asked(tmp_path):
+    write(tmp_path / "a.wav", clip(0.2), text="<|endoftext|>a")
+    for asked, ids in ((True, [256, 97]), (False, [*b"<|endoftext|>a"])):
+        corpus = prepare_sequences([f"{tmp_path}/a.wav"], tmp_path / f"corpus-{asked}", Audio(
+            "text", eval_fraction=0, mels=128, special_tokens=asked))
+        row, = corpus.train
+        assert row["target"].tolist() == ids and row["features"].shape == (20, 128)

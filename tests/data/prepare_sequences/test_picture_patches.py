@@ -9,8 +9,8 @@ from PIL import Image
 
 import jaxtrain as jt
 from jaxtrain.data.corpus.sequences import open_sequences
-from jaxtrain.data.loading.augmentation import augmented
-from jaxtrain.data.loading.picture_batches import PictureBatches
+from jaxtrain.data.loading.modalities.augmentation import augmented
+from jaxtrain.data.loading.modalities.picture_batches import PictureBatches
 from jaxtrain.data.packing.picture_rows import CaptionedPictures, LabelledPictures, PairedPictures, pack
 from jaxtrain.data.prepare_sequences import prepare_sequences
 from jaxtrain.data.prepare_sequences.picture_patches import from_patches, grid, to_patches

@@ -9,8 +9,8 @@ from jaxtrain.config.families import VisionLanguageConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.config.vision_keys import DualEncoderConfig, PatchesConfig
 from jaxtrain.data.corpus.sequences import SequenceCorpus
-from jaxtrain.data.loading.augmentation import augmented
 from jaxtrain.data.loading.loader import Batches
+from jaxtrain.data.loading.modalities.augmentation import augmented
 from jaxtrain.data.packing.picture_rows import CaptionedPictures, LabelledPictures, PairedPictures, PictureRows
 from jaxtrain.errors import UserError
 

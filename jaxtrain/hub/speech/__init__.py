@@ -1,0 +1,1 @@
+"""Transcribe audio, and count the errors of transcripts."""

@@ -1,0 +1,107 @@
+"""What is said in audio: the cross-entropy of each token of its transcript, and CTC's loss of the encoder alone.
+
+Both are weighed as in Kim et al. (arXiv 1609.06773): (1 - w) x cross-entropy + w x CTC, each in nats per token.
+
+Shape suffixes: B batch, M frames, S positions of the encoder, T tokens, N tokens of the longest transcript,
+D embedding, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.config.modality_families import WhisperConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.data.loading.batch_spec import SEQ, Array
+from jaxtrain.kernels.ctc import ctc_loss
+from jaxtrain.objectives.next_token import NextToken
+from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step import partition
+from jaxtrain.train_step.state import Skeleton
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transcription(NextToken):
+    """The mean over the tokens of all transcripts, each with its end token and without what `model.prefix` gives."""
+
+    audio: WhisperConfig
+
+    @classmethod
+    def of(cls, config: Config, model: Skeleton) -> "Transcription":
+        """As a config describes it."""
+        assert isinstance(config.model, WhisperConfig)
+        return cls(model, config.train.loss_chunks, config.train.z_loss, audio=config.model)
+
+    @property
+    def batch_spec(self) -> Mapping[str, Any]:
+        """Log-mel frames and which there are, and the tokens of transcripts and which there are."""
+        c = self.audio
+        return {"features": Array(np.float16, (SEQ, c.mels)), "weights": np.float32,
+                "target": Array(np.int32, (c.transcript,), below=c.vocab_size),
+                "target_weights": Array(np.float32, (c.transcript,))}
+
+    @property
+    def pipeline_parts(self) -> None:  # pyrefly: ignore[bad-override]
+        """None: a stage would need what the encoder made for all layers of the decoder."""
+        return None
+
+    @property
+    def evaluation(self) -> "Transcription":
+        """The cross-entropy alone."""
+        return replace(self, z_loss=0.0, audio=replace(self.audio, ctc_weight=0.0))
+
+    @property
+    def evaluation_metrics(self) -> Sequence[str]:
+        """The perplexity of a token."""
+        return ("perplexity",)
+
+    def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return both losses in nats per token, and the exponential of the cross-entropy."""
+        means = {name: sums[name] / jnp.maximum(sums["weight"], 1e-8) for name in ("cross_entropy", "ctc")
+                 if name in sums}
+        return means | {"perplexity": jnp.exp(means["cross_entropy"])}
+
+    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Return the summed loss, how many tokens it is of, and the sums of the metrics."""
+        model, share = self.model.merge(partition.like(params, self.model.params())), self.audio.ctc_weight
+        batch = {key: sharding.constrain(x, "batch", *(None,) * (x.ndim - 1)) for key, x in batch.items()}
+        tokens_BT, targets_BT, weights_BT = rows_of(batch, self.audio)
+        memory_BSD = model.encode(batch["features"].astype(model.norm.scale[...].dtype), batch["weights"])
+        x_BTD, _ = model.decode(tokens_BT, memory_BSD, batch["weights"][:, ::2])
+        loss, plain = self.head_loss(params, x_BTD, model.head(), {"targets": targets_BT, "weights": weights_BT})
+        sums = {"cross_entropy": plain, "weight": weights_BT.sum()}
+        if share:
+            counts_B = batch["target_weights"].sum(1).astype(jnp.int32)
+            lengths_B = (batch["weights"][:, ::2] > 0).sum(1)
+            each_B = ctc_loss(ctc_logits(model, memory_BSD), lengths_B, batch["target"], counts_B, self.audio.end)
+            sums["ctc"] = each_B.sum()
+            loss = (1 - share) * loss + share * sums["ctc"]
+        return loss, sums["weight"], sums
+
+
+def rows_of(batch: Mapping[str, jax.Array], c: WhisperConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the tokens that a decoder reads, those that follow each, and what each of these weighs, all [B, T].
+
+    A row without audio, which only fills up a batch, weighs nothing.
+    """
+    spoken_BN, there_BN = batch["target"], batch["target_weights"]
+    rows, first = spoken_BN.shape[0], len(c.prefix)
+    prefix_BP = sharding.constrain(jnp.broadcast_to(jnp.asarray(c.prefix, jnp.int32), (rows, first)), "batch", None)
+    tokens_BT = jnp.concatenate([prefix_BP, spoken_BN], 1)
+    # The end token comes where the transcript's own weight ends.
+    ends_BT = jnp.arange(tokens_BT.shape[1])[None] == first - 1 + there_BN.sum(1, keepdims=True).astype(jnp.int32)
+    following_BT = jnp.pad(tokens_BT[:, 1:], ((0, 0), (0, 1)))
+    targets_BT = jnp.where(ends_BT, c.end, following_BT)
+    weights_BT = jnp.pad(there_BN, ((0, 0), (first - 1, 1))) + ends_BT
+    return tokens_BT, targets_BT, weights_BT * (batch["weights"][:, :1] > 0)
+
+
+def ctc_logits(model: Any, memory_BSD: jax.Array) -> jax.Array:
+    """Return float32 logits of each position of the encoder."""
+    head_DV = sharding.gather(model.ctc.head(), "embed", "vocab")
+    return jnp.einsum("bsd,dv->bsv", memory_BSD, head_DV, preferred_element_type=jnp.float32,
+                      out_sharding=sharding.activation_spec("batch", "seq", "act_vocab"))
