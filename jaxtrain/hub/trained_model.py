@@ -56,13 +56,13 @@ def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str, coun
     How the model was trained need not fit the devices here. `count`: that of devices which are not here, of `platform`.
     """
     mesh, devices = sections.get("mesh", {}), count or jax.device_count()
-    kept: Sections = {"model": sections["model"], "lora": sections.get("lora", {})}
     scores = sections.get("preference", {}).get("loss") == "reward"  # it has a reward head
+    kept: Sections = {"model": sections["model"], "lora": sections.get("lora", {}),
+                      "preference": {"loss": "reward"} if scores else {}}
     packing = "pairs" if scores else "concat" if FAMILIES[sections["model"].get("name", "gpt2")].text else "bucket"
     longest = make_config(kept | {"data": {"seq_len": 1, "packing": packing}}).model.longest_row
     kept |= {"mesh": {key: mesh[key] for key in ("rules", "overrides") if key in mesh},
              "train": {"precision": sections.get("train", {}).get("precision", "auto")},
-             "preference": {"loss": "reward"} if scores else {},
              "data": {"global_batch_size": devices, "seq_len": longest - longest % devices or longest,
                       "packing": packing}}
     along = {} if any(key.startswith("mesh.") for key in overrides) else {"mesh.data": 1, f"mesh.{spread}": devices}
