@@ -1,13 +1,17 @@
 """Islands against plain DiLoCo, the same bits on all of them, and what becomes of an island that is late or new."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
+from jaxtrain.errors import UserError
+from jaxtrain.islands.meeting_places import MeetingAhead
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
+from jaxtrain.train_step.optimizers import ema
 from tests.islands import plain_diloco
 from tests.islands.archipelago import Archipelago, assert_same_bits, numbers, outer_state
 from tests.islands.memory_meeting import MemoryMeeting
@@ -185,6 +189,66 @@ def test_an_island_that_joins_begins_at_the_end_of_the_log(trimmed):
     assert int(joined.step) == 0
 
 
+def test_an_island_that_begins_again_makes_its_first_offers_again():
+    """As after a kill before its first checkpoint: its first steps are in the log once, whatever came since."""
+    found = few(2, snapshot_every=2)
+    found.train(9)
+    again = few(2, into=found.meeting, snapshot_every=2)
+    assert int(again.states[0].extras["outer"]["position"]) == 0
+    again.train(9)
+    assert len(found.meeting.log) == 3
+    assert_same_bits(numbers(again.states), numbers(found.states))
+
+
+@pytest.mark.slow
+def test_one_that_joined_late_begins_again_where_it_joined():
+    found = few(2)
+    found.meeting.lose(1)
+    alone, exchange = found.exchanges
+    state = found.states[0]
+    for step in range(1, 4):
+        state, _ = found.steps[0](state, found.runs[0].place(rows_of(step, 0)))
+        state = alone.after(step, state)
+    joined = exchange.begin(0, found.states[1])
+    exchange.finish(3, exchange.offer(3, joined), stopping=lambda step: True)
+    alone.finish(6, alone.offer(6, state))
+    assert [len(entry.contributions) for entry in found.meeting.log] == [1, 2]
+    assert_same_bits(numbers(few(2, into=found.meeting).states[1]), numbers(joined))
+
+
+def test_the_average_of_an_island_that_joins_begins_with_its_parameters():
+    run, _ = tiny()
+    found = few(2)
+    found.meeting.lose(1)
+    found.states[0] = found.exchanges[0].offer(3, found.states[0])
+    moved = jax.tree.map(lambda x: x + 1, found.states[0].params)
+    found.states[0] = found.exchanges[0].finish(3, replace(found.states[0], params=moved))
+    start = run.init()
+    own = jax.tree.map(lambda x: x - 1, start.params)  # not what the log has
+    joined = found.exchanges[1].begin(0, replace(start, params=own, extras=start.extras | {"ema": ema.begin(own)}))
+    assert_same_bits(numbers(joined.extras["ema"]), numbers(joined.params))
+    assert_same_bits(numbers(joined.params), outer_state(found.states[0])["params"])
+
+
+@pytest.mark.parametrize("keys", [dict(learning_rate=0.5), dict(start=1.0)], ids=str)
+def test_an_island_of_another_config_or_beginning_is_refused(keys):
+    """By itself where others' offers come with its own; by the coordinator before (test_coordinator.py)."""
+    found, start = few(2), keys.pop("start", 0.0)
+    run, other = tiny()[0], replace(found.config, index=1, **keys)
+    found.exchanges[1] = Exchange(other, run.abstract, run.layout.axes, found.meeting)
+    outer = found.states[1].extras["outer"]
+    moved = jax.tree.map(lambda x: x + start, outer["params"])
+    found.states[1] = replace(found.states[1], extras=found.states[1].extras | {"outer": outer | {"params": moved}})
+    with pytest.raises(UserError, match=r"^islands.index: island 1 has other outer parameters after entry 0 than this"):
+        found.train(3)
+
+
+def test_one_that_joins_with_overlap_reads_contents_before_it_offers():
+    found = few(2)
+    found.train(3)
+    assert MeetingAhead(found.meeting).content(found.meeting.log[0].contributions[0].sha256)
+
+
 def test_an_island_that_leaves_is_not_waited_for():
     found = few(2)
     found.train(3)
@@ -287,12 +351,12 @@ def offered_by(found, island):
 
 
 def test_asynchronous_islands_apply_the_same_entries_and_drop_what_is_refused():
-    found = few(3, "async", max_age=2, momentum=0.0)
+    found = few(4, "async", max_age=2, momentum=0.0)
     states, exchanges = found.states, found.exchanges
     for step, island in enumerate([0, 1, 0, 2, 0, 0, 1, 2], 1):  # islands of very unequal speed
         states[island], _ = found.steps[0](states[island], found.runs[0].place(rows_of(step, island)))
         states[island] = exchanges[island].finish(3, exchanges[island].offer(3, states[island]))
         assert_same_bits(numbers(states[island].params), outer_state(states[island])["params"])
     assert [len(entry.refused) for entry in found.meeting.log] == [0, 0, 0, 1, 0, 0, 1, 1]
-    new = exchanges[0].begin(0, tiny()[0].init())
+    new = exchanges[3].begin(0, tiny()[0].init())
     assert_same_bits(shared(new), shared(states[2]))

@@ -22,3 +22,9 @@ from jaxtrain.errors import UserError
 def test_refusals(keys, said):
     with pytest.raises(UserError, match=said):
         make_config({"islands": keys})
+
+
+def test_prompts_are_not_divided_among_islands():
+    with pytest.raises(UserError, match=r"^reinforce.prompts: prompts are not divided among islands"):
+        make_config({"islands": dict(count=2), "reinforce": {"prompts": "p.jsonl", "reward": "r.py:f"},
+                     "train": {"eval_every": 0}})

@@ -190,6 +190,19 @@ def test_what_one_peer_cannot_send_stops_all():
         assert np.isnan(got).all() if bad else np.isfinite(got).all()
 
 
+@pytest.mark.slow
+def test_what_an_update_rule_counts_crosses_exactly():
+    """A router's bias has the sign of its experts' excess load for an update: of all of them in each step."""
+    run = reference.build("deepseek_v3", (2, 1, 1), compression__method="top_k")
+    for updates in run._metadata("update", run.abstract.params), None:
+        biases = [state for path, state in jax.tree_util.tree_leaves_with_path(
+            jax.eval_shape(CompressedGradients(run.config, run.layout, run.abstract.params, updates).begin, None))
+            if "['router']['bias']" in jax.tree_util.keystr(path)]
+        assert (not biases) == (updates is not None)
+    assert not [path for path, _ in jax.tree_util.tree_leaves_with_path(run.abstract.extras[NAME])
+                if "['router']['bias']" in jax.tree_util.keystr(path)]
+
+
 @pytest.mark.parametrize("keys, sentence", [
     ({"compression.block": 8}, "compression.block: compression.method='' does not read it"),
     ({"compression.method": "int8", "compression.rank": 2}, "compression.rank: compression.method='int8' does not"),
@@ -197,6 +210,8 @@ def test_what_one_peer_cannot_send_stops_all():
     ({"compression.method": "int8", "mesh.stage": 2}, r"compression.axis: a pipeline \(mesh.stage=2\)"),
     ({"compression.method": "int8", "compression.axis": "fsdp", "mesh.fsdp": 2}, "compression.axis: parameters are"),
     ({"compression.method": "int8", "mesh.overrides": {"batch": "fsdp+expert"}}, "compression.axis: data does not"),
+    ({"compression.method": "int8", "model.name": "siglip", "data.packing": "best_fit"},
+     "model.name: pairs are compared with all others"),
     ({"compression.method": "zip"}, "compression.method: 'zip'")])
 def test_what_cannot_be_combined_is_one_sentence(keys, sentence):
     with pytest.raises(jt.UserError, match=f"^{sentence}"):
