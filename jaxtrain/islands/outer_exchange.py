@@ -276,15 +276,13 @@ class Exchange:
         position, content = self._meeting.snapshot() or (0, b"")
         if not self._position < position <= end:
             return
-        vector, at = np.frombuffer(content, "<f4"), 0
-        for name in ("params", *self.islands.shared):
-            for fragment in self._fragments:
-                size = work.get(name, fragment).size
-                if at + size > vector.size:
-                    raise UserError("islands.meeting", "its snapshot is of another model or outer optimizer",
-                                    "give all islands equal configs, but for islands.index")
-                work.set(name, fragment, vector[at:at + size])
-                at += size
+        kept = [(name, fragment) for name in ("params", *self.islands.shared) for fragment in self._fragments]
+        ends = np.cumsum([work.get(*one).size for one in kept])
+        if len(content) != 4 * ends[-1]:
+            raise UserError("islands.meeting", "its snapshot is of another model or outer optimizer",
+                            "give all islands equal configs, but for islands.index")
+        for one, vector in zip(kept, np.split(np.frombuffer(content, "<f4"), ends[:-1]), strict=True):
+            work.set(*one, vector)
         self._position = position
         self._adopt(work)
 

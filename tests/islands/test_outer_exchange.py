@@ -230,17 +230,46 @@ def test_the_average_of_an_island_that_joins_begins_with_its_parameters():
     assert_same_bits(numbers(joined.params), outer_state(found.states[0])["params"])
 
 
-@pytest.mark.parametrize("keys", [dict(learning_rate=0.5), dict(start=1.0)], ids=str)
-def test_an_island_of_another_config_or_beginning_is_refused(keys):
+@pytest.mark.parametrize("rate, kind, start", [(0.5, "", 0.0), (0.7, "llama", 0.0), (0.7, "", 1.0)])
+def test_an_island_of_another_config_or_beginning_is_refused(rate, kind, start):
     """By itself where others' offers come with its own; by the coordinator before (test_coordinator.py)."""
-    found, start = few(2), keys.pop("start", 0.0)
-    run, other = tiny()[0], replace(found.config, index=1, **keys)
-    found.exchanges[1] = Exchange(other, run.abstract, run.layout.axes, found.meeting)
+    found, run = few(2), tiny()[0]
+    other = replace(found.config, index=1, learning_rate=rate)
+    found.exchanges[1] = Exchange(other, run.abstract, run.layout.axes, found.meeting, kind=kind)
     outer = found.states[1].extras["outer"]
     moved = jax.tree.map(lambda x: x + start, outer["params"])
     found.states[1] = replace(found.states[1], extras=found.states[1].extras | {"outer": outer | {"params": moved}})
     with pytest.raises(UserError, match=r"^islands.index: island 1 has other outer parameters after entry 0 than this"):
         found.train(3)
+
+
+def test_a_snapshot_of_another_outer_optimizer_is_refused():
+    found = few(2, snapshot_every=1)
+    found.train(3)
+    other = few(1, into=MemoryMeeting(2), momentum=0.0).exchanges[0]
+    other._meeting = found.meeting
+    found.meeting.trim(2)
+    with pytest.raises(UserError, match=r"^islands.meeting: its snapshot is of another model or outer optimizer"):
+        other.begin(0, tiny()[0].init())
+
+
+def test_an_island_at_its_end_waits_for_its_open_offer_and_leaves():
+    """However it is asked to stop: else its offer would be made again, which does nothing, and it would not leave."""
+    found, looks = few(2, overlap=1), []
+    meeting, (one, other), read = found.meeting, found.exchanges, found.meeting.entries
+    found.states[0] = one.offer(3, found.states[0])
+
+    def entries(after, wait):
+        looks.append(after)
+        if len(looks) == 2:
+            found.states[1] = other.offer(3, found.states[1])
+        if after == 1 and len(meeting.log) == 1:
+            found.states[1] = other.offer(4, other.finish(4, found.states[1]), last=True)
+        return read(after, 0)
+
+    meeting.entries = entries
+    one.after(4, found.states[0], last=True, stopping=lambda step: True)
+    assert [[offer.last for offer in entry.contributions] for entry in meeting.log] == [[False] * 2, [True] * 2]
 
 
 def test_one_that_joins_with_overlap_reads_contents_before_it_offers():

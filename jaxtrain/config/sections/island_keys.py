@@ -80,6 +80,11 @@ class IslandsConfig:
 
 def check(config: Any) -> None:
     """Refuse a `Config` with whose other sections islands do not go."""
-    if config.islands.count and config.reinforce.prompts:
-        raise UserError("reinforce.prompts", "prompts are not divided among islands, so that all would answer the same "
-                        "ones", "leave it out, or islands.count")
+    for key, value, reason in (
+            ("reinforce.prompts", config.reinforce.prompts, "prompts are not divided among islands, so that all would "
+             "answer the same ones"),
+            ("resilience.spikes", config.resilience.spikes == "rollback", "what an island has offered stays in the "
+             "log, and cannot be gone back from")):
+        if config.islands.count and value:
+            raise UserError(key, reason, "set it to skip" if key == "resilience.spikes" else
+                            "leave it out, or islands.count")

@@ -24,7 +24,11 @@ def test_refusals(keys, said):
         make_config({"islands": keys})
 
 
-def test_prompts_are_not_divided_among_islands():
-    with pytest.raises(UserError, match=r"^reinforce.prompts: prompts are not divided among islands"):
-        make_config({"islands": dict(count=2), "reinforce": {"prompts": "p.jsonl", "reward": "r.py:f"},
-                     "train": {"eval_every": 0}})
+@pytest.mark.parametrize("keys, said", [
+    ({"reinforce": {"prompts": "p.jsonl", "reward": "r.py:f"}, "train": {"eval_every": 0}},
+     r"^reinforce.prompts: prompts are not divided among islands"),
+    ({"resilience": {"spikes": "rollback"}}, r"^resilience.spikes: what an island has offered stays in the log"),
+])
+def test_sections_with_which_islands_do_not_go(keys, said):
+    with pytest.raises(UserError, match=said):
+        make_config({"islands": dict(count=2)} | keys)
