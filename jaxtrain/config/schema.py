@@ -313,10 +313,8 @@ class Config:
             raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
         self._check_kind()
-        tuning_keys.check(self)
-        compression_keys.check(self)
-        sparsity_keys.check(self)
-        island_keys.check(self)
+        for section in (tuning_keys, compression_keys, sparsity_keys, island_keys):
+            section.check(self)
 
     def _check_kind(self):
         """Refuse keys of text for models that are no decoders of it, and the other way round."""
