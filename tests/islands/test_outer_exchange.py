@@ -66,6 +66,26 @@ def test_islands_with_meshes_of_their_own():
     check(archipelago((ONE, FSDP, TENSOR)))
 
 
+@pytest.mark.slow
+def test_adapters_in_float16_with_an_average_are_those_of_plain_training_to_the_bit():
+    """Of one island that talks after every step: the loss scale, moments and average are not the exchange's."""
+    keys = dict(lora__rank=2, train__precision="float16", train__accumulation=2, train__ema_decay=0.9,
+                data__global_batch_size=8, model__num_layers=1)
+    talks = dict(islands__count=1, islands__every=1, islands__learning_rate=1.0, islands__momentum=0.0)
+    plain, alone = (reference.build("llama", ONE, **keys, **more) for more in ({}, talks))
+    exchange = Exchange(alone.config.islands, alone.abstract, alone.layout.axes, MemoryMeeting(1))
+    (want, step), (got, island) = ((run.init(), reference.compiled(run)) for run in (plain, alone))
+    got = exchange.begin(0, got)
+    for n in range(4):
+        rows = reference.batch(n, 8)
+        want, _ = step(want, plain.place(rows))
+        got, metrics = island(got, alone.place(rows))
+        got = exchange.after(n + 1, got)
+    assert int(metrics["skipped"]) < 4
+    assert_same_bits(*(numbers((state.params, state.extras["ema"], state.opt_state, state.loss_scale))
+                       for state in (got, want)))
+
+
 def masks():
     """Two fragments of two layers: of the rest, the largest array is in the first, and all others in the second."""
     def mask(fragment):

@@ -117,6 +117,27 @@ def test_exact_sums_are_those_of_one_device(keys):
     reference.check(run, "gpt2", steps=3)
 
 
+@pytest.mark.parametrize("keys", [
+    pytest.param(dict(sparsity__targets=["blocks/*"], sparsity__decay=0.05), marks=pytest.mark.slow),
+    pytest.param(dict(lora__rank=2, train__precision="float16", train__accumulation=2), marks=pytest.mark.exhaustive)],
+    ids=str)
+def test_exact_sums_with_what_else_changes_a_step(keys):
+    """Three steps with kernels that become sparse, or of adapters with a loss scale, are those without a method."""
+    found = []
+    for method in ("", "exact"):
+        run = reference.build("llama", (2, 1, 1), compression__method=method, model__num_layers=1,
+                              data__global_batch_size=ROWS, **keys)
+        state, step, losses = run.init(), reference.compiled(run), []
+        for n in range(3):
+            state, metrics = step(state, run.place(reference.batch(n, ROWS)))
+            losses.append(float(metrics["loss"]))
+        found.append((losses, jax.device_get(state.params), jax.device_get(state.loss_scale)))
+    (losses, params, scale), (want, others, same) = found
+    np.testing.assert_allclose(losses, want, rtol=1e-3 if scale else 1e-5)
+    assert scale == same
+    assert reference.worst(params, others)[0] < (0.05 if scale else 1e-4)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["mixtral", "llama"])
 def test_exact_sums_of_other_families(family):
