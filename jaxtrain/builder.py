@@ -64,8 +64,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     if optimizer is None:
         schedule = optimizers.make_schedule(config.optimizer, config.train.steps)
         optimizer = optimizers.make_optimizer(config.optimizer, schedule, axes, config.model.growth)
-    optimizer = optimizers.with_update_rules(optimizer, partition.like(model.metadata("update"), axes),
-                                             config.model.router_bias_rate)
+    updates = partition.like(model.metadata("update", ""), axes)
+    optimizer = optimizers.with_update_rules(optimizer, updates, config.model.router_bias_rate)
     abstract = _abstract(config, model, goal, frozen, optimizer, compute)
     if config.train.frozen_dtype and not abstract.frozen:
         raise UserError("train.frozen_dtype", "nothing is frozen", "leave it out, or set lora.rank or train.freeze")
@@ -76,7 +76,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
                          frozen_axes=frozen_axes | goal.frozen_axes)
     extras = extras_of(config)
     if config.compression.method:
-        compressed = CompressedGradients(config, layout, abstract.params)
+        compressed = CompressedGradients(config, layout, abstract.params, updates)
         extras = {**extras, compressed_gradients.NAME: compressed.begin}
         abstract, layout = with_extra(compressed_gradients.NAME, compressed.begin, compressed.shardings, abstract,
                                       layout)

@@ -217,7 +217,8 @@ class Run:
         made = make_gradient(self.loss, self.layout, accumulation=self.config.train.accumulation,
                              precision=self.precision, dtypes=self._metadata("compute_dtype", self.abstract.all_params),
                              differentiate=self._pipeline(self.objective).gradient if self.schedules else None)
-        return (CompressedGradients(self.config, self.layout, self.abstract.params).of(made)
+        return (CompressedGradients(self.config, self.layout, self.abstract.params,
+                                    self._metadata("update", self.abstract.params)).of(made)
                 if self.config.compression.method else made)
 
     def _make_step(self) -> Step:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtrain.config import remat_policies
 from jaxtrain.config.families import Gpt2Config, ModelConfig
 from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
-from jaxtrain.config.sections import compression_keys, sparsity_keys, tuning_keys
+from jaxtrain.config.sections import compression_keys, island_keys, sparsity_keys, tuning_keys
 from jaxtrain.config.sections.compression_keys import CompressionConfig
 from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.config.sections.observe_keys import ObserveConfig
@@ -313,9 +313,8 @@ class Config:
             raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
         self._check_kind()
-        tuning_keys.check(self)
-        compression_keys.check(self)
-        sparsity_keys.check(self)
+        for section in (tuning_keys, compression_keys, sparsity_keys, island_keys):
+            section.check(self)
 
     def _check_kind(self):
         """Refuse keys of text for models that are no decoders of it, and the other way round."""

@@ -13,8 +13,10 @@ def with_exchange(run: Run) -> Run:
     """Return the run with what exchanges its progress with other islands, if its config has any."""
     if not run.config.islands.count or run.exchange is not None:
         return run
+    from jaxtrain.config.schema import hash_of
     from jaxtrain.islands.meeting_places import open_meeting
     from jaxtrain.islands.outer_exchange import Exchange
 
+    kind = hash_of({name: run.settings.get(name, {}) for name in ("model", "lora")})
     return replace(run, exchange=Exchange(run.config.islands, run.abstract, run.layout.axes,
-                                          open_meeting(run.config.islands), run.train_batches.tokens))
+                                          open_meeting(run.config.islands), run.train_batches.tokens, kind))

@@ -69,8 +69,13 @@ class Coordinator:
         if offer.base > self.position:
             raise UserError(f"island {offer.island}", f"its offer follows entry {offer.base}, and this log has "
                             f"{self.position}", "let all islands meet at the log with which they began, or begin anew")
+        known = offer.base <= self.bases.get(offer.island, -1)
+        if not known and (other := next(filter(offer.differs, self._since(offer.base)), None)):
+            raise UserError(f"island {offer.island}", f"its outer parameters after entry {offer.base}, or its config, "
+                            f"are not those of island {other.island}", "give all islands equal configs, but for "
+                            "islands.index, and equal first parameters")
         self.there[offer.island] = now
-        if offer.base <= self.bases.get(offer.island, -1):
+        if known:
             return []
         if self.policy.mode == "async":
             number = self.position + 1  # what follows its island's own newest entry late is the same progress again
@@ -87,9 +92,13 @@ class Coordinator:
 
     def taken(self, offer: Offer) -> Offer | None:
         """Return the offer of this island with this base that is open or in the log, whatever its content."""
-        later = (one for entry in self.entries[offer.base:] for one in entry.contributions + entry.refused)
-        same = (one for one in (*self.open.values(), *later) if (one.island, one.base) == (offer.island, offer.base))
+        same = (one for one in self._since(offer.base) if (one.island, one.base) == (offer.island, offer.base))
         return next(same, None)
+
+    def _since(self, base: int) -> Iterable[Offer]:
+        """Return the offers that are open, or in an entry behind this one."""
+        return (*self.open.values(), *(one for entry in self.entries[base:] for one in (
+            *entry.contributions, *entry.refused)))
 
     def alive(self, island: int, now: float) -> None:
         """Note a sign of life of an island; only its offers make it one that is waited for."""

@@ -147,7 +147,8 @@ class Bridge:
         except (ValueError, Trimmed) as error:
             say(f"offers/{name} in the store of the islands is not taken: {error}")
             return
-        if self._log.taken(offer) != offer:  # it came late, or was offered again with another content
+        taken = self._log.taken(offer)
+        if taken is None or taken.sha256 != offer.sha256:  # it came late, or was offered again with another content
             self._store.remove(f"contents/{_content(offer)}")
         self._store.remove(f"offers/{name}")
 

@@ -9,7 +9,7 @@ from jaxtrain.files.bounded_files import misfit
 from jaxtrain.islands.meeting import Entry, Offer
 
 _OFFER = {"island": int, "base": int, "fragment": int, "weight": int | float, "sha256": str, "steps?": int,
-          "tokens?": int, "last?": bool}
+          "tokens?": int, "last?": bool, "same?": str}
 _ENTRY = {"number": int, "fragment": int, "contributions": [_OFFER], "refused": [_OFFER]}
 
 
@@ -20,7 +20,8 @@ def offer_of(value: Any) -> Offer:
     offer = Offer(**{name.removesuffix("?"): value[name.removesuffix("?")] for name in _OFFER
                      if name.removesuffix("?") in value})
     counts = offer.island, offer.base, offer.fragment, offer.steps, offer.tokens
-    if min(counts) < 0 or max(counts) >= 2**53 or not 0 <= offer.weight < math.inf or not is_hash(offer.sha256):
+    hashes = offer.sha256, offer.same or offer.sha256
+    if min(counts) < 0 or max(counts) >= 2**53 or not 0 <= offer.weight < math.inf or not all(map(is_hash, hashes)):
         raise ValueError("is not an offer: a number or the hash is out of range")
     return offer
 

@@ -35,11 +35,16 @@ class Offer:
     steps: int = 0  # inner steps that it covers
     tokens: int = 0  # that they were trained on
     last: bool = False  # whether the island leaves after it
+    same: str = ""  # a hash of what all islands have alike after entry `base`: outer parameters and config; "": unknown
 
     @property
     def round(self) -> int:
         """The number of the entry that it is meant for."""
         return self.base + 1
+
+    def differs(self, other: "Offer") -> bool:
+        """Return whether two offers that follow one entry are of islands that cannot train together."""
+        return self.base == other.base and "" != self.same != other.same != ""
 
 
 @dataclass(frozen=True)

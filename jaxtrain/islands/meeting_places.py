@@ -51,7 +51,7 @@ class MeetingAhead:
         """Look ahead in a meeting that any thread may use."""
         self._meeting = meeting
         self._contents: dict[str, bytes] = {}
-        self._looking = threading.Thread()
+        self._looking: threading.Thread | None = None
 
     def offer(self, offer: Offer, content: bytes) -> None:
         """Offer progress, and begin to look for its entry."""
@@ -74,7 +74,8 @@ class MeetingAhead:
 
     def content(self, sha256: str) -> bytes:
         """Return a content that may have come already, as `Meeting` says."""
-        self._looking.join()
+        if self._looking:
+            self._looking.join()
         return self._contents.get(sha256) or self._meeting.content(sha256)
 
     def put_snapshot(self, position: int, content: bytes) -> None:

@@ -9,8 +9,10 @@ All of this depends on the log and the state alone: an island that is killed and
 same offers, and goes on with the same bits.
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,13 +20,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.config.sections.island_keys import IslandsConfig
+from jaxtrain.config.schema import hash_of
+from jaxtrain.config.sections.island_keys import OWN, IslandsConfig
 from jaxtrain.errors import UserError
 from jaxtrain.islands.fragments import fragments
 from jaxtrain.islands.host_arrays import HostArrays
 from jaxtrain.islands.meeting import Entry, Meeting, Offer, Trimmed
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
 from jaxtrain.islands.payload import make_payload
+from jaxtrain.train_step.optimizers import ema
 from jaxtrain.train_step.optimizers.outer import NAME
 from jaxtrain.train_step.state import TrainState
 
@@ -35,7 +39,7 @@ class Exchange:
     """What an island does at the exchanges; every process of it makes all calls, at the same steps."""
 
     def __init__(self, config: IslandsConfig, abstract: TrainState, axes: Any, meeting: Meeting,
-                 tokens: Callable[[int], int] = lambda step: step):
+                 tokens: Callable[[int], int] = lambda step: step, kind: str = ""):
         """Exchange nothing yet.
 
         Args:
@@ -43,6 +47,7 @@ class Exchange:
             axes: the logical names of the trained parameters.
             meeting: the log and its offers.
             tokens: from a step to the number of the island's tokens before it.
+            kind: identifies what else all islands have to have in common, such as the model.
         """
         self.islands, self._meeting, self._tokens = config, meeting, tokens
         self._fragments = fragments(abstract.params, axes, config.fragments)
@@ -53,6 +58,9 @@ class Exchange:
         self._position, self._leaving = 0, False
         self._open = 0  # the round of the offer that is under way; 0: none is
         self._offered = 0  # after which step the open offer was made
+        alike = {key: value for key, value in dataclasses.asdict(config).items() if key not in OWN}
+        self._kind = hash_of({"islands": alike, "kind": {"": kind}}).encode()
+        self._offer_made: Offer | None = None  # the last one of this process
         self._sent = "", b""  # the last offer's content, by its hash
         self._unsent: tuple[int, np.ndarray | None] = 0, None  # its fragment, and what was unsent of it before
 
@@ -78,7 +86,7 @@ class Exchange:
             stopping: whether to leave an exchange open that has to wait.
         """
         if self._open and (last or step % self.islands.interval == self.islands.overlap):
-            state = self.finish(step, state, stopping)
+            state = self.finish(step, state, (lambda step: False) if last else stopping)
         if last:
             for left in reversed(range(len(self._fragments))):
                 state = self.finish(step, self.offer(step, state, last=not left))
@@ -155,16 +163,18 @@ class Exchange:
         fragment = self._fragments[number]
         own = work.get("own", fragment)
         before = work.get("unsent", fragment) if "unsent" in self.islands.kept else None
-        content, unsent = self._payload.encode(own if self._exact else work.get("params", fragment) - own, before)
+        outer = work.get("params", fragment)
+        content, unsent = self._payload.encode(own if self._exact else outer - own, before)
         if unsent is not None:
             self._unsent = number, before
             work.set("unsent", fragment, unsent)
         self._open, self._offered = self._position + 1, step
         self._sent = hashlib.sha256(content).hexdigest(), content
         tokens = self._tokens(step) - self._tokens(max(0, step - self.islands.every))
-        self._meeting.offer(Offer(
-            self.islands.index, self._position, number, float(tokens), self._sent[0],
-            min(step, self.islands.every), tokens, self._leaving), content)
+        same = hashlib.sha256(self._kind + outer.tobytes()).hexdigest()
+        self._offer_made = Offer(self.islands.index, self._position, number, float(tokens), self._sent[0],
+                                 min(step, self.islands.every), tokens, self._leaving, same)
+        self._meeting.offer(self._offer_made, content)
         self._count("island_sent_bytes", len(content))
 
     def _take_back(self, work: HostArrays) -> None:
@@ -179,6 +189,11 @@ class Exchange:
         """Apply the entry that follows; return whether the island's open offer is settled in it."""
         if entry.number != self._position + 1:
             raise OSError(f"the islands' log has entry {entry.number} where {self._position + 1} is next")
+        for other in entry.contributions:
+            if self._offer_made and self._offer_made.differs(other):
+                raise UserError("islands.index", f"island {other.island} has other outer parameters after entry "
+                                f"{other.base} than this one, or another config", "give all islands equal configs, but "
+                                "for islands.index, and equal first parameters")
         fragment = self._fragments[entry.fragment]
         old = {name: work.get(name, fragment) for name in ("params", *self.islands.shared)}
         new = self._updated(entry, old)
@@ -211,15 +226,35 @@ class Exchange:
         return self._optimizer.together(dict(old), came, [offer.weight for offer in entry.contributions], self._exact)
 
     def _catch_up(self, state: TrainState) -> TrainState:
-        """Return the state of a new island: at the end of the log, without progress of its own."""
-        work = self._work(state)
-        self._adopt_snapshot(work)
-        while entries := self._meeting.entries(self._position, 0):
+        """Return the state of a new island, without progress of its own: at the end of the log.
+
+        If its first offer is in the log, as after a kill before its first checkpoint, it begins where it did then: it
+        makes the same steps and offers again, which do nothing.
+        """
+        work, end = self._work(state), self._first_base()
+        self._adopt_snapshot(work, end)
+        while entries := [one for one in self._meeting.entries(self._position, 0) if one.number <= end]:
             for entry in entries:
                 self._apply(entry, work)
-        if self._position:
-            self._adopt(work)
-        return self._state(state, work)
+        if not self._position:
+            return self._state(state, work)
+        self._adopt(work)
+        state = self._state(state, work)
+        if ema.NAME in state.extras:  # the average begins with the parameters that the island begins with
+            average = jax.jit(ema.begin, out_shardings=jax.tree.map(lambda a: a.sharding, state.extras[ema.NAME]))
+            state = dataclasses.replace(state, extras=state.extras | {ema.NAME: average(state.params)})
+        return state
+
+    def _first_base(self) -> float:
+        """Return the entry that the island's first offer in the log follows; infinity without one, or if it is gone."""
+        after = 0
+        with contextlib.suppress(Trimmed):
+            while entries := self._meeting.entries(after, 0):
+                for offer in (one for entry in entries for one in entry.contributions + entry.refused):
+                    if offer.island == self.islands.index:
+                        return offer.base
+                after = entries[-1].number
+        return math.inf
 
     def _adopt(self, work: HostArrays) -> None:
         """Give up the island's own progress."""
@@ -236,20 +271,18 @@ class Exchange:
                 work.get(name, fragment).tobytes() for name in ("params", *self.islands.shared)
                 for fragment in self._fragments))
 
-    def _adopt_snapshot(self, work: HostArrays) -> None:
-        """Take the newest snapshot of the outer state, if it is ahead of this island's."""
+    def _adopt_snapshot(self, work: HostArrays, end: float = math.inf) -> None:
+        """Take the newest snapshot of the outer state, if it is ahead of this island's, and not behind entry `end`."""
         position, content = self._meeting.snapshot() or (0, b"")
-        if position <= self._position:
+        if not self._position < position <= end:
             return
-        vector, at = np.frombuffer(content, "<f4"), 0
-        for name in ("params", *self.islands.shared):
-            for fragment in self._fragments:
-                size = work.get(name, fragment).size
-                if at + size > vector.size:
-                    raise UserError("islands.meeting", "its snapshot is of another model or outer optimizer",
-                                    "give all islands equal configs, but for islands.index")
-                work.set(name, fragment, vector[at:at + size])
-                at += size
+        kept = [(name, fragment) for name in ("params", *self.islands.shared) for fragment in self._fragments]
+        ends = np.cumsum([work.get(*one).size for one in kept])
+        if len(content) != 4 * ends[-1]:
+            raise UserError("islands.meeting", "its snapshot is of another model or outer optimizer",
+                            "give all islands equal configs, but for islands.index")
+        for one, vector in zip(kept, np.split(np.frombuffer(content, "<f4"), ends[:-1]), strict=True):
+            work.set(*one, vector)
         self._position = position
         self._adopt(work)
 

@@ -10,8 +10,8 @@ from jaxtrain.islands.coordinator import Coordinator, Policy
 from jaxtrain.islands.meeting import Offer
 
 
-def offered(island, base, fragment=0, last=False, content=0):
-    return Offer(island, base, fragment, 1.0, f"{content:064x}", last=last)
+def offered(island, base, fragment=0, last=False, content=0, same=""):
+    return Offer(island, base, fragment, 1.0, f"{content:064x}", last=last, same=same)
 
 
 class World:
@@ -53,6 +53,22 @@ def test_a_round_waits_for_all_islands_and_closes_with_the_last():
     assert world.islands() == []
     world.offer(1, 0)
     assert world.islands() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_island_that_differs_from_another_is_refused(mode):
+    """Of offers that follow one entry, open or settled; one that is known already does nothing."""
+    world, one, other = World(Policy(mode, islands=2)), "1" * 64, "2" * 64
+    world.offer(0, 0, same=one)
+    with pytest.raises(UserError, match=r"^island 1: its outer parameters after entry 0, or its config, are"):
+        world.offer(1, 0, same=other)
+    assert 1 not in world.mind.there
+    world.offer(0, 0, same=other)
+    world.offer(1, 0, same=one)
+    world.restart()
+    world.offer(0, 1, same=one)
+    world.offer(1, 2 if mode == "async" else 1, same=one)
+    assert len(world.mind.entries) == (4 if mode == "async" else 2)
 
 
 def test_who_is_missing_at_the_deadline_is_not_waited_for_until_it_offers_again():

@@ -120,8 +120,9 @@ class Dies:
 MODES = {"sync": {}, "streaming": dict(every=4, fragments=2, overlap=1), "int4": dict(compression="int4")}
 
 
-KILLED = [(6, "on_batch"), (6, "on_dispatch"), (8, "on_batch"), (9, "on_dispatch")]
-SLOW = [((6, "on_batch"), "int4"), ((8, "on_batch"), "streaming")]  # the others are more of the same
+KILLED = [(4, "on_batch"), (6, "on_batch"), (6, "on_dispatch"), (8, "on_batch"), (9, "on_dispatch")]
+# The first one dies before its first checkpoint. All others are more of the same.
+SLOW = [((4, "on_batch"), "sync"), ((6, "on_batch"), "int4"), ((8, "on_batch"), "streaming")]
 
 
 @pytest.mark.parametrize("killed, mode", [

@@ -1,13 +1,17 @@
 """Islands against plain DiLoCo, the same bits on all of them, and what becomes of an island that is late or new."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
+from jaxtrain.errors import UserError
+from jaxtrain.islands.meeting_places import MeetingAhead
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
+from jaxtrain.train_step.optimizers import ema
 from tests.islands import plain_diloco
 from tests.islands.archipelago import Archipelago, assert_same_bits, numbers, outer_state
 from tests.islands.memory_meeting import MemoryMeeting
@@ -60,6 +64,26 @@ def test_diloco_is_the_paper_s():
 @pytest.mark.slow
 def test_islands_with_meshes_of_their_own():
     check(archipelago((ONE, FSDP, TENSOR)))
+
+
+@pytest.mark.slow
+def test_adapters_in_float16_with_an_average_are_those_of_plain_training_to_the_bit():
+    """Of one island that talks after every step: the loss scale, moments and average are not the exchange's."""
+    keys = dict(lora__rank=2, train__precision="float16", train__accumulation=2, train__ema_decay=0.9,
+                data__global_batch_size=8, model__num_layers=1)
+    talks = dict(islands__count=1, islands__every=1, islands__learning_rate=1.0, islands__momentum=0.0)
+    plain, alone = (reference.build("llama", ONE, **keys, **more) for more in ({}, talks))
+    exchange = Exchange(alone.config.islands, alone.abstract, alone.layout.axes, MemoryMeeting(1))
+    (want, step), (got, island) = ((run.init(), reference.compiled(run)) for run in (plain, alone))
+    got = exchange.begin(0, got)
+    for n in range(4):
+        rows = reference.batch(n, 8)
+        want, _ = step(want, plain.place(rows))
+        got, metrics = island(got, alone.place(rows))
+        got = exchange.after(n + 1, got)
+    assert int(metrics["skipped"]) < 4
+    assert_same_bits(*(numbers((state.params, state.extras["ema"], state.opt_state, state.loss_scale))
+                       for state in (got, want)))
 
 
 def masks():
@@ -185,6 +209,95 @@ def test_an_island_that_joins_begins_at_the_end_of_the_log(trimmed):
     assert int(joined.step) == 0
 
 
+def test_an_island_that_begins_again_makes_its_first_offers_again():
+    """As after a kill before its first checkpoint: its first steps are in the log once, whatever came since."""
+    found = few(2, snapshot_every=2)
+    found.train(9)
+    again = few(2, into=found.meeting, snapshot_every=2)
+    assert int(again.states[0].extras["outer"]["position"]) == 0
+    again.train(9)
+    assert len(found.meeting.log) == 3
+    assert_same_bits(numbers(again.states), numbers(found.states))
+
+
+@pytest.mark.slow
+def test_one_that_joined_late_begins_again_where_it_joined():
+    found = few(2)
+    found.meeting.lose(1)
+    alone, exchange = found.exchanges
+    state = found.states[0]
+    for step in range(1, 4):
+        state, _ = found.steps[0](state, found.runs[0].place(rows_of(step, 0)))
+        state = alone.after(step, state)
+    joined = exchange.begin(0, found.states[1])
+    exchange.finish(3, exchange.offer(3, joined), stopping=lambda step: True)
+    alone.finish(6, alone.offer(6, state))
+    assert [len(entry.contributions) for entry in found.meeting.log] == [1, 2]
+    assert_same_bits(numbers(few(2, into=found.meeting).states[1]), numbers(joined))
+
+
+def test_the_average_of_an_island_that_joins_begins_with_its_parameters():
+    run, _ = tiny()
+    found = few(2)
+    found.meeting.lose(1)
+    found.states[0] = found.exchanges[0].offer(3, found.states[0])
+    moved = jax.tree.map(lambda x: x + 1, found.states[0].params)
+    found.states[0] = found.exchanges[0].finish(3, replace(found.states[0], params=moved))
+    start = run.init()
+    own = jax.tree.map(lambda x: x - 1, start.params)  # not what the log has
+    joined = found.exchanges[1].begin(0, replace(start, params=own, extras=start.extras | {"ema": ema.begin(own)}))
+    assert_same_bits(numbers(joined.extras["ema"]), numbers(joined.params))
+    assert_same_bits(numbers(joined.params), outer_state(found.states[0])["params"])
+
+
+@pytest.mark.parametrize("rate, kind, start", [(0.5, "", 0.0), (0.7, "llama", 0.0), (0.7, "", 1.0)])
+def test_an_island_of_another_config_or_beginning_is_refused(rate, kind, start):
+    """By itself where others' offers come with its own; by the coordinator before (test_coordinator.py)."""
+    found, run = few(2), tiny()[0]
+    other = replace(found.config, index=1, learning_rate=rate)
+    found.exchanges[1] = Exchange(other, run.abstract, run.layout.axes, found.meeting, kind=kind)
+    outer = found.states[1].extras["outer"]
+    moved = jax.tree.map(lambda x: x + start, outer["params"])
+    found.states[1] = replace(found.states[1], extras=found.states[1].extras | {"outer": outer | {"params": moved}})
+    with pytest.raises(UserError, match=r"^islands.index: island 1 has other outer parameters after entry 0 than this"):
+        found.train(3)
+
+
+def test_a_snapshot_of_another_outer_optimizer_is_refused():
+    found = few(2, snapshot_every=1)
+    found.train(3)
+    other = few(1, into=MemoryMeeting(2), momentum=0.0).exchanges[0]
+    other._meeting = found.meeting
+    found.meeting.trim(2)
+    with pytest.raises(UserError, match=r"^islands.meeting: its snapshot is of another model or outer optimizer"):
+        other.begin(0, tiny()[0].init())
+
+
+def test_an_island_at_its_end_waits_for_its_open_offer_and_leaves():
+    """However it is asked to stop: else its offer would be made again, which does nothing, and it would not leave."""
+    found, looks = few(2, overlap=1), []
+    meeting, (one, other), read = found.meeting, found.exchanges, found.meeting.entries
+    found.states[0] = one.offer(3, found.states[0])
+
+    def entries(after, wait):
+        looks.append(after)
+        if len(looks) == 2:
+            found.states[1] = other.offer(3, found.states[1])
+        if after == 1 and len(meeting.log) == 1:
+            found.states[1] = other.offer(4, other.finish(4, found.states[1]), last=True)
+        return read(after, 0)
+
+    meeting.entries = entries
+    one.after(4, found.states[0], last=True, stopping=lambda step: True)
+    assert [[offer.last for offer in entry.contributions] for entry in meeting.log] == [[False] * 2, [True] * 2]
+
+
+def test_one_that_joins_with_overlap_reads_contents_before_it_offers():
+    found = few(2)
+    found.train(3)
+    assert MeetingAhead(found.meeting).content(found.meeting.log[0].contributions[0].sha256)
+
+
 def test_an_island_that_leaves_is_not_waited_for():
     found = few(2)
     found.train(3)
@@ -287,12 +400,12 @@ def offered_by(found, island):
 
 
 def test_asynchronous_islands_apply_the_same_entries_and_drop_what_is_refused():
-    found = few(3, "async", max_age=2, momentum=0.0)
+    found = few(4, "async", max_age=2, momentum=0.0)
     states, exchanges = found.states, found.exchanges
     for step, island in enumerate([0, 1, 0, 2, 0, 0, 1, 2], 1):  # islands of very unequal speed
         states[island], _ = found.steps[0](states[island], found.runs[0].place(rows_of(step, island)))
         states[island] = exchanges[island].finish(3, exchanges[island].offer(3, states[island]))
         assert_same_bits(numbers(states[island].params), outer_state(states[island])["params"])
     assert [len(entry.refused) for entry in found.meeting.log] == [0, 0, 0, 1, 0, 0, 1, 1]
-    new = exchanges[0].begin(0, tiny()[0].init())
+    new = exchanges[3].begin(0, tiny()[0].init())
     assert_same_bits(shared(new), shared(states[2]))

@@ -1,11 +1,13 @@
 """The section of a config that makes a run one of several islands, which train apart and talk every some steps."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from jaxtrain.config.field_checks import not_negative, one_of, positive
 from jaxtrain.errors import UserError
 
 MODES = ("sync", "async")
+OWN = ("index", "meeting", "keys", "max_age", "snapshot_every")  # keys that need not be equal on all islands
 LOSSY = ("int8", "int4", "top_k")  # what is lost is remembered, and sent with what comes next
 
 
@@ -74,3 +76,15 @@ class IslandsConfig:
     def kept(self) -> tuple[str, ...]:
         """All that is kept for every parameter: what was lost in sending its progress, too."""
         return (*self.shared, "unsent") if self.compression in LOSSY else self.shared
+
+
+def check(config: Any) -> None:
+    """Refuse a `Config` with whose other sections islands do not go."""
+    for key, value, reason in (
+            ("reinforce.prompts", config.reinforce.prompts, "prompts are not divided among islands, so that all would "
+             "answer the same ones"),
+            ("resilience.spikes", config.resilience.spikes == "rollback", "what an island has offered stays in the "
+             "log, and cannot be gone back from")):
+        if config.islands.count and value:
+            raise UserError(key, reason, "set it to skip" if key == "resilience.spikes" else
+                            "leave it out, or islands.count")

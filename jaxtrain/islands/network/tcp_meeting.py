@@ -56,8 +56,8 @@ class TcpMeeting:
     def close(self) -> None:
         """Close the connections."""
         self._closed.set()
-        while self._unused:
-            self._unused.pop().close()
+        while line := self._idle():
+            line.close()
 
     def offer(self, offer: Offer, content: bytes) -> None:
         """Offer progress, as `Meeting` says."""
@@ -118,7 +118,7 @@ class TcpMeeting:
         while True:
             line = None
             try:
-                line = self._unused.pop() if self._unused else self._connected()
+                line = self._idle() or self._connected()
                 done = do(line)
                 self._note()
                 self._unused.append(line)
@@ -149,6 +149,11 @@ class TcpMeeting:
         if self._silent:
             self._silent = False
             say(f"{self._address}: the coordinator of the islands answers again")
+
+    def _idle(self) -> ssl.SSLSocket | None:
+        with contextlib.suppress(IndexError):  # of what another thread may take meanwhile
+            return self._unused.pop()
+        return None
 
     def _connected(self) -> ssl.SSLSocket:
         plain = socket.create_connection((self._host, self._port), self._silence)

@@ -59,6 +59,7 @@ class CompressedGradients:
     config: Config
     layout: Layout
     params: Any  # abstract
+    updates: Any = None  # the name of the update rule of each that has one of its own, else "": those cross exactly
 
     @property
     def axis(self) -> str:
@@ -85,12 +86,14 @@ class CompressedGradients:
         """The codec of each gradient and the shape of a device's part of it, in the order of the tree's leaves."""
         c, names = self.config.compression, jax.tree.structure(self.params).flatten_up_to(self.layout.axes)
         settings = {"ratio": c.ratio, "rank": c.rank} | ({"block": c.block} if c.block else {})
+        rules = jax.tree.leaves(self.updates) or [""] * len(names)
         found = []
-        for leaf, where, axes in zip(*map(jax.tree.leaves, (self.params, self.crossing)), names, strict=True):
+        for leaf, where, axes, rule in zip(*map(jax.tree.leaves, (self.params, self.crossing)), names, rules,
+                                           strict=True):
             entries = (*where.spec, *(None,) * (len(leaf.shape) - len(where.spec)))
             shape = tuple(size // sharding.shards(entry, self.layout.mesh)
                           for size, entry in zip(leaf.shape, entries, strict=True))
-            codec = codecs.make(c.method, settings, stacked=int("layers" in (axes or ())[:1]))
+            codec = codecs.make("exact" if rule else c.method, settings, stacked=int("layers" in (axes or ())[:1]))
             found.append((codecs.for_shape(codec, shape), shape))
         return found
 

@@ -22,3 +22,13 @@ from jaxtrain.errors import UserError
 def test_refusals(keys, said):
     with pytest.raises(UserError, match=said):
         make_config({"islands": keys})
+
+
+@pytest.mark.parametrize("keys, said", [
+    ({"reinforce": {"prompts": "p.jsonl", "reward": "r.py:f"}, "train": {"eval_every": 0}},
+     r"^reinforce.prompts: prompts are not divided among islands"),
+    ({"resilience": {"spikes": "rollback"}}, r"^resilience.spikes: what an island has offered stays in the log"),
+])
+def test_sections_with_which_islands_do_not_go(keys, said):
+    with pytest.raises(UserError, match=said):
+        make_config({"islands": dict(count=2)} | keys)

@@ -245,6 +245,16 @@ def test_a_coordinator_that_stays_away_is_an_oserror(island, served):
             meeting.entries(0, 0)
 
 
+def test_a_line_that_another_thread_takes_is_replaced(island):
+    class Taken(list):
+        def __bool__(self):
+            return True  # as it was before the other thread came
+
+    one = island(0)
+    one._unused = Taken()
+    assert list(one.entries(0, 0)) == []
+
+
 def test_a_silent_line_is_left_for_another(island, served):
     with CuttingProxy(served.port) as proxy:
         meeting = island(0, proxy.port, silence=0.3)

@@ -117,6 +117,27 @@ def test_exact_sums_are_those_of_one_device(keys):
     reference.check(run, "gpt2", steps=3)
 
 
+@pytest.mark.parametrize("keys", [
+    pytest.param(dict(sparsity__targets=["blocks/*"], sparsity__decay=0.05), marks=pytest.mark.slow),
+    pytest.param(dict(lora__rank=2, train__precision="float16", train__accumulation=2), marks=pytest.mark.exhaustive)],
+    ids=str)
+def test_exact_sums_with_what_else_changes_a_step(keys):
+    """Three steps with kernels that become sparse, or of adapters with a loss scale, are those without a method."""
+    found = []
+    for method in ("", "exact"):
+        run = reference.build("llama", (2, 1, 1), compression__method=method, model__num_layers=1,
+                              data__global_batch_size=ROWS, **keys)
+        state, step, losses = run.init(), reference.compiled(run), []
+        for n in range(3):
+            state, metrics = step(state, run.place(reference.batch(n, ROWS)))
+            losses.append(float(metrics["loss"]))
+        found.append((losses, jax.device_get(state.params), jax.device_get(state.loss_scale)))
+    (losses, params, scale), (want, others, same) = found
+    np.testing.assert_allclose(losses, want, rtol=1e-3 if scale else 1e-5)
+    assert scale == same
+    assert reference.worst(params, others)[0] < (0.05 if scale else 1e-4)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["mixtral", "llama"])
 def test_exact_sums_of_other_families(family):
@@ -190,6 +211,19 @@ def test_what_one_peer_cannot_send_stops_all():
         assert np.isnan(got).all() if bad else np.isfinite(got).all()
 
 
+@pytest.mark.slow
+def test_what_an_update_rule_counts_crosses_exactly():
+    """A router's bias has the sign of its experts' excess load for an update: of all of them in each step."""
+    run = reference.build("deepseek_v3", (2, 1, 1), compression__method="top_k")
+    for updates in run._metadata("update", run.abstract.params), None:
+        biases = [state for path, state in jax.tree_util.tree_leaves_with_path(
+            jax.eval_shape(CompressedGradients(run.config, run.layout, run.abstract.params, updates).begin, None))
+            if "['router']['bias']" in jax.tree_util.keystr(path)]
+        assert (not biases) == (updates is not None)
+    assert not [path for path, _ in jax.tree_util.tree_leaves_with_path(run.abstract.extras[NAME])
+                if "['router']['bias']" in jax.tree_util.keystr(path)]
+
+
 @pytest.mark.parametrize("keys, sentence", [
     ({"compression.block": 8}, "compression.block: compression.method='' does not read it"),
     ({"compression.method": "int8", "compression.rank": 2}, "compression.rank: compression.method='int8' does not"),
@@ -197,6 +231,8 @@ def test_what_one_peer_cannot_send_stops_all():
     ({"compression.method": "int8", "mesh.stage": 2}, r"compression.axis: a pipeline \(mesh.stage=2\)"),
     ({"compression.method": "int8", "compression.axis": "fsdp", "mesh.fsdp": 2}, "compression.axis: parameters are"),
     ({"compression.method": "int8", "mesh.overrides": {"batch": "fsdp+expert"}}, "compression.axis: data does not"),
+    ({"compression.method": "int8", "model.name": "siglip", "data.packing": "best_fit"},
+     "model.name: pairs are compared with all others"),
     ({"compression.method": "zip"}, "compression.method: 'zip'")])
 def test_what_cannot_be_combined_is_one_sentence(keys, sentence):
     with pytest.raises(jt.UserError, match=f"^{sentence}"):
