@@ -334,9 +334,12 @@ class Config:
                            ("preference.loss", self.preference.loss), ("reinforce.prompts", self.reinforce.prompts),
                            ("islands.count", self.islands.count), ("data.corrupt", self.data.corrupt != "fail"),
                            ("data.cross_document_attention", self.data.cross_document_attention),
-                           ("data.mixture", self.data.mixture), ("data.stages", self.data.stages)):
+                           ("data.mixture", self.data.mixture), ("data.stages", self.data.stages),
+                           ("evaluation.tasks", self.evaluation.tasks)):
             if value:
                 raise UserError(key, f"it is for decoders of text, and {self.model.name} is none", "leave it out")
+        if self.train.z_loss and self.model.name in ("clips", "siglip", "clip", "picture_flow"):
+            raise UserError("train.z_loss", f"{self.model.name} has no cross-entropy per token", "leave it out")
 
     @property
     def scalar_head(self) -> str:
