@@ -1,5 +1,6 @@
 """Windows of long files, what follows from times, and the tokens before and among those of a transcript."""
 
+import json
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.data.prepare_sequences.audio import SILENCE, log_mel
+from jaxtrain.hub import trained_model
 from jaxtrain.hub.speech import transcribe
 from jaxtrain.models.modalities.whisper import silent_after
 
@@ -55,9 +57,18 @@ def test_times_may_be_chosen_where_the_tokenizer_does_not_list_them():
     assert transcribe.known_tokens(WORDS, C, 0) == 20
 
 
+def test_a_workdir_of_speech_is_opened_and_one_of_pictures_is_not(tmp_path):
+    for name in ("whisper", "siglip"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model": {"name": name}}))
+    assert trained_model.sections_of(tmp_path / "whisper") == {"model": {"name": "whisper"}}
+    with pytest.raises(jt.UserError, match=r"^WORKDIR: it trained siglip, which is no decoder of text"):
+        trained_model.sections_of(tmp_path / "siglip")
+
+
 def test_the_tokens_before_a_transcript_name_a_language():
     assert transcribe.prompt_of(WORDS, C, "", "", False) == [1]
     assert transcribe.prompt_of(WORDS, C, "en", "", False) == [1, 4, 5, 19]
     assert transcribe.prompt_of(WORDS, SimpleNamespace(prefix=[1, 4]), "", "", True) == [1, 4, 5]
-    with pytest.raises(jt.UserError, match=r"^--language: the model knows several, and model\.prefix names none of them"):
+    with pytest.raises(jt.UserError, match=r"^--language: the model knows several, and model\.prefix names none"):
         transcribe.prompt_of(WORDS, C, "", "", True)
