@@ -125,7 +125,7 @@ def transcribe(folder: str | Path, files: Sequence[str], step: int | None = None
     run, state = trained_model.load_model(folder, step=step)
     c = run.config.model
     if not isinstance(c, WhisperConfig):
-        raise UserError("WORKDIR", f"its model is {c.name}, which hears nothing", "give one of whisper")
+        raise UserError("WORKDIR", f"its model is {c.name}, which does not read audio", "give one of whisper")
     prompt = prompt_of(words, c, language, task, timestamps)
     first = _times(words, c) if timestamps else 0
     silent = [id for id in (words.specials.get(NO_TIMES), words.specials.get(START)) if id is not None]
