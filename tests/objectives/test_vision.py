@@ -124,9 +124,9 @@ def test_pictures_are_made_by_eulers_method():
     ("clip", dict(model__mup_base={"embed_dim": 16, "num_heads": 4}), "model.mup_base: clip has an encoder of pictu"),
     ("vision_language", dict(model__mtp_loss_weight=0.1), "model.mtp_loss_weight: pictures are not predicted, and so"),
     ("picture_flow", dict(data__augment=["blur"]), "data.augment: 'blur' is not supported; known: colour, crop"),
-    ("clip", dict(compression__method="int8"), "model.name: pairs are compared over the whole batch, and compression.me"),
+    ("clip", dict(compression__method="int8"), "compression.method: clip compares pairs over the whole batch"),
     ("picture_flow", dict(train__z_loss=1e-3), "train.z_loss: picture_flow has no cross-entropy per token; leave it o"),
-    ("vision_language", dict(evaluation__tasks=["a"]), "evaluation.tasks: it is for decoders of text, and vision_lang"),
+    ("vision_language", dict(evaluation__tasks=["a"]), "evaluation.tasks: it is for decoders of text, and vision_l"),
     ("picture_flow", dict(lora__rank=2), "lora.rank: it is for decoders of text, and picture_flow is none; leave it"),
 ])
 def test_mistakes_are_told_in_one_line(kind, keys, message):

@@ -45,7 +45,6 @@ def check(config: Any) -> None:
     for key, value, reason in (
             ("reinforce.prompts", config.reinforce.prompts, "rewards are compared over the whole batch"),
             ("preference.loss", config.preference.loss == "kto", "kto compares answers of the whole batch"),
-            ("model.name", config.model.name in ("siglip", "clip"), "pairs are compared over the whole batch"),
             ("optimizer.zero_stage", config.optimizer.zero_stage, "what is spread over data crosses it whole")):
         if value:
             raise UserError(key, f"{reason}, and compression.method={config.compression.method} sums gradients that "
