@@ -68,7 +68,7 @@ def contrast(folder):
         "model": {"name": "siglip", "text_len": 24, **MODEL},
         "data": {"source": str(folder / "corpus"), "packing": "best_fit", "seq_len": 256, "global_batch_size": 8,
                  "augment": ["flip"]},
-        "train": {"steps": 240, "eval_every": 0.5}, **TRAINED})
+        "train": {"steps": 400, "eval_every": 0.5}, **TRAINED})
     state = jt.train(config, folder / "siglip")
     print(f"zero-shot accuracy: {last_line(folder / 'siglip')['eval_accuracy']:.0%}")
     return jax.device_get(state.params["picture"])

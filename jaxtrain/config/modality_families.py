@@ -91,6 +91,7 @@ class WhisperConfig(ModelConfig):
 
     tied_embeddings = True
     causal = False
+    flops_known = False
     fixed = ("audio_positions",)
 
     def __post_init__(self):

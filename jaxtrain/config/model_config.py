@@ -31,6 +31,7 @@ class ModelConfig:
     # No fields (they have no annotation): what a family without such a field has.
     text = False  # whether it is a decoder of text; else a row is a sequence of a prepared corpus
     causal = True  # whether attention looks back only
+    flops_known = True  # whether each step of a row meets each matrix, so that FLOPs per step follow from parameters
     rows_of = "sequences"  # what such a row has: "sequences", one of them, or "pictures", several
     vocab_size = 0
     window = 0

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from jaxtrain.config import remat_policies
@@ -329,12 +330,10 @@ class Config:
         packing, rows = _ROWS[self.model.rows_of]
         if self.data.packing != packing:
             raise UserError("data.packing", f"{self.model.name} has {rows} in a row", f"set data.packing={packing}")
-        for key, value in (("train.sample_tokens", self.train.sample_tokens), ("lora.rank", self.lora.rank),
-                           ("preference.loss", self.preference.loss), ("reinforce.prompts", self.reinforce.prompts),
-                           ("islands.count", self.islands.count), ("data.corrupt", self.data.corrupt != "fail"),
-                           ("data.cross_document_attention", self.data.cross_document_attention),
-                           ("data.mixture", self.data.mixture), ("data.stages", self.data.stages)):
-            if value:
+        of_text = ("train.sample_tokens lora.rank preference.loss reinforce.prompts islands.count data.mixture "
+                   "data.stages data.cross_document_attention evaluation.tasks")
+        for key in (*of_text.split(), *["data.corrupt"] * (self.data.corrupt != "fail")):
+            if attrgetter(key)(self):
                 raise UserError(key, f"it is for decoders of text, and {self.model.name} is none", "leave it out")
 
     @property

@@ -17,6 +17,7 @@ class PatchesConfig(ModelConfig):
     patches_per_side: int = 64  # the longest side of a picture in patches, each with a learned position
     pictures_per_row: int = 8  # the most that share a row
     rows_of = "pictures"
+    flops_known = False
 
     def __post_init__(self):
         super().__post_init__()

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtrain.config.schema import Config
 from jaxtrain.config.vision_keys import PictureFlowConfig
 from jaxtrain.data.loading.batch_spec import SEQ, Array
-from jaxtrain.objectives.contrastive import patches_spec
+from jaxtrain.objectives.contrastive import patches_spec, without_z_loss
 from jaxtrain.objectives.objective import OfTheModelAlone
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
@@ -37,6 +37,7 @@ class FlowMatching(OfTheModelAlone):
     def of(cls, config: Config, model: Skeleton) -> "FlowMatching":
         """As a config describes it."""
         assert isinstance(config.model, PictureFlowConfig)
+        without_z_loss(config)
         return cls(model, config.model)
 
     @property

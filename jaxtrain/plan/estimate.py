@@ -35,7 +35,7 @@ class Estimate:
     time: time.Time
     talked: Counter  # (kind, axes) -> bytes of results on one device
     host: int  # bytes of the host's memory for each device
-    useful: float  # FLOP of one device that the model needs, with causal attention
+    useful: float  # FLOP of one device that the model needs, with causal attention; 0: not known
     answering: dict[str, Counter] = field(default_factory=dict)  # memory while prompts are answered, by phase
 
     @property
@@ -71,8 +71,13 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """The share of the bfloat16 peak that the model's own arithmetic reaches."""
+        """The share of the bfloat16 peak that the model's own arithmetic reaches; 0: not known."""
         return self.useful / self.seconds / self.target.peak["bfloat16"]
+
+    @property
+    def mfu_said(self) -> str:
+        """The same as text; "" where it is not known, and for CPUs, whose peak is not."""
+        return f"{self.mfu:.1%}" if self.useful and self.target.platform != "cpu" else ""
 
     def days(self, tokens: float) -> float:
         """Return the days to train on so many tokens, without interruptions."""
@@ -126,7 +131,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     c = config
     matmuls = matmul_parameters(run.abstract, run.layout, c.model, run.objective.frozen_axes)
     per_token = flops_per_token(c.model, matmuls, c.data.seq_len, True)
-    useful = per_token * c.data.global_batch_size * c.data.seq_len / devices
+    useful = c.model.flops_known * per_token * c.data.global_batch_size * c.data.seq_len / devices
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
     return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, answering)
 

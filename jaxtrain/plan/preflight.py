@@ -110,4 +110,4 @@ def shown(guess: Estimate) -> str:
     largest = ", ".join(f"{name} {gigabytes(size)}" for name, size in guess.worst[1].most_common(3))
     return (f"{gigabytes(guess.bytes)} of {gigabytes(guess.target.room)} GB a device ({largest}), "
             f"{guess.seconds:.3g} s a step, {guess.tokens_per_second:,.0f} tokens/s" +
-            (f", MFU {guess.mfu:.0%}" if guess.target.platform != "cpu" else ""))
+            (f", MFU {guess.mfu:.0%}" if guess.mfu_said else ""))

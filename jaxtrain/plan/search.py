@@ -34,14 +34,14 @@ def search(config: Config, target: Target, devices: int, *, meshes_traced: int =
            precisions: Sequence[str] = (), progress: Callable[[int, int], None] = lambda done, ahead: None) -> Found:
     """Search for about a minute of one core at most: by default 16 meshes, and 4 of them in detail.
 
-    For models with experts it is 6 and 2, because they take three times as long to trace. (The limits are numbers
-    rather than times, so that all processes of a run decide the same.) `precisions`: others than the config's, each of
-    which takes as long again. `progress` gets the number of layouts that were estimated, and about that of those to
-    come.
+    For models with experts, or of pictures or speech, it is 6 and 2, because they take up to three times as long to
+    trace. (The limits are numbers rather than times, so that all processes of a run decide the same.) `precisions`:
+    others than the config's, each of which takes as long again. `progress` gets the number of layouts that were
+    estimated, and about that of those to come.
     """
     found = Found(config, target, devices)
     look = _Looker(found, progress)
-    usual = (6, 2) if config.model.num_experts else (16, 4)
+    usual = (6, 2) if config.model.num_experts or not config.model.flops_known else (16, 4)
     meshes_traced, refined = meshes_traced or usual[0], refined or usual[1]
     now = precision.resolve(config.train.precision, target.platform)
     others = [{"train.precision": other} for other in dict.fromkeys(precisions) if other != now]

@@ -23,7 +23,7 @@ from jaxtrain.trainer.session import Session
 
 def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
     """Return a function from a step to what turns its seconds into throughput and MFU."""
-    if run.own_model:  # its FLOPs are not known, so there is no MFU
+    if run.own_model or not run.config.model.flops_known:  # so there is no MFU
         return lambda step: observe.Constants(int(np.prod(batches.shape(step))), tokens_before=batches.tokens(step))
     model = run.config.model
     matmuls = matmul_parameters(run.abstract, run.layout, model, run.objective.frozen_axes)

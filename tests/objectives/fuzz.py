@@ -3,9 +3,9 @@
     python -m tests.objectives.fuzz --cases=100 --seed=7 --devices=8
 
 draws what tests/composition/fuzz.py draws (meshes, schedules, precisions, rematerialization, accumulation, adapters,
-frozen parameters, model families), and beside it a loss of preferences or of rewards with its settings, or events of
-users in place of text. Policy and reference differ. A case fails where the loss, the gradient's norm or any leaf of the
-gradient of what is trained is off, or where a frozen leaf has changed after twenty steps.
+frozen parameters, model families), and beside it a loss of preferences or of rewards with its settings, or a family
+that is no decoder of text. Policy and reference differ. A case fails where the loss, the gradient's norm or any leaf of
+the gradient of what is trained is off, or where a frozen leaf has changed after twenty steps.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from typing import Any
 from tests.composition.fuzz import ROWS, SEQ, TOLERANCE, config_of, draw
 
 PREFERENCES = ("dpo", "robust", "ipo", "hinge", "simpo", "orpo", "reward", "kto")
+OTHERS = ("clips", "whisper", "siglip", "clip", "vision_language", "picture_flow")  # and events
 STEPS = 20  # after which frozen leaves have the same bits
 UNFIT = ("train.z_loss", "data.cross_document_attention", "model.mtp_loss_weight", "optimizer.name",
          "optimizer.moment_dtype", "optimizer.offload", "train.attention")
@@ -31,8 +32,8 @@ def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
     """One config, as keys like those of a command line."""
     keys = {key: value for key, value in draw(rng, devices).items() if key not in UNFIT}
     own = random.Random(f"{sorted(keys.items())}")  # its own numbers: the other cases stay as drawn
-    if own.random() < 0.15:
-        return events_case(keys, own)
+    if own.random() < 0.25:
+        return other_case(keys, own)
     keys |= {"packing": True, "evaluate": False, "value_and_grad": False, "empty": ""}
     if keys["train.precision"] == "fp8":  # whose own rounding hides a wrong loss
         keys["train.precision"] = "bfloat16"
@@ -55,34 +56,58 @@ def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
                    "reinforce.ratio": rng.choice(("token", "sequence")), "reinforce.kl": rng.choice((0.0, 0.1))}
 
 
-def events_case(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """The case for events of users: the mesh, the steps and the size of the layers stay."""
-    kept = ("mesh.", "pipeline.", "train.", "optimizer.", "model.num_layers", "model.tied_embeddings", "data.global",
-            "data.seq_len", "model.max_seq_len", "model.window")
+def other_case(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """The case for a family that is no decoder of text: the mesh, the steps and the number of layers stay."""
+    family = rng.choice(("events", "events", *OTHERS))
+    kept = ("mesh.", "pipeline.", "train.", "optimizer.", "model.num_layers")
+    if family == "events":
+        kept += ("model.tied_embeddings", "data.global", "data.seq_len", "model.max_seq_len", "model.window")
     keys = {key: value for key, value in keys.items() if key.startswith(kept) and key not in (
         "train.freeze", "train.ema_decay")}
     if keys["train.precision"] == "fp8":
         keys["train.precision"] = "bfloat16"
+    if family != "events":
+        whole = [] if family == "vision_language" else ["mesh.stage"]
+        whole += ["mesh.context"] * (family in ("clips", "whisper"))  # axes that they are refused with
+        whole += ["train.accumulation"] * (family in ("siglip", "clip"))  # with which fewer pairs are compared
+        keys = {key: value for key, value in keys.items() if whole[:1] != ["mesh.stage"] or key[:9] != "pipeline."}
+        return keys | dict.fromkeys(whole, 1) | {"family": family, "data.global_batch_size": 16}
     return keys | {"family": "events", "model.time_loss": rng.choice((0.0, 0.3)),
                    "model.num_kv_heads": rng.choice((4, 8)), "model.predict": rng.choice(("item", "shop"))}
 
 
-def check_events(keys: dict[str, Any]) -> dict[str, float]:
-    """Compare one case of events; raises as `check` does."""
+def plain_of(family: str) -> tuple[Any, Any, Any]:
+    """Return the functions that make a config of keys, make a batch, and compute the loss, of a family in OTHERS."""
+    from tests.objectives import plain_clips, plain_events, plain_transcription, plain_vision
+
+    if family == "events":
+        return plain_events.config, functools.partial(plain_events.batch, rows=ROWS, seq=SEQ), plain_events.loss
+    if family == "clips":
+        return plain_clips.config, plain_clips.batch, lambda *args: plain_clips.metrics(*args)[0]
+    if family == "whisper":
+        return plain_transcription.config, plain_transcription.batch, plain_transcription.loss
+    return (functools.partial(plain_vision.config, family), functools.partial(plain_vision.batch, family, rows=16),
+            plain_vision.loss)
+
+
+def check_other(keys: dict[str, Any]) -> dict[str, float]:
+    """Compare one case of a family that is no decoder of text; raises as `check` does."""
     import jax
     import numpy as np
 
     from jaxtrain import builder
+    from jaxtrain.train_step import partition
     from tests.numerics import reference
-    from tests.objectives import plain_events as plain
 
-    config = plain.config(**{key.replace(".", "__"): value for key, value in keys.items() if key != "family"})
+    config_of, batch_of, loss_of = plain_of(keys["family"])
+    config = config_of(**{key.replace(".", "__"): value for key, value in keys.items() if key != "family"})
     devices = int(np.prod([value for key, value in keys.items() if key.startswith("mesh.") and type(value) is int]))
     run = builder.build(config, devices=jax.devices()[:devices])
-    rng, batch = np.random.default_rng(0), plain.batch(rows=ROWS, seq=SEQ)
-    params = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), run.abstract.params)
-    loss, want = jax.device_get(jax.jit(jax.value_and_grad(
-        lambda params: plain.loss(config.model, params, batch)))(params))
+    rng, batch = np.random.default_rng(0), batch_of()
+    params = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), run.abstract.all_params)
+    truth = jax.jit(jax.value_and_grad(lambda params: loss_of(config.model, params, batch)))
+    loss, want = jax.device_get(truth.lower(params).compile({"xla_backend_optimization_level": 0})(params))
+    want = partition.like(want, run.abstract.params)
     value, got = jax.device_get(run.value_and_grad(reference.start_from(run, params), batch))
     norm, precision = float(reference.norm_of(want)), keys["train.precision"]
     off = {"value": abs(float(value) / float(loss) - 1)}
@@ -128,8 +153,8 @@ def _state_of(run: Any, params: Any, step: Any) -> Any:
 
 def check(keys: dict[str, Any]) -> dict[str, float]:
     """Compare one case; raises AssertionError where a number is off, UserError where it is refused."""
-    if keys["family"] == "events":
-        return check_events(keys)
+    if keys["family"] in ("events", *OTHERS):
+        return check_other(keys)
     import jax
     import numpy as np
 

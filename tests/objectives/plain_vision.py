@@ -9,9 +9,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxtrain as jt
 from tests.numerics.reference import layer_norm, rms_norm, rotate, softmax
 
-SIDE, PATCH = 6, 2
+PATCH = 2
+SHAPE = dict(num_layers=2, embed_dim=32, num_heads=8, max_seq_len=32, patch_size=PATCH, patches_per_side=6,
+             pictures_per_row=3)
+ENCODER = dict(picture_layers=2, picture_embed_dim=40, picture_heads=8)
+DUAL = SHAPE | ENCODER | dict(vocab_size=64, text_len=4, joint_dim=24)
+MODELS = {"siglip": DUAL, "clip": DUAL | dict(pooling="mean"),
+          "vision_language": SHAPE | ENCODER | dict(vocab_size=64, num_kv_heads=8, mlp_dim=48, tied_embeddings=False),
+          "picture_flow": SHAPE | dict(num_labels=5)}
+
+
+def config(kind, data=None, model=None, **keys) -> jt.Config:
+    """Narrow models; keys as on a command line, `mesh__tensor=2`."""
+    return jt.make_config({
+        "model": {"name": kind} | MODELS[kind] | (model or {}), "mesh": {"data": 1},
+        "data": dict(seq_len=16, global_batch_size=8, packing="best_fit") | (data or {}),
+        "train": {"steps": 8}}, {key.replace("__", "."): value for key, value in keys.items()})
+
+
+def loss(c, p, batch):
+    """The mean loss of a family."""
+    if c.name in ("siglip", "clip"):
+        return contrastive(c, p, batch)[0]
+    return {"vision_language": captioning, "picture_flow": flow}[c.name](c, p, batch)
 
 
 def gelu(x):

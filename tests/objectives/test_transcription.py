@@ -128,6 +128,7 @@ def test_spec_augment_is_a_function_of_seed_step_and_row(corpus):
     (dict(data__seq_len=128), "data.seq_len: 128 exceeds model.audio_positions=32; lower it or raise model.audio_pos"),
     (dict(model__ctc_weight=2.0), "model.ctc_weight: 2.0 is a share above 1; give one such as 0.3"),
     (dict(model__audio_chunks_back=2), "model.audio_chunks_back: it is read with model.audio_chunk only; set that"),
+    (dict(data__seq_len=32, data__crop=True, data__buckets=[]), "data.seq_len: "),
     (dict(mesh__context=2), "mesh.context: whisper attends to later tokens too, and its rows are not cut; set mesh."),
     (dict(mesh__stage=2), ""), (dict(model__num_kv_heads=2), "model.num_kv_heads: 2 differs from model.num_heads=4;"),
 ])

@@ -1,6 +1,7 @@
 """Counted by hand, and against published figures."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +10,11 @@ from jaxtrain.config.families import DecoderConfig, DeepseekV3Config
 from jaxtrain.config.load import load_config, make_config
 from jaxtrain.objectives.distillation import distillation
 from jaxtrain.observe import device_peak, flops_per_token, mfu
+from jaxtrain.plan import targets
+from jaxtrain.plan.estimate import estimate
+from jaxtrain.plan.preflight import shown
 from jaxtrain.train_step.report import matmul_parameters, report
+from jaxtrain.trainer.reporting import constants
 from tests.numerics import reference
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -100,6 +105,23 @@ def test_window_longer_than_the_row_is_no_window():
 ])
 def test_device_peak(kind, tera):
     assert device_peak(kind) == (tera and tera * 1e12)
+
+
+OTHERS = ("siglip_b16.py:tiny", "vision_language.py:tiny", "picture_flow.py:tiny", "whisper.py:words")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_mfu_where_steps_of_a_row_do_not_meet_all_matrices(name):
+    run = SimpleNamespace(own_model=None, config=load_config(CONFIGS / name, {}))
+    told = constants(run, SimpleNamespace(shape=lambda step: (8, 16), tokens=lambda step: 128 * step))(2)
+    assert (told.tokens_per_step, told.tokens_before) == (128, 256) and told.peak is None and not told.flops_per_token
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS[::3])
+def test_the_planner_says_none_there(name):
+    guess = estimate(load_config(CONFIGS / name, {"mesh.fsdp": 1}), *targets.parse("h100x1", None))
+    assert guess.seconds > 0 and guess.mfu == 0 and guess.mfu_said == "" and "MFU" not in shown(guess)
 
 
 def test_mfu_of_a_published_run():

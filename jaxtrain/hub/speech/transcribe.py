@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.prepare_sequences.audio import SILENCE
 from jaxtrain.errors import UserError, nearest, say
 from jaxtrain.flags import command, parser_of
 
@@ -124,11 +125,11 @@ def transcribe(folder: str | Path, files: Sequence[str], step: int | None = None
     run, state = trained_model.load_model(folder, step=step)
     c = run.config.model
     if not isinstance(c, WhisperConfig):
-        raise UserError("WORKDIR", f"its model is {c.name}, which hears nothing", "give one of whisper")
+        raise UserError("WORKDIR", f"its model is {c.name}, which does not read audio", "give one of whisper")
     prompt = prompt_of(words, c, language, task, timestamps)
     first = _times(words, c) if timestamps else 0
     silent = [id for id in (words.specials.get(NO_TIMES), words.specials.get(START)) if id is not None]
-    programs = SpeechDecoding(run.module(state), c.end, max(words.vocab_size, c.end + 1), silent,
+    programs = SpeechDecoding(run.module(state), c.end, known_tokens(words, c, first), silent,
                               Timestamps(first, c.end) if timestamps else None)
     readings = {}
     for piece in pieces:
@@ -137,7 +138,7 @@ def transcribe(folder: str | Path, files: Sequence[str], step: int | None = None
             raise UserError("FILES", f"{piece.path} is {samples}", "leave it out")
         readings[piece.path] = _Reading(log_mel(samples, c.mels))
     while waiting := [one for one in readings.values() if one.at < len(one.frames)][:batch_size]:
-        windows, valid = zip(*(window(one.frames[one.at:], c) for one in waiting), strict=True)
+        windows, valid = zip(*(window(one.frames, one.at, c) for one in waiting), strict=True)
         rows = [*range(len(waiting)), *[0] * (batch_size - len(waiting))]  # one number of rows, for one program
         tokens, _ = programs.decode(np.stack(windows)[rows], np.stack(valid)[rows] if c.mask_padding else None,
                                     np.array([prompt] * batch_size, np.int32), c.max_seq_len - len(prompt), beams)
@@ -146,14 +147,20 @@ def transcribe(folder: str | Path, files: Sequence[str], step: int | None = None
     return {name: reading.found for name, reading in readings.items()}
 
 
-def window(frames: np.ndarray, c: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the frames that the encoder takes at once, with silence behind the last, and which of them there are."""
+def window(frames: np.ndarray, at: int, c: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the frames from `at` on that the encoder takes at once, with silence behind, and which of them there are.
+    """
     size = 2 * c.audio_positions
-    there = frames[:size]
-    silence = frames.max(initial=0) - 2 if len(frames) else 0  # 8 decades below the loudest of what is left
+    there = frames[at:at + size]
+    silence = max(frames.max() - 2, SILENCE)  # as that of the file itself: 8 decades below its loudest
     padded = np.full((size, c.mels), silence, np.float32)
     padded[:len(there)] = there
     return padded, (np.arange(size) < len(there)).astype(np.float32)
+
+
+def known_tokens(words: Any, c: Any, first: int) -> int:
+    """Return how many tokens may be chosen: the tokenizer's, the end, and from `first` on, if not 0, times."""
+    return max(words.vocab_size, c.end + 1, first and first + c.audio_positions + 1)
 
 
 def prompt_of(words: Any, c: Any, language: str, task: str, timestamps: bool) -> list[int]:
@@ -164,6 +171,9 @@ def prompt_of(words: Any, c: Any, language: str, task: str, timestamps: bool) ->
     names = {id: token for token, id in known.items()}
     given = [names.get(id, "") for id in c.prefix]
     before = next((name for name in given if len(name) in (6, 7) and name.startswith("<|")), "")
+    if not language and not before and "<|en|>" in known:
+        raise UserError("--language", "the model knows several, and model.prefix names none of them",
+                        "give one, such as --language=en")
     tokens = [START, f"<|{language}|>" if language else before, f"<|{task or 'transcribe'}|>"]
     tokens = [token for token in (*tokens, "" if timestamps else NO_TIMES) if token]
     for token in tokens:
@@ -192,8 +202,8 @@ def _read_on(reading: _Reading, ids: list[int], words: Any, c: Any, first: int) 
     whole, rest = cut_at_times(ids, first)
     reading.found += [Segment(begin + since, begin + until, words.decode(part)) for since, until, part in whole if part]
     if rest is None or not whole:  # all was said within the window, or there is no place to cut it
-        if rest:
-            reading.found.append(Segment(begin, begin + size / 100, words.decode([id for id in rest if id < first])))
+        if said := [id for id in rest or () if id < first]:
+            reading.found.append(Segment(begin, begin + size / 100, words.decode(said)))
         reading.at += size
     else:
         reading.at += max(1, min(size, round(whole[-1][1] * 100)))

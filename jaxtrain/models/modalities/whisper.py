@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.config.modality_families import WhisperConfig
+from jaxtrain.data.prepare_sequences.audio import SILENCE
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.models.attention.memory_attention import MemoryAttention
@@ -222,9 +223,9 @@ class Whisper(nnx.Module):
 
 
 def silent_after(x_BMC: jax.Array, kept_BM: jax.Array) -> jax.Array:
-    """Return frames with silence for those that are not kept: 8 decades, which are 2 in a frame, below the loudest."""
+    """Return frames with silence for those that are not kept: at most 8 decades, 2 in a frame, below the loudest."""
     loudest_B = jnp.where(kept_BM[..., None], x_BMC, -jnp.inf).max((1, 2))
-    silence_B = jnp.where(jnp.isfinite(loudest_B), loudest_B - 2, 0).astype(x_BMC.dtype)
+    silence_B = jnp.where(jnp.isfinite(loudest_B), jnp.maximum(loudest_B - 2, SILENCE), 0).astype(x_BMC.dtype)
     return jnp.where(kept_BM[..., None], x_BMC, silence_B[:, None, None])
 
 

@@ -20,7 +20,7 @@ def roofline_table(timeline: Timeline, guess: Estimate, program: Program, line: 
     seconds, c = timeline.seconds, guess.config
     per_token = timeline.moved / (c.data.global_batch_size * c.data.seq_len / guess.devices * c.model.num_layers)
     lines = [f"  by the roofline of its instructions: {1e3 * seconds:.1f} ms a step, "
-             f"MFU {mfu(timeline, guess):.1%}; planned {1e3 * guess.seconds:.1f} ms"]
+             f"{f'MFU {mfu(timeline, guess):.1%}; ' if guess.useful else ''}planned {1e3 * guess.seconds:.1f} ms"]
     lines += [f"    {kind:<40}{1e3 * took:10.2f} ms" for kind, took in timeline.by_kind().items()]
     lines += [f"    {'(' + kind + ', hidden)':<40}{1e3 * took:10.2f} ms"
               for kind, took in timeline.hidden().items()]

@@ -71,7 +71,7 @@ def _winner(found: Found, use: str, tokens: float) -> list[str]:
     e = found.best.estimate
     exposed = sum(communication(e).values())
     figures = {"time of a step": duration(e.seconds), "tokens/s": f"{e.tokens_per_second:,.0f}",
-               **({} if e.target.platform == "cpu" else {"MFU": f"{e.mfu:.1%}"}),
+               **({"MFU": e.mfu_said} if e.mfu_said else {}),
                "memory of a device": f"{gigabytes(e.bytes)} of {gigabytes(e.target.room)} GB",
                "computation": f"{1 - exposed / e.seconds:.1%}", "exposed communication": f"{exposed / e.seconds:.1%}",
                f"{tokens:.3g} tokens take": f"{e.days(tokens):,.1f} days",
@@ -91,7 +91,7 @@ def _ranking(found: Found, tokens: float, top: int | None = None) -> str:
         exposed = sum(communication(e).values())
         rows.append((f"{number}{'*' if id(choice) in pareto else ''}", f"{choice}", gigabytes(e.bytes),
                      duration(e.seconds), duration(e.seconds - exposed), _some(exposed), _some(e.time.hidden.total()),
-                     f"{e.tokens_per_second:,.0f}", "" if e.target.platform == "cpu" else f"{e.mfu:.1%}",
+                     f"{e.tokens_per_second:,.0f}", e.mfu_said,
                      f"{e.days(tokens):,.1f}", f"{e.cost(tokens):,.0f}"))
     head = ("", "layout", "memory, GB", "step", "computation", "exposed", "hidden", "tokens/s", "MFU", "days",
             "cost, $")
@@ -145,12 +145,12 @@ def _efficiency(found: Found) -> list[str]:
     mfu, speed, rows = {}, {}, []
     for name, points in series.items():
         fitting = [(point, point.choice.estimate) for point in points if point.choice]
-        mfu[name] = {point.devices: e.mfu for point, e in fitting}
+        mfu[name] = {point.devices: e.mfu for point, e in fitting if e.useful}
         speed[name] = {point.devices: e.tokens_per_second / point.devices for point, e in fitting}
         for point in points:
             e = point.choice.estimate if point.choice else None
-            numbers = (f"{e.mfu:.1%}", f"{e.tokens_per_second / e.devices:,.0f}", duration(e.seconds),
-                       gigabytes(e.bytes)) if e else ("", "", "", "")
+            numbers = (f"{e.mfu:.1%}" if e.useful else "", f"{e.tokens_per_second / e.devices:,.0f}",
+                       duration(e.seconds), gigabytes(e.bytes)) if e else ("", "", "", "")
             rows.append((name, f"{point.choice}" if point.choice else f"left out: {point.why}", f"{point.devices:,}",
                          f"{point.batch:,}", *numbers))
     return ["<h2>Other numbers of devices</h2>", paragraph(

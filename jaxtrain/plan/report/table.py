@@ -119,7 +119,7 @@ def table(found: Found, top: int = 10, tokens: float = 1e12) -> str:
         for number, choice in enumerate(found.fitting[:top], 1):
             e = choice.estimate
             lines.append(_row(f"{number}{'*' if id(choice) in pareto else ''}", str(choice), gigabytes(e.bytes),
-                              f"{e.seconds:.3g} s", f"{e.tokens_per_second:,.0f}", _mfu(e),
+                              f"{e.seconds:.3g} s", f"{e.tokens_per_second:,.0f}", e.mfu_said,
                               f"{e.days(tokens):,.1f}", f"${e.cost(tokens):,.0f}"))
         without = ", without the time in which answers are made" if found.config.reinforce.prompts else ""
         lines += ["", f"days and cost: of {tokens:.3g} tokens, at ${found.target.price:g} a device and hour{without}. "
@@ -162,7 +162,7 @@ def explained(e: Estimate) -> str:
         lines.append(f"answers do not fit: {room_for_answers(e)}")
     without = ", without making the answers that it is trained on" if e.answering else ""
     lines.append(f"time of a step{without}: {e.seconds:.4g} s, {e.tokens_per_second:,.0f} tokens/s" +
-                 (f", MFU {_mfu(e)}" if _mfu(e) else ""))
+                 (f", MFU {e.mfu_said}" if e.mfu_said else ""))
     lines += [f"  {name:<40}{milliseconds(seconds):>10} ms" for name, seconds in e.time.parts.most_common()
               if seconds > 0.002 * e.seconds]
     lines.append(f"  {'(hidden behind computation, at no cost':<40}{milliseconds(e.time.hidden.total()):>10} ms)")
@@ -190,11 +190,6 @@ def many(number: int, one: str, more: str) -> str:
 def milliseconds(seconds: float) -> str:
     """Format milliseconds with at least two digits, since parts of a tiny model's step are far below one."""
     return f"{1e3 * seconds:.2f}" if seconds >= 1e-3 else f"{1e3 * seconds:.2g}"
-
-
-def _mfu(e: Estimate) -> str:
-    """Format the MFU of an accelerator; empty for CPUs, whose peak is unknown."""
-    return "" if e.target.platform == "cpu" else f"{e.mfu:.1%}"
 
 
 def _row(*cells: str) -> str:

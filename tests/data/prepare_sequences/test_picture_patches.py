@@ -9,7 +9,7 @@ from PIL import Image
 
 import jaxtrain as jt
 from jaxtrain.data.corpus.sequences import open_sequences
-from jaxtrain.data.loading.modalities.augmentation import augmented
+from jaxtrain.data.loading.modalities.augmentation import augmented, numbers_for
 from jaxtrain.data.loading.modalities.picture_batches import PictureBatches
 from jaxtrain.data.packing.picture_rows import CaptionedPictures, LabelledPictures, PairedPictures, pack
 from jaxtrain.data.prepare_sequences import prepare_sequences
@@ -116,7 +116,11 @@ def test_augmentation_is_a_function_of_seed_step_and_row(stored):
     whole, part = batches[7], PictureBatches(rows, global_batch_size=4, seed=3, augment=kinds, noise=True).rows(7, [2])
     assert all(np.array_equal(x[2], part[name][0]) for name, x in whole.items())
     assert not np.array_equal(whole["draws"], batches[8]["draws"]) and len(np.unique(whole["draws"])) > 70
+    times, draws = PictureBatches(rows, global_batch_size=4, seed=3, noise=True).rows(0, range(4)), whole["draws"]
+    assert len(np.unique(draws)) == draws.size and len(np.unique(times["times"])) == times["times"].size
     row = rows[0]
+    chances = [numbers_for(3, 7, number, picture).random(9) for number in range(4) for picture in range(4)]
+    assert len(np.unique(chances)) == 4 * 4 * 9, "rows or pictures share random numbers"
     flips = [augmented(row, ["flip"], 0, step, 0) for step in range(20)]
     here = row["pictures"] == 1
     pixels = from_patches(row["patches"][here], *(row["places"][here].max(0) + 1))
@@ -131,6 +135,15 @@ def test_augmentation_is_a_function_of_seed_step_and_row(stored):
             high, wide = places.max(0) + 1
             assert len(places) == high * wide and len(np.unique(places, axis=0)) == len(places)
     assert np.array_equal(rows[0]["patches"], row["patches"]), "the data itself was changed"
+
+
+def test_crops_are_anywhere_in_a_picture():
+    places = np.indices((6, 6)).reshape(2, -1).T
+    row = {"patches": np.repeat(np.arange(36, dtype=np.uint8)[:, None], 12, 1), "places": places.astype(np.int32),
+           "pictures": np.ones(36, np.int32)}
+    first = {divmod(int(augmented(row, ["crop"], 0, step, 0)["patches"].max(1).nonzero()[0][0]), 6)
+             for step in range(40)}
+    assert any(down < across for down, across in first) and any(down > across for down, across in first)
 
 
 @pytest.mark.parametrize(("flags", "message"), [

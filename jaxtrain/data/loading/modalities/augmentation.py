@@ -19,10 +19,15 @@ def augmented(row: dict[str, np.ndarray], kinds: Collection[str], seed: int, ste
     """Return a row whose pictures are changed in these ways; `number` is that of the row in the batch of the step."""
     row = row | {name: row[name].copy() for name in ("patches", "pictures", "places")}
     for picture in range(1, int(row["pictures"].max(initial=0)) + 1):
-        random = np.random.Generator(np.random.Philox(key=[seed, step], counter=[number, picture, 0, 0]))
         here = np.flatnonzero(row["pictures"] == picture)
-        _augment(row, here, kinds, random.random(8))
+        _augment(row, here, kinds, numbers_for(seed, step, number, picture).random(9))
     return row
+
+
+def numbers_for(seed: int, step: int, row: int, picture: int) -> np.random.Generator:
+    """Return the random numbers of a picture of a row, or of the whole row as picture 0."""
+    # The first word of the counter counts the numbers drawn: were it the row's, rows would share what they draw.
+    return np.random.Generator(np.random.Philox(key=[seed, step], counter=[0, row, picture, 0]))
 
 
 def _augment(row: dict[str, np.ndarray], here: np.ndarray, kinds: Collection[str], chances: np.ndarray) -> None:
@@ -35,7 +40,8 @@ def _augment(row: dict[str, np.ndarray], here: np.ndarray, kinds: Collection[str
     row["patches"][here] = to_patches(pixels, pixels.shape[0] // rows)[0]
     if "crop" in kinds:
         kept = [max(1, round(n * (LEAST + (1 - LEAST) * chances[1]))) for n in (rows, columns)]
-        first = [int((n - keep + 1) * chances[2] * 0.999999) for n, keep in zip((rows, columns), kept, strict=True)]
+        first = [int((n - keep + 1) * chance * 0.999999)
+                 for n, keep, chance in zip((rows, columns), kept, chances[[2, 8]], strict=True)]
         places = row["places"][here] - first
         inside = np.asarray(((places >= 0) & (places < kept)).all(1))
         row["places"][here] = np.where(np.expand_dims(inside, 1), places, 0)

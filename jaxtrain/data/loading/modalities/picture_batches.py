@@ -10,7 +10,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.vision_keys import DualEncoderConfig, PatchesConfig
 from jaxtrain.data.corpus.sequences import SequenceCorpus
 from jaxtrain.data.loading.loader import Batches
-from jaxtrain.data.loading.modalities.augmentation import augmented
+from jaxtrain.data.loading.modalities.augmentation import augmented, numbers_for
 from jaxtrain.data.packing.picture_rows import CaptionedPictures, LabelledPictures, PairedPictures, PictureRows
 from jaxtrain.errors import UserError
 
@@ -33,7 +33,7 @@ class PictureBatches(Batches):
             if self._augment:
                 rows[i] = augmented(rows[i], self._augment, self._seed, step, number)
             if self._noise:
-                random = np.random.Generator(np.random.Philox(key=[self._seed, step], counter=[number, 0, 1, 0]))
+                random = numbers_for(self._seed, step, number, 0)
                 rows[i] |= {"times": random.random(len(rows[i]["weights"]), np.float32),
                             "draws": random.integers(0, 2**32, len(rows[i]["pictures"]), np.uint32)}
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]} if rows else batch

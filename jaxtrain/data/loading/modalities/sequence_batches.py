@@ -29,9 +29,12 @@ class DeclaredRows:
         """Refuse columns that are missing or of another shape, and sequences that are too long."""
         self._rows, self._arrays = SequenceRows(sequences, config.seq_len, crop=True), arrays
         self.lengths, self.cut = self._rows.lengths, int((sequences.counts() > config.seq_len).sum())
-        if self.cut and not config.crop:
+        # What is said of a sequence as a whole, such as a transcript, would say more than is left of it.
+        whole = any(name in arrays and column.per == "own" for name, column in sequences.columns.items())
+        if self.cut and (whole or not config.crop):
             raise UserError("data.seq_len", f"{self.cut:,} sequences have more than {config.seq_len} steps, the "
-                            f"longest {sequences.counts().max():,}", "raise it, or lose their ends by data.crop=true")
+                            f"longest {sequences.counts().max():,}", "raise it, or prepare shorter ones" if whole else
+                            "raise it, or lose their ends by data.crop=true")
         for name, array in arrays.items():
             _check(sequences, name, array)
 
