@@ -25,6 +25,7 @@ _TYPES = {
     "deepseek_v3": ("deepseek_v3", "DeepseekV3ForCausalLM"), "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
     "whisper": ("whisper", "WhisperForConditionalGeneration"),
 }
+PUBLISHED = {family for family, _ in _TYPES.values()}
 # Published key -> ours.
 _GPT2 = {"vocab_size": "vocab_size", "n_layer": "num_layers", "n_embd": "embed_dim", "n_head": "num_heads",
          "n_inner": "mlp_dim", "n_positions": "max_seq_len", "layer_norm_epsilon": "norm_eps",

@@ -186,6 +186,8 @@ def check(config: Any) -> None:
     if config.evaluation.tasks and (config.reinforce.prompts or loss == "reward"):
         raise UserError("evaluation.tasks", "a reward model has no logits" if loss else "a run on its own answers has "
                         "no evaluations", "leave them out" if loss else "use jaxtrain evaluate --watch")
+    if config.evaluation.tasks and not config.model.text:
+        raise UserError("evaluation.tasks", f"model.name={config.model.name} is no decoder of text", "leave them out")
     for key, value in (("data.cross_document_attention", config.data.cross_document_attention),
                        ("train.z_loss", config.train.z_loss),
                        ("train.sample_tokens", config.preference.reward_head and config.train.sample_tokens)):
