@@ -47,7 +47,7 @@ def make(folder: str | Path, islands: Iterable[int], days: int = 3650) -> list[s
                 _write(folder, name, *_certificate(name, authority, days))
                 made.append(name)
     except (OSError, ValueError) as error:
-        raise UserError("--to", f"{folder} cannot be used ({error})", "give a new folder that can be written") from error
+        raise UserError("--to", f"{folder} cannot be used ({error})", "give a folder that can be written") from error
     return made
 
 
