@@ -6,8 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain.errors import UserError
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
+from jaxtrain.islands.payload import make_payload
 from tests.islands import plain_diloco
 from tests.islands.archipelago import Archipelago, assert_same_bits, numbers, outer_state
 from tests.islands.memory_meeting import MemoryMeeting
@@ -221,6 +223,14 @@ def test_what_is_sent_in_few_bits_is_the_same_on_all_islands(compression):
     # top_k sends one value of 40 in each exchange: the rest is remembered.
     share = {"bfloat16": 0.01, "int8": 0.02, "int4": 0.2, "top_k": 1}[compression]
     assert np.linalg.norm(lost) < share * np.linalg.norm(moved)
+
+
+def test_parameters_of_another_model_or_compressed_otherwise_are_refused_in_one_sentence():
+    vector = np.zeros(64, np.float32)
+    for mine, other, size in (("none", "int8", 64), ("int8", "none", 64), ("int8", "int4", 64), ("none", "none", 32)):
+        content, _ = make_payload(other).encode(vector)
+        with pytest.raises(UserError, match="islands.meeting: another island sent parameters of another model, or comp"):
+            make_payload(mine).decode(content, size)
 
 
 def test_what_a_codec_loses_is_sent_later():
