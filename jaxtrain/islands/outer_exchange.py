@@ -195,7 +195,11 @@ class Exchange:
         return mine
 
     def _updated(self, entry: Entry, old: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        size, came = old["params"].size, []
+        size, came, mode = old["params"].size, [], self.islands.mode
+        if (len(entry.contributions) > 1 if mode == "async" else
+                any(offer.base != entry.number - 1 for offer in entry.contributions)):
+            raise UserError("islands.mode", f"it is {mode}, and the coordinator made entry {entry.number} in the other "
+                            "one", "start jaxtrain islands serve with the same --mode, a new log and new workdirs")
         for offer in entry.contributions:
             if offer.sha256 == self._sent[0]:
                 content = self._sent[1]
@@ -205,7 +209,7 @@ class Exchange:
             came.append(self._payload.decode(content, size))
         if not came:
             return {}
-        if self.islands.mode == "async":
+        if mode == "async":
             return self._optimizer.arrived(dict(old), came[0], entry.number,
                                            entry.number - 1 - entry.contributions[0].base)
         return self._optimizer.together(dict(old), came, [offer.weight for offer in entry.contributions], self._exact)

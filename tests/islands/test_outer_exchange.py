@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.errors import UserError
+from jaxtrain.islands.meeting import Entry, Offer
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
 from jaxtrain.islands.payload import make_payload
@@ -306,3 +307,10 @@ def test_asynchronous_islands_apply_the_same_entries_and_drop_what_is_refused():
     assert [len(entry.refused) for entry in found.meeting.log] == [0, 0, 0, 1, 0, 0, 1, 1]
     new = exchanges[0].begin(0, tiny()[0].init())
     assert_same_bits(shared(new), shared(states[2]))
+
+
+@pytest.mark.parametrize(("mode", "number", "islands"), [("async", 1, (0, 1)), ("sync", 2, (1,))])
+def test_a_coordinator_of_the_other_mode_is_refused(mode, number, islands):
+    offers = tuple(Offer(island, 0, 0, 1.0, "") for island in islands)
+    with pytest.raises(UserError, match=f"islands.mode: it is {mode}, and the coordinator made entry {number} in"):
+        few(2, mode, momentum=0.0).exchanges[0]._updated(Entry(number, 0, offers), {"params": np.zeros(2)})
