@@ -314,3 +314,14 @@ def test_a_coordinator_of_the_other_mode_is_refused(mode, number, islands):
     offers = tuple(Offer(island, 0, 0, 1.0, "") for island in islands)
     with pytest.raises(UserError, match=f"islands.mode: it is {mode}, and the coordinator made entry {number} in"):
         few(2, mode, momentum=0.0).exchanges[0]._updated(Entry(number, 0, offers), {"params": np.zeros(2)})
+
+
+def test_two_islands_of_one_index_are_told(capsys):
+    found = few(1)
+    other = few(1, into=found.meeting)
+    moved, _ = other.steps[0](other.exchanges[0].begin(0, other.states[0]), other.runs[0].place(rows_of(1, 0)))
+    mine, twin = found.exchanges[0], other.exchanges[0]
+    mine.finish(3, mine.offer(3, mine.begin(0, found.states[0])))
+    assert not capsys.readouterr().err
+    twin.finish(3, twin.offer(3, moved))
+    assert capsys.readouterr().err.startswith("islands.index: entry 1 has an offer of island 0 that this run did not")
