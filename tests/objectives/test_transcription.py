@@ -147,3 +147,13 @@ def test_a_workdir_is_read_to_publish_it_and_not_to_continue_text(tmp_path):
             continue
         with pytest.raises(jt.UserError, match=f"WORKDIR: it trained {name}, which is no decoder of text"):
             sections_of(tmp_path, text=text)
+
+
+def test_what_cannot_be_transcribed_is_one_sentence(tmp_path):
+    for name, message in (("siglip", "WORKDIR: it trained siglip, which is no decoder of text; "),
+                          ("gpt2", "WORKDIR: its model is gpt2, which hears nothing; give one of whisper"),
+                          ("whisper", f"FILES: {tmp_path}/gone does not exist; name files or folders of .wav, .flac")):
+        (tmp_path / "config.json").write_text(json.dumps({"model": {"name": name}}))
+        with pytest.raises(jt.UserError) as refusal:
+            transcribe(tmp_path, [f"{tmp_path}/gone"])
+        assert f"{refusal.value}".startswith(message)
