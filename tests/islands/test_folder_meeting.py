@@ -6,10 +6,13 @@ import time
 
 import pytest
 
+from jaxtrain.config.sections.island_keys import IslandsConfig
+from jaxtrain.errors import UserError
 from jaxtrain.islands import folder_meeting
 from jaxtrain.islands.coordinator import Policy
 from jaxtrain.islands.folder_meeting import Bridge, FolderMeeting
 from jaxtrain.islands.meeting import Offer, Trimmed
+from jaxtrain.islands.meeting_places import open_meeting
 from jaxtrain.islands.outer_log import OuterLog
 
 
@@ -119,3 +122,9 @@ def test_signs_of_life_in_a_store_reach_the_coordinator(log, tmp_path):
         bridge.look()
         meeting.close()
     assert seen == [0, 0], "each sign once"
+
+
+@pytest.mark.parametrize("place", ["host:7000", "http://host:7000"])
+def test_an_address_without_tcp_is_not_taken_for_a_folder(place):
+    with pytest.raises(UserError, match=f"islands.meeting: {place} is not a coordinator, a folder or object storage"):
+        open_meeting(IslandsConfig(count=2, meeting=place))

@@ -130,7 +130,7 @@ def test_spec_augment_is_a_function_of_seed_step_and_row(corpus):
     (dict(model__ctc_weight=2.0), "model.ctc_weight: 2.0 is a share above 1; give one such as 0.3"),
     (dict(model__audio_chunks_back=2), "model.audio_chunks_back: it is read with model.audio_chunk only; set that"),
     (dict(mesh__context=2), "mesh.context: whisper attends to later tokens too, and its rows are not cut; set mesh."),
-    (dict(evaluation__tasks=["a"]), "evaluation.tasks: model.name=whisper is no decoder of text; leave them out"),
+    (dict(evaluation__tasks=["a"]), "evaluation.tasks: whisper is no decoder of text; leave them out"),
     (dict(mesh__stage=2), ""), (dict(model__num_kv_heads=2), "model.num_kv_heads: 2 differs from model.num_heads=4;"),
 ])
 def test_mistakes_are_told_in_one_line(corpus, keys, message):
