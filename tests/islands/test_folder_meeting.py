@@ -124,7 +124,22 @@ def test_signs_of_life_in_a_store_reach_the_coordinator(log, tmp_path):
     assert seen == [0, 0], "each sign once"
 
 
-@pytest.mark.parametrize("place", ["host:7000", "http://host:7000"])
-def test_an_address_without_tcp_is_not_taken_for_a_folder(place):
+@pytest.mark.parametrize("place", ["host:7000", "http://host:7000", __file__])
+def test_an_address_without_tcp_or_a_file_is_not_taken_for_a_folder(place):
     with pytest.raises(UserError, match=f"islands.meeting: {place} is not a coordinator, a folder or object storage"):
         open_meeting(IslandsConfig(count=2, meeting=place))
+
+
+def test_what_goes_on_failing_is_told_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(folder_meeting, "PAUSE", (0.0, 0.0))
+    errors = iter([OSError("no disk")] * 3)
+
+    def read():
+        for error in errors:
+            raise error
+        return 1
+
+    meeting = FolderMeeting(f"{tmp_path}", 0)
+    assert meeting._tried(read) == 1
+    meeting.close()
+    assert capsys.readouterr().err == "no disk; trying again\n"
