@@ -31,7 +31,7 @@ def get_config(variant=None):
                          f"{', '.join(f'{name}:FOLDER' for name in WAYS)}")
     rate, lora = WAYS[way]
     del config["model"]
-    config.model = sections_of(folder)["model"]
+    config.model = sections_of(folder, text=True)["model"]
     config.data.update({"seq_len": min(2048, config.model.get("max_seq_len", 1024)), "global_batch_size": 16})
     config.optimizer.update({"learning_rate": rate, "schedule": "cosine", "warmup_steps": 0.03, "weight_decay": 0.0})
     config.train.update({"steps": 300, "init_from": folder, "unroll": -1})

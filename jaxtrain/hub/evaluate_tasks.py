@@ -173,7 +173,7 @@ def _evaluate(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks
     from jaxtrain.hub.harness_model import HarnessModel
     from jaxtrain.hub.trained_tokenizer import tokenizer_of
 
-    sections, words = trained_model.sections_of(flags.workdir), tokenizer_of(flags.workdir)
+    sections, words = trained_model.sections_of(flags.workdir, text=True), tokenizer_of(flags.workdir)
     chat = chat_of(flags.workdir, sections, words, flags.chat_template) if flags.chat else None
     run, state, found = trained_model.load_with_origin(flags.workdir, overrides, step, flags.ema, flags.adapters)
     if not run.config.model.text:

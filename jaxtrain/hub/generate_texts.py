@@ -36,7 +36,7 @@ def main(argv: list[str] | None) -> None:
     from jaxtrain.hub.trained_model import load_model, sections_of
     from jaxtrain.hub.trained_tokenizer import tokenizer_of
 
-    config = sections_of(flags.workdir)
+    config = sections_of(flags.workdir, text=True)
 
     how = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.min_p, flags.repetition_penalty)
     check(texts, flags.max_new_tokens, flags.stop, flags.batch_size, flags.seed)

@@ -29,8 +29,11 @@ from jaxtrain.train_step.state import TrainState
 Sections = dict[str, Any]
 
 
-def sections_of(folder: str | Path) -> Sections:
-    """Return the sections of the config in a workdir, or that which a published folder amounts to."""
+def sections_of(folder: str | Path, text: bool = False) -> Sections:
+    """Return the sections of the config in a workdir, or that which a published folder amounts to.
+
+    `text`: refuse a run whose model is no decoder of text. One that cannot be published either is always refused.
+    """
     path = Path(folder) / published_config.FILE
     found = user_json(path, dict, "WORKDIR", "give the workdir of a run")
     if found is None and adapter_files.is_adapter_folder(folder):
@@ -44,7 +47,7 @@ def sections_of(folder: str | Path) -> Sections:
         raise UserError("WORKDIR", f"{path} is not the config of a run: {wrong} is not a section",
                         "give a run's workdir")
     family = FAMILIES.get(name := found["model"].get("name"))
-    if family and not family.text and name not in published_config.PUBLISHED:
+    if family and not family.text and (text or name not in published_config.PUBLISHED):
         raise UserError("WORKDIR", f"it trained {name}, which is no decoder of text",
                         "its run evaluates it: see metrics.jsonl")
     return found

@@ -103,14 +103,15 @@ class FolderMeeting:
                 return
 
     def _tried(self, do: Callable[[], T]) -> T:
-        end = time.monotonic() + self._patience
+        end, said = time.monotonic() + self._patience, ""
         while True:
             try:
                 return do()
             except (UserError, OSError, ValueError) as error:
                 if time.monotonic() > end or self._closed.is_set():
                     raise OSError(str(error)) from error
-                say(f"{error}; trying again")
+                if said != (said := f"{error}"):
+                    say(f"{said}; trying again")
             self._closed.wait(PAUSE[1])
 
 

@@ -6,6 +6,7 @@ contents of an entry are fetched as soon as the entry is there, while the device
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -25,6 +26,10 @@ def open_meeting(config: IslandsConfig) -> Meeting:
     if not config.meeting:
         raise UserError("islands.meeting", "it is missing", "give tcp://HOST:PORT, or the --store, of "
                         "`jaxtrain islands serve`")
+    host, _, port = config.meeting.rpartition(":")
+    if config.meeting.startswith("http") or Path(config.meeting).is_file() or (port.isdecimal() and "/" not in host):
+        raise UserError("islands.meeting", f"{config.meeting} is not a coordinator, a folder or object storage",
+                        "give tcp://HOST:PORT, a folder, or a URL such as s3://BUCKET/islands")
     first = _of(config) if jax.process_index() == 0 else None
     if jax.process_count() > 1:
         return SharedMeeting(first)

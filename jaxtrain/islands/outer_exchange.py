@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxtrain.config.schema import hash_of
 from jaxtrain.config.sections.island_keys import OWN, IslandsConfig
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
 from jaxtrain.islands.fragments import fragments
 from jaxtrain.islands.host_arrays import HostArrays
 from jaxtrain.islands.meeting import Entry, Meeting, Offer, Trimmed
@@ -202,6 +202,7 @@ class Exchange:
         self._position = entry.number
         if mine := self._open > 0 and entry.has(self.islands.index, self._open - 1):
             self._open = 0
+            self._warn_of_twin(entry)
             came = new.get("params", old["params"])
             work.set("own", fragment, came if not blend else
                      np.float32(blend) * work.get("own", fragment) + np.float32(1 - blend) * came)
@@ -209,8 +210,20 @@ class Exchange:
             work.set("own", fragment, work.get("own", fragment) + (new["params"] - old["params"]))
         return mine
 
+    def _warn_of_twin(self, entry: Entry) -> None:
+        """Say so if an entry has another offer of this island than the one that was made here."""
+        others = [offer for offer in entry.contributions if offer.island == self.islands.index]
+        if self._sent[0] and any(offer.sha256 != self._sent[0] for offer in others) and not jax.process_index():
+            say(f"islands.index: entry {entry.number} has an offer of island {self.islands.index} that this run did "
+                "not make, and what it did since the last one is lost; give each island an index of its own (after a "
+                "restart on devices that do not repeat their bits this is as it has to be)")
+
     def _updated(self, entry: Entry, old: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        size, came = old["params"].size, []
+        size, came, mode = old["params"].size, [], self.islands.mode
+        if (len(entry.contributions) > 1 if mode == "async" else
+                any(offer.base != entry.number - 1 for offer in entry.contributions)):
+            raise UserError("islands.mode", f"it is {mode}, and the coordinator made entry {entry.number} in the other "
+                            "one", "start jaxtrain islands serve with the same --mode, a new log and new workdirs")
         for offer in entry.contributions:
             if offer.sha256 == self._sent[0]:
                 content = self._sent[1]
@@ -220,7 +233,7 @@ class Exchange:
             came.append(self._payload.decode(content, size))
         if not came:
             return {}
-        if self.islands.mode == "async":
+        if mode == "async":
             return self._optimizer.arrived(dict(old), came[0], entry.number,
                                            entry.number - 1 - entry.contributions[0].base)
         return self._optimizer.together(dict(old), came, [offer.weight for offer in entry.contributions], self._exact)

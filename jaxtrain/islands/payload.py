@@ -46,8 +46,10 @@ class Coded:
 
     def decode(self, content: bytes, size: int) -> np.ndarray:
         """Return the vector of this size, in float32."""
-        message = payload_bytes.from_bytes(content)
-        codec, payload, shape = message.get("", (None, {}, ()))
+        try:
+            codec, payload, shape = payload_bytes.from_bytes(content).get("", (None, {}, ()))
+        except UserError as error:  # what another way of compression writes
+            raise _other() from error
         if codec != self._codec or shape != (size,):
             raise _other()
         with _on_host():
@@ -69,4 +71,5 @@ def _on_host() -> Iterator[None]:
 
 def _other() -> UserError:
     return UserError("islands.meeting", "another island sent parameters of another model, or compressed otherwise",
-                     "give all islands equal configs, but for islands.index")
+                     "give all islands equal configs, but for islands.index; begin anew with a new log and new "
+                     "workdirs, since this log has it for good")

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from jaxtrain.config.sections.island_keys import IslandsConfig
+from jaxtrain.errors import UserError
 from jaxtrain.islands import folder_meeting
 from jaxtrain.islands.coordinator import Policy
 from jaxtrain.islands.folder_meeting import Bridge, FolderMeeting
 from jaxtrain.islands.meeting import Offer, Trimmed
+from jaxtrain.islands.meeting_places import open_meeting
 from jaxtrain.islands.outer_log import OuterLog
 
 
@@ -122,3 +125,24 @@ def test_signs_of_life_in_a_store_reach_the_coordinator(log, tmp_path):
         bridge.look()
         meeting.close()
     assert seen == [0, 0], "each sign once"
+
+
+@pytest.mark.parametrize("place", ["host:7000", "http://host:7000", __file__])
+def test_an_address_without_tcp_or_a_file_is_not_taken_for_a_folder(place):
+    with pytest.raises(UserError, match=f"islands.meeting: {place} is not a coordinator, a folder or object storage"):
+        open_meeting(IslandsConfig(count=2, meeting=place))
+
+
+def test_what_goes_on_failing_is_told_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(folder_meeting, "PAUSE", (0.0, 0.0))
+    errors = iter([OSError("no disk")] * 3)
+
+    def read():
+        for error in errors:
+            raise error
+        return 1
+
+    meeting = FolderMeeting(f"{tmp_path}", 0)
+    assert meeting._tried(read) == 1
+    meeting.close()
+    assert capsys.readouterr().err == "no disk; trying again\n"

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from jaxtrain.errors import UserError
+from jaxtrain.islands.meeting import Entry, Offer
 from jaxtrain.islands.meeting_places import MeetingAhead
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
+from jaxtrain.islands.payload import make_payload
 from jaxtrain.train_step.optimizers import ema
 from tests.islands import plain_diloco
 from tests.islands.archipelago import Archipelago, assert_same_bits, numbers, outer_state
@@ -336,6 +338,14 @@ def test_what_is_sent_in_few_bits_is_the_same_on_all_islands(compression):
     assert np.linalg.norm(lost) < share * np.linalg.norm(moved)
 
 
+def test_parameters_of_another_model_or_compressed_otherwise_are_refused_in_one_sentence():
+    vector = np.zeros(64, np.float32)
+    for mine, other, size in (("none", "int8", 64), ("int8", "none", 64), ("int8", "int4", 64), ("none", "none", 32)):
+        content, _ = make_payload(other).encode(vector)
+        with pytest.raises(UserError, match=r"^islands.meeting: another island sent param"):
+            make_payload(mine).decode(content, size)
+
+
 def test_what_a_codec_loses_is_sent_later():
     """Of one island that sends one value of 24: its parameters are the outer ones but for what is remembered."""
     found = few(1, compression="top_k", learning_rate=1.0, momentum=0.0)
@@ -409,3 +419,21 @@ def test_asynchronous_islands_apply_the_same_entries_and_drop_what_is_refused():
     assert [len(entry.refused) for entry in found.meeting.log] == [0, 0, 0, 1, 0, 0, 1, 1]
     new = exchanges[3].begin(0, tiny()[0].init())
     assert_same_bits(shared(new), shared(states[2]))
+
+
+@pytest.mark.parametrize(("mode", "number", "islands"), [("async", 1, (0, 1)), ("sync", 2, (1,))])
+def test_a_coordinator_of_the_other_mode_is_refused(mode, number, islands):
+    offers = tuple(Offer(island, 0, 0, 1.0, "") for island in islands)
+    with pytest.raises(UserError, match=f"islands.mode: it is {mode}, and the coordinator made entry {number} in"):
+        few(2, mode, momentum=0.0).exchanges[0]._updated(Entry(number, 0, offers), {"params": np.zeros(2)})
+
+
+def test_two_islands_of_one_index_are_told(capsys):
+    found = few(1)
+    other = few(1, into=found.meeting)
+    moved, _ = other.steps[0](other.exchanges[0].begin(0, other.states[0]), other.runs[0].place(rows_of(1, 0)))
+    mine, twin = found.exchanges[0], other.exchanges[0]
+    mine.finish(3, mine.offer(3, mine.begin(0, found.states[0])))
+    assert not capsys.readouterr().err
+    twin.finish(3, twin.offer(3, moved))
+    assert capsys.readouterr().err.startswith("islands.index: entry 1 has an offer of island 0 that this run did not")

@@ -53,6 +53,8 @@ def test_batches_have_frames_and_labels(tmp_path):
         sequence_batches(config.data, corpus, "train", {"features": Array(np.float16, (SEQ, 40))})
     with pytest.raises(jt.UserError, match="'label' has the number 1, and ClipLabel takes those below 1"):
         BatchSpec(ClipLabel(None, 1).batch_spec, "ClipLabel").check(batch)
+    with pytest.raises(jt.UserError, match="'label' has ids up to 1, and the model takes those below 1; give the mode"):
+        sequence_batches(config.data, corpus, "train", {"label": Array(np.int32, (), below=1)})
 
 
 @pytest.mark.parametrize(("keys", "message"), [

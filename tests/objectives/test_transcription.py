@@ -16,6 +16,7 @@ from jaxtrain.data.prepare_sequences.audio import Audio
 from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
 from jaxtrain.hub.export import export
 from jaxtrain.hub.speech.transcribe import transcribe
+from jaxtrain.hub.trained_model import sections_of
 from jaxtrain.objectives.transcription import rows_of
 from jaxtrain.sharding.mesh import AXES
 from jaxtrain.train_step import partition
@@ -130,9 +131,30 @@ def test_spec_augment_is_a_function_of_seed_step_and_row(corpus):
     (dict(model__audio_chunks_back=2), "model.audio_chunks_back: it is read with model.audio_chunk only; set that"),
     (dict(data__seq_len=32, data__crop=True, data__buckets=[]), "data.seq_len: "),
     (dict(mesh__context=2), "mesh.context: whisper attends to later tokens too, and its rows are not cut; set mesh."),
+    (dict(evaluation__tasks=["a"]), "evaluation.tasks: whisper is no decoder of text; leave them out"),
     (dict(mesh__stage=2), ""), (dict(model__num_kv_heads=2), "model.num_kv_heads: 2 differs from model.num_heads=4;"),
 ])
 def test_mistakes_are_told_in_one_line(corpus, keys, message):
     with pytest.raises(jt.UserError) as refusal:
         jt.build(of(corpus, **keys), devices=2 if set(keys) & {"mesh__context", "mesh__stage"} else 1).train_batches
     assert f"{refusal.value}".startswith(message)
+
+
+def test_a_workdir_is_read_to_publish_it_and_not_to_continue_text(tmp_path):
+    for name, text in (("whisper", False), ("whisper", True), ("events", False)):
+        (tmp_path / "config.json").write_text(json.dumps({"model": {"name": name}}))
+        if (name, text) == ("whisper", False):
+            assert sections_of(tmp_path)["model"] == {"name": "whisper"}
+            continue
+        with pytest.raises(jt.UserError, match=f"WORKDIR: it trained {name}, which is no decoder of text"):
+            sections_of(tmp_path, text=text)
+
+
+def test_what_cannot_be_transcribed_is_one_sentence(tmp_path):
+    for name, message in (("siglip", "WORKDIR: it trained siglip, which is no decoder of text; "),
+                          ("gpt2", "WORKDIR: its model is gpt2, which hears nothing; give one of whisper"),
+                          ("whisper", f"FILES: {tmp_path}/gone does not exist; name files or folders of .wav, .flac")):
+        (tmp_path / "config.json").write_text(json.dumps({"model": {"name": name}}))
+        with pytest.raises(jt.UserError) as refusal:
+            transcribe(tmp_path, [f"{tmp_path}/gone"])
+        assert f"{refusal.value}".startswith(message)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.data.loading.modalities.picture_batches import picture_batches
 from jaxtrain.objectives.flow_matching import noise, sample
 from tests.data.prepare_sequences.drawn_pictures import folder_of
 from tests.numerics import reference
@@ -133,3 +134,12 @@ def test_mistakes_are_told_in_one_line(kind, keys, message):
     with pytest.raises(jt.UserError) as refusal:
         built(kind, 2 if "mesh__stage" in keys else 1, **keys)
     assert f"{refusal.value}".startswith(message)
+
+
+def test_a_corpus_without_pictures_or_with_other_patches_is_refused():
+    config, train = built("siglip", 1).config, SimpleNamespace(columns=("features", "target"))
+    for manifest, message in (({}, "data.source: siglip reads pictures, and it has features, target; name one that"),
+                              ({"patch_size": 4}, "model.patch_size: it is 2, and data.source has patches of 4")):
+        with pytest.raises(jt.UserError) as refusal:
+            picture_batches(config, SimpleNamespace(manifest=manifest, train=train), "train")
+        assert f"{refusal.value}".startswith(message)

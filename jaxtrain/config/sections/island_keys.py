@@ -38,14 +38,13 @@ class IslandsConfig:
         positive(self, "islands", "every learning_rate fragments snapshot_every")
         for key in () if self.count else (spec.name for spec in fields(self)):
             if getattr(self, key) != getattr(IslandsConfig, key):
-                raise UserError(f"islands.{key}", "it is read with islands.count only", "set that too, or leave "
-                                f"islands.{key} out")
+                raise UserError(f"islands.{key}", "it is read with islands.count only", "set that, or leave it out")
         if self.count and self.index >= self.count:
             raise UserError("islands.index", f"there are {self.count} islands, counted from 0",
                             f"use {self.count - 1} or less, or raise islands.count")
-        if bool(self.keys) != self.meeting.startswith("tcp://"):
-            raise UserError("islands.keys", "a coordinator is reached with certificates, and a folder or store without",
-                            "give it with islands.meeting=tcp://HOST:PORT only")
+        if bool(self.keys) != (tcp := self.meeting.startswith("tcp://")):
+            raise UserError("islands.keys", f"{self.meeting} {'needs' if tcp else 'takes no'} certificates",
+                            "give the folder of this island's" if tcp else "leave it out, or meet at tcp://HOST:PORT")
         for key in ("momentum", "blend"):
             if not 0 <= getattr(self, key) < 1:
                 raise UserError(f"islands.{key}", f"{getattr(self, key)} is not in [0, 1)", "try 0.9 or 0.5")

@@ -86,7 +86,8 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
         raise UserError("data.source", f"{folder} is not finished", "run the same prepare command again")
     if not storage.is_url(folder) and not Path(path).exists():
         raise UserError("data.source", f"{folder} has no manifest.json, so it is not a corpus",
-                        "copy the corpus whole, or prepare it")
+                        f"copy the corpus whole, or make one of it: jaxtrain "
+                        f"{'prepare' if format == FORMAT else 'prepare_sequences'} --help")
     _refuse_outside(folder, ["manifest.json"])
     try:
         content = storage.read_small(path, LARGE)

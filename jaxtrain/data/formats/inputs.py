@@ -113,7 +113,7 @@ def _files(source: str) -> list[tuple[str, str, int]]:
         return [(file.name, file.path, file.size) for file in storage.find(source)]
     root = Path(source).expanduser()
     if not root.exists():
-        raise UserError("--input", f"{source} does not exist", FIX)
+        raise UserError("--input", f"{source} does not exist", "name files or folders that are there")
     if root.is_file():
         return [(root.name, str(root), root.stat().st_size)]
     found = []

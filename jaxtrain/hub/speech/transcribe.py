@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain import storage
 from jaxtrain.data.prepare_sequences.audio import SILENCE
 from jaxtrain.errors import UserError, nearest, say
 from jaxtrain.flags import command, parser_of
@@ -119,13 +120,16 @@ def transcribe(folder: str | Path, files: Sequence[str], step: int | None = None
     from jaxtrain.hub.speech.speech_decoding import SpeechDecoding, Timestamps
     from jaxtrain.hub.trained_tokenizer import tokenizer_of
 
+    if (name := trained_model.sections_of(folder)["model"]["name"]) != "whisper":
+        raise UserError("WORKDIR", f"its model is {name}, which does not read audio", "give one of whisper")
+    if gone := [file for file in files if not storage.is_url(file) and not Path(file).expanduser().exists()]:
+        raise UserError("FILES", f"{gone[0]} does not exist", f"name files or folders of {', '.join(CLIPS)}")
     if not (pieces := inputs.find_pieces(files, 2**62, ends=CLIPS)):
         raise UserError("FILES", f"{', '.join(files)} has no audio", f"name files or folders of {', '.join(CLIPS)}")
     words = tokenizer_of(folder)
     run, state = trained_model.load_model(folder, step=step)
     c = run.config.model
-    if not isinstance(c, WhisperConfig):
-        raise UserError("WORKDIR", f"its model is {c.name}, which does not read audio", "give one of whisper")
+    assert isinstance(c, WhisperConfig)
     prompt = prompt_of(words, c, language, task, timestamps)
     first = _times(words, c) if timestamps else 0
     silent = [id for id in (words.specials.get(NO_TIMES), words.specials.get(START)) if id is not None]

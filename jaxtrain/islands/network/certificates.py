@@ -31,37 +31,43 @@ def make(folder: str | Path, islands: Iterable[int], days: int = 3650) -> list[s
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
     except ImportError as error:
         raise UserError("islands keys", "it needs the package cryptography", install_extra("islands")) from error
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    made = []
-    if not (folder / "ca.pem").exists():
-        _write(folder, "ca", *_certificate("jaxtrain islands", None, days))
-        made.append("ca")
-    authority = (x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes()),
-                 load_pem_private_key((folder / "ca.key").read_bytes(), None))
-    for name in (COORDINATOR, *(f"island-{island}" for island in islands)):
-        if not (folder / f"{name}.pem").exists():
-            _write(folder, name, *_certificate(name, authority, days))
-            made.append(name)
+    folder, made = Path(folder), []
+    if (folder / "ca.pem").exists() and not (folder / "ca.key").exists():
+        raise UserError("--to", f"{folder} has the authority's ca.pem and not its ca.key, which signs certificates",
+                        "give the folder in which they were made, or a new one")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "ca.pem").exists():
+            _write(folder, "ca", *_certificate("jaxtrain islands", None, days))
+            made.append("ca")
+        authority = (x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes()),
+                     load_pem_private_key((folder / "ca.key").read_bytes(), None))
+        for name in (COORDINATOR, *(f"island-{island}" for island in islands)):
+            if not (folder / f"{name}.pem").exists():
+                _write(folder, name, *_certificate(name, authority, days))
+                made.append(name)
+    except (OSError, ValueError) as error:
+        raise UserError("--to", f"{folder} cannot be used ({error})", "give a folder that can be written") from error
     return made
 
 
 def context(folder: str | Path, name: str) -> ssl.SSLContext:
     """Return the TLS of the coordinator or of an island, which shows its certificate and demands the other's."""
     server = name == COORDINATOR
+    key = "--keys" if server else "islands.keys"
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     tls.minimum_version = ssl.TLSVersion.TLSv1_3
     tls.verify_mode = ssl.CERT_REQUIRED
     files = [Path(folder, file) for file in ("ca.pem", f"{name}.pem", f"{name}.key")]
     if missing := [path for path in files if not path.is_file()]:
-        raise UserError("--keys", f"{missing[0]} is not there", _MAKE)
+        raise UserError(key, f"{missing[0]} is not there", _MAKE)
     if files[2].stat().st_mode & 0o077:
-        raise UserError("--keys", f"{files[2]} can be read by others", f"run chmod 600 {files[2]}")
+        raise UserError(key, f"{files[2]} can be read by others", f"run chmod 600 {files[2]}")
     try:
         tls.load_verify_locations(files[0])
         tls.load_cert_chain(files[1], files[2])
     except (ssl.SSLError, OSError) as error:
-        raise UserError("--keys", f"the certificates in {folder} cannot be used ({error})", _MAKE) from error
+        raise UserError(key, f"the certificates in {folder} cannot be used ({error})", _MAKE) from error
     return tls
 
 

@@ -42,10 +42,12 @@ class MeetingServer:
         self._greeting: dict[socket.socket, None] = {}
         self._lock, self._stopped = threading.Lock(), threading.Event()
         host, _, port = address.rpartition(":")
+        if not port.isdecimal() or int(port) > 65535:
+            raise UserError("--address", f"{address} does not end with a port", "give HOST:PORT, such as 0.0.0.0:7000")
         try:
             self._listener = socket.create_server((host.strip("[]"), int(port)), backlog=_MOST,
                                                   family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        except (OSError, ValueError, OverflowError) as error:
+        except OSError as error:
             raise UserError("--address", f"{address} cannot be opened ({error})",
                             "give HOST:PORT of this machine") from error
         self.port = self._listener.getsockname()[1]

@@ -45,7 +45,7 @@ class TcpMeeting:
         """
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
-            raise UserError("the coordinator's address", f"{address!r} is not HOST:PORT", "see jaxtrain islands --help")
+            raise UserError("islands.meeting", f"tcp://{address} has no port or no host", "give tcp://HOST:PORT")
         self._address, self._host, self._port, self._island = address, host.strip("[]"), int(port), island
         self._tls = certificates.context(keys, f"island-{island}")
         self._patience, self._silence = patience, silence

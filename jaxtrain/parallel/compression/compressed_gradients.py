@@ -44,6 +44,8 @@ def refused(config: Config, mesh: AnyMesh, rules: Rules) -> tuple[str, str] | No
     if split and mesh.shape[axis] > 1:
         return (f"parameters are split over {axis} ({split[0]}), so that they cross it whole, and not by {method}",
                 "use data, or mesh.rules=data")
+    if mesh.shape[axis] == 1:
+        warnings.warn(f"compression.method: mesh.{axis} is 1, so no gradient crosses it", stacklevel=2)
     inside = [name for name, size in mesh.shape.items() if size > 1 and name != axis]
     if inside and jax.__version_info__ < (0, 11):
         warnings.warn(f"compression.method: JAX {jax.__version__} gathers parameters and gradients whole over "

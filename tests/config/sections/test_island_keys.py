@@ -16,7 +16,8 @@ from jaxtrain.errors import UserError
     (dict(count=2, mode="async", fragments=2), r"islands.fragments: an asynchronous update has all parameters"),
     (dict(count=2, age_decay=1.0), r"islands.age_decay: it is read with islands.mode=async only"),
     (dict(count=2, compression="int2"), r"islands.compression: 'int2' is not supported"),
-    (dict(count=2, meeting="tcp://host:7000"), r"islands.keys: a coordinator is reached with certificates"),
+    (dict(count=2, meeting="tcp://host:7000"), r"islands.keys: tcp://host:7000 needs certificates; give"),
+    (dict(count=2, meeting="/shared", keys="keys"), r"islands.keys: /shared takes no certificates; leave it out, or"),
     (dict(count=2, momentum=1.0), r"islands.momentum: 1.0 is not in"),
 ])
 def test_refusals(keys, said):

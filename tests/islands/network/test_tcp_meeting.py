@@ -177,8 +177,17 @@ def test_wrong_certificates_are_one_sentence(island, served, keys, tmp_path):
         TcpMeeting(f"127.0.0.1:{served.port}", others, 0).snapshot()
     with pytest.raises(UserError, match="the certificate is of island 1"):
         island(1).offer(*offered(0, 0, b""))
-    with pytest.raises(UserError, match=r"--keys: .*island-7.pem is not there"):
+    with pytest.raises(UserError, match=r"islands.meeting: tcp://host has no port or no host; give tcp://HOST:PORT"):
+        TcpMeeting("host", keys, 0)
+    with pytest.raises(UserError, match=r"--address: host does not end with a port; give HOST:PORT, such as"):
+        MeetingServer(None, "host", None)
+    with pytest.raises(UserError, match=r"islands.keys: .*island-7.pem is not there"):
         island(7)
+    (others / "ca.key").unlink()
+    with pytest.raises(UserError, match=r"has the authority's ca.pem and not its ca.key, which signs"):
+        certificates.make(others, range(3))
+    with pytest.raises(UserError, match="--to: /dev/null cannot be used"):
+        certificates.make("/dev/null", range(3))
     (others / "island-1.key").chmod(0o644)
     with pytest.raises(UserError, match="can be read by others"):
         TcpMeeting(f"127.0.0.1:{served.port}", others, 1)

@@ -238,3 +238,8 @@ def test_what_cannot_be_combined_is_one_sentence(keys, sentence):
     with pytest.raises(jt.UserError, match=f"^{sentence}"):
         jt.build(jt.load_config("configs/gpt.py:tiny", {"mesh.data": 1} | keys),
                  devices=keys.get("mesh.stage", 1) * keys.get("mesh.fsdp", 1))
+
+
+def test_an_axis_of_one_is_told():
+    with pytest.warns(UserWarning, match=r"compression.method: mesh.data is 1, so no gradient crosses it"):
+        jt.build(jt.load_config("configs/gpt.py:tiny", {"mesh.data": 1, "compression.method": "int8"}), devices=1)

@@ -71,9 +71,12 @@ def picture_batches(config: Config, corpus: SequenceCorpus, split: str) -> Pictu
 def _check(c: Any, corpus: SequenceCorpus) -> None:
     """Refuse a corpus that is not what the model reads."""
     said, labelled = corpus.manifest, c.name == "picture_flow"
-    if (patch := said.get("patch_size")) != c.patch_size:
-        raise UserError("model.patch_size", f"it is {c.patch_size}, and data.source has "
-                        f"{f'patches of {patch} pixels' if patch else 'no pictures'}", "use the same")
+    if (patch := said.get("patch_size")) is None:
+        raise UserError("data.source", f"{c.name} reads pictures, and it has {', '.join(corpus.train.columns)}",
+                        "name one that jaxtrain prepare_sequences pictures wrote")
+    if patch != c.patch_size:
+        raise UserError("model.patch_size", f"it is {c.patch_size}, and data.source has patches of {patch} pixels",
+                        f"set it to {patch}, or prepare the pictures with --patch_size={c.patch_size}")
     if (column := "label" if labelled else "target") not in corpus.train.columns:
         raise UserError("data.source", f"{c.name} reads a {'label' if labelled else 'caption'} of each picture, and it "
                         f"has no column {column!r}", f"prepare it by --target={'folder' if labelled else 'text'}")

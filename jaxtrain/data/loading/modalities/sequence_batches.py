@@ -56,10 +56,11 @@ def sequence_batches(config: DataConfig, corpus: SequenceCorpus, split: str,
         if split == "train":
             raise UserError("data.source", "it has no sequence to train on", "prepare it with a smaller eval_fraction")
         return None
-    for name, known in corpus.manifest.get("vocabularies", {}).items():
-        if name in arrays and 0 < arrays[name].below <= (most := len(known["values"])):
-            raise UserError("data.source", f"its column {name!r} has ids up to {most}, and the model takes those below "
-                            f"{arrays[name].below}", f"give the model {most + 1} or more")
+    counts = {name: len(known["values"]) + 1 for name, known in corpus.manifest.get("vocabularies", {}).items()}
+    for name, count in {"label": len(corpus.manifest.get("labels", ())), **counts}.items():
+        if name in arrays and 0 < arrays[name].below < count:
+            raise UserError("data.source", f"its column {name!r} has ids up to {count - 1}, and the model takes those "
+                            f"below {arrays[name].below}", f"give the model {count} or more")
     rows, train = DeclaredRows(config, sequences, arrays), split == "train"
     buckets = bucket_lengths(config, rows.lengths, "steps") if train else (config.seq_len,)
     return BucketedBatches(rows, buckets=buckets, global_batch_size=config.global_batch_size,
