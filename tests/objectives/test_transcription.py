@@ -131,7 +131,7 @@ def test_spec_augment_is_a_function_of_seed_step_and_row(corpus):
     (dict(model__audio_chunks_back=2), "model.audio_chunks_back: it is read with model.audio_chunk only; set that"),
     (dict(data__seq_len=32, data__crop=True, data__buckets=[]), "data.seq_len: "),
     (dict(mesh__context=2), "mesh.context: whisper attends to later tokens too, and its rows are not cut; set mesh."),
-    (dict(evaluation__tasks=["a"]), "evaluation.tasks: whisper is no decoder of text; leave them out"),
+    (dict(evaluation__tasks=["a"]), "evaluation.tasks: it is for decoders of text, and whisper is none; leave it out"),
     (dict(mesh__stage=2), ""), (dict(model__num_kv_heads=2), "model.num_kv_heads: 2 differs from model.num_heads=4;"),
 ])
 def test_mistakes_are_told_in_one_line(corpus, keys, message):
@@ -152,7 +152,7 @@ def test_a_workdir_is_read_to_publish_it_and_not_to_continue_text(tmp_path):
 
 def test_what_cannot_be_transcribed_is_one_sentence(tmp_path):
     for name, message in (("siglip", "WORKDIR: it trained siglip, which is no decoder of text; "),
-                          ("gpt2", "WORKDIR: its model is gpt2, which hears nothing; give one of whisper"),
+                          ("gpt2", "WORKDIR: its model is gpt2, which does not read audio; give one of whisper"),
                           ("whisper", f"FILES: {tmp_path}/gone does not exist; name files or folders of .wav, .flac")):
         (tmp_path / "config.json").write_text(json.dumps({"model": {"name": name}}))
         with pytest.raises(jt.UserError) as refusal:

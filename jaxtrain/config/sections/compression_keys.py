@@ -44,7 +44,6 @@ def check(config: Any) -> None:
         return
     for key, value, reason in (
             ("reinforce.prompts", config.reinforce.prompts, "rewards are compared over the whole batch"),
-            ("model.name", config.model.name in ("siglip", "clip"), "pairs are compared with all others of the batch"),
             ("preference.loss", config.preference.loss == "kto", "kto compares answers of the whole batch"),
             ("optimizer.zero_stage", config.optimizer.zero_stage, "what is spread over data crosses it whole")):
         if value:

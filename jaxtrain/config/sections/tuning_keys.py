@@ -183,10 +183,9 @@ def check(config: Any) -> None:
         raise UserError("data.packing", f"{packing} hold rejected answers too, which next-token prediction would learn",
                         f"set preference.loss, such as {'dpo' if packing == 'pairs' else 'kto'}")
     _check_reinforce(config)
-    if config.evaluation.tasks and (config.reinforce.prompts or loss == "reward" or not config.model.text):
+    if config.evaluation.tasks and (config.reinforce.prompts or loss == "reward"):
         raise UserError("evaluation.tasks", "a reward model has no logits" if loss else "a run on its own answers has "
-                        "no evaluations" if config.model.text else f"{config.model.name} is no decoder of text",
-                        "use jaxtrain evaluate --watch" if config.reinforce.prompts else "leave them out")
+                        "no evaluations", "leave them out" if loss else "use jaxtrain evaluate --watch")
     for key, value in (("data.cross_document_attention", config.data.cross_document_attention),
                        ("train.z_loss", config.train.z_loss),
                        ("train.sample_tokens", config.preference.reward_head and config.train.sample_tokens)):

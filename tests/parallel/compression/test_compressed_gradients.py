@@ -231,8 +231,6 @@ def test_what_an_update_rule_counts_crosses_exactly():
     ({"compression.method": "int8", "mesh.stage": 2}, r"compression.axis: a pipeline \(mesh.stage=2\)"),
     ({"compression.method": "int8", "compression.axis": "fsdp", "mesh.fsdp": 2}, "compression.axis: parameters are"),
     ({"compression.method": "int8", "mesh.overrides": {"batch": "fsdp+expert"}}, "compression.axis: data does not"),
-    ({"compression.method": "int8", "model.name": "siglip", "data.packing": "best_fit"},
-     "model.name: pairs are compared with all others"),
     ({"compression.method": "zip"}, "compression.method: 'zip'")])
 def test_what_cannot_be_combined_is_one_sentence(keys, sentence):
     with pytest.raises(jt.UserError, match=f"^{sentence}"):
