@@ -98,6 +98,10 @@ def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, t
     parts = jt.train(config(**tuned), resumed(tmp_path / "whole", tmp_path / "parts", last=6))
     assert equal(whole.params, parts.params)
     assert equal(parts.frozen["reference"], base.params)
+    half = jt.build(config(**tuned, mesh__data=1, mesh__fsdp=2), devices=jax.devices()[:4])
+    elsewhere = jt.train(half, resumed(tmp_path / "whole", tmp_path / "elsewhere", last=6))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5),
+                 *map(jax.device_get, (whole.params, elsewhere.params)))
     lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
     assert lines[0]["loss"] == pytest.approx(np.log(2)) and lines[0]["reward_margin"] == 0
     assert lines[-2]["loss"] < np.log(2) and lines[-2]["reward_margin"] > 0 and "perplexity" not in lines[-2]

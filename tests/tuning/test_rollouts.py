@@ -100,6 +100,12 @@ def test_any_mesh_makes_the_same_batch(files):
             np.testing.assert_allclose(other[name], column, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+def read(workdir):
+    """All answers of a run, as tokens."""
+    return [json.loads(line)["tokens"] for path in sorted((workdir / "rollouts").iterdir())
+            for line in path.read_text().splitlines()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("reuse", [1, 2])
 def test_a_run_that_goes_on_makes_the_same_answers_and_learns(files, tmp_path, reuse):
@@ -111,7 +117,13 @@ def test_a_run_that_goes_on_makes_the_same_answers_and_learns(files, tmp_path, r
     for path in (tmp_path / "parts" / "rollouts").iterdir():
         if int(path.stem) > 4:
             path.unlink()
+    shutil.copytree(tmp_path / "parts", tmp_path / "elsewhere")
     parts = jt.train(config(files, **keys), tmp_path / "parts")
+    half = jt.build(config(files, **keys, mesh__data=1, mesh__fsdp=2), devices=jax.devices()[:4])
+    elsewhere = jt.train(half, tmp_path / "elsewhere")
+    assert [read(tmp_path / name) for name in ("parts", "elsewhere")] == 2 * [read(tmp_path / "whole")]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
+                 *map(jax.device_get, (whole.params, elsewhere.params)))
     assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole, parts))))
     lines = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
     assert {"reward", "answer_tokens", "kl", "kl_sampled", "clipped"} <= lines[-1].keys()
