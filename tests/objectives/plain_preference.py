@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from tests.numerics import reference
+from tests.numerics import plain_mup, reference
 
 
 def batch(step=0, rows=reference.BATCH, seq=reference.SEQ, vocab=reference.VOCAB):
@@ -42,6 +42,7 @@ def logps(model, params, batch, told):
     """The log-probability of each target, by a model that is built from scratch; its penalties are added to `told`."""
     x = reference.last_norm(model, params, reference.through(model, params, batch, told))
     logits = x @ (params["embed"]["table"].T if model.tied_embeddings else params["output"]["kernel"])
+    logits = logits * plain_mup.logits(model)
     top = logits.max(-1, keepdims=True)
     logits = logits - top - jnp.log(jnp.exp(logits - top).sum(-1, keepdims=True))
     return (logits * (batch["targets"][..., None] == np.arange(logits.shape[-1]))).sum(-1)
