@@ -56,7 +56,7 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
         environment[name] = value
     words = [sys.executable, *(word.replace("/path/to/text", str(ROOT / "jaxtrain")) for word in words[1:])]
     # What documentation writes to corpora/ and models/ lies beside the workdirs.
-    words = [re.sub(r"(^|=|hf:)(corpora|models)/", rf"\1{workdirs}/", word) for word in words]
+    words = [re.sub(r"(^|=|:)(corpora|models)/", rf"\1{workdirs}/", word) for word in words]
     words = [re.sub(r"^runs/tour(?=/|$)", str(workdirs), word) for word in words]
     if words[1:3] == ["-m", "jaxtrain.plan"]:
         words = [re.sub(r"^(--config=.*\.py)$", r"\1:tiny", word) for word in words]
