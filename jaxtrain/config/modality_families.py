@@ -1,4 +1,4 @@
-"""The families that are no decoders of text: a dataclass for each with just the fields that it reads."""
+"""The families that are not decoders of text: a dataclass for each with just the fields that it reads."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -115,7 +115,7 @@ class WhisperConfig(ModelConfig):
                             "give the tokens that a transcript begins with, at least one")
         for key, tokens in (("prefix", self.prefix), ("end", [self.end])):
             if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < self.vocab_size]:
-                raise UserError(f"model.{key}", f"{wrong[0]!r} is no token below model.vocab_size={self.vocab_size}",
+                raise UserError(f"model.{key}", f"{wrong[0]!r} is not a token below model.vocab_size={self.vocab_size}",
                                 "give ids of the tokenizer")
 
     @property

@@ -121,7 +121,7 @@ class DataConfig:
             one_of("data.augment", kind, ("flip", "crop", "colour"))
 
 
-# What models that are no decoders of text have in a row: data.packing, and in words.
+# What models that are not decoders of text have in a row: data.packing, and in words.
 _ROWS = {"sequences": ("bucket", "one sequence of a prepared corpus"), "pictures": ("best_fit", "whole pictures")}
 # The moments' keys that each optimizer reads.
 READ_BY = {"adamw": "b1 b2 eps", "adafactor": "", "lion": "b1 b2", "sgd": "b1", "muon": "b1 b2 eps momentum"}
@@ -334,7 +334,7 @@ class Config:
                    "data.stages data.cross_document_attention evaluation.tasks")
         for key in (*of_text.split(), *["data.corrupt"] * (self.data.corrupt != "fail")):
             if attrgetter(key)(self):
-                raise UserError(key, f"it is for decoders of text, and {self.model.name} is none", "leave it out")
+                raise UserError(key, f"it is for decoders of text, and {self.model.name} is not one", "leave it out")
 
     @property
     def scalar_head(self) -> str:

@@ -177,7 +177,7 @@ def _evaluate(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks
     chat = chat_of(flags.workdir, sections, words, flags.chat_template) if flags.chat else None
     run, state, found = trained_model.load_with_origin(flags.workdir, overrides, step, flags.ema, flags.adapters)
     if not run.config.model.text:
-        raise UserError("WORKDIR", f"its model is {run.config.model.name}, which is no decoder of text",
+        raise UserError("WORKDIR", f"its model is {run.config.model.name}, which is not a decoder of text",
                         "give one of text")
     for name in flags.adapters or [None]:
         results = tasks.ask(HarnessModel(run, state, words, chat=chat, batch_size=flags.batch_size, seed=flags.seed,

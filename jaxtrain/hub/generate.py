@@ -70,7 +70,7 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
     if run.own_model:
         raise UserError("run", "a model of your own has no key-value cache", "generate with a model of the config")
     if not run.config.model.text:
-        raise UserError("run", f"{run.name} is no decoder of text", "evaluate it with run.evaluate(state)")
+        raise UserError("run", f"{run.name} is not a decoder of text", "evaluate it with run.evaluate(state)")
     run.check_devices()
     strings = [one for one in stop if isinstance(one, str)]
     words: Tokenizer | None = None

@@ -32,7 +32,7 @@ Sections = dict[str, Any]
 def sections_of(folder: str | Path, text: bool = False) -> Sections:
     """Return the sections of the config in a workdir, or that which a published folder amounts to.
 
-    `text`: refuse a run whose model is no decoder of text. One that cannot be published either is always refused.
+    `text`: refuse a run whose model is not a decoder of text. One that cannot be published either is always refused.
     """
     path = Path(folder) / published_config.FILE
     found = user_json(path, dict, "WORKDIR", "give the workdir of a run")
@@ -48,7 +48,7 @@ def sections_of(folder: str | Path, text: bool = False) -> Sections:
                         "give a run's workdir")
     family = FAMILIES.get(name := found["model"].get("name"))
     if family and not family.text and (text or name not in published_config.PUBLISHED):
-        raise UserError("WORKDIR", f"it trained {name}, which is no decoder of text",
+        raise UserError("WORKDIR", f"it trained {name}, which is not a decoder of text",
                         "its run evaluates it: see metrics.jsonl")
     return found
 

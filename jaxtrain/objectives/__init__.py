@@ -11,7 +11,7 @@ from jaxtrain.objectives.objective import MakeObjective, Objective
 from jaxtrain.objectives.transcription import Transcription
 from jaxtrain.train_step.state import Skeleton
 
-# What the families minimise that are no decoders of text, by `model.name`.
+# What the families minimise that are not decoders of text, by `model.name`.
 FAMILIES: dict[str, MakeObjective] = {
     "events": NextEvent.of, "clips": ClipLabel.of, "siglip": Contrastive.of, "clip": Contrastive.of,
     "vision_language": Captioning.of, "picture_flow": FlowMatching.of,

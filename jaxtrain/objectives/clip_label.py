@@ -12,8 +12,7 @@ from jaxtrain.config.modality_families import ClipsConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.models.modalities.clip_encoder import BANDS
-from jaxtrain.objectives.contrastive import without_z_loss
-from jaxtrain.objectives.objective import OfTheModelAlone
+from jaxtrain.objectives.objective import OfTheModelAlone, without_z_loss
 from jaxtrain.parallel.context import arrange
 from jaxtrain.train_step.state import Skeleton
 

@@ -18,16 +18,10 @@ from jaxtrain.config.vision_keys import DualEncoderConfig
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.errors import UserError
 from jaxtrain.models.vision.pooling import members
-from jaxtrain.objectives.objective import OfTheModelAlone
+from jaxtrain.objectives.objective import OfTheModelAlone, without_z_loss
 from jaxtrain.parallel.all_pairs import all_pairs, count_matched
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Skeleton
-
-
-def without_z_loss(config: Config) -> None:
-    """Refuse `train.z_loss` for an objective that does not read it."""
-    if config.train.z_loss:
-        raise UserError("train.z_loss", f"{config.model.name} has no cross-entropy per token", "leave it out")
 
 
 def patches_spec(c: Any) -> dict[str, Array]:

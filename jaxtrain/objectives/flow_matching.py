@@ -17,8 +17,8 @@ import numpy as np
 from jaxtrain.config.schema import Config
 from jaxtrain.config.vision_keys import PictureFlowConfig
 from jaxtrain.data.loading.batch_spec import SEQ, Array
-from jaxtrain.objectives.contrastive import patches_spec, without_z_loss
-from jaxtrain.objectives.objective import OfTheModelAlone
+from jaxtrain.objectives.contrastive import patches_spec
+from jaxtrain.objectives.objective import OfTheModelAlone, without_z_loss
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Skeleton

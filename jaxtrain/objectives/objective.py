@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxtrain.config.schema import Config
+from jaxtrain.errors import UserError
 from jaxtrain.observe.own_parts import describe
 from jaxtrain.parallel.pipeline.stage import Parts
 from jaxtrain.train_step.state import Skeleton
@@ -104,3 +105,9 @@ class OfTheModelAlone:
 
 # From the config and the model without its numbers.
 MakeObjective = Callable[[Config, Skeleton], Objective]
+
+
+def without_z_loss(config: Config) -> None:
+    """Refuse `train.z_loss` for an objective that does not read it."""
+    if config.train.z_loss:
+        raise UserError("train.z_loss", f"{config.model.name} has no cross-entropy per token", "leave it out")

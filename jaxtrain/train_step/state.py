@@ -205,9 +205,9 @@ def with_extra(name: str, make: Callable[[Any], Any], where: Any, abstract: Trai
             replace(layout, state=replace(layout.state, extras=layout.state.extras | {name: where})))
 
 
-def _like_parameters(extras, shardings, abstract, params):
-    """Extra state that has the tree and the shapes of the parameters lies as they do."""
-    def matches(tree):
+def _like_parameters(extras: Any, shardings: Any, abstract: Any, params: Any) -> Any:
+    """Return shardings of extra state: those of the parameters, for what has their tree and shapes; else as given."""
+    def matches(tree: Any) -> bool:
         return (jax.tree.structure(tree) == jax.tree.structure(abstract)
                 and jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, abstract))
     return jax.tree.map(lambda tree, where: params if matches(tree) else where, extras, shardings, is_leaf=matches)

@@ -4,8 +4,8 @@
 
 draws what tests/composition/fuzz.py draws (meshes, schedules, precisions, rematerialization, accumulation, adapters,
 frozen parameters, model families), and beside it a loss of preferences or of rewards with its settings, or a family
-that is no decoder of text. Policy and reference differ. A case fails where the loss, the gradient's norm or any leaf of
-the gradient of what is trained is off, or where a frozen leaf has changed after twenty steps.
+that is not a decoder of text. Policy and reference differ. A case fails where the loss, the gradient's norm or any
+leaf of the gradient of what is trained is off, or where a frozen leaf has changed after twenty steps.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
 
 
 def other_case(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """The case for a family that is no decoder of text: the mesh, the steps and the number of layers stay."""
+    """The case for a family that is not a decoder of text: the mesh, the steps and the number of layers stay."""
     family = rng.choice(("events", "events", *OTHERS))
     kept = ("mesh.", "pipeline.", "train.", "optimizer.", "model.num_layers")
     if family == "events":
@@ -91,7 +91,7 @@ def plain_of(family: str) -> tuple[Any, Any, Any]:
 
 
 def check_other(keys: dict[str, Any]) -> dict[str, float]:
-    """Compare one case of a family that is no decoder of text; raises as `check` does."""
+    """Compare one case of a family that is not a decoder of text; raises as `check` does."""
     import jax
     import numpy as np
 

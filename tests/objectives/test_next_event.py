@@ -137,8 +137,8 @@ def test_a_layout_is_planned_without_the_corpus():
     (dict(model__categories={"item": 5}), "data.source: its column 'item' has ids up to 7, and the model takes those"),
     (dict(data__source="stdlib"), "data.source: stdlib is not a folder with a prepared corpus of sequences; name one"),
     (dict(data__packing="concat"), "data.packing: events has one sequence of a prepared corpus in a row; set data.pac"),
-    (dict(lora__rank=2), "lora.rank: it is for decoders of text, and events is none; leave it out"),
-    (dict(train__sample_tokens=9), "train.sample_tokens: it is for decoders of text, and events is none; leave it out"),
+    (dict(lora__rank=2), "lora.rank: it is for decoders of text, and events is not one; leave it out"),
+    (dict(train__sample_tokens=9), "train.sample_tokens: it is for decoders of text, and events is not one; leave"),
     (dict(model__predict="shops"), "model.predict: 'shops' is not among model.categories; did you mean 'shop'?"),
     (dict(model__categories={}), "model.categories: events without any cannot be predicted; name the columns that pre"),
     (dict(model__categories={"item": 0}), "model.categories.item: 0 is not a number of ids; give 1 or more"),
@@ -163,5 +163,5 @@ def test_a_corpus_of_the_other_kind_is_refused(corpus):
 
 def test_what_continues_text_refuses_events():
     run = jt.build(plain.config(), devices=1)
-    with pytest.raises(jt.UserError, match="run: events is no decoder of text"):
+    with pytest.raises(jt.UserError, match="run: events is not a decoder of text"):
         jt.generate(run, None, ["a"], max_new_tokens=2)

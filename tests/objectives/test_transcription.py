@@ -124,14 +124,14 @@ def test_spec_augment_is_a_function_of_seed_step_and_row(corpus):
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    (dict(model__end=400), "model.end: 400 is no token below model.vocab_size=320; give ids of the tokenizer"),
+    (dict(model__end=400), "model.end: 400 is not a token below model.vocab_size=320; give ids of the tokenizer"),
     (dict(model__prefix=[]), "model.prefix: 0 tokens in rows of 8; give the tokens that a transcript begins with"),
     (dict(data__seq_len=128), "data.seq_len: 128 exceeds model.audio_positions=32; lower it or raise model.audio_pos"),
     (dict(model__ctc_weight=2.0), "model.ctc_weight: 2.0 is a share above 1; give one such as 0.3"),
     (dict(model__audio_chunks_back=2), "model.audio_chunks_back: it is read with model.audio_chunk only; set that"),
     (dict(data__seq_len=32, data__crop=True, data__buckets=[]), "data.seq_len: "),
     (dict(mesh__context=2), "mesh.context: whisper attends to later tokens too, and its rows are not cut; set mesh."),
-    (dict(evaluation__tasks=["a"]), "evaluation.tasks: it is for decoders of text, and whisper is none; leave it out"),
+    (dict(evaluation__tasks=["a"]), "evaluation.tasks: it is for decoders of text, and whisper is not one; leave it"),
     (dict(mesh__stage=2), ""), (dict(model__num_kv_heads=2), "model.num_kv_heads: 2 differs from model.num_heads=4;"),
 ])
 def test_mistakes_are_told_in_one_line(corpus, keys, message):
@@ -146,12 +146,12 @@ def test_a_workdir_is_read_to_publish_it_and_not_to_continue_text(tmp_path):
         if (name, text) == ("whisper", False):
             assert sections_of(tmp_path)["model"] == {"name": "whisper"}
             continue
-        with pytest.raises(jt.UserError, match=f"WORKDIR: it trained {name}, which is no decoder of text"):
+        with pytest.raises(jt.UserError, match=f"WORKDIR: it trained {name}, which is not a decoder of text"):
             sections_of(tmp_path, text=text)
 
 
 def test_what_cannot_be_transcribed_is_one_sentence(tmp_path):
-    for name, message in (("siglip", "WORKDIR: it trained siglip, which is no decoder of text; "),
+    for name, message in (("siglip", "WORKDIR: it trained siglip, which is not a decoder of text; "),
                           ("gpt2", "WORKDIR: its model is gpt2, which does not read audio; give one of whisper"),
                           ("whisper", f"FILES: {tmp_path}/gone does not exist; name files or folders of .wav, .flac")):
         (tmp_path / "config.json").write_text(json.dumps({"model": {"name": name}}))

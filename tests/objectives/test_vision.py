@@ -128,7 +128,7 @@ def test_pictures_are_made_by_eulers_method():
     ("clip", dict(compression__method="int8"), "compression.method: clip compares pairs over the whole batch"),
     ("picture_flow", dict(train__z_loss=1e-3), "train.z_loss: picture_flow has no cross-entropy per token; leave it o"),
     ("vision_language", dict(evaluation__tasks=["a"]), "evaluation.tasks: it is for decoders of text, and vision_l"),
-    ("picture_flow", dict(lora__rank=2), "lora.rank: it is for decoders of text, and picture_flow is none; leave it"),
+    ("picture_flow", dict(lora__rank=2), "lora.rank: it is for decoders of text, and picture_flow is not one; leave"),
 ])
 def test_mistakes_are_told_in_one_line(kind, keys, message):
     with pytest.raises(jt.UserError) as refusal:

@@ -20,6 +20,7 @@ from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import Piece
 from jaxtrain.data.prepare.tasks import Task
+from jaxtrain.data.prepare_sequences.text_beside import text_beside
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.data.tokenizers.special_tokens import Specials
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
@@ -120,7 +121,8 @@ class Audio:
                             f"name files or folders of {', '.join((*CLIPS, TAR, PARQUET))}")
         if self.target == "folder" and (others := [clip for clip in clips if not _is_clip(clip.name)]):
             raise UserError("--target", f"clips in {others[0].name} are in no folders", "unpack it, or use text")
-        return inputs.cut([(clip, _text(clip)) if self.target == "text" and _is_clip(clip.name) else (clip,)
+        with_text = self.target == "text"
+        return inputs.cut([(clip, text_beside(clip, "transcript")) if with_text and _is_clip(clip.name) else (clip,)
                            for clip in clips], self.task_bytes)
 
     def ready(self, tasks: Sequence[Task], output: Path, workers: int, say: Any) -> tuple["Audio", list[Task]]:
@@ -221,15 +223,6 @@ def _members(piece: Piece, wants_text: bool, without: Callable[[str], None]) -> 
         raise UserError("--input", f"{piece.path} cannot be read as a tar ({error})", "write it again") from error
     for both in waiting.values():
         without("a clip without a transcript" if "clip" in both else "a transcript without a clip")
-
-
-def _text(clip: Piece) -> Piece:
-    """Return the transcript of a clip, as a piece."""
-    path, name = (f"{whole.rpartition('.')[0]}.txt" for whole in (clip.path, clip.name))
-    if not storage.exists(path):
-        raise UserError("--target", f"{clip.name} has no transcript", f"write {name}, or use --target=none")
-    size = storage.size(path)
-    return Piece(name, path, "text", 0, size, size)
 
 
 def _folder(clip: Piece) -> str:

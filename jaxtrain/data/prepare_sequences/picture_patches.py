@@ -20,6 +20,7 @@ from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import Piece
 from jaxtrain.data.prepare.tasks import Task
+from jaxtrain.data.prepare_sequences.text_beside import text_beside
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError, nearest
 
@@ -112,7 +113,8 @@ class Pictures:
         if not found:
             raise UserError("--input", f"{', '.join(sources)} has no pictures",
                             f"name files or folders of {', '.join((*FILES, '.tar', '.parquet'))}")
-        beside = [(piece, _caption_of(piece)) if self.target == "text" and _is_picture(piece.name) else (piece,)
+        with_text = self.target == "text"
+        beside = [(piece, text_beside(piece, "caption")) if with_text and _is_picture(piece.name) else (piece,)
                   for piece in found]
         return inputs.cut(beside, self.task_bytes)
 
@@ -231,15 +233,6 @@ def _joined(i: int, together: dict[str, tuple[int, bytes]]) -> Iterator[Found]:
     for name, (place, content) in together.items():
         if _is_picture(name):
             yield Found(name, content, texts[0] if texts else None, Origin(i, place))
-
-
-def _caption_of(picture: Piece) -> Piece:
-    """Return the caption of a file, as a piece."""
-    path, name = (f"{whole.rpartition('.')[0]}.txt" for whole in (picture.path, picture.name))
-    if not storage.exists(path):
-        raise UserError("--target", f"{picture.name} has no caption", f"write {name}, or use --target=none")
-    size = storage.size(path)
-    return Piece(name, path, "text", 0, size, size)
 
 
 def _folder(name: str) -> str:

@@ -36,7 +36,7 @@ def receive(line: socket.socket) -> tuple[dict[str, Any], bytes]:
     start = _exactly(line, _START.size, at_start=True)
     name, head, body, hashed = _START.unpack(start)
     if name != _FORMAT or head > _HEADER or body > _BODY:
-        raise Damaged("what came is no frame")
+        raise Damaged("what came is not a frame")
     both = _exactly(line, head + body)
     if hashlib.sha256(both).digest() != hashed:
         raise Damaged("a frame was damaged on its way")

@@ -1,1 +1,1 @@
-"""Models that are no decoders of text: one file a family."""
+"""Models that are not decoders of text: one file a family."""

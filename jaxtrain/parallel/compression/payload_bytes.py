@@ -92,4 +92,4 @@ def _check_positions(codec: Codec, payload: Payload, shape: Shape) -> None:
 
 
 def _wrong(reason: str) -> UserError:
-    return UserError("payload", f"{reason}: these bytes are no payload", "send what to_bytes made, whole")
+    return UserError("payload", f"{reason}: these bytes are not a payload", "send what to_bytes made, whole")

@@ -62,7 +62,7 @@ def test_a_workdir_of_speech_is_opened_and_one_of_pictures_is_not(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model": {"name": name}}))
     assert trained_model.sections_of(tmp_path / "whisper") == {"model": {"name": "whisper"}}
-    with pytest.raises(jt.UserError, match=r"^WORKDIR: it trained siglip, which is no decoder of text"):
+    with pytest.raises(jt.UserError, match=r"^WORKDIR: it trained siglip, which is not a decoder of text"):
         trained_model.sections_of(tmp_path / "siglip")
 
 

@@ -56,7 +56,7 @@ def test_bytes_that_are_none_are_refused():
                  of("settings", settings | {"ratio": 1e-320}), of("settings", settings | {"ratio": float("nan")}),
                  of("settings", settings | {"block": 50}), of("settings", {"ratio": 0.1, "seed": 2**80}, 4)))]
     for each in wrong:
-        with pytest.raises(UserError, match=r"^payload: .*these bytes are no payload; send"):
+        with pytest.raises(UserError, match=r"^payload: .*these bytes are not a payload; send"):
             payload_bytes.from_bytes(each)
 
 
