@@ -50,7 +50,8 @@ def test_numbers_of_nodes_with_which_a_run_can_go_on():
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_does_not_fit_and_a_job_is_refused_before_it_waits(tmp_path, capsys):
+def test_a_dry_run_says_what_does_not_fit_and_a_job_is_refused_before_it_waits(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}")  # a Slurm that is installed here would be asked when the job starts
     job = ["configs/gpt.py:tiny", "--on=slurm", f"--workdir={tmp_path}/w", "--accelerators_per_node=2",
            "--accelerator=h100", "--time=10:00:00", "--config.mesh.data=2"]
     large = ["--config.model.embed_dim=32768", "--config.model.num_heads=256", "--config.model.vocab_size=200000"]
