@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from jaxtrain.main import main
+from tests.tiers import exhaustive, slow
 from tests.tiny import ROOT, tiny_flags
 from tools import chaos
 
@@ -59,8 +60,7 @@ def test_a_line_too_few(calm, stormy):
     assert "lines" in chaos.differences(stormy, calm)[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("elastic", [*exhaustive(False), *slow(True)])
 def test_other_parameters(flags, calm, tmp_path, elastic):
     """Another run to the same step: whole, and not the same."""
     other = tmp_path / "other"

@@ -10,8 +10,10 @@ import pytest
 from jaxtrain.builder import build
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError
+from tests.tiers import exhaustive, slow
 
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.py"))
+LIKE_LLAMA3_8B = ("llama3_1b", "llama3_70b", "llama3_405b", "qwen3_0p6b")
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +58,9 @@ def test_published_parameter_counts(name, overrides, count):
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.abstract.params)) == count
 
 
-@pytest.mark.slow  # test_readme runs the command of each before a release
-@pytest.mark.parametrize("file", [file for file in CONFIGS if load_config(file).model.text], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [
+    pytest.param(file, id=file.stem, marks=pytest.mark.exhaustive if file.stem in LIKE_LLAMA3_8B else pytest.mark.slow)
+    for file in CONFIGS if load_config(file).model.text])  # test_readme runs the command of each before a release
 def test_tiny_trains(file, text, tmp_path):
     source = {} if load_config(f"{file}:tiny").data.mixture else {"data.source": str(text)}
     run = build(load_config(f"{file}:tiny", source | {"data.cache_dir": str(tmp_path)}), devices=jax.devices()[:2])
@@ -71,18 +74,13 @@ def test_tiny_trains(file, text, tmp_path):
 
 @pytest.mark.parametrize("name, devices, overrides", [
     ("llama3_8b.py", 32, {}),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("qwen3_30b_a3b.py", 64, {}),
-        ("llama3_405b.py", 2048, {"mesh.stage": 8, "mesh.tensor": 8, "mesh.context": 2, "mesh.fsdp": 16}),
-        ("llama3_70b.py", 256, {}),
-        ("llama3_405b.py", 256, {"data.global_batch_size": 256}),
-        ("llama3_70b.py", 2048, {"data.global_batch_size": 2048}),
-        ("llama3_405b.py", 2048, {}),
-        ("llama3_405b.py", 2048, {"mesh.data": 4}),
-        ("deepseek_v3.py", 2048, {"mesh.data": 1, "mesh.stage": 16, "mesh.expert": 8, "mesh.fsdp": 16}),
-        ("mixtral_8x7b.py", 64, {}),
-        ("gpt_oss_20b.py", 64, {}),
-        ("deepseek_v3.py", 2048, {}))),
+    *slow(("llama3_405b.py", 2048, {"mesh.stage": 8, "mesh.tensor": 8, "mesh.context": 2, "mesh.fsdp": 16}),
+          ("deepseek_v3.py", 2048, {}), ("qwen3_30b_a3b.py", 64, {})),
+    *exhaustive(("llama3_70b.py", 256, {}), ("llama3_405b.py", 256, {"data.global_batch_size": 256}),
+                ("llama3_70b.py", 2048, {"data.global_batch_size": 2048}), ("llama3_405b.py", 2048, {}),
+                ("llama3_405b.py", 2048, {"mesh.data": 4}),
+                ("deepseek_v3.py", 2048, {"mesh.data": 1, "mesh.stage": 16, "mesh.expert": 8, "mesh.fsdp": 16}),
+                ("mixtral_8x7b.py", 64, {}), ("gpt_oss_20b.py", 64, {})),
 ])
 def test_large_ones_lower_without_their_devices(name, devices, overrides):
     start = time.perf_counter()

@@ -21,6 +21,7 @@ from flax import nnx
 import jaxtrain as jt
 from jaxtrain import observe
 from jaxtrain.trainer.loop import Interrupted
+from tests.tiers import exhaustive, slow, slow_if
 from tests.tiny import free_address
 
 ROOT = Path(__file__).parents[1]
@@ -184,7 +185,8 @@ class StopAt(jt.Observer):
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("kind", [kind if kind == "module" else pytest.param(kind, marks=pytest.mark.slow)
+@pytest.mark.parametrize("kind", [kind if kind == "module" else pytest.param(
+    kind, marks=slow_if(kind == "pytree"))
                                   for kind in KINDS])
 def test_a_run_that_was_stopped_is_to_the_bit_the_one_that_was_not(kind, tmp_path):
     run = shared(kind)
@@ -204,8 +206,7 @@ def test_a_run_that_was_stopped_is_to_the_bit_the_one_that_was_not(kind, tmp_pat
     assert floating and all(leaf.dtype == jnp.bfloat16 for leaf in floating)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["module", "pytree", "linen", "equinox"])
+@pytest.mark.parametrize("kind", [*slow("pytree", "linen"), *exhaustive("module", "equinox")])
 def test_any_mesh_gives_the_numbers_of_one_device(kind, tmp_path):
     jt.train(shared(kind), tmp_path / "one")
     jt.train(build(kind, "eight", train__accumulation=2, optimizer__zero_stage=1), tmp_path / "eight")

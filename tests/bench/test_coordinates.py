@@ -9,6 +9,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.bench import coordinates
 from tests.numerics import reference
+from tests.tiers import exhaustive, slow
 from tests.tiny import tiny_flags
 
 
@@ -38,8 +39,7 @@ def test_it_tells_what_grows_with_width(flags, tmp_path, capsys):
     assert (tmp_path / "page").read_text().count("<svg") == len(slopes["with"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "gemma3", "alternating", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", [*slow("alternating"), *exhaustive("gpt2", "gemma3", "deepseek_v3", "gpt_oss")])
 def test_activations_are_those_that_the_model_computes(family):
     """The last residual is what the model has before its last norm, and logits are its own."""
     run = reference.build(family)

@@ -191,7 +191,7 @@ def test_a_sweep_ranks_what_fits_and_goes_on_behind_what_does_not(flags, tmp_pat
     assert rows == sorted(speeds, key=lambda name: -speeds[name]) and rows[-1] == "train.remat=no"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_measure_as_one_run(flags, record, tmp_path):
     coordinator, file = free_address(), tmp_path / "measured.jsonl"
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}

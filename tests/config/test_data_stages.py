@@ -17,6 +17,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.trainer.loop import train
+from tests.tiers import exhaustive, slow, slow_if
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
@@ -84,7 +85,7 @@ def test_a_stage_of_longer_rows_trains_as_a_plain_loop_would(keys, straight):
 
 
 @pytest.mark.parametrize("stop", [
-    pytest.param(2, marks=pytest.mark.exhaustive), *(pytest.param(stop, marks=pytest.mark.slow) for stop in (4, 6))])
+    *exhaustive(2, 6), *slow(4)])
 def test_resumed_before_at_or_behind_the_change_it_is_the_same_run(keys, straight, tmp_path, stop):
     workdir = tmp_path / "work"
     shutil.copytree(straight[1], workdir)
@@ -147,7 +148,7 @@ def test_a_stage_that_does_not_fit_the_mesh_is_refused_at_the_start(keys):
         build(config(keys, **{"mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1}))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sources_that_moved_are_the_same_run(keys, tmp_path):
     train(config(keys, **{"train.steps": 2, "data.stages": [], "optimizer.schedule": "constant"}), tmp_path / "work")
     moved = {}
@@ -160,7 +161,7 @@ def test_sources_that_moved_are_the_same_run(keys, tmp_path):
     assert "data_changes" not in json.loads((tmp_path / "work/run.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_longer_rows_from_here_on_need_a_new_epoch(keys, tmp_path):
     plain = {"train.steps": 2, "data.stages": [], "optimizer.schedule": "constant"}
     train(config(keys, **plain), tmp_path)
@@ -212,7 +213,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize(("product", "rows"), [
-    pytest.param(product, rows, marks=pytest.mark.slow if one == other > 0 else pytest.mark.exhaustive)
+    pytest.param(product, rows, marks=slow_if(one == other == 1))
     for one, product in enumerate(PRODUCTS) for other, rows in enumerate(("best_fit and a mask", "stages", "bucket"))])
 def test_rows_that_change_have_the_gradients_of_one_device(keys, tmp_path, rows, product):
     """By gradient descent, so that the parameters' way is the sum of all gradients: every leaf is compared."""

@@ -18,13 +18,14 @@ from jaxtrain.hub.sampling import Sampling
 from jaxtrain.sharding.mesh import AXES
 from tests.numerics import reference
 from tests.numerics.plain_lora import at_random, merged
+from tests.tiers import exhaustive, slow
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 11, 12], [5, 6]]
 NEW, LONGEST = 12, 32  # the windows of 5 and 6 are shorter than the texts
 FAMILIES = ("gpt2", "gpt2_untied", "llama", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe", "deepseek_v3",
             "alternating", "gpt_oss")
 QUICK = ("gpt2",)
-SOME = ("gpt2", "gemma3", "deepseek_v3")  # of each kind of cache one: of all tokens, of a window, of latents
+SLOW = ("gemma3", "deepseek_v3")  # of each kind of cache one: of a window, of latents
 
 
 @functools.cache  # and with it its compiled programs
@@ -69,7 +70,7 @@ def logits(family, texts):
 
 
 @pytest.mark.parametrize("family", [
-    pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES])
+    *QUICK, *slow(*SLOW), *exhaustive(*(family for family in FAMILIES if family not in QUICK + SLOW))])
 def test_tokens_and_logits_are_those_of_the_whole_forward_pass(family):
     for temperature in (0.0, 1.0):
         records = continued(family, temperature)
@@ -88,8 +89,7 @@ def test_tokens_and_logits_are_those_of_the_whole_forward_pass(family):
 
 
 @pytest.mark.parametrize(("family", "sizes"), [
-    pytest.param("deepseek_v3", {"tensor": 2, "fsdp": 2}, marks=pytest.mark.slow),
-    pytest.param("gpt2", {"tensor": 2}, marks=pytest.mark.exhaustive)])
+    *slow(("gpt2", {"tensor": 2})), *exhaustive(("deepseek_v3", {"tensor": 2, "fsdp": 2}))])
 def test_adapters_are_part_of_the_model(family, sizes):
     """Of latents, too, whose projections are absorbed while one token at a time is computed."""
     run = build(family, lora__rank=3, lora__alpha=6.0, **{f"mesh__{axis}": size for axis, size in sizes.items()})
@@ -122,11 +122,10 @@ def check_all_logits(run, family):
         np.testing.assert_allclose(held["logits"], want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "sizes"), [
-    ("gpt2", dict(tensor=8)), ("llama", dict(data=2, fsdp=2, tensor=2)), ("gemma3", dict(context=2, tensor=4)),
-    ("qwen3", dict(fsdp=4, stage=2)), ("mixtral", dict(expert=4, tensor=2)),
-    ("deepseek_v3", dict(fsdp=2, expert=2, tensor=2)), ("gpt_oss", dict(expert=2, context=2, tensor=2))], ids=str)
+    *slow(("gemma3", dict(context=2, tensor=4)), ("deepseek_v3", dict(fsdp=2, expert=2, tensor=2))),
+    *exhaustive(("gpt2", dict(tensor=8)), ("llama", dict(data=2, fsdp=2, tensor=2)), ("qwen3", dict(fsdp=4, stage=2)),
+                ("mixtral", dict(expert=4, tensor=2)), ("gpt_oss", dict(expert=2, context=2, tensor=2)))], ids=str)
 def test_any_mesh_gives_the_same_tokens(family, sizes):
     run = build(family, **{f"mesh__{axis}": size for axis, size in sizes.items()})
     found = jt.generate(run, state(run, family), PROMPTS, max_new_tokens=NEW, temperature=1.0, logprobs=True, seed=3)
@@ -200,8 +199,7 @@ def test_a_cpu_changes_the_cache_in_place(family, keys, monkeypatch):
 
 
 @pytest.mark.parametrize("family", [
-    pytest.param("alternating", marks=pytest.mark.slow),
-    *(pytest.param(family, marks=pytest.mark.exhaustive) for family in ("deepseek_v3", "gpt_oss"))])
+    *slow("gpt_oss"), *exhaustive("alternating", "deepseek_v3")])
 def test_stacked_layers_give_the_same(family, monkeypatch):
     """As accelerators have them: there a loop takes weights and entries of the cache out of stacks."""
     run = build.__wrapped__(family)
@@ -285,7 +283,7 @@ def varied(family):
 
 
 @pytest.mark.parametrize("family", [
-    pytest.param(family, marks=pytest.mark.slow if family in SOME else pytest.mark.exhaustive) for family in FAMILIES])
+    *slow("gemma3"), *exhaustive(*(family for family in FAMILIES if family != "gemma3"))])
 def test_prompts_that_take_the_places_of_finished_rows_are_continued_as_alone(family, monkeypatch):
     run = build(family)
     held, want = state(run, family), varied(family)
@@ -300,10 +298,9 @@ def test_prompts_that_take_the_places_of_finished_rows_are_continued_as_alone(fa
     assert steps <= iterations(want, 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "sizes"), [
-    ("llama", dict(data=2, tensor=2)), ("deepseek_v3", dict(fsdp=2, tensor=2)),
-    ("gemma3", dict(data=2, context=2, tensor=2))], ids=str)
+    *slow(("llama", dict(data=2, tensor=2))),
+    *exhaustive(("deepseek_v3", dict(fsdp=2, tensor=2)), ("gemma3", dict(data=2, context=2, tensor=2)))], ids=str)
 def test_finished_rows_are_replaced_on_a_mesh(family, sizes, monkeypatch):
     run, want = build(family, **{f"mesh__{axis}": size for axis, size in sizes.items()}), varied(family)
     found, steps = counted(monkeypatch, run, state(run, family), MANY, batch_size=4, **VARIED)
@@ -311,8 +308,8 @@ def test_finished_rows_are_replaced_on_a_mesh(family, sizes, monkeypatch):
     assert steps < 0.8 * iterations(want, 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "sizes"), [("mixtral", {}), ("llama", dict(data=2, tensor=2))], ids=str)
+@pytest.mark.parametrize(("family", "sizes"), [
+    *slow(("llama", dict(data=2, tensor=2))), *exhaustive(("mixtral", {}))], ids=str)
 def test_stop_strings_in_rows_that_are_replaced(family, sizes, monkeypatch):
     """Which are found on the host, after some tokens more."""
     monkeypatch.setattr("jaxtrain.hub.generate.CHUNK", 5)

@@ -23,8 +23,8 @@ from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.harness_model import HarnessModel
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.models import lora
+from tests.tiers import exhaustive, slow
 
-pytestmark = pytest.mark.slow
 TASK = """task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {records}}}}}
@@ -68,6 +68,7 @@ def workdir(tmp_path_factory):
     return folder / "work"
 
 
+@pytest.mark.slow
 def test_every_kind_of_task_gives_what_the_logits_say(workdir, tasks, capsys):
     words = [f"{workdir}", "--tasks=choose,go_on,roll", f"--include={tasks}", "--samples", "--limit=3",
              "--config.mesh.tensor=4", "--config.mesh.data=2"]
@@ -101,6 +102,7 @@ def test_every_kind_of_task_gives_what_the_logits_say(workdir, tasks, capsys):
     assert said == one.text and "e" not in said
 
 
+@pytest.mark.slow
 def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, tasks, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(workdir, copy, ignore=shutil.ignore_patterns("evaluations"))
@@ -114,6 +116,7 @@ def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, 
     assert all("go_on" in json.loads(path.read_text())["results"] for path in seen), "others' results count as done"
 
 
+@pytest.mark.slow
 def test_a_run_is_asked_while_it_trains_and_keeps_the_best_checkpoint(workdir, tasks, tmp_path):
     """On its own mesh, with the numbers of the command; the steps are those of a run that is not asked."""
     config = jt.load_config(workdir / "config.json", {
@@ -137,6 +140,7 @@ def test_a_run_is_asked_while_it_trains_and_keeps_the_best_checkpoint(workdir, t
     assert not any("stderr" in key for key in found[15])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keys", "message"), [
     ({"tasks": ["nothing"]}, "evaluation.tasks: there is no task 'nothing'"),
     ({"tasks": ["choose"], "include": "nowhere"}, "evaluation.include: nowhere is no folder"),
@@ -150,6 +154,7 @@ def test_tasks_that_cannot_be_asked_are_refused_before_a_run_begins(keys, messag
     assert message in f"{refusal.value}" and not (tmp_path / "work" / "checkpoints").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_model_is_asked_with_each_of_several_adapters_alone(workdir, tasks, tmp_path, capsys):
     run, _ = jt.load_model(workdir)
     adapted = jt.build(replace(run.config, lora=LoraConfig(rank=2)))
@@ -176,6 +181,7 @@ def test_a_model_is_asked_with_each_of_several_adapters_alone(workdir, tasks, tm
     assert other["samples"]["go_on"][0]["resps"] != plain["samples"]["go_on"][0]["resps"]
 
 
+@pytest.mark.slow
 def test_an_answer_ends_with_its_turn_and_a_text_may_begin_with_nothing(workdir):
     """Whatever the task's own stop texts are."""
     from types import SimpleNamespace
@@ -190,6 +196,7 @@ def test_an_answer_ends_with_its_turn_and_a_text_may_begin_with_nothing(workdir)
     assert len(plain.generate_until([SimpleNamespace(args=("", {"until": [], "max_gen_toks": 3}))])) == 1
 
 
+@pytest.mark.slow
 def test_a_conversation_is_asked_as_the_template_has_it(workdir):
     run, state = jt.load_model(workdir)
     words = tokenizer_of(workdir)
@@ -199,22 +206,33 @@ def test_a_conversation_is_asked_as_the_template_has_it(workdir):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--tasks=chose"], "--tasks: there is no task 'chose'; see lm-eval ls tasks, or name the folder of your own"),
-    (["--tasks=choose", "--include=nowhere"], "--include: nowhere is no folder; name the one with the tasks' YAML"),
-    (["--tasks=choose", "--watch", "--step=3"], "--step: --watch evaluates all checkpoints to come; leave it out"),
-    (["--tasks=choose", "--watch", "--adapters=a=b"], "--adapters: --watch evaluates all checkpoints to come; leave"),
-    (["--tasks=choose", "--adapters=a=b,a=c"], "--adapters: 'a=b,a=c' is not a list of different names with folders"),
-    (["--tasks=choose", "--adapters=a/b=c"], "--adapters: {'a/b': 'c'} is of no use; files have these names: without"),
-    (["--tasks=choose", "--adapters=a=nowhere"], "adapters: a: nowhere is not a folder of adapters in PEFT's format"),
-    (["--tasks=choose", "--batch_size=0"], "--batch_size: 0 is of no use; give 1 or more"),
-    (["--tasks=choose", "--config.model.num_layers=3"], "--config.model.num_layers: the model is as it was trained"),
-    (["--tasks=choose", "--step=7"], "--step: "),
-    (["--tasks=choose", "--limit=-1"], "--limit: -1.0 is of no use; give a number above 0"),
-    (["--tasks=choose", "--gen_kwargs=temperature"], "--gen_kwargs: 'temperature' is of no use; give KEY=VALUE,..."),
-    (["--tasks=moved"], "--tasks: their data cannot be read (Unable to find "),
-    (["--tasks=choose", "--num_fewshot=100"], "--tasks: the harness refuses this ("),
-    (["--tasks=choose", "--chat_template=plain"], "--chat_template: 'plain' is of no use; add --chat"),
-    (["--tasks=go_on", "--gen_kwargs=max_gen_toks=64"], "max_gen_toks: 64 leaves no room for a prompt in model.max_"),
+    *slow(
+        (["--tasks=chose"], "--tasks: there is no task 'chose'; see lm-eval ls tasks, or name the folder of your own"),
+        (["--tasks=choose", "--adapters=a=nowhere"],
+         "adapters: a: nowhere is not a folder of adapters in PEFT's format"),
+        (["--tasks=choose", "--step=7"], "--step: "),
+        (["--tasks=go_on", "--gen_kwargs=max_gen_toks=64"],
+         "max_gen_toks: 64 leaves no room for a prompt in model.max_"),
+    ),
+    *exhaustive(
+        (["--tasks=choose", "--include=nowhere"], "--include: nowhere is no folder; name the one with the tasks' YAML"),
+        (["--tasks=choose", "--watch", "--step=3"], "--step: --watch evaluates all checkpoints to come; leave it out"),
+        (["--tasks=choose", "--watch", "--adapters=a=b"],
+         "--adapters: --watch evaluates all checkpoints to come; leave"),
+        (["--tasks=choose", "--adapters=a=b,a=c"],
+         "--adapters: 'a=b,a=c' is not a list of different names with folders"),
+        (["--tasks=choose", "--adapters=a/b=c"],
+         "--adapters: {'a/b': 'c'} is of no use; files have these names: without"),
+        (["--tasks=choose", "--batch_size=0"], "--batch_size: 0 is of no use; give 1 or more"),
+        (["--tasks=choose", "--config.model.num_layers=3"],
+         "--config.model.num_layers: the model is as it was trained"),
+        (["--tasks=choose", "--limit=-1"], "--limit: -1.0 is of no use; give a number above 0"),
+        (["--tasks=choose", "--gen_kwargs=temperature"],
+         "--gen_kwargs: 'temperature' is of no use; give KEY=VALUE,..."),
+        (["--tasks=moved"], "--tasks: their data cannot be read (Unable to find "),
+        (["--tasks=choose", "--num_fewshot=100"], "--tasks: the harness refuses this ("),
+        (["--tasks=choose", "--chat_template=plain"], "--chat_template: 'plain' is of no use; add --chat"),
+    ),
 ])
 def test_mistakes_are_told_in_one_line(words, message, workdir, tasks, capsys):
     words = words if any(word.startswith("--include") for word in words) else [*words, f"--include={tasks}"]

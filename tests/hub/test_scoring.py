@@ -6,17 +6,17 @@ import pytest
 
 from jaxtrain.hub.scoring import score
 from tests.hub import test_decoding
+from tests.tiers import exhaustive, slow
 
 RNG = np.random.default_rng(1)
 PAIRS = [(RNG.integers(64, size=given).tolist(), RNG.integers(64, size=scored).tolist())
          for given, scored in ((3, 2), (1, 9), (20, 4), (5, 1), (30, 8), (0, 6))]  # the fifth is too long
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "sizes"), [
-    ("gpt2", {}), ("gpt2", dict(tensor=8)), ("llama", dict(data=2, fsdp=2, tensor=2)),
-    ("gemma3", dict(context=2, tensor=4)), ("qwen3", dict(fsdp=4, stage=2)),
-    ("deepseek_v3", dict(fsdp=2, expert=2, tensor=2))], ids=str)
+    *slow(("gemma3", dict(context=2, tensor=4)), ("qwen3", dict(fsdp=4, stage=2))),
+    *exhaustive(("gpt2", {}), ("gpt2", dict(tensor=8)), ("llama", dict(data=2, fsdp=2, tensor=2)),
+                ("deepseek_v3", dict(fsdp=2, expert=2, tensor=2)))], ids=str)
 def test_scores_are_those_of_all_logits(family, sizes):
     run = test_decoding.build(family, **{f"mesh__{axis}": size for axis, size in sizes.items()})
     params = test_decoding.state(run, family).all_params

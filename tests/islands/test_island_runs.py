@@ -15,6 +15,7 @@ from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.trainer.loop import train
 from tests.islands.archipelago import assert_same_bits, numbers, outer_state
 from tests.islands.memory_meeting import MemoryMeeting
+from tests.tiers import slow_if
 
 STEPS, ROWS = 12, 4
 
@@ -126,7 +127,7 @@ SLOW = [((4, "on_batch"), "sync"), ((6, "on_batch"), "int4"), ((8, "on_batch"), 
 
 
 @pytest.mark.parametrize("killed, mode", [
-    pytest.param(*both, marks=pytest.mark.slow if both in SLOW else pytest.mark.exhaustive)
+    pytest.param(*both, marks=slow_if(both in SLOW))
     for both in itertools.product(KILLED, MODES)], ids=str)
 def test_an_island_that_is_killed_goes_on_to_the_same_bits(tmp_path, killed, mode):
     def pair(workdir, observers=()):

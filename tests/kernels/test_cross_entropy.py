@@ -61,7 +61,7 @@ def close(got, want, tolerance):
 
 
 @pytest.mark.parametrize(("mesh", "chunks", "z_loss"), [
-    pytest.param(mesh, chunks, z_loss, marks=() if bool(chunks) == bool(z_loss) else pytest.mark.slow)
+    pytest.param(mesh, chunks, z_loss, marks=() if bool(chunks) == bool(z_loss) else pytest.mark.exhaustive)
     for mesh, chunks, z_loss in itertools.product(MESHES, (0, 4), (0.0, 1e-2))])
 def test_loss_and_gradients_are_those_of_plain_log_softmax(mesh, chunks, z_loss):
     close(value_and_grad(inputs(), MESHES[mesh], chunks=chunks, z_loss=z_loss), plain(z_loss), 1e-5)

@@ -20,7 +20,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "keys"), [
-    pytest.param(*case, marks=pytest.mark.slow) for case in CASES], ids=str)
+    pytest.param(*case, marks=pytest.mark.exhaustive if i % 2 else pytest.mark.slow)
+    for i, case in enumerate(CASES)], ids=str)
 def test_looking_ahead_gives_the_numbers_of_the_plain_model(family, keys):
     fuzz.check({f"mesh.{axis}": 1 for axis in fuzz.AXES} | {
         "family": family, "packing": True, "data.global_batch_size": fuzz.ROWS, "data.seq_len": fuzz.SEQ,

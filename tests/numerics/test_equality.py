@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.numerics import reference
+from tests.tiers import exhaustive, slow
 
 DEALT = tuple(family for family in reference.FAMILIES if family != "qwen2")  # which has some meshes of its own
 REMAT = ("none", "full", "dots", "attention", "attention_and_dots")
@@ -65,8 +66,9 @@ def check(case, steps=reference.STEPS):
     reference.check(run, family, steps)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=name)
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=pytest.mark.exhaustive if i % 3 else pytest.mark.slow) for i, case in enumerate(SLOW)],
+    ids=name)
 def test_any_mesh_gives_the_numbers_of_one_device_for_20_steps(case):
     check(case)
 
@@ -78,22 +80,19 @@ def test_any_mesh_gives_the_numbers_of_one_device_everywhere(case):
 
 
 @pytest.mark.parametrize("layers", [
-    pytest.param(4, marks=pytest.mark.exhaustive), pytest.param(5, marks=pytest.mark.slow)])
+    *exhaustive(4), *slow(5)])
 def test_layers_unrolled_in_twos_give_the_numbers_of_one_device(layers):
     """On a mesh where activations are typed `reduced`; five layers leave a rest."""
     reference.check(reference.build("gpt2", (1, 1, 2), train__unroll=2, model__num_layers=layers), "gpt2", steps=2)
 
 
 @pytest.mark.parametrize(("family", "mesh", "keys"), [
-    pytest.param("mixtral", (1, 2, 1), dict(train__remat="attention:1,attention_and_dots", mesh__expert=4),
-                 marks=pytest.mark.exhaustive),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("llama", (2, 2, 2), dict(train__remat="full:1,attention+mlp@host", train__accumulation=2)),
-        ("gpt2", (1, 1, 4), dict(train__remat="embed+mlp:1,none", train__precision="float32")),
-        ("deepseek_v3", (2, 2, 2), dict(train__remat="latent+heads@host")),
-        ("llama", (1, 1, 2), dict(train__remat="heads+mlp@host", mesh__stage=2, pipeline__schedule="zb_h1")))),
-    pytest.param("gemma3", (1, 1, 1), dict(train__remat="full:1,heads@host", mesh__context=4),
-                 marks=pytest.mark.exhaustive)], ids=str)
+    *slow(("llama", (2, 2, 2), dict(train__remat="full:1,attention+mlp@host", train__accumulation=2)),
+          ("llama", (1, 1, 2), dict(train__remat="heads+mlp@host", mesh__stage=2, pipeline__schedule="zb_h1"))),
+    *exhaustive(("gpt2", (1, 1, 4), dict(train__remat="embed+mlp:1,none", train__precision="float32")),
+                ("deepseek_v3", (2, 2, 2), dict(train__remat="latent+heads@host")),
+                ("gemma3", (1, 1, 1), dict(train__remat="full:1,heads@host", mesh__context=4)),
+                ("mixtral", (1, 2, 1), dict(train__remat="attention:1,attention_and_dots", mesh__expert=4)))], ids=str)
 def test_what_is_kept_by_name_and_by_layer_changes_no_number(family, mesh, keys):
     steps = reference.STEPS if family == "deepseek_v3" else FEW  # the routers' biases take more to follow the load
     reference.check(reference.build(family, mesh, **keys), family, steps)
@@ -105,10 +104,10 @@ def test_one_device_gives_the_numbers_of_the_plain_model(family):
     reference.check(reference.build(family), family)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "keys"), [
-    ((2, 2, 2), dict(train__accumulation=2)), ((1, 1, 8), dict(train__remat="dots")),
-    ((1, 1, 2), dict(mesh__stage=2, mesh__context=2, pipeline__schedule="zb_h1"))], ids=str)
+    *slow(((2, 2, 2), dict(train__accumulation=2))),
+    *exhaustive(((1, 1, 8), dict(train__remat="dots")),
+                ((1, 1, 2), dict(mesh__stage=2, mesh__context=2, pipeline__schedule="zb_h1")))], ids=str)
 def test_biases_of_queries_keys_and_values_on_a_mesh(mesh, keys):
     reference.check(reference.build("qwen2", mesh, **keys), "qwen2", FEW)
 

@@ -10,21 +10,22 @@ import jaxtrain as jt
 from jaxtrain.sharding.mesh import AXES
 from tests.kernels.interpreted import needs_mosaic
 from tests.numerics import reference
+from tests.tiers import exhaustive, slow
 
 STEPS = 4
 QUICK = [
     ("mixtral", dict(mesh__expert=2, mesh__tensor=2, mesh__fsdp=2, train__remat="full")),
 ]
 SLOW = [
-    ("deepseek_v3", dict(mesh__expert=4, mesh__tensor=2, train__accumulation=2)),
-    ("qwen3_moe", dict(mesh__expert=4, mesh__data=2, train__accumulation=2)),
     ("alternating", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2, pipeline__schedule="zb_h1",
                          train__remat="attention")),
-    ("alternating", dict(mesh__fsdp=2, mesh__expert=2, mesh__context=2, train__unroll=2, train__remat="full")),
     ("qwen3_moe", dict(mesh__context=2, mesh__expert=2, mesh__tensor=2)),
     ("gpt_oss", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2)),
 ]
 EXHAUSTIVE = [
+    ("deepseek_v3", dict(mesh__expert=4, mesh__tensor=2, train__accumulation=2)),
+    ("qwen3_moe", dict(mesh__expert=4, mesh__data=2, train__accumulation=2)),
+    ("alternating", dict(mesh__fsdp=2, mesh__expert=2, mesh__context=2, train__unroll=2, train__remat="full")),
     ("deepseek_v3", {}),
     ("deepseek_v3", dict(mesh__stage=2, mesh__expert=2, mesh__tensor=2)),
     ("mixtral", dict(mesh__data=2, mesh__expert=4, optimizer__zero_stage=2, train__unroll=0)),
@@ -76,8 +77,7 @@ def by_xla():
 
 
 @needs_mosaic
-@pytest.mark.slow
-@pytest.mark.parametrize("keys", [dict(train__remat="full"), dict(train__accumulation=2)], ids=str)
+@pytest.mark.parametrize("keys", [*slow(dict(train__remat="full")), *exhaustive(dict(train__accumulation=2))], ids=str)
 def test_the_kernels_of_gpus_give_the_same_gradients_in_the_real_step(keys, interpreted):
     """On one device: Pallas's interpreter cannot run on several at once."""
     run = build("mixtral", WIDE | dict(train__grouped_matmul="mosaic") | keys)

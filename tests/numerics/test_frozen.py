@@ -24,7 +24,7 @@ CASES = {
         train__freeze=["blocks/layer/attention/*", "blocks/layer/mlp/*"])),
     "all layers frozen, 1f1b": ("llama", dict(mesh=(1, 1, 1), mesh__stage=2, train__freeze=["blocks/*"])),
 }
-EXHAUSTIVE = ("remat, context", "1f1b")
+EXHAUSTIVE = ("remat, context", "1f1b", "one device", "zero-bubble")
 
 
 @pytest.mark.parametrize("name", [

@@ -12,6 +12,7 @@ from jaxtrain.models.lora import is_adapter, scale
 from jaxtrain.train_step import partition
 from tests.numerics import reference
 from tests.numerics.plain_lora import at_random, merged
+from tests.tiers import slow_if
 
 LORA = dict(lora__rank=3, lora__alpha=6.0)
 CASES = {
@@ -48,14 +49,13 @@ CASES = {
     "dora, latents, experts": ("deepseek_v3", dict(mesh=(1, 2, 2), mesh__expert=2, lora__dora=True)),
 }
 QUICK = ("tensor",)
-# Their meshes and kinds of adapters are in other cases, too.
-EXHAUSTIVE = ("one device", "remat by layer", "context", "1f1b", "nf4, tensor", "nf4, zero-bubble", "experts",
-              "nf4, latents, experts", "dora, tensor", "dora, zero-bubble")
+# The others have meshes and kinds of adapters that are in these, too.
+SLOW = ("nf4, remat, context", "experts, biases, buffers", "zero-bubble", "dora, all axes")
 
 
 @pytest.mark.parametrize("name", [
     name if name in QUICK else pytest.param(
-        name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow) for name in CASES])
+        name, marks=slow_if(name in SLOW)) for name in CASES])
 def test_loss_and_gradients_are_those_of_the_merged_model(name):
     family, keys = CASES[name]
     run = reference.build(family, **(LORA | keys))

@@ -14,6 +14,7 @@ from jaxtrain.main import main
 from jaxtrain.plan.estimate import change
 from jaxtrain.sharding.host_memory import HOST
 from tests.numerics import reference
+from tests.tiers import slow_if
 from tests.tiny import tiny_flags
 
 CASES = [
@@ -40,7 +41,7 @@ def same(ours, theirs, tolerance):
 
 
 @pytest.mark.parametrize(("family", "mesh", "keys"), [
-    pytest.param(*case, marks=pytest.mark.slow if i in (1, 5) else pytest.mark.exhaustive)
+    pytest.param(*case, marks=slow_if(i == 5))
     for i, case in enumerate(CASES)], ids=str)
 def test_the_numbers_are_those_of_a_state_on_the_devices(family, mesh, keys):
     told, states = [], []

@@ -5,6 +5,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.sharding.rules import CONFIG_KEYS
 from tests.numerics import reference
+from tests.tiers import exhaustive, slow
 
 MESH = (2, 2, 2)
 
@@ -17,10 +18,9 @@ def first_steps(run):
 
 
 @pytest.mark.parametrize("overrides", [
-    *(pytest.param(case, marks=pytest.mark.slow) for case in (
-        {"block_seq": "none"}, {"heads": "none", "kv_heads": "none"}, {"vocab": "none"})),
-    *(pytest.param(case, marks=pytest.mark.exhaustive) for case in (
-        {"embed": "none"}, {"norm": "none"}, {"kv_heads": "none"}, {"mlp": "none"}))], ids="+".join)
+    *slow({"heads": "none", "kv_heads": "none"}),
+    *exhaustive({"block_seq": "none"}, {"vocab": "none"}, {"embed": "none"}, {"norm": "none"}, {"kv_heads": "none"},
+                {"mlp": "none"})], ids="+".join)
 def test_sensible_overrides_change_no_number(overrides):
     both = overrides | {f"act_{name}": axis for name, axis in overrides.items()
                         if name in ("heads", "kv_heads", "mlp", "vocab")}

@@ -5,6 +5,7 @@ import functools
 import pytest
 
 from tests.numerics import reference
+from tests.tiers import exhaustive, slow
 
 # Deep and with a long sequence: what layers keep for the backward pass outweighs everything else.
 SHAPE = dict(model__num_layers=12, model__max_seq_len=64, data__seq_len=64, data__global_batch_size=4)
@@ -25,8 +26,8 @@ TOKENS = LAYERS * ROWS * SEQ * F32
 
 
 @pytest.mark.parametrize(("policy", "unroll"), [
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("full", 1), ("dots", 1), ("attention", 1), ("attention_and_dots", 1), ("full", 0), ("full", 2)))])
+    *slow(("attention_and_dots", 1), ("full", 2)),
+    *exhaustive(("full", 1), ("dots", 1), ("attention", 1), ("full", 0))])
 def test_policy_saves_at_least_the_attention_scores(policy, unroll):
     """Without a loop too, where a compiler would find both computations equal and do away with the second."""
     saved = temporary("none", unroll) - temporary(policy, unroll)

@@ -9,6 +9,7 @@ import pytest
 
 from jaxtrain.train_step.precision import LossScale
 from tests.numerics import reference
+from tests.tiers import exhaustive, slow
 
 CUBE = (2, 2, 2)
 
@@ -44,7 +45,7 @@ def plain():
     return float(value), jax.device_get(gradient)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.slow), CUBE], ids=str)
+@pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.exhaustive), CUBE], ids=str)
 def test_micro_batches_of_unequal_weight_add_up_to_the_gradient_of_the_whole(mesh):
     gradient, metrics = descend(uneven(4), mesh=mesh, train__accumulation=4, optimizer__clip_norm=0.0)
     value, want = plain()
@@ -54,8 +55,7 @@ def test_micro_batches_of_unequal_weight_add_up_to_the_gradient_of_the_whole(mes
     assert error < 3e-5, f"the gradient of {leaf} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("clip", [pytest.param(0.0, marks=pytest.mark.slow), 0.25,
-                                  pytest.param(1e3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("clip", [0.25, *exhaustive(0.0, 1e3)])
 def test_clipping_scales_the_whole_gradient_and_reports_its_norm_before(clip):
     gradient, metrics = descend(reference.batch(0), optimizer__clip_norm=clip)
     norm = float(reference.trained()[2])
@@ -102,8 +102,7 @@ def rounded(precision):
     return run, reference.compiled(run)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", [*slow("float16"), *exhaustive("bfloat16")])
 def test_half_precision_learns_as_float32_does_on_float32_master_weights(precision):
     run, step = rounded(precision)
     state, losses = reference.start(run), []

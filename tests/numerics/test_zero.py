@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.numerics import reference
+from tests.tiers import exhaustive, slow
 
 DEVICES = 8
 
@@ -28,7 +29,7 @@ def size(tree, split):
     return sum(leaf.size * leaf.dtype.itemsize // pieces(leaf) for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
+@pytest.mark.parametrize("stage", [3, *slow(1), *exhaustive(0, 2)])
 def test_state_on_each_device_is_the_closed_form(stage):
     run, compiled = step(stage)
     params, opt_state = run.abstract.params, run.abstract.opt_state

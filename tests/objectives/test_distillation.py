@@ -13,6 +13,7 @@ from jaxtrain.kernels.cross_entropy import distillation_loss
 from jaxtrain.objectives.distillation import distillation
 from jaxtrain.observe.own_parts import difference
 from tests.numerics import reference
+from tests.tiers import slow_if
 
 SOFT, TEMPERATURE = 0.3, 2.0
 TEACHER = dict(model__num_layers=3, model__embed_dim=64)
@@ -69,7 +70,7 @@ def truth(z_loss):
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.exhaustive if name in ("one device", "1f1b") else pytest.mark.slow)
+    pytest.param(name, marks=slow_if(name not in ("one device", "1f1b", "context, remat")))
     for name in CASES])
 def test_any_mesh_gives_the_plain_loss_and_gradients(name):
     run = run_of(**CASES[name])
@@ -119,8 +120,8 @@ def test_bad_numbers_are_refused(keys, match):
         distillation(reference.tiny("llama"), **keys)
 
 
-@pytest.mark.parametrize("stages", [
-    pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stages", [2, 4])
 def test_a_teacher_with_experts_and_as_many_layers_as_stages_divide(stages):
     """Its layers are never split over stages, and its routers compute in float32."""
     of_teacher = reference.tiny("deepseek_v3", model__num_layers=8, model__dense_layers=0, model__num_experts=4)

@@ -12,6 +12,7 @@ from tests.numerics import reference
 from tests.objectives import plain_kto as plain
 from tests.objectives import tuned
 from tests.objectives.tuned import resumed
+from tests.tiers import exhaustive, slow, slow_if
 
 KTO = dict(preference__loss="kto", preference__beta=0.5, data__packing="answers")
 WEIGHED = dict(preference__desirable_weight=1.3, preference__undesirable_weight=0.4)
@@ -25,12 +26,12 @@ CASES = {
     "zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1", lora__rank=3)),
     "experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3)),
 }
-# Their meshes are in other cases, and those of a mixture of experts in the tests of preferences.
-EXHAUSTIVE = ("tensor", "one device", "ring", "experts")
+# The other meshes are those of the tests of preferences.
+SLOW = ("all axes, accumulation", "at the bound")
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow) for name in CASES])
+    pytest.param(name, marks=slow_if(name in SLOW)) for name in CASES])
 def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = reference.build(family, **(KTO | keys))
@@ -51,8 +52,7 @@ def records(labelled):
             for i in range(80)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("labelled", [True, False], ids=["labels", "pairs"])
+@pytest.mark.parametrize("labelled", [*slow(True), *exhaustive(False)], ids=["labels", "pairs"])
 def test_a_run_learns_from_labels_and_from_pairs_and_goes_on(labelled, tmp_path):
     tmp_path.joinpath("answers.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records(labelled)))
     made = [f"--input={tmp_path}/answers.jsonl", f"--output={tmp_path}/corpus", "--eval_fraction=0.2"]

@@ -23,6 +23,7 @@ from jaxtrain.sharding.mesh import AXES
 from tests.numerics import reference
 from tests.objectives import plain_events as plain
 from tests.objectives.tuned import resumed
+from tests.tiers import slow_if
 
 CASES = {
     "one device": dict(model__window=5, model__tied_embeddings=False),
@@ -45,7 +46,7 @@ def begun(**keys):
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive) for name in CASES])
+    pytest.param(name, marks=slow_if(name in SLOW)) for name in CASES])
 def test_loss_gradients_and_metrics_are_those_of_the_formulas(name):
     config = plain.config(**CASES[name])
     run = jt.build(config, devices=jax.devices()[: math.prod(getattr(config.mesh, axis) for axis in AXES)])

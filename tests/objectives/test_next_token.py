@@ -10,14 +10,15 @@ import pytest
 
 from jaxtrain.objectives.next_token import NextToken
 from tests.numerics import reference
+from tests.tiers import exhaustive, slow
 
 
 @pytest.mark.parametrize(("family", "keys"), [
-    pytest.param("gpt2", {"train__accumulation": 2}, marks=pytest.mark.slow),
-    pytest.param("mixtral", {"mesh__data": 2, "mesh__tensor": 2, "model__mtp_loss_weight": 0.3,
-                             "train__loss_chunks": 4}, marks=pytest.mark.slow),
-    pytest.param("mixtral", {"mesh__data": 2, "mesh__stage": 2, "mesh__tensor": 2, "train__accumulation": 2,
-                             "pipeline__microbatches": 2}, marks=pytest.mark.slow)])
+    *slow(("mixtral", {"mesh__data": 2, "mesh__stage": 2, "mesh__tensor": 2, "train__accumulation": 2,
+                       "pipeline__microbatches": 2})),
+    *exhaustive(("gpt2", {"train__accumulation": 2}),
+                ("mixtral", {"mesh__data": 2, "mesh__tensor": 2, "model__mtp_loss_weight": 0.3,
+                             "train__loss_chunks": 4}))])
 def test_cross_entropy_is_the_loss_without_penalties(family, keys):
     run = reference.build(family, train__z_loss=1e-2, **keys)
     params, batch = reference.initial(family), reference.batch(0)
@@ -64,9 +65,9 @@ def test_padding_of_a_row_as_one_text_reaches_no_expert():
 
 
 @pytest.mark.parametrize(("family", "keys"), [
-    pytest.param("llama", {"mesh__fsdp": 2, "mesh__tensor": 2, "mesh__context": 2}, marks=pytest.mark.slow),
-    pytest.param("gpt2", {"mesh__data": 2, "mesh__stage": 2, "pipeline__microbatches": 2}, marks=pytest.mark.slow),
-    pytest.param("mixtral", {"mesh__fsdp": 2, "mesh__expert": 2, "train__remat": "full"}, marks=pytest.mark.slow)])
+    *slow(("llama", {"mesh__fsdp": 2, "mesh__tensor": 2, "mesh__context": 2})),
+    *exhaustive(("gpt2", {"mesh__data": 2, "mesh__stage": 2, "pipeline__microbatches": 2}),
+                ("mixtral", {"mesh__fsdp": 2, "mesh__expert": 2, "train__remat": "full"}))])
 def test_attention_across_documents(family, keys):
     """Loss and gradients are those of rows that hold one document each."""
     batch, params = reference.batch(0), reference.initial(family)

@@ -21,6 +21,7 @@ from tests.numerics.plain_lora import merged
 from tests.objectives import plain_preference as plain
 from tests.objectives import tuned
 from tests.objectives.tuned import resumed
+from tests.tiers import slow_if
 
 DPO = dict(preference__loss="dpo", preference__beta=0.5, data__packing="pairs")
 REWARD = dict(preference__loss="reward", preference__beta=0.1)
@@ -46,13 +47,12 @@ CASES = {
     "reward model, experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3, **REWARD)),
     "adapters": ("qwen2", dict(mesh=(2, 2, 1), mesh__context=2, mesh__context_strategy="gather", lora__rank=2)),
 }
-# Their losses and meshes are in other cases, too, of answers compared or of a reward model.
-EXHAUSTIVE = ("one device", "remat, hinge", "adapters", "reward model, one device", "reward model, ring",
-              "reward model, 1f1b, context", "reward model, experts")
+# The others have losses and meshes that are in these, too, of answers compared or of a reward model.
+SLOW = ("all axes, robust", "ring, simpo", "zero-bubble, adapters", "reward model, all axes")
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow) for name in CASES])
+    pytest.param(name, marks=slow_if(name in SLOW)) for name in CASES])
 def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = reference.build(family, **(DPO | keys))

@@ -23,6 +23,7 @@ from jaxtrain.train_step import partition
 from tests.numerics import reference
 from tests.objectives import plain_transcription as plain
 from tests.objectives.tuned import resumed
+from tests.tiers import slow_if
 
 CASES = {
     "data, fsdp, tensor": dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, train__accumulation=2),
@@ -43,7 +44,7 @@ def begun(**keys):
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive) for name in CASES])
+    pytest.param(name, marks=slow_if(name in SLOW)) for name in CASES])
 def test_loss_and_gradients_are_those_of_the_formulas(name):
     config = plain.config(**CASES[name])
     run = jt.build(config, devices=jax.devices()[: math.prod(getattr(config.mesh, axis) for axis in AXES)])

@@ -40,7 +40,7 @@ def on_mesh(axes):
 
 
 @pytest.mark.parametrize("mesh", [
-    name if name == "data, fsdp, tensor" else pytest.param(name, marks=pytest.mark.slow) for name in MESHES])
+    name if name == "data, fsdp, tensor" else pytest.param(name, marks=pytest.mark.exhaustive) for name in MESHES])
 @pytest.mark.parametrize("kind", ["sigmoid", "softmax"])
 def test_loss_and_gradients_are_those_of_the_whole_matrix(kind, mesh):
     x, y, there, labels, scale, bias = made()

@@ -20,6 +20,7 @@ from jaxtrain.plan.estimate import Estimate, estimate
 from jaxtrain.plan.report.answers_room import answers_at_once, room_for_answers
 from jaxtrain.plan.report.table import explained
 from jaxtrain.train_step.report import total
+from tests.tiers import exhaustive, slow, slow_if
 from tools import bench_plan
 
 KEPT = {line["name"]: line["bytes"] for line in map(json.loads, bench_plan.ANSWERS_KEPT.read_text().splitlines())}
@@ -44,8 +45,8 @@ def of_cache(c, rows, tensor):
 
 
 @pytest.mark.parametrize(("config", "mesh"), [
-    (GROUPED, {"fsdp": 4, "tensor": 2}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (GPT, {"data": 2, "fsdp": 4}), (WINDOWS, {"fsdp": 8}), (LATENT, {"fsdp": 4, "tensor": 2})))])
+    (GROUPED, {"fsdp": 4, "tensor": 2}), *slow((LATENT, {"fsdp": 4, "tensor": 2})),
+    *exhaustive((GPT, {"data": 2, "fsdp": 4}), (WINDOWS, {"fsdp": 8}))])
 def test_the_cache_is_that_of_the_formula(config, mesh):
     config, target = learning(config, **{f"mesh__{axis}": n for axis, n in mesh.items()}), targets.TARGETS["v5p"]
     run = build(config, devices=8, platform=target.described)
@@ -95,7 +96,7 @@ def test_answers_that_do_not_fit_say_what_makes_room():
         "1e-07 of 6e-08 GB while answering (decoding); key-value cache 7e-08 GB; data.global_batch_size=64 would fit")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_weights_are_not_gathered_where_their_copy_does_not_fit(monkeypatch):
     """By a search, by --explain and by what refuses a run."""
     keys = {"mesh__fsdp": 8, "data__global_batch_size": 16, "data__seq_len": 32, "train__remat": "full",
@@ -119,7 +120,7 @@ def test_weights_are_not_gathered_where_their_copy_does_not_fit(monkeypatch):
 
 
 @pytest.mark.parametrize(("config", "mesh", "gathered"), [
-    pytest.param(*case, gathered, marks=pytest.mark.slow if gathered == i % 2 else pytest.mark.exhaustive)
+    pytest.param(*case, gathered, marks=slow_if(gathered == i % 2 and i in (1, 2)))
     for i, case in enumerate((
         (GPT, {"data": 2, "fsdp": 2}), (GROUPED, {"fsdp": 2, "tensor": 2}), (WINDOWS, {"data": 2, "fsdp": 2}),
         (LATENT, {"fsdp": 2, "expert": 2}))) for gathered in (False, True)])
@@ -136,8 +137,8 @@ def test_near_what_the_compiler_of_cpus_says(config, mesh, gathered):
         assert guess[phase].total() == pytest.approx(size, rel=0.2 if phase == DECODING else 0.12), phase
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.exhaustive if i % 3 else pytest.mark.slow) for i, name in enumerate(CASES)])
 def test_near_what_compilers_of_accelerators_say(name):
     if "DeepSeek" in name and jax.__version_info__ < (0, 11):
         pytest.skip("before JAX 0.11 kernels of grouped products are not used")

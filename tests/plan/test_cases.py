@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import slow_if
 from tools import bench_plan
 
 KEPT = {line["name"]: line for line in map(json.loads, bench_plan.KEPT.read_text().splitlines())}
@@ -29,7 +30,7 @@ def test_all_cases_are_kept():
 
 
 @pytest.mark.parametrize("name", [
-    name if name in SOON else pytest.param(name, marks=pytest.mark.slow if i % 3 == 0 else pytest.mark.exhaustive)
+    name if name in SOON else pytest.param(name, marks=slow_if(i % 6 == 0))
     for i, name in enumerate(CASES)])
 def test_what_is_predicted_is_near_what_the_compiler_says(name):
     guess = bench_plan.predicted(CASES[name])

@@ -17,6 +17,7 @@ from jaxtrain.plan.trace import kernels, reader
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES
 from tests.kernels.interpreted import needs_mosaic
+from tests.tiers import slow_if
 
 ROWS, WIDTH, WIDER, COUNT = 512, 64, 192, 4
 ONE = 2 * ROWS * WIDTH * WIDER  # FLOP of a product in which each row goes through one expert
@@ -52,7 +53,8 @@ MESHES = {"fsdp": 8, "expert": 2}, {"fsdp": 2, "expert": 8}, {"tensor": 2, "expe
 
 
 @pytest.mark.parametrize(("target", "factor", "mesh", "every"), [
-    *(pytest.param(*target, mesh, 1, marks=[] if i == j != 2 else pytest.mark.slow) for j, mesh in enumerate(MESHES)
+    *(pytest.param(*target, mesh, 1, marks=[] if i == j != 2 else slow_if(i == j))
+      for j, mesh in enumerate(MESHES)
       for i, target in enumerate((("h200", 0.0), ("h200", 1.25), ("v5p", 0.0)))),
     pytest.param("h200", 0.0, MESHES[3], 4, marks=pytest.mark.slow)], ids=str)
 def test_the_rough_sum_counts_what_is_traced(target, factor, mesh, every):

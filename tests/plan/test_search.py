@@ -114,7 +114,7 @@ def test_an_offloaded_state_takes_the_hosts_memory_and_the_time_of_its_way():
     assert away.time.parts["copies from and to hosts"] == pytest.approx(2 * away.host / target.host)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_state_goes_to_the_hosts_where_nothing_else_fits():
     config = tiny(data__global_batch_size=64)
     least = estimate(change(config, {"mesh.data": 1, "mesh.fsdp": 8, "train.remat": "full", "optimizer.offload": True,

@@ -92,11 +92,11 @@ def test_not_finite_is_left_out_and_counted_but_an_overflow_is_no_anomaly():
     assert not taken and int(after.rejected) == 0 and not told["spike"] and int(after.seen) == 50
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("keys", [
-    pytest.param({}, id="one device"),
-    pytest.param(dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=1), id="eight, accumulated, zero 1"),
-    pytest.param(dict(mesh=(2, 1, 1), mesh__stage=2), id="pipeline"),
+    pytest.param({}, id="one device", marks=pytest.mark.exhaustive),
+    pytest.param(dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=1), id="eight, accumulated, zero 1",
+                 marks=pytest.mark.slow),
+    pytest.param(dict(mesh=(2, 1, 1), mesh__stage=2), id="pipeline", marks=pytest.mark.exhaustive),
 ])
 def test_the_numbers_are_to_the_bit_those_without_a_history(keys):
     run = reference.build("gpt2", **keys)

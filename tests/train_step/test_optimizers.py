@@ -45,7 +45,7 @@ def alone(name):
 
 
 @pytest.mark.parametrize(("name", "stage"), [
-    pytest.param(name, stage, marks=pytest.mark.slow if stage == 3 and name in ("adamw", "adafactor", "muon")
+    pytest.param(name, stage, marks=pytest.mark.slow if stage == 3 and name in ("adafactor", "muon")
                  else pytest.mark.exhaustive) for name in OPTIMIZERS for stage in range(4)])
 def test_same_losses_on_a_mesh_and_under_zero(name, stage):
     off = np.abs(losses(name, (2, 2, 2), stage) / alone(name) - 1).max()
@@ -108,7 +108,7 @@ def updates(name, family, gradient, **keys):
             for (path, param), update in flat}
 
 
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_matrices_decay_and_vectors_do_not(name, family):
     for path, (param, update) in updates(name, family, gradient=0.0, weight_decay=0.5).items():

@@ -125,7 +125,8 @@ QUICK = 1, 6
 
 
 @pytest.mark.parametrize("kind, mesh, accumulation, zero, clip", [
-    pytest.param(*case, marks=[] if i in QUICK else pytest.mark.slow) for i, case in enumerate(CASES)])
+    pytest.param(*case, marks=[] if i in QUICK else pytest.mark.exhaustive if i % 3 else pytest.mark.slow)
+    for i, case in enumerate(CASES)])
 def test_numbers_of_one_device(kind, mesh, accumulation, zero, clip):
     close(run(kind, jt.make_mesh(**mesh), accumulation=accumulation, zero_stage=zero, clip_norm=clip), plain(clip))
 

@@ -17,6 +17,7 @@ from jaxtrain.profiling import __main__ as command
 from jaxtrain.profiling import summary
 from jaxtrain.profiling.summary import ask, summarise
 from jaxtrain.trainer.capture import Capture
+from tests.tiers import exhaustive, slow
 from tests.tiny import ROOT, SLOW, free_address, tiny_flags, virtual_devices, wait_for_lines
 from tests.trainer.conftest import TWO
 
@@ -198,8 +199,7 @@ def test_who_asks_learns_why_there_is_no_profile(tmp_path, monkeypatch):
         ask(tmp_path, 2, 8, 0.1, tick=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [*exhaustive(1), *slow(2)])
 def test_a_run_is_profiled_while_it_trains(count, tmp_path_factory, tmp_path):
     """By the command, from outside; in one process the losses are those of a run that nobody asked."""
     words = [*tiny_flags(tmp_path_factory, [*TWO, f"train.steps={100 * count}"]), f"--workdir={tmp_path}/work"]

@@ -28,6 +28,7 @@ from jaxtrain.observe.events import events
 from jaxtrain.run import Run
 from jaxtrain.train_step.optimizers import make_schedule
 from jaxtrain.trainer.shutdown import Interrupt, before_the_loop
+from tests.tiers import exhaustive, slow, slow_if
 from tests.tiny import SLOW, tiny_flags, wait_for_checkpoint, wait_for_lines
 
 ROOT = Path(__file__).parents[2]
@@ -202,7 +203,7 @@ def test_a_storage_that_does_not_answer_at_the_end(flags, straight, tmp_path, mo
     assert_same_run(flags, tmp_path / "work", straight)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sigterm_ends_the_wait_for_a_disk_that_is_full(flags, tmp_path, monkeypatch, capsys):
     usage, last = shutil.disk_usage, tmp_path / "work" / "metrics.jsonl"
 
@@ -297,7 +298,7 @@ def test_a_checkpoint_of_another_run_is_refused(flags, halfway, foreign, capsys)
     assert before == ((halfway / "run.json").read_bytes(), (halfway / "metrics.jsonl").read_bytes())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_another_run_is_adopted(flags, straight, halfway, foreign):
     """Once adopted, it may be gone on from again."""
     shutil.rmtree(halfway / "checkpoints" / "9")
@@ -336,8 +337,8 @@ def test_without_run_files_the_checkpoint_tells(flags, straight, halfway, capsys
     assert identity(halfway) == identity(straight)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names, same", [(["run.json"], False), (["run.json", "config.json"], True)])
+@pytest.mark.parametrize("names, same", [
+    *exhaustive((["run.json"], False)), *slow((["run.json", "config.json"], True))])
 def test_the_identity_of_a_run_that_begins(flags, straight, tmp_path, names, same):
     """It stays if the workdir's run begins again; with another config, which config.json would refuse, it may not."""
     for name in names:
@@ -455,8 +456,8 @@ def test_seconds_held_up_are_in_the_metrics(straight):
     assert all(event["blocked_s"] > 0 for event in events(straight))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("error", [RuntimeError("the disk is gone"), UserError("data.source", "it is gone", "find it")])
+@pytest.mark.parametrize("error", [
+    *exhaustive(RuntimeError("the disk is gone")), *slow(UserError("data.source", "it is gone", "find it"))])
 def test_an_error_in_the_data_thread(flags, straight, tmp_path, monkeypatch, capsys, error):
     """It surfaces as itself, and what was saved before it is whole."""
     def failing(self, batches, step, placed=Run.placed):
@@ -583,7 +584,7 @@ INSIDE = {  # a module that is about to be imported, as part of what
 
 @pytest.mark.parametrize("module", [
     name if name == "numpy._core._multiarray_umath" else pytest.param(
-        name, marks=pytest.mark.slow if name in ("json", "jax._src.xla_bridge", "grain") else pytest.mark.exhaustive)
+        name, marks=slow_if(name == "jax._src.xla_bridge"))
     for name in INSIDE])
 def test_ten_sigterms_during_an_import_end_with_75(tmp_path, module):
     """Not by a signal: an exception in the middle of an import may crash a module that is not written in Python."""

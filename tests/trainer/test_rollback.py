@@ -184,7 +184,7 @@ def test_killed_when_it_was_decided(flags, never_saw, poison, tmp_path):
     assert_went_as(flags, tmp_path, never_saw)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_save_that_failed_does_not_end_the_run_that_goes_back(flags, never_saw, poison, tmp_path, monkeypatch):
     phases, watchdogs = [], []
 
@@ -211,7 +211,7 @@ def test_a_save_that_failed_does_not_end_the_run_that_goes_back(flags, never_saw
     assert phases == ["checkpoint", "checkpoint"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_asked_to_stop_while_it_goes_back(flags, never_saw, poison, tmp_path, monkeypatch):
     def stopped(self, *args, roll_back=AnomalyGuard._roll_back):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -21,6 +21,7 @@ from jaxtrain.run import Run
 from jaxtrain.tuning import reference_sums
 from tests.numerics import reference
 from tests.objectives import plain_kto, plain_preference, tuned
+from tests.tiers import slow_if
 from tests.trainer.test_multiprocess import ended, two_processes
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
@@ -43,11 +44,11 @@ CASES = {
     "kto, 1f1b, context": ("llama", dict(KTO, mesh=(1, 2, 1), mesh__stage=2, mesh__context=2)),
 }
 # Their losses and meshes are in other cases, too.
-EXHAUSTIVE = ("ipo, ring", "hinge, 1f1b, context", "experts", "kto, one device", "kto, all axes")
+SLOW = ("robust, all axes", "kto, 1f1b, context")
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow) for name in CASES])
+    pytest.param(name, marks=slow_if(name in SLOW)) for name in CASES])
 def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = reference.build(family, **keys)

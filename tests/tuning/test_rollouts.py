@@ -10,6 +10,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.tuning import rollouts
 from tests.numerics import reference
+from tests.tiers import exhaustive, slow
 
 REWARD = '''
 def even(answer, record):
@@ -106,8 +107,7 @@ def read(workdir):
             for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reuse", [1, 2])
+@pytest.mark.parametrize("reuse", [*slow(2), *exhaustive(1)])
 def test_a_run_that_goes_on_makes_the_same_answers_and_learns(files, tmp_path, reuse):
     keys = dict(reinforce__reuse=reuse, reinforce__kl=0.01, train__steps=8, optimizer__learning_rate=3e-3)
     whole = jt.train(config(files, **keys), tmp_path / "whole")

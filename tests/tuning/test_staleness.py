@@ -16,6 +16,7 @@ from jaxtrain.hub.generate import Generated
 from jaxtrain.main import main
 from jaxtrain.tuning import pending_rewards, rollouts
 from jaxtrain.tuning.pending_rewards import PendingRewards
+from tests.tiers import exhaustive, slow
 from tests.trainer.test_multiprocess import ROOT, ended, two_processes
 from tests.tuning.test_rollouts import config, files  # noqa: F401
 
@@ -66,9 +67,7 @@ def trained(data, start, stop):
 
 @pytest.mark.parametrize(("staleness", "reuse", "states"), [
     (0, 1, [0, 1, 2, 3, 4, 5]), (2, 1, [0, 0, 0, 1, 2, 3]), (3, 2, [0, 0, 0, 0, 1, 1]),
-    pytest.param(1, 1, [0, 0, 1, 2, 3, 4], marks=pytest.mark.slow),
-    pytest.param(0, 2, [0, 0, 2, 2, 4, 4], marks=pytest.mark.slow),
-    pytest.param(1, 2, [0, 0, 1, 1, 3, 3], marks=pytest.mark.slow)])
+    *slow((1, 2, [0, 0, 1, 1, 3, 3])), *exhaustive((1, 1, [0, 0, 1, 2, 3, 4]), (0, 2, [0, 0, 2, 2, 4, 4]))])
 def test_the_state_before_so_many_steps_answers(built, answers, staleness, reuse, states):
     found = trained(begun(built(reinforce__staleness=staleness, reinforce__reuse=reuse)), 0, 6)
     assert [state for state, _ in found] == states
@@ -82,7 +81,7 @@ def test_the_state_before_so_many_steps_answers(built, answers, staleness, reuse
 
 # What a run of staleness 2 that was killed after the save of step 3 may have left of the answers after that step.
 @pytest.mark.parametrize("left", ["read", "scored", "answered", "nothing of later states", "all of a longer run"])
-@pytest.mark.parametrize("reuse", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reuse", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_run_that_goes_on_reads_what_earlier_states_answered(built, answers, tmp_path, left, reuse):
     run = built(reinforce__staleness=2, reinforce__reuse=reuse)
     whole = trained(begun(run, tmp_path), 0, 6)

@@ -389,7 +389,7 @@ def lost(flags, tmp_path_factory):
 
 @pytest.mark.parametrize("mesh", [
     pytest.param(["data=6"], marks=pytest.mark.exhaustive, id="replicas"),
-    pytest.param(["data=2", "fsdp=3"], marks=pytest.mark.slow, id="shards")])
+    pytest.param(["data=2", "fsdp=3"], marks=pytest.mark.exhaustive, id="shards")])
 def test_one_of_three_lost_with_its_memory(lost, mesh):
     flags, calm, work = lost(*mesh)
     with processes(flags, work, 3, 2) as started:  # the same mesh: the same bits

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from jaxtrain.checkpoint import verify
+from tests.tiers import exhaustive, slow
 from tests.tiny import free_address
 
 N = 3
@@ -75,8 +76,7 @@ checkpoints.close()
 
 
 @pytest.mark.parametrize("what, who", [
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("write", 0), ("sums", 1), ("commit", 0))),
-    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("write", 2), ("sums", 0)))])
+    *slow(("sums", 1)), *exhaustive(("write", 0), ("commit", 0), ("write", 2), ("sums", 0))])
 def test_a_save_that_fails_in_one_process_alone(tmp_path, what, who):
     address = free_address()
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}

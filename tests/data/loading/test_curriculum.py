@@ -16,6 +16,7 @@ from jaxtrain.data.loading.loader import Batches
 from jaxtrain.data.packing.packed_rows import PackedRows
 from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer
 from jaxtrain.errors import UserError
+from tests.tiers import slow_if
 
 END = 256
 
@@ -73,7 +74,7 @@ def random_config(rng: random.Random, names) -> DataConfig:
 
 def few_of(cases):
     """The first of them are quick, as many more slow, and the rest exhaustive."""
-    return [case if case < 3 else pytest.param(case, marks=pytest.mark.slow if case < 12 else pytest.mark.exhaustive)
+    return [case if case < 3 else pytest.param(case, marks=slow_if(case < 12))
             for case in range(cases)]
 
 

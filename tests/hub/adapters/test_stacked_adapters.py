@@ -17,6 +17,7 @@ from jaxtrain.hub.weights import safetensors_files
 from jaxtrain.models import lora
 from tests.hub import published
 from tests.hub.adapters import published_adapters
+from tests.tiers import exhaustive, slow
 
 SLOW = pytest.mark.slow
 FEW = [[5, 3], [5, 3], [5, 3], [11, 6, 1, 8], [3, 2], [20], [13, 1]]
@@ -72,8 +73,7 @@ def alone(folders):
     return made
 
 
-@pytest.mark.parametrize("case", [pytest.param("gpt2", marks=SLOW), pytest.param("llama", marks=SLOW),
-                                  pytest.param("gemma3", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("case", [*slow("llama"), *exhaustive("gpt2", "gemma3")])
 def test_each_prompt_is_continued_as_by_its_adapter_alone(case, folders, alone):
     base, adapters = folders(case)
     names = ["few", None, "all", "one", "one", "few", "all"]
@@ -101,8 +101,7 @@ def test_on_any_mesh_rows_that_are_refilled_take_their_own_adapters(mesh, folder
 
 
 @pytest.mark.parametrize("mesh", [
-    pytest.param(None, marks=SLOW), pytest.param("fsdp", marks=pytest.mark.exhaustive),
-    pytest.param("tensor", marks=SLOW)])
+    *slow("tensor"), *exhaustive(None, "fsdp")])
 def test_texts_are_scored_as_by_each_adapter_alone(mesh, folders):
     base, adapters = folders("llama")
     run, state = jt.load_model(base, MORE.get(mesh), adapters=adapters)
@@ -131,7 +130,7 @@ def test_adapters_are_loaded_and_unloaded_beside_the_same_weights(folders, alone
     assert first[0].config.lora.rank == 5 and second[0].config.lora.rank == 8 and third[0].config.lora.rank == 0
 
 
-@SLOW
+@pytest.mark.exhaustive
 def test_the_weights_beside_them_may_rest_in_few_bits(folders):
     base, adapters = folders("llama")
     run, state = jt.load_model(base, {"lora.quantize": "int8"}, adapters=adapters)

@@ -107,7 +107,8 @@ def mosaic(c):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("name", [*list(CASES)[:3], *(pytest.param(name, marks=SLOW) for name in list(CASES)[3:])])
+@pytest.mark.parametrize("name", [*list(CASES)[:3], *(
+    pytest.param(name, marks=pytest.mark.exhaustive if i > 4 else SLOW) for i, name in enumerate(list(CASES)[3:]))])
 def test_numbers_are_those_of_plain_operations(name, interpreted):
     c = CASES[name]
     given = arrays(c)

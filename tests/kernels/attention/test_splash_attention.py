@@ -126,7 +126,8 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.exhaustive if name in ("llama", "ulysses") else SLOW) for name in STEPS])
+    pytest.param(name, marks=pytest.mark.exhaustive if name in ("llama", "ulysses", "gemma3", "pipeline") else SLOW)
+    for name in STEPS])
 def test_steps_have_the_numbers_of_one_device(name):
     from tests.composition import fuzz
 

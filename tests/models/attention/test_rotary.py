@@ -9,6 +9,7 @@ import jaxtrain as jt
 from jaxtrain.config.families import DeepseekV3Config, LlamaConfig
 from jaxtrain.models.attention.rotary import Rotary, frequencies, scaled_frequencies, score_factor
 from tests.numerics import plain_rotary, reference
+from tests.tiers import slow_if
 
 B, T, K = 2, 12, 8
 YARN = dict(rope_type="yarn", rope_scaling=4.0, rope_original_len=32, rope_theta=100.0, rope_beta_fast=6.0)
@@ -98,7 +99,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("family", "mesh", "keys"), [
     pytest.param(*case, id=f"{case[0]}-{case[2]['rope_type']}-{case[1]}",
-                 marks=pytest.mark.slow if i in (0, 5) else pytest.mark.exhaustive)
+                 marks=slow_if(i in (0, 5)))
     for i, case in enumerate(MODELS)])
 def test_models_with_scaled_positions_have_the_numbers_of_the_plain_model(family, mesh, keys):
     """Loss and gradients; without scaling both would be others."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import optimizers, precision
 from jaxtrain.train_step.state import Skeleton
 from tests.numerics import plain_experts, reference
+from tests.tiers import exhaustive, slow
 
 ROWS, SEQ, DIM = 8, 16, 32
 MANUAL = ("data", "fsdp", "stage", "context", "expert")
@@ -106,8 +108,8 @@ def placed(module, mesh, rules, params=None, arguments=None):
 
 
 @pytest.mark.parametrize(("name", "mesh"), [
-    (name, mesh) if (name, mesh) in QUICK else pytest.param(name, mesh, marks=SLOW)
-    for name in CONFIGS for mesh in MESHES])
+    (name, mesh) if (name, mesh) in QUICK else pytest.param(name, mesh, marks=pytest.mark.exhaustive if i % 5 else SLOW)
+    for i, (name, mesh) in enumerate(itertools.product(CONFIGS, MESHES))])
 def test_any_mesh_gives_the_numbers_of_one_device(name, mesh):
     want, module, rules = alone(name), Skeleton.of(layer(CONFIGS[name])), sharding.rules()
     mesh = jt.make_mesh(**MESHES[mesh])
@@ -229,9 +231,9 @@ def rigged(c):
     return module, params, (x, segments, *rest)
 
 
-@SLOW
-@pytest.mark.parametrize("exchange", ["gather", "ragged"])
-@pytest.mark.parametrize("sizes", [dict(expert=4), dict(expert=4, context=2)], ids=str)
+@pytest.mark.parametrize(("sizes", "exchange"), [
+    *slow((dict(expert=4), "gather"), (dict(expert=4, context=2), "ragged")),
+    *exhaustive((dict(expert=4), "ragged"), (dict(expert=4, context=2), "gather"))], ids=str)
 def test_nothing_is_dropped_when_all_tokens_want_the_same_device(sizes, exchange, monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
     module, params, arguments = rigged(SOFTMAX)
@@ -248,12 +250,15 @@ def test_nothing_is_dropped_when_all_tokens_want_the_same_device(sizes, exchange
         close(in_order(result, mesh), want)
 
 
-@pytest.mark.parametrize("buffer", [0.3, pytest.param(1.0, marks=SLOW), pytest.param(0.0, marks=SLOW)])
-@pytest.mark.parametrize(("name", "exchange", "sizes"), [
-    ("softmax", "auto", {}), pytest.param("sigmoid", "gather", dict(expert=4, tensor=2), marks=SLOW),
-    pytest.param("softmax", "ragged", dict(expert=4, fsdp=2), marks=SLOW),
-    pytest.param("biased", "ragged", dict(expert=4, tensor=2), marks=SLOW),
-    pytest.param("capacity", "ragged", dict(expert=8), marks=SLOW)], ids=str)
+@pytest.mark.parametrize(("name", "exchange", "sizes", "buffer"), [
+    ("softmax", "auto", {}, 0.3),
+    *slow(("softmax", "auto", {}, 0.0), ("sigmoid", "gather", dict(expert=4, tensor=2), 0.3),
+          ("biased", "ragged", dict(expert=4, tensor=2), 0.3), ("capacity", "ragged", dict(expert=8), 1.0)),
+    *exhaustive(("softmax", "auto", {}, 1.0), ("sigmoid", "gather", dict(expert=4, tensor=2), 1.0),
+                ("sigmoid", "gather", dict(expert=4, tensor=2), 0.0),
+                ("biased", "ragged", dict(expert=4, tensor=2), 1.0), ("capacity", "ragged", dict(expert=8), 0.3),
+                ("softmax", "ragged", dict(expert=4, fsdp=2), 0.3),
+                ("softmax", "ragged", dict(expert=4, fsdp=2), 1.0))], ids=str)
 def test_rows_that_the_buffer_does_not_hold_take_further_passes(name, exchange, sizes, buffer, monkeypatch):
     """Value, totals and all gradients are those of one pass; 0.3 needs at least four passes, 0 has room for all."""
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated)

@@ -20,8 +20,8 @@ from tests.parallel.compression.plain_exchange import Devices
 PEERS, INNER, ROWS = 2, 2, 8
 METHODS = {"exact": {}, "int8": {"block": 32}, "int4": {"block": 16}, "top_k": {"ratio": 0.1, "block": 500},
            "random_k": {"ratio": 0.1}, "power_sgd": {"rank": 2}}
-BY_TIER = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "top_k", "power_sgd")),
-           *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("int4", "random_k"))]
+BY_TIER = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "power_sgd")),
+           *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("int4", "top_k", "random_k"))]
 
 
 def build(method, mesh=(PEERS, INNER, 1), **keys):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.numerics import reference
+from tests.tiers import exhaustive, slow, slow_if
 
 FEW = 3  # steps
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
@@ -75,7 +76,8 @@ def dealt():
 
 
 @pytest.mark.parametrize("case", [
-    case if case == "1f1b" else pytest.param(case, marks=pytest.mark.slow) for case in QUICK])
+    case if case == "1f1b" else pytest.param(case, marks=slow_if(case == "zb_v"))
+    for case in QUICK])
 def test_a_pipeline_gives_the_numbers_of_one_device(case):
     family, mesh, keys = QUICK[case]
     reference.check(reference.build(family, mesh, **keys), family, FEW)
@@ -85,7 +87,7 @@ EVERY = SLOW | dealt()
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param(name, marks=pytest.mark.slow if i % 12 == 0 else pytest.mark.exhaustive)
+    pytest.param(name, marks=slow_if(i % 24 == 0))
     for i, name in enumerate(EVERY)])
 def test_a_pipeline_gives_the_numbers_of_one_device_everywhere(case):
     family, mesh, keys = EVERY[case]
@@ -93,7 +95,7 @@ def test_a_pipeline_gives_the_numbers_of_one_device_everywhere(case):
 
 
 @pytest.mark.parametrize("schedule", [
-    pytest.param(name, marks=pytest.mark.slow if name == "zb_v" else pytest.mark.exhaustive) for name in SCHEDULES])
+    pytest.param(name, marks=slow_if(name == "zb_v")) for name in SCHEDULES])
 def test_a_pipeline_gives_the_losses_of_one_device_for_all_of_a_training(schedule):
     reference.check(reference.build("gpt2", (1, 2, 2), **pipeline(schedule, mesh__stage=2)))
 
@@ -106,7 +108,7 @@ def test_a_table_of_ones_own_gives_the_numbers_of_one_device(tmp_path):
     reference.check(reference.build("gpt2", (1, 2, 1), **keys), steps=FEW)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_table_may_place_stages_in_another_order(tmp_path):
     table = tmp_path / "turned.json"
     table.write_text(json.dumps(TURNED))
@@ -115,17 +117,15 @@ def test_a_table_may_place_stages_in_another_order(tmp_path):
 
 
 @pytest.mark.parametrize(("schedule", "precision", "tolerance"), [
-    pytest.param("1f1b", "bfloat16", 5e-2, marks=pytest.mark.slow),
-    pytest.param("zb_v", "float16", 1e-2, marks=pytest.mark.slow),
-    pytest.param("1f1b", "float16", 1e-2, marks=pytest.mark.exhaustive),
-    pytest.param("zb_v", "bfloat16", 5e-2, marks=pytest.mark.exhaustive)])
+    *slow(("zb_v", "float16", 1e-2)),
+    *exhaustive(("1f1b", "bfloat16", 5e-2), ("1f1b", "float16", 1e-2), ("zb_v", "bfloat16", 5e-2))])
 def test_low_precision_is_close(schedule, precision, tolerance):
     keys = pipeline(schedule, mesh__stage=2, model__num_layers=5, train__precision=precision)
     reference.check(reference.build("gpt2", (1, 2, 1), **keys), steps=FEW, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param(name, marks=pytest.mark.slow if name in ("1f1b", "zb_v") else pytest.mark.exhaustive)
+    pytest.param(name, marks=slow_if(name == "zb_v"))
     for name in QUICK | SLOW])
 def test_evaluation_gives_the_loss_of_one_device(case):
     family, mesh, keys = (QUICK | SLOW)[case]
@@ -139,7 +139,7 @@ def test_evaluation_gives_the_loss_of_one_device(case):
 
 
 @pytest.mark.parametrize(("schedule", "layers"), [
-    ("zb_v", 5), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("1f1b", 2), ("interleaved", 7)))])
+    ("zb_v", 5), *exhaustive(("1f1b", 2), ("interleaved", 7))])
 def test_initial_values_do_not_depend_on_the_stages(schedule, layers):
     run = reference.build("gpt2", (1, 2, 2), **pipeline(schedule, mesh__stage=2, model__num_layers=layers))
     init = run.compiled_init(jax.random.key(run.config.train.seed)).params

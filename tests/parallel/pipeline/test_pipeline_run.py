@@ -11,6 +11,7 @@ import pytest
 from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.main import main
 from tests.numerics import reference
+from tests.tiers import exhaustive, slow
 
 TINY = f"--config={Path(__file__).parents[3]}/configs/gpt.py:tiny"
 PIPELINE = ["--config.mesh.stage=2", "--config.mesh.tensor=2"]
@@ -44,8 +45,7 @@ def test_the_command_line_trains_a_pipeline_and_one_stage_goes_on(flags, tmp_pat
     assert losses(two) == pytest.approx(want, rel=1e-5), "one stage goes on with other numbers"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("schedule", [*slow("zb_v"), *exhaustive("1f1b")])
 def test_a_checkpoint_fits_any_number_of_stages(tmp_path, schedule):
     """To the bit, from stages to one device and back, layers evenly spread or not, moments too."""
     keys = dict(model__num_layers=4, pipeline__schedule=schedule)

@@ -6,6 +6,7 @@ import pytest
 
 from jaxtrain.parallel.schedules import Column
 from tests.numerics import reference
+from tests.tiers import slow_if
 
 F32 = I32 = 4
 ROWS, SEQ, DIM = 2, 16, 32  # of one micro-batch
@@ -41,20 +42,20 @@ def check_growth(schedule, counts, inputs_kept):
 
 
 @pytest.mark.parametrize("schedule", [
-    pytest.param(schedule, marks=SLOW if schedule in ("1f1b", "zb_v") else pytest.mark.exhaustive)
+    pytest.param(schedule, marks=SLOW if schedule == "zb_v" else pytest.mark.exhaustive)
     for schedule in FLAT])
 def test_memory_does_not_grow_with_micro_batches(schedule):
     check_growth(schedule, (8, 32), inputs_kept=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("counts", [(8, 32), pytest.param((4, 8, 16, 32), marks=SLOW)], ids=str)
+@pytest.mark.parametrize("counts", [
+    pytest.param((8, 32), marks=SLOW), pytest.param((4, 8, 16, 32), marks=pytest.mark.exhaustive)], ids=str)
 def test_gpipe_keeps_one_stage_input_for_each_micro_batch(counts):
     check_growth("gpipe", counts, inputs_kept=1)
 
 
 @pytest.mark.parametrize("schedule", [
-    pytest.param(name, marks=pytest.mark.slow if name in ("1f1b", "zb_v") else pytest.mark.exhaustive)
+    pytest.param(name, marks=slow_if(name == "1f1b"))
     for name in ("gpipe", *FLAT)])
 def test_the_program_does_not_grow_with_micro_batches(schedule):
     lines = {m: build(schedule, m).lower().as_text().count("\n") for m in (8, 32)}

@@ -60,9 +60,9 @@ def test_what_keeps_no_average_says_so():
 
 @pytest.mark.parametrize("keys", [
     pytest.param({}, id="one device", marks=pytest.mark.exhaustive),
+    pytest.param(dict(mesh=(1, 2, 2), train__accumulation=2), id="fsdp, tensor", marks=pytest.mark.exhaustive),
+    pytest.param(dict(mesh=(2, 1, 1), mesh__stage=2), id="pipeline", marks=pytest.mark.exhaustive),
     *(pytest.param(keys, id=name, marks=pytest.mark.slow) for name, keys in {
-        "fsdp, tensor": dict(mesh=(1, 2, 2), train__accumulation=2),
-        "pipeline": dict(mesh=(2, 1, 1), mesh__stage=2),
         "zero 3, offloaded": dict(mesh=(4, 1, 1), optimizer__zero_stage=3, optimizer__offload=True),
         "adapters, float16": dict(mesh=(1, 2, 1), lora__rank=2, train__precision="float16")}.items())])
 def test_it_is_the_recurrence_on_any_mesh(keys):

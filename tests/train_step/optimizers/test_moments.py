@@ -17,6 +17,7 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step.optimizers import make_optimizer, moments
 from jaxtrain.train_step.step import make_step
 from tests.numerics import reference
+from tests.tiers import exhaustive, slow, slow_if
 from tests.tiny import tiny_flags
 
 DTYPES = ("bfloat16", "int8")
@@ -86,7 +87,7 @@ MESHES = [((2, 2, 2), {"optimizer__zero_stage": 1}), ((1, 2, 4), {}), ((8, 1, 1)
 
 
 @pytest.mark.parametrize(("name", "dtype", "mesh", "keys"), [
-    pytest.param(name, dtype, mesh, keys, marks=pytest.mark.slow if i == 0 else pytest.mark.exhaustive)
+    pytest.param(name, dtype, mesh, keys, marks=slow_if(i == 0 and name == "adamw"))
     for name, dtype in [("adamw", "int8"), ("adamw", "bfloat16"), ("lion", "int8"), ("sgd", "bfloat16")]
     for i, (mesh, keys) in enumerate(MESHES[:None if name == "adamw" else 1])])
 def test_the_same_bits_on_any_mesh(name, dtype, mesh, keys):
@@ -124,8 +125,7 @@ def losses(dtype, steps, family="gpt2", **keys):
     return np.array(jax.device_get(found))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [*slow("int8"), *exhaustive("bfloat16")])
 def test_losses_are_nearly_those_of_float32(dtype):
     want, got = losses("float32", 30), losses(dtype, 30)
     assert 0 < np.abs(got / want - 1).max() < {"bfloat16": 2e-3, "int8": 2e-2}[dtype] and want[-1] < want[0] - 0.5

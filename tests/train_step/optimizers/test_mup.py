@@ -20,6 +20,7 @@ from jaxtrain.train_step.optimizers import global_norm, make_optimizer, mup
 from jaxtrain.train_step.optimizers.matrices import Dimensions
 from jaxtrain.train_step.optimizers.muon import muon_dimensions
 from tests.numerics import plain_mup, reference
+from tests.tiers import exhaustive, slow, slow_if
 
 BASES = ({"embed_dim": 8, "num_heads": 4}, {"embed_dim": 16, "num_heads": 8, "mlp_dim": 16, "head_dim": 2})
 
@@ -57,7 +58,7 @@ SOME = ("gpt2", "gemma3", "deepseek_v3", "gpt_oss")  # between them they have ev
 
 
 @pytest.mark.parametrize("family", [
-    pytest.param(family, marks=pytest.mark.slow if family in SOME else pytest.mark.exhaustive)
+    pytest.param(family, marks=slow_if(family in SOME))
     for family in (*reference.FAMILIES, *reference.EXPERTS)])
 def test_initial_values_are_scaled_by_the_kind_of_parameter(family):
     check_initial(family, number=1)
@@ -130,9 +131,8 @@ def test_steps_are_scaled_by_the_kind_of_parameter(name):
     check_steps(name, "llama", 0)
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param("adamw", marks=pytest.mark.slow),
-    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sgd", "muon"))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_steps_of_all_families_are_scaled(name):
     for family in ("alternating", "deepseek_v3") if name == "muon" else reference.FAMILIES | reference.EXPERTS:
         check_steps(name, family, 1)
@@ -207,12 +207,12 @@ def off(family, number, mesh=(1, 1, 1), **keys):
 
 
 @pytest.mark.parametrize(("family", "number", "mesh", "keys"), [
-    pytest.param("gpt2", 0, (1, 1, 1), {}, marks=pytest.mark.slow),
+    *slow(("gpt2", 1, (2, 1, 2), {"mesh__stage": 2, "train__accumulation": 2})),
     *(pytest.param(family, n % 2, (2, 2, 2), {"optimizer__zero_stage": 3},
-                   marks=pytest.mark.slow if family in SOME else pytest.mark.exhaustive)
+                   marks=slow_if(family == "deepseek_v3"))
       for n, family in enumerate(("llama", "qwen3", "gemma3", "mixtral", "deepseek_v3", "gpt_oss"))),
-    pytest.param("gpt2", 1, (2, 1, 2), {"mesh__stage": 2, "train__accumulation": 2}, marks=pytest.mark.slow),
-    pytest.param("llama", 1, (1, 2, 2), {"mesh__context": 2, "model__mtp_loss_weight": 0}, marks=pytest.mark.slow),
+    *exhaustive(("gpt2", 0, (1, 1, 1), {}),
+                ("llama", 1, (1, 2, 2), {"mesh__context": 2, "model__mtp_loss_weight": 0})),
 ])
 def test_loss_and_gradients_are_those_of_the_plain_model(family, number, mesh, keys):
     loss, (gradient, leaf) = off(family, number, mesh, **keys)
@@ -220,11 +220,9 @@ def test_loss_and_gradients_are_those_of_the_plain_model(family, number, mesh, k
 
 
 @pytest.mark.parametrize(("name", "keys"), [
-    pytest.param("adamw", {"optimizer__zero_stage": 2}, marks=pytest.mark.exhaustive),
-    pytest.param("muon", {"optimizer__zero_stage": 3}, marks=pytest.mark.slow),
-    pytest.param("adamw", {"optimizer__offload": True}, marks=pytest.mark.exhaustive),
-    pytest.param("adamw", {"optimizer__moment_dtype": "int8"}, marks=pytest.mark.slow),
-    pytest.param("adafactor", {"mesh__stage": 2, "mesh__fsdp": 1}, marks=pytest.mark.slow)])
+    *slow(("muon", {"optimizer__zero_stage": 3})),
+    *exhaustive(("adamw", {"optimizer__zero_stage": 2}), ("adamw", {"optimizer__offload": True}),
+                ("adamw", {"optimizer__moment_dtype": "int8"}), ("adafactor", {"mesh__stage": 2, "mesh__fsdp": 1}))])
 def test_same_losses_on_a_mesh_as_on_one_device(name, keys):
     def losses(mesh, **keys):
         run = reference.build("gpt2", mesh, model__mup_base=BASES[0], optimizer__name=name,
