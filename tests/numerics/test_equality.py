@@ -1,6 +1,6 @@
 """Any mesh, same numbers: training on every factorisation of 8 devices against plain training on one, written apart.
 
-A few steps of one case of four meshes are quick, 20 steps of one case of each slow, and of all cases exhaustive.
+A few steps of one case of three meshes are quick, 20 steps of one case of each slow, and of all cases exhaustive.
 Loss of every step and gradients of the first, within 1e-5 relative in float32. What may not change them: data, fsdp and
 tensor parallelism, the ZeRO stage, accumulation, scanned or unrolled layers, rematerialisation, chunks of the loss.
 """
@@ -42,7 +42,7 @@ def some(every):
 
 CASES = cases()
 SLOW = some(CASES)
-QUICK = [case for case in SLOW if case[0] in ((1, 8, 1), (2, 1, 4), (2, 2, 2), (4, 1, 2))]
+QUICK = [case for case in SLOW if case[0] in ((1, 8, 1), (2, 2, 2), (4, 1, 2))]
 FEW = 5  # steps
 SOME = [(2, 2, 2), (1, 1, 8)]
 
@@ -114,7 +114,7 @@ def test_biases_of_queries_keys_and_values_on_a_mesh(mesh, keys):
 
 
 @pytest.mark.parametrize(("cases", "number", "least"), [
-    pytest.param(QUICK, 4, 0, id="quick"), pytest.param(SLOW, 10, 1, id="slow"), pytest.param(CASES, 10, 6, id="all")])
+    pytest.param(QUICK, 3, 0, id="quick"), pytest.param(SLOW, 10, 1, id="slow"), pytest.param(CASES, 10, 6, id="all")])
 def test_the_cases_cover_every_choice_on_several_meshes(cases, number, least):
     assert len({case[0] for case in cases}) == number and len(reference.EIGHT) == 10
     for column, what in enumerate(("zero stage", "accumulation", "unroll", "family", "remat", "chunks"), 1):

@@ -11,7 +11,7 @@ from jaxtrain.plan.targets import TARGETS
 SMALL = {"mesh.data": -1, "mesh.fsdp": 1, "data.global_batch_size": 32, "train.accumulation": 1, "model.num_layers": 2,
          "model.num_heads": 8, "model.num_kv_heads": 4, "train.remat": "none"}
 LAYOUTS = [
-    {"mesh.fsdp": 2, "mesh.tensor": 2, "train.remat": "full"},
+    pytest.param({"mesh.fsdp": 2, "mesh.tensor": 2, "train.remat": "full"}, marks=pytest.mark.exhaustive),
     *(pytest.param(keys, marks=pytest.mark.slow) for keys in (
         {}, {"mesh.data": 8, "optimizer.zero_stage": 1}, {"mesh.fsdp": 8}, {"mesh.tensor": 4},
         {"mesh.stage": 2, "mesh.fsdp": 2, "pipeline.microbatches": 4},

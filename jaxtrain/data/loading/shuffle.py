@@ -16,10 +16,9 @@ from jaxtrain.errors import UserError
 def index_shuffle() -> Callable[..., int]:
     """Return Grain's permutation of whole numbers; the rest of Grain, which takes long to import, is left alone."""
     name = "grain._src.python.experimental.index_shuffle.python.index_shuffle_module"
-    package = importlib.util.find_spec("grain")
-    for folder in (package and package.submodule_search_locations) or ():
-        spec = PathFinder.find_spec(name, [f"{folder}/{'/'.join(name.split('.')[1:-1])}"])
-        if name not in sys.modules and spec and spec.loader:
+    if name not in sys.modules and (package := importlib.util.find_spec("grain")) and package.origin:
+        spec = PathFinder.find_spec(name, [package.origin.replace("__init__.py", "/".join(name.split(".")[1:-1]))])
+        if spec and spec.loader:
             sys.modules[name] = importlib.util.module_from_spec(spec)  # Grain's own import finds it: two would crash
             spec.loader.exec_module(sys.modules[name])
     if name in sys.modules:
