@@ -42,10 +42,8 @@ def some(every):
 
 CASES = cases()
 SLOW = some(CASES)
-QUICK = [case for case in SLOW if case[0] in ((1, 8, 1), (2, 2, 2), (4, 1, 2))]
+QUICK = [case for case in SLOW if case[0] in ((2, 1, 4), (2, 2, 2), (4, 1, 2))]
 FEW = 5  # steps
-SOME = [(2, 2, 2), (1, 1, 8)]
-
 
 def name(case):
     (data, fsdp, tensor), zero, accumulation, unroll, family, remat, chunks = case
@@ -121,12 +119,12 @@ def test_the_cases_cover_every_choice_on_several_meshes(cases, number, least):
         meshes = {case[column]: set() for case in CASES}
         for case in cases:
             meshes[case[column]].add(case[0])
-        least_of_all = least or what not in ("family", "remat")  # of which four cases cannot have all
+        least_of_all = least or what not in ("family", "remat", "zero stage")  # three cases cannot have all
         few = {value: len(on) for value, on in meshes.items() if len(on) < least_of_all}
         assert not few, f"these values of {what} occur on too few meshes: {few}"
 
 
-@pytest.mark.parametrize("mesh", [mesh if mesh in SOME else pytest.param(mesh, marks=pytest.mark.slow)
+@pytest.mark.parametrize("mesh", [mesh if mesh == (2, 2, 2) else pytest.param(mesh, marks=pytest.mark.slow)
                                   for mesh in reference.EIGHT], ids=str)
 def test_initial_values_do_not_depend_on_the_mesh(mesh):
     """To the last bit, and laid out as the state is from the start: compiled as users compile it."""
