@@ -1,5 +1,7 @@
 """The comparison with published results predicts the program that users have."""
 
+import pytest
+
 from tools import bench_published
 
 
