@@ -5,6 +5,7 @@
 """
 
 # ruff: noqa: E402
+import gc
 import os
 import signal
 
@@ -16,6 +17,7 @@ def _stop_at_once(*_):
 
 if __name__ == "__main__":  # before other imports; and for a second signal while the first one ends the run
     signal.signal(signal.SIGTERM, _stop_at_once)
+    gc.disable()  # until all is imported: no module is garbage, and to look for some takes a sixth of the imports
 
 import argparse
 import json
@@ -89,6 +91,8 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         return exit_codes.DONE
     from jaxtrain.trainer.loop import train
 
+    gc.freeze()  # nor later
+    gc.enable()
     if resolved.mesh.auto:  # now, so that an elastic run changes a mesh of known sizes
         import jax
 

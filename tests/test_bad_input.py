@@ -219,7 +219,7 @@ def test_as_a_command(tmp_path, flags, line):
 
 @pytest.mark.parametrize("name, make, fix", [
     pytest.param("config.json", fifo, "give another --workdir", marks=pytest.mark.slow),
-    ("run.json", text_of("[" * 100_000), "give another --workdir"),
+    pytest.param("run.json", text_of("[" * 100_000), "give another --workdir", marks=pytest.mark.exhaustive),
     pytest.param("skipped_batches.json", device, "correct it, or delete it", marks=pytest.mark.slow)])
 def test_a_file_of_the_workdir_that_is_something_else(tmp_path, text, name, make, fix):
     (tmp_path / "work").mkdir()

@@ -1,6 +1,7 @@
 """The command line: its flags, what it prints, and the files that every run leaves."""
 
 import contextlib
+import gc
 import importlib
 import importlib.metadata
 import inspect
@@ -47,8 +48,10 @@ def ran(flags, tmp_path_factory):
     """A workdir after one whole run from another current folder, with what was printed."""
     folder, err = tmp_path_factory.mktemp("ran"), io.StringIO()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    gc.disable()  # as while a process of its own imports
     with contextlib.chdir(folder), contextlib.redirect_stderr(err):
         assert main(flags) == 0
+    assert gc.isenabled()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     return folder / "runs" / "gpt-tiny", err.getvalue()  # the default workdir
 
@@ -146,6 +149,7 @@ def test_the_command_itself(tmp_path):
     assert prepared.returncode == 0 and (tmp_path / "corpus" / "manifest.json").exists(), prepared.stderr
 
 
+@pytest.mark.slow
 def test_platforms_that_are_not_here_are_one_line(tmp_path):
     for name, why in (("cuda", ""), ("nonsense", r" \(Unable to initialize backend 'nonsense'.*\)")):
         done = subprocess.run([sys.executable, "-m", "jaxtrain.main", f"--config={TINY}", f"--workdir={tmp_path}"],
@@ -165,6 +169,7 @@ def test_flags_that_xla_does_not_take_are_one_line(tmp_path, flag, why):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_it_is_found_beside_a_folder_of_its_name(tmp_path):
     """As in the folder that a clone lies in: an installed path wins over a folder without __init__.py."""
     try:

@@ -232,6 +232,7 @@ def test_the_loop_makes_the_steps_of_a_plain_one(tmp_path):
     assert [line["loss"] for line in lines(tmp_path)] == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_its_steps_are_to_the_bit_those_of_make_train_step():
     run = build("module", "eight", train__accumulation=2)
     step = jt.make_train_step(module_loss, optax.adam(1e-2), mesh=jt.make_mesh(**MESHES["eight"]), accumulation=2,

@@ -75,8 +75,8 @@ def print_first_step(times: int = 5) -> None:
 
 
 def print_import_time(times: int = 5) -> None:
-    run = ("import jaxtrain.main, jaxtrain.compile_cache, jaxtrain.distributed.processes, jaxtrain.trainer.loop, "
-           "ml_collections, grain")
+    run = ("import gc; gc.disable(); import jaxtrain.main, jaxtrain.compile_cache, jaxtrain.distributed.processes, "
+           "jaxtrain.trainer.loop, ml_collections")
     codes = {
         "python alone": "", "import jax": "import jax", "import jaxtrain": "import jaxtrain",
         "all that a run imports before its first step": run}

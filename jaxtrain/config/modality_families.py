@@ -8,6 +8,7 @@ from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError, nearest
 
 TABLE_ROWS = 64  # divides the rows of tables of categories, so that most meshes split them evenly
+SILENCE = -1.5  # the least value of a log-mel frame, as of samples that are all 0
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ def record(flags, tmp_path_factory):
     return json.loads(line)
 
 
+@pytest.mark.slow
 def test_the_record_says_what_was_measured_and_on_what(record, flags):
     assert record["what"] == "run" and record["label"] == "mine" and record["steps"] == 4
     assert record["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2} and record["device"] == "cpu"
@@ -42,6 +43,7 @@ def test_the_record_says_what_was_measured_and_on_what(record, flags):
     assert record["config_hash"] != config.hash(), "the source is part of it"
 
 
+@pytest.mark.slow
 def test_the_figures_agree_with_each_other_and_with_the_planner(record, flags):
     keys = dict(word.removeprefix("--config.").split("=", 1) for word in flags[1:])
     config = load_config(flags[0].removeprefix("--config="), keys)
@@ -57,6 +59,7 @@ def test_the_figures_agree_with_each_other_and_with_the_planner(record, flags):
     assert record["loss"]["last"] < record["loss"]["first"] < 2 * math.log(320)
 
 
+@pytest.mark.slow
 def test_the_kinds_add_up_to_the_step_and_name_the_axes(record):
     profile = record["profile"]
     kinds = profile["kinds_ms"]
@@ -71,6 +74,7 @@ def test_the_kinds_add_up_to_the_step_and_name_the_axes(record):
             assert kernel["runs"] >= 8 and kernel["runs"] % 8 == 0, kernel
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_training(flags, record):
     """The measured run is the run: the same batches, the same losses."""
     keys = dict(word.removeprefix("--config.").split("=", 1) for word in flags[1:])

@@ -207,6 +207,7 @@ def test_a_folder_that_orbax_cannot_use_is_refused(tmp_path, name):
         CheckpointManager(tmp_path / name / "checkpoints")
 
 
+@pytest.mark.slow
 def test_quiet(tmp_path):
     code = """
 import logging, sys, absl.logging, jax.numpy as jnp
@@ -253,6 +254,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert store.latest() == 3 and sorted(path.name for path in folder.iterdir()) == ["1", "3"]  # half of 2 is gone
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     """Both make all calls; each writes its shards, and the numbers are there on one process with another mesh."""
     code = """

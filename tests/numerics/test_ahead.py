@@ -36,6 +36,7 @@ def test_the_last_two_tokens_of_a_document_have_no_second_target():
     assert ahead["second_weights"].tolist() == [[0.5, 0, 0, 0, 0, 0]] and ahead["second_targets"][0, 0] == 12
 
 
+@pytest.mark.slow
 def test_targets_that_are_ignored_may_be_negative():
     """On any mesh alike, though a vocabulary that is split looks up otherwise."""
     values, batch = [], reference.batch(0)

@@ -1,6 +1,6 @@
 """Any mesh, same numbers: training on every factorisation of 8 devices against plain training on one, written apart.
 
-A few steps of one case of four meshes are quick, 20 steps of one case of each slow, and of all cases exhaustive.
+A few steps of one case of three meshes are quick, 20 steps of one case of each slow, and of all cases exhaustive.
 Loss of every step and gradients of the first, within 1e-5 relative in float32. What may not change them: data, fsdp and
 tensor parallelism, the ZeRO stage, accumulation, scanned or unrolled layers, rematerialisation, chunks of the loss.
 """
@@ -43,10 +43,8 @@ def some(every):
 
 CASES = cases()
 SLOW = some(CASES)
-QUICK = [case for case in SLOW if case[0] in ((1, 8, 1), (2, 1, 4), (2, 2, 2), (4, 1, 2))]
+QUICK = [case for case in SLOW if case[0] in ((2, 1, 4), (2, 2, 2), (4, 1, 2))]
 FEW = 5  # steps
-SOME = [(2, 2, 2), (1, 1, 8)]
-
 
 def name(case):
     (data, fsdp, tensor), zero, accumulation, unroll, family, remat, chunks = case
@@ -113,19 +111,19 @@ def test_biases_of_queries_keys_and_values_on_a_mesh(mesh, keys):
 
 
 @pytest.mark.parametrize(("cases", "number", "least"), [
-    pytest.param(QUICK, 4, 0, id="quick"), pytest.param(SLOW, 10, 1, id="slow"), pytest.param(CASES, 10, 6, id="all")])
+    pytest.param(QUICK, 3, 0, id="quick"), pytest.param(SLOW, 10, 1, id="slow"), pytest.param(CASES, 10, 6, id="all")])
 def test_the_cases_cover_every_choice_on_several_meshes(cases, number, least):
     assert len({case[0] for case in cases}) == number and len(reference.EIGHT) == 10
     for column, what in enumerate(("zero stage", "accumulation", "unroll", "family", "remat", "chunks"), 1):
         meshes = {case[column]: set() for case in CASES}
         for case in cases:
             meshes[case[column]].add(case[0])
-        least_of_all = least or what not in ("family", "remat")  # of which four cases cannot have all
+        least_of_all = least or what not in ("family", "remat", "zero stage")  # three cases cannot have all
         few = {value: len(on) for value, on in meshes.items() if len(on) < least_of_all}
         assert not few, f"these values of {what} occur on too few meshes: {few}"
 
 
-@pytest.mark.parametrize("mesh", [mesh if mesh in SOME else pytest.param(mesh, marks=pytest.mark.slow)
+@pytest.mark.parametrize("mesh", [mesh if mesh == (2, 2, 2) else pytest.param(mesh, marks=pytest.mark.slow)
                                   for mesh in reference.EIGHT], ids=str)
 def test_initial_values_do_not_depend_on_the_mesh(mesh):
     """To the last bit, and laid out as the state is from the start: compiled as users compile it."""

@@ -34,6 +34,7 @@ def test_loss_and_gradient_are_those_of_one_device(mesh, keys):
     assert not state.step.is_deleted()  # nothing is donated
 
 
+@pytest.mark.slow
 def test_a_run_from_given_parameters_is_the_run_that_drew_them():
     run = reference.build("gpt2", (2, 2, 1))
     drawn = run.init()

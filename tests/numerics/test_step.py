@@ -45,7 +45,7 @@ def plain():
     return float(value), jax.device_get(gradient)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.exhaustive), CUBE], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param(CUBE, marks=pytest.mark.slow)], ids=str)
 def test_micro_batches_of_unequal_weight_add_up_to_the_gradient_of_the_whole(mesh):
     gradient, metrics = descend(uneven(4), mesh=mesh, train__accumulation=4, optimizer__clip_norm=0.0)
     value, want = plain()

@@ -88,7 +88,7 @@ CASES = [  # mesh, heads, key/value heads, packed, window, small tiles
 
 
 @pytest.mark.parametrize(("strategy", "sizes", "heads", "packed", "window", "small"), [
-    pytest.param(strategy, *case, marks=[] if i in {"ring": (0, 1, 4)}.get(strategy, (1, 4)) else SLOW)
+    pytest.param(strategy, *case, marks=[] if i in (1, 4) else SLOW)
     for strategy in STRATEGIES for i, case in enumerate(CASES)], ids=str)
 def test_attention_has_the_output_and_gradients_of_one_device(strategy, sizes, heads, packed, window, small,
                                                               monkeypatch):

@@ -54,7 +54,8 @@ def test_rows_and_the_gradient_of_the_table(mesh, dtype):
     np.testing.assert_allclose(np.asarray(gradient, np.float64), expected, rtol=1e-5 if dtype == jnp.float32 else 0.012)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("none", marks=pytest.mark.slow), "batch"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["none", "batch"])
 def test_ids_of_any_dtype_and_from_the_end(mesh):
     """Bytes, which do not hold the number of all rows, and negative ids, which indexing counts from the end."""
     table = jnp.arange(256.0 * D).reshape(256, D)

@@ -12,9 +12,9 @@ from tests.tiers import exhaustive, slow
 SMALL = {"mesh.data": -1, "mesh.fsdp": 1, "data.global_batch_size": 32, "train.accumulation": 1, "model.num_layers": 2,
          "model.num_heads": 8, "model.num_kv_heads": 4, "train.remat": "none"}
 LAYOUTS = [
-    {"mesh.fsdp": 2, "mesh.tensor": 2, "train.remat": "full"},
     *slow({"mesh.data": 8, "optimizer.zero_stage": 1}, {"mesh.stage": 2, "mesh.fsdp": 2, "pipeline.microbatches": 4}),
-    *exhaustive({}, {"mesh.fsdp": 8}, {"mesh.tensor": 4}, {"mesh.fsdp": 8, "optimizer.offload": True}),
+    *exhaustive({}, {"mesh.fsdp": 2, "mesh.tensor": 2, "train.remat": "full"}, {"mesh.fsdp": 8}, {"mesh.tensor": 4},
+                {"mesh.fsdp": 8, "optimizer.offload": True}),
 ]
 
 

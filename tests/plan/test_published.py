@@ -1,8 +1,11 @@
 """The comparison with published results predicts the program that users have."""
 
+import pytest
+
 from tools import bench_published
 
 
+@pytest.mark.slow
 def test_attention_is_a_kernel_on_gpus_and_tpus():
     rows = {row.name: row for row in bench_published.ROWS}
     (gpu,) = rows["MaxText (JAX-Toolbox) Llama-2 7B, 8 h100"].predict()

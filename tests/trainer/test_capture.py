@@ -51,6 +51,7 @@ def asked_at(step, watched, workdir, **request):
     return before
 
 
+@pytest.mark.slow
 def test_a_profile_changes_no_loss_and_says_where_the_time_goes(two, plain, tmp_path, capsys):
     with Capture(two, tmp_path) as watched:
         assert list(losses(two, watched, before=asked_at(3, watched, tmp_path, steps=2))) == plain

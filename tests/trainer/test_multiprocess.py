@@ -161,6 +161,7 @@ def test_a_signal_to_one_stops_both(flags, alone, tmp_path, number):
     assert_same_numbers(workdir, alone("product"))
 
 
+@pytest.mark.slow
 def test_a_mistake_in_all_of_them(flags, tmp_path):
     with two_processes([*flags, "--config.mesh.tensor=3"], tmp_path) as both:
         outputs = ended(both)

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.data.loading.readahead import ReadAhead
+from jaxtrain.data.loading.shuffle import index_shuffle
 from jaxtrain.data.packing.document_rows import Unpacked
 from jaxtrain.errors import UserError
 
@@ -209,9 +210,8 @@ def _permutation(count: int, seed: int, which: int, shuffle: bool) -> Callable[[
         def whole(epoch: int) -> list[int]:
             return np.random.RandomState((first + epoch) % 2**32).permutation(count).tolist()
         return lambda epoch, place: whole(epoch)[place]
-    from grain.experimental import index_shuffle  # imported here because it takes a second
-
-    return lambda epoch, place: index_shuffle(place, max_index=count - 1, seed=(first + epoch) % 2**32, rounds=4)
+    permute = index_shuffle()
+    return lambda epoch, place: permute(place, max_index=count - 1, seed=(first + epoch) % 2**32, rounds=4)
 
 
 def _check(lengths: np.ndarray, buckets: Sequence[int], sizes: Sequence[int], seed: int) -> None:

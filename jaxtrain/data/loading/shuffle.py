@@ -3,9 +3,29 @@
 Permutation and order are those of Grain's `MapDataset.source(rows).seed(seed).shuffle().repeat()`.
 """
 
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import PathFinder
+
 import numpy as np
 
 from jaxtrain.errors import UserError
+
+
+def index_shuffle() -> Callable[..., int]:
+    """Return Grain's permutation of whole numbers; the rest of Grain, which takes long to import, is left alone."""
+    name = "grain._src.python.experimental.index_shuffle.python.index_shuffle_module"
+    if name not in sys.modules and (package := importlib.util.find_spec("grain")) and package.origin:
+        spec = PathFinder.find_spec(name, [package.origin.replace("__init__.py", "/".join(name.split(".")[1:-1]))])
+        if spec and spec.loader:
+            sys.modules[name] = importlib.util.module_from_spec(spec)  # Grain's own import finds it: two would crash
+            spec.loader.exec_module(sys.modules[name])
+    if name in sys.modules:
+        return sys.modules[name].index_shuffle
+    from grain.experimental import index_shuffle
+
+    return index_shuffle
 
 
 class Order:
@@ -19,9 +39,7 @@ class Order:
         self.length = length
         self._permute = None
         if shuffle:
-            from grain.experimental import index_shuffle  # imported here because it takes a second
-
-            self._permute = index_shuffle
+            self._permute = index_shuffle()
             # Grain mixes a pipeline's seed with the depth of the operation: here 1, a shuffle right after the source.
             self._seed = int(np.random.SeedSequence([seed, 1 + era]).generate_state(1)[0])
 

@@ -27,7 +27,6 @@ from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError, nearest
 
 RATE, WINDOW, HOP, MELS = 16_000, 400, 160, 80
-SILENCE = -1.5  # the least value of a frame, as of samples that are all 0
 CLIPS = (".wav", ".flac", ".ogg", ".mp3")
 TAR, PARQUET = ".tar", ".parquet"
 TARGETS = ("none", "text", "folder")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import storage
-from jaxtrain.data.prepare_sequences.audio import SILENCE
+from jaxtrain.config.modality_families import SILENCE
 from jaxtrain.errors import UserError, nearest, say
 from jaxtrain.flags import command, parser_of
 

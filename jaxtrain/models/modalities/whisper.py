@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.config.modality_families import WhisperConfig
-from jaxtrain.data.prepare_sequences.audio import SILENCE
+from jaxtrain.config.modality_families import SILENCE, WhisperConfig
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.models.attention.memory_attention import MemoryAttention

@@ -196,8 +196,18 @@ def test_a_process_that_forgets_to_close_still_ends():
         next(prefetch(batches, 0, 10**9, lambda step, batches: batches[step], 2))""")
 
 
-def test_importing_the_package_leaves_grain_alone():
-    run("import sys, jaxtrain.data; assert 'grain' not in sys.modules")
+def test_batches_are_drawn_without_the_rest_of_grain():
+    """Which takes long to import; whoever imports it later gets what is in use."""
+    run("""
+        import sys
+        import jaxtrain.data
+        from jaxtrain.data.loading.shuffle import Order, index_shuffle
+        rows = Order(23, 5).rows(range(100)).tolist()
+        assert not {'grain', 'orbax'} & set(sys.modules)
+        import grain
+        from grain import experimental
+        assert experimental.index_shuffle is index_shuffle()
+        assert rows == [grain.MapDataset.range(23).seed(5).shuffle().repeat()[n] for n in range(100)]""")
 
 
 def run(script: str) -> None:

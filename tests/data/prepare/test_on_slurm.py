@@ -57,6 +57,7 @@ def wanted(tmp_path: Path, deduplicate: bool = False) -> dict[str, str]:
     return files(prepare([str(tmp_path / "it's.jsonl")], tmp_path / "want", options).path)
 
 
+@pytest.mark.slow
 def test_parts_twice_at_once_and_one_never_give_the_bytes_of_one_run(tmp_path):
     script = rendered(tmp_path)
     end(*(job(script, part=part) for part in (0, 0, 2)))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.data.prepare_sequences.audio import SILENCE, log_mel
+from jaxtrain.config.modality_families import SILENCE
+from jaxtrain.data.prepare_sequences.audio import log_mel
 from jaxtrain.hub import trained_model
 from jaxtrain.hub.speech import transcribe
 from jaxtrain.models.modalities.whisper import silent_after

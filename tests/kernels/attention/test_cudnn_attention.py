@@ -90,6 +90,7 @@ def predicted(policy):
     return estimate(change(config, {"train.remat": policy, "train.accumulation": 1}), targets.TARGETS["h200"], 8)
 
 
+@pytest.mark.slow
 def test_the_planner_says_so():
     times = {policy: predicted(policy).time.parts["attention"] for policy in (*ONCE, "full", "dots")}
     for policy in ONCE:  # two products forward, five backward

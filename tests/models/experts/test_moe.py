@@ -136,9 +136,10 @@ def only(specs, axes):
     return jax.tree.map(one, specs, is_leaf=lambda spec: isinstance(spec, P))
 
 
+@SLOW
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("sizes", [
-    dict(stage=2, expert=2, tensor=2), pytest.param(dict(stage=2, expert=2, context=2), marks=SLOW)], ids=str)
+    dict(stage=2, expert=2, tensor=2), dict(stage=2, expert=2, context=2)], ids=str)
 def test_inside_a_pipeline(name, sizes):
     """Manual over all axes but `tensor`, on one stage only, in a branch that the others do not take."""
     module, rules, mesh = Skeleton.of(layer(CONFIGS[name])), sharding.rules(), jt.make_mesh(**sizes)

@@ -134,8 +134,8 @@ def test_gradients_are_summed_once_a_step(schedule, microbatches):
         f"summed in every tick, not once:\n{hlo.table(inside)}")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", *(
-    pytest.param(schedule, marks=EXHAUSTIVE) for schedule in SCHEDULES if schedule != "1f1b")])
+@pytest.mark.parametrize("schedule", [
+    pytest.param(schedule, marks=SLOW if schedule == "1f1b" else EXHAUSTIVE) for schedule in SCHEDULES])
 def test_weights_are_gathered_once_a_step(schedule):
     run, found = step(schedule, (2, 2, 1))
     gathered = [c for c in found if c.kind == "all-gather" and c.joins("fsdp", run.mesh.shape)]

@@ -148,7 +148,8 @@ def test_products_in_fp8_are_computed_at_its_rate():
     assert attention == other and target.peak["bfloat16"] / target.peak["float8"] < narrow / wide < 0.7
 
 
-@pytest.mark.parametrize("name", ["a100", pytest.param("v5p", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [
+    pytest.param("a100", marks=pytest.mark.exhaustive), pytest.param("v5p", marks=pytest.mark.slow)])
 def test_without_fp8_units_it_is_no_faster(name):
     config = load_config(CONFIGS / "llama3_1b.py", {"train.accumulation": 1, "mesh.fsdp": 1})
     wide, narrow = (estimate(dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision)),

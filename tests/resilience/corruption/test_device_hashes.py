@@ -47,6 +47,7 @@ def test_parts_give_parts_of_the_sum():
     assert sum(parts) % 2**32 == int(hash_once(x))
 
 
+@pytest.mark.slow
 def test_arrays_in_the_hosts_memory_hash_alike():
     """Of layers, of whatever is no layer, and spread over devices by either dimension."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)

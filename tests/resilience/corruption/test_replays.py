@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.builder import build
 from jaxtrain.config.load import load_config
@@ -50,6 +51,23 @@ def test_the_same_bits_twice(run, tmp_path):
     assert events(tmp_path) == []
 
 
+def test_a_step_is_run_twice_when_it_is_due(tmp_path):
+    """On eight devices: one that computes the same is taken, and one that does not is refused."""
+    mesh = jax.make_mesh((8,), ("data",))
+    state = {"w": jax.device_put(np.arange(16, dtype=np.float32), NamedSharding(mesh, PartitionSpec("data")))}
+    step = jax.jit(lambda state, batch: ({"w": state["w"] + batch}, {"loss": batch}), donate_argnums=0)
+    replays, device = Replays(2, SuspectDevices(tmp_path)), mesh.devices.flat[5].id
+    for n in (1, 2):
+        state, _ = replays.run(n, step, state, np.float32(1))
+    np.testing.assert_array_equal(state["w"], np.arange(16) + 2)
+    state, _ = replays.run(3, Faulty(step, device), state, np.float32(1))
+    with pytest.raises(Corrupted, match=r"step 4 run twice gave different bits, first in state/w \(1 arrays\)"):
+        replays.run(4, Faulty(step, device), state, np.float32(1))
+    [event] = events(tmp_path)
+    assert [named["id"] for named in event["devices"]] == [device] and event["found_by"] == "replay"
+
+
+@pytest.mark.slow
 def test_other_bits(run, tmp_path):
     device = int(run.mesh.devices.flat[-1].id)
     replays, state = Replays(1, SuspectDevices(tmp_path)), run.init()
