@@ -200,9 +200,9 @@ def main():
     for name in args.only:
         began = time.time()
         found = whole if MODES[name] is None else Simulated(args, MODES[name], begin).result()
-        own = f" (each island: {min(found['own']):.4f} to {max(found['own']):.4f})" if "own" in found else ""
-        print(f"| {name}{own} | {found['loss']:.4f} | {found['loss'] / whole['loss'] - 1:+.2%} | {found['bytes'] / 1e6:.2f} "
-              f"| {whole['bytes'] / found['bytes']:.0f} | {found['time']:.0f} |", flush=True)
+        own = f" (own: {min(found['own']):.4f} to {max(found['own']):.4f})" if "own" in found else ""
+        print(f"| {name}{own} | {found['loss']:.4f} | {found['loss'] / whole['loss'] - 1:+.2%} | "
+              f"{found['bytes'] / 1e6:.2f} | {whole['bytes'] / found['bytes']:.0f} | {found['time']:.0f} |", flush=True)
         print(json.dumps({"mode": name, **found, "seconds": time.time() - began}), file=sys.stderr, flush=True)
 
 
