@@ -272,3 +272,16 @@ def test_islands_of_other_first_parameters_are_refused_and_later_ones_are_not():
     found.states[1] = replace(own, extras=own.extras | {"outer": own.extras["outer"] | {"params": own.params}})
     with pytest.raises(UserError, match=r"^islands.index: island 1 has other outer parameters after entry 0 than this"):
         found.round(0, range(4))
+
+
+@pytest.mark.slow
+def test_one_that_begins_again_behind_the_log_does_not_apply_what_it_did_in_its_first_life():
+    found = Islands(snapshot_every=2)
+    for number in range(5):
+        before, last = numbers(outer_state(found.states[0])), found.slow()[0]
+        found.round(number, range(4))
+    found.meeting.trim(3)
+    joined = outer_state(found.exchange(3, snapshot_every=2).begin(0, tiny(snapshot_every=2).init()))
+    assert int(joined["position"]) == 5
+    np.testing.assert_array_equal(flat(joined["params"]), last)
+    assert_same_bits(joined["momentum"], before["momentum"])
