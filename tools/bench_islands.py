@@ -7,6 +7,9 @@ Eight islands are simulated one after the other in this process: exchanges are t
 the meeting is in memory, and nothing waits. So losses and bytes are real, and times are not measured: with stragglers,
 a clock of steps says when each island would arrive (one of the eight takes three times as long for a step).
 
+Of gossip no island has the parameters of another one: the loss is that of their mean, and the islands' own stand beside
+it.
+
 Every mode begins with the same synchronous steps, whose bytes count for none of them.
 
 Bytes are those that an island sends and receives, headers included. Synchronous training is charged with a ring
@@ -43,6 +46,9 @@ MODES = {  # what differs from DiLoCo as published: islands.* keys, and whether 
     "diloco, top_k": dict(compression="top_k"),
     "streaming": STREAMING,
     "streaming, int4": STREAMING | dict(compression="int4"),
+    "gossip": dict(mode="gossip"),
+    "gossip, momentum 0.5": dict(mode="gossip", momentum=0.5),
+    "gossip, averaging": dict(mode="gossip", learning_rate=1.0, momentum=0.0),
     "asynchronous": dict(mode="async"),
     "asynchronous, one slow": dict(mode="async", slow=True),
     "asynchronous, one slow, ages alike": dict(mode="async", slow=True, age_decay=0.0),
@@ -163,8 +169,13 @@ class Simulated:
     def result(self):
         """Train, and return loss and bytes."""
         self.last = 0
-        at = self.together() if self.section.mode == "sync" else self.apart()
-        return {"loss": self.made.loss(self.states[self.last]), "bytes": self.bytes, "time": at}
+        at = self.together() if self.section.mode != "async" else self.apart()
+        found = {"loss": self.made.loss(self.states[self.last]), "bytes": self.bytes, "time": at}
+        if self.section.mode != "gossip":
+            return found
+        mean = jax.tree.map(lambda *own: sum(own) / ISLANDS, *(state.params for state in self.states))
+        return found | {"loss": self.made.loss(dataclasses.replace(self.states[0], params=mean)),
+                        "own": [self.made.loss(state) for state in self.states]}
 
 
 def jt_part(data, corpus, index):
@@ -189,8 +200,9 @@ def main():
     for name in args.only:
         began = time.time()
         found = whole if MODES[name] is None else Simulated(args, MODES[name], begin).result()
-        print(f"| {name} | {found['loss']:.4f} | {found['loss'] / whole['loss'] - 1:+.2%} | {found['bytes'] / 1e6:.2f} "
-              f"| {whole['bytes'] / found['bytes']:.0f} | {found['time']:.0f} |", flush=True)
+        own = f" (own: {min(found['own']):.4f} to {max(found['own']):.4f})" if "own" in found else ""
+        print(f"| {name}{own} | {found['loss']:.4f} | {found['loss'] / whole['loss'] - 1:+.2%} | "
+              f"{found['bytes'] / 1e6:.2f} | {whole['bytes'] / found['bytes']:.0f} | {found['time']:.0f} |", flush=True)
         print(json.dumps({"mode": name, **found, "seconds": time.time() - began}), file=sys.stderr, flush=True)
 
 

@@ -4,8 +4,9 @@ A run of several processes has one meeting: that of its first process, which tel
 contents of an entry are fetched as soon as the entry is there, while the devices make steps.
 """
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ from jax.experimental import multihost_utils
 from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
+from jaxtrain.islands import gossip
 from jaxtrain.islands.log_records import as_json, entry_of
 from jaxtrain.islands.meeting import Entry, Meeting, Offer, Trimmed
 
@@ -46,15 +48,22 @@ def _of(config: IslandsConfig) -> Meeting:
         from jaxtrain.islands.folder_meeting import FolderMeeting
 
         reached = FolderMeeting(config.meeting, config.index)
-    return MeetingAhead(reached) if config.overlap else reached
+    if not config.overlap:
+        return reached
+    return MeetingAhead(reached, functools.partial(gossip.of, config.index) if config.mode == "gossip" else all_of)
+
+
+def all_of(entry: Entry) -> Sequence[Offer]:
+    """Return the contributions of an entry."""
+    return entry.contributions
 
 
 class MeetingAhead:
     """A meeting that looks for the entry of an offer, and fetches its contents, before anyone asks."""
 
-    def __init__(self, meeting: Meeting):
-        """Look ahead in a meeting that any thread may use."""
-        self._meeting = meeting
+    def __init__(self, meeting: Meeting, needed: Callable[[Entry], Sequence[Offer]] = all_of):
+        """Look ahead in a meeting that any thread may use. `needed`: the offers of an entry whose contents it takes."""
+        self._meeting, self._needed = meeting, needed
         self._contents: dict[str, bytes] = {}
         self._looking: threading.Thread | None = None
 
@@ -68,7 +77,7 @@ class MeetingAhead:
     def _look(self, base: int) -> None:
         try:
             for entry in self._meeting.entries(base, AHEAD_S):
-                for offer in entry.contributions:
+                for offer in self._needed(entry):
                     self._contents[offer.sha256] = self._meeting.content(offer.sha256)
         except (OSError, LookupError):  # whoever asks in earnest gets the same, and reports it
             return

@@ -5,6 +5,8 @@ applies the log's entries to its copy of the outer state until one has its offer
 ones. An entry without it moves its parameters by as much as the outer ones, so that no progress is lost, and the
 island offers again for the next entry.
 
+Of gossip the outer parameters are the island's own. They change by an entry that has its offer, and by no other.
+
 All of this depends on the log and the state alone: an island that is killed and resumed gets the same entries for the
 same offers, and goes on with the same bits.
 """
@@ -14,7 +16,7 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ import numpy as np
 from jaxtrain.config.schema import hash_of
 from jaxtrain.config.sections.island_keys import OWN, IslandsConfig
 from jaxtrain.errors import UserError, say
+from jaxtrain.islands import gossip
 from jaxtrain.islands.fragments import fragments
 from jaxtrain.islands.host_arrays import HostArrays
 from jaxtrain.islands.meeting import Entry, Meeting, Offer, Trimmed
@@ -51,7 +54,9 @@ class Exchange:
         """
         self.islands, self._meeting, self._tokens = config, meeting, tokens
         self._fragments = fragments(abstract.params, axes, config.fragments)
-        self._optimizer = OuterOptimizer(config.learning_rate, config.momentum, config.count, config.age_decay)
+        self._optimizer = OuterOptimizer(config.learning_rate, config.momentum, config.count, config.age_decay,
+                                         config.pull)
+        self._gossips = config.mode == "gossip"
         self._exact = config.mode == "sync" and config.compression == "none"
         self._payload = make_payload(config.compression)
         self._fields: dict[str, float] = {}
@@ -125,11 +130,11 @@ class Exchange:
                     if self._apply(entry, work, blend):
                         self._keep_snapshot(entry, work)
                         break
-                    if self.islands.mode == "sync":  # its offer came too late for this entry
+                    if self.islands.mode != "async":  # its offer came too late for this entry
                         blend = 0.0
                         self._take_back(work)
                         if self._position - first > self.islands.max_age:
-                            self._adopt(work)
+                            self._adopt(work, entry)
                             break
                         if following is None or following.has(self.islands.index, self._position):
                             self._offer(step, work)
@@ -165,13 +170,16 @@ class Exchange:
         before = work.get("unsent", fragment) if "unsent" in self.islands.kept else None
         outer = work.get("params", fragment)
         content, unsent = self._payload.encode(own if self._exact else outer - own, before)
+        if self._gossips:
+            content = gossip.packed(content, outer)
         if unsent is not None:
             self._unsent = number, before
             work.set("unsent", fragment, unsent)
         self._open, self._offered = self._position + 1, step
         self._sent = hashlib.sha256(content).hexdigest(), content
         tokens = self._tokens(step) - self._tokens(max(0, step - self.islands.every))
-        same = hashlib.sha256(self._kind + outer.tobytes()).hexdigest()
+        alike = b"" if self._gossips and self._position else outer.tobytes()
+        same = hashlib.sha256(self._kind + alike).hexdigest()
         self._offer_made = Offer(self.islands.index, self._position, number, float(tokens), self._sent[0],
                                  min(step, self.islands.every), tokens, self._leaving, same)
         self._meeting.offer(self._offer_made, content)
@@ -219,24 +227,34 @@ class Exchange:
                 "restart on devices that do not repeat their bits this is as it has to be)")
 
     def _updated(self, entry: Entry, old: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        size, came, mode = old["params"].size, [], self.islands.mode
+        size, came, slow, mode = old["params"].size, [], [], self.islands.mode
         if (len(entry.contributions) > 1 if mode == "async" else
                 any(offer.base != entry.number - 1 for offer in entry.contributions)):
             raise UserError("islands.mode", f"it is {mode}, and the coordinator made entry {entry.number} in the other "
-                            "one", "start jaxtrain islands serve with the same --mode, a new log and new workdirs")
-        for offer in entry.contributions:
+                            "one", f"start jaxtrain islands serve with --mode={'async' if mode == 'async' else 'sync'},"
+                            " a new log and new workdirs")
+        offers: Sequence[Offer] = entry.contributions
+        if self._gossips:
+            offers = gossip.of(self.islands.index, entry) if entry.has(self.islands.index, self._open - 1) else ()
+        for offer in offers:
             if offer.sha256 == self._sent[0]:
                 content = self._sent[1]
             else:
                 content = self._meeting.content(offer.sha256)
                 self._count("island_received_bytes", len(content))
+            if self._gossips:
+                content, outer = gossip.unpacked(content, size)
+                slow.append(outer)
             came.append(self._payload.decode(content, size))
         if not came:
             return {}
         if mode == "async":
             return self._optimizer.arrived(dict(old), came[0], entry.number,
                                            entry.number - 1 - entry.contributions[0].base)
-        return self._optimizer.together(dict(old), came, [offer.weight for offer in entry.contributions], self._exact)
+        weights = [offer.weight for offer in offers]
+        if self._gossips:
+            return self._optimizer.paired(dict(old), came, slow, weights)
+        return self._optimizer.together(dict(old), came, weights, self._exact)
 
     def _catch_up(self, state: TrainState) -> TrainState:
         """Return the state of a new island, without progress of its own: at the end of the log.
@@ -244,14 +262,14 @@ class Exchange:
         If its first offer is in the log, as after a kill before its first checkpoint, it begins where it did then: it
         makes the same steps and offers again, which do nothing.
         """
-        work, end = self._work(state), self._first_base()
+        work, end, entry = self._work(state), self._first_base(), None
         self._adopt_snapshot(work, end)
         while entries := [one for one in self._meeting.entries(self._position, 0) if one.number <= end]:
             for entry in entries:
                 self._apply(entry, work)
         if not self._position:
             return self._state(state, work)
-        self._adopt(work)
+        self._adopt(work, entry)
         state = self._state(state, work)
         if ema.NAME in state.extras:  # the average begins with the parameters that the island begins with
             average = jax.jit(ema.begin, out_shardings=jax.tree.map(lambda a: a.sharding, state.extras[ema.NAME]))
@@ -269,15 +287,20 @@ class Exchange:
                 after = entries[-1].number
         return math.inf
 
-    def _adopt(self, work: HostArrays) -> None:
-        """Give up the island's own progress."""
+    def _adopt(self, work: HostArrays, entry: Entry | None = None) -> None:
+        """Give up the island's own progress; of gossip, its outer parameters too, for those of an island of this entry.
+        """
+        if entry and self._gossips:
+            (fragment,), content = self._fragments, self._meeting.content(entry.contributions[0].sha256)
+            work.set("params", fragment, gossip.unpacked(content, work.get("params", fragment).size)[1])
         for fragment in self._fragments:
             work.set("own", fragment, work.get("params", fragment))
         self._open = 0
 
     # -------------------------------------------------------------------------------------------------------- snapshots
     def _keep_snapshot(self, entry: Entry, work: HostArrays) -> None:
-        """Leave a snapshot for others every some entries: the entry's first island does, since all have the same."""
+        """Leave a snapshot for others every some entries: the entry's first island does, whose state is as good as any.
+        """
         if (entry.number % self.islands.snapshot_every == 0 and entry.contributions
                 and entry.contributions[0].island == self.islands.index):
             self._meeting.put_snapshot(self._position, b"".join(

@@ -3,6 +3,10 @@
 DiLoCo (arXiv 2311.08105): how far the islands came is a gradient, on which SGD with Nesterov's momentum makes a step.
 As updates arrive one by one, momentum takes the mean of as many as there are islands, and is applied then (delayed
 Nesterov, arXiv 2401.09135): arrivals of equal age make together the step that they make at once.
+
+Of gossip (NoLoCo, arXiv 2506.10911) momentum has two parts: the mean progress of two islands, and how far the island's
+outer parameters are from the mean of theirs. Between islands that are paired at random, the difference that noise
+makes stays bounded while the pull is below 2 (1 - momentum^2), and is smallest at half of that (docs/islands.md).
 """
 
 from collections.abc import Sequence
@@ -21,6 +25,7 @@ class OuterOptimizer:
     momentum: float
     count: int  # islands
     age_decay: float = 0.0
+    pull: float = 0.0  # of gossip; 0: 1 - momentum^2
 
     def together(self, old: Vectors, came: Sequence[np.ndarray], weights: Sequence[float], exact: bool) -> Vectors:
         """Return the vectors after an update of all contributions at once.
@@ -40,6 +45,24 @@ class OuterOptimizer:
         momentum = _f32(self.momentum) * old["momentum"] + gradient
         ahead = gradient + _f32(self.momentum) * momentum
         return {"params": old["params"] - _f32(self.learning_rate) * ahead, "momentum": momentum}
+
+    def paired(self, old: Vectors, came: Sequence[np.ndarray], slow: Sequence[np.ndarray],
+               weights: Sequence[float]) -> Vectors:
+        """Return the vectors of one island after its update with another one, or alone.
+
+        Args:
+            old: the vectors before it.
+            came: how far each of them came, old - new.
+            slow: the outer parameters from which each of them came, as they are in `old` of each.
+            weights: what the progress of each counts; of the outer parameters, both count the same.
+        """
+        gradient = _weighted(came, [weight / sum(weights) for weight in weights])
+        apart = old["params"] - _weighted(slow, [1 / len(slow)] * len(slow))
+        step = -_f32(self.learning_rate) * gradient - _f32(self.pull or 1 - self.momentum**2) * apart
+        if not self.momentum:
+            return {"params": old["params"] + step}
+        momentum = _f32(self.momentum) * old["momentum"] + step
+        return {"params": old["params"] + momentum, "momentum": momentum}
 
     def arrived(self, old: Vectors, came: np.ndarray, number: int, age: int) -> Vectors:
         """Return the vectors after entry `number`, the progress of one island that is `age` entries old."""

@@ -20,7 +20,7 @@ class MemoryMeeting:
         assert hashlib.sha256(content).hexdigest() == offer.sha256
         with self._changed:
             settled = any(entry.has(offer.island, offer.base) for entry in self.log)
-            if settled or (offer.island, offer.base) in self._open or (self._mode == "sync" and self.late(offer)):
+            if settled or (offer.island, offer.base) in self._open or (self._mode != "async" and self.late(offer)):
                 return
             self.sent += len(content)
             self.contents[offer.sha256] = content

@@ -47,7 +47,7 @@ class Storm:
         self.words = {"coordinator": [
             "-m", "jaxtrain.islands", "serve", f"--folder={folder / 'log'}", f"--address=127.0.0.1:{port}",
             f"--keys={folder / 'keys'}", f"--islands={islands}", f"--timeout={timeout}", f"--lease={self.lease}",
-            f"--mode={mode}", "--oldest=6", *store]}
+            f"--mode={'async' if mode == 'async' else 'sync'}", "--oldest=6", *store]}
         for index in range(islands):
             at_store = str(folder / "store") if with_store and not index else None
             self.words[f"island {index}"] = self.island(index, at_store, mode)

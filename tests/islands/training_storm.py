@@ -1,6 +1,6 @@
 """Storms over islands that train: killed, cut off and restarted, they end where calm ones do.
 
-    python -m tests.islands.training_storm FIRST_SEED LAST_SEED
+    python -m tests.islands.training_storm FIRST_SEED LAST_SEED [MODE]
 
 The first run is calm, and its loss is what those of the storms are compared with.
 """
@@ -58,7 +58,7 @@ if __name__ == "__main__":
     for number in [-1, *range(int(sys.argv[1]), int(sys.argv[2]) + 1)]:
         with tempfile.TemporaryDirectory() as place:
             began = time.monotonic()
-            done = storm(Path(place), number, 0 if number < 0 else 6)
+            done = storm(Path(place), number, 0 if number < 0 else 6, *sys.argv[3:])
             (found, entries), calm = done.check(), calm or max(done.check()[0])
             away = max(abs(one / calm - 1) for one in found)
             name = "calm" if number < 0 else f"seed {number}"

@@ -6,7 +6,7 @@ from typing import Any
 from jaxtrain.config.field_checks import not_negative, one_of, positive
 from jaxtrain.errors import UserError
 
-MODES = ("sync", "async")
+MODES = ("sync", "async", "gossip")
 OWN = ("index", "meeting", "keys", "max_age", "snapshot_every")  # keys that need not be equal on all islands
 LOSSY = ("int8", "int4", "top_k")  # what is lost is remembered, and sent with what comes next
 
@@ -19,10 +19,11 @@ class IslandsConfig:
     index: int = 0  # which of them this run is, from 0 on
     meeting: str = ""  # where islands meet: tcp://HOST:PORT of `jaxtrain islands serve`, or its --store
     keys: str = ""  # of tcp://: the folder with this island's certificates, from `jaxtrain islands keys`
-    mode: str = "sync"  # an outer update of all islands' progress together; "async": one of each as it arrives
+    mode: str = "sync"  # an outer update of all islands' progress together; "async": one of each; "gossip": of pairs
     every: int = 50  # inner steps between exchanges of the same parameters
     learning_rate: float = 0.7  # of the outer optimizer; 1 with momentum=0 averages parameters (local SGD)
     momentum: float = 0.9  # Nesterov's, of the outer optimizer
+    pull: float = 0.0  # of gossip: towards the mean of two islands, below 2 - 2 * momentum ** 2; 0: half of that
     fragments: int = 1  # parameters are exchanged in so many parts, one after the other (streaming)
     overlap: int = 0  # inner steps that go on while an exchange is under way
     blend: float = 0.5  # with overlap: how much of a parameter stays the island's own when the update comes
@@ -34,7 +35,7 @@ class IslandsConfig:
     def __post_init__(self):
         one_of("islands.mode", self.mode, MODES)
         one_of("islands.compression", self.compression, ("none", "bfloat16", *LOSSY))
-        not_negative(self, "islands", "count index overlap age_decay max_age")
+        not_negative(self, "islands", "count index overlap age_decay max_age pull")
         positive(self, "islands", "every learning_rate fragments snapshot_every")
         for key in () if self.count else (spec.name for spec in fields(self)):
             if getattr(self, key) != getattr(IslandsConfig, key):
@@ -56,10 +57,14 @@ class IslandsConfig:
                             "next one", f"use {self.interval - 1} or less")
         if self.blend != IslandsConfig.blend and not self.overlap:
             raise UserError("islands.blend", "it is read with islands.overlap only", "leave it out")
-        if self.mode == "async" and self.fragments > 1:
-            raise UserError("islands.fragments", "an asynchronous update has all parameters", "use 1")
-        if self.mode == "sync" and self.age_decay != IslandsConfig.age_decay:
-            raise UserError("islands.age_decay", "it is read with islands.mode=async only", "leave it out")
+        if self.mode != "sync" and self.fragments > 1:
+            raise UserError("islands.fragments", f"an update of islands.mode={self.mode} has all parameters", "use 1")
+        for key, mode in (("age_decay", "async"), ("pull", "gossip")):
+            if self.mode != mode and getattr(self, key) != getattr(IslandsConfig, key):
+                raise UserError(f"islands.{key}", f"it is read with islands.mode={mode} only", "leave it out")
+        if self.pull >= (limit := 2 - 2 * self.momentum**2):
+            raise UserError("islands.pull", f"with islands.momentum={self.momentum:g}, islands drift apart from "
+                            f"{limit:.4g} on", f"use less, such as {limit / 2:.4g}, or leave it out")
 
     @property
     def interval(self) -> int:
@@ -68,8 +73,9 @@ class IslandsConfig:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """What the outer optimizer keeps for every parameter besides its value, the same on all islands."""
-        return () if not self.momentum else ("momentum",) if self.mode == "sync" else ("momentum", "arrived")
+        """What the outer optimizer keeps for every parameter besides its value; but for gossip, alike on all islands.
+        """
+        return () if not self.momentum else ("momentum", "arrived") if self.mode == "async" else ("momentum",)
 
     @property
     def kept(self) -> tuple[str, ...]:

@@ -38,11 +38,13 @@ def modes(islands: IslandsConfig, step: float, parameters: int, link: float, *, 
         slowest: how many times as long the slowest island takes for a step.
     """
     others, apart = islands.count - 1, replace(islands, mode="sync", overlap=0, blend=IslandsConfig.blend, fragments=1,
-                                               age_decay=IslandsConfig.age_decay)
+                                               age_decay=IslandsConfig.age_decay, pull=IslandsConfig.pull)
     ring = 2 * others / islands.count * 4 * parameters
     talk = ring / link + 2 * others * latency / 2
     found = [Mode("synchronous", step * slowest + max(0.0, talk - BACKWARD * step), ring, ring),
              _exchanging("DiLoCo", apart, step * slowest, parameters, link, latency)]
+    if others:
+        found.append(_exchanging("gossip", replace(apart, mode="gossip"), step * slowest, parameters, link, latency))
     if islands.overlap or islands.fragments > 1:
         found.append(_exchanging("streaming", islands, step * slowest, parameters, link, latency))
     pace = islands.count / (others + 1 / slowest)  # harmonic mean of the islands' steps
@@ -53,6 +55,8 @@ def modes(islands: IslandsConfig, step: float, parameters: int, link: float, *, 
 def _exchanging(name: str, islands: IslandsConfig, step: float, parameters: int, link: float, latency: float) -> Mode:
     size = BYTES[islands.compression] * parameters
     received = size * (islands.count - 1)
+    if islands.mode == "gossip":  # one partner's, and the outer parameters in float32 with it
+        received = size = size + 4 * parameters
     exchange = (size + received) / islands.fragments / link + TRIPS * latency  # its own go first, then the others' come
     exposed = max(0.0, exchange - islands.overlap * step)
     return Mode(name, step + exposed / islands.interval, size / islands.every, received / islands.every)

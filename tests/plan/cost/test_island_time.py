@@ -18,6 +18,12 @@ def test_the_closed_form_by_hand():
     # 4 GB there, 12 GB back and three ways, in every hundredth step.
     assert found["DiLoCo"] == pytest.approx(1 + 16.3 / 100) == found["asynchronous"]
     assert "streaming" not in found
+    # Progress and outer parameters, to one island and from it, however many there are.
+    assert found["gossip"] == pytest.approx(1 + 16.3 / 100)
+    assert seconds(IslandsConfig(count=64, every=100))["gossip"] == found["gossip"]
+    assert seconds(IslandsConfig(count=4, every=100, compression="int4"))["gossip"] == pytest.approx(
+        1 + (2 * 4.5625 + 0.3) / 100)
+    assert "gossip" not in seconds(IslandsConfig(count=1, every=100))
 
 
 def test_a_fragment_hides_behind_the_steps_that_overlap_it():
