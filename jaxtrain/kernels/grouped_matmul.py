@@ -22,7 +22,7 @@ ROWS, DIMENSION = 128, 64  # what the number of rows and the dimensions of weigh
 
 
 def grouped_matmul(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Array, *, backend: str = "auto",
-                   filled: int | None = None) -> jax.Array:
+                   filled: int | None = None, dtype: Any = None) -> jax.Array:
     """Return each row times the matrix of its group; rows behind the last group become zeros, as do their gradients.
 
     Args:
@@ -33,21 +33,29 @@ def grouped_matmul(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Arra
         backend: "mosaic" (NVIDIA GPUs of compute capability 9), "xla", or "auto": the first one where it can run.
         filled: the number of rows that are usually in groups, if fewer than all; it only names kernels, so that
             profiles and `jaxtrain plan` know what they compute.
+        dtype: of the result, where rows and weights are 8-bit floats.
     """
+    rows_RK, weights_GKN = _wide(dtype, rows_RK, weights_GKN)
     if _backend(backend, rows_RK, weights_GKN) == "xla":
         return lax.ragged_dot(rows_RK, weights_GKN, sizes_G)
     return _mosaic(min(filled or len(rows_RK), len(rows_RK)), rows_RK, weights_GKN, sizes_G)
 
 
 def grouped_matmul_gradients(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Array, dy_RN: jax.Array, *,
-                             backend: str = "auto", filled: int | None = None) -> tuple[jax.Array, jax.Array]:
+                             backend: str = "auto", filled: int | None = None,
+                             dtype: Any = None) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of a grouped matmul by rows and weights, for backward passes that are written by hand."""
+    rows_RK, weights_GKN, dy_RN = _wide(dtype, rows_RK, weights_GKN, dy_RN)
     if _backend(backend, rows_RK, weights_GKN) == "mosaic":
         return _backward(min(filled or len(rows_RK), len(rows_RK)), (rows_RK, weights_GKN, sizes_G), dy_RN)[:2]
     by_rows = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
     by_weights = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     return (lax.ragged_dot_general(dy_RN, weights_GKN, sizes_G, by_rows),
             lax.ragged_dot_general(rows_RK, dy_RN, sizes_G, by_weights))
+
+
+def _wide(dtype: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return arrays if dtype is None else tuple(a.astype(dtype) for a in arrays)
 
 
 def _backend(asked: str, rows_RK: jax.Array, weights_GKN: jax.Array) -> str:
