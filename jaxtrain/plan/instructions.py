@@ -237,10 +237,10 @@ def _count_grouped(instruction: Instruction, kernel: Instruction, filled: int, m
     if len(other) == 3:  # rows [R, K] and weights of groups
         instruction.flops = 2.0 * (filled + other[0] * ROWS) * depth * result[1][1]
         read = filled * depth * hlo.BYTES[dtype] + size((other_dtype, other))
-    else:  # rows [R, K] and [R, N]
-        groups, _, width = result[1]
+    else:  # rows [R, K] and [R, N], or their transposes
+        groups, depth, width = result[1]
         instruction.flops = 2.0 * (filled + groups * DIMENSION) * depth * width
-        read = filled * (depth + other[1]) * hlo.BYTES[dtype]
+        read = filled * (depth + width) * hlo.BYTES[dtype]
     instruction.bytes = read + size(result)
 
 
