@@ -89,7 +89,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         return exit_codes.DONE
     from jaxtrain.trainer.loop import train
 
-    if resolved.mesh.auto:  # now, so that an elastic run changes a mesh of known sizes
+    if resolved.mesh.auto or resolved.mesh.hsdp:  # now, so that an elastic run changes a mesh of known sizes
         import jax
 
         from jaxtrain.plan import preflight

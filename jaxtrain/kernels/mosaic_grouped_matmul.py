@@ -111,7 +111,9 @@ def products_of_groups(rows: jax.Array, others: jax.Array, sizes_G: jax.Array, *
                     def _():  # these may also hold rows of other groups
                         at = block * depth + gpu.layout_cast(
                             lax.broadcasted_iota(jnp.int32, a.shape, int(transposed)), gpu.Layout.WGMMA)
-                        a[...] = jnp.where((at >= begin) & (at < end), a[...], jnp.zeros((), a.dtype))
+                        values = a[...].astype(jnp.float16) if transposed else a[...]  # 8 bits cannot be selected
+                        a[...] = jnp.where((at >= begin) & (at < end), values, jnp.zeros((), values.dtype)).astype(
+                            a.dtype)
                         gpu.commit_smem()
 
                     gpu.wgmma(total, *((a, _turned(b)) if transposed else (_turned(a), b)))
