@@ -21,14 +21,14 @@ def with_hybrid_mesh(config: Config, devices: int, node: int) -> Config:
     others = math.prod(getattr(config.mesh, axis) for axis in AXES[2:])
     if devices % node or node % others:
         raise UserError("mesh.hsdp", f"{devices} devices, {node} in a node, do not divide into whole nodes"
-                        + (f" of {others} for the other mesh axes" if others > 1 else ""), "set mesh.data and mesh.fsdp")
+                        + (f" of {others} for the other mesh axes" if others > 1 else ""),
+                        "set mesh.data and mesh.fsdp")
     sizes = replace(config.mesh, hsdp=False, data=devices // node, fsdp=node // others)
     config = replace(config, mesh=sizes)
     if sizes.data == 1:
         return config
     config = replace(config, optimizer=replace(config.optimizer, zero_stage=max(2, config.optimizer.zero_stage)))
-    if config.train.accumulation == 1 or sizes.stage > 1 or config.compression.method or isinstance(
-            config.model, DualEncoderConfig):
+    if sizes.stage > 1 or config.compression.method or isinstance(config.model, DualEncoderConfig):
         return config
     with contextlib.suppress(UserError):  # of objectives that compare examples of the whole batch, as that model does
         return replace(config, compression=replace(config.compression, method="exact"))

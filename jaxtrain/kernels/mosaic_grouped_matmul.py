@@ -72,7 +72,8 @@ def product(rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, *, trans
                 _write_some(result, out, begin, end - begin, block, pl.ds(column * width, width))
                 gpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    return _kernel(body, jax.ShapeDtypeStruct((R, N), dtype or rows_RK.dtype), name, interpret)(schedule, rows_RK, weights)
+    result = jax.ShapeDtypeStruct((R, N), dtype or rows_RK.dtype)
+    return _kernel(body, result, name, interpret)(schedule, rows_RK, weights)
 
 
 def products_of_groups(rows: jax.Array, others: jax.Array, sizes_G: jax.Array, *, transposed: bool = False, name: str,
@@ -82,7 +83,8 @@ def products_of_groups(rows: jax.Array, others: jax.Array, sizes_G: jax.Array, *
     transposed: they are [K, R] and [N, R]; 8-bit floats must be.
     dtype: of the result, if it is not that of the rows.
     """
-    (K, R), N, G = rows.shape if transposed else rows.shape[::-1], others.shape[0 if transposed else 1], sizes_G.size
+    (K, R), (N, _) = (a.shape if transposed else a.shape[::-1] for a in (rows, others))
+    G = sizes_G.size
     depth = BYTES // rows.dtype.itemsize
     ends_G = jnp.cumsum(sizes_G.astype(jnp.int32))
     bounds = jnp.stack([ends_G - sizes_G.astype(jnp.int32), ends_G])

@@ -21,14 +21,16 @@ SURELY = 1.15  # of the memory: beyond the largest error of a prediction (docs/p
 
 
 def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
-    """Replace `mesh=auto` by the fastest mesh for these devices, `mesh=hsdp` by its sizes, and `train.remat=auto` by what keeps most.
+    """Replace `mesh=auto` by the fastest mesh for these devices, `mesh=hsdp` by its sizes, and `train.remat=auto` by
+    what keeps most.
 
     If nothing fits, a UserError says what to change. `own_parts`: whether the objective or the optimizer is not the
     config's.
     """
     if config.mesh.hsdp:
         if isinstance(devices, int):
-            raise UserError("mesh.hsdp", "no nodes are known of devices that are not here", "set mesh.data and mesh.fsdp")
+            raise UserError("mesh.hsdp", "no nodes are known of devices that are not here",
+                            "set mesh.data and mesh.fsdp")
         config = with_hybrid_mesh(config, len(devices), len(devices) // islands_of(devices)[0])
         if jax.process_index() == 0:
             say(f"mesh=hsdp: data={config.mesh.data} fsdp={config.mesh.fsdp}")

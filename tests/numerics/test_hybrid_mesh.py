@@ -25,8 +25,8 @@ def test_data_across_nodes_and_fsdp_within():
     assert (made.optimizer.zero_stage, made.compression.method) == (2, "exact")
     alone = with_hybrid_mesh(asked, 8, 8)  # one node: fsdp alone
     assert (alone.mesh.data, alone.mesh.fsdp, alone.optimizer.zero_stage) == (1, 4, 0)
-    once = with_hybrid_mesh(reference.tiny("llama", mesh="hsdp"), 16, 8)  # one micro-batch is summed once anyway
-    assert (once.optimizer.zero_stage, once.compression.method) == (2, "")
+    stages = with_hybrid_mesh(reference.tiny("llama", mesh="hsdp", mesh__stage=2), 16, 8)  # a pipeline sums once anyway
+    assert (stages.mesh.fsdp, stages.optimizer.zero_stage, stages.compression.method) == (4, 2, "")
     assert with_hybrid_mesh(make_config({"mesh": "hsdp"}), 16, 8).mesh.data == 2
     assert with_hybrid_mesh(made, 64, 8) == made
 

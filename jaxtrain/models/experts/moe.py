@@ -72,11 +72,11 @@ class MoE(nnx.Module):
         """Apply the routed experts only."""
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT > 0
         named, weights, scales = self._weights(), {}, {}
-        for name, (weight, names) in named.items():
+        for name, (weight, axes) in named.items():
             if name in MATRICES and products.is_fp8():
-                weights[name], scales[name] = products.sent(weight[...], lambda w, names=names: sharding.gather(w, *names))
+                weights[name], scales[name] = products.sent(weight[...], lambda w, axes=axes: sharding.gather(w, *axes))
             else:
-                weights[name] = sharding.gather(weight[...], *names)
+                weights[name] = sharding.gather(weight[...], *axes)
         if sharding.activation_spec() is None:
             return self._local(x_BTD, real_BT, weights, scales)
         real_BT = sharding.constrain(real_BT, "batch", "seq")
@@ -84,7 +84,7 @@ class MoE(nnx.Module):
         sums = dict.fromkeys(("tokens", "kept", "entropy", "balance"), P(batch, seq)) | {"load": P(batch, seq, None)}
         return sharding.manual_region(
             self._local,
-            in_specs=(between, P(batch, seq), {name: sharding.gathered_spec(*axes) for name, (_, axes) in named.items()},
+            in_specs=(between, P(batch, seq), {name: sharding.gathered_spec(*named[name][1]) for name in named},
                       dict.fromkeys(scales, P())),
             out_specs=(between, {"penalty": P(batch)} | sums))(x_BTD, real_BT, weights, scales)
 

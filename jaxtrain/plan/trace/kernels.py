@@ -73,7 +73,8 @@ def _products_of_groups(filled: int, rows: jax.Array, others: jax.Array, sizes_G
                         dtype: Any = None) -> jax.Array:
     K, N = (a.shape[0 if transposed else 1] for a in (rows, others))
     out = jax.ShapeDtypeStruct((sizes_G.size, K, N), dtype or rows.dtype)
-    return jax.ffi.ffi_call(GROUP_BY_GROUP, out)(rows, others, sizes_G, filled=np.int32(filled), turned=np.int32(transposed))
+    return jax.ffi.ffi_call(GROUP_BY_GROUP, out)(rows, others, sizes_G, filled=np.int32(filled),
+                                                 turned=np.int32(transposed))
 
 
 def _results(options, q_BTHK, k_BTGK, v_BTGK, first_BT):
