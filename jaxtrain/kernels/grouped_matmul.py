@@ -52,8 +52,6 @@ def grouped_matmul_gradients(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G
     """Return the gradients of a grouped matmul by rows and weights, for backward passes that are written by hand."""
     filled = min(filled or len(rows_RK), len(rows_RK))
     if _in_8_bits(backend, rows_RK, weights_GKN):
-        # XLA would transpose what these are made of, in 32 bits, if it saw both.
-        rows_RK, dy_RN = lax.optimization_barrier((rows_RK, dy_RN))
         return (_product(filled, dy_RN, weights_GKN, sizes_G, True, dtype),
                 _products_of_groups(filled, rows_RK.T, dy_RN.T, sizes_G, True, dtype))
     rows_RK, weights_GKN, dy_RN = _wide(dtype, rows_RK, weights_GKN, dy_RN)
