@@ -90,7 +90,7 @@ def alone(name):
 
 
 @pytest.mark.parametrize(("name", "exchange", "sizes"), [
-    pytest.param(*case, marks=SLOW if n < 2 else pytest.mark.exhaustive) for n, case in enumerate((
+    pytest.param(*case, marks=SLOW if n < 1 else pytest.mark.exhaustive) for n, case in enumerate((
         ("softmax", "ragged", dict(expert=4, fsdp=2)), ("biased", "gather", dict(expert=2, context=2, tensor=2)),
         ("capacity", "gather", dict(fsdp=2, expert=2)), ("sigmoid", "gather", dict(expert=2, tensor=4)),
         ("biased", "ragged", dict(expert=4, tensor=2))))], ids=str)
@@ -108,7 +108,7 @@ def test_any_mesh_gives_the_numbers_of_one_device(name, exchange, sizes, monkeyp
         assert re.search(rf"all_gather.*{kind}", text)
 
 
-@SLOW
+@pytest.mark.exhaustive
 def test_rows_that_the_buffer_does_not_hold_take_further_passes():
     """Each with a scale for its rows of what is between two products; tokens and what comes back have one for all."""
     want, module = alone("softmax"), Skeleton.of(layer(CONFIGS["softmax"], "gather", 0.3))
