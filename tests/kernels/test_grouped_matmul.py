@@ -69,6 +69,7 @@ def test_bfloat16_is_rounded_once(interpreted):
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.slow
 @needs_mosaic
 @pytest.mark.parametrize("sizes", SIZES[:1], ids=str)
 def test_values_of_8_bits_are_multiplied_as_they_are(sizes, interpreted):
