@@ -106,8 +106,8 @@ def _check_given(config: Config, mesh: AnyMesh | None, optimizer: Any, data: Bat
     if config.train.remat == AUTO and mesh is not None:
         raise UserError("train.remat", "the planner chooses it for the mesh of the config, not for one given by mesh=",
                         "name a policy, such as full")
-    if config.mesh.auto and mesh is None:
-        raise UserError("mesh.auto", "no mesh was chosen", "call jt.build, which asks the planner")
+    if (chosen := "auto" if config.mesh.auto else "hsdp" if config.mesh.hsdp else "") and mesh is None:
+        raise UserError(f"mesh.{chosen}", "no mesh was chosen", "call jt.build, which does")
 
 
 def _rules(config: Config) -> Rules:

@@ -93,7 +93,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     gc.freeze()  # nor later
     gc.enable()
-    if resolved.mesh.auto:  # now, so that an elastic run changes a mesh of known sizes
+    if resolved.mesh.auto or resolved.mesh.hsdp:  # now, so that an elastic run changes a mesh of known sizes
         import jax
 
         from jaxtrain.plan import preflight

@@ -65,8 +65,8 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
     sections = {section.name: {} for section in fields(Config)}
     for section, keys in values.items():
         _known(section, sections, section)
-        if (section, keys) == ("mesh", "auto"):
-            keys = {"auto": True}
+        if section == "mesh" and isinstance(keys, str) and keys in _MESHES:
+            keys = {keys: True}
         if not isinstance(keys, dict):
             raise UserError(section, f"{keys!r} is not a section", "give a mapping from keys to values")
         sections[section].update(keys)
@@ -76,9 +76,10 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
             from jaxtrain.config.suggestions import nearest_key
 
             raise UserError(key, "there is no such key", nearest_key(key) or nearest(section, sections))
-        if (key, value) == ("mesh", "auto"):  # regardless of the sizes in the file
-            kept = {name: value for name, value in sections["mesh"].items() if name not in AXES}
-            sections["mesh"] = {**kept, "auto": True}
+        if key == "mesh" and str(value) in _MESHES:  # regardless of the sizes in the file that it chooses
+            chosen = *_MESHES[value], *_MESHES
+            sections["mesh"] = {name: given for name, given in sections["mesh"].items() if name not in chosen}
+            sections["mesh"][value] = True
             continue
         if not name:
             raise UserError(section, "it is a section, not a key",
@@ -181,6 +182,7 @@ def _literal(text: Any) -> Any:
 
 
 # Keys whose entries can be given one by one, and how the text of an entry is read where that is not as a literal.
+_MESHES = {"auto": AXES, "hsdp": ("data", "fsdp")}  # written mesh=NAME, and the axes whose sizes they choose
 _TABLES = {("mesh", "overrides"), ("train", "compiler_options"), ("model", "mup_base"), ("model", "categories")}
 _ENTRIES = {"mesh": str, "train": lambda value: value}
 _FRACTIONS = (("optimizer", "warmup_steps"), ("train", "eval_every"), ("checkpoint", "every"), ("sparsity", "start"),

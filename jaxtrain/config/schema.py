@@ -28,6 +28,7 @@ class MeshConfig:
     """How many devices each mesh axis spans (one may be -1: the rest), and the rules that map names onto them."""
 
     auto: bool = False  # the planner chooses the sizes; written mesh=auto
+    hsdp: bool = False  # data: one part for each node, fsdp: within a node; written mesh=hsdp
     data: int = -1  # data parallelism: each part holds all parameters, unless optimizer.zero_stage spreads them
     fsdp: int = 1  # fully sharded data parallelism: parameters are spread, and gathered layer by layer
     stage: int = 1  # pipeline parallelism: each stage holds some of the layers
@@ -46,6 +47,9 @@ class MeshConfig:
                 raise UserError(f"mesh.{axis}", f"{size} was given with mesh=auto", "leave one of them out")
         if [getattr(self, axis) for axis in AXES].count(-1) > 1:
             raise UserError("mesh", "more than one axis is -1", "give all axes but one a size")
+        if self.hsdp and (self.auto or (self.data, self.fsdp) != (-1, 1)):
+            raise UserError("mesh.hsdp", "it chooses mesh.data and mesh.fsdp, which were given too",
+                            "leave one of them out")
         one_of("mesh.context_strategy", self.context_strategy, ("auto", "ring", "gather", "ulysses"))
         for name, axes in self.overrides.items():
             if not isinstance(axes, str):

@@ -19,10 +19,11 @@ from jaxtrain.sharding import rules as sharding
 
 INTERPRET: Any = None  # tests: parameters of Pallas's interpreter, with which the kernels run anywhere
 ROWS, DIMENSION = 128, 64  # what the number of rows and the dimensions of weights must be multiples of
+BYTES = 128  # what the dimensions of weights in 8 bits must be multiples of
 
 
 def grouped_matmul(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Array, *, backend: str = "auto",
-                   filled: int | None = None) -> jax.Array:
+                   filled: int | None = None, dtype: Any = None) -> jax.Array:
     """Return each row times the matrix of its group; rows behind the last group become zeros, as do their gradients.
 
     Args:
@@ -33,21 +34,43 @@ def grouped_matmul(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Arra
         backend: "mosaic" (NVIDIA GPUs of compute capability 9), "xla", or "auto": the first one where it can run.
         filled: the number of rows that are usually in groups, if fewer than all; it only names kernels, so that
             profiles and `jaxtrain plan` know what they compute.
+        dtype: of the result, where rows and weights are 8-bit floats, which have no gradient. Where the kernels do
+            not take those, products of the same values in this dtype are computed.
     """
+    filled = min(filled or len(rows_RK), len(rows_RK))
+    if _in_8_bits(backend, rows_RK, weights_GKN):
+        return _product(filled, rows_RK, weights_GKN.swapaxes(1, 2), sizes_G, True, dtype)
+    rows_RK, weights_GKN = _wide(dtype, rows_RK, weights_GKN)
     if _backend(backend, rows_RK, weights_GKN) == "xla":
         return lax.ragged_dot(rows_RK, weights_GKN, sizes_G)
-    return _mosaic(min(filled or len(rows_RK), len(rows_RK)), rows_RK, weights_GKN, sizes_G)
+    return _mosaic(filled, rows_RK, weights_GKN, sizes_G)
 
 
 def grouped_matmul_gradients(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Array, dy_RN: jax.Array, *,
-                             backend: str = "auto", filled: int | None = None) -> tuple[jax.Array, jax.Array]:
+                             backend: str = "auto", filled: int | None = None,
+                             dtype: Any = None) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of a grouped matmul by rows and weights, for backward passes that are written by hand."""
+    filled = min(filled or len(rows_RK), len(rows_RK))
+    if _in_8_bits(backend, rows_RK, weights_GKN):
+        return (_product(filled, dy_RN, weights_GKN, sizes_G, True, dtype),
+                _products_of_groups(filled, rows_RK.T, dy_RN.T, sizes_G, True, dtype))
+    rows_RK, weights_GKN, dy_RN = _wide(dtype, rows_RK, weights_GKN, dy_RN)
     if _backend(backend, rows_RK, weights_GKN) == "mosaic":
-        return _backward(min(filled or len(rows_RK), len(rows_RK)), (rows_RK, weights_GKN, sizes_G), dy_RN)[:2]
+        return _backward(filled, (rows_RK, weights_GKN, sizes_G), dy_RN)[:2]
     by_rows = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
     by_weights = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     return (lax.ragged_dot_general(dy_RN, weights_GKN, sizes_G, by_rows),
             lax.ragged_dot_general(rows_RK, dy_RN, sizes_G, by_weights))
+
+
+def _in_8_bits(asked: str, rows_RK: jax.Array, weights_GKN: jax.Array) -> bool:
+    """Return whether the kernels multiply these 8-bit floats as they are."""
+    return rows_RK.dtype.itemsize == 1 and _backend(asked, rows_RK, weights_GKN) == "mosaic" and all(
+        size % BYTES == 0 for size in weights_GKN.shape[1:])
+
+
+def _wide(dtype: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return arrays if dtype is None else tuple(a.astype(dtype) for a in arrays)
 
 
 def _backend(asked: str, rows_RK: jax.Array, weights_GKN: jax.Array) -> str:
@@ -73,7 +96,8 @@ def _refusal(dtype: jnp.dtype, rows: int, *dimensions: int) -> str:
         "it runs on NVIDIA GPUs of compute capability 9 (H100, H200) only":
             not INTERPRET and not 9 <= sharding.compute_capability() < 10,
         f"it needs JAX 0.11 or newer, and this is {jax.__version__}": jax.__version_info__ < (0, 11),
-        f"it computes in bfloat16 or float16, not {dtype}": not INTERPRET and dtype not in (jnp.bfloat16, jnp.float16),
+        f"it computes in bfloat16 or float16, not {dtype}":
+            not INTERPRET and dtype.itemsize > 1 and dtype not in (jnp.bfloat16, jnp.float16),
         f"{rows} rows of a device are not a multiple of {ROWS}": rows % ROWS,
         f"the width {odd} is not a multiple of {DIMENSION}": odd,
     }
@@ -81,18 +105,22 @@ def _refusal(dtype: jnp.dtype, rows: int, *dimensions: int) -> str:
 
 
 # ------------------------------------------------------------------------------------- the three products, with kernels
-def _product(filled: int, rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, transposed: bool) -> jax.Array:
+def _product(filled: int, rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, transposed: bool,
+             dtype: Any = None) -> jax.Array:
     from jaxtrain.kernels import mosaic_grouped_matmul as kernels  # imports Pallas
 
     name = f"grouped_matmul_{filled}_rows"
-    return kernels.product(rows_RK, weights, sizes_G, transposed=transposed, name=name, interpret=INTERPRET)
+    return kernels.product(rows_RK, weights, sizes_G, transposed=transposed, name=name, dtype=dtype,
+                           interpret=INTERPRET)
 
 
-def _products_of_groups(filled: int, rows_RK: jax.Array, others_RN: jax.Array, sizes_G: jax.Array) -> jax.Array:
+def _products_of_groups(filled: int, rows: jax.Array, others: jax.Array, sizes_G: jax.Array, transposed: bool,
+                        dtype: Any = None) -> jax.Array:
     from jaxtrain.kernels import mosaic_grouped_matmul as kernels
 
     name = f"grouped_matmul_{filled}_rows"
-    return kernels.products_of_groups(rows_RK, others_RN, sizes_G, name=name, interpret=INTERPRET)
+    return kernels.products_of_groups(rows, others, sizes_G, transposed=transposed, name=name, dtype=dtype,
+                                      interpret=INTERPRET)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -107,7 +135,7 @@ def _forward(filled, rows_RK, weights_GKN, sizes_G):
 def _backward(filled, saved, dy_RN):
     rows_RK, weights_GKN, sizes_G = saved
     return (_product(filled, dy_RN, weights_GKN, sizes_G, True),
-            _products_of_groups(filled, rows_RK, dy_RN, sizes_G), None)
+            _products_of_groups(filled, rows_RK, dy_RN, sizes_G, False), None)
 
 
 _mosaic.defvjp(_forward, _backward)

@@ -20,24 +20,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as gpu
 
 ROWS = 128  # of a tile of the result, and what the number of all rows must be a multiple of
-DEPTH = 64  # of the contracted dimension in one step: 128 bytes, the widest swizzle
+BYTES = 128  # of the contracted dimension in one step: the widest swizzle
 STEPS = 4  # buffers in the ring
 PROCESSORS = 132  # streaming multiprocessors of H100 SXM and H200; with fewer or more, results are the same
 _WIDE = 8  # tiles of the result next to each other that are computed before the next rows, for the L2 cache
 
 
 def product(rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, *, transposed: bool = False, name: str,
-            interpret: Any = None) -> jax.Array:
+            dtype: Any = None, interpret: Any = None) -> jax.Array:
     """Return each row times the weight [G, K, N] of its group, and zeros behind the last group.
 
-    transposed: weights are [G, N, K].
+    transposed: weights are [G, N, K]; with 8-bit floats they must be.
+    dtype: of the result, if it is not that of the rows.
     name: of the kernel, in profiles and in compiled programs.
     interpret: parameters of Pallas's interpreter, to run it without a GPU.
     """
     (R, K), G, N = rows_RK.shape, sizes_G.size, weights.shape[1 if transposed else 2]
     schedule = _schedule(sizes_G, R)
     width = _width(N)
-    grid, steps = (schedule.shape[1], N // width), K // DEPTH
+    depth = BYTES // rows_RK.dtype.itemsize
+    grid, steps = (schedule.shape[1], N // width), K // depth
     kept = min(1, steps - 1)  # a buffer is free when the product of the next step has begun
 
     def body(schedule, rows, weights, out):
@@ -54,9 +56,9 @@ def product(rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, *, trans
                         lambda _, a, b: gpu.wgmma(total, a, _turned(b) if transposed else b),
                         grid=(steps,),
                         in_specs=[
-                            gpu.BlockSpec((ROWS, DEPTH), lambda k: (block, k), delay_release=kept),
-                            gpu.BlockSpec((width, DEPTH), lambda k: (column, k), delay_release=kept) if transposed else
-                            gpu.BlockSpec((DEPTH, width), lambda k: (k, column), delay_release=kept)],
+                            gpu.BlockSpec((ROWS, depth), lambda k: (block, k), delay_release=kept),
+                            gpu.BlockSpec((width, depth), lambda k: (column, k), delay_release=kept) if transposed else
+                            gpu.BlockSpec((depth, width), lambda k: (k, column), delay_release=kept)],
                         max_concurrent_steps=min(STEPS, steps),
                     )(rows, weights.at[lax.min(group, jnp.int32(G - 1))])
                 return total[...]
@@ -70,17 +72,29 @@ def product(rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, *, trans
                 _write_some(result, out, begin, end - begin, block, pl.ds(column * width, width))
                 gpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    return _kernel(body, jax.ShapeDtypeStruct((R, N), rows_RK.dtype), name, interpret)(schedule, rows_RK, weights)
+    result = jax.ShapeDtypeStruct((R, N), dtype or rows_RK.dtype)
+    return _kernel(body, result, name, interpret)(schedule, rows_RK, weights)
 
 
-def products_of_groups(rows_RK: jax.Array, others_RN: jax.Array, sizes_G: jax.Array, *, name: str,
-                       interpret: Any = None) -> jax.Array:
-    """Return the product of the rows of each group, transposed, and the other rows of that group: [G, K, N]."""
-    (R, K), N, G = rows_RK.shape, others_RN.shape[1], sizes_G.size
+def products_of_groups(rows: jax.Array, others: jax.Array, sizes_G: jax.Array, *, transposed: bool = False, name: str,
+                       dtype: Any = None, interpret: Any = None) -> jax.Array:
+    """Return the product of the rows [R, K] of each group, transposed, and the other rows [R, N] of it: [G, K, N].
+
+    transposed: they are [K, R] and [N, R]; 8-bit floats must be.
+    dtype: of the result, if it is not that of the rows.
+    """
+    (K, R), (N, _) = (a.shape if transposed else a.shape[::-1] for a in (rows, others))
+    G = sizes_G.size
+    depth = BYTES // rows.dtype.itemsize
     ends_G = jnp.cumsum(sizes_G.astype(jnp.int32))
     bounds = jnp.stack([ends_G - sizes_G.astype(jnp.int32), ends_G])
     tall, width = _width(K), _width(N)
     grid = K // tall, N // width
+
+    def block_of(size, at):
+        return gpu.BlockSpec((size, depth) if transposed else (depth, size),
+                             lambda i: (at, i) if transposed else (i, at), delay_release=1,
+                             transforms=_swizzled(rows.dtype))
 
     def body(bounds, rows, others, out):
         @gpu.nd_loop((G, grid[0] * grid[1]), collective_axes="sm")
@@ -88,8 +102,8 @@ def products_of_groups(rows_RK: jax.Array, others_RN: jax.Array, sizes_G: jax.Ar
             group = loop.index[0]
             row, column = gpu.planar_snake(loop.index[1], grid, 1, min(_WIDE, grid[1]))
             begin, end = bounds[0, group], bounds[1, group]
-            first, last = lax.div(begin, jnp.int32(DEPTH)), lax.div(end - 1, jnp.int32(DEPTH))
-            present = pl.ds(pl.multiple_of(first * DEPTH, DEPTH), R)  # only its blocks up to the last are read
+            first, last = lax.div(begin, jnp.int32(depth)), lax.div(end - 1, jnp.int32(depth))
+            present = pl.ds(pl.multiple_of(first * depth, depth), R)  # only its blocks up to the last are read
 
             def accumulate(total):
                 def step(index, a, b):
@@ -97,22 +111,21 @@ def products_of_groups(rows_RK: jax.Array, others_RN: jax.Array, sizes_G: jax.Ar
 
                     @pl.when((block == first) | (block == last))
                     def _():  # these may also hold rows of other groups
-                        at = block * DEPTH + gpu.layout_cast(
-                            lax.broadcasted_iota(jnp.int32, (DEPTH, tall), 0), gpu.Layout.WGMMA)
-                        a[...] = jnp.where((at >= begin) & (at < end), a[...], jnp.zeros((), a.dtype))
+                        at = block * depth + gpu.layout_cast(
+                            lax.broadcasted_iota(jnp.int32, a.shape, int(transposed)), gpu.Layout.WGMMA)
+                        values = a[...].astype(jnp.float16) if transposed else a[...]  # 8 bits cannot be selected
+                        a[...] = jnp.where((at >= begin) & (at < end), values, jnp.zeros((), values.dtype)).astype(
+                            a.dtype)
                         gpu.commit_smem()
 
-                    gpu.wgmma(total, _turned(a), b)
+                    gpu.wgmma(total, *((a, _turned(b)) if transposed else (_turned(a), b)))
 
                 @pl.when(begin < end)
                 def _():
                     gpu.emit_pipeline(
                         step, grid=(last - first + 1,), max_concurrent_steps=STEPS,
-                        in_specs=[gpu.BlockSpec((DEPTH, tall), lambda i: (i, row), delay_release=1,
-                                                transforms=_swizzled(rows.dtype)),
-                                  gpu.BlockSpec((DEPTH, width), lambda i: (i, column), delay_release=1,
-                                                transforms=_swizzled(rows.dtype))],
-                    )(rows.at[present, :], others.at[present, :])
+                        in_specs=[block_of(tall, row), block_of(width, column)],
+                    )(*(a.at[:, present] if transposed else a.at[present, :] for a in (rows, others)))
                 return total[...]
 
             total = pl.run_scoped(accumulate, gpu.ACC((tall, width)))
@@ -124,7 +137,7 @@ def products_of_groups(rows_RK: jax.Array, others_RN: jax.Array, sizes_G: jax.Ar
                 gpu.copy_smem_to_gmem(result, out.at[group, pl.ds(row * tall, tall), pl.ds(column * width, width)])
                 gpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    return _kernel(body, jax.ShapeDtypeStruct((G, K, N), rows_RK.dtype), name, interpret)(bounds, rows_RK, others_RN)
+    return _kernel(body, jax.ShapeDtypeStruct((G, K, N), dtype or rows.dtype), name, interpret)(bounds, rows, others)
 
 
 def _schedule(sizes_G: jax.Array, rows: int) -> jax.Array:
@@ -171,7 +184,7 @@ def _width(size: int) -> int:
 
 def _swizzled(dtype: Any) -> tuple[Any, ...]:
     size = jnp.dtype(dtype).itemsize
-    swizzle = gpu.find_swizzle(DEPTH * size * 8)
+    swizzle = gpu.find_swizzle(BYTES * 8)
     return gpu.TilingTransform((8, swizzle // size)), gpu.SwizzleTransform(swizzle)
 
 

@@ -3,6 +3,7 @@
 import math
 
 from jaxtrain.config import remat_policies
+from jaxtrain.config.hybrid_mesh import with_hybrid_mesh
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.errors import UserError
 from jaxtrain.launch.cost import target_of
@@ -18,9 +19,10 @@ def check_mesh(config: Config, spec: JobSpec) -> list[int]:
     """
     from jaxtrain.plan import elastic
 
-    each, sizes = spec.devices_per_node, [getattr(config.mesh, axis) for axis in AXES]
-    if not each or config.mesh.auto:
+    if not (each := spec.devices_per_node) or config.mesh.auto:
         return []
+    config = with_hybrid_mesh(config, spec.nodes * each, each)
+    sizes = [getattr(config.mesh, axis) for axis in AXES]
     if config.resilience.elastic:
         least, fits = spec.min_nodes or spec.nodes, []
         for nodes in sorted({least, spec.nodes, *range(least, spec.nodes, 1 + (spec.nodes - least) // _COUNTS)}):
@@ -50,6 +52,7 @@ def memory_warning(config: Config, spec: JobSpec) -> str:
     from jaxtrain.plan.estimate import estimate, gigabytes
 
     devices = spec.nodes * spec.devices_per_node
+    config = with_hybrid_mesh(config, devices, spec.devices_per_node)
     try:
         guess = estimate(elastic.choose(config, devices, devices), target, devices)
     except Exception as error:  # a prediction that fails stops no job

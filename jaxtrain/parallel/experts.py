@@ -36,7 +36,9 @@ from jaxtrain.kernels.grouped_matmul import (
     grouped_matmul,
     grouped_matmul_gradients,
 )
+from jaxtrain.sharding import products
 from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.products import Factor, Rounded
 from jaxtrain.train_step import precision
 
 
@@ -62,13 +64,13 @@ Activation = Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up
 class Adapted:
     """The matrices of experts with an adapter each: a row times weight + scale x down up."""
 
-    weight: jax.Array
+    weight: Factor
     down: jax.Array
     up: jax.Array
     scale: float = field(metadata={"static": True})
 
 
-Weight = jax.Array | Adapted
+Weight = Factor | Adapted
 DEFAULT = Options()
 OVERFLOW = "experts_overflow"  # scope of the passes that an even load does not need
 
@@ -104,7 +106,8 @@ def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Arra
                     activation: Activation = swiglu) -> jax.Array:
     """Return the weighted sum of each token's experts; `limit` caps the rows that a device receives from one other.
 
-    `biases` are those [L, F] of the gate and of up, if there are any.
+    `biases` are those [L, F] of the gate and of up, if there are any. With weights in 8 bits all products are in fp8
+    (sharding/products.py), and tokens are sent so.
     """
     n, held = (lax.axis_size(axis) if axis else 1), len(jax.tree.leaves(gate_LDF)[0])
     tokens, choices = experts_NK.shape
@@ -113,11 +116,13 @@ def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Arra
     experts_NK = jnp.where(kept_NK, experts_NK, n * held)  # an expert that no device holds
     how: dict[str, Any] = {"backend": options.grouped_matmul, "filled": min(even, worst)}
     p = _Passes(how, buffer_rows(even, worst, options.buffer), worst, axis if way == "ragged" else (), held, activation)
+    send = partial(lax.all_gather, axis_name=axis, tiled=True) if way == "gather" else lambda a: a
+    x = Rounded(*products.sent(x_ND, send), x_ND.dtype) if products.is_fp8() else send(x_ND)
+    experts_NK, weights_NK = send(experts_NK), send(weights_NK)
     if way == "gather":
-        x_ND, experts_NK, weights_NK = (lax.all_gather(a, axis, tiled=True) for a in (x_ND, experts_NK, weights_NK))
         experts_NK = experts_NK - lax.axis_index(axis) * held
         experts_NK = jnp.where((experts_NK >= 0) & (experts_NK < held), experts_NK, held)
-    y_ND = _in_passes(p, p.routes(experts_NK), x_ND, weights_NK, gate_LDF, up_LDF, down_LFD, biases)
+    y_ND = _in_passes(p, p.routes(experts_NK), x, weights_NK, gate_LDF, up_LDF, down_LFD, biases)
     return lax.psum_scatter(y_ND, axis, tiled=True) if way == "gather" else y_ND
 
 
@@ -175,7 +180,7 @@ class _Passes:
     def _mine(self, sizes_PE: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(sizes_PE, lax.axis_index(self.axis) * self.held, self.held, 1)
 
-    def forward(self, number: Any, routes: dict[str, jax.Array], x_ND: jax.Array, weights_NK: jax.Array,
+    def forward(self, number: Any, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
                 gate_LDF: Weight, up_LDF: Weight, down_LFD: Weight,
                 biases: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
         """Return each token's sum over those of its experts that compute in this pass, and what SwiGLU reads."""
@@ -185,9 +190,9 @@ class _Passes:
         act_RF = self._weighted(*both_RF, at.weights(weights_NK))
         return at.leave(self.product(act_RF, down_LFD, at.sizes)), both_RF
 
-    def backward(self, number: Any, routes: dict[str, jax.Array], x_ND: jax.Array, weights_NK: jax.Array,
+    def backward(self, number: Any, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
                  gate_LDF: Weight, up_LDF: Weight, down_LFD: Weight, biases: tuple[jax.Array, ...],
-                 dy_ND: jax.Array, both_RF: Any = None) -> tuple[Any, ...]:
+                 dy_ND: Factor, both_RF: Any = None) -> tuple[Any, ...]:
         """Return the gradients of all arrays by `forward`, which is not computed again if it left `both_RF`."""
         at = self._route(number, routes)
         x_RD = at.enter(x_ND)
@@ -198,23 +203,36 @@ class _Passes:
         dx_RD, dgate_LDF = self.gradients(x_RD, gate_LDF, at.sizes, dgate_RF)
         more_RD, dup_LDF = self.gradients(x_RD, up_LDF, at.sizes, dup_RF)
         dbiases = tuple(at.by_expert(d_RF).astype(b.dtype) for d_RF, b in zip((dgate_RF, dup_RF), biases, strict=False))
-        return at.leave(dx_RD + more_RD), at.weights_back(dweights_R), dgate_LDF, dup_LDF, ddown_LFD, dbiases
+        dx_ND = products.gradient_of(x_ND, at.leave(dx_RD + more_RD))
+        return dx_ND, at.weights_back(dweights_R), dgate_LDF, dup_LDF, ddown_LFD, dbiases
 
-    def product(self, x_RK: jax.Array, weight_LKN: Weight, sizes_L: jax.Array) -> jax.Array:
+    def product(self, x_RK: Factor, weight_LKN: Weight, sizes_L: jax.Array) -> jax.Array:
         """Return each row times the matrix of its expert."""
+        if isinstance(weight_LKN, Rounded):
+            x_RK = products.rounded(x_RK, products.FORWARD)
+            y_RN = grouped_matmul(x_RK.values, weight_LKN.values, sizes_L, dtype=x_RK.dtype, **self.how)
+            return products.scaled(y_RN, x_RK, weight_LKN)
         if not isinstance(weight_LKN, Adapted):
-            return grouped_matmul(x_RK, weight_LKN, sizes_L, **self.how)
+            return grouped_matmul(products.plain(x_RK), weight_LKN, sizes_L, **self.how)
         y_RN, (down, up) = self.product(x_RK, weight_LKN.weight, sizes_L), self._narrow(weight_LKN)
         return y_RN + self.product(self.product(x_RK, down, sizes_L), up, sizes_L) * weight_LKN.scale
 
-    def gradients(self, x_RK: jax.Array, weight_LKN: Weight, sizes_L: jax.Array,
-                  dy_RN: jax.Array) -> tuple[jax.Array, Any]:
+    def gradients(self, x_RK: Factor, weight_LKN: Weight, sizes_L: jax.Array,
+                  dy_RN: Factor) -> tuple[jax.Array, Any]:
         """Return the gradients of a product by rows and weights."""
+        if isinstance(weight_LKN, Rounded):
+            x_RK, dy_RN = products.rounded(x_RK, products.FORWARD), products.rounded(dy_RN, products.BACKWARD)
+            dx_RK, dweight_LKN = grouped_matmul_gradients(x_RK.values, weight_LKN.values, sizes_L, dy_RN.values,
+                                                          dtype=x_RK.dtype, **self.how)
+            return (products.scaled(dx_RK, weight_LKN, dy_RN),
+                    products.gradient_of(weight_LKN, products.scaled(dweight_LKN, x_RK, dy_RN)))
         if not isinstance(weight_LKN, Adapted):
+            x_RK, dy_RN = products.plain(x_RK), products.plain(dy_RN)
             return grouped_matmul_gradients(x_RK, weight_LKN, sizes_L, dy_RN, **self.how)
         dx_RK, dweight = self.gradients(x_RK, weight_LKN.weight, sizes_L, dy_RN)
         down, up = self._narrow(weight_LKN)
-        inner, dup = self.gradients(self.product(x_RK, down, sizes_L), up, sizes_L, dy_RN * weight_LKN.scale)
+        inner, dup = self.gradients(self.product(x_RK, down, sizes_L), up, sizes_L,
+                                    products.plain(dy_RN) * weight_LKN.scale)
         more_RK, ddown = self.gradients(x_RK, down, sizes_L, inner)
         rank = weight_LKN.down.shape[-1]
         return dx_RK + more_RK, Adapted(dweight, ddown[..., :rank], dup[:, :rank], weight_LKN.scale)
@@ -284,11 +302,11 @@ class _Route:
     there: Callable[[jax.Array], jax.Array] | None = None
     back: Callable[[jax.Array], jax.Array] | None = None
 
-    def enter(self, a_ND: jax.Array) -> jax.Array:
+    def enter(self, a_ND: Factor) -> Any:
         """Return the token of each row."""
         if self.there:
-            a_ND = self.there(a_ND[self.order_A // self.place_NK.shape[1]])
-        return a_ND[self.order // self.place.shape[1]]
+            a_ND = products.of_values(lambda a: self.there(a[self.order_A // self.place_NK.shape[1]]), a_ND)
+        return products.of_values(lambda a: a[self.order // self.place.shape[1]], a_ND)
 
     def leave(self, a_RD: jax.Array) -> jax.Array:
         """Return the sum over each token's rows."""
@@ -334,6 +352,7 @@ def _in_passes(p, routes, x_ND, weights_NK, gate_LDF, up_LDF, down_LFD, biases):
 
 
 def _forward(p, routes, *arrays):
+    arrays = jax.tree.map(lambda a: a.narrow if isinstance(a, Rounded) else a, arrays, is_leaf=_is_rounded)
     y_ND, both_RF = p.forward(0, routes, *arrays)
     y_ND = _further(p, routes, lambda number: p.forward(number, routes, *arrays)[0], y_ND)
     return y_ND, (routes, arrays, both_RF)
@@ -341,8 +360,13 @@ def _forward(p, routes, *arrays):
 
 def _backward(p, saved, dy_ND):
     routes, arrays, both_RF = saved
+    dy_ND = products.rounded(dy_ND, products.BACKWARD) if _is_rounded(arrays[0]) else dy_ND
     first = p.backward(0, routes, *arrays, dy_ND, both_RF)
     return None, *_further(p, routes, lambda number: p.backward(number, routes, *arrays, dy_ND), first)
+
+
+def _is_rounded(a):
+    return isinstance(a, Rounded)
 
 
 _in_passes.defvjp(_forward, _backward)

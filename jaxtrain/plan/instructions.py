@@ -236,11 +236,11 @@ def _count_grouped(instruction: Instruction, kernel: Instruction, filled: int, m
     instruction.dtype, instruction.grouped = dtype, True
     if len(other) == 3:  # rows [R, K] and weights of groups
         instruction.flops = 2.0 * (filled + other[0] * ROWS) * depth * result[1][1]
-        read = filled * depth * hlo.BYTES[dtype] + size((other_dtype, other))
-    else:  # rows [R, K] and [R, N]
-        groups, _, width = result[1]
+        read = size((dtype, (filled, depth))) + size((other_dtype, other))
+    else:  # rows [R, K] and [R, N], or their transposes
+        groups, depth, width = result[1]
         instruction.flops = 2.0 * (filled + groups * DIMENSION) * depth * width
-        read = filled * (depth + other[1]) * hlo.BYTES[dtype]
+        read = size((dtype, (filled, depth + width)))
     instruction.bytes = read + size(result)
 
 

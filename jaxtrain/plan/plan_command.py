@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config.hybrid_mesh import with_hybrid_mesh
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import PRECISIONS
 from jaxtrain.errors import UserError, nearest
@@ -36,6 +37,9 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
         raise UserError("--link", "it is the rate of a link between islands, and above 0",
                         "set islands.count too, or leave it out")
     target, devices = place(flags)
+    if config.mesh.hsdp and not flags.explain:
+        raise UserError("mesh.hsdp", "a search compares other meshes", "add --explain for this one, or leave it out")
+    config = with_hybrid_mesh(config, devices, target.links[0].devices)
     precisions = [name.strip() for name in flags.precisions.split(",") if name.strip()]
     if unknown := [name for name in precisions if name not in PRECISIONS]:
         raise UserError("--precisions", f"{unknown[0]} is not a precision", nearest(unknown[0], PRECISIONS))

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.config.hybrid_mesh import with_hybrid_mesh
 from jaxtrain.config.remat_policies import AUTO, KEY
 from jaxtrain.config.schema import Config
 from jaxtrain.distributed.coordination import exchange
@@ -13,17 +14,30 @@ from jaxtrain.plan import search, targets
 from jaxtrain.plan.estimate import Estimate, estimate, gigabytes
 from jaxtrain.plan.report.answers_room import room_for_answers
 from jaxtrain.run import Run
+from jaxtrain.sharding.mesh import islands_of
 from jaxtrain.train_step.report import total
 
 SURELY = 1.15  # of the memory: beyond the largest error of a prediction (docs/planner.md)
 
 
 def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
-    """Replace `mesh=auto` by the fastest mesh for these devices, and `train.remat=auto` by what keeps most.
+    """Replace `mesh=auto` by the fastest mesh for these devices, `mesh=hsdp` by its sizes, and `train.remat=auto` by
+    what keeps most.
 
     If nothing fits, a UserError says what to change. `own_parts`: whether the objective or the optimizer is not the
     config's.
     """
+    if config.mesh.hsdp:
+        if isinstance(devices, int):
+            raise UserError("mesh.hsdp", "no nodes are known of devices that are not here",
+                            "set mesh.data and mesh.fsdp")
+        nodes = islands_of(devices)[0]
+        if 1 < len(devices) == nodes:
+            raise UserError("mesh.hsdp", "each process has one device, and which of them share a node is not known",
+                            "start one process per node, or set mesh.data and mesh.fsdp")
+        config = with_hybrid_mesh(config, len(devices), len(devices) // nodes)
+        if jax.process_index() == 0:
+            say(f"mesh=hsdp: data={config.mesh.data} fsdp={config.mesh.fsdp}")
     chosen = "mesh.auto" if config.mesh.auto else KEY if config.train.remat == AUTO else ""
     if not chosen:
         return config

@@ -68,18 +68,22 @@ def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 def _ordered(sizes: tuple[int, ...], devices: list[Any]) -> np.ndarray:
     from jax.experimental import mesh_utils
 
-    slices = {getattr(device, "slice_index", 0) for device in devices}
-    hosts = {device.process_index for device in devices}
-    if len(slices) > 1:
-        islands, by_process = len(slices), False
-    elif len(hosts) > 1 and devices[0].platform == "gpu":
-        islands, by_process = len(hosts), True  # NVLink inside a host, the network between
-    else:
+    islands, by_process = islands_of(devices)
+    if islands == 1:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     between = split_over_islands(sizes, islands)
     within = tuple(size // outer for size, outer in zip(sizes, between, strict=True))
     return mesh_utils.create_hybrid_device_mesh(
         within, between, devices, process_is_granule=by_process, allow_split_physical_axes=True)
+
+
+def islands_of(devices: Sequence[Any]) -> tuple[int, bool]:
+    """Return how many slices, or hosts of GPUs, have fast links inside and slow ones between; and if these are hosts.
+    """
+    slices, hosts = ({getattr(device, name, 0) for device in devices} for name in ("slice_index", "process_index"))
+    if len(slices) > 1 or devices[0].platform != "gpu":
+        return len(slices), False
+    return len(hosts), True  # NVLink inside a host, the network between
 
 
 def split_over_islands(sizes: Sequence[int], islands: int) -> tuple[int, ...]:

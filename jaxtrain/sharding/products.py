@@ -12,7 +12,7 @@ can; elsewhere bfloat16 products of the same values are computed, so that fp8 ca
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -46,10 +46,10 @@ def is_fp8() -> bool:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rounded:
-    """An array in 8 bits."""
+    """An array in 8 bits, or its gradient, which has no scale."""
 
     values: jax.Array
-    scale: jax.Array  # to multiply them with
+    scale: Any  # to multiply them with
     dtype: Any = field(metadata={"static": True})  # of the array
 
     @classmethod
@@ -68,6 +68,14 @@ class Rounded:
         """The same values in the array's own dtype."""
         return self.values.astype(self.dtype)
 
+    @property
+    def narrow(self) -> "Rounded":
+        """The same with values of 8 bits, if they are e4m3 in the array's own dtype."""
+        return replace(self, values=self.values.astype(FORWARD))
+
+
+Factor = jax.Array | Rounded
+
 
 def multiply(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return `product(x, weight)` in fp8, with gradients that are computed in fp8 too."""
@@ -77,7 +85,7 @@ def multiply(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
 
     def output(x, weight):
         x, weight = Rounded.of(x, FORWARD), Rounded.of(weight, FORWARD)
-        return _scaled(product(x.wide, weight.wide), x, weight), (x, weight)
+        return scaled(product(x.wide, weight.wide), x, weight), (x, weight)
 
     def backward(saved, dy):
         x, weight = saved
@@ -87,6 +95,41 @@ def multiply(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
     kind = _abstract(x)
     apply.defvjp(output, backward)
     return apply(x, weight)
+
+
+def sent(x: jax.Array, send: Callable[[jax.Array], jax.Array] = lambda x: x) -> tuple[jax.Array, jax.Array]:
+    """Return the values of an array in e4m3 after `send`, a linear function that moves them, and their scale.
+
+    The values have the array's dtype, so that they have a gradient: that of what was sent, as if nothing were rounded.
+    """
+    @jax.custom_vjp
+    def apply(x):
+        rounded = Rounded.of(x, FORWARD)
+        return send(rounded.values).astype(x.dtype), rounded.scale
+
+    kind = _abstract(x)
+    apply.defvjp(lambda x: (apply(x), None), lambda _, d: (_transposed(send, kind, d[0]),))
+    return apply(x)
+
+
+def rounded(x: Factor, dtype: Any) -> Rounded:
+    """Return an array in 8 bits; it may be already."""
+    return x if isinstance(x, Rounded) else Rounded.of(x, dtype)
+
+
+def plain(x: Factor) -> jax.Array:
+    """Return an array in its own dtype again, as it was rounded."""
+    return (x.wide.astype(jnp.float32) * x.scale).astype(x.dtype) if isinstance(x, Rounded) else x
+
+
+def of_values(f: Callable[[jax.Array], jax.Array], x: Any) -> Any:
+    """Return `f(x)`, or of an array in 8 bits the same with `f` of its values."""
+    return replace(x, values=f(x.values)) if isinstance(x, Rounded) else f(x)
+
+
+def gradient_of(x: Any, dx: jax.Array) -> Any:
+    """Return the gradient of an array as a tree like it, which may be in 8 bits."""
+    return replace(x, values=dx, scale=None) if isinstance(x, Rounded) else dx
 
 
 def multiply_at_rest(product: Product, x: jax.Array, wide: Callable[..., jax.Array], *at_rest: jax.Array) -> jax.Array:
@@ -131,12 +174,12 @@ def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 def _input_gradient(product: Product, x: Any, weight: Rounded, dy: Rounded) -> jax.Array:
     with _exact_sums():
-        return _scaled(_transposed(lambda x: product(x, weight.wide), x, dy.wide), weight, dy)
+        return scaled(_transposed(lambda x: product(x, weight.wide), x, dy.wide), weight, dy)
 
 
 def _weight_gradient(product: Product, x: Rounded, weight: Any, dy: Rounded) -> jax.Array:
     with _exact_sums():
-        return _scaled(_transposed(lambda weight: product(x.wide, weight), weight, dy.wide), x, dy)
+        return scaled(_transposed(lambda weight: product(x.wide, weight), weight, dy.wide), x, dy)
 
 
 def _exact_sums():
@@ -148,7 +191,8 @@ def _transposed(linear: Callable, x: Any, dy: jax.Array) -> jax.Array:
     return jax.linear_transpose(linear, x)(dy)[0]
 
 
-def _scaled(y: jax.Array, one: Rounded, other: Rounded) -> jax.Array:
+def scaled(y: jax.Array, one: Rounded, other: Rounded) -> jax.Array:
+    """Return the product of two arrays from that of their values in 8 bits."""
     scale, unreduced = one.scale * other.scale, jax.typeof(y).sharding.spec.unreduced
     if unreduced:
         scale = jax.reshard(scale, P(reduced=unreduced))

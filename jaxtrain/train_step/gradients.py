@@ -36,8 +36,10 @@ def make_gradient(loss: WeightedLoss, layout: Layout, *, accumulation: int = 1, 
     explicit = sharding.is_explicit(layout.mesh)
 
     def place(tree, shardings):
-        move = jax.reshard if explicit else jax.lax.with_sharding_constraint
-        return jax.tree.map(lambda x, s: move(x, s.spec if explicit else s), tree, shardings)
+        if not explicit:
+            return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+        mesh = jax.sharding.get_abstract_mesh()  # of which an axis may be manual, over which others sum
+        return jax.tree.map(lambda x, s: jax.reshard(x, sharding.without_trivial_axes(s.spec, mesh)), tree, shardings)
 
     def computing(params, like):
         return precisions.cast(params, precision, None if dtypes is None else partition.like(dtypes, like))

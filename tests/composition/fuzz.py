@@ -104,7 +104,7 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     keys |= remat_of(keys, rng) | lora_of(keys, rng)
     keys |= {"train.ema_decay": 0.75} if rng.random() < 0.3 else {}
     keys |= mup_of(keys, rng)
-    once = sizes["stage"] == 1 and not keys["optimizer.zero_stage"] and rng.random() < 0.4
+    once = sizes["stage"] == 1 and keys["optimizer.zero_stage"] < 3 and rng.random() < 0.4
     return keys | ({"compression.method": "exact"} if once else {})
 
 

@@ -71,6 +71,29 @@ def test_bfloat16_is_rounded_once(interpreted):
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.slow
+@needs_mosaic
+@pytest.mark.parametrize("sizes", SIZES[:1], ids=str)
+def test_values_of_8_bits_are_multiplied_as_they_are(sizes, interpreted):
+    """The kernels take them; elsewhere the same values are widened."""
+    rng = np.random.default_rng(0)
+    rows, weights, pull = (jnp.asarray(rng.standard_normal(shape), dtype) for shape, dtype in (
+        ((ROWS, WIDTH), jnp.float8_e4m3fn), ((GROUPS, WIDTH, 256), jnp.float8_e4m3fn), ((ROWS, 256), jnp.float8_e5m2)))
+
+    def run(rows, weights, pull, backend):
+        how = dict(backend=backend, dtype=jnp.float32)
+        return (grouped_matmul(rows, weights, jnp.asarray(sizes), **how),
+                *kernels.grouped_matmul_gradients(rows, weights, jnp.asarray(sizes), pull, **how))
+
+    traced = jax.make_jaxpr(run, static_argnums=3)(rows, weights, pull, "auto")
+    assert "ragged_dot" not in str(traced)
+    for backend in ("auto", "xla"):
+        for got, want in zip(jax.jit(run, static_argnums=3)(rows, weights, pull, backend),
+                             plain(rows, weights, pull, np.asarray(sizes)), strict=True):
+            assert got.dtype == jnp.float32
+            np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())
+
+
 @needs_mosaic
 def test_rows_behind_the_last_group_do_not_count(interpreted):
     """Not even where they are not finite: buffers hold whatever was sent before."""

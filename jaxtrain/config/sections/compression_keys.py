@@ -45,7 +45,8 @@ def check(config: Any) -> None:
     for key, value, reason in (
             ("reinforce.prompts", config.reinforce.prompts, "rewards are compared over the whole batch"),
             ("preference.loss", config.preference.loss == "kto", "kto compares answers of the whole batch"),
-            ("optimizer.zero_stage", config.optimizer.zero_stage, "what is spread over data crosses it whole")):
+            ("optimizer.zero_stage", config.optimizer.zero_stage > (2 if config.compression.method == "exact" else 0),
+             "what is spread over data crosses it whole")):
         if value:
             raise UserError(key, f"{reason}, and compression.method={config.compression.method} sums gradients that "
                             "each part of the mesh made by itself", "leave one of them out")

@@ -20,6 +20,7 @@ from jaxtrain.models.experts.router import Routing, capacity, route
 from jaxtrain.models.layers import INSIDE, RESIDUAL, SwiGLU, param
 from jaxtrain.parallel.experts import DEFAULT, Activation, Options, through_experts
 from jaxtrain.parallel.rows import Row
+from jaxtrain.sharding import products
 from jaxtrain.sharding import rules as sharding
 
 WIDEN = ("experts", "expert_embed", "expert_mlp")
@@ -70,17 +71,22 @@ class MoE(nnx.Module):
     def routed(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Apply the routed experts only."""
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT > 0
-        named = tuple(self._weights().values())
-        weights = tuple(sharding.gather(weight[...], *names) for weight, names in named)
+        named, weights, scales = self._weights(), {}, {}
+        for name, (weight, axes) in named.items():
+            if name in MATRICES and products.is_fp8():
+                weights[name], scales[name] = products.sent(weight[...], lambda w, axes=axes: sharding.gather(w, *axes))
+            else:
+                weights[name] = sharding.gather(weight[...], *axes)
         if sharding.activation_spec() is None:
-            return self._local(x_BTD, real_BT, *weights)
+            return self._local(x_BTD, real_BT, weights, scales)
         real_BT = sharding.constrain(real_BT, "batch", "seq")
         between, (batch, seq) = sharding.activation_spec(*RESIDUAL), map(sharding.split_by, ("batch", "seq"))
         sums = dict.fromkeys(("tokens", "kept", "entropy", "balance"), P(batch, seq)) | {"load": P(batch, seq, None)}
         return sharding.manual_region(
             self._local,
-            in_specs=(between, P(batch, seq), *(sharding.gathered_spec(*names) for _, names in named)),
-            out_specs=(between, {"penalty": P(batch)} | sums))(x_BTD, real_BT, *weights)
+            in_specs=(between, P(batch, seq), {name: sharding.gathered_spec(*named[name][1]) for name in named},
+                      dict.fromkeys(scales, P())),
+            out_specs=(between, {"penalty": P(batch)} | sums))(x_BTD, real_BT, weights, scales)
 
     def _weights(self) -> dict[str, Any]:
         """Return the parameters that there are, with their logical names."""
@@ -92,9 +98,9 @@ class MoE(nnx.Module):
         found = {name: one for name, one in found.items() if one[0] is not None}
         return found if self.adapter is None else found | self.adapter.weights()
 
-    def _local(self, x_BTD, real_BT, *weights) -> tuple[jax.Array, dict[str, Any]]:
+    def _local(self, x_BTD, real_BT, w, scales) -> tuple[jax.Array, dict[str, Any]]:
         """Process one device's tokens: split over `tensor` on entry and exit, gathered over it in between."""
-        c, w = self.config, dict(zip(self._weights(), weights, strict=True))
+        c = self.config
         tensor, row = sharding.axes_over("act_expert_mlp"), Row(sharding.axes_over("seq"))
         split = tensor if x_BTD.shape[1] < real_BT.shape[1] else ()  # between blocks
         x_BTD = lax.all_gather(x_BTD, split, axis=1, tiled=True) if split else x_BTD
@@ -104,6 +110,7 @@ class MoE(nnx.Module):
             x_BTD, routing.experts_BTK, routing.weights_BTK, routing.kept_BTK))
         most = min(T, capacity(c, row.length(T))) * B * len(w["gate"])
         biases = (w["gate_bias"], w["up_bias"]) if "gate_bias" in w else ()
+        w = w | {name: products.Rounded(w[name], scale, w[name].dtype) for name, scale in scales.items()}
         w |= {} if self.adapter is None else self.adapter.adapted(w)
         y_ND = through_experts(x_ND, experts_NK, weights_NK, kept_NK, w["gate"], w["up"], w["down"], biases,
                                axis=sharding.axes_over("experts"), options=self.options,

@@ -131,6 +131,8 @@ class CompressedGradients:
 
         Its further sums have what is to be remembered, as "extras".
         """
+        if self.config.optimizer.zero_stage:
+            return self._scattered(gradient)
         manual = jax.tree.map(lambda s: P(*(entry if entry == self.axis else None for entry in s.spec[:1])),
                               self.shardings)
 
@@ -150,6 +152,32 @@ class CompressedGradients:
             return (total, weight, further | {"extras": {NAME: remembered}}), grads
 
         return of_state
+
+    def _scattered(self, gradient: StateGradient) -> StateGradient:
+        """Return the gradient whose sum over the axis is left where ZeRO spreads it, by reduce-scatter."""
+        def on_peer(state, batch):
+            return jax.tree.map(lambda x: x[None], gradient(state, batch))
+
+        def add(sums, grads):
+            whole = jax.tree.map(lambda x: lax.psum(x[0], self.axis), sums)
+            share = sums[1][0] / jnp.maximum(whole[1], 1e-8)
+            return whole, jax.tree.map(lambda g, where: self._sum(g[0].astype(jnp.float32) * share, where.spec), grads,
+                                       self.layout.gradients)
+
+        def of_state(state: TrainState, batch: Any) -> tuple[tuple[Any, ...], Any]:
+            across = jax.shard_map(on_peer, in_specs=(P(), P(self.axis)), out_specs=P(self.axis),
+                                   axis_names={self.axis}, check_vma=False)
+            apart = across(replace(state, opt_state=(), extras={}), batch)
+            specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, apart)
+            whole = jax.tree.map(lambda spec: P(*spec[1:]), specs[0]), jax.tree.map(
+                lambda where: where.spec, self.layout.gradients)
+            return sharding.manual_region(add, specs, whole)(*apart)
+
+        return of_state
+
+    def _sum(self, g: jax.Array, spec: P) -> jax.Array:
+        at = [d for d, entry in enumerate(spec) if self.axis in sharding.axes_of(entry)]
+        return lax.psum_scatter(g, self.axis, scatter_dimension=at[0], tiled=True) if at else lax.psum(g, self.axis)
 
     def _exchanged(self, sums: Any, grads: Any, remembered: Any) -> tuple[Any, Any, Any]:
         """On one device: the sums of all peers, the mean gradient by weight, and what this device remembers."""

@@ -155,13 +155,16 @@ def behind(talking: float, computing: float, target: Target) -> float:
     return min(target.efficiency["overlap"] * talking, computing)
 
 
-def _is_in_8_bits(value: Value) -> bool:
-    """Return whether an array is one of 8-bit floats, perhaps laid out anew (sharding/products.py)."""
-    while np.dtype(value.dtype).itemsize > 1:
+def _is_in_8_bits(name: str, value: Value) -> bool:
+    """Return whether an operation of this name multiplies an array of 8-bit floats as such.
+
+    XLA recognizes those that were widened, and perhaps laid out anew (sharding/products.py), in one product alone.
+    """
+    while name == "dot_general" and np.dtype(value.dtype).itemsize > 1:
         if value.op is None or len(value.op.inputs) != 1 or value.op.flops:
             return False
         value = value.op.inputs[0]
-    return jnp.issubdtype(value.dtype, jnp.floating)
+    return np.dtype(value.dtype).itemsize == 1 and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def _own(op: Op, reads: "Reads", target: Target) -> tuple[str, float]:
@@ -173,7 +176,7 @@ def _own(op: Op, reads: "Reads", target: Target) -> tuple[str, float]:
     if not op.flops:
         return "memory", at_memory if not op.collectives and not op.bodies else 0.0
     dtype = np.dtype(op.inputs[0].dtype).name
-    if "float8" in target.peak and len(op.inputs) > 1 and all(map(_is_in_8_bits, op.inputs[:2])):
+    if "float8" in target.peak and len(op.inputs) > 1 and all(_is_in_8_bits(op.name, value) for value in op.inputs[:2]):
         dtype = "float8"
     peak = target.peak.get(dtype, target.peak.get("float32", 1.0))
     kind = "attention" if op.name.startswith("attention") else "matmul"

@@ -40,14 +40,17 @@ def stand_ins() -> Iterator[None]:
             setattr(*saved)
 
 
-def flops(name: str, shapes: list[tuple[int, ...]], window: int = 0, filled: int = 0) -> float:
+def flops(name: str, shapes: list[tuple[int, ...]], window: int = 0, filled: int = 0, turned: int = 0) -> float:
     """Return the FLOP of these operations on arguments of these shapes: queries [B, T, H, K], then keys and values; or
     rows [R, K] and weights of groups [G, K, N], or two arrays of rows.
 
     `window`: the tokens that a query may look back on, itself included; 0: all. `filled`: the rows that are in groups.
+    `turned`: whether the two arrays of rows are transposed.
     """
-    if name in (ROWS_BY_GROUP, GROUP_BY_GROUP):
-        return 2.0 * filled * math.prod(shapes[1][1:]) * (shapes[0][1] if name == GROUP_BY_GROUP else 1)
+    if name == ROWS_BY_GROUP:
+        return 2.0 * filled * math.prod(shapes[1][1:])
+    if name == GROUP_BY_GROUP:
+        return 2.0 * filled * math.prod(shape[0 if turned else 1] for shape in shapes[:2])
     if phase := next((phase for phase, called in MOSAIC.items() if called == name), ""):
         return mosaic_flops(phase, shapes, window)
     (B, T, H, K), (_, S, _, _), (_, _, _, V) = shapes[:3]
@@ -60,14 +63,18 @@ def flops(name: str, shapes: list[tuple[int, ...]], window: int = 0, filled: int
     return product * (K + V) if name == FORWARD else product * (3 * K + 2 * V)  # scores again, and four gradients
 
 
-def _product(filled: int, rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, transposed: bool) -> jax.Array:
-    out = jax.ShapeDtypeStruct((rows_RK.shape[0], weights.shape[1 if transposed else 2]), rows_RK.dtype)
+def _product(filled: int, rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, transposed: bool,
+             dtype: Any = None) -> jax.Array:
+    out = jax.ShapeDtypeStruct((rows_RK.shape[0], weights.shape[1 if transposed else 2]), dtype or rows_RK.dtype)
     return jax.ffi.ffi_call(ROWS_BY_GROUP, out)(rows_RK, weights, sizes_G, filled=np.int32(filled))
 
 
-def _products_of_groups(filled: int, rows_RK: jax.Array, others_RN: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    out = jax.ShapeDtypeStruct((sizes_G.size, rows_RK.shape[1], others_RN.shape[1]), rows_RK.dtype)
-    return jax.ffi.ffi_call(GROUP_BY_GROUP, out)(rows_RK, others_RN, sizes_G, filled=np.int32(filled))
+def _products_of_groups(filled: int, rows: jax.Array, others: jax.Array, sizes_G: jax.Array, transposed: bool,
+                        dtype: Any = None) -> jax.Array:
+    K, N = (a.shape[0 if transposed else 1] for a in (rows, others))
+    out = jax.ShapeDtypeStruct((sizes_G.size, K, N), dtype or rows.dtype)
+    return jax.ffi.ffi_call(GROUP_BY_GROUP, out)(rows, others, sizes_G, filled=np.int32(filled),
+                                                 turned=np.int32(transposed))
 
 
 def _results(options, q_BTHK, k_BTGK, v_BTGK, first_BT):
