@@ -122,7 +122,7 @@ class DataConfig:
 
 
 # What models that are not decoders of text have in a row: data.packing, and in words.
-_ROWS = {"sequences": ("bucket", "one sequence of a prepared corpus"), "pictures": ("best_fit", "whole pictures")}
+ROWS = {"sequences": ("bucket", "one sequence of a prepared corpus"), "pictures": ("best_fit", "whole pictures")}
 # The moments' keys that each optimizer reads.
 READ_BY = {"adamw": "b1 b2 eps", "adafactor": "", "lion": "b1 b2", "sgd": "b1", "muon": "b1 b2 eps momentum"}
 
@@ -327,7 +327,7 @@ class Config:
                             f"{'picture' if pictures else 'text'}", "leave it out")
         if self.model.text:
             return
-        packing, rows = _ROWS[self.model.rows_of]
+        packing, rows = ROWS[self.model.rows_of]
         if self.data.packing != packing:
             raise UserError("data.packing", f"{self.model.name} has {rows} in a row", f"set data.packing={packing}")
         of_text = ("train.sample_tokens lora.rank preference.loss reinforce.prompts islands.count data.mixture "

@@ -83,6 +83,8 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     import jax
 
     from jaxtrain.config.published_config import FILE, config_json
+    from jaxtrain.config.published_towers import PREPROCESSOR, preprocessor
+    from jaxtrain.config.vision_keys import DualEncoderConfig
     from jaxtrain.distributed.coordination import exchange
     from jaxtrain.files import atomic_files
     from jaxtrain.hub import trained_model
@@ -113,6 +115,8 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
             if reward_head and "eos_token_id" in described:
                 described["pad_token_id"] = described["eos_token_id"]  # rewards are read at the last token that is none
             atomic_files.write_json(partial / FILE, described)
+            if isinstance(run.config.model, DualEncoderConfig):
+                atomic_files.write_json(partial / PREPROCESSOR, preprocessor(run.config.model))
         record: dict[str, Any] = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
                                   "averaged": averaged}
         del params  # the model is loaded again, as it was written

@@ -1,0 +1,103 @@
+"""Write tests/hub/towers/towers_truth.json: what transformers computes with a tiny SigLIP and tiny CLIPs.
+
+    python tools/towers_truth.py            # writes the file
+    python tools/towers_truth.py --exports  # loads what jaxtrain exports of the same, and compares both embeddings
+
+It needs torch and transformers; the tests need neither. It computes in float64.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.hub import published
+from tests.hub.towers import tiny_towers as tiny
+
+TO = Path(__file__).resolve().parents[1] / "tests/hub/towers/towers_truth.json"
+
+
+def values(kind: str, pixels: np.ndarray) -> torch.Tensor:
+    """A picture as the processor gives it to the model."""
+    mean, std = tiny.mean_and_std(kind)
+    return torch.from_numpy(((pixels / 255 - mean) / std).transpose(2, 0, 1)[None])
+
+
+def inputs(name: str) -> dict[str, torch.Tensor]:
+    """The square pictures, which may have pixels beyond the last whole patch, and the texts."""
+    kind = name.partition("_")[0]
+    size = tiny.CONFIGS[name]["vision_config"]["image_size"]
+    pixels = torch.cat([values(kind, picture) for picture in tiny.PICTURES["square"]])
+    more = size - pixels.shape[-1]
+    return {"pixel_values": torch.nn.functional.pad(pixels, (0, more, 0, more), value=9.0),
+            "input_ids": torch.tensor([tiny.tokens(kind, ids) for ids in tiny.TEXTS])}
+
+
+def model_of(name: str) -> Any:
+    config = transformers.AutoConfig.for_model(name.partition("_")[0], **tiny.CONFIGS[name])
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager").double().eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            weight.copy_(torch.from_numpy(np.asarray(published.weight(key, tuple(weight.shape)))))
+    return model
+
+
+def rounded(tensor: torch.Tensor) -> list[float]:
+    return [float(f"{x:.9g}") for x in tensor.detach().numpy().reshape(-1)]
+
+
+def computed(name: str) -> dict[str, Any]:
+    """Embeddings, the loss and all gradients; and embeddings of pictures of other shapes."""
+    model, kind = model_of(name), name.partition("_")[0]
+    out = model(**inputs(name), return_loss=True)
+    out.loss.backward()
+    found = {"config": model.config.to_dict(), "shapes": {key: list(p.shape) for key, p in model.named_parameters()},
+             "pictures": rounded(out.image_embeds), "texts": rounded(out.text_embeds), "loss": out.loss.item(),
+             "gradients": {key: [float(f"{x:.8g}") for x in published.projections(key, p.grad.numpy())]
+                           for key, p in model.named_parameters()}}
+    others = [model.get_image_features(values(kind, picture), interpolate_pos_encoding=True).pooler_output
+              for picture in tiny.PICTURES["others"]]
+    others = torch.nn.functional.normalize(torch.cat(others), dim=-1)
+    return found | {"others": rounded(others)}
+
+
+def exported(name: str) -> float:
+    """The largest error of the embeddings of what jaxtrain exports."""
+    import jaxtrain as jt
+    from jaxtrain.config.published_config import config_json, starting_config
+    from jaxtrain.hub.weights import published_weights
+
+    truth = json.loads(TO.read_text())[name]
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        folder = published.write(Path(first) / "in", {"config": truth["config"], "tensors": truth["shapes"]})
+        run = jt.build(jt.make_config(starting_config(f"{folder}"), {"data.global_batch_size": 1, "mesh.data": 1}))
+        published_weights.save(published_weights.load(folder, run.config.model, run.abstract.params),
+                               run.config.model, Path(second), np.float32, 10**9)
+        (Path(second) / "config.json").write_text(json.dumps(config_json(run.config.model)))
+        model, told = transformers.AutoModel.from_pretrained(second, dtype=torch.float64, output_loading_info=True)
+        assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+        out = model(**inputs(name))
+    return max(float(np.abs(np.subtract(rounded(found), truth[which])).max()) for which, found in (
+        ("pictures", out.image_embeds), ("texts", out.text_embeds)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--exports", action="store_true")
+    if parser.parse_args().exports:
+        for name in tiny.CONFIGS:
+            print(f"{name}: embeddings of the export differ by {exported(name):.1e}")
+        return
+    found = {name: computed(name) for name in tiny.CONFIGS}
+    TO.write_text(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
