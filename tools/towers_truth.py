@@ -2,8 +2,9 @@
 
     python tools/towers_truth.py            # writes the file
     python tools/towers_truth.py --exports  # loads what jaxtrain exports of the same, and compares both embeddings
+    python tools/towers_truth.py --pixels   # compares pictures of --square with those of the published processors
 
-It needs torch and transformers; the tests need neither. It computes in float64.
+It needs torch and transformers, and the last one Pillow; the tests need neither. It computes in float64.
 """
 
 import argparse
@@ -88,10 +89,48 @@ def exported(name: str) -> float:
         ("pictures", out.image_embeds), ("texts", out.text_embeds)))
 
 
+def compared() -> None:
+    """Print how far 8-bit pixels are from those of the processors, which PIL resizes, and from torch's own resizing."""
+    import io
+
+    from PIL import Image
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    from jaxtrain.config.families import FAMILIES
+    from jaxtrain.config.published_towers import preprocessor, section
+    from jaxtrain.data.prepare_sequences.picture_patches import Pictures
+
+    rng = np.random.default_rng(0)
+    for kind, made in (("siglip", SiglipImageProcessorPil), ("clip", CLIPImageProcessorPil)):
+        model = FAMILIES[kind](**section(kind, {}, Path("config.json")))
+        said = {key: value for key, value in preprocessor(model).items() if key != "image_processor_type"}
+        (mean, std), differences, others = tiny.mean_and_std(kind), [], []
+        processor = made(**said | {"image_mean": mean, "image_std": std})
+        source = Pictures(patch_size=model.patch_size, square=224, crop_square=kind == "clip")
+        for height, width in ((480, 640), (333, 250), (100, 150), (224, 224), (1000, 301)):
+            coarse = Image.fromarray(rng.integers(0, 256, (height // 8, width // 8, 3)).astype(np.uint8))
+            picture = coarse.resize((width, height), Image.Resampling.BILINEAR)
+            picture.save(content := io.BytesIO(), "png")
+            ours = source._pixels(content.getvalue()).astype(float)
+            theirs = processor(picture, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
+            differences.append(np.abs((theirs * std + mean) * 255 - ours).max())
+            if kind == "siglip":
+                pixels = torch.from_numpy(np.asarray(picture).copy()).permute(2, 0, 1)[None]
+                torchs = torch.nn.functional.interpolate(pixels, (224, 224), mode="bicubic", antialias=True)
+                others.append(np.abs(torchs[0].permute(1, 2, 0).numpy().astype(float) - ours).max())
+        print(f"{kind}: pixels differ by at most {max(differences):.1e} of 255 from those of its processor on Pillow"
+              + (f", and by {max(others):.0f} from torch's resizing of 8-bit pictures" if others else ""))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--exports", action="store_true")
-    if parser.parse_args().exports:
+    parser.add_argument("--pixels", action="store_true")
+    flags = parser.parse_args()
+    if flags.pixels:
+        return compared()
+    if flags.exports:
         for name in tiny.CONFIGS:
             print(f"{name}: embeddings of the export differ by {exported(name):.1e}")
         return

@@ -117,6 +117,7 @@ def model_section(folder: str | Path) -> Keys:
         section = _section(kind, given, path)
         if kind in published_towers.KINDS:
             section |= published_towers.pixels(kind, path.parent, section["picture_size"])
+            section |= published_towers.fillers(kind, path.parent)
         return section
     except UserError:
         raise

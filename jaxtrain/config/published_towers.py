@@ -119,6 +119,19 @@ def pixels(kind: str, folder: Path, picture_size: int) -> Keys:
     return {key: [float(x) for x in value] for key, value in found.items()}
 
 
+def fillers(kind: str, folder: Path) -> Keys:
+    """Return the keys of the tokens that a SigLIP's texts end with and are filled up with, where a file names them.
+
+    Its config.json knows only one, and not that of tokenizers which have two.
+    """
+    if kind != "siglip":
+        return {}
+    said = bounded_files.user_json(folder / "tokenizer_config.json", dict, "--config", "download it again") or {}
+    ids = {token["content"]: int(number) for number, token in (said.get("added_tokens_decoder") or {}).items()}
+    return {key: ids[name] for key, name in (("text_end", said.get("eos_token")), ("text_pad", said.get("pad_token")))
+            if isinstance(name, str) and name in ids}
+
+
 def described(c: DualEncoderConfig) -> Keys:
     """Return what config.json says of a model."""
     halves: list[Keys] = [{"model_type": f"{c.name}_{half}_model", "hidden_act": next(
@@ -128,8 +141,9 @@ def described(c: DualEncoderConfig) -> Keys:
     halves[0] |= {"projection_dim": c.joint_dim, "bos_token_id": c.text_begin, "eos_token_id": c.text_end} if (
         c.name == "clip") else {"projection_size": c.joint_dim, "pad_token_id": c.text_pad}
     halves[1] |= {"projection_dim": c.joint_dim} if c.name == "clip" else {}
-    return {"architectures": [{"siglip": "SiglipModel", "clip": "CLIPModel"}[c.name]], "model_type": c.name, "text_config": halves[0],
-            "vision_config": halves[1]} | ({"projection_dim": c.joint_dim} if c.name == "clip" else {})
+    return {"architectures": [{"siglip": "SiglipModel", "clip": "CLIPModel"}[c.name]], "model_type": c.name,
+            "text_config": halves[0], "vision_config": halves[1]} | (
+                {"projection_dim": c.joint_dim} if c.name == "clip" else {})
 
 
 def preprocessor(c: DualEncoderConfig) -> Keys:

@@ -174,6 +174,7 @@ class TrainConfig:
     steps: int = 100  # the length of the run in optimizer steps
     seed: int = 0  # of the initial parameters
     init_from: str = ""  # a folder in Hugging Face's format, or WORKDIR[@STEP], to begin with its parameters
+    init_encoder_from: str = ""  # of vision_language, likewise: a published SigLIP or CLIP, or a run with an encoder
     accumulation: int = 1  # micro-batches per step
     precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, layers' products in 8 bits
     attention: str = "auto"  # the kernel: auto chooses by device, dtype and shapes; docs/training.md
@@ -322,6 +323,9 @@ class Config:
         pictures = self.model.rows_of == "pictures"
         if self.data.augment and not pictures:
             raise UserError("data.augment", f"{self.model.name} reads no pictures", "leave it out")
+        if self.train.init_encoder_from and self.model.name != "vision_language":
+            raise UserError("train.init_encoder_from", f"it is read with vision_language only, and the model is "
+                            f"{self.model.name}", "give train.init_from")
         if self.data.crop and (self.model.text or pictures):
             raise UserError("data.crop", f"{self.model.name} has rows that hold all of a "
                             f"{'picture' if pictures else 'text'}", "leave it out")

@@ -58,7 +58,7 @@ class PictureConfig(PatchesConfig):
     # of other shapes get what lies between these. 0: a position is a vector for the row plus one for the column
     # pyrefly: ignore[bad-override]
     picture_size: int = 0
-    # As in CLIP's encoder: a token before the patches of each picture, a norm before the first block, no bias of patches
+    # As in CLIP's encoder: a token before the patches of each picture, a norm before the blocks, no bias of patches
     # pyrefly: ignore[bad-override]
     class_token: bool = False
     # pyrefly: ignore[bad-override]
@@ -81,9 +81,9 @@ class PictureConfig(PatchesConfig):
             raise UserError("model.class_token", "it is read with model.picture_size only", "set that, too")
         for key in ("pixel_mean", "pixel_std"):
             value = getattr(self, key)
-            if len(value) != CHANNELS or key == "pixel_std" and min(value) <= 0:
-                raise UserError(f"model.{key}", f"{value} is not {'positive for ' * (key == 'pixel_std')}each of "
-                                f"{CHANNELS} channels", "give one such as [0.5, 0.5, 0.5]")
+            if len(value) != CHANNELS or (key == "pixel_std" and min(value) <= 0):
+                raise UserError(f"model.{key}", f"{value} has not {'a positive' if key == 'pixel_std' else 'a'} number "
+                                f"for each of {CHANNELS} channels", "give one such as [0.5, 0.5, 0.5]")
         if self.picture_embed_dim % self.picture_heads:
             raise UserError("model.picture_heads", f"{self.picture_heads} does not divide model.picture_embed_dim="
                             f"{self.picture_embed_dim}", "choose a divisor of it")
@@ -100,15 +100,15 @@ class DualEncoderConfig(PictureConfig):
     vocab_size: int = 320  # rows of the table of texts' tokens: at least the tokenizer's
     text_len: int = 64  # the longest text in tokens
     joint_dim: int = 0  # width of what pictures and texts are compared by; 0: embed_dim
-    # From patches to a picture: "attention" of a learned query, "probe", in which the query is projected (as published
-    # with SigLIP), "mean", or with class_token "class": what becomes of that
+    # From patches to a picture: "attention" of a learned query; "probe", the same with a projected query (as published
+    # with SigLIP); "mean"; or, with class_token, "class": what becomes of that
     pooling: str = "attention"
-    # Linear maps to joint_dim: "both" with biases, "text": of texts only (as published with SigLIP), or "unbiased", both
-    # without (as published with CLIP)
+    # Linear maps to joint_dim: "both" with biases; "text": of texts only (as published with SigLIP); "unbiased":
+    # both without (as published with CLIP)
     projections: str = "both"
     text_begin: int = -1  # the token in front of each text; -1: none
     text_end: int = -1  # the one behind it; -1: none
-    text_pad: int = -1  # the one that texts are filled up with to text_len, which the encoder sees; -1: they are not
+    text_pad: int = -1  # what texts are filled up with to text_len, and the encoder sees; -1: they are not
 
     def __post_init__(self):
         super().__post_init__()

@@ -212,10 +212,11 @@ def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> 
         return
     tokenizer = load_tokenizer(f"{kept}")
     record, ids = record_of(tokenizer), {"eos_token_id": tokenizer.eod, "bos_token_id": tokenizer.bos}
-    described |= {key: ids[key] for key in ids.keys() - described.keys()}
-    chat = _write_template(workdir, folder, tokenizer)
-    ids = ids | ({"eos_token_id": chat} if chat else {})  # an answer ends with its turn, too
-    (folder / "generation_config.json").write_text(json.dumps(ids, indent=1))
+    if "vision_config" not in described:  # it generates text
+        described |= {key: ids[key] for key in ids.keys() - described.keys()}
+        chat = _write_template(workdir, folder, tokenizer)
+        ids = ids | ({"eos_token_id": chat} if chat else {})  # an answer ends with its turn, too
+        (folder / "generation_config.json").write_text(json.dumps(ids, indent=1))
     if record["file"] not in ("tokenizer.json", "tokenizer.model"):
         say(f"transformers has no tokenizer of the kind {tokenizer.name!r}; the folder has one for jaxtrain only")
         tokenizer_folder.save(tokenizer, folder)
@@ -226,6 +227,8 @@ def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> 
     (folder / record["file"]).write_bytes(content)
     named = {"eos_token": record["eod"] or None, "bos_token": record["bos"] or None,
              "add_bos_token": bool(record["bos"])}
+    if tokenizer.eod is not None and described.get("text_config", {}).get("pad_token_id") == tokenizer.eod:
+        named["pad_token"] = record["eod"]
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"} if record["file"].endswith(".json") else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(named | kind, indent=1))
 

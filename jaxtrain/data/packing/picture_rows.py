@@ -46,7 +46,8 @@ class PictureRows:
     sequences: Sequences
     length: int  # of a row, in patches (or, where texts are among them, in tokens)
     most: int  # pictures in a row
-    class_at: int | None = field(default=None, kw_only=True)  # row of a class token's place before each picture's; None: none
+    # Before the patches of each picture there is a place in this row for a class token; None: there is none.
+    class_at: int | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -21,12 +21,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.families import ModelConfig
+from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files.work_progress import Work
 from jaxtrain.hub.weights import mxfp4, safetensors_files
 from jaxtrain.hub.weights.mxfp4 import Packed
 from jaxtrain.hub.weights.safetensors_files import Tensor
-from jaxtrain.hub.weights.tensor_names import Entry, entries
+from jaxtrain.hub.weights.tensor_names import Entry, entries, picture_encoder
 from jaxtrain.models import scalar_head
 from jaxtrain.models.lora import NAME as ADAPTER
 from jaxtrain.sharding.rules import axes_of
@@ -72,6 +73,20 @@ def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
         each = tuple(partial(_read_quantized, readers[kernel], wanted[kernel].shape, flat[kernel], flat[path], part)
                      for part in (0, 1))
         readers[kernel], readers[path] = each
+    return _all_placed(abstract, readers)
+
+
+def load_encoder(folder: str | Path, model: PictureConfig, abstract: Any) -> Any:
+    """Return the encoder of pictures in a folder that has SigLIP or CLIP, as `abstract` says; like `load`."""
+    known = {entry.ours: entry for entry in picture_encoder(model)}
+    inside = {"picture": abstract}
+    readers = readers_of(folder, safetensors_files.tensors_of(folder), known, flatten(inside), set())
+    return _all_placed(inside, readers)["picture"]
+
+
+def _all_placed(abstract: Any, readers: Mapping[str, Callable[..., np.ndarray]]) -> Any:
+    """Return the arrays of abstract ones, which are read by path."""
+    flat = flatten(abstract)
     sizes = {path: math.prod(leaf.shape) * leaf.dtype.itemsize for path, leaf in flat.items()}
     with Work("loading weights", sum(sizes.values()), quiet=jax.process_index() != 0) as work:
         loaded = []
@@ -344,7 +359,7 @@ def _gather(where: jax.NamedSharding, stacked: int, dtype: np.dtype) -> Callable
 
 def by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Return tensors by the names of a language model with a head: others lack a prefix, or have one more."""
-    if model.rows_of == "pictures":
+    if isinstance(model, DualEncoderConfig):
         return dict(tensors)
     prefix = "transformer." if model.name == "gpt2" else "model."
     found = {}

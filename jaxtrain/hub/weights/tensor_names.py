@@ -26,7 +26,7 @@ class Entry:
         layers: the published numbers of the layers that the parameter stacks; None: it is not of a layer.
         experts: how many experts it stacks; 0: it is not of an expert.
         float32: whether it is written in float32 whatever the others are, as published.
-        cut: sizes into which the parameter's dimensions are cut where the tensor has others; None: they are as they are.
+        cut: sizes into which the parameter's dimensions are cut where the tensor has others; None: it has the same.
     """
 
     ours: str

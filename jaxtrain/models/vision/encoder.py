@@ -46,10 +46,11 @@ class Encoder(nnx.Module):
 
         def block(rngs: nnx.Rngs) -> Block:
             attention = Attention if causal else BidirectionalAttention
+            mlp = GELUS[kind]
             return Block(LayerNorm(dim, eps, rngs=rngs),
                          attention(dim, heads, heads, dim // heads, qkv_bias=True, out_bias=True, out_std=out_std,
                                    backend=compute.attention, context=compute.context, rngs=rngs),
-                         LayerNorm(dim, eps, rngs=rngs), GeluMLP(dim, mlp_dim, out_std=out_std, rngs=rngs, kind=GELUS[kind]))
+                         LayerNorm(dim, eps, rngs=rngs), GeluMLP(dim, mlp_dim, out_std=out_std, rngs=rngs, kind=mlp))
 
         remat = cut(wraps(compute.remat, layers, compute.unroll), 0, layers)
         self.blocks = Stack(block, layers, remat=remat, unroll=compute.unroll, rngs=rngs)

@@ -102,7 +102,7 @@ class Vit(nnx.Module):
         x_BTD = self.embed(values_BTP.astype(self.grid.table[...].dtype))
         if self.token is None or self.first_norm is None:
             return x_BTD + self.grid(places_BT2, pictures_BT)
-        is_class_BT1 = sharding.constrain(places_BT2[..., :1] == self.class_at, "batch", "block_seq", None)
+        is_class_BT1 = sharding.constrain(jnp.equal(places_BT2[..., :1], self.class_at), "batch", "block_seq", None)
         token_BTD = sharding.constrain(jnp.broadcast_to(sharding.gather(self.token[...], "embed"), x_BTD.shape),
                                        *RESIDUAL)
         return self.first_norm(jnp.where(is_class_BT1, token_BTD, x_BTD) + self.grid(places_BT2, pictures_BT))
@@ -116,6 +116,6 @@ class Vit(nnx.Module):
             places_BT2: the row and the column of each patch in its picture.
         """
         pictures_BT, x_BTP = sharding.constrain(pictures_BT, "batch", "seq"), patches_BTP.astype(jnp.float32)
-        mean_P, std_P = (np.tile(np.float32(x), x_BTP.shape[-1] // len(x)) for x in (self.mean, self.std))
+        mean_P, std_P = (np.tile(np.array(x, np.float32), x_BTP.shape[-1] // len(x)) for x in (self.mean, self.std))
         x_BTP = x_BTP / 127.5 - 1 if {*self.mean, *self.std} == {127.5} else (x_BTP - mean_P) / std_P
         return self.encoder(self.begin(x_BTP, places_BT2, pictures_BT), pictures_BT)
