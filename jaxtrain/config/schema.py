@@ -323,9 +323,6 @@ class Config:
         pictures = self.model.rows_of == "pictures"
         if self.data.augment and not pictures:
             raise UserError("data.augment", f"{self.model.name} reads no pictures", "leave it out")
-        if self.train.init_encoder_from and self.model.name != "vision_language":
-            raise UserError("train.init_encoder_from", f"it is read with vision_language only, and the model is "
-                            f"{self.model.name}", "give train.init_from")
         if self.data.crop and (self.model.text or pictures):
             raise UserError("data.crop", f"{self.model.name} has rows that hold all of a "
                             f"{'picture' if pictures else 'text'}", "leave it out")

@@ -11,6 +11,7 @@ from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES, ModelConfig
 from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import TrainConfig
 from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
@@ -39,13 +40,22 @@ def with_initial_params(run: Run) -> Run:
     source, encoder = run.config.train.init_from, run.config.train.init_encoder_from
     if not (source or encoder):
         return run
+    if encoder and run.config.model.name != "vision_language":
+        raise UserError(ENCODER_KEY, f"it is read with vision_language only, and the model is {run.config.model.name}",
+                        f"give {KEY}")
     loads = [partial(load, *source_and_step(source, key)) for source, key, load in (
         (source, KEY, _loaded), (encoder, ENCODER_KEY, _encoder)) if source]
     return replace(run, load_initial=lambda run: {name: x for load in loads for name, x in load(run).items()})
 
 
-def origin(source: str, key: str = KEY) -> dict[str, Any]:
+def origins(train: TrainConfig) -> dict[str, Any]:
     """Return what run.json says of the parameters that a run begins with. Every process calls it."""
+    found = origin(train.init_from) if train.init_from else {}
+    return found | ({"encoder": origin(train.init_encoder_from, ENCODER_KEY)} if train.init_encoder_from else {})
+
+
+def origin(source: str, key: str = KEY) -> dict[str, Any]:
+    """Return what run.json says of one source of parameters."""
     folder, step = source_and_step(source, key)
     if (folder / "checkpoints").is_dir():
         found = _checkpoint(folder, step, key)

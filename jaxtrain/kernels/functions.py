@@ -31,17 +31,6 @@ def _gelu_backward(x, dy):
 gelu.defvjp(lambda x: (gelu(x), x), _gelu_backward)
 
 
-def exact_gelu(x: jax.Array) -> jax.Array:
-    """Return GELU by the error function; its gradient is automatic."""
-    return jax.nn.gelu(x.astype(F32), approximate=False).astype(x.dtype)
-
-
-def quick_gelu(x: jax.Array) -> jax.Array:
-    """Return CLIP's x sigmoid(1.702 x); its gradient is automatic."""
-    y = x.astype(F32)
-    return (y * jax.nn.sigmoid(1.702 * y)).astype(x.dtype)
-
-
 @jax.custom_vjp
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Return the SiLU of the gate, times up."""

@@ -13,7 +13,7 @@ from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
-from jaxtrain.hub.initial_params import origin, other_tokenizer
+from jaxtrain.hub.initial_params import origins, other_tokenizer
 from jaxtrain.observe.runinfo import withdraw_run_files
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
@@ -61,9 +61,7 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
         raise UserError("train.init_from", f"the run in {session.workdir} began with other parameters and has no "
                         "checkpoint yet", "give it again, or another --workdir")
     if begins and not start.step:
-        known["init_from"] = origin(t.init_from) if t.init_from else {}
-        if t.init_encoder_from:
-            known["init_from"]["encoder"] = origin(t.init_encoder_from, "train.init_encoder_from")
+        known["init_from"] = origins(t)
     parts = run.own_parts(observe.recorded_parts(session.workdir, saved) or {})
     changes = observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved,
                                     may_change=session.may_change)

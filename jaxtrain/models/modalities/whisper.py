@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.data.prepare_sequences.audio import SILENCE
 from jaxtrain.errors import UserError
-from jaxtrain.kernels.functions import exact_gelu
+from jaxtrain.kernels.gelus import exact_gelu
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.models.attention.memory_attention import MemoryAttention
 from jaxtrain.models.attention.self_attention import Attention

@@ -9,7 +9,8 @@ import jax
 from flax import nnx
 
 from jaxtrain.kernels.attention.bidirectional import attend_all
-from jaxtrain.kernels.functions import exact_gelu, gelu, quick_gelu
+from jaxtrain.kernels.functions import gelu
+from jaxtrain.kernels.gelus import exact_gelu, quick_gelu
 from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute

@@ -100,9 +100,9 @@ class Vit(nnx.Module):
             x_BTD = self.embed(values_BTP.astype(self.down.table[...].dtype))
             return x_BTD + self.down(places_BT2[..., 0]) + self.across(places_BT2[..., 1])
         x_BTD = self.embed(values_BTP.astype(self.grid.table[...].dtype))
-        if self.token is None or self.first_norm is None:
+        if self.token is None or self.first_norm is None or self.class_at is None:
             return x_BTD + self.grid(places_BT2, pictures_BT)
-        is_class_BT1 = sharding.constrain(jnp.equal(places_BT2[..., :1], self.class_at), "batch", "block_seq", None)
+        is_class_BT1 = sharding.constrain(places_BT2[..., :1] == self.class_at, "batch", "block_seq", None)
         token_BTD = sharding.constrain(jnp.broadcast_to(sharding.gather(self.token[...], "embed"), x_BTD.shape),
                                        *RESIDUAL)
         return self.first_norm(jnp.where(is_class_BT1, token_BTD, x_BTD) + self.grid(places_BT2, pictures_BT))

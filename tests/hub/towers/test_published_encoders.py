@@ -95,7 +95,7 @@ def test_embeddings_loss_gradients_and_bytes_are_those_of_transformers(name, mes
     norm = np.linalg.norm([wanted[0] for wanted in truth["gradients"].values()])
     for name, wanted in truth["gradients"].items():
         error = np.abs(np.subtract(published.projections(name, found[name].view()), wanted)).max()
-        assert error <= 1e-4 * max(wanted[0], 1e-4 * norm), name  # those of keys' biases are 0
+        assert error <= 1e-4 * max(wanted[0], 1e-3 * norm), name  # those of keys' biases are 0
     for key, tensor in safetensors_files.tensors_of(tmp_path / "out").items():
         assert tensor.view().tobytes() == safetensors_files.tensors_of(folder)[key].view().tobytes(), key
 
@@ -127,7 +127,7 @@ def test_configs_go_both_ways(name, tmp_path):
     ("siglip", {"text_config": {"projection_size": 8}}, {}, "text_config.projection_size=8 is not the width 24 of pic"),
     ("siglip", {"text_config": {"num_hidden_layers": "2"}}, {}, "text_config.num_hidden_layers='2' is not a size"),
     ("siglip", {"text_config": 3}, {}, "a value does not have the form expected"),
-    ("clip", {"text_config": {"eos_token_id": 24}}, {}, "text_config, end token=24 is not a token below vocab_size=24"),
+    ("clip", {"text_config": {"eos_token_id": 24}}, {}, "text_config, end token=24 is not a token below vocab_size"),
     ("clip", {"vision_config": {"num_channels": 1}}, {}, "vision_config.num_channels=1 cannot be expressed: only 3"),
     ("clip", {}, {"do_normalize": False}, "do_normalize=False cannot be expressed: only True can"),
     ("clip", {}, {"rescale_factor": 1.0}, "rescale_factor=1.0 cannot be expressed: only 1/255 can"),
@@ -162,15 +162,15 @@ def test_a_model_that_has_no_format_is_not_published():
             config_json(FAMILIES["siglip"](**section | keys))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["siglip", "clip"])
-def test_a_decoder_begins_with_a_published_encoder(name, tmp_path):
-    folder = write(tmp_path / "in", name)
+@pytest.mark.parametrize("name", [pytest.param("siglip", marks=pytest.mark.slow),
+                                  pytest.param("clip", marks=pytest.mark.exhaustive)])
+def test_a_decoder_begins_with_a_published_encoder_and_a_published_decoder(name, tmp_path):
+    folder, llama = write(tmp_path / "in", name), published.write(tmp_path / "llama", published.truth()["llama"])
     section = model_section(folder)
-    model = {key: section[key] for key in ENCODER} | {"name": "vision_language", "num_layers": 2, "embed_dim": 16,
-                                                      "num_heads": 2, "vocab_size": 24, "max_seq_len": 32}
-    sections = {"model": model, "data": {"seq_len": 32, "global_batch_size": 1, "packing": "best_fit"},
-                "mesh": {"data": 1}, "train": {"init_encoder_from": str(folder), "freeze": ["picture/*"]}}
+    model = model_section(llama) | {key: section[key] for key in ENCODER} | {"name": "vision_language"}
+    train = {"init_from": str(llama), "init_encoder_from": str(folder), "freeze": ["picture/*"]}
+    sections = {"model": model, "data": {"seq_len": 16, "global_batch_size": 1, "packing": "best_fit"},
+                "mesh": {"data": 1}, "train": train}
     run = jt.build(jt.make_config(sections), devices=jax.devices()[:1])
     state = run.init()
     for entry in picture_encoder(run.config.model):
@@ -178,7 +178,8 @@ def test_a_decoder_begins_with_a_published_encoder(name, tmp_path):
         for tensor, which in published_weights.names(entry, shape):
             found = published_weights.published([(entry, which)], flatten(state.frozen), np.float32, 0.0)
             assert np.array_equal(found, published.weight(tensor, tuple(TRUTH[name]["shapes"][tensor]))), tensor
-    assert state.params["connector"]["up"]["kernel"].std() > 0 and state.params["embed"]["table"].std() > 0
+    assert np.array_equal(state.params["embed"]["table"], published.weight("model.embed_tokens.weight", (24, 16)))
+    assert state.params["connector"]["up"]["kernel"].std() > 0
     sections["model"]["gelu"] = "tanh" if name == "clip" else "quick"
     wrong = jt.build(jt.make_config(sections), devices=jax.devices()[:1])
     with pytest.raises(jt.UserError, match=rf"has other keys than the model; set model.gelu={section['gelu']}"):
