@@ -149,7 +149,7 @@ def test_weights_that_lie_are_refused(tmp_path):
     case["tensors"]["text_model.embeddings.position_ids"] = [1, 6]  # a buffer, which old files have
     model = FAMILIES["clip"](**model_section(published.write(tmp_path / "a", case)))
     abstract = {"picture": {"grid": {"table": jax.ShapeDtypeStruct((17, 24), np.float32)}}}
-    with pytest.raises(jt.UserError, match=r"position_embedding\.weight has the shape \[26, 24\] where the model needs"):
+    with pytest.raises(jt.UserError, match=r"position_embedding\.weight has the shape \[26, 24\] where the model n"):
         published_weights.load(tmp_path / "a", model, abstract)
 
 
@@ -185,5 +185,5 @@ def test_a_decoder_begins_with_a_published_encoder_and_a_published_decoder(name,
     with pytest.raises(jt.UserError, match=rf"has other keys than the model; set model.gelu={section['gelu']}"):
         wrong.init()
     sections["train"] = {"init_from": str(folder)}
-    with pytest.raises(jt.UserError, match="has no decoder; give its folder as train.init_encoder_from"):
+    with pytest.raises(jt.UserError, match=r"has no decoder; give its folder as train\.init_encoder_from"):
         jt.build(jt.make_config(sections), devices=jax.devices()[:1]).init()
