@@ -97,9 +97,11 @@ def pixels(kind: str, folder: Path, picture_size: int) -> Keys:
     Raises:
         UserError: it prepares pictures otherwise than the model reads them.
     """
-    path = folder / PREPROCESSOR
-    fix = "bring the file that belongs to the model, or leave it out"
-    given = bounded_files.user_json(path, dict, "--config", fix) or {}
+    path, fix = folder / PREPROCESSOR, "bring the file that belongs to the model, or leave it out"
+    given = bounded_files.user_json(path, dict, "--config", fix)
+    if given is None:  # transformers 5 writes the processors of pictures and of texts into one file
+        path = folder / "processor_config.json"
+        given = (bounded_files.user_json(path, dict, "--config", fix) or {}).get("image_processor") or {}
     known: Keys = {"do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255} | _PROCESSORS[kind] | given
     for key in ("do_rescale", "do_normalize"):
         if known[key] is not True:

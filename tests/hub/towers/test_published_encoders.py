@@ -115,6 +115,11 @@ def test_configs_go_both_ways(name, tmp_path):
     (tmp_path / "out/config.json").write_text(json.dumps(config_json(model)))
     (tmp_path / "out" / PREPROCESSOR).write_text(json.dumps(preprocessor(model)))
     assert model_section(tmp_path / "out") == section
+    (tmp_path / "out" / PREPROCESSOR).write_text(json.dumps(preprocessor(model) | {"image_mean": [0.1, 0.2, 0.3]}))
+    assert model_section(tmp_path / "out") == section | {"pixel_mean": [0.1, 0.2, 0.3]}
+    both = {"image_processor": json.loads((tmp_path / "out" / PREPROCESSOR).read_text())}
+    (tmp_path / "out" / PREPROCESSOR).rename(tmp_path / "out/processor_config.json").write_text(json.dumps(both))
+    assert model_section(tmp_path / "out")["pixel_mean"] == [0.1, 0.2, 0.3]
     written, given = config_json(model), TRUTH[name]["config"]
     for half in ("text_config", "vision_config"):
         for key in written[half].keys() - {"bos_token_id", "eos_token_id"}:
