@@ -71,7 +71,8 @@ def other_case(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         whole += ["mesh.context"] * (family in ("clips", "whisper"))  # axes that they are refused with
         whole += ["train.accumulation"] * (family in ("siglip", "clip"))  # with which fewer pairs are compared
         keys = {key: value for key, value in keys.items() if whole[:1] != ["mesh.stage"] or key[:9] != "pipeline."}
-        published = family in ("siglip", "clip", "vision_language") and rng.random() < 0.5
+        # A class token's norm over random parameters rounds too much in float32 for the tolerance: not clip's.
+        published = family == "siglip" and rng.random() < 0.5
         return keys | dict.fromkeys(whole, 1) | {"family": family + " published" * published,
                                                  "data.global_batch_size": 16}
     return keys | {"family": "events", "model.time_loss": rng.choice((0.0, 0.3)),
