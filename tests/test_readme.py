@@ -111,8 +111,8 @@ def chains() -> list:
 
     # These have tests of their own, or take hours.
     slow = ("pytest", "tools/bench", "tools/hub_truth", "tools/adapter_truth", "tools/tuning_truth",
-            "tools/whisper_truth", "tools/chaos", "tools/accelerator", "tools/mutants", "python examples/",
-            "jaxtrain.launch")
+            "tools/whisper_truth", "tools/towers_truth", "tools/chaos", "tools/accelerator", "tools/mutants",
+            "python examples/", "jaxtrain.launch")
     commands = [command for command in shown() if re.search("examples/(reinforce|sft)", command) or not any(
         word in command for word in slow)]
     groups = [list(group) for _, group in itertools.groupby(commands, key=made)]

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config import published_towers
 from jaxtrain.config.families import FAMILIES, Gemma3Config, GptOssConfig, ModelConfig, RotaryConfig
 from jaxtrain.config.modality_families import WhisperConfig
-from jaxtrain.config.schema import DataConfig
+from jaxtrain.config.schema import ROWS, DataConfig
+from jaxtrain.config.vision_keys import DualEncoderConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
 
@@ -23,7 +25,8 @@ _TYPES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"), "mixtral": ("mixtral", "MixtralForCausalLM"),
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"), "gemma3_text": ("gemma3", "Gemma3ForCausalLM"),
     "deepseek_v3": ("deepseek_v3", "DeepseekV3ForCausalLM"), "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
-    "whisper": ("whisper", "WhisperForConditionalGeneration"),
+    "whisper": ("whisper", "WhisperForConditionalGeneration"), "siglip": ("siglip", "SiglipModel"),
+    "clip": ("clip", "CLIPModel"),
 }
 PUBLISHED = {name for name, _ in _TYPES.values()}  # the families that have a format
 # Published key -> ours.
@@ -111,7 +114,11 @@ def model_section(folder: str | Path) -> Keys:
                             f"begin with it by train.init_from={folder}, or export it first")
         if f"{kind}" not in _TYPES:
             raise UserError(f"{path}", f"model_type={kind} is not one that jaxtrain has", f"known: {', '.join(_TYPES)}")
-        return _section(kind, given, path)
+        section = _section(kind, given, path)
+        if kind in published_towers.KINDS:
+            section |= published_towers.pixels(kind, path.parent, section["picture_size"])
+            section |= published_towers.fillers(kind, path.parent)
+        return section
     except UserError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
@@ -127,7 +134,8 @@ def starting_config(folder: str) -> dict[str, Keys]:
                         "save them as safetensors, or move them away to begin with random ones")
     data = {"seq_len": min(DataConfig.seq_len, model["max_seq_len"])}
     if not FAMILIES[model["name"]].text:
-        data = {"seq_len": FAMILIES[model["name"]](**model).longest_row, "packing": "bucket"}
+        family = FAMILIES[model["name"]](**model)
+        data = {"seq_len": family.longest_row, "packing": ROWS[family.rows_of][0]}
     found = {"model": model, "data": data, "train": {"init_from": folder}}
     if is_reward_model(folder):
         found |= {"preference": {"loss": "reward"}, "data": found["data"] | {"packing": "pairs"}}
@@ -146,6 +154,8 @@ def _section(kind: str, given: Keys, path: Path) -> Keys:
         return UserError(f"{path}", f"{key}={given.get(key)!r} {why}", "use a model that jaxtrain can express")
 
     family = _TYPES[kind][0]
+    if kind in published_towers.KINDS:
+        return published_towers.section(kind, given, path)
     usual = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
     known: Keys = usual | _DEFAULTS.get(kind, {}) | given
     for key in ("num_experts", "n_routed_experts"):
@@ -250,6 +260,10 @@ def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
 
     `reward_head`: the model has one, and is published as a classifier with one label.
     """
+    if isinstance(c, DualEncoderConfig):
+        found = published_towers.described(c)
+        _check(c, c.name, found)
+        return found
     kind = next(kind for kind, (family, _) in _TYPES.items() if family == c.name)
     kind = "mistral" if kind == "llama" and c.window else kind
     table = _OWN.get(kind) or _COMMON | _MORE.get(kind, {})
@@ -317,6 +331,9 @@ def _check(c: ModelConfig, kind: str, written: Mapping[str, Any]) -> None:
                         "keep it in jaxtrain's format") from None
     if c.num_experts and not c.dense_layers and c.experts_every == 1:
         free.add("mlp_dim")  # which no layer has
+    if c.rows_of == "pictures":  # how rows are made, and what preprocessor_config.json and the tokenizer say
+        free |= {"pictures_per_row", "patches_per_side", "max_seq_len", "pixel_mean", "pixel_std", "text_end",
+                 "text_pad"}
     if multipliers(c) == (1, 1, 1):
         free.add("mup_base")  # it has shaped training only
     for key in c.__dataclass_fields__.keys() - free:

@@ -126,7 +126,7 @@ class DataConfig:
 
 
 # What models that are not decoders of text have in a row: data.packing, and in words.
-_ROWS = {"sequences": ("bucket", "one sequence of a prepared corpus"), "pictures": ("best_fit", "whole pictures")}
+ROWS = {"sequences": ("bucket", "one sequence of a prepared corpus"), "pictures": ("best_fit", "whole pictures")}
 # The moments' keys that each optimizer reads.
 READ_BY = {"adamw": "b1 b2 eps", "adafactor": "", "lion": "b1 b2", "sgd": "b1", "muon": "b1 b2 eps momentum"}
 
@@ -178,6 +178,7 @@ class TrainConfig:
     steps: int = 100  # the length of the run in optimizer steps
     seed: int = 0  # of the initial parameters
     init_from: str = ""  # a folder in Hugging Face's format, or WORKDIR[@STEP], to begin with its parameters
+    init_encoder_from: str = ""  # of vision_language, likewise: a published SigLIP or CLIP, or a run with an encoder
     accumulation: int = 1  # micro-batches per step
     precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, layers' products in 8 bits
     attention: str = "auto"  # the kernel: auto chooses by device, dtype and shapes; docs/training.md
@@ -331,7 +332,7 @@ class Config:
                             f"{'picture' if pictures else 'text'}", "leave it out")
         if self.model.text:
             return
-        packing, rows = _ROWS[self.model.rows_of]
+        packing, rows = ROWS[self.model.rows_of]
         if self.data.packing != packing:
             raise UserError("data.packing", f"{self.model.name} has {rows} in a row", f"set data.packing={packing}")
         of_text = ("train.sample_tokens lora.rank preference.loss reinforce.prompts islands.count data.mixture "

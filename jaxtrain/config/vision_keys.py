@@ -1,8 +1,9 @@
 """The shapes of models that read pictures: a dataclass for each with just the fields that it reads."""
 
+import dataclasses
 from dataclasses import dataclass
 
-from jaxtrain.config.field_checks import derive, one_of, positive
+from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
 
@@ -19,12 +20,24 @@ class PatchesConfig(ModelConfig):
     rows_of = "pictures"
     flops_known = False
 
+    # No fields: an encoder of pictures has them.
+    picture_size = 0
+    class_token = False
+    gelu = "tanh"
+    pixel_mean = (0.5,) * CHANNELS
+    pixel_std = (0.5,) * CHANNELS
+
     def __post_init__(self):
         super().__post_init__()
         positive(self, "model", "patch_size patches_per_side pictures_per_row")
         if self.mup_base:
             raise UserError("model.mup_base", f"{self.name} has an encoder of pictures, which it does not scale",
                             "leave it out")
+
+    @property
+    def grid(self) -> int:
+        """How many places a side the table of learned positions has; 0: there is none."""
+        return self.picture_size // self.patch_size
 
     @property
     def patch_values(self) -> int:
@@ -40,14 +53,42 @@ class PictureConfig(PatchesConfig):
     picture_embed_dim: int = 128  # its width
     picture_heads: int = 4  # its attention heads
     picture_mlp_dim: int = 0  # its MLP's width; 0: 4 x picture_embed_dim
+    picture_norm_eps: float = 0.0  # its norm_eps; 0: norm_eps
+    # Pixels a side of the square pictures whose places have a learned position each, as in published encoders; pictures
+    # of other shapes get what lies between these. 0: a position is a vector for the row plus one for the column
+    # pyrefly: ignore[bad-override]
+    picture_size: int = 0
+    # As in CLIP's encoder: a token before the patches of each picture, a norm before the blocks, no bias of patches
+    # pyrefly: ignore[bad-override]
+    class_token: bool = False
+    # pyrefly: ignore[bad-override]
+    gelu: str = "tanh"  # of the encoders' MLPs: "tanh", "exact" or "quick", which is x sigmoid(1.702 x)
+    # What is subtracted from each channel of pixels between 0 and 1, and what that is divided by
+    # pyrefly: ignore[bad-override]
+    pixel_mean: list[float] = dataclasses.field(default_factory=lambda: [0.5] * CHANNELS, hash=False)
+    # pyrefly: ignore[bad-override]
+    pixel_std: list[float] = dataclasses.field(default_factory=lambda: [0.5] * CHANNELS, hash=False)
 
     def __post_init__(self):
         super().__post_init__()
         positive(self, "model", "picture_layers picture_embed_dim picture_heads")
+        not_negative(self, "model", "picture_size picture_norm_eps")
+        one_of("model.gelu", self.gelu, ("tanh", "exact", "quick"))
+        if 0 < self.picture_size < self.patch_size:
+            raise UserError("model.picture_size", f"{self.picture_size} has no whole patch of {self.patch_size} pixels",
+                            "give the side of a picture, such as 224")
+        if self.class_token and not self.picture_size:
+            raise UserError("model.class_token", "it is read with model.picture_size only", "set that, too")
+        for key in ("pixel_mean", "pixel_std"):
+            value = getattr(self, key)
+            if len(value) != CHANNELS or (key == "pixel_std" and min(value) <= 0):
+                raise UserError(f"model.{key}", f"{value} has not {'a positive' if key == 'pixel_std' else 'a'} number "
+                                f"for each of {CHANNELS} channels", "give one such as [0.5, 0.5, 0.5]")
         if self.picture_embed_dim % self.picture_heads:
             raise UserError("model.picture_heads", f"{self.picture_heads} does not divide model.picture_embed_dim="
                             f"{self.picture_embed_dim}", "choose a divisor of it")
         derive(self, "picture_mlp_dim", 4 * self.picture_embed_dim)
+        derive(self, "picture_norm_eps", self.norm_eps)
 
 
 @dataclass(frozen=True)
@@ -59,13 +100,34 @@ class DualEncoderConfig(PictureConfig):
     vocab_size: int = 320  # rows of the table of texts' tokens: at least the tokenizer's
     text_len: int = 64  # the longest text in tokens
     joint_dim: int = 0  # width of what pictures and texts are compared by; 0: embed_dim
-    pooling: str = "attention"  # from patches to a picture: "attention" or "mean"
+    # From patches to a picture: "attention" of a learned query; "probe", the same with a projected query (as published
+    # with SigLIP); "mean"; or, with class_token, "class": what becomes of that
+    pooling: str = "attention"
+    # Linear maps to joint_dim: "both" with biases; "text": of texts only (as published with SigLIP); "unbiased":
+    # both without (as published with CLIP)
+    projections: str = "both"
+    text_begin: int = -1  # the token in front of each text; -1: none
+    text_end: int = -1  # the one behind it; -1: none
+    text_pad: int = -1  # what texts are filled up with to text_len, and the encoder sees; -1: they are not
 
     def __post_init__(self):
         super().__post_init__()
         positive(self, "model", "vocab_size text_len")
-        one_of("model.pooling", self.pooling, ("attention", "mean"))
+        one_of("model.pooling", self.pooling, ("attention", "probe", "mean", "class"))
+        one_of("model.projections", self.projections, ("both", "text", "unbiased"))
         derive(self, "joint_dim", self.embed_dim)
+        if (self.pooling == "class") != self.class_token:
+            raise UserError("model.pooling", f"{self.pooling!r} does not go with model.class_token={self.class_token}",
+                            "set pooling=class with class_token, and another one without")
+        if self.projections == "text" and self.joint_dim != self.picture_embed_dim:
+            raise UserError("model.joint_dim", f"{self.joint_dim} differs from model.picture_embed_dim="
+                            f"{self.picture_embed_dim}, and model.projections=text maps no pictures", "set it to that")
+        for key in ("text_begin", "text_end", "text_pad"):
+            if not -1 <= getattr(self, key) < self.vocab_size:
+                raise UserError(f"model.{key}", f"{getattr(self, key)} is not a token below model.vocab_size="
+                                f"{self.vocab_size}", "give an id of the tokenizer, or -1")
+        if self.text_len <= (self.text_begin >= 0) + (self.text_end >= 0):
+            raise UserError("model.text_len", f"{self.text_len} leaves no room for a text", "raise it")
 
 
 @dataclass(frozen=True)
@@ -79,6 +141,7 @@ class PictureFlowConfig(PatchesConfig):
     picture_embed_dim = property(lambda self: self.embed_dim)
     picture_heads = property(lambda self: self.num_heads)
     picture_mlp_dim = property(lambda self: self.mlp_dim)
+    picture_norm_eps = property(lambda self: self.norm_eps)
 
     def __post_init__(self):
         super().__post_init__()

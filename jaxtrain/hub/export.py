@@ -83,6 +83,8 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     import jax
 
     from jaxtrain.config.published_config import FILE, config_json
+    from jaxtrain.config.published_towers import PREPROCESSOR, preprocessor
+    from jaxtrain.config.vision_keys import DualEncoderConfig
     from jaxtrain.distributed.coordination import exchange
     from jaxtrain.files import atomic_files
     from jaxtrain.hub import trained_model
@@ -113,6 +115,8 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
             if reward_head and "eos_token_id" in described:
                 described["pad_token_id"] = described["eos_token_id"]  # rewards are read at the last token that is none
             atomic_files.write_json(partial / FILE, described)
+            if isinstance(run.config.model, DualEncoderConfig):
+                atomic_files.write_json(partial / PREPROCESSOR, preprocessor(run.config.model))
         record: dict[str, Any] = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
                                   "averaged": averaged}
         del params  # the model is loaded again, as it was written
@@ -208,10 +212,11 @@ def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> 
         return
     tokenizer = load_tokenizer(f"{kept}")
     record, ids = record_of(tokenizer), {"eos_token_id": tokenizer.eod, "bos_token_id": tokenizer.bos}
-    described |= {key: ids[key] for key in ids.keys() - described.keys()}
-    chat = _write_template(workdir, folder, tokenizer)
-    ids = ids | ({"eos_token_id": chat} if chat else {})  # an answer ends with its turn, too
-    (folder / "generation_config.json").write_text(json.dumps(ids, indent=1))
+    if "vision_config" not in described:  # it generates text
+        described |= {key: ids[key] for key in ids.keys() - described.keys()}
+        chat = _write_template(workdir, folder, tokenizer)
+        ids = ids | ({"eos_token_id": chat} if chat else {})  # an answer ends with its turn, too
+        (folder / "generation_config.json").write_text(json.dumps(ids, indent=1))
     if record["file"] not in ("tokenizer.json", "tokenizer.model"):
         say(f"transformers has no tokenizer of the kind {tokenizer.name!r}; the folder has one for jaxtrain only")
         tokenizer_folder.save(tokenizer, folder)
@@ -222,6 +227,8 @@ def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> 
     (folder / record["file"]).write_bytes(content)
     named = {"eos_token": record["eod"] or None, "bos_token": record["bos"] or None,
              "add_bos_token": bool(record["bos"])}
+    if tokenizer.eod is not None and described.get("text_config", {}).get("pad_token_id") == tokenizer.eod:
+        named["pad_token"] = record["eod"]
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"} if record["file"].endswith(".json") else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(named | kind, indent=1))
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES, ModelConfig
 from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import TrainConfig
+from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
 from jaxtrain.files.atomic_files import file_digest
@@ -26,27 +29,40 @@ from jaxtrain.models.scalar_head import without_heads
 from jaxtrain.run import Run
 from jaxtrain.train_step.quantized_kernels import as_floats
 
-KEY = "train.init_from"
+KEY, ENCODER_KEY = "train.init_from", "train.init_encoder_from"
+# The keys of an encoder of pictures that have to be those of the one that is taken over.
+ENCODER = ("patch_size", "picture_layers", "picture_embed_dim", "picture_heads", "picture_mlp_dim", "picture_norm_eps",
+           "picture_size", "class_token", "gelu", "pixel_mean", "pixel_std")
 
 
 def with_initial_params(run: Run) -> Run:
     """Return a run whose `init` does as its `train.init_from` says."""
-    source = run.config.train.init_from
-    if not source:
+    source, encoder = run.config.train.init_from, run.config.train.init_encoder_from
+    if not (source or encoder):
         return run
-    folder, step = source_and_step(source)
-    return replace(run, load_initial=lambda run: _loaded(folder, step, run))
+    if encoder and run.config.model.name != "vision_language":
+        raise UserError(ENCODER_KEY, f"it is read with vision_language only, and the model is {run.config.model.name}",
+                        f"give {KEY}")
+    loads = [partial(load, *source_and_step(source, key)) for source, key, load in (
+        (source, KEY, _loaded), (encoder, ENCODER_KEY, _encoder)) if source]
+    return replace(run, load_initial=lambda run: {name: x for load in loads for name, x in load(run).items()})
 
 
-def origin(source: str) -> dict[str, Any]:
+def origins(train: TrainConfig) -> dict[str, Any]:
     """Return what run.json says of the parameters that a run begins with. Every process calls it."""
-    folder, step = source_and_step(source)
+    found = origin(train.init_from) if train.init_from else {}
+    return found | ({"encoder": origin(train.init_encoder_from, ENCODER_KEY)} if train.init_encoder_from else {})
+
+
+def origin(source: str, key: str = KEY) -> dict[str, Any]:
+    """Return what run.json says of one source of parameters."""
+    folder, step = source_and_step(source, key)
     if (folder / "checkpoints").is_dir():
-        found = _checkpoint(folder, step)
+        found = _checkpoint(folder, step, key)
         return {"workdir": str(folder.absolute()), "step": found[0], "parameters": found[1]}
     if step is not None or not _is_published(folder):
-        raise _neither(folder)
-    found = {"folder": str(folder.absolute()), "sha256": exchange(None, lambda _: _hashes(folder))}
+        raise _neither(folder, key)
+    found = {"folder": str(folder.absolute()), "sha256": exchange(None, lambda _: _hashes(folder, key))}
     return found | ({"base": origin(f"{adapter_files.base_of(folder)}")} if adapter_files.is_adapter_folder(folder)
                     else {})
 
@@ -55,7 +71,7 @@ def _is_published(folder: Path) -> bool:
     return (folder / published_config.FILE).is_file() or adapter_files.is_adapter_folder(folder)
 
 
-def _hashes(folder: Path) -> dict[str, str]:
+def _hashes(folder: Path, key: str) -> dict[str, str]:
     """Return the SHA-256 of the config and of the weights; refuse files that are not as they were exported."""
     names = (published_config.FILE, adapter_files.CONFIG, INDEX)
     paths = [path for path in (*(folder / name for name in names), *sorted(folder.glob("*.safetensors")))
@@ -67,10 +83,10 @@ def _hashes(folder: Path) -> dict[str, str]:
             return digest
 
         found = {path.name: digest for path, digest in zip(paths, threads.map(hashed, paths), strict=True)}
-    said = user_json(folder / RECORD, {"sha256?": {str: str}}, KEY, "export the run again") or {}
+    said = user_json(folder / RECORD, {"sha256?": {str: str}}, key, "export the run again") or {}
     for name, digest in found.items():
         if said.get("sha256", {}).get(name, digest) != digest:
-            raise UserError(KEY, f"{folder / name} is not as it was exported: its SHA-256 is not that in {RECORD}",
+            raise UserError(key, f"{folder / name} is not as it was exported: its SHA-256 is not that in {RECORD}",
                             "copy the folder again")
     return found
 
@@ -96,20 +112,56 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
         section = published_config.model_section(adapter_files.base_of(folder) if adapted else folder)
         theirs = FAMILIES[section["name"]](**section)
         _check_multipliers(theirs, run)
+        _check_kind(theirs, run)
         what = f"adapters in {folder} and the parameters in {adapter_files.base_of(folder)}" if adapted else (
             f"parameters in {folder}")
         say(f"begins with the published {what}{_otherwise(theirs, run)}")
         if not (adapted or any(folder.glob("*.safetensors")) or (folder / INDEX).exists()):
             raise UserError(KEY, f"{folder} has a {published_config.FILE} and no weights", "bring them there, or set "
                             f"{KEY} to nothing (--config.{KEY}=) to begin with random ones")
-        return _with_vocabulary(theirs, run, run.abstract_model if adapted else without_adapters(run.abstract_model), (
+        abstract = run.abstract_model if adapted else without_adapters(run.abstract_model)
+        return _with_vocabulary(theirs, run, _own_part(theirs, run, abstract), (
             lambda abstract: adapter_files.load_with_base(folder, run.config.model, run.config.lora, abstract)
             if adapted else published_weights.load(folder, run.config.model, abstract)))
     raise _neither(folder)
 
 
-def _neither(folder: Path) -> UserError:
-    return UserError(KEY, f"{folder} is neither a run's workdir with checkpoints nor a folder with a published "
+def _check_kind(theirs: ModelConfig, run: Run) -> None:
+    """Refuse the parameters of encoders where a decoder is asked for, of which the encoder alone may be meant."""
+    if isinstance(theirs, DualEncoderConfig) and run.config.model.name == "vision_language":
+        raise UserError(KEY, f"a model of name={theirs.name} has no decoder", f"give its folder as {ENCODER_KEY}")
+
+
+def _own_part(theirs: ModelConfig, run: Run, abstract: Any) -> Any:
+    """Return the abstract parameters that a model has: a decoder of text has none that see pictures."""
+    if run.config.model.name != "vision_language" or theirs.name == "vision_language":
+        return abstract
+    return {name: x for name, x in abstract.items() if name not in ("picture", "connector")}
+
+
+def _encoder(folder: Path, step: int | None, run: Run) -> Any:
+    """Return the parameters of the encoder of pictures of another run or of a published model."""
+    abstract, model = run.abstract_model["picture"], run.config.model
+    ours = (folder / "checkpoints").is_dir()
+    if not ours and (step is not None or not _is_published(folder)):
+        raise _neither(folder, ENCODER_KEY)
+    section = published_config.model_section(folder) if not ours else None
+    theirs = load_config(folder / "config.json").model if section is None else FAMILIES[section["name"]](**section)
+    assert isinstance(model, PictureConfig)
+    if not isinstance(theirs, PictureConfig):
+        raise UserError(ENCODER_KEY, f"{folder} has a model of name={theirs.name}, without an encoder of pictures",
+                        "name one of siglip, clip or vision_language")
+    if other := [key for key in ENCODER if getattr(model, key) != getattr(theirs, key)]:
+        raise UserError(ENCODER_KEY, f"the encoder in {folder} has other keys than the model",
+                        "set " + ", ".join(f"model.{key}={getattr(theirs, key)}" for key in other))
+    say(f"begins with the encoder of pictures in {folder}")
+    if section is not None:
+        return {"picture": published_weights.load_encoder(folder, theirs, abstract)}
+    return restore.load_params(folder, {"picture": abstract}, _checkpoint(folder, step, ENCODER_KEY)[0])
+
+
+def _neither(folder: Path, key: str = KEY) -> UserError:
+    return UserError(key, f"{folder} is neither a run's workdir with checkpoints nor a folder with a published "
                      f"{published_config.FILE} or {adapter_files.CONFIG}", "give one of these")
 
 
@@ -139,20 +191,20 @@ def _check_multipliers(theirs: ModelConfig, run: Run) -> None:
                         f"set it to {theirs.mup_base}, as there" if theirs.mup_base else "leave it out, as there")
 
 
-def source_and_step(source: str) -> tuple[Path, int | None]:
-    """Return the folder and the step that a `train.init_from` names; no step: the newest."""
+def source_and_step(source: str, key: str = KEY) -> tuple[Path, int | None]:
+    """Return the folder and the step that a `train.init_from`, or another key, names; no step: the newest."""
     folder, at, step = source.rpartition("@")
     if not at or Path(source).exists():
         return Path(source), None
     if not step.isdecimal():
-        raise UserError(KEY, f"{step!r} in {source!r} is not a step", "write WORKDIR@STEP, such as runs/base@500")
+        raise UserError(key, f"{step!r} in {source!r} is not a step", "write WORKDIR@STEP, such as runs/base@500")
     return Path(folder), int(step)
 
 
-def _checkpoint(folder: Path, step: int | None) -> tuple[int, str]:
+def _checkpoint(folder: Path, step: int | None, key: str = KEY) -> tuple[int, str]:
     found = restore.find_good(folder, step)
     if found is None:
-        raise UserError(KEY, f"{folder} has no good checkpoint of step {step}",
+        raise UserError(key, f"{folder} has no good checkpoint of step {step}",
                         "see those that it has: jaxtrain checkpoint list")
     return found
 
@@ -170,7 +222,8 @@ def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
         raise UserError(KEY, f"{folder} has a reward model, and this run trains a language model",
                         "begin with a language model, or set preference.loss=reward")
     abstract = run.abstract_model if adapters.rank else without_adapters(as_floats(run.abstract_model))
-    abstract = without_heads(abstract, but=(before.scalar_head,))
+    _check_kind(before.model, run)
+    abstract = _own_part(before.model, run, without_heads(abstract, but=(before.scalar_head,)))
     found = _checkpoint(folder, step)
     say(f"begins with the parameters of step {found[0]} of {folder}{_otherwise(before.model, run)}")
     return _with_vocabulary(before.model, run, abstract,

@@ -15,6 +15,7 @@ from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.load import make_config
+from jaxtrain.config.schema import ROWS
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
@@ -62,7 +63,8 @@ def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str, coun
     scores = sections.get("preference", {}).get("loss") == "reward"  # it has a reward head
     kept: Sections = {"model": sections["model"], "lora": sections.get("lora", {}),
                       "preference": {"loss": "reward"} if scores else {}}
-    packing = "pairs" if scores else "concat" if FAMILIES[sections["model"].get("name", "gpt2")].text else "bucket"
+    family = FAMILIES[sections["model"].get("name", "gpt2")]
+    packing = "pairs" if scores else "concat" if family.text else ROWS[family.rows_of][0]
     longest = make_config(kept | {"data": {"seq_len": 1, "packing": packing}}).model.longest_row
     kept |= {"mesh": {key: mesh[key] for key in ("rules", "overrides") if key in mesh},
              "train": {"precision": sections.get("train", {}).get("precision", "auto")},

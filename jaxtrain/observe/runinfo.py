@@ -31,7 +31,7 @@ _FREE: dict[str, Set[str] | None] = {
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
               "eval_batches", "sample_tokens", "progress", "check_memory", "expert_exchange",
               "grouped_matmul", "expert_buffer", "deterministic", "compiler_options",
-              "init_from"},  # what has a checkpoint of its own goes on from that
+              "init_from", "init_encoder_from"},  # what has a checkpoint of its own goes on from that
 }
 # What a resumed run may change where `--may_change` names it: it shapes the steps to come, not the state.
 MAY_CHANGE = frozenset(

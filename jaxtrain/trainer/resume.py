@@ -13,7 +13,7 @@ from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
-from jaxtrain.hub.initial_params import origin, other_tokenizer
+from jaxtrain.hub.initial_params import origins, other_tokenizer
 from jaxtrain.observe.runinfo import withdraw_run_files
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
@@ -56,11 +56,12 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     reach = start.skipped.reach(start.step)  # in batches, of which rollbacks may have skipped some
     saved = start.recovered[2] if start.recovered else checkpoints.meta(start.step) if start.step else {}
     known, saved = exchange(None, lambda _: observe.identity(session.workdir, saved, session.adopt))
-    if not t.init_from and not start.step and known.get("init_from"):
+    begins = t.init_from or t.init_encoder_from
+    if not begins and not start.step and known.get("init_from"):
         raise UserError("train.init_from", f"the run in {session.workdir} began with other parameters and has no "
                         "checkpoint yet", "give it again, or another --workdir")
-    if t.init_from and not start.step:
-        known["init_from"] = origin(t.init_from)
+    if begins and not start.step:
+        known["init_from"] = origins(t)
     parts = run.own_parts(observe.recorded_parts(session.workdir, saved) or {})
     changes = observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved,
                                     may_change=session.may_change)

@@ -71,7 +71,10 @@ def other_case(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         whole += ["mesh.context"] * (family in ("clips", "whisper"))  # axes that they are refused with
         whole += ["train.accumulation"] * (family in ("siglip", "clip"))  # with which fewer pairs are compared
         keys = {key: value for key, value in keys.items() if whole[:1] != ["mesh.stage"] or key[:9] != "pipeline."}
-        return keys | dict.fromkeys(whole, 1) | {"family": family, "data.global_batch_size": 16}
+        # A class token's norm over random parameters rounds too much in float32 for the tolerance: not clip's.
+        published = family == "siglip" and rng.random() < 0.5
+        return keys | dict.fromkeys(whole, 1) | {"family": family + " published" * published,
+                                                 "data.global_batch_size": 16}
     return keys | {"family": "events", "model.time_loss": rng.choice((0.0, 0.3)),
                    "model.num_kv_heads": rng.choice((4, 8)), "model.predict": rng.choice(("item", "shop"))}
 
@@ -153,7 +156,7 @@ def _state_of(run: Any, params: Any, step: Any) -> Any:
 
 def check(keys: dict[str, Any]) -> dict[str, float]:
     """Compare one case; raises AssertionError where a number is off, UserError where it is refused."""
-    if keys["family"] in ("events", *OTHERS):
+    if keys["family"].split()[0] in ("events", *OTHERS):
         return check_other(keys)
     import jax
     import numpy as np

@@ -17,15 +17,22 @@ SHAPE = dict(num_layers=2, embed_dim=32, num_heads=8, max_seq_len=32, patch_size
              pictures_per_row=3)
 ENCODER = dict(picture_layers=2, picture_embed_dim=40, picture_heads=8)
 DUAL = SHAPE | ENCODER | dict(vocab_size=64, text_len=4, joint_dim=24)
+PUBLISHED = {  # the parts of published models
+    "siglip": dict(picture_size=9, pooling="probe", projections="text", joint_dim=40, picture_norm_eps=1e-3),
+    "clip": dict(picture_size=7, class_token=True, pooling="class", projections="unbiased", gelu="quick",
+                 pixel_mean=[0.4, 0.5, 0.6], pixel_std=[0.2, 0.3, 0.4]),
+    "vision_language": dict(picture_size=8, class_token=True, gelu="exact", picture_norm_eps=1e-3)}
 MODELS = {"siglip": DUAL, "clip": DUAL | dict(pooling="mean"),
           "vision_language": SHAPE | ENCODER | dict(vocab_size=64, num_kv_heads=8, mlp_dim=48, tied_embeddings=False),
           "picture_flow": SHAPE | dict(num_labels=5)}
 
 
 def config(kind, data=None, model=None, **keys) -> jt.Config:
-    """Narrow models; keys as on a command line, `mesh__tensor=2`."""
+    """Narrow models, of "siglip" as of "siglip published"; keys as on a command line, `mesh__tensor=2`."""
+    name, _, published = kind.partition(" ")
+    shape = {"name": name} | MODELS[name] | (PUBLISHED[name] if published else {})
     return jt.make_config({
-        "model": {"name": kind} | MODELS[kind] | (model or {}), "mesh": {"data": 1},
+        "model": shape | (model or {}), "mesh": {"data": 1},
         "data": dict(seq_len=16, global_batch_size=8, packing="best_fit") | (data or {}),
         "train": {"steps": 8}}, {key.replace("__", "."): value for key, value in keys.items()})
 
@@ -50,7 +57,11 @@ def attended(q, k, v, mask_NTT):
     return jnp.einsum("nhij,njhk->nihk", softmax(jnp.where(mask_NTT[:, None], scores, -1e30)), v)
 
 
-def encoder(p, x_NTD, there_NT, eps, causal=False):
+GELUS = {"tanh": gelu, "quick": lambda x: x / (1 + jnp.exp(-1.702 * x)),
+         "exact": lambda x: x * (1 + jax.scipy.special.erf(x / math.sqrt(2))) / 2}
+
+
+def encoder(p, x_NTD, there_NT, eps, causal=False, kind="tanh"):
     mask_NTT = there_NT[:, None, :] & (np.tri(x_NTD.shape[1], dtype=bool) if causal else True)
     for number in range(len(jax.tree.leaves(p["blocks"])[0])):
         w = jax.tree.map(lambda a, number=number: a[number], p["blocks"]["layer"])
@@ -58,7 +69,7 @@ def encoder(p, x_NTD, there_NT, eps, causal=False):
         q, k, v = (linear(w["attention"][name], h) for name in "qkv")
         x_NTD = x_NTD + linear(w["attention"]["out"], attended(q, k, v, mask_NTT), 2)
         h = layer_norm(w["mlp_norm"], x_NTD, eps)
-        x_NTD = x_NTD + linear(w["mlp"]["down"], gelu(linear(w["mlp"]["up"], h)))
+        x_NTD = x_NTD + linear(w["mlp"]["down"], GELUS[kind](linear(w["mlp"]["up"], h)))
     return layer_norm(p["norm"], x_NTD, eps)
 
 
@@ -66,17 +77,57 @@ def begin(p, values, places):
     return linear(p["embed"], values) + p["down"]["table"][places[..., 0]] + p["across"]["table"][places[..., 1]]
 
 
-def vit(p, one, eps):
-    values = one["patches"].astype(np.float32) / 127.5 - 1
-    return encoder(p["encoder"], begin(p, values, one["places"]), one["there"], eps)
+def curve(at, size, side):
+    """What each of `side` numbers counts for the at-th of `size` that are drawn between them: cubic convolution."""
+    weights, x = np.zeros(side), (at + 0.5) * side / size - 0.5
+    for i in range(math.floor(x) - 1, math.floor(x) + 3):
+        t, a = abs(x - i), -0.75
+        weights[min(max(i, 0), side - 1)] += ((a + 2) * t**3 - (a + 3) * t**2 + 1 if t <= 1
+                                              else a * t**3 - 5 * a * t**2 + 8 * a * t - 4 * a)
+    return weights
 
 
-def attention_pool(p, x_NTD, there_NT, eps):
-    k, v = linear(p["k"], x_NTD), linear(p["v"], x_NTD)
-    scores = jnp.einsum("hk,njhk->nhj", p["query"], k) / np.sqrt(k.shape[-1])
+def is_class(c, one):
+    return one["there"] & (one["places"][..., 0] == c.patches_per_side)
+
+
+def stretched(c, one):
+    """What each place of the table counts for each patch."""
+    found = np.zeros((*one["there"].shape, c.grid**2 + c.class_token), np.float32)
+    for n, t in np.argwhere(one["there"]):
+        if is_class(c, one)[n, t]:
+            found[n, t, 0] = 1
+            continue
+        size = one["places"][n][one["there"][n] & ~is_class(c, one)[n]].max(0) + 1
+        down, across = (curve(one["places"][n, t, i], size[i], c.grid) for i in (0, 1))
+        found[n, t, int(c.class_token):] = np.outer(down, across).reshape(-1)
+    return found
+
+
+def vit(c, p, one):
+    values = (one["patches"] / 255 - np.tile(c.pixel_mean, PATCH**2)) / np.tile(c.pixel_std, PATCH**2)
+    if not c.grid:
+        x = begin(p, values.astype(np.float32), one["places"])
+    else:
+        x = jnp.tensordot(values.astype(np.float32), p["embed"]["kernel"], 1)
+        x = (jnp.where(is_class(c, one)[..., None], p["token"], x) if c.class_token else x + p["embed"]["bias"])
+        x = x + jnp.einsum("ntk,kd->ntd", stretched(c, one), p["grid"]["table"], precision="highest")
+        x = layer_norm(p["first_norm"], x, c.picture_norm_eps) if c.class_token else x
+    return encoder(p["encoder"], x, one["there"], c.picture_norm_eps, kind=c.gelu)
+
+
+def attention_pool(c, p, x_NTD, there_NT):
+    k, v, eps = linear(p["k"], x_NTD), linear(p["v"], x_NTD), c.picture_norm_eps
+    query = linear(p["q"], p["query"]) if c.pooling == "probe" else p["query"]
+    scores = jnp.einsum("hk,njhk->nhj", query, k) / np.sqrt(k.shape[-1])
     weights = softmax(jnp.where(there_NT[:, None], scores, -1e30))
     y = linear(p["out"], jnp.einsum("nhj,njhk->nhk", weights, v), 2)
-    return y + linear(p["mlp"]["down"], gelu(linear(p["mlp"]["up"], layer_norm(p["norm"], y, eps))))
+    return y + linear(p["mlp"]["down"], GELUS[c.gelu](linear(p["mlp"]["up"], layer_norm(p["norm"], y, eps))))
+
+
+def head(c, p, x):
+    """The map from an encoder to what pictures and texts are compared by."""
+    return x if p is None else jnp.tensordot(x, p["kernel"], 1) if c.projections == "unbiased" else linear(p, x)
 
 
 def unit(x):
@@ -95,16 +146,19 @@ def alone(batch, numbers, names):
 
 
 def picture(c, p, one):
-    x, there = vit(p["picture"], one, c.norm_eps), one["there"]
-    pooled = (attention_pool(p["pool"], x, there, c.norm_eps) if c.pooling == "attention"
-              else (x * there[..., None]).sum(1) / there.sum(1, keepdims=True))
-    return unit(linear(p["picture_head"], pooled))
+    x, there = vit(c, p["picture"], one), one["there"]
+    if c.pooling in ("attention", "probe"):
+        pooled = attention_pool(c, p["pool"], x, there)
+    else:
+        kept = is_class(c, one) if c.pooling == "class" else there
+        pooled = (x * kept[..., None]).sum(1) / kept.sum(1, keepdims=True)
+    return unit(head(c, p.get("picture_head"), pooled))
 
 
 def text(c, p, one):
     x = p["embed"]["table"][one["tokens"]] + p["positions"]["table"][:one["tokens"].shape[1]]
-    x = encoder(p["text"], x, one["there"], c.norm_eps, c.name == "clip")
-    return unit(linear(p["text_head"], x[np.arange(len(x)), one["there"].sum(1) - 1]))
+    x = encoder(p["text"], x, one["there"], c.norm_eps, c.name == "clip", c.gelu)
+    return unit(head(c, p["text_head"], x[np.arange(len(x)), one["there"].sum(1) - 1]))
 
 
 def contrastive(c, p, batch):
@@ -125,7 +179,7 @@ def captioning(c, p, batch):
     """The mean cross-entropy over tokens of texts."""
     one = alone(batch, "segments", list(batch))
     seen = one | {"there": (one["pictures"] > 0) & one["there"]}
-    patches = vit(p["picture"], seen, c.norm_eps)
+    patches = vit(c, p["picture"], seen)
     patches = linear(p["connector"]["down"], gelu(linear(p["connector"]["up"], patches)))
     x = jnp.where(seen["there"][..., None], patches, p["embed"]["table"][one["tokens"]])
     logits = llama(c, p, x)
@@ -172,27 +226,28 @@ def flow(c, p, batch):
 
 
 # ------------------------------------------------------------------------------------------------------- batches
-def rows_of_pictures(rng, rows, length, most):
-    """Rows of pictures of any shape, one of them empty but for padding."""
+def rows_of_pictures(rng, rows, length, most, class_at=None):
+    """Rows of pictures of any shape, one of them empty but for padding; `class_at` as in PictureRows."""
     made = {"patches": rng.integers(0, 256, (rows, length, PATCH**2 * 3)).astype(np.uint8),
             "pictures": np.zeros((rows, length), np.int32), "places": np.zeros((rows, length, 2), np.int32)}
     for row in range(1, rows):
         at = 0
         for number in range(1, most + 1):
             high, wide = rng.integers(1, 4, 2)
-            if at + high * wide > length:
+            own = [[class_at, 0]] * (class_at is not None) + np.indices((high, wide)).reshape(2, -1).T.tolist()
+            if at + len(own) > length:
                 break
-            here = slice(at, at + high * wide)
-            made["pictures"][row, here] = number
-            made["places"][row, here] = np.indices((high, wide)).reshape(2, -1).T
-            at += high * wide
+            here = slice(at, at + len(own))
+            made["pictures"][row, here], made["places"][row, here] = number, own
+            at += len(own)
     return made
 
 
 def batch(kind, rows=8, length=16, most=3, text_len=4, vocab=64, labels=5):
     """A batch of a family of models."""
-    rng = np.random.default_rng(0)
-    made = rows_of_pictures(rng, rows, length, most)
+    rng, (kind, _, published) = np.random.default_rng(0), kind.partition(" ")
+    with_class = published and PUBLISHED[kind].get("class_token")
+    made = rows_of_pictures(rng, rows, length, most, SHAPE["patches_per_side"] if with_class else None)
     there = np.arange(1, most + 1) <= made["pictures"].max(1)[:, None]
     if kind == "picture_flow":
         return made | {"labels": rng.integers(0, labels, (rows, most)).astype(np.int32),

@@ -45,8 +45,11 @@ CASES = {
     "vision_language": [dict(mesh__data=2, mesh__stage=2, mesh__context=2), dict(mesh__fsdp=2, mesh__tensor=4),
                         dict(mesh__fsdp=4, mesh__context=2)],
     "picture_flow": [dict(mesh__data=2, mesh__context=2, mesh__tensor=2), dict(mesh__fsdp=8)],
+    "siglip published": [dict(mesh__fsdp=2, mesh__context=2, mesh__tensor=2)],
+    "clip published": [dict(mesh__data=2, mesh__context=2, mesh__tensor=2)],
+    "vision_language published": [dict(mesh__data=2, mesh__stage=2, mesh__context=2)],
 }
-EXHAUSTIVE = ("clip", "picture_flow")  # what they have of their own is little
+EXHAUSTIVE = ("clip", "picture_flow", "vision_language published")  # what they have of their own is little
 
 
 @pytest.mark.parametrize(("kind", "mesh"), [
@@ -57,7 +60,7 @@ def test_loss_and_gradients_are_those_of_one_picture_at_a_time(kind, mesh, truth
     params, batch, loss, want = truth(kind)
     run = built(kind, int(np.prod(list(mesh.values()) or [1])), **mesh)
     state = reference.start_from(run, params)
-    if kind in ("siglip", "clip"):
+    if kind.startswith(("siglip", "clip")):
         sums = run.compiled_eval(state.all_params, run.place(batch))[2]
         accuracy = plain.contrastive(run.config.model, params, batch)[1]
         assert float(sums["accuracy"] / sums["weight"]) == pytest.approx(float(accuracy))
@@ -128,6 +131,13 @@ def test_pictures_are_made_by_eulers_method():
     ("clip", dict(compression__method="int8"), "compression.method: clip compares pairs over the whole batch"),
     ("picture_flow", dict(train__z_loss=1e-3), "train.z_loss: picture_flow has no cross-entropy per token; leave it o"),
     ("vision_language", dict(evaluation__tasks=["a"]), "evaluation.tasks: it is for decoders of text, and vision_l"),
+    ("siglip", dict(model__class_token=True), "model.class_token: it is read with model.picture_size only; set that"),
+    ("clip", dict(model__pooling="class"), "model.pooling: 'class' does not go with model.class_token=False; set po"),
+    ("siglip", dict(model__projections="text"), "model.joint_dim: 24 differs from model.picture_embed_dim=40, and mo"),
+    ("siglip", dict(model__picture_size=1), "model.picture_size: 1 has no whole patch of 2 pixels; give the side of"),
+    ("clip", dict(model__pixel_std=[1.0, 0.0, 1.0]), "model.pixel_std: [1.0, 0.0, 1.0] has not a positive number fo"),
+    ("clip", dict(model__text_end=64), "model.text_end: 64 is not a token below model.vocab_size=64; give an id of"),
+    ("picture_flow", dict(train__init_encoder_from="a"), "train.init_encoder_from: it is read with vision_language on"),
     ("picture_flow", dict(lora__rank=2), "lora.rank: it is for decoders of text, and picture_flow is not one; leave"),
 ])
 def test_mistakes_are_told_in_one_line(kind, keys, message):

@@ -6,7 +6,7 @@ pictures within a row begin at 1; 0 is padding.
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -46,6 +46,8 @@ class PictureRows:
     sequences: Sequences
     length: int  # of a row, in patches (or, where texts are among them, in tokens)
     most: int  # pictures in a row
+    # Before the patches of each picture there is a place in this row for a class token; None: there is none.
+    class_at: int | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -53,7 +55,7 @@ class PictureRows:
     @property
     def lengths(self) -> np.ndarray:
         """The places that each picture takes."""
-        return self.sequences.counts()
+        return self.sequences.counts() + (self.class_at is not None)
 
     @cached_property
     def rows(self) -> list[list[int]]:
@@ -69,7 +71,7 @@ class PictureRows:
         return float(self.lengths.sum() / max(1, len(self) * self.length))
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        found = [self.sequences[number] for number in self.rows[i]]
+        found = [self._with_class(self.sequences[number]) for number in self.rows[i]]
         shape = self.sequences.columns["patches"].shape
         row = {"patches": np.zeros((self.length, *shape), np.uint8), "pictures": np.zeros(self.length, np.int32),
                "places": np.zeros((self.length, 2), np.int32)}
@@ -77,6 +79,12 @@ class PictureRows:
             here = slice(at, at + len(one["patches"]))
             row["patches"][here], row["places"][here], row["pictures"][here] = one["patches"], one["places"], number
         return row | self.beside(found)
+
+    def _with_class(self, one: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if self.class_at is None:
+            return one
+        return one | {"patches": np.pad(one["patches"], [(1, 0), (0, 0)]), "places": np.concatenate(
+            [np.array([[self.class_at, 0]], np.int32), one["places"].astype(np.int32)])}
 
     def starts(self, found: Sequence[dict[str, np.ndarray]]) -> list[int]:
         """Return where the patches of each picture of a row begin."""
@@ -103,17 +111,26 @@ class PairedPictures(PictureRows):
     """Rows with a text for each picture, in places of its own: `text_len` for each, of which its text has the first."""
 
     text_len: int  # what is longer loses its end
+    begin: int = -1  # the token in front of each text; -1: none
+    end: int = -1  # likewise behind it
+    pad: int = -1  # likewise what fills its places
 
     def beside(self, found: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """Return the texts; a picture whose text is empty does not count."""
         tokens, segments, positions = (np.zeros((self.most, self.text_len), np.int32) for _ in range(3))
         weights = np.zeros(self.most, np.float32)
         for n, one in enumerate(found):
-            ids = one["target"][:self.text_len]
-            tokens[n, :len(ids)], segments[n, :len(ids)], weights[n] = ids, n + 1, len(ids) > 0
+            weights[n] = len(one["target"]) > 0
+            ids = self._whole(one["target"]) if weights[n] else []
+            tokens[n, :len(ids)], segments[n, :len(ids)] = ids, n + 1
             positions[n, :len(ids)] = np.arange(len(ids))
         return {"tokens": tokens.reshape(-1), "segments": segments.reshape(-1), "positions": positions.reshape(-1),
                 "weights": weights}
+
+    def _whole(self, ids: np.ndarray) -> list[int]:
+        before, behind = ([token] * (token >= 0) for token in (self.begin, self.end))
+        found = [*before, *ids[:self.text_len - len(before) - len(behind)].tolist(), *behind]
+        return found if self.pad < 0 else found + [self.pad] * (self.text_len - len(found))
 
 
 @dataclass(frozen=True)
@@ -128,7 +145,7 @@ class CaptionedPictures(PictureRows):
     @cached_property
     def lengths(self) -> np.ndarray:  # pyrefly: ignore[bad-override]
         """Patches and tokens; the end token is predicted and never read."""
-        return self.sequences.counts() + self.sequences.counts("target")
+        return super().lengths + self.sequences.counts("target")
 
     def starts(self, found: Sequence[dict[str, np.ndarray]]) -> list[int]:
         """Return where each sequence begins, as its patches do."""

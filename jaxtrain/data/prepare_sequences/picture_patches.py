@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import storage
-from jaxtrain.data.corpus.sequences import Column
+from jaxtrain.data.corpus.sequences import TOKENIZER, Column
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import Piece
 from jaxtrain.data.prepare.tasks import Task
 from jaxtrain.data.prepare_sequences.text_beside import text_beside
+from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError, nearest
 
@@ -78,6 +79,8 @@ class Pictures:
     patches_per_side: int = 64  # likewise
     picture_field: str = "image"  # the column of Parquet with the pictures, and that
     text_field: str = "text"  # with their captions
+    square: int = 0  # pixels a side of the square that every picture becomes, as published encoders read it; 0: none
+    crop_square: bool = False  # with `square`, what is longer than it is cut off on both sides, in place of squeezed
     eval_fraction: float = 0.005
     task_bytes: int = 2**26
     labels: tuple[str, ...] = ()  # set by `ready`
@@ -91,6 +94,11 @@ class Pictures:
         for name in ("patch_size", "most_patches", "patches_per_side"):
             if not 1 <= getattr(self, name) < 2**15:
                 raise UserError(f"--{name}", f"{getattr(self, name)} is not possible", "use 1 or more")
+        if self.square and not self.patch_size <= self.square < 2**15:
+            raise UserError("--square", f"{self.square} is not possible with patches of {self.patch_size} pixels",
+                            "use the side of a picture in pixels, such as 224")
+        if self.crop_square and not self.square:
+            raise UserError("--crop_square", "it is read with --square only", "give that, too")
 
     @property
     def columns(self) -> dict[str, Column]:
@@ -103,9 +111,11 @@ class Pictures:
     def identity(self) -> dict[str, Any]:
         """Return what determines the sequences, besides the input."""
         fields = {"picture": self.picture_field, "text": self.text_field}
+        more = {"square": self.square, "crop_square": self.crop_square, "patches_per_side": self.square // (
+            self.patch_size)} if self.square else {}
         return {"target": self.target, "tokenizer": self._ids.fingerprint if self.target == "text" else None,
                 "patch_size": self.patch_size, "most_patches": self.most_patches, "fields": fields,
-                "patches_per_side": self.patches_per_side, "eval_fraction": self.eval_fraction}
+                "patches_per_side": self.patches_per_side, "eval_fraction": self.eval_fraction, **more}
 
     def find_tasks(self, sources: Sequence[str]) -> list[Task]:
         """Return tasks of pictures in order of name, each file followed by its caption; archives stay whole."""
@@ -120,6 +130,8 @@ class Pictures:
 
     def ready(self, tasks: Sequence[Task], output: Any, workers: int, say: Any) -> tuple["Pictures", list[Task]]:
         """Return the source with the names of all folders as labels, and the tasks."""
+        if self.target == "text":
+            tokenizer_folder.save(self._ids, output / TOKENIZER)
         if self.target != "folder":
             return self, list(tasks)
         names = (name for task in tasks for piece in task for name in _names(piece))
@@ -192,9 +204,23 @@ class Pictures:
                 upright = ops.exif_transpose(picture).convert("RGB")
         except Exception:  # decoders raise whatever they like: OSError, ValueError, SyntaxError, struct.error
             return "not readable as a picture"
+        if self.square:
+            return self._squared(upright, pil.Resampling.BICUBIC)
         rows, columns = grid(upright.height, upright.width, self.patch_size, self.most_patches, self.patches_per_side)
         size = columns * self.patch_size, rows * self.patch_size
         return np.asarray(upright if upright.size == size else upright.resize(size, pil.Resampling.BICUBIC))
+
+    def _squared(self, picture: Any, how: Any) -> np.ndarray:
+        """Return a picture as a square, squeezed or cut, without the pixels beyond the last whole patch."""
+        side, width, height = self.square, picture.width, picture.height
+        if self.crop_square:
+            short = min(width, height)
+            picture = picture.resize((side * width // short, side * height // short), how)
+            left, top = (picture.width - side) // 2, (picture.height - side) // 2
+        else:
+            picture, left, top = picture.resize((side, side), how), 0, 0
+        kept = side // self.patch_size * self.patch_size
+        return np.asarray(picture)[top:top + kept, left:left + kept]
 
 
 def _is_picture(name: str) -> bool:

@@ -153,7 +153,7 @@ def source_of(flags: argparse.Namespace) -> Source:
                      special_tokens=flags.special_tokens, **common)
     if flags.kind == "pictures":
         return Pictures(flags.target, flags.tokenizer, flags.patch_size, flags.most_patches, flags.patches_per_side,
-                        flags.picture_field, flags.text_field, **common)
+                        flags.picture_field, flags.text_field, flags.square, flags.crop_square, **common)
     return Events(flags.user, flags.time, tuple(flags.category), tuple(flags.number), flags.vocab_size, **common)
 
 
@@ -195,6 +195,10 @@ Prepare pictures, of files, tar archives or Parquet, as patches.
     for name, what in (("patch_size", "side of a patch in pixels"), ("most_patches", "most patches of a picture"),
                        ("patches_per_side", "most patches of its longer side")):
         pictures.add_argument(f"--{name}", type=int, default=getattr(Pictures, name), help=what)
+    pictures.add_argument("--square", type=int, default=Pictures.square, help="pixels a side of the square that every "
+                          "picture becomes, as published encoders read it; default: pictures keep their shapes")
+    pictures.add_argument("--crop_square", action="store_true", help="as CLIP: of what is longer than a square the "
+                          "middle is kept, in place of squeezing it as SigLIP does")
     pictures.add_argument("--picture_field", default=Pictures.picture_field, help="the pictures' column of Parquet")
     pictures.add_argument("--text_field", default=Pictures.text_field, help="the captions' column of Parquet")
     for kind, default in ((audio, Audio), (events, Events), (pictures, Pictures)):

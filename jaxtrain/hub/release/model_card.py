@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config import published_towers
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import json_lines, user_json
@@ -16,7 +17,7 @@ from jaxtrain.files.bounded_files import json_lines, user_json
 FILE = "README.md"
 # Keys whose values are names of files, which tell of the machine and mean nothing elsewhere.
 _PLACES = ("data.source", "data.mixture", "data.cache_dir", "data.tokenizer", "data.stages", "train.init_from",
-           "reinforce.prompts", "reinforce.reward")
+           "train.init_encoder_from", "reinforce.prompts", "reinforce.reward")
 _FIX = "bring the run's records back"
 
 
@@ -62,9 +63,21 @@ def _is_reward_model(sections: Mapping[str, Any]) -> bool:
     return sections.get("preference", {}).get("loss") == "reward"
 
 
+def _kind(sections: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return what the hub calls a model's task, how the end of its class in transformers reads, and what it is."""
+    name = sections.get("model", {}).get("name")
+    if name in published_towers.KINDS:
+        return "zero-shot-image-classification", "", "pair of encoders of pictures and texts"
+    if name == "whisper":
+        return "automatic-speech-recognition", "ForSpeechSeq2Seq", "model of speech"
+    if _is_reward_model(sections):
+        return "text-classification", "ForSequenceClassification", "reward model"
+    return "text-generation", "ForCausalLM", "language model"
+
+
 def _metadata(licence: str, data: Iterable[Mapping[str, Any]], run: Mapping[str, Any],
               sections: Mapping[str, Any]) -> str:
-    task = "text-classification" if _is_reward_model(sections) else "text-generation"
+    task, _, _ = _kind(sections)
     lines = ["library_name: transformers", f"pipeline_tag: {task}", "tags: [jaxtrain]"]
     lines += [f"license: {json.dumps(licence)}"] if licence else []
     if folder := (run.get("init_from") or {}).get("folder"):
@@ -77,21 +90,21 @@ def _origin(sections: Mapping[str, Any], run: Mapping[str, Any], record: Mapping
     model = sections.get("model", {})
     began = run.get("init_from") or {}
     source = Path(began.get("folder") or began.get("workdir") or "").name
-    kind = "reward model" if _is_reward_model(sections) else "language model"
+    _, _, kind = _kind(sections)
     weights = "the moving average of the weights" if record.get("averaged") else "the weights"
     text = (f"A {model.get('name')} {kind}: {model.get('num_layers')} layers of width "
             f"{model.get('embed_dim')}, a vocabulary of {model.get('vocab_size'):,}, texts of up to "
-            f"{model.get('max_seq_len'):,} tokens. It was trained with jaxtrain; these are {weights} of step "
-            f"{record['step']:,}")
+            f"{model.get('text_len', model.get('max_seq_len')):,} tokens. It was trained with jaxtrain; these are "
+            f"{weights} of step {record['step']:,}")
     return f"{text}{f', begun with {source}' if source else ''}."
 
 
 def _use(sections: Mapping[str, Any], has_tokenizer: bool) -> str:
-    kind = "SequenceClassification" if _is_reward_model(sections) else "CausalLM"
+    _, kind, _ = _kind(sections)
     lines = ["from transformers import AutoTokenizer", "", 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")'] if (
         has_tokenizer) else []
-    code = "\n".join([f"from transformers import AutoModelFor{kind}", *lines[:1], "",
-                      f'model = AutoModelFor{kind}.from_pretrained("FOLDER")', *lines[2:]])
+    code = "\n".join([f"from transformers import AutoModel{kind}", *lines[:1], "",
+                      f'model = AutoModel{kind}.from_pretrained("FOLDER")', *lines[2:]])
     none = "" if has_tokenizer else (
         "\n\nThe folder has no tokenizer that transformers reads, but one for `jaxtrain generate FOLDER`.")
     return f"## Use\n\n```python\n{code}\n```{none}"

@@ -21,12 +21,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.families import ModelConfig
+from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files.work_progress import Work
 from jaxtrain.hub.weights import mxfp4, safetensors_files
 from jaxtrain.hub.weights.mxfp4 import Packed
 from jaxtrain.hub.weights.safetensors_files import Tensor
-from jaxtrain.hub.weights.tensor_names import Entry, entries
+from jaxtrain.hub.weights.tensor_names import Entry, entries, picture_encoder
 from jaxtrain.models import scalar_head
 from jaxtrain.models.lora import NAME as ADAPTER
 from jaxtrain.sharding.rules import axes_of
@@ -38,7 +39,7 @@ Parts = dict[str, list[tuple[Entry, tuple[int, ...]]]]  # by tensor: parameters 
 PART = 2**28  # bytes of a shard that a host holds at once, while they are on their way to a device
 
 # Not parameters of a language model: buffers that old versions saved, and other parts of a multimodal model.
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$"
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
                       r"|^(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
@@ -72,6 +73,20 @@ def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
         each = tuple(partial(_read_quantized, readers[kernel], wanted[kernel].shape, flat[kernel], flat[path], part)
                      for part in (0, 1))
         readers[kernel], readers[path] = each
+    return _all_placed(abstract, readers)
+
+
+def load_encoder(folder: str | Path, model: PictureConfig, abstract: Any) -> Any:
+    """Return the encoder of pictures in a folder that has SigLIP or CLIP, as `abstract` says; like `load`."""
+    known = {entry.ours: entry for entry in picture_encoder(model)}
+    inside = {"picture": abstract}
+    readers = readers_of(folder, safetensors_files.tensors_of(folder), known, flatten(inside), set())
+    return _all_placed(inside, readers)["picture"]
+
+
+def _all_placed(abstract: Any, readers: Mapping[str, Callable[..., np.ndarray]]) -> Any:
+    """Return the arrays of abstract ones, which are read by path."""
+    flat = flatten(abstract)
     sizes = {path: math.prod(leaf.shape) * leaf.dtype.itemsize for path, leaf in flat.items()}
     with Work("loading weights", sum(sizes.values()), quiet=jax.process_index() != 0) as work:
         loaded = []
@@ -226,17 +241,19 @@ def _groups(entry: Entry) -> list[str]:
 
 
 def _sizes(entry: Entry, shape: Sequence[int]) -> dict[str, int]:
-    return dict(zip(entry.layout.split("->")[1], shape, strict=True)) | {"p": entry.part[1]}
+    sizes = shape if entry.cut is None else entry.cut
+    return dict(zip(entry.layout.split("->")[1], sizes, strict=True)) | {"p": entry.part[1]}
 
 
 def _as_ours(tensor: np.ndarray, entry: Entry, shape: Sequence[int]) -> np.ndarray:
-    """Return a view of a tensor with the dimensions of one layer's parameter, of this shape."""
+    """Return a tensor with the dimensions of one layer's parameter, of this shape; a view where it needs no copy."""
     letters, sizes = "".join(_groups(entry)), _sizes(entry, shape)
     x = tensor.reshape([sizes[letter] for letter in letters])
     while "p" in letters:
         x = x[(slice(None),) * letters.index("p") + (entry.part[0],)]
         letters = letters.replace("p", "", 1)
-    return x.transpose([letters.index(letter) for letter in entry.layout.split("->")[1]])
+    x = x.transpose([letters.index(letter) for letter in entry.layout.split("->")[1]])
+    return x if entry.cut is None else x.reshape(shape)
 
 
 @lru_cache
@@ -257,7 +274,7 @@ def published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str,
         piece = _merged(entry.ours, which, flat, dtype, lora_scale)
         if entry.paired:
             piece = piece[..., np.argsort(_order(entry, shape[-1]))]
-        ours = entry.layout.split("->")[1]
+        piece, ours = piece if entry.cut is None else piece.reshape(entry.cut), entry.layout.split("->")[1]
         where = tuple(entry.part[0] if letter == "p" else slice(None) for letter in letters)
         out[where] = piece.transpose([ours.index(letter) for letter in letters if letter != "p"])
     return out.reshape(_shape_on_disk(entry, flat))
@@ -342,6 +359,8 @@ def _gather(where: jax.NamedSharding, stacked: int, dtype: np.dtype) -> Callable
 
 def by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Return tensors by the names of a language model with a head: others lack a prefix, or have one more."""
+    if isinstance(model, DualEncoderConfig):
+        return dict(tensors)
     prefix = "transformer." if model.name == "gpt2" else "model."
     found = {}
     for name, tensor in tensors.items():

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from jaxtrain.config.families import DeepseekV3Config, GptOssConfig, ModelConfig, RoutedConfig
 from jaxtrain.config.modality_families import WhisperConfig
+from jaxtrain.config.vision_keys import CHANNELS, DualEncoderConfig, PictureConfig
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Entry:
         layers: the published numbers of the layers that the parameter stacks; None: it is not of a layer.
         experts: how many experts it stacks; 0: it is not of an expert.
         float32: whether it is written in float32 whatever the others are, as published.
+        cut: sizes into which the parameter's dimensions are cut where the tensor has others; None: it has the same.
     """
 
     ours: str
@@ -35,6 +37,7 @@ class Entry:
     layers: Sequence[int] | None = None
     experts: int = 0
     float32: bool = False
+    cut: tuple[int, ...] | None = None
 
 
 REWARD_HEAD = "reward_head/kernel"
@@ -117,11 +120,63 @@ def _layer(c: ModelConfig, experts: bool) -> list[Entry]:
     return [*attention, *more, *(_SANDWICH if c.name == "gemma3" else _NORMS), *mlp]
 
 
+def _pair(ours: str, theirs: str, layout: str = "d->d", bias: str = "d->d", weight: str = "scale") -> list[Entry]:
+    """Return the entries of a weight and a bias."""
+    return [Entry(f"{ours}/{weight}", f"{theirs}.weight", layout), Entry(f"{ours}/bias", f"{theirs}.bias", bias)]
+
+
+def _tower(ours: str, theirs: str, layers: int) -> list[Entry]:
+    """Return the entries of the blocks of one of two encoders."""
+    at = f"{theirs}.encoder.layers.{{layer}}"
+    found = [entry for name in ("q", "k", "v") for entry in _pair(
+        f"attention/{name}", f"{at}.self_attn.{name}_proj", _HEADS, "(hk)->hk", "kernel")]
+    found += [*_pair("attention/out", f"{at}.self_attn.out_proj", _OUT, weight="kernel"),
+              *_pair("attention_norm", f"{at}.layer_norm1"), *_pair("mlp_norm", f"{at}.layer_norm2"),
+              *_gelu_mlp("mlp", f"{at}.mlp")]
+    return [replace(entry, ours=f"{ours}/blocks/layer/{entry.ours}", layers=range(layers)) for entry in found]
+
+
+def _gelu_mlp(ours: str, theirs: str) -> list[Entry]:
+    return [*_pair(f"{ours}/up", f"{theirs}.fc1", "fd->df", weight="kernel"),
+            *_pair(f"{ours}/down", f"{theirs}.fc2", "df->fd", weight="kernel")]
+
+
+def picture_encoder(c: PictureConfig) -> list[Entry]:
+    """Return the entries of SigLIP's or CLIP's encoder of pictures."""
+    at, patch = "vision_model.embeddings", (c.patch_size, c.patch_size, CHANNELS, c.picture_embed_dim)
+    first = [Entry("picture/token", f"{at}.class_embedding"), *_pair("picture/first_norm", "vision_model.pre_layrnorm")]
+    return [
+        Entry("picture/embed/kernel", f"{at}.patch_embedding.weight", "dcij->ijcd", cut=patch),
+        Entry("picture/grid/table", f"{at}.position_embedding.weight", "td->td"),
+        *(first if c.class_token else [Entry("picture/embed/bias", f"{at}.patch_embedding.bias")]),
+        *_tower("picture/encoder", "vision_model", c.picture_layers),
+        *_pair("picture/encoder/norm", "vision_model.post_layernorm")]
+
+
+def _dual_encoder(c: DualEncoderConfig) -> list[Entry]:
+    """Return the entries of two encoders."""
+    head, text, wide = "vision_model.head", "text_model", c.picture_embed_dim
+    pool = [
+        Entry("pool/query", f"{head}.probe", "abd->abd", cut=(1, 1, wide)),
+        *(entry for n, name in enumerate("qkv") for entry in (
+            Entry(f"pool/{name}/kernel", f"{head}.attention.in_proj_weight", "(phk)d->dhk", (n, 3)),
+            Entry(f"pool/{name}/bias", f"{head}.attention.in_proj_bias", "(phk)->hk", (n, 3)))),
+        *_pair("pool/out", f"{head}.attention.out_proj", _OUT, weight="kernel"),
+        *_pair("pool/norm", f"{head}.layernorm"), *_gelu_mlp("pool/mlp", f"{head}.mlp")]
+    own = [*pool, *_pair("text_head", f"{text}.head", "ed->de", weight="kernel"), Entry("scale", "logit_scale"),
+           Entry("bias", "logit_bias")] if c.name == "siglip" else [
+        Entry("scale", "logit_scale", "->", cut=()), Entry("text_head/kernel", "text_projection.weight", "ed->de"),
+        Entry("picture_head/kernel", "visual_projection.weight", "ed->de")]
+    return [
+        *own, *picture_encoder(c), Entry("embed/table", f"{text}.embeddings.token_embedding.weight", "vd->vd"),
+        Entry("positions/table", f"{text}.embeddings.position_embedding.weight", "td->td"),
+        *_tower("text", text, c.num_layers), *_pair("text/norm", f"{text}.final_layer_norm")]
+
+
 def _whisper(c: WhisperConfig) -> list[Entry]:
     """Return the entries of an encoder and a decoder."""
-    def pair(ours: str, theirs: str, layout: str = "d->d", bias: str = "d->d", weight: str = "scale") -> list[Entry]:
-        return [Entry(f"{ours}/{weight}", f"model.{theirs}.weight", layout),
-                Entry(f"{ours}/bias", f"model.{theirs}.bias", bias)]
+    def pair(ours: str, theirs: str, *args: str, **keys: str) -> list[Entry]:
+        return _pair(ours, f"model.{theirs}", *args, **keys)
 
     def attention(ours: str, theirs: str) -> list[Entry]:
         found = [entry for name in "qkv" for entry in pair(f"{ours}/{name}", f"{theirs}.{name}_proj", _HEADS,
@@ -154,6 +209,8 @@ def entries(c: ModelConfig, reward_head: bool = False) -> list[Entry]:
     """Return the entry of every parameter of a model; `reward_head`: it has one in place of the output projection."""
     if isinstance(c, WhisperConfig):
         return _whisper(c)
+    if isinstance(c, DualEncoderConfig):
+        return _dual_encoder(c)
     gpt2 = c.name == "gpt2"
     names = ("transformer.wte.weight", "transformer.ln_f.weight", "transformer.h") if gpt2 else (
         "model.embed_tokens.weight", "model.norm.weight", "model.layers")

@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxtrain.config.modality_families import SILENCE, WhisperConfig
 from jaxtrain.errors import UserError
+from jaxtrain.kernels.gelus import exact_gelu
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.models.attention.memory_attention import MemoryAttention
 from jaxtrain.models.attention.self_attention import Attention
@@ -23,18 +24,6 @@ from jaxtrain.models.rematerialization import wraps
 from jaxtrain.sharding import rules as sharding
 
 WHOLE = ("batch", None, "act_embed")  # of frames, of which each device has all: convolutions read their neighbours
-
-
-def exact_gelu(x: jax.Array) -> jax.Array:
-    """Return GELU by the error function, computed in float32."""
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
-
-
-class ExactGeluMLP(GeluMLP):
-    """The same MLP with GELU by the error function."""
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(exact_gelu(self.up(x_BTD)))
 
 
 class Convolution(nnx.Module):
@@ -62,7 +51,7 @@ class EncoderBlock(nnx.Module):
     def __init__(self, c: WhisperConfig, rngs: nnx.Rngs):
         self.attention_norm, self.mlp_norm = _norm(c, rngs), _norm(c, rngs)
         self.attention = MemoryAttention(**_attention(c, c.encoder_layers), rngs=rngs)
-        self.mlp = ExactGeluMLP(c.embed_dim, c.mlp_dim, out_std=_out_std(c.encoder_layers), rngs=rngs)
+        self.mlp = GeluMLP(c.embed_dim, c.mlp_dim, out_std=_out_std(c.encoder_layers), rngs=rngs, kind=exact_gelu)
 
     def __call__(self, x_BSD: jax.Array, visible_BSS: jax.Array | None,
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
@@ -83,7 +72,7 @@ class DecoderBlock(nnx.Module):
         self.attention_norm, self.memory_norm, self.mlp_norm = (_norm(c, rngs) for _ in range(3))
         self.attention = Attention(**_attention(c, c.num_layers), backend=compute.attention, rngs=rngs)
         self.memory = MemoryAttention(**_attention(c, c.num_layers), rngs=rngs)
-        self.mlp = ExactGeluMLP(c.embed_dim, c.mlp_dim, out_std=_out_std(c.num_layers), rngs=rngs)
+        self.mlp = GeluMLP(c.embed_dim, c.mlp_dim, out_std=_out_std(c.num_layers), rngs=rngs, kind=exact_gelu)
 
     def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array | None, visible_BTS: jax.Array | None,
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:

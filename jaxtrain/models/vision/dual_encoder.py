@@ -31,24 +31,29 @@ class DualEncoder(nnx.Module):
     def __init__(self, c: DualEncoderConfig, compute: Compute, *, rngs: nnx.Rngs):
         wide, self.is_clip = c.picture_embed_dim, c.name == "clip"
         self.picture = Vit(c, compute, rngs=rngs)
-        self.pool = (pooling.AttentionPool(wide, c.picture_heads, c.picture_mlp_dim, c.norm_eps, rngs=rngs)
-                     if c.pooling == "attention" else None)
+        self.pool = (pooling.AttentionPool(wide, c.picture_heads, c.picture_mlp_dim, c.picture_norm_eps, rngs=rngs,
+                                           kind=c.gelu, projected=c.pooling == "probe")
+                     if c.pooling in ("attention", "probe") else None)
         self.embed = Embed(c.vocab_size, c.embed_dim, rngs=rngs)
         self.positions = LearnedPositions(c.text_len, c.embed_dim, rngs=rngs)
         self.text = Encoder(c.embed_dim, c.num_layers, c.num_heads, c.mlp_dim, c.norm_eps, compute=compute, rngs=rngs,
-                            causal=self.is_clip)
+                            kind=c.gelu, causal=self.is_clip)
         self.picture_head, self.text_head = (
-            Linear("btd,de->bte", (dim, c.joint_dim), ("embed", "ahead"), RESIDUAL, bias=True, rngs=rngs)
-            for dim in (wide, c.embed_dim))
+            Linear("btd,de->bte", (dim, c.joint_dim), ("embed", "ahead"), RESIDUAL, bias=c.projections != "unbiased",
+                   rngs=rngs) if dim else None for dim in (0 if c.projections == "text" else wide, c.embed_dim))
         scale, bias = BEGINS[c.name]
         self.scale = param(rngs, (1,), (None,), std=0, value=scale, compute_dtype="float32")
         self.bias = None if self.is_clip else param(rngs, (1,), (None,), std=0, value=bias, compute_dtype="float32")
 
     def pictures(self, batch: Mapping[str, jax.Array], count: int) -> jax.Array:
         """Return a unit vector for each picture, [B, S, E] with S for `count` pictures a row, in float32."""
-        x_BTD = self.picture(batch["patches"], batch["pictures"], batch["places"])
-        pool = pooling.mean if self.pool is None else self.pool
-        return _unit(self.picture_head(pool(x_BTD, batch["pictures"], count)))
+        pictures_BT, places_BT2 = batch["pictures"], batch["places"]
+        x_BTD = self.picture(batch["patches"], pictures_BT, places_BT2)
+        if self.picture.class_at is not None:
+            x_BSD = pooling.chosen(x_BTD, pictures_BT, places_BT2[..., 0] == self.picture.class_at, count)
+        else:
+            x_BSD = (self.pool or pooling.mean)(x_BTD, pictures_BT, count)
+        return _unit(x_BSD if self.picture_head is None else self.picture_head(x_BSD))
 
     def texts(self, batch: Mapping[str, jax.Array], count: int) -> jax.Array:
         """Return a unit vector for each text, likewise."""
@@ -58,6 +63,7 @@ class DualEncoder(nnx.Module):
         tokens_BT, segments_BT, positions_BT = (sharding.constrain(batch[key], "batch", "seq")
                                                 for key in ("tokens", "segments", "positions"))
         x_BTD = self.text(self.embed(tokens_BT) + self.positions(positions_BT), segments_BT)
+        assert self.text_head is not None
         return _unit(self.text_head(pooling.last(x_BTD, segments_BT, positions_BT, count)))
 
     def similarity(self) -> tuple[jax.Array, jax.Array]:

@@ -9,12 +9,16 @@ import jax
 from flax import nnx
 
 from jaxtrain.kernels.attention.bidirectional import attend_all
+from jaxtrain.kernels.functions import gelu
+from jaxtrain.kernels.gelus import exact_gelu, quick_gelu
 from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute
 from jaxtrain.models.layers import INSIDE, GeluMLP, LayerNorm, Stack
 from jaxtrain.models.rematerialization import cut, wraps
 from jaxtrain.sharding import rules as sharding
+
+GELUS = {"tanh": gelu, "exact": exact_gelu, "quick": quick_gelu}  # by `model.gelu`
 
 
 class BidirectionalAttention(Attention):
@@ -32,16 +36,22 @@ class Encoder(nnx.Module):
     """Pre-norm blocks with LayerNorm, GELU and biases, and a last norm."""
 
     def __init__(self, dim: int, layers: int, heads: int, mlp_dim: int, eps: float, *, compute: Compute,
-                 rngs: nnx.Rngs, causal: bool = False):
-        """`causal`: tokens see only those before them, as in CLIP's encoder of texts."""
+                 rngs: nnx.Rngs, kind: str = "tanh", causal: bool = False):
+        """Make it.
+
+        Args:
+            kind: of GELU.
+            causal: tokens see only those before them, as in CLIP's encoder of texts.
+        """
         out_std = 0.02 / (2 * layers) ** 0.5
 
         def block(rngs: nnx.Rngs) -> Block:
-            kind = Attention if causal else BidirectionalAttention
+            attention = Attention if causal else BidirectionalAttention
+            mlp = GELUS[kind]
             return Block(LayerNorm(dim, eps, rngs=rngs),
-                         kind(dim, heads, heads, dim // heads, qkv_bias=True, out_bias=True, out_std=out_std,
-                              backend=compute.attention, context=compute.context, rngs=rngs),
-                         LayerNorm(dim, eps, rngs=rngs), GeluMLP(dim, mlp_dim, out_std=out_std, rngs=rngs))
+                         attention(dim, heads, heads, dim // heads, qkv_bias=True, out_bias=True, out_std=out_std,
+                                   backend=compute.attention, context=compute.context, rngs=rngs),
+                         LayerNorm(dim, eps, rngs=rngs), GeluMLP(dim, mlp_dim, out_std=out_std, rngs=rngs, kind=mlp))
 
         remat = cut(wraps(compute.remat, layers, compute.unroll), 0, layers)
         self.blocks = Stack(block, layers, remat=remat, unroll=compute.unroll, rngs=rngs)

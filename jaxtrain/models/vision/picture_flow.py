@@ -40,7 +40,7 @@ class PictureFlow(nnx.Module):
         given_BSD = self.given(*(sharding.constrain(x, "batch", None) for x in (times_BS, labels_BS)))
         pictures_BT = sharding.constrain(pictures_BT, "batch", "seq")
         own_BTS = (pictures_BT[..., None] == jnp.arange(1, times_BS.shape[1] + 1)).astype(given_BSD.dtype)
-        x_BTD = self.picture.begin(noisy_BTP, places_BT2)
+        x_BTD = self.picture.begin(noisy_BTP, places_BT2, pictures_BT)
         x_BTD = x_BTD + sharding.constrain(jnp.einsum("bts,bsd->btd", own_BTS, given_BSD), *RESIDUAL)
         return self.velocity(self.picture.encoder(x_BTD, pictures_BT))
 

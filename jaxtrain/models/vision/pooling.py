@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxtrain.kernels.functions import softmax
 from jaxtrain.models.layers import INSIDE, RESIDUAL, GeluMLP, LayerNorm, Linear, param
+from jaxtrain.models.vision.encoder import GELUS
 from jaxtrain.sharding import rules as sharding
 
 
@@ -41,6 +42,12 @@ def last(x_BTD: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array, coun
     return _weighted((own_BST & (at_BST == at_BST.max(2, keepdims=True))).astype(jnp.float32), x_BTD)
 
 
+def chosen(x_BTD: jax.Array, segments_BT: jax.Array, is_it_BT: jax.Array, count: int) -> jax.Array:
+    """Return the vector of the one token of each segment that `is_it_BT` says."""
+    own_BST = members(segments_BT, count) & sharding.constrain(is_it_BT, "batch", None)[:, None, :]
+    return _weighted(own_BST.astype(jnp.float32), x_BTD)
+
+
 def _weighted(weights_BST: jax.Array, x_BTD: jax.Array) -> jax.Array:
     x_BTD = sharding.constrain(x_BTD, "batch", None, "act_embed")
     y_BSD = jnp.einsum("bst,btd->bsd", weights_BST, x_BTD, preferred_element_type=jnp.float32)
@@ -50,20 +57,24 @@ def _weighted(weights_BST: jax.Array, x_BTD: jax.Array) -> jax.Array:
 class AttentionPool(nnx.Module):
     """A learned query that attends to each segment, then an MLP, as at the end of SigLIP's encoder of pictures."""
 
-    def __init__(self, dim: int, heads: int, mlp_dim: int, eps: float, *, rngs: nnx.Rngs):
+    def __init__(self, dim: int, heads: int, mlp_dim: int, eps: float, *, rngs: nnx.Rngs, kind: str = "tanh",
+                 projected: bool = False):
+        """`projected`: the query is a vector as wide as a token's, with a projection of its own, as published."""
         shape, axes = (dim, heads, dim // heads), ("embed", "heads", "head_dim")
         laid_out = ("batch", "seq", "act_heads", "act_head_dim")
-        self.query = param(rngs, shape[1:], axes[1:])  # the same for all, so that it needs no projection
+        # The same for all, so that it needs no projection.
+        self.query = param(rngs, *((shape[:1], axes[:1]) if projected else (shape[1:], axes[1:])))
+        self.q = Linear("btd,dhk->bthk", shape, axes, laid_out, bias=True, rngs=rngs) if projected else None
         self.k, self.v = (Linear("btd,dhk->bthk", shape, axes, laid_out, bias=True, rngs=rngs) for _ in range(2))
         self.out = Linear("bthk,hkd->btd", (*shape[1:], dim), (*axes[1:], "embed"), RESIDUAL, bias=True, rngs=rngs)
         self.norm = LayerNorm(dim, eps, rngs=rngs)
-        self.mlp = GeluMLP(dim, mlp_dim, out_std=0.02, rngs=rngs)
+        self.mlp = GeluMLP(dim, mlp_dim, out_std=0.02, rngs=rngs, kind=GELUS[kind])
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array, count: int) -> jax.Array:
         """Return a vector for each segment."""
         k_BTHK, v_BTHK = (sharding.constrain(project(x_BTD), "batch", None, "act_heads", "act_head_dim")
                           for project in (self.k, self.v))
-        query_HK = sharding.gather(self.query[...], "heads", "head_dim") * k_BTHK.shape[-1] ** -0.5
+        query_HK = self._query() * k_BTHK.shape[-1] ** -0.5
         scores_BHT = jnp.einsum("hk,bthk->bht", query_HK, k_BTHK, preferred_element_type=jnp.float32,
                                 out_sharding=sharding.activation_spec("batch", "act_heads", None))
         mask_BST = jnp.where(members(segments_BT, count), 0.0, -1e30)
@@ -71,3 +82,12 @@ class AttentionPool(nnx.Module):
         y_BSHK = jnp.einsum("bhst,bthk->bshk", weights_BHST, v_BTHK)
         y_BSD = self.out(sharding.constrain(y_BSHK, "batch", "seq", "act_heads", "act_head_dim"))
         return y_BSD + self.mlp(sharding.constrain(self.norm(y_BSD), *INSIDE))
+
+    def _query(self) -> jax.Array:
+        """Return the query of each head."""
+        if self.q is None:
+            return sharding.gather(self.query[...], "heads", "head_dim")
+        query_D = sharding.gather(self.query[...], "embed")
+        assert self.q.bias is not None
+        kernel_DHK, bias_HK = self.q.matrix(query_D.dtype), sharding.gather(self.q.bias[...], *self.q.bias_axes)
+        return jnp.einsum("d,dhk->hk", query_D, kernel_DHK) + bias_HK

@@ -1,20 +1,77 @@
 """A vision transformer over packed patches: a row holds the patches of several pictures of any sizes.
 
-Patches see those of their own picture only, and their positions are a vector for the row plus one for the column
-within it, so that any height and width up to the largest can be met (NaViT, arXiv 2307.06304; ViT, arXiv 2010.11929).
+Patches see those of their own picture only. Their positions are a vector for the row plus one for the column within
+it, so that any height and width up to the largest can be met (NaViT, arXiv 2307.06304; ViT, arXiv 2010.11929); or, as
+in published encoders, the values at their places of a table that is stretched over the picture.
 
-Shape suffixes: B batch, T patches of a row, P values of a patch, D embedding.
+Shape suffixes: B batch, T patches of a row, S pictures of a row, P values of a patch, D embedding, N places of the
+table.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxtrain.config.vision_keys import PictureConfig
+from jaxtrain.kernels.attention.bidirectional import whole_rows
 from jaxtrain.models.decoder import Compute
-from jaxtrain.models.layers import RESIDUAL, LearnedPositions, Linear
+from jaxtrain.models.layers import INSIDE, RESIDUAL, LayerNorm, LearnedPositions, Linear, param
 from jaxtrain.models.vision.encoder import Encoder
 from jaxtrain.sharding import rules as sharding
+
+
+class Grid(nnx.Module):
+    """A table of positions of square pictures, between whose places cubic curves are drawn for all others."""
+
+    def __init__(self, c: PictureConfig, *, rngs: nnx.Rngs):
+        self.side, self.count, self.class_at = c.grid, c.pictures_per_row, class_at(c)
+        self.table = param(rngs, (c.grid**2 + c.class_token, c.picture_embed_dim), ("positions", "embed"), std=0.01)
+
+    def __call__(self, places_BT2: jax.Array, pictures_BT: jax.Array) -> jax.Array:
+        """Return the position of each patch."""
+        sizes_BT2 = self._sizes(places_BT2, pictures_BT)
+        down_BTR, across_BTC = (_cubic(places_BT2[..., i], sizes_BT2[..., i], self.side) for i in (0, 1))
+        weights_BTN = (down_BTR[..., :, None] * across_BTC[..., None, :]).reshape(*places_BT2.shape[:2], -1)
+        if self.class_at is not None:
+            is_class_BT1 = (places_BT2[..., :1] == self.class_at).astype(jnp.float32)
+            weights_BTN = jnp.concatenate([is_class_BT1, weights_BTN * (1 - is_class_BT1)], -1)
+        table = sharding.gather(self.table[...], "positions", "embed")
+        x_BTD = jnp.einsum("btn,nd->btd", weights_BTN, table.astype(jnp.float32), precision="highest",
+                           out_sharding=sharding.activation_spec(*INSIDE))
+        return sharding.constrain(x_BTD.astype(table.dtype), *RESIDUAL)
+
+    def _sizes(self, places_BT2: jax.Array, pictures_BT: jax.Array) -> jax.Array:
+        """Return how many patches high and wide each patch's picture is."""
+        numbers_S = jnp.arange(1, self.count + 1)
+        places_BT2 = places_BT2 + 1 if self.class_at is None else jnp.where(
+            places_BT2[..., :1] == self.class_at, 0, places_BT2 + 1)
+        own_BTS1 = (whole_rows(pictures_BT)[..., None] == numbers_S)[..., None]
+        largest_BS2 = jnp.where(own_BTS1, whole_rows(places_BT2, None)[:, :, None], 0).max(1)
+        own_BTS = (pictures_BT[..., None] == numbers_S).astype(jnp.float32)
+        return jnp.einsum("bts,bsi->bti", own_BTS, largest_BS2.astype(jnp.float32), precision="highest")
+
+
+def _cubic(at_BT: jax.Array, size_BT: jax.Array, side: int) -> jax.Array:
+    """Return the weights [B, T, side] of a table's places for the at-th of `size` places that are spread over them.
+
+    They are those of cubic convolution (Keys, 1981) with the parameter -0.75; the table goes on behind its ends as it
+    ends.
+    """
+    x_BT = (at_BT.astype(jnp.float32) + 0.5) * side / jnp.maximum(size_BT, 1) - 0.5
+    first_BT, found = jnp.floor(x_BT), 0.0
+    for n in range(-1, 3):
+        away_BT = jnp.abs(x_BT - first_BT - n)
+        near_BT = (1.25 * away_BT - 2.25) * away_BT**2 + 1
+        far_BT = ((-0.75 * away_BT + 3.75) * away_BT - 6) * away_BT + 3
+        hit_BTN = jnp.clip(first_BT + n, 0, side - 1)[..., None] == jnp.arange(side)
+        found += jnp.where(away_BT <= 1, near_BT, far_BT)[..., None] * hit_BTN
+    return jnp.asarray(found)
+
+
+def class_at(c: PictureConfig) -> int | None:
+    """Return the number of the row that says of a place that it is a class token's; None: there are none."""
+    return c.patches_per_side if c.class_token else None
 
 
 class Vit(nnx.Module):
@@ -22,16 +79,33 @@ class Vit(nnx.Module):
 
     def __init__(self, c: PictureConfig, compute: Compute, *, rngs: nnx.Rngs):
         dim = c.picture_embed_dim
-        self.embed = Linear("btp,pd->btd", (c.patch_values, dim), (None, "embed"), RESIDUAL, bias=True, rngs=rngs)
-        self.down, self.across = (LearnedPositions(c.patches_per_side, dim, rngs=rngs) for _ in range(2))
-        self.encoder = Encoder(dim, c.picture_layers, c.picture_heads, c.picture_mlp_dim, c.norm_eps, compute=compute,
-                               rngs=rngs)
+        self.class_at = class_at(c)
+        self.mean, self.std = (tuple(255 * x for x in each) for each in (c.pixel_mean, c.pixel_std))  # of each channel
+        self.embed = Linear("btp,pd->btd", (c.patch_values, dim), (None, "embed"), RESIDUAL, bias=not c.class_token,
+                            rngs=rngs)
+        self.grid = Grid(c, rngs=rngs) if c.grid else None
+        self.down, self.across = (None if c.grid else LearnedPositions(c.patches_per_side, dim, rngs=rngs)
+                                  for _ in range(2))
+        self.token = param(rngs, (dim,), ("embed",)) if c.class_token else None
+        self.first_norm = LayerNorm(dim, c.picture_norm_eps, rngs=rngs) if c.class_token else None
+        self.encoder = Encoder(dim, c.picture_layers, c.picture_heads, c.picture_mlp_dim, c.picture_norm_eps,
+                               compute=compute, rngs=rngs, kind=c.gelu)
 
-    def begin(self, values_BTP: jax.Array, places_BT2: jax.Array) -> jax.Array:
+    def begin(self, values_BTP: jax.Array, places_BT2: jax.Array, pictures_BT: jax.Array) -> jax.Array:
         """Return the embeddings of patches' values, which are about between -1 and 1, with those of their places."""
-        down_BT, across_BT = (sharding.constrain(places_BT2[..., i].astype(jnp.int32), "batch", "seq") for i in (0, 1))
-        values_BTP = sharding.constrain(values_BTP.astype(self.down.table[...].dtype), "batch", "seq", None)
-        return self.embed(values_BTP) + self.down(down_BT) + self.across(across_BT)
+        places_BT2 = sharding.constrain(places_BT2.astype(jnp.int32), "batch", "seq", None)
+        values_BTP = sharding.constrain(values_BTP, "batch", "seq", None)
+        if self.grid is None:
+            assert self.down is not None and self.across is not None
+            x_BTD = self.embed(values_BTP.astype(self.down.table[...].dtype))
+            return x_BTD + self.down(places_BT2[..., 0]) + self.across(places_BT2[..., 1])
+        x_BTD = self.embed(values_BTP.astype(self.grid.table[...].dtype))
+        if self.token is None or self.first_norm is None or self.class_at is None:
+            return x_BTD + self.grid(places_BT2, pictures_BT)
+        is_class_BT1 = sharding.constrain(places_BT2[..., :1] == self.class_at, "batch", "block_seq", None)
+        token_BTD = sharding.constrain(jnp.broadcast_to(sharding.gather(self.token[...], "embed"), x_BTD.shape),
+                                       *RESIDUAL)
+        return self.first_norm(jnp.where(is_class_BT1, token_BTD, x_BTD) + self.grid(places_BT2, pictures_BT))
 
     def __call__(self, patches_BTP: jax.Array, pictures_BT: jax.Array, places_BT2: jax.Array) -> jax.Array:
         """Return the normalized activation of each patch.
@@ -41,5 +115,7 @@ class Vit(nnx.Module):
             pictures_BT: the number of each patch's picture in the row, from 1 on; 0: padding.
             places_BT2: the row and the column of each patch in its picture.
         """
-        pictures_BT = sharding.constrain(pictures_BT, "batch", "seq")
-        return self.encoder(self.begin(patches_BTP.astype(jnp.float32) / 127.5 - 1, places_BT2), pictures_BT)
+        pictures_BT, x_BTP = sharding.constrain(pictures_BT, "batch", "seq"), patches_BTP.astype(jnp.float32)
+        mean_P, std_P = (np.tile(np.array(x, np.float32), x_BTP.shape[-1] // len(x)) for x in (self.mean, self.std))
+        x_BTP = x_BTP / 127.5 - 1 if {*self.mean, *self.std} == {127.5} else (x_BTP - mean_P) / std_P
+        return self.encoder(self.begin(x_BTP, places_BT2, pictures_BT), pictures_BT)

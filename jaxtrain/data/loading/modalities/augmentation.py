@@ -14,12 +14,21 @@ LEAST = 0.5  # the least share of a picture's height, and of its width, that a c
 STRENGTH = 0.3  # by how much brightness, contrast and each channel change at most
 
 
-def augmented(row: dict[str, np.ndarray], kinds: Collection[str], seed: int, step: int,
-              number: int) -> dict[str, np.ndarray]:
-    """Return a row whose pictures are changed in these ways; `number` is that of the row in the batch of the step."""
+def augmented(row: dict[str, np.ndarray], kinds: Collection[str], seed: int, step: int, number: int,
+              class_at: int | None = None) -> dict[str, np.ndarray]:
+    """Return a row whose pictures are changed in these ways.
+
+    Args:
+        row: patches, their pictures and places.
+        kinds: of `KINDS`.
+        seed: of the data.
+        step: of the batch.
+        number: of the row in the batch of the step.
+        class_at: the row of places that are a class token's; None: there are none.
+    """
     row = row | {name: row[name].copy() for name in ("patches", "pictures", "places")}
     for picture in range(1, int(row["pictures"].max(initial=0)) + 1):
-        here = np.flatnonzero(row["pictures"] == picture)
+        here = np.flatnonzero((row["pictures"] == picture) & (row["places"][:, 0] != class_at))
         _augment(row, here, kinds, numbers_for(seed, step, number, picture).random(9))
     return row
 

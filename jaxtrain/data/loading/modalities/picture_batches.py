@@ -31,7 +31,7 @@ class PictureBatches(Batches):
         rows = [{name: x[i] for name, x in batch.items()} for i in range(len(within))]
         for i, number in enumerate(np.asarray(within).tolist()):
             if self._augment:
-                rows[i] = augmented(rows[i], self._augment, self._seed, step, number)
+                rows[i] = augmented(rows[i], self._augment, self._seed, step, number, self.pictures.class_at)
             if self._noise:
                 random = numbers_for(self._seed, step, number, 0)
                 rows[i] |= {"times": random.random(len(rows[i]["weights"]), np.float32),
@@ -55,14 +55,16 @@ def picture_batches(config: Config, corpus: SequenceCorpus, split: str) -> Pictu
         if split == "train":
             raise UserError("data.source", "it has no picture to train on", "prepare it with a smaller eval_fraction")
         return None
-    shape = sequences, d.seq_len, c.pictures_per_row
+    shape, at = (sequences, d.seq_len, c.pictures_per_row), c.patches_per_side if c.class_token else None
     if isinstance(c, VisionLanguageConfig):
         if "crop" in d.augment:
             raise UserError("data.augment", "a caption would say what a crop has lost, and patches are tokens here",
                             "leave out crop")
-        rows: PictureRows = CaptionedPictures(*shape, corpus.manifest["captions"]["end"])
+        rows: PictureRows = CaptionedPictures(*shape, corpus.manifest["captions"]["end"], class_at=at)
+    elif isinstance(c, DualEncoderConfig):
+        rows = PairedPictures(*shape, c.text_len, c.text_begin, c.text_end, c.text_pad, class_at=at)
     else:
-        rows = PairedPictures(*shape, c.text_len) if isinstance(c, DualEncoderConfig) else LabelledPictures(*shape)
+        rows = LabelledPictures(*shape)
     train = split == "train"
     return PictureBatches(rows, global_batch_size=d.global_batch_size, seed=d.seed if train else 0,
                           augment=d.augment if train else (), noise=c.name == "picture_flow", repeat=train)

@@ -1,0 +1,157 @@
+"""SigLIP and CLIP as they are published: their config.json and preprocessor_config.json, to our keys and back.
+
+A key that a file leaves out has the default that Hugging Face's transformers gives it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.vision_keys import CHANNELS, DualEncoderConfig
+from jaxtrain.errors import UserError
+from jaxtrain.files import bounded_files
+
+Keys = dict[str, Any]
+PREPROCESSOR = "preprocessor_config.json"
+KINDS = ("siglip", "clip")
+# Published key -> ours, of the encoder of texts and of that of pictures.
+_TEXT = {"vocab_size": "vocab_size", "hidden_size": "embed_dim", "intermediate_size": "mlp_dim",
+         "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "max_position_embeddings": "text_len",
+         "layer_norm_eps": "norm_eps"}
+_PICTURE = {"hidden_size": "picture_embed_dim", "intermediate_size": "picture_mlp_dim",
+            "num_hidden_layers": "picture_layers", "num_attention_heads": "picture_heads", "image_size": "picture_size",
+            "patch_size": "patch_size", "layer_norm_eps": "picture_norm_eps"}
+_SHAPE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+_DEFAULTS: dict[str, tuple[Keys, Keys]] = {
+    "siglip": (_SHAPE | {"vocab_size": 32000, "max_position_embeddings": 64, "layer_norm_eps": 1e-6,
+                         "hidden_act": "gelu_pytorch_tanh", "pad_token_id": 1},
+               _SHAPE | {"image_size": 224, "patch_size": 16, "layer_norm_eps": 1e-6, "num_channels": CHANNELS,
+                         "hidden_act": "gelu_pytorch_tanh", "vision_use_head": True}),
+    "clip": (_SHAPE | {"vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8,
+                       "max_position_embeddings": 77, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu",
+                       "bos_token_id": 49406, "eos_token_id": 49407},
+             _SHAPE | {"image_size": 224, "patch_size": 32, "layer_norm_eps": 1e-5, "num_channels": CHANNELS,
+                       "hidden_act": "quick_gelu"})}
+_GELUS = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu": "exact", "quick_gelu": "quick"}
+_PICTURES = 8  # in a row
+_BICUBIC = 3  # Pillow's number for it
+# What each model's processor does with a picture where its file does not say otherwise.
+_PROCESSORS: dict[str, Keys] = {
+    "siglip": {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_center_crop": None},
+    "clip": {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+             "do_center_crop": True}}
+
+
+def section(kind: str, given: Keys, path: Path) -> Keys:
+    """Return the keys of a config's `model` section that a config.json amounts to."""
+    def refuse(key: str, value: Any, why: str) -> UserError:
+        return UserError(f"{path}", f"{key}={value!r} {why}", "use a model that jaxtrain can express")
+
+    if given.get("quantization_config"):
+        raise refuse("quantization_config", given["quantization_config"], "cannot be expressed: only plain weights can")
+    text, picture = (defaults | _half(given, half) for half, defaults in zip(
+        ("text_config", "vision_config"), _DEFAULTS[kind], strict=True))
+    for half, known, table in (("text_config", text, _TEXT), ("vision_config", picture, _PICTURE)):
+        for key in table:
+            if not isinstance(known[key], float if key.endswith("eps") else int) or not known[key] > 0:
+                raise refuse(f"{half}.{key}", known[key], "is not a size that a model has")
+        if known["hidden_act"] not in _GELUS or known["hidden_act"] != text["hidden_act"]:
+            raise refuse(f"{half}.hidden_act", known["hidden_act"], "cannot be expressed: only a GELU that both "
+                         "encoders share can")
+    for key, only in (("num_channels", CHANNELS), ("vision_use_head", True)):
+        if picture.get(key, only) != only:
+            raise refuse(f"vision_config.{key}", picture[key], f"cannot be expressed: only {only!r} can")
+    clip, vocabulary = kind == "clip", text["vocab_size"]
+    found = {"name": kind, "gelu": _GELUS[text["hidden_act"]], "class_token": clip,
+             "pooling": "class" if clip else "probe", "projections": "unbiased" if clip else "text"}
+    found |= {ours: known[key] for known, table in ((text, _TEXT), (picture, _PICTURE)) for key, ours in table.items()}
+    wide = picture["hidden_size"]
+    if clip:
+        found["joint_dim"] = given.get("projection_dim", 512)
+        begin, end = text["bos_token_id"], text["eos_token_id"]
+        # An end of 2 is the word of old files for the last token of the vocabulary, before which is that of beginnings.
+        tokens = {"text_begin": vocabulary - 2, "text_end": vocabulary - 1} if end == 2 else {
+            "text_begin": begin, "text_end": end}
+    else:
+        found["joint_dim"] = text.get("projection_size") or text["hidden_size"]
+        if found["joint_dim"] != wide:
+            raise refuse("text_config.projection_size", found["joint_dim"], f"is not the width {wide} of pictures")
+        tokens = {"text_end": text["pad_token_id"], "text_pad": text["pad_token_id"]}
+    for key, token in tokens.items():
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise refuse(f"text_config, {key[5:]} token", token, f"is not a token below vocab_size={vocabulary}")
+    side = picture["image_size"] // picture["patch_size"]
+    return found | tokens | {"patches_per_side": side, "pictures_per_row": _PICTURES,
+                             "max_seq_len": _PICTURES * (side**2 + clip)}
+
+
+def _half(given: Keys, name: str) -> Keys:
+    """Return what a file says of one encoder; `NAME_dict` of older files counts where it is there."""
+    older = given.get(f"{name}_dict")
+    return (given.get(name) or {}) if older is None else older
+
+
+def pixels(kind: str, folder: Path, picture_size: int) -> Keys:
+    """Return the keys of what is subtracted from pixels and what they are divided by, as the processor's file says.
+
+    Raises:
+        UserError: it prepares pictures otherwise than the model reads them.
+    """
+    path, fix = folder / PREPROCESSOR, "bring the file that belongs to the model, or leave it out"
+    given = bounded_files.user_json(path, dict, "--config", fix)
+    if given is None:  # transformers 5 writes the processors of pictures and of texts into one file
+        path = folder / "processor_config.json"
+        given = (bounded_files.user_json(path, dict, "--config", fix) or {}).get("image_processor") or {}
+    known: Keys = {"do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255} | _PROCESSORS[kind] | given
+    for key in ("do_rescale", "do_normalize"):
+        if known[key] is not True:
+            raise UserError(f"{path}", f"{key}={known[key]!r} cannot be expressed: only True can", fix)
+    if abs(known["rescale_factor"] * 255 - 1) > 1e-6:
+        raise UserError(f"{path}", f"rescale_factor={known['rescale_factor']} cannot be expressed: only 1/255 can", fix)
+    size = known.get("crop_size" if known["do_center_crop"] else "size")
+    for side in size.values() if isinstance(size, Mapping) else [size] * (size is not None):
+        if side != picture_size:
+            raise UserError(f"{path}", f"it makes pictures of {side} pixels, and the model reads those of "
+                            f"{picture_size}", fix)
+    found = {"pixel_mean": known["image_mean"], "pixel_std": known["image_std"]}
+    for key, value in found.items():
+        if not isinstance(value, list) or any(not isinstance(x, int | float) for x in value):
+            raise UserError(f"{path}", f"{key.replace('pixel', 'image')}={value!r} is not a number for each channel",
+                            fix)
+    return {key: [float(x) for x in value] for key, value in found.items()}
+
+
+def fillers(kind: str, folder: Path) -> Keys:
+    """Return the keys of the tokens that a SigLIP's texts end with and are filled up with, where a file names them.
+
+    Its config.json knows only one, and not that of tokenizers which have two.
+    """
+    if kind != "siglip":
+        return {}
+    said = bounded_files.user_json(folder / "tokenizer_config.json", dict, "--config", "download it again") or {}
+    ids = {token["content"]: int(number) for number, token in (said.get("added_tokens_decoder") or {}).items()}
+    return {key: ids[name] for key, name in (("text_end", said.get("eos_token")), ("text_pad", said.get("pad_token")))
+            if isinstance(name, str) and name in ids}
+
+
+def described(c: DualEncoderConfig) -> Keys:
+    """Return what config.json says of a model."""
+    halves: list[Keys] = [{"model_type": f"{c.name}_{half}_model", "hidden_act": next(
+        theirs for theirs, ours in _GELUS.items() if ours == c.gelu)} | {
+            key: getattr(c, ours) for key, ours in table.items()}
+        for half, table in (("text", _TEXT), ("vision", _PICTURE))]
+    halves[0] |= {"projection_dim": c.joint_dim, "bos_token_id": c.text_begin, "eos_token_id": c.text_end} if (
+        c.name == "clip") else {"projection_size": c.joint_dim, "pad_token_id": c.text_pad}
+    halves[1] |= {"projection_dim": c.joint_dim} if c.name == "clip" else {}
+    return {"architectures": [{"siglip": "SiglipModel", "clip": "CLIPModel"}[c.name]], "model_type": c.name,
+            "text_config": halves[0], "vision_config": halves[1]} | (
+                {"projection_dim": c.joint_dim} if c.name == "clip" else {})
+
+
+def preprocessor(c: DualEncoderConfig) -> Keys:
+    """Return what preprocessor_config.json says of the pictures that a model reads."""
+    square, clip = {"height": c.picture_size, "width": c.picture_size}, c.name == "clip"
+    return {"image_processor_type": "CLIPImageProcessor" if clip else "SiglipImageProcessor", "do_convert_rgb": True,
+            "do_resize": True, "resample": _BICUBIC, "size": {"shortest_edge": c.picture_size} if clip else square,
+            "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": list(c.pixel_mean),
+            "image_std": list(c.pixel_std)} | ({"do_center_crop": True, "crop_size": square} if clip else {})
