@@ -18,11 +18,14 @@ from tests.numerics import reference
 pytest.importorskip("lm_eval")
 
 from jaxtrain.config.sections.tuning_keys import LoraConfig
+from jaxtrain.distributed.run_lock import locked
 from jaxtrain.hub import evaluate_tasks, generate_texts
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.harness_model import HarnessModel
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.models import lora
+from jaxtrain.observe import trackers
+from tests.observe.trackers.test_tracking import Backend, Fake
 
 pytestmark = pytest.mark.slow
 TASK = """task: {name}
@@ -101,17 +104,42 @@ def test_every_kind_of_task_gives_what_the_logits_say(workdir, tasks, capsys):
     assert said == one.text and "e" not in said
 
 
-def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, tasks, tmp_path, capsys):
-    copy = tmp_path / "copy"
+def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, tasks, tmp_path, capsys, monkeypatch):
+    """And tells the run's trackers each result once."""
+    backend, copy = Backend(), tmp_path / "copy"
+    monkeypatch.setattr(trackers, "made", lambda name: Fake(backend))
+    monkeypatch.setattr(trackers, "check", lambda names: None)
     shutil.copytree(workdir, copy, ignore=shutil.ignore_patterns("evaluations"))
-    assert evaluate_tasks.main([f"{copy}", "--tasks=choose", f"--include={tasks}", "--watch", "--limit=2"]) == 0
-    assert sorted(path.name for path in (copy / "evaluations").iterdir()) == ["10.json", "20.json"]
-    seen = {path: path.stat().st_mtime_ns for path in (copy / "evaluations").iterdir()}
-    words = [f"{copy}", f"--include={tasks}", "--watch", "--limit=2"]
+    folder, run = copy / "evaluations", json.loads((copy / "run.json").read_text())["run"]
+    words = [f"{copy}", f"--include={tasks}", "--watch", "--limit=2", "--config.observe.trackers=wandb"]
     assert evaluate_tasks.main([*words, "--tasks=choose"]) == 0
-    assert seen == {path: path.stat().st_mtime_ns for path in (copy / "evaluations").iterdir()}, "done again"
+    assert sorted(path.name for path in folder.glob("*.json")) == ["10.json", "20.json"]
+    first, newest = folder / "10.json", folder / "20.json"
+    seen, kept = first.stat().st_mtime_ns, json.loads(newest.read_text())
+    newest.write_text(json.dumps(kept | {"parameters": "others"}))  # the run has come to this step again
+    assert evaluate_tasks.main([*words, "--tasks=choose"]) == 0
+    assert seen == first.stat().st_mtime_ns, "done again"
+    assert json.loads(newest.read_text())["parameters"] == kept["parameters"], "of a checkpoint that is gone"
+    told = [{"step": step, "eval_choose_acc": json.loads((folder / f"{step}.json").read_text())["results"]["choose"][
+        "acc,none"]} for step in (10, 20)]
+    assert [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] == told
+    shown = backend.runs[f"{run}-evaluations"]
+    assert [{key: line[key] for key in told[0]} for line in shown] == told
+    assert not any("choose" in line for line in (copy / "metrics.jsonl").read_text().splitlines())
+    with locked(folder, 0.0):
+        assert evaluate_tasks.main([*words, "--tasks=choose"]) == 2
+    assert "--watch: another process watches" in capsys.readouterr().err
+
+    def asked(flags, overrides, tasks, step, evaluate=evaluate_tasks._evaluate):
+        if step == 10:  # it is deleted in this moment
+            shutil.rmtree(copy / "checkpoints" / "10")
+        evaluate(flags, overrides, tasks, step)
+
+    monkeypatch.setattr(evaluate_tasks, "_evaluate", asked)
     assert evaluate_tasks.main([*words, "--tasks=go_on"]) == 0
-    assert all("go_on" in json.loads(path.read_text())["results"] for path in seen), "others' results count as done"
+    assert "the checkpoint of step 10 was deleted before it was read" in capsys.readouterr().err
+    assert "go_on" in json.loads(newest.read_text())["results"], "others' results count as done"
+    assert [line["step"] for line in backend.runs[f"{run}-evaluations-2"]] == [20]
 
 
 def test_a_run_is_asked_while_it_trains_and_keeps_the_best_checkpoint(workdir, tasks, tmp_path):
