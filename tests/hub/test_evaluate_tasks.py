@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ pytest.importorskip("lm_eval")
 
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.distributed.run_lock import locked
-from jaxtrain.hub import evaluate_tasks, generate_texts
+from jaxtrain.hub import evaluate_tasks, generate_texts, harness_model, training_tasks
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.harness_model import HarnessModel
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
@@ -145,7 +146,7 @@ def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, 
 def test_a_run_is_asked_while_it_trains_and_keeps_the_best_checkpoint(workdir, tasks, tmp_path):
     """On its own mesh, with the numbers of the command; the steps are those of a run that is not asked."""
     config = jt.load_config(workdir / "config.json", {
-        "evaluation.tasks": ["choose", "go_on"], "evaluation.include": f"{tasks}", "evaluation.limit": 4,
+        "evaluation.tasks": ["choose", "go_on", "roll"], "evaluation.include": f"{tasks}", "evaluation.limit": 4,
         "train.steps": 15, "train.eval_every": 5, "train.precision": "float32", "mesh.data": 2, "mesh.fsdp": 2,
         "mesh.tensor": 2, "checkpoint.every": 5, "checkpoint.keep": 1, "checkpoint.best": "highest:eval_choose_acc"})
     random.seed(3)
@@ -157,12 +158,42 @@ def test_a_run_is_asked_while_it_trains_and_keeps_the_best_checkpoint(workdir, t
     assert sorted(found) == [5, 10, 15]
     best = max(found, key=lambda step: (found[step]["eval_choose_acc"], step))
     assert {int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()} == {best, 15}
-    assert evaluate_tasks.main([f"{folder}", "--tasks=choose,go_on", f"--include={tasks}", "--limit=4"]) == 0
+    assert evaluate_tasks.main([f"{folder}", "--tasks=choose,go_on,roll", f"--include={tasks}", "--limit=4"]) == 0
     said = json.loads((folder / "evaluations" / "15.json").read_text())["results"]
     wanted = {f"eval_{task}_{metric}": said[task][f"{metric},none"]
-              for task, metric in (("choose", "acc"), ("go_on", "exact_match"))}
-    assert {key: found[15][key] for key in wanted} == wanted
+              for task, metric in (("choose", "acc"), ("go_on", "exact_match"), ("roll", "bits_per_byte"))}
+    assert {key: found[15][key] for key in wanted} == pytest.approx(wanted, rel=1e-4)
+    assert found[5]["eval_roll_bits_per_byte"] > found[15]["eval_roll_bits_per_byte"], "it did not learn meanwhile"
     assert not any("stderr" in key for key in found[15])
+
+
+def test_a_run_asks_as_its_config_says(workdir, tasks, monkeypatch):
+    """Each key reaches the harness or the model that it asks; the harness seeds nobody else's generators."""
+    results = {"choose": {"alias": "choose", "sample_len": 3, "acc,none": 0.5, "acc_stderr,none": 0.1, "acc,strict": 1}}
+    config = jt.load_config(workdir / "config.json", {
+        "evaluation.tasks": ["choose", "roll"], "evaluation.include": f"{tasks}", "evaluation.limit": 3,
+        "evaluation.num_fewshot": 2, "evaluation.chat": True, "evaluation.batch_size": 7})
+
+    def answers(self, model):
+        assert self.names == ["choose", "roll"]
+        assert evaluate_tasks._asked(self.flags) == {
+            "tasks": "choose,roll", "num_fewshot": 2, "limit": 3, "gen_kwargs": None, "chat": True, "seed": 0}
+        assert model == ((run, "state", "words"), {"chat": ("run", config.to_dict(), "words", ""), "batch_size": 7})
+        random.seed(1)
+        np.random.seed(1)
+        return {"results": results}
+
+    run = SimpleNamespace(config=config, eval_batches=[], corpus=SimpleNamespace(tokenizer="words"))
+    monkeypatch.setattr(training_tasks, "chat_of", lambda *arguments: arguments)
+    monkeypatch.setattr(harness_model, "HarnessModel", lambda *arguments, **keys: (arguments, keys))
+    monkeypatch.setattr(evaluate_tasks.Tasks, "ask", answers)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    ask = training_tasks.asked(run, "run")
+    assert ask("state") == {"eval_choose_acc": 0.5, "eval_choose_acc_strict": 1.0}
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())
+    run.eval_batches = None
+    with pytest.raises(jt.UserError, match=r"evaluation\.tasks: they are asked with evaluations, and the data have no"):
+        training_tasks.asked(run, "run")
 
 
 @pytest.mark.parametrize(("keys", "message"), [
@@ -206,8 +237,6 @@ def test_a_model_is_asked_with_each_of_several_adapters_alone(workdir, tasks, tm
 
 def test_an_answer_ends_with_its_turn_and_a_text_may_begin_with_nothing(workdir):
     """Whatever the task's own stop texts are."""
-    from types import SimpleNamespace
-
     run, state = jt.load_model(workdir)
     words = tokenizer_of(workdir)
     plain = HarnessModel(run, state, words)
