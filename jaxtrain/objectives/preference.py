@@ -164,7 +164,7 @@ def _measured(c: PreferenceConfig, p: Pairs) -> dict[str, jax.Array]:
     against = p.ratios if LOSSES[c.loss].reference else p.means
     chosen, rejected = (c.beta * x for x in against)
     found = (chosen > rejected).astype(jnp.float32), chosen - rejected, chosen, rejected, *p.policy
-    kl = (sum(p.ratios) / 2,) if LOSSES[c.loss].reference else ()
+    kl = ((p.ratios[0] + p.ratios[1]) / 2,) if LOSSES[c.loss].reference else ()
     return dict(zip(METRICS, (*found, *kl), strict=False))
 
 
