@@ -72,3 +72,16 @@ def test_results_that_are_replaced(tmp_path, kind, restarted):
     right = {10: 0.1, 20: 0.9, 40: 0.95}
     assert watch.lines() == right
     assert watch.shown("r1" if kind.get("forgets") else "r1-2") == list(right.items())
+
+
+def test_lines_that_are_no_results_any_more_go_and_damaged_ones_are_written_again(tmp_path):
+    watch = Watcher(tmp_path, {})
+    watch.results |= {step: {"eval_acc": step / 100} for step in (10, 20, 30)}
+    watch([10, 20, 30])
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"step": 20', '"st\0\0": 20'))
+    watch([10, 20, 30])
+    assert list(watch.lines()) == [10, 20, 30] and watch.shown() == [(10, 0.1), (20, 0.2), (30, 0.3)]
+    watch.results = {30: {"eval_acc": 0.5}}  # asked otherwise, and the checkpoints of other steps are deleted
+    watch([30])
+    assert watch.lines() == {30: 0.5} and watch.shown("r1-2") == [(30, 0.5)]
