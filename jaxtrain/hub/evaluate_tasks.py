@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain.errors import UserError, install_extra, say
 from jaxtrain.files.bounded_files import user_json
-from jaxtrain.flags import command, overrides_of, parser_of
+from jaxtrain.flags import add_process_flags, command, overrides_of, parser_of
 from jaxtrain.hub.generate_texts import named
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ PAUSE = 10.0  # seconds between looks for a new checkpoint
 def main(argv: list[str] | None) -> None:
     """Run the command; exit status 2 means a user error, reported in one line."""
     flags, overrides = parse(argv)
+    from jaxtrain.distributed import processes
+
+    processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
     tasks = Tasks.of(flags)
     if flags.watch:
         _watch(flags, overrides, tasks)
@@ -66,6 +69,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--output", metavar="FILE", help="where the results go; default: WORKDIR/evaluations/STEP.json")
     parser.add_argument("--samples", action="store_true", help="write every prompt and answer too")
     parser.add_argument("--watch", action="store_true", help="evaluate each new good checkpoint of a run that trains")
+    add_process_flags(parser)
     flags, rest = parser.parse_known_args(argv)
     flags.adapters = None if flags.adapters is None else named(flags.adapters)
     overrides = overrides_of(rest, vars(flags))
