@@ -89,17 +89,20 @@ def find_good(workdir: str | Path, step: int | None = None) -> tuple[int, str] |
         there = verify.steps(directory)
         for each in reversed(there):
             if step in (None, each) and (record := verify.good(directory, each)):
-                arrays = {path: sums for path, sums in record["fingerprint"].items()
-                          if path.startswith(("params/", "frozen/"))}
-                return [each, hashlib.sha256(json.dumps(arrays, sort_keys=True).encode()).hexdigest()[:16]]
+                return [each, fingerprint_of(record)]
         if step is not None:
             return None
         raise UserError("checkpoint", f"of those in {directory} none was read back and found good" if there else
                         f"there is none in {directory}", "start that run again, which reads its newest one back"
                         if there else "give the workdir of a run that saved one")
 
-    found = exchange(None, look)
-    return None if found is None else (found[0], found[1])
+    return (found[0], found[1]) if (found := exchange(None, look)) else None
+
+
+def fingerprint_of(good: Mapping[str, Any]) -> str:
+    """Return the hash of a checkpoint's parameters, from the content of its `good.json`."""
+    arrays = {key: sums for key, sums in good["fingerprint"].items() if key.startswith(("params/", "frozen/"))}
+    return hashlib.sha256(json.dumps(arrays, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_params(workdir: str | Path, abstract: Any, step: int, averaged: bool = False) -> Any:

@@ -7,22 +7,28 @@
 
 Prints a table, and writes WORKDIR/evaluations/STEP.json (for a published folder, --output says where): the results, the
 settings, seeds and versions, and the hash of every prompt. With --watch it stays beside a run that trains, evaluates
-each new checkpoint that was found good, and ends with the run's last step. With --adapters the model is asked with each
-of them alone, and the name of an adapter ends that of its file.
+each new checkpoint that was found good, writes the numbers to WORKDIR/evaluations/metrics.jsonl and to the run's
+trackers, and ends with the run's last step. With --adapters the model is asked with each of them alone, and the name of
+an adapter ends that of its file.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.errors import UserError, install_extra, say
 from jaxtrain.files.bounded_files import user_json
-from jaxtrain.flags import command, overrides_of, parser_of
+from jaxtrain.flags import add_process_flags, command, overrides_of, parser_of
 from jaxtrain.hub.generate_texts import named
+
+if TYPE_CHECKING:
+    from jaxtrain.observe.trackers.results_log import ResultsLog
 
 FOLDER = "evaluations"  # of a workdir
 PAUSE = 10.0  # seconds between looks for a new checkpoint
@@ -32,6 +38,9 @@ PAUSE = 10.0  # seconds between looks for a new checkpoint
 def main(argv: list[str] | None) -> None:
     """Run the command; exit status 2 means a user error, reported in one line."""
     flags, overrides = parse(argv)
+    from jaxtrain.distributed import processes
+
+    processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
     tasks = Tasks.of(flags)
     if flags.watch:
         _watch(flags, overrides, tasks)
@@ -60,10 +69,12 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--output", metavar="FILE", help="where the results go; default: WORKDIR/evaluations/STEP.json")
     parser.add_argument("--samples", action="store_true", help="write every prompt and answer too")
     parser.add_argument("--watch", action="store_true", help="evaluate each new good checkpoint of a run that trains")
+    add_process_flags(parser)
     flags, rest = parser.parse_known_args(argv)
     flags.adapters = None if flags.adapters is None else named(flags.adapters)
     overrides = overrides_of(rest, vars(flags))
-    if other := next((key for key in overrides if not key.startswith(("mesh.", "train.precision"))), None):
+    free = "mesh.", "train.precision", *(("observe.trackers",) if flags.watch else ())
+    if other := next((key for key in overrides if not key.startswith(free)), None):
         raise UserError(f"--config.{other}", "the model is as it was trained",
                         "change --config.mesh.KEY or --config.train.precision, or leave it out")
     for key, given in (("--step", flags.step is not None), ("--output", flags.output),
@@ -137,21 +148,91 @@ class Tasks:
 
 def _watch(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks) -> None:
     """Evaluate every good checkpoint that has no results yet, in order, until the run's last step is among them."""
-    from jaxtrain.checkpoint import verify
+    from jaxtrain.distributed.coordination import exchange
     from jaxtrain.hub.trained_model import sections_of
 
-    last = sections_of(flags.workdir).get("train", {}).get("steps")
+    sections = sections_of(flags.workdir)
+    last = sections.get("train", {}).get("steps")
     if last is None:
         raise UserError("--watch", f"{flags.workdir} is no run's workdir", "leave it out")
-    folder = Path(flags.workdir) / "checkpoints"
-    while True:
-        steps = [step for step in verify.steps(folder) if verify.good(folder, step)] if folder.is_dir() else []
-        for step in steps:
-            if not _is_done(flags, step):
+    with _results_log(flags, sections, overrides) as log:
+        while True:
+            step, ended = exchange(None, lambda _: _next(flags, last, log))
+            if step is None and ended:
+                return
+            if step is None:
+                time.sleep(PAUSE)
+                continue
+            try:
                 _evaluate(flags, overrides, tasks, step)
-        if last in steps:
-            return
-        time.sleep(PAUSE)
+            except UserError:
+                if exchange(None, lambda _, step=step: step in _good(flags)):
+                    raise
+                say(f"the checkpoint of step {step} was deleted before it was read; give checkpoint.keep more of them")
+
+
+def _good(flags: argparse.Namespace) -> dict[int, dict[str, Any]]:
+    """Return what `good.json` says of each good checkpoint, by step."""
+    from jaxtrain.checkpoint import verify
+
+    folder = Path(flags.workdir) / "checkpoints"
+    return {step: record for step in verify.steps(folder) if (record := verify.good(folder, step))}
+
+
+def _next(flags: argparse.Namespace, last: int, log: "ResultsLog") -> tuple[int | None, bool]:
+    """Return the first good step without results, if any, and whether the last one is there; logs those before it."""
+    good = _good(flags)
+    for step, record in good.items():
+        if _results(flags, step, record) is None:
+            return step, False
+        log.add(step)
+    return None, last in good
+
+
+@contextlib.contextmanager
+def _results_log(flags: argparse.Namespace, sections: Mapping[str, Any],
+                 overrides: dict[str, str]) -> Iterator["ResultsLog"]:
+    """Yield the log of the results, which the run's trackers follow as a run of its own."""
+    import jax
+
+    from jaxtrain.config.load import make_config
+    from jaxtrain.distributed.run_lock import locked
+    from jaxtrain.observe import trackers
+    from jaxtrain.observe.trackers.results_log import ResultsLog
+    from jaxtrain.observe.trackers.tracker import About
+    from jaxtrain.redaction import redacted
+
+    workdir, suffix = Path(flags.workdir).absolute(), f"{FOLDER}{'-ema' * flags.ema}"
+    run = user_json(workdir / "run.json", {"run?": str}, "WORKDIR", "give the workdir of a run") or {}
+    kept = {key: value for key, value in sections.get("observe", {}).items() if key in ("trackers", "project", "name")}
+    own = {key: overrides.pop(key) for key in list(overrides) if key.startswith("observe.")}
+    c = make_config({"observe": kept}, own).observe
+    trackers.check(c.trackers)
+    folder = workdir / FOLDER / ("ema" * flags.ema)
+    about = About(f"{run.get('run', workdir.name)}-{suffix}", f"{redacted(c.name) or workdir.name}-{suffix}",
+                  redacted(c.project), folder, redacted({**sections, "asked": _asked(flags)}), redacted(run))
+    with contextlib.ExitStack() as opened:
+        if jax.process_index() == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError("--watch", f"{folder} cannot be written ({error.strerror})", "move it away") from error
+            if other := opened.enter_context(locked(folder, 0.0)):
+                raise UserError("--watch", f"another process watches {flags.workdir} ({other})",
+                                "end that one, or ask it for all tasks")
+        yield opened.enter_context(ResultsLog(about, lambda: [*map(trackers.made, c.trackers)],
+                                              lambda step: _results(flags, step)))
+
+
+def numbers_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the harness's numbers by one name each: of a metric such as `acc,none` without the filter `none`."""
+    found = {}
+    for task, metrics in results.items():
+        for key, value in metrics.items():
+            metric, _, kind = key.partition(",")
+            if kind and isinstance(value, int | float) and not metric.endswith("_stderr"):
+                found["_".join(["eval", task, metric, *([kind] if kind != "none" else [])])] = float(value)
+    return found
 
 
 def _asked(flags: argparse.Namespace) -> dict[str, Any]:
@@ -159,10 +240,18 @@ def _asked(flags: argparse.Namespace) -> dict[str, Any]:
     return {key: getattr(flags, key) for key in ("tasks", "num_fewshot", "limit", "gen_kwargs", "chat", "seed")}
 
 
-def _is_done(flags: argparse.Namespace, step: int) -> bool:
-    """Return whether the results of a step are there, of the same tasks asked in the same way."""
-    found = user_json(_results_path(flags, step), dict, "--watch", "remove it")
-    return found is not None and found.get("asked") == _asked(flags)
+def _results(flags: argparse.Namespace, step: int, good: Mapping[str, Any] | None = None) -> dict[str, float] | None:
+    """Return the numbers of a step, if the same tasks were asked in the same way.
+
+    `good`: the content of its checkpoint's `good.json`, of whose parameters they have to be; None: of any.
+    """
+    from jaxtrain.checkpoint.restore import fingerprint_of
+
+    found = user_json(_results_path(flags, step), {"results?": {str: dict}}, "--watch", "remove it")
+    if found is None or found.get("asked") != _asked(flags) or (
+            good is not None and found.get("parameters") != fingerprint_of(good)):
+        return None
+    return numbers_of(found.get("results", {}))
 
 
 def _evaluate(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks, step: int | None) -> None:

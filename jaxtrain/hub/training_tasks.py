@@ -4,14 +4,13 @@ import argparse
 import contextlib
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.hub.evaluate_tasks import Tasks
+from jaxtrain.hub.evaluate_tasks import Tasks, numbers_of
 from jaxtrain.hub.generate_texts import chat_of
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
@@ -45,17 +44,6 @@ def asked(run: Run, workdir: str | Path) -> Callable[[TrainState], dict[str, flo
             return numbers_of(tasks.ask(model)["results"])
 
     return ask
-
-
-def numbers_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the harness's numbers by one name each: of a metric such as `acc,none` without the filter `none`."""
-    found = {}
-    for task, metrics in results.items():
-        for key, value in metrics.items():
-            metric, _, kind = key.partition(",")
-            if kind and isinstance(value, int | float) and not metric.endswith("_stderr"):
-                found["_".join(["eval", task, metric, *([kind] if kind != "none" else [])])] = float(value)
-    return found
 
 
 @contextlib.contextmanager

@@ -40,8 +40,8 @@ class Preference(WithReference):
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:
-        """How often and by how much rewards agree with the choices."""
-        return "reward_accuracy", "reward_margin"
+        """How often and by how much rewards agree with the choices, and how far the policy is from its reference."""
+        return "reward_accuracy", "reward_margin", *(("kl",) if self.reference is not None else ())
 
     def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
         """The policy's parameters; the batch with the reference's log-probabilities, weighted by pairs."""
@@ -58,6 +58,9 @@ class Preference(WithReference):
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return means over pairs: of rewards, of how often and by how much they agree, of answers' log-probabilities.
+
+        `kl`: by how much likelier than under the reference the answers became, as a logarithm. It would estimate the
+        divergence from the reference if the policy had sampled them.
         """
         pairs = jnp.maximum(sums["weight"], 1e-8)
         own = {name: sums[name] / pairs for name in METRICS if name in sums}
@@ -152,7 +155,8 @@ def _log_complement(logp: jax.Array) -> jax.Array:
     return jnp.log1p(-jnp.exp(jnp.minimum(logp, -1e-6)))
 
 
-METRICS = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected")
+METRICS = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected",
+           "kl")  # the last with a reference
 
 
 def _measured(c: PreferenceConfig, p: Pairs) -> dict[str, jax.Array]:
@@ -160,7 +164,8 @@ def _measured(c: PreferenceConfig, p: Pairs) -> dict[str, jax.Array]:
     against = p.ratios if LOSSES[c.loss].reference else p.means
     chosen, rejected = (c.beta * x for x in against)
     found = (chosen > rejected).astype(jnp.float32), chosen - rejected, chosen, rejected, *p.policy
-    return dict(zip(METRICS, found, strict=True))
+    kl = ((p.ratios[0] + p.ratios[1]) / 2,) if LOSSES[c.loss].reference else ()
+    return dict(zip(METRICS, (*found, *kl), strict=False))
 
 
 # ------------------------------------------------------------------------------------------------- over pairs of rows

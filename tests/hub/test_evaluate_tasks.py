@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,11 +19,14 @@ from tests.numerics import reference
 pytest.importorskip("lm_eval")
 
 from jaxtrain.config.sections.tuning_keys import LoraConfig
-from jaxtrain.hub import evaluate_tasks, generate_texts
+from jaxtrain.distributed.run_lock import locked
+from jaxtrain.hub import evaluate_tasks, generate_texts, harness_model, training_tasks
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.harness_model import HarnessModel
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.models import lora
+from jaxtrain.observe import trackers
+from tests.observe.trackers.test_tracking import Backend, Fake
 from tests.tiers import exhaustive, slow
 
 TASK = """task: {name}
@@ -103,24 +107,49 @@ def test_every_kind_of_task_gives_what_the_logits_say(workdir, tasks, capsys):
 
 
 @pytest.mark.slow
-def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, tasks, tmp_path, capsys):
-    copy = tmp_path / "copy"
+def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, tasks, tmp_path, capsys, monkeypatch):
+    """And tells the run's trackers each result once."""
+    backend, copy = Backend(), tmp_path / "copy"
+    monkeypatch.setattr(trackers, "made", lambda name: Fake(backend))
+    monkeypatch.setattr(trackers, "check", lambda names: None)
     shutil.copytree(workdir, copy, ignore=shutil.ignore_patterns("evaluations"))
-    assert evaluate_tasks.main([f"{copy}", "--tasks=choose", f"--include={tasks}", "--watch", "--limit=2"]) == 0
-    assert sorted(path.name for path in (copy / "evaluations").iterdir()) == ["10.json", "20.json"]
-    seen = {path: path.stat().st_mtime_ns for path in (copy / "evaluations").iterdir()}
-    words = [f"{copy}", f"--include={tasks}", "--watch", "--limit=2"]
+    folder, run = copy / "evaluations", json.loads((copy / "run.json").read_text())["run"]
+    words = [f"{copy}", f"--include={tasks}", "--watch", "--limit=2", "--config.observe.trackers=wandb"]
     assert evaluate_tasks.main([*words, "--tasks=choose"]) == 0
-    assert seen == {path: path.stat().st_mtime_ns for path in (copy / "evaluations").iterdir()}, "done again"
+    assert sorted(path.name for path in folder.glob("*.json")) == ["10.json", "20.json"]
+    first, newest = folder / "10.json", folder / "20.json"
+    seen, kept = first.stat().st_mtime_ns, json.loads(newest.read_text())
+    newest.write_text(json.dumps(kept | {"parameters": "others"}))  # the run has come to this step again
+    assert evaluate_tasks.main([*words, "--tasks=choose"]) == 0
+    assert seen == first.stat().st_mtime_ns, "done again"
+    assert json.loads(newest.read_text())["parameters"] == kept["parameters"], "of a checkpoint that is gone"
+    told = [{"step": step, "eval_choose_acc": json.loads((folder / f"{step}.json").read_text())["results"]["choose"][
+        "acc,none"]} for step in (10, 20)]
+    assert [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] == told
+    shown = backend.runs[f"{run}-evaluations"]
+    assert [{key: line[key] for key in told[0]} for line in shown] == told
+    assert not any("choose" in line for line in (copy / "metrics.jsonl").read_text().splitlines())
+    with locked(folder, 0.0):
+        assert evaluate_tasks.main([*words, "--tasks=choose"]) == 2
+    assert "--watch: another process watches" in capsys.readouterr().err
+
+    def asked(flags, overrides, tasks, step, evaluate=evaluate_tasks._evaluate):
+        if step == 10:  # it is deleted in this moment
+            shutil.rmtree(copy / "checkpoints" / "10")
+        evaluate(flags, overrides, tasks, step)
+
+    monkeypatch.setattr(evaluate_tasks, "_evaluate", asked)
     assert evaluate_tasks.main([*words, "--tasks=go_on"]) == 0
-    assert all("go_on" in json.loads(path.read_text())["results"] for path in seen), "others' results count as done"
+    assert "the checkpoint of step 10 was deleted before it was read" in capsys.readouterr().err
+    assert "go_on" in json.loads(newest.read_text())["results"], "others' results count as done"
+    assert [line["step"] for line in backend.runs[f"{run}-evaluations-2"]] == [20]
 
 
 @pytest.mark.slow
 def test_a_run_is_asked_while_it_trains_and_keeps_the_best_checkpoint(workdir, tasks, tmp_path):
     """On its own mesh, with the numbers of the command; the steps are those of a run that is not asked."""
     config = jt.load_config(workdir / "config.json", {
-        "evaluation.tasks": ["choose", "go_on"], "evaluation.include": f"{tasks}", "evaluation.limit": 4,
+        "evaluation.tasks": ["choose", "go_on", "roll"], "evaluation.include": f"{tasks}", "evaluation.limit": 4,
         "train.steps": 15, "train.eval_every": 5, "train.precision": "float32", "mesh.data": 2, "mesh.fsdp": 2,
         "mesh.tensor": 2, "checkpoint.every": 5, "checkpoint.keep": 1, "checkpoint.best": "highest:eval_choose_acc"})
     random.seed(3)
@@ -132,12 +161,43 @@ def test_a_run_is_asked_while_it_trains_and_keeps_the_best_checkpoint(workdir, t
     assert sorted(found) == [5, 10, 15]
     best = max(found, key=lambda step: (found[step]["eval_choose_acc"], step))
     assert {int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()} == {best, 15}
-    assert evaluate_tasks.main([f"{folder}", "--tasks=choose,go_on", f"--include={tasks}", "--limit=4"]) == 0
+    assert evaluate_tasks.main([f"{folder}", "--tasks=choose,go_on,roll", f"--include={tasks}", "--limit=4"]) == 0
     said = json.loads((folder / "evaluations" / "15.json").read_text())["results"]
     wanted = {f"eval_{task}_{metric}": said[task][f"{metric},none"]
-              for task, metric in (("choose", "acc"), ("go_on", "exact_match"))}
-    assert {key: found[15][key] for key in wanted} == wanted
+              for task, metric in (("choose", "acc"), ("go_on", "exact_match"), ("roll", "bits_per_byte"))}
+    assert {key: found[15][key] for key in wanted} == pytest.approx(wanted, rel=1e-4)
+    assert found[5]["eval_roll_bits_per_byte"] > found[15]["eval_roll_bits_per_byte"], "it did not learn meanwhile"
     assert not any("stderr" in key for key in found[15])
+
+
+@pytest.mark.slow
+def test_a_run_asks_as_its_config_says(workdir, tasks, monkeypatch):
+    """Each key reaches the harness or the model that it asks; the harness seeds nobody else's generators."""
+    results = {"choose": {"alias": "choose", "sample_len": 3, "acc,none": 0.5, "acc_stderr,none": 0.1, "acc,strict": 1}}
+    config = jt.load_config(workdir / "config.json", {
+        "evaluation.tasks": ["choose", "roll"], "evaluation.include": f"{tasks}", "evaluation.limit": 3,
+        "evaluation.num_fewshot": 2, "evaluation.chat": True, "evaluation.batch_size": 7})
+
+    def answers(self, model):
+        assert self.names == ["choose", "roll"]
+        assert evaluate_tasks._asked(self.flags) == {
+            "tasks": "choose,roll", "num_fewshot": 2, "limit": 3, "gen_kwargs": None, "chat": True, "seed": 0}
+        assert model == ((run, "state", "words"), {"chat": ("run", config.to_dict(), "words", ""), "batch_size": 7})
+        random.seed(1)
+        np.random.seed(1)
+        return {"results": results}
+
+    run = SimpleNamespace(config=config, eval_batches=[], corpus=SimpleNamespace(tokenizer="words"))
+    monkeypatch.setattr(training_tasks, "chat_of", lambda *arguments: arguments)
+    monkeypatch.setattr(harness_model, "HarnessModel", lambda *arguments, **keys: (arguments, keys))
+    monkeypatch.setattr(evaluate_tasks.Tasks, "ask", answers)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    ask = training_tasks.asked(run, "run")
+    assert ask("state") == {"eval_choose_acc": 0.5, "eval_choose_acc_strict": 1.0}
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())
+    run.eval_batches = None
+    with pytest.raises(jt.UserError, match=r"evaluation\.tasks: they are asked with evaluations, and the data have no"):
+        training_tasks.asked(run, "run")
 
 
 @pytest.mark.slow
@@ -184,8 +244,6 @@ def test_a_model_is_asked_with_each_of_several_adapters_alone(workdir, tasks, tm
 @pytest.mark.slow
 def test_an_answer_ends_with_its_turn_and_a_text_may_begin_with_nothing(workdir):
     """Whatever the task's own stop texts are."""
-    from types import SimpleNamespace
-
     run, state = jt.load_model(workdir)
     words = tokenizer_of(workdir)
     plain = HarnessModel(run, state, words)

@@ -4,8 +4,9 @@
 
 draws what tests/composition/fuzz.py draws (meshes, schedules, precisions, rematerialization, accumulation, adapters,
 frozen parameters, model families), and beside it a loss of preferences or of rewards with its settings, or a family
-that is not a decoder of text. Policy and reference differ. A case fails where the loss, the gradient's norm or any
-leaf of the gradient of what is trained is off, or where a frozen leaf has changed after twenty steps.
+that is not a decoder of text. Policy and reference differ. A case fails where the loss, the gradient's norm, any leaf
+of the gradient of what is trained or, in float32, a metric is off, or where a frozen leaf has changed after twenty
+steps.
 """
 
 import argparse
@@ -188,8 +189,8 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
         return merged(both, scale(config.lora)) if config.lora.rank else both
 
     truth = jax.jit(jax.value_and_grad(
-        lambda policy: loss_of(settings, config.model, whole(policy), whole(trained), batch)[0]))
-    loss, want = jax.device_get(truth.lower(policy).compile({"xla_backend_optimization_level": 0})(policy))
+        lambda policy: loss_of(settings, config.model, whole(policy), whole(trained), batch), has_aux=True))
+    (loss, told), want = jax.device_get(truth.lower(policy).compile({"xla_backend_optimization_level": 0})(policy))
     norm = float(reference.norm_of(want))
     if run.objective.precomputed:
         batch = precomputed(run, begun, batch)
@@ -212,6 +213,9 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     got = jax.tree_util.tree_map_with_path(  # that of a router's bias is its experts' excess of load
         lambda path, g, w: w if "['router']['bias']" in jax.tree_util.keystr(path) else g, got, want)
     off["gradient"], leaf = reference.worst(got, want, floor)
+    if precision == "float32":  # elsewhere rounding counts too much in a difference of sums
+        off |= {f"metric {name}": abs(float(metrics[name]) - float(value)) / max(abs(float(value)), 1)
+                for name, value in told.items() if name in metrics}
     assert int(metrics["skipped"]) == 0, "the step was skipped: something was not finite"
     for what, error in off.items():
         assert error < tolerance * by_cancelling, f"{what} is off by {error:.1e}, at {leaf}"

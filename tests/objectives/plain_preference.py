@@ -50,17 +50,20 @@ def logps(model, params, batch, told):
 
 def loss(c, model, params, frozen, batch):
     """The mean over pairs, with experts' penalties by row, and means of metrics."""
-    masks, told = places(batch), []
+    masks, told, means = places(batch), [], {}
     if c.loss == "reward":
         by_pair, (chosen, rejected) = of_rewards(c, rewards(model, params, batch, masks, told))
     else:
         policy, old = logps(model, params, batch, told), logps(model, frozen, batch, [])
         sums, before = ([jnp.einsum("pbt,bt->p", mask, logp) for mask in masks] for logp in (policy, old))
         by_pair, (chosen, rejected) = of_pairs(c, sums, before, [mask.sum((1, 2)) for mask in masks])
+        means = {f"logp_{name}": of.mean() for name, of in zip(("chosen", "rejected"), sums, strict=True)}
+        if c.loss not in ("simpo", "orpo"):
+            means["kl"] = (jnp.concatenate(sums) - jnp.concatenate(before)).mean()
     penalties = sum((batch["segments"].max(1) // 2 * penalty).sum() for penalty, _ in told)
     return by_pair.mean() + penalties / len(by_pair), {
         "reward_margin": (chosen - rejected).mean(), "reward_accuracy": (chosen > rejected).mean(),
-        "reward_chosen": chosen.mean(), "reward_rejected": rejected.mean()}
+        "reward_chosen": chosen.mean(), "reward_rejected": rejected.mean(), **means}
 
 
 def rewards(model, params, batch, masks, told):

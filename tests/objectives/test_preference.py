@@ -59,6 +59,7 @@ def test_loss_and_gradients_are_those_of_the_formula(name):
     c, batch = run.config, plain.batch()
     metrics, told = tuned.check(run, lambda policy, before: plain.loss(c.preference, c.model, policy, before, batch),
                                   batch)
+    assert ("kl" in metrics) == (c.preference.loss in ("dpo", "robust", "ipo", "hinge"))
     for name, value in told.items():
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
 
@@ -103,9 +104,9 @@ def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, t
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5),
                  *map(jax.device_get, (whole.params, elsewhere.params)))
     lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
-    assert lines[0]["loss"] == pytest.approx(np.log(2)) and lines[0]["reward_margin"] == 0
+    assert lines[0]["loss"] == pytest.approx(np.log(2)) and lines[0]["reward_margin"] == lines[0]["kl"] == 0
     assert lines[-2]["loss"] < np.log(2) and lines[-2]["reward_margin"] > 0 and "perplexity" not in lines[-2]
-    assert lines[-1].keys() == {"step", "eval_loss", "eval_reward_accuracy", "eval_reward_margin"}
+    assert lines[-1].keys() == {"step", "eval_loss", "eval_reward_accuracy", "eval_reward_margin", "eval_kl"}
     assert lines[-1]["eval_reward_accuracy"] == 1 and lines[-1]["eval_loss"] < np.log(2)
 
 

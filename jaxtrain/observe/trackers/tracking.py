@@ -286,8 +286,11 @@ class _Follower:
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two lines of one step are of the same training, whatever computed them."""
-    for key in _LOSSES:
+    """Return whether two lines of one step are of the same training, whatever computed them.
+
+    All numbers count in a line without a loss, which is of results beside the run.
+    """
+    for key in _LOSSES if one.keys() & set(_LOSSES) else one.keys() | other.keys():
         now, then = one.get(key), other.get(key)
         if now is None or then is None:
             if now is not then:

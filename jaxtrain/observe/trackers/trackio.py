@@ -65,5 +65,5 @@ def _last(project: str, name: str) -> Position:
                                        f"'{quoted}' ORDER BY step DESC, id DESC LIMIT 1000")["rows"]
     lines = [(int(row["step"]), json.loads(row["metrics"]) if isinstance(row["metrics"], str) else row["metrics"])
              for row in rows]
-    return max(((step, "eval_loss" in keys) for step, keys in lines if {"tokens", "eval_loss"} & keys.keys()),
-               default=NOTHING)
+    return max(((step, "eval_loss" in keys) for step, keys in lines
+                if any(isinstance(value, int | float) for value in keys.values())), default=NOTHING)
