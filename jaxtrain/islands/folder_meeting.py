@@ -183,8 +183,10 @@ class Bridge:
     def _trim(self) -> None:
         for name in self._store.names("entries"):
             if int(name[:12]) <= self._log.trimmed:
-                for offer in self._log.entry(int(name[:12])).contributions:
-                    self._store.remove(f"contents/{_content(offer)}")
+                with contextlib.suppress(ValueError):  # the log itself may have forgotten what was in it
+                    entry = entry_of(bounded_files.parsed(self._store.read(f"entries/{name}") or b""))
+                    for offer in entry.contributions:
+                        self._store.remove(f"contents/{_content(offer)}")
                 self._store.remove(f"entries/{name}")
 
 

@@ -46,7 +46,7 @@ def meet(log, place):
         if base == 1:
             bridge = Bridge(log, place)  # it was restarted
         bridge.look()
-        far.offer(replace(offered(0, base, b"")[0], sha256=log.entry(base + 1).contributions[0].sha256, last=True),
+        far.offer(replace(offered(0, base, b"")[0], sha256=log.entries(base, 0)[0].contributions[0].sha256, last=True),
                   b"far %d" % base)  # again with the same content, as of a run that has become longer
         bridge.look()
         (entry,) = far.entries(base, 0)
