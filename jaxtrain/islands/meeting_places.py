@@ -43,11 +43,12 @@ def _of(config: IslandsConfig) -> Meeting:
     if config.meeting.startswith("tcp://"):
         from jaxtrain.islands.network.tcp_meeting import TcpMeeting
 
-        reached: Meeting = TcpMeeting(config.meeting.removeprefix("tcp://"), config.keys, config.index)
+        reached: Meeting = TcpMeeting(config.meeting.removeprefix("tcp://"), config.keys, config.index,
+                                      config.count)
     else:
         from jaxtrain.islands.folder_meeting import FolderMeeting
 
-        reached = FolderMeeting(config.meeting, config.index)
+        reached = FolderMeeting(config.meeting, config.index, config.count)
     return WaitingMeeting(MeetingAhead(reached) if config.overlap else reached)
 
 

@@ -48,9 +48,9 @@ class Storm:
         store = [f"--store={folder / 'store'}", "--store_every=0.05"] if with_store else []
         timeout = self.rng.choice(self.timeouts)
         self.words = {"coordinator": [
-            "-m", "tests.islands.mortal_coordinator", "serve", f"--folder={folder / 'log'}", f"--address=127.0.0.1:{port}",
-            f"--keys={folder / 'keys'}", f"--islands={islands}", f"--timeout={timeout}", f"--lease={self.lease}",
-            f"--mode={mode}", "--oldest=6", *store]}
+            "-m", "tests.islands.mortal_coordinator", "serve", f"--folder={folder / 'log'}",
+            f"--address=127.0.0.1:{port}", f"--keys={folder / 'keys'}", f"--islands={islands}",
+            f"--timeout={timeout}", f"--lease={self.lease}", f"--mode={mode}", "--oldest=6", *store]}
         for index in range(islands):
             at_store = str(folder / "store") if with_store and not index else None
             self.words[f"island {index}"] = self.island(index, at_store, mode)

@@ -245,13 +245,17 @@ def test_an_island_gives_signs_of_life_while_it_trains(island, served):
     assert all(seen.acquire(timeout=20) for _ in range(4))
 
 
-def test_a_coordinator_that_stays_away_is_an_oserror(island, served):
-    meeting = island(0, patience=0.1)
+def test_a_coordinator_that_stays_away_is_an_oserror(island, served, monkeypatch, capsys):
+    """And the island says how to start it, again and again."""
+    monkeypatch.setattr(tcp_meeting, "TELL_S", 0.0)
+    meeting = island(0, patience=0.2)
     assert meeting.entries(0, 0) == []
     served.stop()
     with pytest.raises(OSError, match="the coordinator of the islands is out of reach"):
         while True:
             meeting.entries(0, 0)
+    assert capsys.readouterr().err.count(f"if it does not run, start it by jaxtrain islands serve --folder=DIR "
+                                         f"--address=0.0.0.0:{served.port} --keys=DIR --islands=1\n") > 1
 
 
 def test_a_line_that_another_thread_takes_is_replaced(island):
