@@ -166,7 +166,7 @@ class Coordinator:
         self.entries, self.begins = list(self.after(number)), max(number, self.begins)
 
     def summary(self) -> list[dict[str, Any]]:
-        """Return the records that do what all records up to now did, but for the entries themselves."""
+        """Return records that do what all records up to now did, but for the entries themselves."""
         islands = [{"island": island, "base": self.bases[island], "newest": self.newest[island],
                     "left": island in self.left, **{name: self.counts[island, name] for name in COUNTS}}
                    for island in sorted(self.newest)]
@@ -180,3 +180,9 @@ class Coordinator:
             self.bases[island], self.newest[island] = one["base"], one["newest"]
             self.left |= {island} if one["left"] else set()
             self.counts.update({(island, name): one[name] for name in COUNTS})
+
+
+def compacted(records: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Return records that do what these do, with a summary in the place of those up to entry `number`."""
+    end = next(i for i, record in enumerate(records, 1) if record.get("entry", {}).get("number") == number)
+    return [*Coordinator(Policy(), records[:end]).summary(), *records[end:]]

@@ -25,7 +25,7 @@ from typing import Any
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files
-from jaxtrain.islands.coordinator import Coordinator, Policy
+from jaxtrain.islands.coordinator import Coordinator, Policy, compacted
 from jaxtrain.islands.log_records import is_hash
 from jaxtrain.islands.meeting import Entry, Offer, Trimmed
 
@@ -269,9 +269,8 @@ class _Journal:
     def compact(self, number: int) -> None:
         """Replace the records up to entry `number` by their summary; the file is the old or the new one, whole."""
         records, _ = read_journal(self._path)
-        end = next(i for i, record in enumerate(records, 1) if record.get("entry", {}).get("number") == number)
         with atomic_files.written(self._path, shared=False) as file:
-            file.writelines(map(_line, [*Coordinator(Policy(), records[:end]).summary(), *records[end:]]))
+            file.writelines(map(_line, compacted(records, number)))
         atomic_files.sync(self._path.parent)  # before anything is appended: the old file lacks it
         self._file.close()
         self._file = bounded_files.appended(self._path)
