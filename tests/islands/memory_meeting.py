@@ -4,7 +4,7 @@ import hashlib
 import threading
 import time
 
-from jaxtrain.islands.meeting import Entry, Trimmed
+from jaxtrain.islands.meeting import Entry, Trimmed, Unanswered
 
 
 class MemoryMeeting:
@@ -74,6 +74,23 @@ class MemoryMeeting:
     def _append(self, entry):
         self.log.append(entry)
         self._changed.notify_all()
+
+
+class OutOfReach:
+    """A meeting that answers no more from the first `call` on at, or after, this many offers; `told` is called then."""
+
+    def __init__(self, meeting, call, offers, told=lambda: None):
+        self._meeting, self._call, self._left, self._told, self.down = meeting, call, offers, told, False
+
+    def __getattr__(self, name):
+        def asked(*given):
+            self._left -= name == "offer"
+            self.down |= name == self._call and self._left <= 0
+            if self.down:
+                self._told()
+                raise Unanswered
+            return getattr(self._meeting, name)(*given)
+        return asked
 
 
 def wait_until(true, seconds=60):

@@ -13,10 +13,10 @@ from jaxtrain.islands.meeting_places import MeetingAhead
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
 from jaxtrain.islands.payload import make_payload
-from jaxtrain.train_step.optimizers import ema
+from jaxtrain.train_step.optimizers import ema, outer
 from tests.islands import plain_diloco
 from tests.islands.archipelago import Archipelago, assert_same_bits, numbers, outer_state
-from tests.islands.memory_meeting import MemoryMeeting
+from tests.islands.memory_meeting import MemoryMeeting, OutOfReach
 from tests.islands.test_island_runs import built, islands, rows_of
 from tests.numerics import reference
 
@@ -320,6 +320,35 @@ def test_an_exchange_that_is_left_open_goes_on_after_a_restart():
     found.states[1] = found.exchanges[1].finish(3, found.states[1])
     found.states[0] = again.begin(3, stopped)
     agree(found)
+
+
+@pytest.mark.slow
+def test_one_that_is_late_and_stopped_offers_again_what_it_would_have():
+    """With what its codec lost before; nobody answers its second offer of the same progress."""
+    def late(stop):
+        found = few(2, compression="int4")
+        found.train(5)
+        found.done += 1
+        for i in range(2):
+            found.states[i], _ = found.steps[i](found.states[i], found.runs[i].place(rows_of(5, i)))
+        found.states[0] = found.exchanges[0].offer(6, found.states[0])
+        found.meeting.decide()
+        found.states[0] = found.exchanges[0].finish(6, found.states[0])
+        found.meeting.lose(0)
+        exchange, state = found.exchanges[1], found.exchanges[1].offer(6, found.states[1])
+        if stop:
+            exchange._meeting = OutOfReach(found.meeting, "offer", 1)
+            state = exchange.after(6, state, stopping=lambda step: True)
+            assert int(state.extras["outer"]["open"]) == outer.DUE
+            exchange = Exchange(exchange.islands, found.runs[1].abstract, found.runs[1].layout.axes, found.meeting)
+            state = exchange.begin(6, state)
+        else:
+            state = exchange.finish(6, state)
+        return numbers(state), found.meeting.log
+
+    (want, log), (got, again) = late(False), late(True)
+    assert_same_bits(got, want)
+    assert again == log and [len(entry.contributions) for entry in log] == [2, 1, 1]
 
 
 @pytest.mark.parametrize("compression", ["int4", *(pytest.param(name, marks=pytest.mark.exhaustive)
