@@ -77,14 +77,15 @@ class MemoryMeeting:
 
 
 class OutOfReach:
-    """A meeting that answers no more from the first `call` on at, or after, this many offers; `told` is called then."""
+    """A meeting that answers no more from the first `call` at, or after, so many of `what`; `told` is called then."""
 
-    def __init__(self, meeting, call, offers, told=lambda: None):
-        self._meeting, self._call, self._left, self._told, self.down = meeting, call, offers, told, False
+    def __init__(self, meeting, call, number, told=lambda: None, what="offer"):
+        self._meeting, self._call, self._left, self._told, self._what = meeting, call, number, told, what
+        self.down = False
 
     def __getattr__(self, name):
         def asked(*given):
-            self._left -= name == "offer"
+            self._left -= name == self._what
             self.down |= name == self._call and self._left <= 0
             if self.down:
                 self._told()
