@@ -21,9 +21,9 @@ STEPS, EVERY, ROWS = 120, 10, 4
 
 
 class TrainingStorm(Storm):
-    """Islands that are runs of the tiny GPT, and have a minute to come back before a round goes on without them."""
+    """Islands that are runs of the tiny GPT, and have five minutes to come back before a round goes on without them."""
 
-    kinds, pace, timeouts, lease = (*FAULTS, "stop"), 20.0, (60,), 60
+    kinds, pace, timeouts, lease = (*FAULTS, "stop"), 20.0, (300,), 300
 
     def fault(self, kind):
         """As in every storm; `stop`: an island is told to, half of the time with the coordinator out of reach."""
