@@ -16,7 +16,6 @@ import dataclasses
 import sys
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 
 from jaxtrain.errors import UserError, say
@@ -130,17 +129,9 @@ def _status(flags: argparse.Namespace) -> None:
     print(f"{log.position} entries" + (f", the last {age(time.time() - times[-1])} ago" if times else ""))
     if log.open:
         print(f"open: entry {log.position + 1}, with offers of islands {', '.join(map(str, sorted(log.open)))}")
-    entries = [(entry, offer) for entry in log.entries for offer in entry.contributions]
-    counts, last = Counter(), {}
-    for entry, offer in entries:
-        counts[offer.island, "entries"] += 1
-        counts[offer.island, "steps"] += offer.steps
-        counts[offer.island, "tokens"] += offer.tokens
-        last[offer.island] = f"{entry.number}{' (left)' if offer.last else ''}"
-    refused = Counter(offer.island for entry in log.entries for offer in entry.refused)
-    rows = [(f"{island}", f"{counts[island, 'entries']}", f"{counts[island, 'steps']:,}",
-             f"{counts[island, 'tokens']:,}", f"{refused[island]}", last.get(island, "none"))
-            for island in sorted({*last, *refused})]
+    rows = [(f"{island}", f"{log.counts[island, 'entries']}", f"{log.counts[island, 'steps']:,}",
+             f"{log.counts[island, 'tokens']:,}", f"{log.counts[island, 'refused']}",
+             f"{log.newest[island]}{' (left)' if island in log.left else ''}") for island in sorted(log.newest)]
     if rows:
         print("\n".join(aligned([("island", "entries", "steps", "tokens", "refused", "last entry"), *rows])))
 

@@ -3,9 +3,11 @@
 Nothing here reads a clock, a file or a network. Offers, signs of life and the time come in; what comes out is records,
 which are to be written down before anything is told, and are then applied. What is kept in memory alone (who is there,
 how long the open round has waited) begins anew after a restart; the log and the open offers are read from the records.
+Records up to an entry may be replaced by a summary of what they did.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from jaxtrain.islands.log_records import as_json, entry_of, offer_of
 from jaxtrain.islands.meeting import Entry, Offer
 
 MODES = "sync", "async"
+COUNTS = "entries", "steps", "tokens", "refused"  # of an island
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,9 @@ class Coordinator:
 
     def __init__(self, policy: Policy, records: Iterable[dict[str, Any]] = ()):
         self.policy = policy
-        self.entries: list[Entry] = []
+        self.entries: list[Entry] = []  # without those that only a summary has
+        self.begins = 0  # the number of the newest entry before these
+        self.counts: Counter[tuple[int, str]] = Counter()  # by island and name: what its offers in the log add up to
         self.open: dict[int, Offer] = {}  # by island: the offers of the round that is open
         self.bases: dict[int, int] = {}  # by island: the newest base that is settled or open
         self.newest: dict[int, int] = {}  # by island: the newest entry with an offer of it
@@ -62,7 +67,11 @@ class Coordinator:
     @property
     def position(self) -> int:
         """The number of the newest entry."""
-        return len(self.entries)
+        return self.begins + len(self.entries)
+
+    def after(self, number: int) -> Sequence[Entry]:
+        """Return the entries after this one, as far as they are kept."""
+        return self.entries[max(0, number - self.begins):]
 
     def offer(self, offer: Offer, now: float) -> list[dict[str, Any]]:
         """Take an offer; the same island and base again, or in a round that is closed, does nothing."""
@@ -97,7 +106,7 @@ class Coordinator:
 
     def _since(self, base: int) -> Iterable[Offer]:
         """Return the offers that are open, or in an entry behind this one."""
-        return (*self.open.values(), *(one for entry in self.entries[base:] for one in (
+        return (*self.open.values(), *(one for entry in self.after(base) for one in (
             *entry.contributions, *entry.refused)))
 
     def alive(self, island: int, now: float) -> None:
@@ -115,7 +124,7 @@ class Coordinator:
         self.there = {island: at for island, at in seen.items() if island in self.open or now - at <= self.policy.lease}
         missing = self.there.keys() - self.open.keys()
         quorum = max(1, min(self.policy.quorum, self.policy.islands - len(self.left)))
-        is_complete = not missing and len(self.open) >= (quorum if self.entries else self.policy.islands)
+        is_complete = not missing and len(self.open) >= (quorum if self.position else self.policy.islands)
         is_over = (self._opened is not None and now - self._opened >= self.policy.timeout and len(self.open) >= quorum)
         if not is_complete and not is_over:
             return []
@@ -126,6 +135,9 @@ class Coordinator:
 
     def apply(self, record: dict[str, Any]) -> None:
         """Make a record, which is written down, part of the state."""
+        if "summary" in record:
+            self._begin(record["summary"])
+            return
         if "offer" in record:
             offer = offer_of(record["offer"])
             self.open[offer.island] = offer
@@ -143,4 +155,34 @@ class Coordinator:
             (self.left.add if offer.last else self.left.discard)(offer.island)
             if offer.last:
                 self.there.pop(offer.island, None)
+        for offer in entry.contributions:
+            for name, by in (("entries", 1), ("steps", offer.steps), ("tokens", offer.tokens)):
+                self.counts[offer.island, name] += by
+        self.counts.update((offer.island, "refused") for offer in entry.refused)
         self._opened = None
+
+    def forget(self, number: int) -> None:
+        """Keep no entries up to this one."""
+        self.entries, self.begins = list(self.after(number)), max(number, self.begins)
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Return records that do what all records up to now did, but for the entries themselves."""
+        islands = [{"island": island, "base": self.bases[island], "newest": self.newest[island],
+                    "left": island in self.left, **{name: self.counts[island, name] for name in COUNTS}}
+                   for island in sorted(self.newest)]
+        return [{"summary": {"position": self.position, "islands": islands}},
+                *({"offer": asdict(offer)} for offer in self.open.values())]
+
+    def _begin(self, summary: dict[str, Any]) -> None:
+        self.begins = summary["position"]
+        for one in summary["islands"]:
+            island = one["island"]
+            self.bases[island], self.newest[island] = one["base"], one["newest"]
+            self.left |= {island} if one["left"] else set()
+            self.counts.update({(island, name): one[name] for name in COUNTS})
+
+
+def compacted(records: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Return records that do what these do, with a summary in the place of those up to entry `number`."""
+    end = next(i for i, record in enumerate(records, 1) if record.get("entry", {}).get("number") == number)
+    return [*Coordinator(Policy(), records[:end]).summary(), *records[end:]]

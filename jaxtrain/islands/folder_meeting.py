@@ -5,6 +5,7 @@
     entries/NUMBER.json               the log, as the coordinator decided it
     snapshots/POSITION-SHA256
     alive/ISLAND                      changes as long as the island lives
+    alive/coordinator                 changes as long as a coordinator looks into this place
 
 Islands write offers and snapshots, the coordinator writes entries, nobody changes what is there. A file counts only
 when it is whole: what names a content is written after it, and hashes are checked where something is read.
@@ -13,6 +14,7 @@ when it is whole: what names a content is written after it, and hashes are check
 import contextlib
 import hashlib
 import json
+import math
 import tempfile
 import threading
 import time
@@ -30,17 +32,26 @@ from jaxtrain.islands.meeting import Entry, Offer, Trimmed
 from jaxtrain.islands.outer_log import OuterLog
 
 PAUSE = 0.05, 2.0  # seconds between two looks at what is not there yet: the first, growing, and the longest
+SIGN_S = 20.0  # between two signs of life
+QUIET = 3  # signs of life of an island without one of a coordinator after which it says so, again and again
+SERVED = "alive/coordinator"
 T = TypeVar("T")
 
 
 class FolderMeeting:
     """The log as it stands in a folder or store, for one island."""
 
-    def __init__(self, place: str, island: int, *, patience: float = 3600.0, sign: float = 20.0):
-        """Take a path or URL; a call raises an OSError when the store did not answer for `patience` seconds."""
+    def __init__(self, place: str, island: int, islands: int = 1, *, patience: float = 3600.0, sign: float = SIGN_S):
+        """Take a path or URL, and how many islands meet there.
+
+        A call raises an OSError when the store did not answer for `patience` seconds.
+        """
         self._store, self._island, self._patience = _Store(place), island, patience
         self._names: dict[str, str] = {}  # of contents, by hash: those of the entries that were read
         self._closed = threading.Event()
+        self._served: bytes | None = None  # the coordinator's newest sign of life
+        self._quiet = 0  # looks since it changed, or since the first one without any
+        self._fix = f"jaxtrain islands serve --folder=DIR --store={place} --islands={islands}"
         self._store.names("entries")  # what cannot work at all is said at once
         threading.Thread(target=self._live, args=(sign,), name="islands", daemon=True).start()
 
@@ -99,8 +110,22 @@ class FolderMeeting:
         while True:
             with contextlib.suppress(UserError, OSError):
                 self._store.write(f"alive/{self._island}", uuid.uuid4().hex.encode())
+                self._look_for_coordinator()
             if self._closed.wait(sign):
                 return
+
+    def _look_for_coordinator(self) -> None:
+        """Say so at once if none was ever here, and every minute while none is."""
+        sign = self._store.read(SERVED)
+        if sign != self._served:
+            if self._quiet > QUIET or (self._quiet and self._served is None):
+                say(f"{self._store.place}: a coordinator looks into it")
+            self._served, self._quiet = sign, 1
+            return
+        if self._quiet % QUIET == 0:
+            say(f"{self._store.place}: no coordinator looks into it, so island {self._island} waits for the others at "
+                f"its next exchange; start it by {self._fix}")
+        self._quiet += 1
 
     def _tried(self, do: Callable[[], T]) -> T:
         end, said = time.monotonic() + self._patience, ""
@@ -121,12 +146,15 @@ class Bridge:
     def __init__(self, log: OuterLog, place: str):
         self._log, self._store, self._alive = log, _Store(place), {}
         self._published: int | None = None  # not known until the store was read
+        self._signed = -math.inf  # when it gave its last sign of life
 
     def look(self) -> None:
         """Take what came and publish what was decided; the store may be in any state that a kill left."""
-        for name in self._store.names("alive"):
-            sign = self._store.read(f"alive/{name}")
-            if name.isdecimal() and self._alive.get(name) != sign:
+        if time.monotonic() - self._signed >= SIGN_S:
+            self._store.write(SERVED, uuid.uuid4().hex.encode())
+            self._signed = time.monotonic()
+        for name in filter(str.isdecimal, self._store.names("alive")):
+            if self._alive.get(name) != (sign := self._store.read(f"alive/{name}")):
                 self._alive[name] = sign
                 self._log.alive(int(name))
         for name in self._store.names("offers"):
@@ -183,8 +211,10 @@ class Bridge:
     def _trim(self) -> None:
         for name in self._store.names("entries"):
             if int(name[:12]) <= self._log.trimmed:
-                for offer in self._log.entry(int(name[:12])).contributions:
-                    self._store.remove(f"contents/{_content(offer)}")
+                with contextlib.suppress(ValueError):  # the log itself may have forgotten what was in it
+                    entry = entry_of(bounded_files.parsed(self._store.read(f"entries/{name}") or b""))
+                    for offer in entry.contributions:
+                        self._store.remove(f"contents/{_content(offer)}")
                 self._store.remove(f"entries/{name}")
 
 

@@ -8,6 +8,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +19,8 @@ from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.islands import gossip
 from jaxtrain.islands.log_records import as_json, entry_of
-from jaxtrain.islands.meeting import Entry, Meeting, Offer, Trimmed
+from jaxtrain.islands.meeting import Entry, Meeting, Offer, Trimmed, Unanswered
+from jaxtrain.islands.waiting_meeting import WaitingMeeting
 
 AHEAD_S = 600.0  # after which a thread that waits for an entry ahead of time gives up
 
@@ -43,14 +45,16 @@ def _of(config: IslandsConfig) -> Meeting:
     if config.meeting.startswith("tcp://"):
         from jaxtrain.islands.network.tcp_meeting import TcpMeeting
 
-        reached: Meeting = TcpMeeting(config.meeting.removeprefix("tcp://"), config.keys, config.index)
+        reached: Meeting = TcpMeeting(config.meeting.removeprefix("tcp://"), config.keys, config.index,
+                                      config.count)
     else:
         from jaxtrain.islands.folder_meeting import FolderMeeting
 
-        reached = FolderMeeting(config.meeting, config.index)
-    if not config.overlap:
-        return reached
-    return MeetingAhead(reached, functools.partial(gossip.of, config.index) if config.mode == "gossip" else all_of)
+        reached = FolderMeeting(config.meeting, config.index, config.count)
+    if config.overlap:
+        read = functools.partial(gossip.of, config.index) if config.mode == "gossip" else all_of
+        reached = MeetingAhead(reached, read)
+    return WaitingMeeting(reached)
 
 
 def all_of(entry: Entry) -> Sequence[Offer]:
@@ -115,51 +119,53 @@ class SharedMeeting:
 
     def offer(self, offer: Offer, content: bytes) -> None:
         """Offer what the first process has."""
-        exchange(None, lambda _: self._first.offer(offer, content))
+        _told(lambda: self._first.offer(offer, content))
 
     def entries(self, after: int, wait: float) -> Sequence[Entry]:
         """Return the entries, as `Meeting` says."""
-        def read(_):
-            try:
-                return [as_json(entry) for entry in self._first.entries(after, wait)]
-            except Trimmed as error:
-                return f"{error}"
-        if isinstance(found := exchange(None, read), str):
-            raise Trimmed(found)
-        return [entry_of(one) for one in found]
+        return [entry_of(one) for one in _told(lambda: [as_json(one) for one in self._first.entries(after, wait)])]
 
     def content(self, sha256: str) -> bytes:
         """Return a content, as `Meeting` says."""
         held: list[bytes] = []
 
-        def read(_):
-            try:
-                held.append(self._first.content(sha256))
-            except Trimmed as error:
-                return f"{error}"
+        def read():
+            held.append(self._first.content(sha256))
             return len(held[0])
-        return self._sent(exchange(None, read), held)
+        return _sent(_told(read), held)
 
     def put_snapshot(self, position: int, content: bytes) -> None:
         """Keep a snapshot, as `Meeting` says."""
-        exchange(None, lambda _: self._first.put_snapshot(position, content))
+        _told(lambda: self._first.put_snapshot(position, content))
 
     def snapshot(self) -> tuple[int, bytes] | None:
         """Return the newest snapshot, as `Meeting` says."""
         held: list[bytes] = []
 
-        def read(_):
+        def read():
             if (found := self._first.snapshot()) is None:
                 return None
             held.append(found[1])
             return [found[0], len(found[1])]
-        found = exchange(None, read)
-        return found and (found[0], self._sent(found[1], held))
+        found = _told(read)
+        return found and (found[0], _sent(found[1], held))
 
-    def _sent(self, size: int | str, held: list[bytes]) -> bytes:
-        """Return the bytes that the first process holds, over the network of the devices."""
-        if isinstance(size, str):
-            raise Trimmed(size)
-        mine = np.frombuffer(held[0], np.uint8) if held else np.zeros(size, np.uint8)
-        with jax.transfer_guard("allow"):
-            return np.asarray(multihost_utils.broadcast_one_to_all(mine)).tobytes()
+
+def _told(do: Callable[[], Any]) -> Any:
+    """Return in all processes what the first one gets as JSON, or raise what it raises."""
+    def tried(_):
+        try:
+            return ["", do()]
+        except (Trimmed, Unanswered) as error:
+            return [type(error).__name__, f"{error}"]
+    raised, answer = exchange(None, tried)
+    if raised:
+        raise {"Trimmed": Trimmed, "Unanswered": Unanswered}[raised](answer)
+    return answer
+
+
+def _sent(size: int, held: list[bytes]) -> bytes:
+    """Return the bytes that the first process holds, over the network of the devices."""
+    mine = np.frombuffer(held[0], np.uint8) if held else np.zeros(size, np.uint8)
+    with jax.transfer_guard("allow"):
+        return np.asarray(multihost_utils.broadcast_one_to_all(mine)).tobytes()

@@ -17,7 +17,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -28,14 +28,15 @@ from jaxtrain.errors import UserError, say
 from jaxtrain.islands import gossip
 from jaxtrain.islands.fragments import fragments
 from jaxtrain.islands.host_arrays import HostArrays
-from jaxtrain.islands.meeting import Entry, Meeting, Offer, Trimmed
+from jaxtrain.islands.meeting import Entry, Meeting, Offer, Stopped, Trimmed, Unanswered
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
 from jaxtrain.islands.payload import make_payload
 from jaxtrain.train_step.optimizers import ema
-from jaxtrain.train_step.optimizers.outer import NAME
+from jaxtrain.train_step.optimizers.outer import DUE, NAME
 from jaxtrain.train_step.state import TrainState
 
 PATIENCE_S = 1.0  # of one question for entries, after which the island looks whether it is to stop
+T = TypeVar("T")
 
 
 class Exchange:
@@ -61,7 +62,8 @@ class Exchange:
         self._payload = make_payload(config.compression)
         self._fields: dict[str, float] = {}
         self._position, self._leaving = 0, False
-        self._open = 0  # the round of the offer that is under way; 0: none is
+        self._open = 0  # the round of the offer that is under way; 0: none is; DUE: one is to be made
+        self._stop: Callable[[], bool] = lambda: False  # whether not to wait for a meeting that does not answer
         self._offered = 0  # after which step the open offer was made
         alike = {key: value for key, value in dataclasses.asdict(config).items() if key not in OWN}
         self._kind = hash_of({"islands": alike, "kind": {"": kind}}).encode()
@@ -70,16 +72,26 @@ class Exchange:
         self._unsent: tuple[int, np.ndarray | None] = 0, None  # its fragment, and what was unsent of it before
 
     # ---------------------------------------------------------------------------------------------- what the loop calls
-    def begin(self, step: int, state: TrainState) -> TrainState:
-        """Return the state to begin with: at the end of the log, if the island is new; an open exchange is ended."""
+    def begin(self, step: int, state: TrainState, stopping: Callable[[int], bool] = lambda step: False) -> TrainState:
+        """Return the state to begin with: at the end of the log, if the island is new; an open exchange is ended.
+
+        Raises:
+            Stopped: that has to wait, and the run is `stopping`.
+        """
+        self._stop = lambda: stopping(step)
         outer = state.extras[NAME]
         self._position, self._open = int(jax.device_get(outer["position"])), int(jax.device_get(outer["open"]))
         self._offered = step - step % self.islands.interval
         self._unsent = self._fragment(self._position), None
         if not step and not self._position:
             return self._catch_up(state)
+        if self._open == DUE:
+            state = self.offer(step, state)
         if self._open and step % self.islands.interval >= self.islands.overlap:
-            return self.finish(step, state)
+            state = self.finish(step, state, stopping)
+            self._check_ended()
+        elif self._open == DUE:
+            raise Stopped
         return state
 
     def after(self, step: int, state: TrainState, last: bool = False,
@@ -89,12 +101,18 @@ class Exchange:
         Args:
             last: whether no step follows: every fragment is exchanged then, and the island leaves.
             stopping: whether to leave an exchange open that has to wait.
+
+        Raises:
+            Stopped: the last exchange has to wait for a meeting that does not answer, and the run is `stopping`.
         """
+        self._stop = lambda: stopping(step)
         if self._open and (last or step % self.islands.interval == self.islands.overlap):
             state = self.finish(step, state, (lambda step: False) if last else stopping)
         if last:
             for left in reversed(range(len(self._fragments))):
+                self._check_ended()
                 state = self.finish(step, self.offer(step, state, last=not left))
+            self._check_ended()
         elif step % self.islands.interval == 0 and not self._open:
             state = self.offer(step, state)
             if not self.islands.overlap:
@@ -113,25 +131,28 @@ class Exchange:
 
     # ---------------------------------------------------------------------------------------- the halves of an exchange
     def offer(self, step: int, state: TrainState, last: bool = False) -> TrainState:
-        """Begin an exchange: offer the progress of the fragment whose turn it is."""
+        """Begin an exchange: offer the progress of the fragment whose turn it is; it stays due if that is stopped."""
         work = self._work(state)
         self._leaving = last
-        self._offer(step, work)
+        with contextlib.suppress(Stopped):
+            self._offer(step, work)
         return self._state(state, work)
 
     def finish(self, step: int, state: TrainState, stopping: Callable[[int], bool] = lambda step: False) -> TrainState:
         """End the exchange: apply entries until one has the island's offer. `stopping`: leave it open if that waits."""
+        if self._open == DUE:  # the run is to stop
+            return state
         work, began, first = self._work(state), time.perf_counter(), self._position
         blend = self.islands.blend if step > self._offered else 0.0  # steps went on meanwhile
         while self._open:
             try:
-                entries = list(self._meeting.entries(self._position, PATIENCE_S))
+                entries = list(self._asked(self._meeting.entries, self._position, PATIENCE_S))
                 for entry, following in zip(entries, [*entries[1:], None], strict=False):
                     if self._apply(entry, work, blend):
                         self._keep_snapshot(entry, work)
                         break
                     if self.islands.mode != "async":  # its offer came too late for this entry
-                        blend = 0.0
+                        blend, self._open = 0.0, DUE
                         self._take_back(work)
                         if self._position - first > self.islands.max_age:
                             self._adopt(work, entry)
@@ -139,7 +160,10 @@ class Exchange:
                         if following is None or following.has(self.islands.index, self._position):
                             self._offer(step, work)
             except Trimmed:
-                self._adopt_snapshot(work)
+                with contextlib.suppress(Stopped):
+                    self._adopt_snapshot(work)
+                break
+            except Stopped:
                 break
             if self._open and not entries and stopping(step):
                 break
@@ -148,6 +172,19 @@ class Exchange:
         return self._state(state, work)
 
     # -------------------------------------------------------------------------------------------------------- the parts
+    def _asked(self, call: Callable[..., T], *given: Any) -> T:
+        """Return what the meeting answers; raises Stopped if the run is to stop before that."""
+        while True:
+            try:
+                return call(*given)
+            except Unanswered:
+                if self._stop():
+                    raise Stopped from None
+
+    def _check_ended(self) -> None:
+        if self._open and self._stop():
+            raise Stopped
+
     def _work(self, state: TrainState) -> HostArrays:
         outer = state.extras[NAME]
         return HostArrays({"own": state.params, "params": outer["params"],
@@ -172,17 +209,18 @@ class Exchange:
         content, unsent = self._payload.encode(own if self._exact else outer - own, before)
         if self._gossips:
             content = gossip.packed(content, outer)
-        if unsent is not None:
-            self._unsent = number, before
-            work.set("unsent", fragment, unsent)
-        self._open, self._offered = self._position + 1, step
+        self._open, self._offered = DUE, step
         self._sent = hashlib.sha256(content).hexdigest(), content
         tokens = self._tokens(step) - self._tokens(max(0, step - self.islands.every))
         alike = b"" if self._gossips and self._position else outer.tobytes()
         same = hashlib.sha256(self._kind + alike).hexdigest()
         self._offer_made = Offer(self.islands.index, self._position, number, float(tokens), self._sent[0],
                                  min(step, self.islands.every), tokens, self._leaving, same)
-        self._meeting.offer(self._offer_made, content)
+        self._asked(self._meeting.offer, self._offer_made, content)
+        self._open = self._position + 1
+        if unsent is not None:  # only now: until then the offer can be made again, of the same state
+            self._unsent = number, before
+            work.set("unsent", fragment, unsent)
         self._count("island_sent_bytes", len(content))
 
     def _take_back(self, work: HostArrays) -> None:
@@ -240,7 +278,7 @@ class Exchange:
             if offer.sha256 == self._sent[0]:
                 content = self._sent[1]
             else:
-                content = self._meeting.content(offer.sha256)
+                content = self._asked(self._meeting.content, offer.sha256)
                 self._count("island_received_bytes", len(content))
             if self._gossips:
                 content, outer = gossip.unpacked(content, size)
@@ -264,7 +302,7 @@ class Exchange:
         """
         work, end, entry = self._work(state), self._first_base(), None
         self._adopt_snapshot(work, end)
-        while entries := [one for one in self._meeting.entries(self._position, 0) if one.number <= end]:
+        while entries := [one for one in self._asked(self._meeting.entries, self._position, 0) if one.number <= end]:
             for entry in entries:
                 self._apply(entry, work)
         if not self._position:
@@ -280,7 +318,7 @@ class Exchange:
         """Return the entry that the island's first offer in the log follows; infinity without one, or if it is gone."""
         after = 0
         with contextlib.suppress(Trimmed):
-            while entries := self._meeting.entries(after, 0):
+            while entries := self._asked(self._meeting.entries, after, 0):
                 for offer in (one for entry in entries for one in entry.contributions + entry.refused):
                     if offer.island == self.islands.index:
                         return offer.base
@@ -291,7 +329,7 @@ class Exchange:
         """Give up the island's own progress; of gossip, its outer parameters too, for those of an island of this entry.
         """
         if entry and self._gossips:
-            (fragment,), content = self._fragments, self._meeting.content(entry.contributions[0].sha256)
+            (fragment,), content = self._fragments, self._asked(self._meeting.content, entry.contributions[0].sha256)
             work.set("params", fragment, gossip.unpacked(content, work.get("params", fragment).size)[1])
         for fragment in self._fragments:
             work.set("own", fragment, work.get("params", fragment))
@@ -303,13 +341,13 @@ class Exchange:
         """
         if (entry.number % self.islands.snapshot_every == 0 and entry.contributions
                 and entry.contributions[0].island == self.islands.index):
-            self._meeting.put_snapshot(self._position, b"".join(
+            self._asked(self._meeting.put_snapshot, self._position, b"".join(
                 work.get(name, fragment).tobytes() for name in ("params", *self.islands.shared)
                 for fragment in self._fragments))
 
     def _adopt_snapshot(self, work: HostArrays, end: float = math.inf) -> None:
         """Take the newest snapshot of the outer state, if it is ahead of this island's, and not behind entry `end`."""
-        position, content = self._meeting.snapshot() or (0, b"")
+        position, content = self._asked(self._meeting.snapshot) or (0, b"")
         if not self._position < position <= end:
             return
         kept = [(name, fragment) for name in ("params", *self.islands.shared) for fragment in self._fragments]

@@ -6,8 +6,10 @@
     snapshots/POSITION-SHA256
     lock                    one coordinator at a time
 
-A coordinator that was killed at any moment goes on from this folder. A last line that was not written whole was never
-told, and is cut off. If the folder cannot be written, the coordinator stops: what it cannot keep it must not decide.
+Entries up to the older snapshot are not served: they go, with their contents, and the journal begins with a summary of
+them. A coordinator that was killed at any moment goes on from this folder. A last line that was not written whole was
+never told, and is cut off. If the folder cannot be written, the coordinator stops: what it cannot keep it must not
+decide.
 """
 
 import contextlib
@@ -16,14 +18,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files
-from jaxtrain.islands.coordinator import Coordinator, Policy
+from jaxtrain.islands.coordinator import Coordinator, Policy, compacted
 from jaxtrain.islands.log_records import is_hash
 from jaxtrain.islands.meeting import Entry, Offer, Trimmed
 
@@ -43,11 +45,15 @@ class OuterLog:
             if other := self._held.enter_context(locked(self.folder, 0)):
                 raise UserError("--folder", f"another coordinator works in {folder} ({other})", "end that one first")
             self._journal = _Journal(self.folder / "journal.jsonl")
+            self._coordinator, self.failed = Coordinator(policy, self._journal.records), ""  # why it decides no more
+            if self.trimmed < self._coordinator.begins:
+                raise UserError("--folder", f"{folder} lacks the snapshot of entry {self._coordinator.begins}",
+                                "restore it, or begin another log")
+            with self._changed:
+                self._compact()  # where a kill came before it
         except OSError as error:
             raise UserError("--folder", f"{folder} cannot be used ({error.strerror or error})",
                             "give a folder that can be written") from error
-        self._coordinator = Coordinator(policy, self._journal.records)
-        self.failed = ""  # why nothing can be decided any more
 
     def close(self) -> None:
         """Let another coordinator have the folder."""
@@ -107,7 +113,7 @@ class OuterLog:
             if after < self.trimmed:
                 raise Trimmed(f"the log begins after entry {self.trimmed}")
             self._changed.wait_for(lambda: self.position > after or self.failed, wait)
-            return self._coordinator.entries[after:]
+            return self._coordinator.after(after)
 
     def content(self, sha256: str) -> bytes:
         """Return the content of an offer in the log, as `Meeting` says."""
@@ -164,6 +170,7 @@ class OuterLog:
             for content in (self.folder / "contents").iterdir():
                 if content.name not in kept:
                     content.unlink(missing_ok=True)
+            self._compact()
         return True
 
     def snapshots(self) -> list[tuple[int, str]]:
@@ -175,10 +182,6 @@ class OuterLog:
         """Return the offer of this island with this base that is open or in the log, whatever its content."""
         with self._changed:
             return self._coordinator.taken(offer)
-
-    def entry(self, number: int) -> Entry:
-        """Return an entry, however old."""
-        return self._coordinator.entries[number - 1]
 
     def newest_snapshot(self) -> tuple[int, str] | None:
         """Return position and hash of the newest snapshot."""
@@ -196,14 +199,26 @@ class OuterLog:
 
     def _write(self, records: list[dict[str, Any]]) -> None:
         for record in records:
-            try:
+            with self._or_failed():
                 self._journal.append(record)
-            except OSError as error:
-                self.failed = f"{self.folder} cannot be written ({error.strerror or error})"
-                self._changed.notify_all()
-                raise
             self._coordinator.apply(record)
             self._changed.notify_all()
+
+    def _compact(self) -> None:
+        """Put a summary in the place of entries that are not served any more."""
+        if self._coordinator.begins < (trimmed := self.trimmed):
+            with self._or_failed():
+                self._journal.compact(trimmed)
+            self._coordinator.forget(trimmed)
+
+    @contextlib.contextmanager
+    def _or_failed(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failed = f"{self.folder} cannot be written ({error.strerror or error})"
+            self._changed.notify_all()
+            raise
 
     def _is_here(self, offer: Offer) -> bool:
         """Return whether a content was received whole; one that is damaged is deleted."""
@@ -222,7 +237,7 @@ class OuterLog:
         return True
 
     def _kept(self) -> set[str]:
-        later = (offer for entry in self._coordinator.entries[self.trimmed:] for offer in entry.contributions)
+        later = (offer for entry in self._coordinator.after(self.trimmed) for offer in entry.contributions)
         return {offer.sha256 for offer in (*self._coordinator.open.values(), *later)}
 
     def _content(self, sha256: str) -> Path:
@@ -240,17 +255,25 @@ class _Journal:
 
     def __init__(self, path: Path):
         self.records, good = read_journal(path) if path.exists() else ([], 0)
-        self._file = bounded_files.appended(path)
+        self._path, self._file = path, bounded_files.appended(path)
         os.truncate(path, good)
         os.fsync(self._file.fileno())
         atomic_files.sync(path.parent)
 
     def append(self, record: dict[str, Any]) -> None:
-        text = json.dumps({**record, "time": round(time.time(), 3)}, separators=(",", ":")).encode()  # for people
-        line = _line_hash(text) + b" " + text + b"\n"
+        line = _line({**record, "time": round(time.time(), 3)})  # for people
         if self._file.write(line) != len(line):
             raise OSError("it was written in part")
         os.fsync(self._file.fileno())
+
+    def compact(self, number: int) -> None:
+        """Replace the records up to entry `number` by their summary; the file is the old or the new one, whole."""
+        records, _ = read_journal(self._path)
+        with atomic_files.written(self._path, shared=False) as file:
+            file.writelines(map(_line, compacted(records, number)))
+        atomic_files.sync(self._path.parent)  # before anything is appended: the old file lacks it
+        self._file.close()
+        self._file = bounded_files.appended(self._path)
 
     def close(self) -> None:
         self._file.close()
@@ -268,6 +291,11 @@ def read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
         records.append(bounded_files.parsed(text))
         good = end
     return records, good
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    text = json.dumps(record, separators=(",", ":")).encode()
+    return _line_hash(text) + b" " + text + b"\n"
 
 
 def _line_hash(text: bytes) -> bytes:

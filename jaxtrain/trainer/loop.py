@@ -130,8 +130,8 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         evaluator, done = Evaluator(run, session, writer, ask), start
         trackers.sink.start()
         if run.exchange is not None and start < t.steps:
-            with session.phase("exchange"):
-                state = run.exchange.begin(start, state)
+            with session.exchanging(start):
+                state = run.exchange.begin(start, state, interrupt.requested)
         if evaluator.missing(start):
             evaluator.evaluate(start, state)
         run.see(start, state)
@@ -148,7 +148,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
             done = n + 1
             # 3. Islands exchange their progress, where that is due: nothing else changes the state between steps.
             if run.exchange is not None and run.exchange.due(done, done == t.steps):
-                with session.phase("exchange"):
+                with session.exchanging(done):
                     state = run.exchange.after(done, state, done == t.steps, interrupt.requested)
             # 4. Observers get the metrics, as futures: nothing here waits for the device.
             for observer in session.observers:

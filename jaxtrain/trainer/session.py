@@ -13,6 +13,7 @@ import jax
 from jaxtrain.config.schema import ResilienceConfig
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed.run_lock import run_lock
+from jaxtrain.islands.meeting import Stopped
 from jaxtrain.observe import traces
 from jaxtrain.observe.ledger import Ledger
 from jaxtrain.observe.traces import Traces
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
 
 
 class Interrupted(exit_codes.RunExit):
-    """The run was asked to stop, saved its state, and can be resumed."""
+    """The run was asked to stop, saved its state unless that would be of no use, and can be resumed."""
 
-    def __init__(self, step: int, number: int):
+    def __init__(self, step: int, number: int, saved: bool = True):
         self.step, self.signal = step, number
         super().__init__(exit_codes.INTERRUPTED if number == signal.SIGINT else exit_codes.SAVED,
-                         f"saved at step {step}; run the same command again to resume")
+                         f"{'saved' if saved else 'stopped'} at step {step}; run the same command again to resume")
 
 
 STOPPED = (Interrupted, KeyboardInterrupt, SystemExit)  # how a run ends that was asked to
@@ -72,6 +73,15 @@ class Session:
         """Watch over the steps in this block."""
         with self.watchdog.training(), self.traces.training():
             yield
+
+    @contextlib.contextmanager
+    def exchanging(self, step: int) -> Iterator[None]:
+        """Account for an exchange with other islands, which a stop may end."""
+        try:
+            with self.phase("exchange"):
+                yield
+        except Stopped:
+            raise Interrupted(step, self.interrupt.signal, saved=False) from None
 
     def completed(self, step: int) -> None:
         """Note that the devices completed a step; on the metrics writer's thread."""

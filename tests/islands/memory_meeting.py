@@ -4,7 +4,7 @@ import hashlib
 import threading
 import time
 
-from jaxtrain.islands.meeting import Entry, Trimmed
+from jaxtrain.islands.meeting import Entry, Trimmed, Unanswered
 
 
 class MemoryMeeting:
@@ -74,6 +74,24 @@ class MemoryMeeting:
     def _append(self, entry):
         self.log.append(entry)
         self._changed.notify_all()
+
+
+class OutOfReach:
+    """A meeting that answers no more from the first `call` at, or after, so many of `what`; `told` is called then."""
+
+    def __init__(self, meeting, call, number, told=lambda: None, what="offer"):
+        self._meeting, self._call, self._left, self._told, self._what = meeting, call, number, told, what
+        self.down = False
+
+    def __getattr__(self, name):
+        def asked(*given):
+            self._left -= name == self._what
+            self.down |= name == self._call and self._left <= 0
+            if self.down:
+                self._told()
+                raise Unanswered
+            return getattr(self._meeting, name)(*given)
+        return asked
 
 
 def wait_until(true, seconds=60):

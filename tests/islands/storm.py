@@ -1,5 +1,7 @@
 """A storm: a coordinator and islands as processes, which are killed, cut off and restarted while they work.
 
+The coordinator is killed in some of its compactions besides.
+
     python -m tests.islands.storm FIRST_SEED LAST_SEED
 """
 
@@ -33,6 +35,7 @@ def started(words, folder, name):
 class Storm:
     """Processes by name; `words` are what each is started with."""
 
+    kinds = FAULTS
     pace = 1.0  # times 0.05 to 0.7 seconds pass between faults
     timeouts, lease = (0.1, 0.5, 2), 4
 
@@ -45,9 +48,10 @@ class Storm:
         store = [f"--store={folder / 'store'}", "--store_every=0.05"] if with_store else []
         timeout = self.rng.choice(self.timeouts)
         self.words = {"coordinator": [
-            "-m", "jaxtrain.islands", "serve", f"--folder={folder / 'log'}", f"--address=127.0.0.1:{port}",
-            f"--keys={folder / 'keys'}", f"--islands={islands}", f"--timeout={timeout}", f"--lease={self.lease}",
-            f"--mode={'async' if mode == 'async' else 'sync'}", "--oldest=6", *store]}
+            "-m", "tests.islands.mortal_coordinator", "serve", f"--folder={folder / 'log'}",
+            f"--address=127.0.0.1:{port}", f"--keys={folder / 'keys'}", f"--islands={islands}",
+            f"--timeout={timeout}", f"--lease={self.lease}", f"--mode={'async' if mode == 'async' else 'sync'}",
+            "--oldest=6", *store]}
         for index in range(islands):
             at_store = str(folder / "store") if with_store and not index else None
             self.words[f"island {index}"] = self.island(index, at_store, mode)
@@ -66,7 +70,7 @@ class Storm:
                     self.start(name)
                 for _ in range(faults):
                     time.sleep(self.rng.uniform(0.05, 0.7) * self.pace)
-                    self.fault(self.rng.choice(FAULTS))
+                    self.fault(self.rng.choice(self.kinds))
                 while running := self.running():
                     assert time.monotonic() < end, f"{running} are not done after {patience:.0f} s"
                     time.sleep(0.05)
@@ -76,6 +80,9 @@ class Storm:
                 process.wait()
 
     def running(self):
+        if self.processes["coordinator"].poll() == -signal.SIGKILL:
+            self.faults["compaction"] += 1
+            self.start("coordinator")
         ended = {name: process.poll() for name, process in self.processes.items()}
         assert all(status in (None, 0) for status in ended.values()), (ended, self.said())
         assert ended["coordinator"] is None
@@ -106,7 +113,8 @@ class Storm:
         records, _ = read_journal(self.folder / "log" / "journal.jsonl")
         log = Coordinator(Policy(), records)
         names = [(offer.island, offer.base) for entry in log.entries for offer in entry.contributions]
-        assert len(names) == len(set(names)) == self.islands * self.units
+        assert len(names) == len(set(names)) and log.begins > 0, "there is no name twice, and older ones are gone"
+        assert [log.counts[island, "entries"] for island in range(self.islands)] == [self.units] * self.islands
         expected = [[island, unit] for island in range(self.islands) for unit in range(self.units)]
         position, tally = max(json.loads((self.folder / f"{island}.json").read_text())[::2]
                               for island in range(self.islands))

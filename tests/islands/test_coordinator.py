@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jaxtrain.errors import UserError
-from jaxtrain.islands.coordinator import Coordinator, Policy
+from jaxtrain.islands.coordinator import Coordinator, Policy, compacted
 from jaxtrain.islands.meeting import Offer
 
 
@@ -37,9 +37,17 @@ class World:
         self.write(self.mind.tick(self.now))
 
     def restart(self):
-        before = self.mind.entries, self.mind.open, self.mind.bases
+        before = self.known()
         self.mind = Coordinator(self.policy, self.records)
-        assert before == (self.mind.entries, self.mind.open, self.mind.bases)
+        assert before == self.known()
+
+    def known(self):
+        mind = self.mind
+        return mind.begins, mind.entries, mind.open, mind.bases, mind.newest, mind.left, mind.counts
+
+    def compact(self, number):
+        self.records = json.loads(json.dumps(compacted(self.records, number)))
+        self.mind.forget(number)
 
     def islands(self):
         return [[offer.island for offer in entry.contributions] for entry in self.mind.entries]
@@ -150,8 +158,11 @@ def test_those_at_their_end_do_not_count_for_the_quorum():
         world.offer(island, 0, last=island > 0)
     world.restart()
     world.offer(0, 1)
+    assert world.islands() == [[0, 1, 2], [0]]
+    world.compact(1)
+    world.restart()
     world.offer(0, 2, last=True)
-    assert world.islands() == [[0, 1, 2], [0], [0]]
+    assert world.islands() == [[0], [0]]
 
 
 def test_without_rounds_each_offer_is_an_entry_and_old_ones_are_refused():
@@ -209,14 +220,16 @@ def storm(seed, steps=100):
         if rng.random() < 0.1:
             world.restart()
         world.pass_time(rng.choice([0, 1, 5]), [one for one in range(islands) if rng.random() < 0.7])
-        assert world.mind.entries[: len(told)] == told, "what was told never changes"
-        told = list(world.mind.entries)
-    return world, accepted
+        begins = world.mind.begins
+        assert world.mind.entries[: len(told) - begins] == told[begins:], "what was told never changes"
+        told += world.mind.after(len(told))
+        if rng.random() < 0.05 and world.mind.position > begins:
+            world.compact(rng.randint(begins + 1, world.mind.position))
+    return world, told, accepted
 
 
 def check(seed):
-    world, accepted = storm(seed)
-    entries = world.mind.entries
+    world, entries, accepted = storm(seed)
     assert [entry.number for entry in entries] == list(range(1, len(entries) + 1))
     settled = [(offer.island, offer.base) for entry in entries for offer in entry.contributions + entry.refused]
     waiting = {(offer.island, offer.base) for offer in world.mind.open.values()}

@@ -1,6 +1,7 @@
 """Islands that meet in a folder or a store, beside others that come by another way, with one log."""
 
 import hashlib
+import math
 import threading
 import time
 from dataclasses import replace
@@ -46,7 +47,7 @@ def meet(log, place):
         if base == 1:
             bridge = Bridge(log, place)  # it was restarted
         bridge.look()
-        far.offer(replace(offered(0, base, b"")[0], sha256=log.entry(base + 1).contributions[0].sha256, last=True),
+        far.offer(replace(offered(0, base, b"")[0], sha256=log.entries(base, 0)[0].contributions[0].sha256, last=True),
                   b"far %d" % base)  # again with the same content, as of a run that has become longer
         bridge.look()
         (entry,) = far.entries(base, 0)
@@ -59,7 +60,7 @@ def meet(log, place):
     bridge.look()
     names = {folder: bridge._store.names(folder) for folder in ("offers", "contents", "entries", "snapshots", "alive")}
     assert {folder: len(found) for folder, found in names.items()} == {
-        "offers": 0, "contents": 2, "entries": 1, "snapshots": 2, "alive": 1}, names
+        "offers": 0, "contents": 2, "entries": 1, "snapshots": 2, "alive": 2}, names
     with pytest.raises(Trimmed):
         far.entries(1, 0)
     assert [entry.number for entry in far.entries(2, 0)] == [3]
@@ -145,4 +146,23 @@ def test_what_goes_on_failing_is_told_once(tmp_path, monkeypatch, capsys):
     meeting = FolderMeeting(f"{tmp_path}", 0)
     assert meeting._tried(read) == 1
     meeting.close()
-    assert capsys.readouterr().err == "no disk; trying again\n"
+    assert capsys.readouterr().err.count("no disk; trying again\n") == 1
+
+
+def test_an_island_says_that_nobody_serves_its_place_and_how_to(log, tmp_path, capsys):
+    """At once, then with every third sign of life that finds no new one of a coordinator."""
+    place = str(tmp_path / "meeting")
+    far, bridge = FolderMeeting(place, 1, 2, sign=1e9), Bridge(log, place)
+    while "start it by" not in (said := capsys.readouterr().err):
+        time.sleep(0.01)
+    assert said == (f"{place}: no coordinator looks into it, so island 1 waits for the others at its next "
+                    f"exchange; start it by jaxtrain islands serve --folder=DIR --store={place} --islands=2\n")
+    told = []
+    for served in (False, False, False, True, False, False, False, True):
+        if served:
+            bridge._signed = -math.inf
+            bridge.look()
+        far._look_for_coordinator()
+        told.append(capsys.readouterr().err[len(place) + 2:][:14])
+    far.close()
+    assert told == ["", "", "no coordinator", "a coordinator ", "", "", "no coordinator", "a coordinator "]

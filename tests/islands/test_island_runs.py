@@ -1,6 +1,9 @@
 """Whole runs that are islands: plain training where there is one, and exact whenever one is killed, late or new."""
 
+import functools
 import itertools
+import signal
+import tempfile
 import threading
 from dataclasses import replace
 
@@ -11,10 +14,12 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.distributed import exit_codes
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.trainer.loop import train
+from jaxtrain.trainer.session import Interrupted
 from tests.islands.archipelago import assert_same_bits, numbers, outer_state
-from tests.islands.memory_meeting import MemoryMeeting
+from tests.islands.memory_meeting import MemoryMeeting, OutOfReach
 from tests.tiers import slow_if
 
 STEPS, ROWS = 12, 4
@@ -128,24 +133,62 @@ SLOW = [((4, "on_batch"), "sync"), ((6, "on_batch"), "int4"), ((8, "on_batch"), 
         ((8, "on_batch"), "gossip")]
 
 
-@pytest.mark.parametrize("killed, mode", [
-    pytest.param(*both, marks=slow_if(both in SLOW))
-    for both in itertools.product(KILLED, MODES)], ids=str)
-def test_an_island_that_is_killed_goes_on_to_the_same_bits(tmp_path, killed, mode):
-    def pair(workdir, observers=()):
-        meeting = MemoryMeeting(2)
-        one, two = (with_meeting(built(i, **islands(2, **MODES[mode])), meeting, i) for i in range(2))
-        other = Beside(two)
-        if observers:
-            with pytest.raises(RuntimeError, match="killed"):
-                train(one, workdir, observers=observers)
-        state = train(one, workdir)
-        return numbers((state, other.ended().params)), meeting
+@functools.cache
+def pair(mode):
+    """Two runs, and an island that only trains beside the first one."""
+    return [built(i, **islands(2, snapshot_every=2, **MODES[mode])) for i in range(2)]
 
-    (want, others), log = pair(tmp_path / "straight")
-    (got, too), again = pair(tmp_path / "killed", [Dies(*killed)])
+
+def trained(mode, attempts):
+    """Return what `attempts` make of the first island, the others' parameters, and the log."""
+    meeting, (one, two) = MemoryMeeting(2), pair(mode)
+    other = Beside(with_meeting(two, meeting, 1))
+    state = attempts(one, meeting)
+    return numbers((state, other.ended().params)), meeting.log
+
+
+@functools.cache
+def straight(mode):
+    with tempfile.TemporaryDirectory() as workdir:
+        return trained(mode, lambda one, meeting: train(with_meeting(one, meeting), workdir))
+
+
+def same(mode, attempts):
+    ((want, others), log), ((got, too), again) = straight(mode), trained(mode, attempts)
     assert_same_bits(got, want)
     assert_same_bits(too, others)
     if mode != "gossip":
         assert_same_bits(got.params, too)
-    assert again.log == log.log
+    assert again == log
+
+
+@pytest.mark.parametrize("killed, mode", [
+    pytest.param(*both, marks=slow_if(both in SLOW))
+    for both in itertools.product(KILLED, MODES)], ids=str)
+def test_an_island_that_is_killed_goes_on_to_the_same_bits(tmp_path, killed, mode):
+    def attempts(one, meeting):
+        with pytest.raises(RuntimeError, match="killed"):
+            train(with_meeting(one, meeting), tmp_path, observers=[Dies(*killed)])
+        return train(with_meeting(one, meeting), tmp_path)
+
+    same(mode, attempts)
+
+
+UNANSWERED = [*itertools.product(("offer", "entries", "content"), (1, 2, 4), MODES), ("put_snapshot", 2, "sync"),
+              ("offer", 6, "streaming"), ("entries", 6, "streaming"), ("content", 7, "streaming")]
+FIRST = [("offer", 2, "int4"), ("content", 2, "sync"), ("offer", 4, "sync"), ("entries", 2, "streaming")]
+
+
+@pytest.mark.parametrize("call, offers, mode", [
+    pytest.param(*case, marks=slow_if(case in FIRST)) for case in UNANSWERED])
+def test_an_island_that_is_stopped_while_nobody_answers_goes_on_to_the_same_bits(tmp_path, call, offers, mode):
+    """At any exchange, also at the last one, which it does again from the checkpoint before; and stopped once more."""
+    def attempts(one, meeting):
+        away = OutOfReach(meeting, call, offers, lambda: signal.raise_signal(signal.SIGTERM))
+        for _ in range(2):
+            with pytest.raises(Interrupted) as stopped:
+                train(with_meeting(one, away), tmp_path)
+            assert stopped.value.code == exit_codes.SAVED
+        return train(with_meeting(one, meeting), tmp_path)
+
+    same(mode, attempts)

@@ -13,10 +13,10 @@ from jaxtrain.islands.meeting_places import MeetingAhead
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
 from jaxtrain.islands.payload import make_payload
-from jaxtrain.train_step.optimizers import ema
+from jaxtrain.train_step.optimizers import ema, outer
 from tests.islands import plain_diloco
 from tests.islands.archipelago import Archipelago, assert_same_bits, numbers, outer_state
-from tests.islands.memory_meeting import MemoryMeeting
+from tests.islands.memory_meeting import MemoryMeeting, OutOfReach
 from tests.islands.test_island_runs import built, islands, rows_of
 from tests.numerics import reference
 
@@ -320,6 +320,39 @@ def test_an_exchange_that_is_left_open_goes_on_after_a_restart():
     found.states[1] = found.exchanges[1].finish(3, found.states[1])
     found.states[0] = again.begin(3, stopped)
     agree(found)
+
+
+@pytest.mark.slow
+def test_one_that_is_late_and_stopped_offers_again_what_it_would_have():
+    """With what its codec lost before; nobody answers when it reads the second entry without it, or offers again."""
+    def late(call="", number=0):
+        found = few(2, compression="int4")
+        found.train(3)
+        one, two = found.exchanges
+        for i in range(2):
+            found.states[i], _ = found.steps[i](found.states[i], found.runs[i].place(rows_of(3, i)))
+        for _ in range(2):
+            found.states[0] = one.offer(6, found.states[0])
+            found.meeting.decide()
+            found.states[0] = one.finish(6, found.states[0])
+        found.meeting.lose(0)
+        state = two.offer(6, found.states[1])
+        if call:
+            two._meeting = OutOfReach(found.meeting, call, number, what=call)
+            state = two.after(6, state, stopping=lambda step: True)
+            left = outer_state(state)
+            assert (left["open"], left["position"]) == (outer.DUE, 2 if call == "content" else 3)
+            two = Exchange(two.islands, found.runs[1].abstract, found.runs[1].layout.axes, found.meeting)
+            state = two.begin(6, state)
+        else:
+            state = two.finish(6, state)
+        assert [len(entry.contributions) for entry in found.meeting.log] == [2, 1, 1, 1]
+        return numbers(state), found.meeting.log
+
+    (want, log), *others = late(), late("content", 2), late("offer", 1)
+    for got, again in others:
+        assert_same_bits(got, want)
+        assert again == log
 
 
 @pytest.mark.parametrize("compression", ["int4", *(pytest.param(name, marks=pytest.mark.exhaustive)

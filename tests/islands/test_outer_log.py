@@ -1,13 +1,16 @@
 """The log on disk: what was told is there after any kill, and what cannot be kept is not decided."""
 
+import contextlib
 import errno
 import hashlib
+import itertools
+import os
 
 import pytest
 
 from jaxtrain.errors import UserError
 from jaxtrain.islands.coordinator import Policy
-from jaxtrain.islands.meeting import Offer
+from jaxtrain.islands.meeting import Offer, Trimmed
 from jaxtrain.islands.outer_log import OuterLog
 
 
@@ -93,3 +96,72 @@ def test_parts_that_overlap_or_leave_a_gap_make_a_whole(tmp_path):
     here = [log.begin(0, offer.sha256, content[start:stop], start) for start, stop in ((0, 3), (5, 8), (1, 4), (2, 8))]
     assert here == [3, 3, 4, 8] and log.offer(offer) and log.content(offer.sha256) == content
     log.close()
+
+
+class Killed(BaseException):
+    """Raised where a process would be killed."""
+
+
+def with_snapshots(folder):
+    """A log with a snapshot after each second entry, and an open offer."""
+    log = OuterLog(folder, Policy(islands=2))
+    for base in range(6):
+        for island in range(2):
+            log.offer(*offered(island, base, b"%d %d" % (island, base)))
+        if base % 2:
+            yield log, base + 1
+    log.offer(*offered(0, 6))
+    yield log, 0
+
+
+def test_a_kill_in_a_compaction_leaves_the_same_log(tmp_path, monkeypatch):
+    """At any of its calls to the file system; what was told before a summary does nothing after it."""
+    kills = 0
+    for last in range(100):
+        folder, calls = tmp_path / f"{last}", itertools.count()
+
+        def mortal(call, calls=calls, last=last):
+            def done(*given, **keys):
+                if next(calls) == last:
+                    raise Killed
+                return call(*given, **keys)
+            return done
+
+        for log, position in with_snapshots(folder):
+            with contextlib.suppress(Killed), monkeypatch.context() as patch:
+                for name in ("open", "fsync", "replace", "unlink") if position == 4 else ():
+                    patch.setattr(os, name, mortal(getattr(os, name)))
+                log.put_snapshot(position, b"state %d" % position)
+            if position == 4:
+                kills += (killed := next(calls) > last)
+                log.close()
+                log = OuterLog(folder, Policy(islands=2))
+                assert log.position == 4 and log._coordinator.begins == log.trimmed
+                for base in range(4):
+                    assert not log.wants(offered(1, base, b"again")[0])
+                assert [entry.number for entry in log.entries(log.trimmed, 0)] == list(range(log.trimmed + 1, 5))
+                log.close()
+                break
+        if not killed:
+            break
+    assert kills > 10 and log.trimmed == 2
+
+
+def test_a_journal_begins_with_a_summary_of_what_is_not_served(tmp_path, capsys):
+    sizes = []
+    for log, position in with_snapshots(tmp_path):
+        if position:
+            log.put_snapshot(position, b"state")
+        sizes.append((tmp_path / "journal.jsonl").read_bytes().count(b"\n"))
+    log.close()
+    assert sizes == [6, 7, 7, 8], "of two entries and their offers 3 lines each"
+    again = OuterLog(tmp_path, Policy(islands=2))
+    assert (again.position, again.trimmed) == (6, 4) and again.taken(offered(0, 6)[0])
+    assert again.entries(4, 0) == log.entries(4, 0)
+    with pytest.raises(Trimmed):
+        again.entries(3, 0)
+    again.close()
+    for path in (tmp_path / "snapshots").iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match=r"^--folder: .* lacks the snapshot of entry 4; restore it, or begin another"):
+        OuterLog(tmp_path, Policy(islands=2))

@@ -1,4 +1,4 @@
-"""Storms over islands that train: killed, cut off and restarted, they end where calm ones do.
+"""Storms over islands that train: killed, told to stop, cut off and restarted, they end where calm ones do.
 
     python -m tests.islands.training_storm FIRST_SEED LAST_SEED [MODE]
 
@@ -6,22 +6,42 @@ The first run is calm, and its loss is what those of the storms are compared wit
 """
 
 import json
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from jaxtrain.distributed import exit_codes
 from jaxtrain.islands.coordinator import Coordinator, Policy
 from jaxtrain.islands.outer_log import read_journal
-from tests.islands.storm import ROOT, Storm
+from tests.islands.storm import FAULTS, ROOT, Storm
 
 STEPS, EVERY, ROWS = 120, 10, 4
 
 
 class TrainingStorm(Storm):
-    """Islands that are runs of the tiny GPT, and have a minute to come back before a round goes on without them."""
+    """Islands that are runs of the tiny GPT, and have five minutes to come back before a round goes on without them."""
 
-    pace, timeouts, lease = 20.0, (60,), 60
+    kinds, pace, timeouts, lease = (*FAULTS, "stop"), 20.0, (300,), 300
+
+    def fault(self, kind):
+        """As in every storm; `stop`: an island is told to, half of the time with the coordinator out of reach."""
+        if kind != "stop":
+            return super().fault(kind)
+        names = [self.rng.choice(running)] if (running := self.running()) else []
+        if names and self.rng.random() < 0.5:
+            names.append("coordinator")
+            self.processes["coordinator"].kill()
+            self.processes["coordinator"].wait()
+            time.sleep(self.rng.uniform(0, 5))  # the island may reach its exchange meanwhile
+        for name in names[:1]:
+            self.processes[name].send_signal(signal.SIGTERM)
+            status = self.processes[name].wait(60)
+            assert status in (0, exit_codes.SAVED, -signal.SIGTERM), status  # done already; in time; while it starts
+            self.faults["stop" if status == exit_codes.SAVED else "stop too early or late"] += 1
+        for name in names:
+            self.start(name)
 
     def island(self, index, store, mode):
         keys = {"train.steps": STEPS, "train.eval_every": STEPS, "train.progress": False, "checkpoint.every": EVERY,
@@ -36,14 +56,13 @@ class TrainingStorm(Storm):
         """Return the loss of each island and how many entries there are; every step was contributed once."""
         records, _ = read_journal(self.folder / "log" / "journal.jsonl")
         log = Coordinator(Policy(), records)
-        offers = [offer for entry in log.entries for offer in entry.contributions]
-        names = [(offer.island, offer.base) for offer in offers]
-        assert len(names) == len(set(names))
+        names = [(offer.island, offer.base) for entry in log.entries for offer in entry.contributions]
+        assert len(names) == len(set(names)) and log.begins > 0
         losses = []
         for index in range(self.islands):
             lines = (self.folder / f"run{index}" / "metrics.jsonl").read_text().splitlines()
             losses.append([line["eval_loss"] for line in map(json.loads, lines) if "eval_loss" in line][-1])
-            assert sum(offer.island == index for offer in offers) >= STEPS // EVERY
+            assert log.counts[index, "steps"] >= STEPS
         return losses, log.position
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import random
 import socket
 import ssl
@@ -20,6 +21,7 @@ from jaxtrain.islands.network import certificates, frames
 from jaxtrain.islands.network.meeting_server import VERSION
 
 PAUSE = 0.1, 10.0  # seconds: the first between two attempts, doubled each time, and the longest
+TELL_S = 60.0  # between two times that it says that the coordinator is out of reach
 _AHEAD = 8  # parts of a content that are under way before the first of them is answered
 _random = random.Random()  # not the module's own generator, whose state the user may rely on
 T = TypeVar("T")
@@ -31,14 +33,15 @@ class TcpMeeting:
     A call that loses its connection goes on with another one, until there was no answer for `patience` seconds.
     """
 
-    def __init__(self, address: str, keys: str | Path, island: int, *, patience: float = 3600.0, silence: float = 60.0,
-                 sign: float = 5.0):
+    def __init__(self, address: str, keys: str | Path, island: int, islands: int = 1, *, patience: float = 3600.0,
+                 silence: float = 60.0, sign: float = 5.0):
         """Connect when first used.
 
         Args:
             address: HOST:PORT of the coordinator.
             keys: the folder with the certificates of `jaxtrain islands keys`: those of this island and the authority's.
             island: the number of this island.
+            islands: how many meet there.
             patience: seconds without any answer after which a call raises an OSError.
             silence: seconds without a byte after which a connection counts as lost.
             sign: seconds between two signs of life while nothing else is said.
@@ -49,6 +52,7 @@ class TcpMeeting:
         self._address, self._host, self._port, self._island = address, host.strip("[]"), int(port), island
         self._tls = certificates.context(keys, f"island-{island}")
         self._patience, self._silence = patience, silence
+        self._fix = f"jaxtrain islands serve --folder=DIR --address=0.0.0.0:{port} --keys=DIR --islands={islands}"
         self._unused: list[ssl.SSLSocket] = []
         self._closed, self._heard = threading.Event(), time.monotonic()
         threading.Thread(target=self._live, args=(sign,), name="islands", daemon=True).start()
@@ -135,19 +139,20 @@ class TcpMeeting:
                 if self._closed.is_set() or time.monotonic() - max(begun, self._heard) > self._patience:
                     raise ConnectionError(f"{self._address}: the coordinator of the islands is out of reach "
                                           f"({_words(error)})") from error
-                if pause >= 1.6 and not self._silent:
-                    self._silent = True
-                    say(f"{self._address}: the coordinator of the islands is out of reach ({_words(error)}); "
-                        f"trying again for {self._patience:.0f} s")
+                now = time.monotonic()
+                if pause >= min(1.6, PAUSE[1]) and now - self._told >= TELL_S:
+                    self._told = now
+                    say(f"{self._address}: the coordinator of the islands is out of reach ({_words(error)}); trying "
+                        f"again for {self._patience:.0f} s; if it does not run, start it by {self._fix}")
             self._closed.wait(pause * _random.uniform(0.5, 1))
             pause = min(2 * pause, PAUSE[1])
 
-    _silent = False  # whether it was said that the coordinator is out of reach
+    _told = -math.inf  # when it was said that the coordinator is out of reach
 
     def _note(self) -> None:
         self._heard = time.monotonic()
-        if self._silent:
-            self._silent = False
+        if self._told > -math.inf:
+            self._told = -math.inf
             say(f"{self._address}: the coordinator of the islands answers again")
 
     def _idle(self) -> ssl.SSLSocket | None:

@@ -2,7 +2,7 @@
 
     params      the outer parameters: those that all islands agree on
     position    the number of the last entry of the log that is in them
-    open        the number of the entry that an offer under way is meant for; 0: none is
+    open        the number of the entry that an offer under way is meant for; 0: none is; DUE: one is to be made
     and what else the outer optimizer keeps for every parameter, such as momentum
 """
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 NAME = "outer"  # in a state's extras
+DUE = -1  # of a run that was stopped before it could offer what it should have
 
 
 def begin(kept: Sequence[str]) -> Callable[[Any], dict[str, Any]]:

@@ -10,9 +10,12 @@ import time
 
 import pytest
 
+from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.errors import UserError
+from jaxtrain.islands import waiting_meeting
 from jaxtrain.islands.coordinator import Policy
-from jaxtrain.islands.meeting import Offer, Trimmed
+from jaxtrain.islands.meeting import Offer, Trimmed, Unanswered
+from jaxtrain.islands.meeting_places import open_meeting
 from jaxtrain.islands.network import certificates, frames, meeting_server, tcp_meeting
 from jaxtrain.islands.network.meeting_server import MeetingServer
 from jaxtrain.islands.network.tcp_meeting import TcpMeeting
@@ -245,13 +248,28 @@ def test_an_island_gives_signs_of_life_while_it_trains(island, served):
     assert all(seen.acquire(timeout=20) for _ in range(4))
 
 
-def test_a_coordinator_that_stays_away_is_an_oserror(island, served):
-    meeting = island(0, patience=0.1)
+def test_a_coordinator_that_stays_away_is_an_oserror(island, served, monkeypatch, capsys):
+    """And the island says how to start it, again and again."""
+    monkeypatch.setattr(tcp_meeting, "TELL_S", 0.0)
+    meeting = island(0, patience=0.2)
     assert meeting.entries(0, 0) == []
     served.stop()
     with pytest.raises(OSError, match="the coordinator of the islands is out of reach"):
         while True:
             meeting.entries(0, 0)
+    assert capsys.readouterr().err.count(f"if it does not run, start it by jaxtrain islands serve --folder=DIR "
+                                         f"--address=0.0.0.0:{served.port} --keys=DIR --islands=1\n") > 1
+
+
+def test_a_coordinator_that_stays_away_does_not_hold_an_island_that_is_to_stop(served, keys, monkeypatch):
+    monkeypatch.setattr(waiting_meeting, "PATIENCE_S", 0.0)
+    served.stop()
+    meeting = open_meeting(IslandsConfig(count=2, meeting=f"tcp://127.0.0.1:{served.port}", keys=str(keys)))
+    for call in (lambda: meeting.offer(*offered(0, 0, b"")), lambda: meeting.entries(0, 0),
+                 lambda: meeting.content("0"), lambda: meeting.put_snapshot(1, b""), meeting.snapshot):
+        with pytest.raises(Unanswered):
+            call()
+    meeting._meeting.close()
 
 
 def test_a_line_that_another_thread_takes_is_replaced(island):
