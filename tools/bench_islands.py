@@ -36,8 +36,8 @@ from jaxtrain.islands.outer_exchange import Exchange
 from tests.islands.memory_meeting import MemoryMeeting
 
 ISLANDS, EVERY, SLOW = 8, 50, 3
-EVALUATED = 4096  # rows; the evaluation split has as many for all that are asked for here
-STREAMING = dict(fragments=2, overlap=5, blend=0.0)
+EVALUATED = 4096  # rows
+STREAMING = dict(fragments=2, overlap=5)
 MODES = {  # what differs from DiLoCo as published: islands.* keys, and whether one island is slow
     "synchronous": None,
     "local SGD": dict(learning_rate=1.0, momentum=0.0),
@@ -48,7 +48,7 @@ MODES = {  # what differs from DiLoCo as published: islands.* keys, and whether 
     "diloco, two fragments": dict(fragments=2),
     "streaming": STREAMING,
     "streaming, int4": STREAMING | dict(compression="int4"),
-    "streaming, int4, half blended": STREAMING | dict(compression="int4", blend=0.5),
+    "streaming, int4, not blended": STREAMING | dict(compression="int4", blend=0.0),
     "asynchronous": dict(mode="async"),
     "asynchronous, one slow": dict(mode="async", slow=True),
     "asynchronous, one slow, ages alike": dict(mode="async", slow=True, age_decay=0.0),
@@ -62,7 +62,8 @@ PUBLISHED = {  # what the papers say of it, for models and runs of another size
 def config_of(args, rows, keys):
     """The config of a run of a small model on the source code of Python's library."""
     return load_config(str(Path(__file__).resolve().parents[1] / "configs" / "gpt.py:tiny"), {
-        "model.embed_dim": "32", "optimizer.learning_rate": "0.012", "train.steps": str(args.steps), "train.eval_every": "0", "data.global_batch_size": str(rows),
+        "model.embed_dim": "32", "optimizer.learning_rate": "0.012", "train.steps": str(args.steps),
+        "train.eval_every": "0", "data.global_batch_size": str(rows),
         "optimizer.warmup_steps": str(args.steps // 20), **args.overrides,
         **{f"islands.{key}": str(value) for key, value in keys.items()}})
 
@@ -203,8 +204,9 @@ def main():
     for name, keys in modes.items():
         began = time.time()
         found = whole if keys is None else Simulated(args, keys, begin).result()
-        print(f"| {name} | {found['loss']:.4f} | {found['loss'] / whole['loss'] - 1:+.2%} | {found['bytes'] / 1e6:.2f} "
-              f"| {whole['bytes'] / found['bytes']:.0f} | {found['time']:.0f} | {PUBLISHED.get(name, '')} |", flush=True)
+        more, fewer = found["loss"] / whole["loss"] - 1, whole["bytes"] / found["bytes"]
+        print(f"| {name} | {found['loss']:.4f} | {more:+.2%} | {found['bytes'] / 1e6:.2f} | {fewer:.0f} "
+              f"| {found['time']:.0f} | {PUBLISHED.get(name, '')} |", flush=True)
         print(json.dumps({"mode": name, **found, "seconds": time.time() - began}), file=sys.stderr, flush=True)
 
 

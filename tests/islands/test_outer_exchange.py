@@ -380,7 +380,7 @@ def test_an_update_of_each_island_as_it_arrives_makes_the_step_of_all_together()
 
 def test_what_blending_and_overlap_leave_of_the_outer_step():
     """Of steady progress outer parameters make a (1 - (1 - b) t) / (1 + b (a - 1)) times as much: docs/islands.md."""
-    for blend, times in ((0.0, 1.5 * 0.5), (0.5, 1.5 * 0.75 / 1.25)):
+    for blend, times in ((0.0, 1.5 * 0.5), (0.25, 1.5 * 0.625 / 1.125)):
         found = few(1, every=2, overlap=1, blend=blend, momentum=0.5, learning_rate=0.75)
         state, exchange = found.states[0], found.exchanges[0]
         for step in range(1, 26):
