@@ -1,7 +1,9 @@
 """Loss against bytes: islands that talk seldom beside synchronous training on the same tokens.
 
     python tools/bench_islands.py
-    python tools/bench_islands.py --steps=800 --warm=200 --rows=16 --config.model.embed_dim=32 --only synchronous diloco
+    python tools/bench_islands.py --only synchronous diloco "streaming, int4"
+    python tools/bench_islands.py --only synchronous --also "momentum=0.6" "fragments=2 overlap=5 blend=0.25"
+    python tools/bench_islands.py --config.train.seed=1 --config.data.seed=1 --config.optimizer.learning_rate=6e-3
 
 Eight islands are simulated one after the other in this process: exchanges are those of real islands (jaxtrain/islands),
 the meeting is in memory, and nothing waits. So losses and bytes are real, and times are not measured: with stragglers,
@@ -10,7 +12,8 @@ a clock of steps says when each island would arrive (one of the eight takes thre
 Of gossip no island has the parameters of another one: the loss is that of their mean, and the islands' own stand beside
 it.
 
-Every mode begins with the same synchronous steps, whose bytes count for none of them.
+Every mode begins with the same synchronous steps, whose bytes count for none of them. The learning rate is the one
+that was best for synchronous training among those tried (docs/islands.md).
 
 Bytes are those that an island sends and receives, headers included. Synchronous training is charged with a ring
 all-reduce of float32 gradients in every step: 2 x (N - 1) / N x 4 bytes a parameter sent, and as many received.
@@ -36,6 +39,7 @@ from jaxtrain.islands.outer_exchange import Exchange
 from tests.islands.memory_meeting import MemoryMeeting
 
 ISLANDS, EVERY, SLOW = 8, 50, 3
+EVALUATED = 4096  # rows
 STREAMING = dict(fragments=2, overlap=5)
 MODES = {  # what differs from DiLoCo as published: islands.* keys, and whether one island is slow
     "synchronous": None,
@@ -44,8 +48,10 @@ MODES = {  # what differs from DiLoCo as published: islands.* keys, and whether 
     "diloco, bfloat16": dict(compression="bfloat16"),
     "diloco, int4": dict(compression="int4"),
     "diloco, top_k": dict(compression="top_k"),
+    "diloco, two fragments": dict(fragments=2),
     "streaming": STREAMING,
     "streaming, int4": STREAMING | dict(compression="int4"),
+    "streaming, int4, not blended": STREAMING | dict(compression="int4", blend=0.0),
     "gossip": dict(mode="gossip"),
     "gossip, momentum 0.5": dict(mode="gossip", momentum=0.5),
     "gossip, averaging": dict(mode="gossip", learning_rate=1.0, momentum=0.0),
@@ -53,12 +59,17 @@ MODES = {  # what differs from DiLoCo as published: islands.* keys, and whether 
     "asynchronous, one slow": dict(mode="async", slow=True),
     "asynchronous, one slow, ages alike": dict(mode="async", slow=True, age_decay=0.0),
 }
+PUBLISHED = {  # what the papers say of it, for models and runs of another size
+    "diloco": "as good, 500 times less communication (2311.08105)",
+    "streaming, int4": "similar quality, bandwidth less by two orders of magnitude (2501.18512)",
+}
 
 
 def config_of(args, rows, keys):
     """The config of a run of a small model on the source code of Python's library."""
     return load_config(str(Path(__file__).resolve().parents[1] / "configs" / "gpt.py:tiny"), {
-        "train.steps": str(args.steps), "train.eval_every": "0", "data.global_batch_size": str(rows),
+        "model.embed_dim": "32", "optimizer.learning_rate": "0.012", "train.steps": str(args.steps),
+        "train.eval_every": "0", "data.global_batch_size": str(rows),
         "optimizer.warmup_steps": str(args.steps // 20), **args.overrides,
         **{f"islands.{key}": str(value) for key, value in keys.items()}})
 
@@ -84,9 +95,9 @@ class Training:
         with self.run.sharded.context():
             return self._chunk(state, jax.tree.map(jnp.asarray, stacked), many)
 
-    def loss(self, state, many=32):
-        """The evaluation's loss."""
-        return self.run.evaluate(state, many)["eval_loss"]
+    def loss(self, state):
+        """The evaluation's loss, of the same rows for all sizes of a batch."""
+        return self.run.evaluate(state, EVALUATED // self.run.config.data.global_batch_size)["eval_loss"]
 
 
 def synchronous(args):
@@ -188,21 +199,26 @@ def jt_part(data, corpus, index):
 def main():
     """Parse the flags, and print a line for each mode."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1200, help="of synchronous training, a multiple of 50")
-    parser.add_argument("--warm", type=int, default=300, help="the first of them, synchronous in every mode")
-    parser.add_argument("--rows", type=int, default=2, help="of an island's batch")
+    parser.add_argument("--steps", type=int, default=800, help="of synchronous training, a multiple of 50")
+    parser.add_argument("--warm", type=int, default=200, help="the first of them, synchronous in every mode")
+    parser.add_argument("--rows", type=int, default=16, help="of an island's batch")
     parser.add_argument("--only", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--also", nargs="+", default=[], metavar="'KEY=VALUE ...'", help="modes of islands.* keys")
     args, words = parser.parse_known_args()
     args.overrides = overrides_of(words, vars(args))
+    modes = {name: MODES[name] for name in args.only}
+    modes |= {keys: dict(key.split("=", 1) for key in keys.split()) for keys in args.also}
     whole, begin = synchronous(args)
-    print("| mode | loss | against synchronous | MB an island sends and receives | times fewer | steps of time |")
-    print("|---|---|---|---|---|---|")
-    for name in args.only:
+    print("| mode | loss | against synchronous | MB an island sends and receives | times fewer | steps of time "
+          "| published |")
+    print("|---|---|---|---|---|---|---|")
+    for name, keys in modes.items():
         began = time.time()
-        found = whole if MODES[name] is None else Simulated(args, MODES[name], begin).result()
+        found = whole if keys is None else Simulated(args, keys, begin).result()
         own = f" (own: {min(found['own']):.4f} to {max(found['own']):.4f})" if "own" in found else ""
-        print(f"| {name}{own} | {found['loss']:.4f} | {found['loss'] / whole['loss'] - 1:+.2%} | "
-              f"{found['bytes'] / 1e6:.2f} | {whole['bytes'] / found['bytes']:.0f} | {found['time']:.0f} |", flush=True)
+        more, fewer = found["loss"] / whole["loss"] - 1, whole["bytes"] / found["bytes"]
+        print(f"| {name}{own} | {found['loss']:.4f} | {more:+.2%} | {found['bytes'] / 1e6:.2f} | {fewer:.0f} "
+              f"| {found['time']:.0f} | {PUBLISHED.get(name, '')} |", flush=True)
         print(json.dumps({"mode": name, **found, "seconds": time.time() - began}), file=sys.stderr, flush=True)
 
 

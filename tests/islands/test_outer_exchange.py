@@ -411,6 +411,19 @@ def test_an_update_of_each_island_as_it_arrives_makes_the_step_of_all_together()
     np.testing.assert_allclose(late, -0.7 / 3 / np.sqrt(2) * came[0], rtol=1e-6)
 
 
+def test_what_blending_and_overlap_leave_of_the_outer_step():
+    """Of steady progress outer parameters make a (1 - (1 - b) t) / (1 + b (a - 1)) times as much: docs/islands.md."""
+    for blend, times in ((0.0, 1.5 * 0.5), (0.25, 1.5 * 0.625 / 1.125)):
+        found = few(1, every=2, overlap=1, blend=blend, momentum=0.5, learning_rate=0.75)
+        state, exchange = found.states[0], found.exchanges[0]
+        for step in range(1, 26):
+            state = replace(state, params=jax.tree.map(lambda p: p + 1, state.params))
+            before, state = state, exchange.after(step, state)
+        moved = jax.tree.map(np.subtract, outer_state(state)["params"], outer_state(before)["params"])
+        for leaf in jax.tree.leaves(moved):
+            np.testing.assert_allclose(leaf, 2 * times, rtol=1e-3)
+
+
 def test_an_asynchronous_island_waits_for_its_own_entry_however_many_come_before():
     found = few(2, "async", momentum=0.0)
     found.train(2)
