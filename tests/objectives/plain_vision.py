@@ -189,9 +189,9 @@ def rows_of_pictures(rng, rows, length, most):
     return made
 
 
-def batch(kind, rows=8, length=16, most=3, text_len=4, vocab=64, labels=5):
+def batch(kind, rows=8, length=16, most=3, text_len=4, vocab=64, labels=5, seed=0):
     """A batch of a family of models."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     made = rows_of_pictures(rng, rows, length, most)
     there = np.arange(1, most + 1) <= made["pictures"].max(1)[:, None]
     if kind == "picture_flow":
