@@ -53,9 +53,9 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         "train.precision": often("float32", "float32", "bfloat16", "float16"),
         "train.remat": often("none", *remats(keys, shape)), "train.ema_decay": often(0.0, 0.75),
         "optimizer.zero_stage": often(0, 1, 2, 3), "optimizer.offload": sizes["stage"] == 1 and rng.random() < 0.2,
-        "optimizer.name": often("adamw", "adamw", "adamw", "muon", "adafactor", "lion", "sgd")}
-    if keys["optimizer.name"] != "adafactor":
-        keys |= {"optimizer.moment_dtype": often("float32", *MOMENTS)}
+        "optimizer.name": rng.choice(("adamw",) * 16 + ("muon", "adafactor", "lion", "sgd"))}
+    if keys["optimizer.name"] != "adafactor" and rng.random() < 0.15:
+        keys |= {"optimizer.moment_dtype": rng.choice(list(MOMENTS)[1:])}
     if family not in ("clips", "whisper") and keys["batch"]:
         keys |= {"data.seq_len": 32, "model.max_seq_len": 32}
     if sizes["stage"] > 1:
