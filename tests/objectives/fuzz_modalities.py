@@ -9,7 +9,7 @@ import functools
 import random
 from typing import Any
 
-from tests.composition.fuzz import AXES, MOMENTS, OVERRIDES, TOLERANCE, from_moments
+from tests.composition.fuzz import AXES, OVERRIDES, TOLERANCE, from_moments
 
 ROWS, STEPS = 16, 20  # after so many steps frozen leaves have the same bits
 # The axes that a family is refused with.
@@ -26,7 +26,7 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     "vision_language": [dict(num_layers=2), dict(num_layers=3, picture_layers=1, num_kv_heads=4, tied_embeddings=True)],
     "picture_flow": [dict(num_layers=2), dict(num_layers=1)],
 }
-FAMILIES = tuple(SHAPES)
+FAMILIES, CHEAP = tuple(SHAPES), ("events", "clips", "picture_flow")  # of one stack, drawn twice as often
 WITHOUT_VOCAB = ("clips", "picture_flow")
 FROZEN = {"events": ["embed/*"], "clips": ["project/*"], "whisper": ["encoder_blocks/*", "first/*", "second/*"],
           "siglip": ["picture/*"], "clip": ["text/*"], "vision_language": ["picture/*"], "picture_flow": ["labels"]}
@@ -39,7 +39,7 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     def often(usual, *others):
         return usual if rng.random() < 0.5 else rng.choice(others)
 
-    family = rng.choice(FAMILIES)
+    family = rng.choice(FAMILIES + CHEAP)
     sizes, left = dict.fromkeys(AXES, 1), devices
     while left > 1:
         sizes[rng.choice([axis for axis in AXES if axis not in WHOLE.get(family, ())])] *= 2
@@ -49,13 +49,11 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     keys |= {f"model.{key}": value for key, value in shape.items()} | {
         "mesh.rules": often("fsdp_tp", "fsdp_tp", "fsdp") if sizes["tensor"] == 1 else "fsdp_tp",
         "mesh.context_strategy": rng.choice(("auto", "ring", "gather", "ulysses")),
-        "train.accumulation": often(1, 2, 4), "train.unroll": often(1, 0, 2),
+        "train.accumulation": often(1, 2, 4), "train.unroll": rng.choice((1, 1, 1, 0, 2)),
         "train.precision": often("float32", "float32", "bfloat16", "float16"),
-        "train.remat": often("none", *remats(keys, shape)), "train.ema_decay": often(0.0, 0.75),
+        "train.remat": often("none", *remats(keys, shape)), "train.ema_decay": rng.choice((0.0, 0.0, 0.0, 0.75)),
         "optimizer.zero_stage": often(0, 1, 2, 3), "optimizer.offload": sizes["stage"] == 1 and rng.random() < 0.2,
-        "optimizer.name": rng.choice(("adamw",) * 16 + ("muon", "adafactor", "lion", "sgd"))}
-    if keys["optimizer.name"] != "adafactor" and rng.random() < 0.15:
-        keys |= {"optimizer.moment_dtype": rng.choice(list(MOMENTS)[1:])}
+        "optimizer.name": rng.choice(("adamw",) * 20 + ("muon", "adafactor", "lion", "sgd"))}
     if family not in ("clips", "whisper") and keys["batch"]:
         keys |= {"data.seq_len": 32, "model.max_seq_len": 32}
     if sizes["stage"] > 1:
@@ -82,11 +80,11 @@ def remats(keys: dict[str, Any], shape: dict[str, Any]) -> list[str]:
 
 
 def compression(rng: random.Random) -> dict[str, Any]:
-    """A way to sum gradients over `data`; what is lost is compared with its own memory, from exact moments."""
+    """A way to sum gradients over an axis; what messages lose is to be in the senders' memory."""
     lossy = rng.random() < 0.6
     method = rng.choice(LOSSY) if lossy else {"method": "exact"}
-    exact = {"optimizer.name": "adamw", "optimizer.moment_dtype": "float32"} if lossy else {}
-    return {f"compression.{key}": value for key, value in method.items()} | exact
+    return {f"compression.{key}": value for key, value in method.items()} | (  # whose moments show what was sent
+        {"optimizer.name": "adamw"} if lossy else {})
 
 
 def plain_of(family: str) -> tuple[Any, Any, Any]:
@@ -152,8 +150,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     want, batch = partition.like(want, run.abstract.params), plain_of(keys["family"])[1](keys["batch"])
     step, placed, c = reference.compiled(run), run.place(batch), config.optimizer
     state = state_of(run, params, lambda state: step(state, placed))
-    in_moments = c.name == "adamw" and c.moment_dtype == "float32"
-    by_call = None if in_moments else jax.device_get(run.value_and_grad(state, batch))
+    by_call = None if c.name == "adamw" else jax.device_get(run.value_and_grad(state, batch))
     before = jax.device_get(state.frozen)
     state, metrics = step(state, placed)
     after, metrics = jax.device_get((state, metrics))

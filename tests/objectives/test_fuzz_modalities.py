@@ -2,8 +2,6 @@
 
 import random
 
-import jax
-import numpy as np
 import pytest
 
 import jaxtrain as jt
