@@ -44,13 +44,13 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     while left > 1:
         sizes[rng.choice([axis for axis in AXES if axis not in WHOLE.get(family, ())])] *= 2
         left //= 2
-    shape = rng.choice(SHAPES[family])
+    shape, shards = rng.choice(SHAPES[family]), sizes["data"] * sizes["fsdp"] * sizes["expert"]
     keys = {"family": family, "batch": rng.randrange(2)} | {f"mesh.{axis}": size for axis, size in sizes.items()}
     keys |= {f"model.{key}": value for key, value in shape.items()} | {
         "mesh.rules": often("fsdp_tp", "fsdp_tp", "fsdp") if sizes["tensor"] == 1 else "fsdp_tp",
         "mesh.context_strategy": rng.choice(("auto", "ring", "gather", "ulysses")),
-        "train.accumulation": often(1, 2, 4), "train.unroll": rng.choice((1, 1, 1, 0, 2)),
-        "train.precision": often("float32", "float32", "bfloat16", "float16"),
+        "train.accumulation": often(1, *(n for n in (1, 2, 4) if ROWS % (n * shards) == 0)),
+        "train.unroll": rng.choice((1, 1, 1, 0, 2)), "train.precision": often("float32", "float32", "bfloat16", "float16"),
         "train.remat": often("none", *remats(keys, shape)), "train.ema_decay": rng.choice((0.0, 0.0, 0.0, 0.75)),
         "optimizer.zero_stage": often(0, 1, 2, 3), "optimizer.offload": sizes["stage"] == 1 and rng.random() < 0.2,
         "optimizer.name": rng.choice(("adamw",) * 20 + ("muon", "adafactor", "lion", "sgd"))}
