@@ -50,7 +50,8 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         "mesh.rules": often("fsdp_tp", "fsdp_tp", "fsdp") if sizes["tensor"] == 1 else "fsdp_tp",
         "mesh.context_strategy": rng.choice(("auto", "ring", "gather", "ulysses")),
         "train.accumulation": often(1, *(n for n in (1, 2, 4) if ROWS % (n * shards) == 0)),
-        "train.unroll": rng.choice((1, 1, 1, 0, 2)), "train.precision": often("float32", "float32", "bfloat16", "float16"),
+        "train.unroll": rng.choice((1, 1, 1, 0, 2)),
+        "train.precision": often("float32", "float32", "bfloat16", "float16"),
         "train.remat": often("none", *remats(keys, shape)), "train.ema_decay": rng.choice((0.0, 0.0, 0.0, 0.75)),
         "optimizer.zero_stage": often(0, 1, 2, 3), "optimizer.offload": sizes["stage"] == 1 and rng.random() < 0.2,
         "optimizer.name": rng.choice(("adamw",) * 20 + ("muon", "adafactor", "lion", "sgd"))}

@@ -9,7 +9,7 @@ import jaxtrain as jt
 from jaxtrain.validation import explains
 from tests.objectives import fuzz_modalities
 
-# Clips with gradients in 8 bits, events over context with little trained, pairs in micro-batches; then more of the same.
+# Clips with gradients in 8 bits, events over context with little trained, pairs in micro-batches; then others.
 SLOW, ALL = (8, 17, 25), 8
 
 
