@@ -84,8 +84,9 @@ def compression(rng: random.Random) -> dict[str, Any]:
     """A way to sum gradients over an axis; what messages lose is to be in the senders' memory."""
     lossy = rng.random() < 0.6
     method = rng.choice(LOSSY) if lossy else {"method": "exact"}
-    return {f"compression.{key}": value for key, value in method.items()} | (  # whose moments show what was sent
-        {"optimizer.name": "adamw"} if lossy else {})
+    # AdamW's moments show what was sent, and fewer bits would hide what was lost.
+    shown = {"optimizer.name": "adamw", "train.precision": "float32"} if lossy else {}
+    return {f"compression.{key}": value for key, value in method.items()} | shown
 
 
 def plain_of(family: str) -> tuple[Any, Any, Any]:
