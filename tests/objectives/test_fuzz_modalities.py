@@ -29,7 +29,7 @@ def test_a_drawn_case_has_the_numbers_of_the_formulas(seed):
 
 @pytest.mark.exhaustive
 def test_a_gradient_that_is_off_by_a_thousandth_fails(monkeypatch):
-    truth, keys = fuzz_modalities.truth, fuzz_modalities.draw(random.Random(1004), 8)
+    truth, keys = fuzz_modalities.truth, fuzz_modalities.draw(random.Random(1032), 8)
     assert keys["family"] == "picture_flow" and keys["train.precision"] == "float32"
 
     def off(*args):
