@@ -1,11 +1,13 @@
 """Checks that sharding rules, mesh and model agree, made before tracing; errors name the config key."""
 
+import math
 from typing import Any
 
 import jax
 
 from jaxtrain.config.remat_policies import PRESETS, policies
 from jaxtrain.config.schema import Config
+from jaxtrain.config.vision_keys import DualEncoderConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
@@ -21,6 +23,14 @@ def activations_divide(config: Config, rules: Rules, mesh: AnyMesh) -> None:
     for name, length in sizes.items():
         spec = sharding.without_trivial_axes(rules.spec((name,)), mesh)
         sharding.check_divides((name,), (length,), spec, mesh, "an activation")
+    if isinstance(c, DualEncoderConfig):  # texts have places of their own
+        places, context = c.pictures_per_row * c.text_len, sharding.shards(rules["seq"], mesh)
+        cut = 2 * context if c.name == "clip" and context > 1 else context
+        parts = math.lcm(sharding.shards(rules["block_seq"], mesh), cut)
+        if places % parts:
+            raise UserError("model.text_len", f"the {places} places for {c.pictures_per_row} texts of a row in {parts} "
+                            "parts: that does not divide over mesh axes context and tensor",
+                            f"make model.pictures_per_row x model.text_len a multiple of {parts}, or change the mesh")
 
 
 def agree(config: Config, rules: Rules) -> None:

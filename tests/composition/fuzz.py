@@ -240,7 +240,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
                                    ("cross-entropy", "cross_entropy", entropy))}
     floor, leaf = (1e-3 if precision == "float32" else 3e-2) * float(norm), ""
     if config.optimizer.name == "adamw":
-        got = _from_moments(state, grads, c, float(metrics["grad_norm"]))
+        got = from_moments(state, grads, c, float(metrics["grad_norm"]))
         off["gradient"], leaf = reference.worst(got, grads, floor)
     if by_call is not None:
         off["value of value_and_grad"] = abs(float(by_call[0]) / float(loss) - 1)
@@ -274,7 +274,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     return off
 
 
-def _from_moments(state: Any, grads: Any, c: Any, norm: float) -> Any:
+def from_moments(state: Any, grads: Any, c: Any, norm: float) -> Any:
     """Return the gradient of the first step, from AdamW's first moments; of what has none, `grads`."""
     import jax
     import numpy as np

@@ -243,9 +243,9 @@ def rows_of_pictures(rng, rows, length, most, class_at=None):
     return made
 
 
-def batch(kind, rows=8, length=16, most=3, text_len=4, vocab=64, labels=5):
+def batch(kind, rows=8, length=16, most=3, text_len=4, vocab=64, labels=5, seed=0):
     """A batch of a family of models."""
-    rng, (kind, _, published) = np.random.default_rng(0), kind.partition(" ")
+    rng, (kind, _, published) = np.random.default_rng(seed), kind.partition(" ")
     with_class = published and PUBLISHED[kind].get("class_token")
     made = rows_of_pictures(rng, rows, length, most, SHAPE["patches_per_side"] if with_class else None)
     there = np.arange(1, most + 1) <= made["pictures"].max(1)[:, None]

@@ -125,6 +125,8 @@ def test_pictures_are_made_by_eulers_method():
     ("siglip", dict(model__picture_heads=7), "model.picture_heads: 7 does not divide model.picture_embed_dim=40; ch"),
     pytest.param("siglip", dict(mesh__stage=2), "mesh.stage: Contrastive cannot be cut into stages; set mesh.stage=1",
                  marks=pytest.mark.slow),
+    ("siglip", dict(mesh__tensor=8), "model.text_len: the 12 places for 3 texts of a row in 8 parts: that does not"),
+    ("clip", dict(mesh__context=4), "model.text_len: the 12 places for 3 texts of a row in 8 parts: that does not"),
     ("clip", dict(model__mup_base={"embed_dim": 16, "num_heads": 4}), "model.mup_base: clip has an encoder of pictu"),
     ("vision_language", dict(model__mtp_loss_weight=0.1), "model.mtp_loss_weight: pictures are not predicted, and so"),
     ("picture_flow", dict(data__augment=["blur"]), "data.augment: 'blur' is not supported; known: colour, crop"),
@@ -142,7 +144,7 @@ def test_pictures_are_made_by_eulers_method():
 ])
 def test_mistakes_are_told_in_one_line(kind, keys, message):
     with pytest.raises(jt.UserError) as refusal:
-        built(kind, 2 if "mesh__stage" in keys else 1, **keys)
+        built(kind, int(np.prod([size for key, size in keys.items() if key.startswith("mesh__")])), **keys)
     assert f"{refusal.value}".startswith(message)
 
 

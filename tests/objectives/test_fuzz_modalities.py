@@ -1,0 +1,41 @@
+"""A few drawn cases of families that are not decoders of text; tests/objectives/fuzz.py runs more."""
+
+import random
+
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.validation import explains
+from tests.objectives import fuzz_modalities
+
+# Clips with gradients in 8 bits, events over context with little trained, pairs in micro-batches; then others.
+SLOW, ALL = (8, 17, 25), 8
+
+
+@pytest.mark.parametrize("seed", [*(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW),
+                                  *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(ALL))])
+def test_a_drawn_case_has_the_numbers_of_the_formulas(seed):
+    rng, done = random.Random(1000 + seed), None
+    while not done:  # the first case that is not refused
+        keys = fuzz_modalities.draw(rng, 8)
+        try:
+            done = fuzz_modalities.check(keys)
+        except jt.UserError as refusal:
+            assert explains(refusal), f"refused, but no row of jaxtrain/validation.py says why: {refusal}"
+        except AssertionError as error:
+            pytest.fail(f"{error}, with {keys}")
+
+
+@pytest.mark.exhaustive
+def test_a_gradient_that_is_off_by_a_thousandth_fails(monkeypatch):
+    truth, keys = fuzz_modalities.truth, fuzz_modalities.draw(random.Random(1032), 8)
+    assert keys["family"] == "picture_flow" and keys["train.precision"] == "float32"
+
+    def off(*args):
+        params, loss, grads = truth(*args)
+        return params, loss, grads | {"labels": grads["labels"] * np.float32(1.001)}
+
+    monkeypatch.setattr(fuzz_modalities, "truth", off)
+    with pytest.raises(AssertionError, match=r"(gradient|norm) is off by"):
+        fuzz_modalities.check(keys)
