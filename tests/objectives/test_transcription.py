@@ -152,7 +152,7 @@ def test_a_workdir_is_read_to_publish_it_and_not_to_continue_text(tmp_path):
 
 
 def test_what_cannot_be_transcribed_is_one_sentence(tmp_path):
-    for name, message in (("siglip", "WORKDIR: it trained siglip, which is not a decoder of text; "),
+    for name, message in (("siglip", "WORKDIR: its model is siglip, which does not read audio; give one of whisper"),
                           ("gpt2", "WORKDIR: its model is gpt2, which does not read audio; give one of whisper"),
                           ("whisper", f"FILES: {tmp_path}/gone does not exist; name files or folders of .wav, .flac")):
         (tmp_path / "config.json").write_text(json.dumps({"model": {"name": name}}))

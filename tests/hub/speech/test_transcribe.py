@@ -59,12 +59,12 @@ def test_times_may_be_chosen_where_the_tokenizer_does_not_list_them():
 
 
 def test_a_workdir_of_speech_is_opened_and_one_of_pictures_is_not(tmp_path):
-    for name in ("whisper", "siglip"):
+    for name in ("whisper", "picture_flow"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model": {"name": name}}))
     assert trained_model.sections_of(tmp_path / "whisper") == {"model": {"name": "whisper"}}
-    with pytest.raises(jt.UserError, match=r"^WORKDIR: it trained siglip, which is not a decoder of text"):
-        trained_model.sections_of(tmp_path / "siglip")
+    with pytest.raises(jt.UserError, match=r"^WORKDIR: it trained picture_flow, which is not a decoder of text"):
+        trained_model.sections_of(tmp_path / "picture_flow")
 
 
 def test_the_tokens_before_a_transcript_name_a_language():
