@@ -1,14 +1,14 @@
-"""The metric of `checkpoint.best`, which the lines of metrics.jsonl must have."""
+"""The metric of `checkpoint.best`, which lines of the run's metrics.jsonl or of a watcher's have."""
 
 from jaxtrain.checkpoint.retention import HIGHEST
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest
 from jaxtrain.run import Run
 
 _EVALUATION = ("eval_loss", "eval_perplexity", "eval_bits_per_byte")
 
 
 def check(run: Run) -> None:
-    """Refuse a `checkpoint.best` that neither the steps of the run have, nor its evaluations."""
+    """Refuse a `checkpoint.best` that steps of the run and its evaluations lack, and that no watcher would have."""
     asked = run.config.checkpoint.best
     best = asked.removeprefix(HIGHEST)
     evaluations = _EVALUATION if run.eval_batches is not None else ()
@@ -22,5 +22,6 @@ def check(run: Run) -> None:
     if best in evaluations or (best.startswith("eval_") and run.config.evaluation.tasks):  # which the harness names
         return
     known = [name for name in (*evaluations, *sorted(run.trace().out_info[1])) if "reward" not in name or best != asked]
-    if best not in known:
+    ours = best in _EVALUATION or not best.startswith("eval_") or nearest(best, known).startswith("did")
+    if best not in known and ours:  # others may come from `jaxtrain evaluate --watch`
         raise UserError("checkpoint.best", f"there is no metric {best!r}", f"known: {', '.join(known)}")
