@@ -112,7 +112,7 @@ def _carry(log: OuterLog, store: str, every: float) -> None:
         try:
             bridge.look()
             said = ""
-        except (UserError, OSError, ValueError) as error:
+        except (UserError, OSError, ValueError, LookupError) as error:
             if not said:
                 said = f"{store}: {error}; trying again"
                 say(said)

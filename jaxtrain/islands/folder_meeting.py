@@ -159,8 +159,8 @@ class Bridge:
                 self._log.alive(int(name))
         for name in self._store.names("offers"):
             self._take(name)
-        self._snapshots()
         self._publish()
+        self._snapshots()
         self._trim()
 
     def _take(self, name: str) -> None:
@@ -202,7 +202,7 @@ class Bridge:
                     self._log.put_snapshot(position, self._store.read_checked(name, sha256))
         kept = self._log.snapshots()
         for position, sha256 in kept:
-            if (position, sha256) not in there:
+            if (position, sha256) not in there and position <= (self._published or 0):  # its entry is there before it
                 self._store.write(f"snapshots/{position:012d}-{sha256}", self._log.content(sha256))
         for position, sha256 in there:
             if len(kept) > 1 and position < kept[0][0]:

@@ -167,6 +167,7 @@ class Exchange:
                 break
             if self._open and not entries and stopping(step):
                 break
+        self._leave_open(step, work)
         self._count("island_wait_s", time.perf_counter() - began)
         self._fields["island_entry"] = self._position
         return self._state(state, work)
@@ -180,6 +181,16 @@ class Exchange:
             except Unanswered:
                 if self._stop():
                     raise Stopped from None
+
+    def _leave_open(self, step: int, work: HostArrays) -> None:
+        """Let the resumed island make an offer of this very step again, if the run stops before its entry.
+
+        Its bits are the same, and it is known then as one that was made here: how it is blended, and what was unsent
+        before. Of `async`, entries may have come since.
+        """
+        if self._open > 0 and self._offered == step and self.islands.mode != "async" and self._stop():
+            self._take_back(work)
+            self._open = DUE
 
     def _check_ended(self) -> None:
         if self._open and self._stop():

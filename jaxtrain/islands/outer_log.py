@@ -110,9 +110,9 @@ class OuterLog:
             if after > self.position:
                 raise UserError("the log of islands", f"it has {self.position} entries, and an island had {after}",
                                 "let all islands meet at the log with which they began, or begin anew")
-            if after < self.trimmed:
-                raise Trimmed(f"the log begins after entry {self.trimmed}")
             self._changed.wait_for(lambda: self.position > after or self.failed, wait)
+            if after < self.trimmed:  # now: two snapshots may have come meanwhile
+                raise Trimmed(f"the log begins after entry {self.trimmed}")
             return self._coordinator.after(after)
 
     def content(self, sha256: str) -> bytes:

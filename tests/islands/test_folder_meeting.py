@@ -74,6 +74,24 @@ def test_islands_meet_in_a_folder(log, tmp_path):
     meet(log, str(tmp_path / "meeting"))
 
 
+def test_one_at_the_store_reads_an_entry_before_the_snapshot_that_another_one_made_of_it(log, tmp_path):
+    far, bridge = FolderMeeting(str(tmp_path / "meeting"), 0, sign=1e9), Bridge(log, str(tmp_path / "meeting"))
+    write = bridge._store.write
+
+    def seen(name, content):
+        write(name, content)
+        far.entries(base, 0)  # it is not told that the entry is gone
+
+    bridge._store.write = seen
+    for base in range(2):
+        for island in range(2):
+            log.offer(*offered(island, base, b"%d %d" % (island, base)))
+        log.put_snapshot(base + 1, b"state %d" % base)
+        bridge.look()
+        assert [entry.number for entry in far.entries(base, 0)] == [base + 1]
+    far.close()
+
+
 def test_islands_meet_in_any_store_of_fsspec(log, tmp_path):
     meet(log, f"memory://{tmp_path.name}/meeting")
 

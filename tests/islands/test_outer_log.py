@@ -90,6 +90,20 @@ def test_a_content_that_no_offer_needs_yet_stays_while_others_are_removed(tmp_pa
     log.close()
 
 
+def test_an_island_whose_entry_is_trimmed_while_it_waits_is_told(tmp_path, monkeypatch):
+    log = OuterLog(tmp_path, Policy(islands=1))
+
+    def meanwhile(*_):
+        for base in range(2):
+            log.offer(*offered(0, base))
+            log.put_snapshot(base + 1, b"state %d" % base)
+
+    monkeypatch.setattr(log._changed, "wait_for", meanwhile)
+    with pytest.raises(Trimmed):
+        log.entries(0, 1)
+    log.close()
+
+
 def test_parts_that_overlap_or_leave_a_gap_make_a_whole(tmp_path):
     log = OuterLog(tmp_path, Policy(islands=1))
     offer, content = offered(0, 0, b"abcdefgh")

@@ -44,9 +44,11 @@ def modes(islands: IslandsConfig, step: float, parameters: int, link: float, *, 
     found = [Mode("synchronous", step * slowest + max(0.0, talk - BACKWARD * step), ring, ring),
              _exchanging("DiLoCo", apart, step * slowest, parameters, link, latency)]
     if others:
-        found.append(_exchanging("gossip", replace(apart, mode="gossip"), step * slowest, parameters, link, latency))
+        pairs = replace(apart, mode="gossip", overlap=islands.overlap)
+        found.append(_exchanging("gossip", pairs, step * slowest, parameters, link, latency))
     if islands.overlap or islands.fragments > 1:
-        found.append(_exchanging("streaming", islands, step * slowest, parameters, link, latency))
+        parts = replace(apart, overlap=islands.overlap, fragments=islands.fragments)
+        found.append(_exchanging("streaming", parts, step * slowest, parameters, link, latency))
     pace = islands.count / (others + 1 / slowest)  # harmonic mean of the islands' steps
     found.append(_exchanging("asynchronous", apart, step * pace, parameters, link, latency))
     return sorted(found, key=lambda mode: mode.seconds)

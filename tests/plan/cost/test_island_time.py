@@ -24,6 +24,8 @@ def test_the_closed_form_by_hand():
     assert seconds(IslandsConfig(count=4, every=100, compression="int4"))["gossip"] == pytest.approx(
         1 + (2 * 4.5625 + 0.3) / 100)
     assert "gossip" not in seconds(IslandsConfig(count=1, every=100))
+    behind = [seconds(IslandsConfig(count=4, every=100, mode=mode, overlap=6)) for mode in ("sync", "gossip")]
+    assert behind[0] == behind[1] and behind[0]["gossip"] == behind[0]["streaming"] == pytest.approx(1 + 10.3 / 100)
 
 
 def test_a_fragment_hides_behind_the_steps_that_overlap_it():
