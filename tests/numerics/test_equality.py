@@ -112,7 +112,8 @@ def test_biases_of_queries_keys_and_values_on_a_mesh(mesh, keys):
 
 
 @pytest.mark.parametrize(("cases", "number", "least"), [
-    pytest.param(QUICK, 3, 0, id="quick"), pytest.param(QUICK + SLOW, 7, 1, id="slow"), pytest.param(CASES, 10, 6, id="all")])
+    pytest.param(QUICK, 3, 0, id="quick"), pytest.param(QUICK + SLOW, 7, 1, id="slow"),
+    pytest.param(CASES, 10, 6, id="all")])
 def test_the_cases_cover_every_choice_on_several_meshes(cases, number, least):
     assert len({case[0] for case in cases}) == number and len(reference.EIGHT) == 10
     for column, what in enumerate(("zero stage", "accumulation", "unroll", "family", "remat", "chunks"), 1):

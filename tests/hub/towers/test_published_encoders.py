@@ -148,6 +148,17 @@ def test_what_cannot_be_expressed_is_refused(name, keys, processor, message, tmp
         model_section(tmp_path)
 
 
+def test_tokens_that_fill_texts_up_are_named_as_they_are_read(tmp_path):
+    """Where those of an end and of padding differ, which config.json cannot say."""
+    model = FAMILIES["siglip"](**model_section(write(tmp_path, "siglip")) | {"text_end": 3, "text_pad": 0})
+    added = [{"id": number, "content": f"<{number}>", "special": True} for number in (0, 2, 3)]
+    told = published_towers.named_fillers(model, {"added_tokens": added})
+    assert (told["eos_token"], told["pad_token"], *told["added_tokens_decoder"]) == ("<3>", "<0>", "3", "0")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    again = model_section(tmp_path)
+    assert (again["text_end"], again["text_pad"]) == (3, 0)
+
+
 def test_weights_that_lie_are_refused(tmp_path):
     case = {"config": TRUTH["clip"]["config"], "tensors": dict(TRUTH["clip"]["shapes"])}
     case["tensors"]["vision_model.embeddings.position_embedding.weight"] = [26, 24]

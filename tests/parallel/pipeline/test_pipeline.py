@@ -84,7 +84,7 @@ def test_a_pipeline_gives_the_numbers_of_one_device(case):
 
 
 EVERY = SLOW | dealt()
-IN_SLOW = ("gpipe with chunks", "micro-batches of an odd number, interleaved")  # schedules that no other slow case has
+IN_SLOW = ("gpipe with chunks", "three chunks")  # of schedules that no other slow case has
 
 
 @pytest.mark.parametrize("case", [
