@@ -229,9 +229,10 @@ def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any], mod
     if tokenizer.bos is not None and json_file and not paired:  # so that others put it in front of texts too
         content = published_tokens.beginning_with(content, record["bos"], tokenizer.bos)
     (folder / record["file"]).write_bytes(content)
-    named = {"eos_token": record["eod"] or None, "bos_token": record["bos"] or None,
-             "add_bos_token": bool(record["bos"])}
-    if paired:
+    named = {"eos_token": record["eod"] or None, "bos_token": record["bos"] or None}
+    if not paired:
+        named["add_bos_token"] = bool(record["bos"])
+    else:
         named |= {"pad_token": named["eos_token"]} if model.text_pad in (-1, tokenizer.eod) else {}
         named |= named_fillers(model, json.loads(content)) if json_file else {}
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"} if json_file else {}
