@@ -91,8 +91,9 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         return exit_codes.DONE
     from jaxtrain.trainer.loop import train
 
-    gc.freeze()  # nor later
-    gc.enable()
+    if not gc.isenabled():  # as above; what another caller has left may be garbage
+        gc.freeze()  # nor later
+        gc.enable()
     if resolved.mesh.auto or resolved.mesh.hsdp:  # now, so that an elastic run changes a mesh of known sizes
         import jax
 

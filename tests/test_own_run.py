@@ -186,8 +186,7 @@ class StopAt(jt.Observer):
 
 
 @pytest.mark.parametrize("kind", [kind if kind == "module" else pytest.param(
-    kind, marks=slow_if(kind == "pytree"))
-                                  for kind in KINDS])
+    kind, marks=slow_if(kind == "equinox")) for kind in KINDS])
 def test_a_run_that_was_stopped_is_to_the_bit_the_one_that_was_not(kind, tmp_path):
     run = shared(kind)
     straight = jt.train(run, tmp_path / "straight")

@@ -25,7 +25,7 @@ def with_hybrid_mesh(config: Config, devices: int, node: int) -> Config:
                         "set mesh.data and mesh.fsdp")
     sizes = replace(config.mesh, hsdp=False, data=devices // node, fsdp=node // others)
     config = replace(config, mesh=sizes)
-    if sizes.data == 1:
+    if sizes.data == 1 or config.compression.method not in ("", "exact"):  # others send gradients that are whole
         return config
     config = replace(config, optimizer=replace(config.optimizer, zero_stage=max(2, config.optimizer.zero_stage)))
     if sizes.stage > 1 or config.compression.method or isinstance(config.model, DualEncoderConfig):

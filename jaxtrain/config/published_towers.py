@@ -134,6 +134,18 @@ def fillers(kind: str, folder: Path) -> Keys:
             if isinstance(name, str) and name in ids}
 
 
+def named_fillers(c: DualEncoderConfig, tokenizer: Keys) -> Keys:
+    """Return what tokenizer_config.json says of the tokens that texts end with and are filled up with.
+
+    `tokenizer`: the content of tokenizer.json.
+    """
+    known = {token["id"]: token for token in tokenizer.get("added_tokens") or []}
+    ids = {"eos_token": c.text_end, "pad_token": c.text_end if c.text_pad < 0 else c.text_pad}
+    found = {name: known[number] for name, number in ids.items() if number in known}
+    return {name: token["content"] for name, token in found.items()} | {"added_tokens_decoder": {
+        f"{token['id']}": {key: x for key, x in token.items() if key != "id"} for token in found.values()}}
+
+
 def described(c: DualEncoderConfig) -> Keys:
     """Return what config.json says of a model."""
     halves: list[Keys] = [{"model_type": f"{c.name}_{half}_model", "hidden_act": next(

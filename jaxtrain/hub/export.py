@@ -111,7 +111,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
                                lora.scale(run.config.lora))
         exchange(None)  # all files are written
         if first:
-            _write_tokenizer(workdir, partial, described)
+            _write_tokenizer(workdir, partial, described, run.config.model)
             if reward_head and "eos_token_id" in described:
                 described["pad_token_id"] = described["eos_token_id"]  # rewards are read at the last token that is none
             atomic_files.write_json(partial / FILE, described)
@@ -200,8 +200,10 @@ def finish(partial: Path, to: Path, record: Mapping[str, Any]) -> None:
     atomic_files.sync(to.absolute().parent)
 
 
-def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> None:
+def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any], model: Any = None) -> None:
     """Copy the run's tokenizer and chat template, and say which tokens begin and end a text."""
+    from jaxtrain.config.published_towers import named_fillers
+    from jaxtrain.config.vision_keys import DualEncoderConfig
     from jaxtrain.data.tokenizers import published_tokens, tokenizer_folder
     from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
     from jaxtrain.data.tokenizers.tokenizer_folder import record_of
@@ -212,7 +214,8 @@ def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> 
         return
     tokenizer = load_tokenizer(f"{kept}")
     record, ids = record_of(tokenizer), {"eos_token_id": tokenizer.eod, "bos_token_id": tokenizer.bos}
-    if "vision_config" not in described:  # it generates text
+    paired = isinstance(model, DualEncoderConfig)  # else it generates text
+    if not paired:
         described |= {key: ids[key] for key in ids.keys() - described.keys()}
         chat = _write_template(workdir, folder, tokenizer)
         ids = ids | ({"eos_token_id": chat} if chat else {})  # an answer ends with its turn, too
@@ -222,14 +225,17 @@ def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any]) -> 
         tokenizer_folder.save(tokenizer, folder)
         return
     content = (kept / record["file"]).read_bytes()
-    if tokenizer.bos is not None and record["file"] == "tokenizer.json":  # so that others put it in front of texts too
+    json_file = record["file"] == "tokenizer.json"
+    if tokenizer.bos is not None and json_file and not paired:  # so that others put it in front of texts too
         content = published_tokens.beginning_with(content, record["bos"], tokenizer.bos)
     (folder / record["file"]).write_bytes(content)
-    named = {"eos_token": record["eod"] or None, "bos_token": record["bos"] or None,
-             "add_bos_token": bool(record["bos"])}
-    if tokenizer.eod is not None and described.get("text_config", {}).get("pad_token_id") == tokenizer.eod:
-        named["pad_token"] = record["eod"]
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast"} if record["file"].endswith(".json") else {}
+    named = {"eos_token": record["eod"] or None, "bos_token": record["bos"] or None}
+    if not paired:
+        named["add_bos_token"] = bool(record["bos"])
+    else:
+        named |= {"pad_token": named["eos_token"]} if model.text_pad in (-1, tokenizer.eod) else {}
+        named |= named_fillers(model, json.loads(content)) if json_file else {}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"} if json_file else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(named | kind, indent=1))
 
 

@@ -154,8 +154,8 @@ def _changes(workdir: Path, started: Mapping[str, Any], current: Mapping[str, An
             before = _before(started, config, section, key, value)
             if (section, key) == ("data", "mixture") and _without_places(before) == _without_places(value):
                 continue  # the same sources elsewhere: their manifests tell
-            if before == value or ("float16" not in (before, value) and _free(
-                    section, key, config, own_optimizer)):
+            same = before == value or (section == "compression" and {f"{before}", f"{value}"} == {"", "exact"})
+            if same or ("float16" not in (before, value) and _free(section, key, config, own_optimizer)):
                 continue
             name = f"{section}.{key}"
             if name == "optimizer.warmup_steps" and config.optimizer.schedule == "constant" and max(

@@ -101,7 +101,7 @@ def test_killed(flags, tmp_path, processes, devices, victim):
                 if event["kind"].startswith("peer")} == {("peer_lost", victim)}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_one_fails(flags, tmp_path):
     with started(flags, tmp_path, what="raise OSError('the disk is on fire')") as run:
         (status, said), (failed, reason) = ended(run)

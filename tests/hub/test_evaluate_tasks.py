@@ -214,8 +214,8 @@ def test_tasks_that_cannot_be_asked_are_refused_before_a_run_begins(keys, messag
     assert message in f"{refusal.value}" and not (tmp_path / "work" / "checkpoints").exists()
 
 
-@pytest.mark.exhaustive
-def test_a_model_is_asked_with_each_of_several_adapters_alone(workdir, tasks, tmp_path, capsys):
+@pytest.mark.parametrize("names", [*slow("choose"), *exhaustive("choose,go_on")])
+def test_a_model_is_asked_with_each_of_several_adapters_alone(workdir, tasks, tmp_path, capsys, names):
     run, _ = jt.load_model(workdir)
     adapted = jt.build(replace(run.config, lora=LoraConfig(rank=2)))
     for name, size in (("nothing", 0.0), ("other", 0.3)):
@@ -224,7 +224,7 @@ def test_a_model_is_asked_with_each_of_several_adapters_alone(workdir, tasks, tm
         adapter_files.save(jax.tree.map(lambda leaf, rng=rng, size=size: jax.device_put(
             size * rng.standard_normal(leaf.shape, np.float32), leaf.sharding), lora.adapters(adapted.abstract_model)),
             run.config.model, adapted.config.lora, tmp_path / name, "", np.dtype("float32"))
-    asked = [f"{workdir}", "--tasks=choose,go_on", f"--include={tasks}", "--samples", "--limit=2",
+    asked = [f"{workdir}", f"--tasks={names}", f"--include={tasks}", "--samples", "--limit=2",
              f"--output={tmp_path}/out.json"]
     assert evaluate_tasks.main(asked) == 0
     assert evaluate_tasks.main([*asked, f"--adapters=nothing={tmp_path}/nothing,other={tmp_path}/other"]) == 0
@@ -237,8 +237,9 @@ def test_a_model_is_asked_with_each_of_several_adapters_alone(workdir, tasks, tm
 
     np.testing.assert_allclose(said(nothing), said(plain), rtol=1e-5)
     assert np.abs(np.subtract(said(other), said(plain))).min() > 0.01
-    assert nothing["samples"]["go_on"][0]["resps"] == plain["samples"]["go_on"][0]["resps"]
-    assert other["samples"]["go_on"][0]["resps"] != plain["samples"]["go_on"][0]["resps"]
+    for name in names.split(",")[1:]:
+        found, same, unlike = (record["samples"][name][0]["resps"] for record in (plain, nothing, other))
+        assert found == same != unlike
 
 
 @pytest.mark.slow

@@ -29,6 +29,8 @@ def test_data_across_nodes_and_fsdp_within():
     assert (alone.mesh.data, alone.mesh.fsdp, alone.optimizer.zero_stage) == (1, 4, 0)
     stages = with_hybrid_mesh(reference.tiny("llama", mesh="hsdp", mesh__stage=2), 16, 8)  # a pipeline sums once anyway
     assert (stages.mesh.fsdp, stages.optimizer.zero_stage, stages.compression.method) == (4, 2, "")
+    lossy = with_hybrid_mesh(reference.tiny("llama", mesh="hsdp", compression__method="int8"), 16, 8)
+    assert (lossy.mesh.data, lossy.optimizer.zero_stage, lossy.compression.method) == (2, 0, "int8")
     assert with_hybrid_mesh(make_config({"mesh": "hsdp"}), 16, 8).mesh.data == 2
     assert with_hybrid_mesh(made, 64, 8) == made
 

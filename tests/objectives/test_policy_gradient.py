@@ -29,9 +29,9 @@ CASES = {
                                                      reinforce__kl=0.0)),
     "critic, fsdp x tensor": ("llama", dict(mesh=(1, 2, 2), **CRITIC)),
     "critic, all axes, without clipping": ("gpt2", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2,
-                                                        reinforce__loss="grpo", **(CRITIC | {
+                                                        reinforce__loss="dr_grpo", **(CRITIC | {
                                                             "reinforce__value_clip": 0.0}))),
-    "critic, ring": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, reinforce__loss="dr_grpo", **CRITIC)),
+    "critic, ring": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, reinforce__loss="grpo", **CRITIC)),
     "critic, 1f1b, context": ("llama", dict(mesh=(1, 2, 1), mesh__stage=2, mesh__context=2, **CRITIC)),
     "critic, zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1",
                                                     lora__rank=3, **CRITIC)),

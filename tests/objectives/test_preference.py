@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from jaxtrain.hub import export, generate_texts
 from jaxtrain.hub.initial_params import with_initial_params
 from jaxtrain.hub.weights import safetensors_files
 from jaxtrain.models.lora import scale
+from jaxtrain.objectives.preference import LOSSES, Pairs
 from jaxtrain.train_step import partition
 from jaxtrain.trainer import best_metric
 from jaxtrain.tuning.model_batches import with_model_batches
@@ -62,6 +64,22 @@ def test_loss_and_gradients_are_those_of_the_formula(name):
     assert ("kl" in metrics) == (c.preference.loss in ("dpo", "robust", "ipo", "hinge"))
     for name, value in told.items():
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_loss_and_its_gradient_are_those_of_the_formula_of_a_pair(loss):
+    """From sums over answers alone, so that all are quick."""
+    c, rng = SimpleNamespace(loss=loss, beta=0.3, margin=0.2, label_smoothing=0.1), np.random.default_rng(0)
+    policy, before = (tuple(-rng.uniform(1, 9, (2, 16)).astype(np.float32)) for _ in range(2))
+    sizes = tuple(rng.integers(2, 9, (2, 16)).astype(np.float32))
+
+    def both(of):
+        each = jax.jit(jax.value_and_grad(lambda policy: of(policy).sum()))
+        return jax.tree.leaves(each(policy))
+
+    for got, want in zip(both(lambda policy: LOSSES[loss].of(c, Pairs(policy, before, sizes))),
+                         both(lambda policy: plain.of_pairs(c, policy, before, sizes)[0]), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 CORPUS = [{"prompt": f"say {i % 7}:", "chosen": f" yes {i % 7}", "rejected": f" no {i % 5}"} for i in range(60)]

@@ -42,7 +42,7 @@ def truth():
 CASES = {
     "siglip": [dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2), dict(mesh__fsdp=2, mesh__context=4), {}],
     "clip": [dict(mesh__fsdp=2, mesh__context=2, mesh__tensor=2), dict(mesh__data=8)],
-    "vision_language": [dict(mesh__data=2, mesh__stage=2, mesh__context=2), dict(mesh__fsdp=2, mesh__tensor=4),
+    "vision_language": [dict(mesh__stage=2, mesh__context=2, mesh__tensor=2), dict(mesh__fsdp=2, mesh__tensor=4),
                         dict(mesh__fsdp=4, mesh__context=2)],
     "picture_flow": [dict(mesh__data=2, mesh__context=2, mesh__tensor=2), dict(mesh__fsdp=8)],
     "siglip published": [dict(mesh__fsdp=2, mesh__context=2, mesh__tensor=2)],

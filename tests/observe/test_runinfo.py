@@ -102,6 +102,15 @@ def test_the_rest_may_change(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict()
 
 
+def test_exact_sums_may_cross_once_a_step_from_here_on_and_lossy_ones_may_not(tmp_path):
+    """As when a run with mesh=hsdp goes on within one node."""
+    write(tmp_path, {"compression.method": "exact", "optimizer.zero_stage": 2})
+    write(tmp_path)
+    write(tmp_path, {"compression.method": "exact"})
+    with pytest.raises(UserError, match=r"holds a run with compression\.method=exact, this config has int8"):
+        write(tmp_path, {"compression.method": "int8"})
+
+
 def test_constant_schedule_may_be_extended(tmp_path):
     write(tmp_path, {"optimizer.schedule": "constant"})
     write(tmp_path, {"optimizer.schedule": "constant", "train.steps": 200})

@@ -114,6 +114,14 @@ def test_an_offloaded_state_takes_the_hosts_memory_and_the_time_of_its_way():
     assert away.time.parts["copies from and to hosts"] == pytest.approx(2 * away.host / target.host)
 
 
+@pytest.mark.slow
+def test_the_state_goes_to_the_hosts_where_rows_cannot_be_accumulated():
+    few = tiny(data__global_batch_size=8)  # as many as devices
+    least = estimate(change(few, {"mesh.fsdp": 8, "train.remat": "full"}), targets.TARGETS["h100"], 8)
+    found = search.search(few, _small(0.95 * least.bytes), 8, meshes_traced=6, refined=1)
+    assert found.fitting and all(choice.overrides["optimizer.offload"] for choice in found.fitting)
+
+
 @pytest.mark.exhaustive
 def test_the_state_goes_to_the_hosts_where_nothing_else_fits():
     config = tiny(data__global_batch_size=64)
@@ -123,11 +131,8 @@ def test_the_state_goes_to_the_hosts_where_nothing_else_fits():
     assert found.fitting and all(choice.overrides["optimizer.offload"] for choice in found.fitting)
     assert "offload=True" in f"{found.best}" and "--config.optimizer.offload=True" in keys(found, found.best)
     assert "in the hosts" in explained(found.best.estimate)
-    # As many rows as devices: nothing is left to be accumulated.
     few = tiny(data__global_batch_size=8)
     least = estimate(change(few, {"mesh.fsdp": 8, "train.remat": "full"}), targets.TARGETS["h100"], 8)
-    found = search.search(few, _small(0.95 * least.bytes), 8, meshes_traced=6, refined=1)
-    assert found.fitting and all(choice.overrides["optimizer.offload"] for choice in found.fitting)
     small = dataclasses.replace(_small(0.95 * least.bytes), host_memory=10.0)
     found = search.search(few, small, 8, meshes_traced=6, refined=1)
     assert not found.fitting, "the hosts have no room either"

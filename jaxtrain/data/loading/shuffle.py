@@ -21,11 +21,9 @@ def index_shuffle() -> Callable[..., int]:
         if spec and spec.loader:
             sys.modules[name] = importlib.util.module_from_spec(spec)  # Grain's own import finds it: two would crash
             spec.loader.exec_module(sys.modules[name])
-    if name in sys.modules:
-        return sys.modules[name].index_shuffle
-    from grain.experimental import index_shuffle
-
-    return index_shuffle
+    if name not in sys.modules:
+        return importlib.import_module("grain.experimental").index_shuffle
+    return sys.modules[name].index_shuffle
 
 
 class Order:

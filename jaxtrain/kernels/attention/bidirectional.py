@@ -18,7 +18,9 @@ def whole_rows(x: jax.Array, *names: str | None) -> jax.Array:
     """Gather an array [B, T, ...] over the devices that share a row; `names` are those of its further dimensions."""
     mesh = jax.sharding.get_abstract_mesh()
     inside = tuple(axis for axis in sharding.axes_over("seq") if axis not in sharding.free_axes(mesh))
-    x = lax.all_gather(x, inside, axis=1, tiled=True) if inside else x  # of a surrounding pipeline
+    if inside:  # of a surrounding pipeline; manual over the others, too: JAX 0.10 cannot lower its gradient among them
+        spec = jax.typeof(x).sharding.spec
+        x = sharding.manual_region(lambda x: lax.all_gather(x, inside, axis=1, tiled=True), spec, spec)(x)
     return sharding.constrain(x, "batch", None, *names)
 
 

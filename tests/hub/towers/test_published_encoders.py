@@ -8,6 +8,7 @@ from types import MappingProxyType, SimpleNamespace
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
@@ -17,6 +18,9 @@ from jaxtrain.config.published_config import config_json, model_section, startin
 from jaxtrain.config.published_towers import PREPROCESSOR, preprocessor
 from jaxtrain.data.packing.picture_rows import PairedPictures
 from jaxtrain.data.prepare_sequences.picture_patches import to_patches
+from jaxtrain.data.tokenizers import tokenizer_folder
+from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
+from jaxtrain.hub import export
 from jaxtrain.hub.initial_params import ENCODER
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.hub.weights.tensor_names import picture_encoder
@@ -146,6 +150,33 @@ def test_what_cannot_be_expressed_is_refused(name, keys, processor, message, tmp
     (tmp_path / PREPROCESSOR).write_text(json.dumps(processor))
     with pytest.raises(jt.UserError, match=re.escape(message)):
         model_section(tmp_path)
+
+
+def test_tokens_that_fill_texts_up_are_named_as_they_are_read(tmp_path):
+    """Where those of an end and of padding differ, which config.json cannot say."""
+    model = FAMILIES["siglip"](**model_section(write(tmp_path, "siglip")) | {"text_end": 3, "text_pad": 0})
+    added = [{"id": number, "content": f"<{number}>", "special": True} for number in (0, 2, 3)]
+    told = published_towers.named_fillers(model, {"added_tokens": added})
+    assert (told["eos_token"], told["pad_token"], *told["added_tokens_decoder"]) == ("<3>", "<0>", "3", "0")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    again = model_section(tmp_path)
+    assert (again["text_end"], again["text_pad"]) == (3, 0)
+
+
+def test_a_tokenizer_goes_out_with_the_template_that_it_came_with(tmp_path):
+    """Which puts a token behind a text, too."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "<eos>": 1, "<bos>": 2, "cat": 3}))
+    made.add_special_tokens(["<pad>", "<eos>", "<bos>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)])
+    for folder in ("in", "work", "out"):
+        (tmp_path / folder).mkdir()
+    made.save(f"{tmp_path}/in/tokenizer.json")
+    kept = load_tokenizer(f"{tmp_path}/in/tokenizer.json", "<eos>", "<bos>")
+    tokenizer_folder.save(kept, tmp_path / "work/tokenizer")
+    export._write_tokenizer(tmp_path / "work", tmp_path / "out", {}, FAMILIES["clip"](text_begin=2, text_end=1))
+    assert tokenizers.Tokenizer.from_file(f"{tmp_path}/out/tokenizer.json").encode("cat").ids == [2, 3, 1]
+    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["pad_token"] == "<eos>"  # as CLIP's
 
 
 def test_weights_that_lie_are_refused(tmp_path):
