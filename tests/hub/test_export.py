@@ -382,7 +382,7 @@ def test_a_source_without_weights_or_without_a_config_is_refused(workdir, tmp_pa
         jt.build(jt.make_config(config.to_dict(), {"train.init_from": f"{tmp_path / 'work'}"})).init()
     (tmp_path / "bare").mkdir()
     shutil.copy(workdir.parent / "out" / "config.json", tmp_path / "bare")
-    with pytest.raises(jt.UserError, match=r"train\.init_from: .* has a config\.json and no weights; bring them there"):
+    with pytest.raises(jt.UserError, match=r"train\.init_from: .* has a config\.json and no weights; put them there"):
         jt.build(jt.load_config(f"hf:{tmp_path / 'bare'}", {"mesh.data": 8})).init()
 
 

@@ -1,4 +1,4 @@
-"""The section of a config that makes a run one of several islands, which train apart and exchange updates every few steps."""
+"""The section of a config that makes a run one of several islands, which train apart and exchange updates."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -61,7 +61,8 @@ class IslandsConfig:
             raise UserError("islands.fragments", f"an update of islands.mode={self.mode} has all parameters", "use 1")
         for key, mode in (("age_decay", "async"), ("pull", "gossip")):
             if self.mode != mode and getattr(self, key) != getattr(IslandsConfig, key):
-                raise UserError(f"islands.{key}", f"it is read with islands.mode={mode} only", "set that, or leave it out")
+                raise UserError(f"islands.{key}", f"it is read with islands.mode={mode} only",
+                                "set that, or leave it out")
         if self.pull >= (limit := 2 - 2 * self.momentum**2):
             raise UserError("islands.pull", f"with islands.momentum={self.momentum:g}, islands drift apart from "
                             f"{limit:.4g} on", f"use less, such as {limit / 2:.4g}, or leave it out")
