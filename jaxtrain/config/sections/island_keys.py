@@ -74,8 +74,7 @@ class IslandsConfig:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """What the outer optimizer keeps for every parameter besides its value; but for gossip, alike on all islands.
-        """
+        """What the outer optimizer keeps for a parameter besides its value; except with gossip, alike on all islands."""
         return () if not self.momentum else ("momentum", "arrived") if self.mode == "async" else ("momentum",)
 
     @property
