@@ -61,8 +61,7 @@ class IslandsConfig:
             raise UserError("islands.fragments", f"an update of islands.mode={self.mode} has all parameters", "use 1")
         for key, mode in (("age_decay", "async"), ("pull", "gossip")):
             if self.mode != mode and getattr(self, key) != getattr(IslandsConfig, key):
-                raise UserError(f"islands.{key}", f"it is read with islands.mode={mode} only",
-                                "set that, or leave it out")
+                raise UserError(f"islands.{key}", f"only islands.mode={mode} reads it", "set that, or leave it out")
         if self.pull >= (limit := 2 - 2 * self.momentum**2):
             raise UserError("islands.pull", f"with islands.momentum={self.momentum:g}, islands drift apart from "
                             f"{limit:.4g} on", f"use less, such as {limit / 2:.4g}, or leave it out")
@@ -74,7 +73,7 @@ class IslandsConfig:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """What the outer optimizer keeps for a parameter besides its value; except with gossip, alike on all islands."""
+        """What the outer optimizer keeps for a parameter besides its value; but for gossip, alike on all islands."""
         return () if not self.momentum else ("momentum", "arrived") if self.mode == "async" else ("momentum",)
 
     @property
