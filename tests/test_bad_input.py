@@ -64,7 +64,7 @@ MISTAKES = {
     "neither section nor key": ("xyz.q=3", "xyz.q: there is no such key; known: checkpoint, compression, data, "
                                 "evaluation, islands, lora, mesh, model, observe, optimizer, pipeline, preference, "
                                 "reinforce, resilience, sparsity, train"),
-    "a word for a mesh": ("mesh=foo", "mesh: it is a section, not a key; give mesh.KEY=VALUE or mesh=auto"),
+    "a word for a mesh": ("mesh=foo", "mesh: it is a section, not a key; give mesh.KEY=VALUE, mesh=auto or mesh=hsdp"),
     "a section for a key": ("model=3", "model: it is a section, not a key; give model.KEY=VALUE"),
     "text for a number": ("model.num_layers=many", "model.num_layers: 'many' is not a whole number; give a "
                         "whole number"),

@@ -20,9 +20,9 @@ def with_hybrid_mesh(config: Config, devices: int, node: int) -> Config:
     node = min(node, devices)
     others = math.prod(getattr(config.mesh, axis) for axis in AXES[2:])
     if devices % node or node % others:
-        raise UserError("mesh.hsdp", f"{devices} devices, {node} in a node, do not divide into whole nodes"
-                        + (f" of {others} for the other mesh axes" if others > 1 else ""),
-                        "set mesh.data and mesh.fsdp")
+        raise UserError("mesh.hsdp", f"{devices} devices are not whole nodes of {node}" if devices % node else
+                        f"the other mesh axes need {others} devices, which does not divide the {node} of a node",
+                        "set mesh.data and mesh.fsdp instead")
     sizes = replace(config.mesh, hsdp=False, data=devices // node, fsdp=node // others)
     config = replace(config, mesh=sizes)
     if sizes.data == 1 or config.compression.method not in ("", "exact"):  # others send gradients that are whole

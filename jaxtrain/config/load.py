@@ -83,7 +83,7 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
             continue
         if not name:
             raise UserError(section, "it is a section, not a key",
-                            f"give {section}.KEY=VALUE{' or mesh=auto' * (section == 'mesh')}")
+                            f"give {section}.KEY=VALUE{', mesh=auto or mesh=hsdp' * (section == 'mesh')}")
         table, _, entry = name.partition(".")
         if entry and (section, table) in _TABLES:
             before = sections[section].get(table, {})

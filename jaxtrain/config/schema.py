@@ -48,8 +48,8 @@ class MeshConfig:
         if [getattr(self, axis) for axis in AXES].count(-1) > 1:
             raise UserError("mesh", "more than one axis is -1", "give all axes but one a size")
         if self.hsdp and (self.auto or (self.data, self.fsdp) != (-1, 1)):
-            raise UserError("mesh.hsdp", "it chooses mesh.data and mesh.fsdp, which were given too",
-                            "leave one of them out")
+            raise UserError("mesh.hsdp", "mesh=hsdp chooses mesh.data and mesh.fsdp, but one of them, or mesh=auto, "
+                            "was given too", "leave out either mesh=hsdp or those sizes")
         one_of("mesh.context_strategy", self.context_strategy, ("auto", "ring", "gather", "ulysses"))
         for name, axes in self.overrides.items():
             if not isinstance(axes, str):

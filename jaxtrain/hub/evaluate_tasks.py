@@ -74,6 +74,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     flags.adapters = None if flags.adapters is None else named(flags.adapters)
     overrides = overrides_of(rest, vars(flags))
     free = "mesh.", "train.precision", *(("observe.trackers",) if flags.watch else ())
+    if "observe.trackers" in overrides and not flags.watch:
+        raise UserError("--config.observe.trackers", "it is read with --watch only", "add that, or leave it out")
     if other := next((key for key in overrides if not key.startswith(free)), None):
         raise UserError(f"--config.{other}", "the model is as it was trained",
                         "change --config.mesh.KEY or --config.train.precision, or leave it out")

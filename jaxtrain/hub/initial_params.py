@@ -117,7 +117,7 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
             f"parameters in {folder}")
         say(f"begins with the published {what}{_otherwise(theirs, run)}")
         if not (adapted or any(folder.glob("*.safetensors")) or (folder / INDEX).exists()):
-            raise UserError(KEY, f"{folder} has a {published_config.FILE} and no weights", "bring them there, or set "
+            raise UserError(KEY, f"{folder} has a {published_config.FILE} and no weights", "put them there, or set "
                             f"{KEY} to nothing (--config.{KEY}=) to begin with random ones")
         abstract = run.abstract_model if adapted else without_adapters(run.abstract_model)
         return _with_vocabulary(theirs, run, _own_part(theirs, run, abstract), (

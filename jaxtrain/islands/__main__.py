@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--folder", required=True, metavar="DIR", help="the log: on a disk that survives this process")
     serve.add_argument("--address", metavar="HOST:PORT", help="where islands reach it by TCP")
     serve.add_argument("--keys", metavar="DIR", help="certificates of the coordinator, for --address")
-    serve.add_argument("--store", metavar="DIR", help="a folder or URL where islands meet that cannot reach the port")
+    serve.add_argument("--store", metavar="DIR", help="a folder or URL for islands that cannot reach the port")
     serve.add_argument("--store_every", type=float, default=1.0, metavar="SECONDS",
                        help="how often to look into --store; default: 1")
     serve.add_argument("--mode", choices=MODES, default="sync",
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         serve.add_argument(f"--{field.name}", type=type(field.default), default=field.default,
                            help=f"{_MEANINGS[field.name]}; default: {field.default}")
     serve.add_argument("--largest", type=int, default=2**36, metavar="BYTES", help="largest content; default: 2**36")
-    status = add_subcommand(commands, "islands", "status --folder=DIR", "show a log, whether it is served or not")
+    status = add_subcommand(commands, "islands", "status --folder=DIR", "show a log, served or not")
     status.add_argument("--folder", required=True, metavar="DIR", help="the folder of the coordinator")
     return made
 

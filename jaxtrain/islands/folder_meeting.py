@@ -119,12 +119,12 @@ class FolderMeeting:
         sign = self._store.read(SERVED)
         if sign != self._served:
             if self._quiet > QUIET or (self._quiet and self._served is None):
-                say(f"{self._store.place}: a coordinator looks into it")
+                say(f"{self._store.place}: a coordinator serves it now")
             self._served, self._quiet = sign, 1
             return
         if self._quiet % QUIET == 0:
-            say(f"{self._store.place}: no coordinator looks into it, so island {self._island} waits for the others at "
-                f"its next exchange; start it by {self._fix}")
+            say(f"{self._store.place}: no coordinator serves it, so island {self._island} waits for the others at "
+                f"its next exchange; start one with {self._fix}")
         self._quiet += 1
 
     def _tried(self, do: Callable[[], T]) -> T:

@@ -38,7 +38,8 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
                         "set islands.count too, or leave it out")
     target, devices = place(flags)
     if config.mesh.hsdp and not flags.explain:
-        raise UserError("mesh.hsdp", "a search compares other meshes", "add --explain for this one, or leave it out")
+        raise UserError("mesh.hsdp", "without --explain the planner compares many meshes, and mesh=hsdp is one",
+                        "add --explain, or leave out mesh=hsdp")
     config = with_hybrid_mesh(config, devices, target.links[0].devices)
     precisions = [name.strip() for name in flags.precisions.split(",") if name.strip()]
     if unknown := [name for name in precisions if name not in PRECISIONS]:

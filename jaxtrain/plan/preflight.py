@@ -29,7 +29,7 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
     """
     if config.mesh.hsdp:
         if isinstance(devices, int):
-            raise UserError("mesh.hsdp", "no nodes are known of devices that are not here",
+            raise UserError("mesh.hsdp", "the nodes of devices that are not here are not known",
                             "set mesh.data and mesh.fsdp")
         nodes = islands_of(devices)[0]
         if 1 < len(devices) == nodes:

@@ -285,6 +285,8 @@ def test_a_conversation_is_asked_as_the_template_has_it(workdir):
         (["--tasks=choose", "--batch_size=0"], "--batch_size: 0 is of no use; give 1 or more"),
         (["--tasks=choose", "--config.model.num_layers=3"],
          "--config.model.num_layers: the model is as it was trained"),
+        (["--tasks=choose", "--config.observe.trackers=wandb"],
+         "--config.observe.trackers: it is read with --watch only; add that"),
         (["--tasks=choose", "--limit=-1"], "--limit: -1.0 is of no use; give a number above 0"),
         (["--tasks=choose", "--gen_kwargs=temperature"],
          "--gen_kwargs: 'temperature' is of no use; give KEY=VALUE,..."),

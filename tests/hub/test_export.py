@@ -374,15 +374,15 @@ def test_a_model_that_computes_otherwise_is_told(workdir, capsys):
 
 
 @pytest.mark.slow
-def test_a_source_without_weights_or_without_a_config_is_refused(workdir, tmp_path):
+def test_a_source_without_weights_or_without_a_config_is_refused(workdir, published, tmp_path):
     shutil.copytree(workdir, tmp_path / "work")
     (tmp_path / "work" / "config.json").unlink()
     config = jt.load_config(workdir / "config.json")
     with pytest.raises(jt.UserError, match=r"train\.init_from: .* has checkpoints and no config\.json; bring it back"):
         jt.build(jt.make_config(config.to_dict(), {"train.init_from": f"{tmp_path / 'work'}"})).init()
     (tmp_path / "bare").mkdir()
-    shutil.copy(workdir.parent / "out" / "config.json", tmp_path / "bare")
-    with pytest.raises(jt.UserError, match=r"train\.init_from: .* has a config\.json and no weights; bring them there"):
+    shutil.copy(published / "config.json", tmp_path / "bare")
+    with pytest.raises(jt.UserError, match=r"train\.init_from: .* has a config\.json and no weights; put them there"):
         jt.build(jt.load_config(f"hf:{tmp_path / 'bare'}", {"mesh.data": 8})).init()
 
 

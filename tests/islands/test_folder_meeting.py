@@ -171,10 +171,10 @@ def test_an_island_says_that_nobody_serves_its_place_and_how_to(log, tmp_path, c
     """At once, then with every third sign of life that finds no new one of a coordinator."""
     place = str(tmp_path / "meeting")
     far, bridge = FolderMeeting(place, 1, 2, sign=1e9), Bridge(log, place)
-    while "start it by" not in (said := capsys.readouterr().err):
+    while "start one with" not in (said := capsys.readouterr().err):
         time.sleep(0.01)
-    assert said == (f"{place}: no coordinator looks into it, so island 1 waits for the others at its next "
-                    f"exchange; start it by jaxtrain islands serve --folder=DIR --store={place} --islands=2\n")
+    assert said == (f"{place}: no coordinator serves it, so island 1 waits for the others at its next "
+                    f"exchange; start one with jaxtrain islands serve --folder=DIR --store={place} --islands=2\n")
     told = []
     for served in (False, False, False, True, False, False, False, True):
         if served:

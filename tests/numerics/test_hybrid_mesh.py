@@ -36,8 +36,8 @@ def test_data_across_nodes_and_fsdp_within():
 
 
 @pytest.mark.parametrize(("keys", "reason"), [
-    (dict(mesh__tensor=3), "64 devices, 8 in a node, do not divide into whole nodes of 3 for the other mesh axes"),
-    (dict(mesh__fsdp=2), "it chooses mesh.data and mesh.fsdp, which were given too")], ids=str)
+    (dict(mesh__tensor=3), "the other mesh axes need 3 devices, which does not divide the 8 of a node"),
+    (dict(mesh__fsdp=2), "mesh=hsdp chooses mesh.data and mesh.fsdp, but one")], ids=str)
 def test_what_is_refused(keys, reason):
     with pytest.raises(jt.UserError, match=rf"^mesh\.hsdp: {reason}"):
         with_hybrid_mesh(reference.tiny("llama", mesh="hsdp", **keys), 64, 8)
@@ -47,7 +47,7 @@ def test_nodes_are_those_of_the_devices():
     """On one machine of CPUs there is one."""
     asked = reference.tiny("llama", mesh="hsdp")
     assert dict(jt.build(asked, devices=jax.devices()[:4]).mesh.shape)["fsdp"] == 4
-    with pytest.raises(jt.UserError, match=r"^mesh\.hsdp: no nodes are known"):
+    with pytest.raises(jt.UserError, match=r"^mesh\.hsdp: the nodes of devices that are not here"):
         jt.build(asked, devices=4)
     gpus = [SimpleNamespace(platform="gpu", process_index=number) for number in range(4)]
     with pytest.raises(jt.UserError, match=r"^mesh\.hsdp: each process has one device"):

@@ -242,7 +242,7 @@ def test_a_check_can_be_turned_off(monkeypatch):
     (["--target=h100x8", "--globl_batch=8"], "did you mean '--global_batch'?"),
     (["--target=h100x8", "--config.mesh=auto", "--config.mesh.tensor=2"], "mesh.tensor: 2 was given with mesh=auto"),
     (["--target=h100x8", "--explain", "--config.mesh=auto"], "mesh=auto is not a layout yet"),
-    (["--target=h100x8", "--config.mesh=hsdp"], "mesh.hsdp: a search compares other meshes"),
+    (["--target=h100x8", "--config.mesh=hsdp"], "mesh.hsdp: without --explain the planner compares"),
     (["--target=h100x8", "--precisions=float32,bflot16"], "bflot16 is not a precision; did you mean 'bfloat16'?"),
     (["--target=h100x8", "--precisions=float32", "--explain"], "--explain keeps the config's precision"),
 ])

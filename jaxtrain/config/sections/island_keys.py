@@ -1,4 +1,4 @@
-"""The section of a config that makes a run one of several islands, which train apart and talk every some steps."""
+"""The section of a config that makes a run one of several islands, which train apart and exchange updates."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -56,12 +56,12 @@ class IslandsConfig:
             raise UserError("islands.overlap", f"an exchange begins every {self.interval} steps, and would meet the "
                             "next one", f"use {self.interval - 1} or less")
         if self.blend != IslandsConfig.blend and not self.overlap:
-            raise UserError("islands.blend", "it is read with islands.overlap only", "leave it out")
+            raise UserError("islands.blend", "it is read with islands.overlap only", "set that, or leave it out")
         if self.mode != "sync" and self.fragments > 1:
             raise UserError("islands.fragments", f"an update of islands.mode={self.mode} has all parameters", "use 1")
         for key, mode in (("age_decay", "async"), ("pull", "gossip")):
             if self.mode != mode and getattr(self, key) != getattr(IslandsConfig, key):
-                raise UserError(f"islands.{key}", f"it is read with islands.mode={mode} only", "leave it out")
+                raise UserError(f"islands.{key}", f"only islands.mode={mode} reads it", "set that, or leave it out")
         if self.pull >= (limit := 2 - 2 * self.momentum**2):
             raise UserError("islands.pull", f"with islands.momentum={self.momentum:g}, islands drift apart from "
                             f"{limit:.4g} on", f"use less, such as {limit / 2:.4g}, or leave it out")
@@ -73,8 +73,7 @@ class IslandsConfig:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """What the outer optimizer keeps for every parameter besides its value; but for gossip, alike on all islands.
-        """
+        """What the outer optimizer keeps for a parameter besides its value; but for gossip, alike on all islands."""
         return () if not self.momentum else ("momentum", "arrived") if self.mode == "async" else ("momentum",)
 
     @property
@@ -84,7 +83,7 @@ class IslandsConfig:
 
 
 def check(config: Any) -> None:
-    """Refuse a `Config` with whose other sections islands do not go."""
+    """Refuse a `Config` whose other sections do not work with islands."""
     for key, value, reason in (
             ("reinforce.prompts", config.reinforce.prompts, "prompts are not divided among islands, so that all would "
              "answer the same ones"),

@@ -143,7 +143,7 @@ class TcpMeeting:
                 if pause >= min(1.6, PAUSE[1]) and now - self._told >= TELL_S:
                     self._told = now
                     say(f"{self._address}: the coordinator of the islands is out of reach ({_words(error)}); trying "
-                        f"again for {self._patience:.0f} s; if it does not run, start it by {self._fix}")
+                        f"again for {self._patience:.0f} s; if it does not run, start it with {self._fix}")
             self._closed.wait(pause * _random.uniform(0.5, 1))
             pause = min(2 * pause, PAUSE[1])
 
