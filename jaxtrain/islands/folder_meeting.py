@@ -28,7 +28,7 @@ from jaxtrain import storage
 from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files, bounded_files
 from jaxtrain.islands.log_records import as_json, entry_of, offer_of
-from jaxtrain.islands.meeting import Entry, Offer, Trimmed
+from jaxtrain.islands.meeting import Entry, Offer, Trimmed, Unanswered
 from jaxtrain.islands.outer_log import OuterLog
 
 PAUSE = 0.05, 2.0  # seconds between two looks at what is not there yet: the first, growing, and the longest
@@ -71,6 +71,8 @@ class FolderMeeting:
         while not (found := self._tried(lambda: self._read_entries(after))) and time.monotonic() < end:
             self._closed.wait(min(pause, end - time.monotonic()))
             pause = min(1.5 * pause, PAUSE[1])
+        if wait and not found and self._quiet > QUIET:
+            raise Unanswered("entries")  # nobody serves this place
         return found
 
     def _read_entries(self, after: int) -> list[Entry]:

@@ -83,7 +83,7 @@ class MeetingAhead:
             for entry in self._meeting.entries(base, AHEAD_S):
                 for offer in self._needed(entry):
                     self._contents[offer.sha256] = self._meeting.content(offer.sha256)
-        except (OSError, LookupError):  # whoever asks in earnest gets the same, and reports it
+        except (OSError, LookupError, Unanswered):  # whoever asks in earnest gets the same, and reports it
             return
 
     def entries(self, after: int, wait: float) -> Sequence[Entry]:

@@ -13,7 +13,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.islands import folder_meeting
 from jaxtrain.islands.coordinator import Policy
 from jaxtrain.islands.folder_meeting import Bridge, FolderMeeting
-from jaxtrain.islands.meeting import Offer, Trimmed
+from jaxtrain.islands.meeting import Offer, Trimmed, Unanswered
 from jaxtrain.islands.meeting_places import open_meeting
 from jaxtrain.islands.outer_log import OuterLog
 
@@ -182,5 +182,10 @@ def test_an_island_says_that_nobody_serves_its_place_and_how_to(log, tmp_path, c
             bridge.look()
         far._look_for_coordinator()
         told.append(capsys.readouterr().err[len(place) + 2:][:14])
+        assert far.entries(0, 0.0) == []
+        if told[-1].startswith("no"):
+            with pytest.raises(Unanswered):  # so that a run that is told to stop need not wait here
+                far.entries(0, 0.01)
+    assert far.entries(0, 0.01) == []
     far.close()
     assert told == ["", "", "no coordinator", "a coordinator ", "", "", "no coordinator", "a coordinator "]
