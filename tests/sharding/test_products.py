@@ -114,13 +114,18 @@ def test_a_pipeline_gives_the_numbers_of_one_device_with_as_many_micro_batches(f
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3", marks=SLOW)])
 def test_every_product_of_a_layer_is_computed_in_fp8(family):
-    """Twice as many roundings to e4m3 and one to e5m2; in what is compiled later, XLA may merge equal ones."""
+    """Twice as many roundings to e4m3 and one to e5m2; in what is compiled later, XLA may merge equal ones.
+
+    Of a stack of experts there are three products, of which two read the same tokens.
+    """
     run = reference.build(family, train__precision="fp8")
     text = run.lower().as_text()
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(run.abstract.params)[0]]
     linear = sum("'kernel'" in path and "'layer'" in path and "'router'" not in path for path in paths)
+    experts = sum(path.endswith("['mlp']['down']") for path in paths)  # stacks with layers of them
     forward, backward = (len(re.findall(rf"convert .*-> tensor<.*{name}>", text)) for name in ("f8E4M3FN", "f8E5M2"))
-    assert backward == linear and forward == 2 * linear, (linear, forward, backward)
+    assert backward == linear + 3 * experts, (linear, backward)
+    assert forward == 2 * linear if not experts else forward >= 2 * linear + 5 * experts, (linear, forward)
 
 
 @pytest.mark.slow
