@@ -25,9 +25,9 @@ SMALL = ["--config.train.steps=2", "--config.optimizer.warmup_steps=1", "--confi
          "--config.train.eval_batches=1", "--config.train.sample_tokens=8", "--config.checkpoint.every=0"]
 QUICK = re.compile(r"--print_config")
 # These differ from another one in the config alone, and tests/test_configs.py trains the tiny variant of each config;
-# tests/test_examples.py runs the notebooks.
+# tests/test_examples.py runs the notebooks, and tests/bench the benchmark.
 ALIKE = re.compile(r"configs/(?!deepseek_v3)\w+\.py --config\.data\.source=/path/to/text$|jaxtrain\.plan .*llama3_8b|"
-                   r"tools/run_notebooks")
+                   r"tools/run_notebooks|jaxtrain\.bench --config")
 LONG = (*((page, 0) for page in ("README.md", "planner.md", "api.md", "training.md", "observe.md")),
         ("data-sequences.md", 0), *(("objectives.md", number) for number in range(6)))
 PYTHON = re.compile(r"^```python\n(?!# \S+\.py\n)(.*?)^```", re.M | re.S)

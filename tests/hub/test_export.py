@@ -20,7 +20,6 @@ from jaxtrain.hub.weights import published_weights
 from jaxtrain.train_step import partition, quantization, quantized_kernels
 from tests.numerics import reference
 from tests.numerics.plain_lora import merged
-from tests.tiers import exhaustive, slow
 from tests.tiny import free_address, virtual_devices
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +161,8 @@ def test_a_slice_of_a_quantized_weight_is_made_of_whole_blocks(along, kind):
             np.testing.assert_array_equal(got, whole[index])
 
 
-@pytest.mark.parametrize("kind", [*slow("nf4"), *exhaustive("int8")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_adapters_beside_quantized_weights(workdir, published, tmp_path, kind):
     """Published weights become few bits as they are read, a run's when it begins; both resume, and are exported."""
     base = jax.device_get(trained(workdir))

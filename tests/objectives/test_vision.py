@@ -49,7 +49,8 @@ CASES = {
     "clip published": [dict(mesh__data=2, mesh__context=2, mesh__tensor=2)],
     "vision_language published": [dict(mesh__data=2, mesh__stage=2, mesh__context=2)],
 }
-EXHAUSTIVE = ("clip", "picture_flow", "vision_language published")  # what they have of their own is little
+# What they have of their own is little.
+EXHAUSTIVE = ("clip", "picture_flow", "clip published", "vision_language published")
 
 
 @pytest.mark.parametrize(("kind", "mesh"), [

@@ -262,7 +262,7 @@ def test_the_keys_of_a_layout_give_that_layout(found):
         assert again.bytes == choice.estimate.bytes and again.seconds == choice.estimate.seconds
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_other_precisions_are_ranked_where_they_are_asked_for():
     config, target = tiny(data__global_batch_size=64), targets.TARGETS["h100"]
     usual = search.search(config, target, 8, meshes_traced=2, refined=1)

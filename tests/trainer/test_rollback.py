@@ -253,9 +253,9 @@ def test_skipped(flags, poison, tmp_path):
     assert (ours.step, ours.skipped, ours.extras["history"].seen) == (STEPS, 1, STEPS - 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("devices, mesh", [
-    pytest.param(1, {}, id="one", marks=pytest.mark.exhaustive),
-    pytest.param(8, dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2), id="product", marks=pytest.mark.slow)])
+    pytest.param(1, {}, id="one"), pytest.param(8, dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2), id="product")])
 def test_on_any_mesh_the_same_is_decided(flags, never_saw, poison, tmp_path, devices, mesh):
     poison("strange", {BAD})
     keys = [*flags[1:], *words(resilience__spikes="rollback", **mesh)]

@@ -184,7 +184,7 @@ def test_lines_without_a_prompt_are_refused(tmp_path):
         rollouts.read_prompts(str(path))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_that_answers_through_a_template_ends_with_its_turn_and_keeps_it(files, tmp_path):
     """Special tokens in prompts are such, answers are trained up to the token that ends the turn, and the source of
     tokenizer and template may go once the run has begun."""

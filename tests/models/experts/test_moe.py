@@ -307,7 +307,7 @@ def test_the_bias_moves_against_the_load_whatever_the_optimizer(name):
     np.testing.assert_array_equal(updates["blocks"]["layer"]["mlp"]["router"]["bias"], [[-0.5, 0.5, 0, 0] * 2] * 2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_clipping_leaves_the_load_alone():
     """However small the norm is made, the bias moves by its rate."""
     keys = dict(data__global_batch_size=8, data__seq_len=8)

@@ -155,7 +155,7 @@ def test_the_average_is_exported_and_generates(straight, tmp_path, capsys):
     assert "--ema: " in (told := capsys.readouterr().err) and "with one set of weights; leave it out" in told
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_without_one_begins_one_on_purpose(flags, tmp_path, capsys):
     words = [*flags, f"--workdir={tmp_path / 'work'}"]
     assert main(words) == 0

@@ -179,7 +179,7 @@ def test_a_model_as_wide_as_its_base_is_the_same_program():
     assert init[0] == init[1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gradients_of_heads_go_with_the_root_of_the_width():
     """So clipping by the norm of all gradients is not the same in all widths, which SGD's steps show."""
     for family, path, power in (("gpt2_untied", "output", 0.5), ("gpt2", "embed", -0.5)):
