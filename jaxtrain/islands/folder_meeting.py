@@ -124,10 +124,10 @@ class FolderMeeting:
                 say(f"{self._store.place}: a coordinator serves it now")
             self._served, self._quiet = sign, 1
             return
-        if self._quiet % QUIET == 0:
+        self._quiet += 1
+        if self._quiet % QUIET == 1:
             say(f"{self._store.place}: no coordinator serves it, so island {self._island} waits for the others at "
                 f"its next exchange; start one with {self._fix}")
-        self._quiet += 1
 
     def _tried(self, do: Callable[[], T]) -> T:
         end, said = time.monotonic() + self._patience, ""
