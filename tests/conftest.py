@@ -38,9 +38,14 @@ def cache(tmp_path_factory):
     jax.config.update("jax_compilation_cache_dir", before)
 
 
+# Files that take longest or wait for others, so that no worker is left alone with them at the end.
+FIRST = ("tests/test_readme.py", "tests/launch/", "tests/observe/trackers/", "tests/tuning/")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Each test is in one tier: -m slow would also run what is marked exhaustive beside it."""
     both = [item.nodeid for item in items if {"slow", "exhaustive"} <= {mark.name for mark in item.iter_markers()}]
     if both:
         raise pytest.UsageError(f"these are marked slow and exhaustive: {', '.join(both)}")
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
