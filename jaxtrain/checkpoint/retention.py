@@ -28,14 +28,15 @@ def dispensable(good: Iterable[int], others: Iterable[int], *, keep: int, keep_e
     return sorted([*(step for step in good if step not in kept), *stale])
 
 
-def best_of(good: Iterable[int], logs: Iterable[Path], key: str) -> int | None:
-    """Return the step whose line in one of the logs has the lowest `key`, the newest if tied; None if no line has it.
+def best_of(good: Iterable[int], workdir: Path, key: str) -> int | None:
+    """Return the step whose metrics, of a run or of its watcher, have the lowest `key`; None if no line has it.
 
-    `key`: highest:METRIC for the highest one of a metric.
+    Of equal ones it is the newest. `key`: highest:METRIC for the highest one of a metric.
     """
     found: dict[int, float] = {}
     name, sign = key.removeprefix(HIGHEST), -1 if key.startswith(HIGHEST) else 1
     starts = {f'{{"step": {step}, '.encode(): step for step in good}
+    logs = [workdir / "metrics.jsonl", workdir / "evaluations" / "metrics.jsonl"]
     for line in itertools.chain.from_iterable(map(whole_lines, filter(Path.exists, logs))):
         step = starts.get(line[:line.find(b",") + 2])  # most lines are of steps without a checkpoint
         if step is not None and isinstance(value := parsed(line).get(name), int | float):
@@ -83,8 +84,7 @@ class Retention:
         found = None
         if self._best:
             with contextlib.suppress(OSError, ValueError):
-                logs = (self._directory.parent / folder / "metrics.jsonl" for folder in ("", "evaluations"))
-                found = best_of(good, logs, self._best)
+                found = best_of(good, self._directory.parent, self._best)
             if good and found is None and not self._best_missing:
                 say(f"checkpoint.best: neither metrics.jsonl nor evaluations/metrics.jsonl has {self._best!r} at the "
                     "steps of checkpoints, so none is kept for it; is that the name of a metric?")

@@ -170,7 +170,7 @@ def _old(run: RecordedRun, directory: Path, keep: int) -> list[int]:
     best = None
     if key := settings.get("best", ""):
         with contextlib.suppress(OSError, ValueError):
-            best = best_of(good, run.workdir / "metrics.jsonl", key)
+            best = best_of(good, run.workdir, key)
         if best is None:
             return []  # which one is the best cannot be told, so each may be
     others = [step for step in run.checkpoints if step not in good]

@@ -36,15 +36,16 @@ def test_best(tmp_path):
              {"step": 20, "eval_loss": None}, {"step": 30, "eval_loss": 2.0}, {"step": 100, "eval_loss": 2.0}]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 30, "ev')
-    assert best_of([10, 20, 30], [path], "eval_loss") == 30
-    assert best_of([10, 20, 30, 100], [path], "eval_loss") == 100  # the newest of equals
-    assert best_of([10, 20], [path], "loss") == 10
-    assert best_of([20], [path], "eval_loss") is None
-    assert best_of([10, 20, 30], [path], "highest:eval_loss") == 10
-    watched = tmp_path / "evaluations.jsonl"
+    assert best_of([10, 20, 30], tmp_path, "eval_loss") == 30
+    assert best_of([10, 20, 30, 100], tmp_path, "eval_loss") == 100  # the newest of equals
+    assert best_of([10, 20], tmp_path, "loss") == 10
+    assert best_of([20], tmp_path, "eval_loss") is None
+    assert best_of([10, 20, 30], tmp_path, "highest:eval_loss") == 10
+    watched = tmp_path / "evaluations" / "metrics.jsonl"
+    watched.parent.mkdir()
     watched.write_text('{"step": 20, "eval_choose_acc": 0.5}\n{"step": 30, "eval_choose_acc": 0.4}\n')
-    assert best_of([10, 20, 30], [path, watched], "highest:eval_choose_acc") == 20
-    assert best_of([10, 20, 30], [path, tmp_path / "gone"], "eval_loss") == 30
+    assert best_of([10, 20, 30], tmp_path, "highest:eval_choose_acc") == 20
+    assert best_of([10, 20, 30], tmp_path, "eval_loss") == 30
 
 
 def test_a_metric_that_is_not_there_is_said_once(tmp_path, capsys):
