@@ -119,11 +119,11 @@ class SharedMeeting:
 
     def offer(self, offer: Offer, content: bytes) -> None:
         """Offer what the first process has."""
-        _told(lambda: self._first.offer(offer, content))
+        _of_first(lambda: self._first.offer(offer, content))
 
     def entries(self, after: int, wait: float) -> Sequence[Entry]:
         """Return the entries, as `Meeting` says."""
-        return [entry_of(one) for one in _told(lambda: [as_json(one) for one in self._first.entries(after, wait)])]
+        return [entry_of(one) for one in _of_first(lambda: [as_json(one) for one in self._first.entries(after, wait)])]
 
     def content(self, sha256: str) -> bytes:
         """Return a content, as `Meeting` says."""
@@ -132,11 +132,11 @@ class SharedMeeting:
         def read():
             held.append(self._first.content(sha256))
             return len(held[0])
-        return _sent(_told(read), held)
+        return _sent(_of_first(read), held)
 
     def put_snapshot(self, position: int, content: bytes) -> None:
         """Keep a snapshot, as `Meeting` says."""
-        _told(lambda: self._first.put_snapshot(position, content))
+        _of_first(lambda: self._first.put_snapshot(position, content))
 
     def snapshot(self) -> tuple[int, bytes] | None:
         """Return the newest snapshot, as `Meeting` says."""
@@ -147,11 +147,11 @@ class SharedMeeting:
                 return None
             held.append(found[1])
             return [found[0], len(found[1])]
-        found = _told(read)
+        found = _of_first(read)
         return found and (found[0], _sent(found[1], held))
 
 
-def _told(do: Callable[[], Any]) -> Any:
+def _of_first(do: Callable[[], Any]) -> Any:
     """Return in all processes what the first one gets as JSON, or raise what it raises."""
     def tried(_):
         try:

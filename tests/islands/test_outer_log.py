@@ -134,7 +134,7 @@ def test_a_kill_in_a_compaction_leaves_the_same_log(tmp_path, monkeypatch):
     for last in range(100):
         folder, calls = tmp_path / f"{last}", itertools.count()
 
-        def mortal(call, calls=calls, last=last):
+        def may_crash(call, calls=calls, last=last):
             def done(*given, **keys):
                 if next(calls) == last:
                     raise Killed
@@ -144,7 +144,7 @@ def test_a_kill_in_a_compaction_leaves_the_same_log(tmp_path, monkeypatch):
         for log, position in with_snapshots(folder):
             with contextlib.suppress(Killed), monkeypatch.context() as patch:
                 for name in ("open", "fsync", "replace", "unlink") if position == 4 else ():
-                    patch.setattr(os, name, mortal(getattr(os, name)))
+                    patch.setattr(os, name, may_crash(getattr(os, name)))
                 log.put_snapshot(position, b"state %d" % position)
             if position == 4:
                 kills += (killed := next(calls) > last)

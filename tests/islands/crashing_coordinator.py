@@ -1,4 +1,4 @@
-"""The coordinator's command, killed in some of its compactions: python -m tests.islands.mortal_coordinator serve ...
+"""The coordinator's command, killed in some of its compactions: python -m tests.islands.crashing_coordinator serve ...
 
 Of its calls to the file system that keep a snapshot and drop what that makes needless, each may be the last.
 """
@@ -18,7 +18,7 @@ _rng = random.Random()  # different after each restart
 _within = threading.local()
 
 
-def mortal(call):
+def may_crash(call):
     def done(*given, **keys):
         die()
         found = call(*given, **keys)
@@ -44,7 +44,7 @@ def killed_in(method):
 
 if __name__ == "__main__":
     for name in CALLS:
-        setattr(os, name, mortal(getattr(os, name)))
+        setattr(os, name, may_crash(getattr(os, name)))
     for name in ("claim_snapshot", "_compact"):
         setattr(OuterLog, name, killed_in(getattr(OuterLog, name)))
     sys.exit(main(sys.argv[1:]))
