@@ -75,6 +75,7 @@ def cluster():
 @pytest.fixture
 def begun(cluster, tmp_path):
     """Submit the program; what it leaves running is ended."""
+    cluster.fill()
     made = []
 
     def begin(*flags: str, wait: bool = True) -> Path:
