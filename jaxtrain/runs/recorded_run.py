@@ -93,8 +93,9 @@ class RecordedRun:
         self.workdir = Path(workdir)
         self._metrics = LogTail(self.workdir / "metrics.jsonl", {"step": int}, last)
         self._events = LogTail(self.workdir / "events.jsonl", {"kind": str}, last)
+        self._results = LogTail(self.workdir / "evaluations" / "metrics.jsonl", {"step": int}, last)  # of a watcher
         self.events: list[dict[str, Any]] = []
-        self.steps, self.evaluations = Columns(), Columns()
+        self.steps, self.evaluations, self.results = Columns(), Columns(), Columns()
         self.look()
         if not self.config:
             raise UserError("WORKDIR", f"{workdir} has no config.json", "give the workdir of a run")
@@ -109,6 +110,11 @@ class RecordedRun:
         for line in self._metrics.added():
             if abs(line["step"]) < _STEPS:
                 (self.evaluations if "eval_loss" in line else self.steps).add(line)
+        if self._results.shrunk():
+            self.results = Columns()
+        for line in self._results.added():
+            if abs(line["step"]) < _STEPS:
+                self.results.add(line)
         if self._events.shrunk():
             self.events = []
         self.events += map(redacted, self._events.added())

@@ -35,6 +35,7 @@ EVERY = 1.0  # seconds between two pictures
 _SEARCH_EVERY = 10.0  # seconds between two looks for new runs below a folder
 _SHOWN = 16  # processes
 _NOTED = 100  # events, of which those that are not saves may be drawn
+_RESULTS = 4  # numbers of a watcher's evaluation
 _CURVE = 90  # columns of a terminal that has room for a curve in the table
 _COLUMNS = {"loss": 0, "tokens/s": 0, "mfu": 110, "goodput": 120, "data wait": 135, "last save": 160}  # likewise
 
@@ -115,6 +116,9 @@ def reading(one: Watched, now: float) -> Reading:
     figures = figures_of(line)
     if (loss := run_index.number(run.evaluations.last.get("eval_loss"))) is not None:
         figures["eval_loss"] = f"{loss:.4f}"
+    for key in [key for key in run.results.last if key != "step"][:_RESULTS]:
+        if (value := run_index.number(run.results.last[key])) is not None:
+            figures[key.removeprefix("eval_")] = f"{value:.4f}"
     if isinstance(line.get("tokens"), int):
         figures["tokens"] = f"{line['tokens']:,}"
     if account:

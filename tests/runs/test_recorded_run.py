@@ -40,6 +40,11 @@ def test_a_run_is_read_as_it_grows(tmp_path):
     assert run.steps["loss"].tolist() == [3.0, 2.0, 1.0] and not len(run.evaluations), "lines were taken back"
     (tmp_path / "events.jsonl").write_text('{"kind": "hang"}\n{"kind')
     (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    (tmp_path / "evaluations").mkdir()
+    for results in [{"step": 1, "eval_t_acc": 0.5}, {"step": 2, "eval_t_acc": 0.7}], [{"step": 2, "eval_t_acc": 0.9}]:
+        (tmp_path / "evaluations" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in results))
+        run.look()
+        assert run.results["eval_t_acc"].tolist() == [line["eval_t_acc"] for line in results]
     assert start(1, seconds={"step": 60}) == "silent" and start(1) == "running"
     assert run.events == [{"kind": "hang"}] and run.checkpoints == [2] and run.account.step == 2
     assert start(1, ended="failed") == "failed" and start(2, ended="finished") == "finished"

@@ -40,10 +40,13 @@ def test_one_run(tmp_path, width):
     run = make(tmp_path / "run", steps=3, ended="", began=time.time() - 2005, checkpoints=(2,))
     runs(["tag", f"{run}", "base"])
     (run / "events.jsonl").write_text('{"kind": "hang", "time": 5.0, "reason": "[bold]\\u001b[2J"}\n')
+    (run / "evaluations").mkdir()
+    (run / "evaluations" / "metrics.jsonl").write_text('{"step": 2, "eval_copa_acc": 0.625}\n')
     beat(run, 0)
     beat(run, 1, time=time.time() - 100, quiet_s=90)
     text = drawn([run], width)
     assert "running" in text and "3/4  75.0%" in text and "1.0 s left" in text and "2.0000" in text and "█" in text
+    assert "copa_acc" in text and "0.6250" in text
     assert "hang reason=[bold]?[2J" in text and "90.0%" in text and "step 2, 0 s ago" in text and "$" in text
     if width >= 100:
         assert "process 1 on h[red]: train, step 3, heartbeat 100 s ago, no progress for 90 s" in text

@@ -81,11 +81,10 @@ class RunCurves:
 
     def curve(self, key: str) -> Curve | None:
         """Return the curve of a key; None: no line has a value of it."""
-        of_steps = key not in self.run.evaluations
-        lines = self.run.steps if of_steps else self.run.evaluations
-        if key not in lines:
+        lines = next((lines for lines in _sources(self.run) if key in lines), None)
+        if lines is None:
             return None
-        values, axes = lines[key], self._steps if of_steps else self.at(lines["step"])
+        values, axes = lines[key], self._steps if lines is self.run.steps else self.at(lines["step"])
         if key not in _ALWAYS:
             rows = np.isfinite(values)
             values, axes = values[rows], {axis: places[rows] for axis, places in axes.items()}
@@ -139,12 +138,17 @@ def charts(runs: Sequence[RunCurves]) -> list[Chart]:
     """Return the charts of which some run has something to show: the usual ones, then all other keys that vary."""
     usual = [chart for chart in CHARTS if any(one.curve(key) for one in runs for key in chart.keys)]
     known = {"step", "tokens", *(key for chart in CHARTS for key in chart.keys)}
-    keys = dict.fromkeys(key for one in runs for lines in (one.run.steps, one.run.evaluations) for key in lines)
+    keys = dict.fromkeys(key for one in runs for lines in _sources(one.run) for key in lines)
     memory = tuple(key for key in keys if "memory" in key)
     found = [Chart("memory", "Memory", "", memory)] if memory else []
     others = [key for key in keys if key not in known.union(memory) and any(_varies(one.curve(key)) for one in runs)]
     # Named by the key, since a page that is renewed finds its charts by name, and others may come before them.
     return usual + found + [Chart(f"other{zlib.crc32(key.encode()):08x}", key, "", (key,)) for key in others[:_OTHERS]]
+
+
+def _sources(run: RecordedRun) -> tuple[Columns, ...]:
+    """Return the lines that a run has: of its evaluations, its steps, and from `jaxtrain evaluate --watch`."""
+    return run.evaluations, run.steps, run.results
 
 
 def _varies(curve: Curve | None) -> bool:

@@ -46,6 +46,9 @@ def eventful(tmp_path):
     (workdir / "checkpoints" / "10").mkdir(parents=True)
     (workdir / "metrics.rolled_back.jsonl").write_text("".join(
         json.dumps({"step": step, "loss": 9.0}) + "\n" for step in (16, 17, 11, 12)))
+    (workdir / "evaluations").mkdir()
+    (workdir / "evaluations" / "metrics.jsonl").write_text("".join(
+        json.dumps({"step": step, "eval_copa_acc": step / 100}) + "\n" for step in (10, 20)))
     return workdir
 
 
@@ -65,6 +68,7 @@ def test_a_page_has_everything_of_a_run_and_nothing_that_acts_or_is_secret(event
     loss = {trace["name"]: trace for trace in data["loss"]["data"] if trace["meta"]["role"] != "mean"}
     assert {"loss", "eval_loss", "taken back", "restart", "rollback", "loss: not finite"} <= set(loss)
     assert data["memory"]["data"][0]["name"] == "memory_peak_bytes" and "eval_perplexity" in seen
+    assert "eval_copa_acc" in seen, "of a watcher"
     assert "spike" not in loss, "it is where the rollback is"
     assert numbers(loss["loss: not finite"]["x"]).tolist() == [7] and math.isnan(numbers(loss["loss"]["y"])[6])
     gone = numbers(loss["taken back"]["y"])
