@@ -5,6 +5,7 @@ import functools
 import os
 import re
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -68,6 +69,7 @@ def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], 
         @functools.wraps(do)
         def main(argv: list[str] | None = None) -> int:
             hide_in_tracebacks()
+            warn_in_one_line()
             try:
                 do(argv)
                 return 0
@@ -84,6 +86,11 @@ def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], 
         return main
 
     return wrap
+
+
+def warn_in_one_line() -> None:
+    """Leave out of warnings from now on the line of code that issues them, which is of no use to a user."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
 
 
 def discard_output() -> None:

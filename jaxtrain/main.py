@@ -22,12 +22,11 @@ if __name__ == "__main__":  # before other imports; and for a second signal whil
 import argparse
 import json
 import sys
-import warnings
 
 from jaxtrain.distributed import exit_codes, heartbeat
 from jaxtrain.doctor.xla_flags import check_xla_flags
 from jaxtrain.errors import UserError, say
-from jaxtrain.flags import discard_output, training_flags, workdir_of
+from jaxtrain.flags import discard_output, training_flags, warn_in_one_line, workdir_of
 from jaxtrain.redaction import hide_in_tracebacks
 
 
@@ -72,8 +71,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     from jaxtrain.distributed import authentication, processes
     from jaxtrain.plan.targets import claim_memory
 
-    # The line of code that issues a warning is of no use to the user.
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warn_in_one_line()
     claim_memory()
     compile_cache.enable_compilation_cache()
     authentication.find_secret(workdir_of(flags))

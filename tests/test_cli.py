@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -22,7 +23,7 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain.config.load import load_config
-from jaxtrain.flags import COMMANDS, Parser
+from jaxtrain.flags import COMMANDS, Parser, command
 from jaxtrain.main import main
 from jaxtrain.plan import targets
 from tests.tiny import tiny_flags
@@ -124,6 +125,12 @@ def test_list_of_commands(words, said):
 ])
 def test_unknown_command(words, told, said):
     assert said(cli.main, words)[:3] == (2, "", f"{told}\n")
+
+
+def test_warnings_have_no_line_of_code(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    command()(lambda argv: None)([])
+    assert warnings.formatwarning("mesh.stage: why", UserWarning, "file.py", 3) == "warning: mesh.stage: why\n"
 
 
 def test_the_flags_of_a_run_may_be_missing(said):

@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import sys
-import warnings
 from typing import Any
 
 from jaxtrain.errors import UserError, say
@@ -197,7 +196,6 @@ def prepare_environment(shared: bool) -> None:
     """
     from jaxtrain.plan.targets import claim_memory
 
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     claim_memory()
     if shared:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
