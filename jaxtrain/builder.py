@@ -19,7 +19,6 @@ from jaxtrain.models.trained_parameters import is_frozen
 from jaxtrain.objectives import MakeObjective, Objective, configured
 from jaxtrain.parallel.compression import compressed_gradients
 from jaxtrain.parallel.compression.compressed_gradients import CompressedGradients
-from jaxtrain.parallel.pipeline.stage import Parts
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.run import Run, extras_of
 from jaxtrain.sharding import rules as sharding
@@ -84,7 +83,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         where = dict.fromkeys(("weights", "masks"), partition.like(layout.state.params, sparsity.inputs))
         abstract, layout = with_extra(structured_sparsity.NAME, sparsity.begin, where, abstract, layout)
     if schedules:
-        _warn_of_waste(goal.pipeline_parts, abstract.all_params, layout.state.all_params, schedules[0])
+        _warn_of_waste(goal, abstract.all_params, layout.state.all_params, schedules[0])
     rule_checks.activations_divide(config, rules, mesh)
     run = Run(config, mesh, rules, model, goal, optimizer, schedule, compute, with_shardings(abstract, layout.state),
               layout, schedules, platform, extras, data)
@@ -154,8 +153,9 @@ def _check_data_stages(run: Run) -> None:
             raise UserError(error.key, f"from step {stage.start} on, {error.reason}", error.fix) from error
 
 
-def _warn_of_waste(parts: Parts, params: Any, shardings: Any, schedule: Schedule) -> None:
+def _warn_of_waste(goal: Objective, params: Any, shardings: Any, schedule: Schedule) -> None:
     """Stages without layers; layers that do not divide over stages and are spread by no other dimension either."""
+    assert (parts := goal.pipeline_parts)
     stages, layers = schedule.stages, (max if parts.side_by_side else sum)(parts.stacks.values())
     params, shardings = parts.lift(params), parts.lift(shardings)
     if layers < stages * schedule.chunks:

@@ -139,11 +139,11 @@ class Pipeline:
                     jax.tree.map(_reduced, done["outer_grads"], outer_plan))
 
         outs = [jax.tree.map(lambda plan: plan.manual_at_rest, part) for part in (layer_plan, outer_plan)]
-        rows = jax.tree.map(lambda x: P(*map(_manual, jax.typeof(x).sharding.spec)), batch)
+        by_array = jax.tree.map(lambda x: P(*map(_manual, jax.typeof(x).sharding.spec)), batch)
         ends, sums, layers, outer = jax.shard_map(
             on_device, axis_names=set(MANUAL), check_vma=False,
             in_specs=(*(jax.tree.map(lambda plan: plan.manual_in_use, part) for part in (plans, frozen_plans)),
-                      rows, P()),
+                      by_array, P()),
             out_specs=(P(None, _manual(sharding.split_by("batch"))) if parts.together else P(), P("stage"),
                        *(outs if "B" in schedule.kinds else ({}, {}))))(trained, frozen, batch, seed)
         last = list(parts.stacks)[-1]

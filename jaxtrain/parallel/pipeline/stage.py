@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -30,12 +29,12 @@ class Parts:
     # (all parameters, trained and frozen, whole batch) -> the parameters and batch that the other parts need
     prepare: Callable[[Any, Any], tuple[Any, Any]]
     weight: Callable[[Any], jax.Array]  # of a prepared batch: the divisor of the summed loss
-    begin: Callable[[Any, Any], Any]  # parameters, batch -> activations
+    begin: Callable[[Any, Any], Any]  # parameters, batch -> activations: one array or several, all of [B, T, D]
     # parameters, activations, batch, the slots of each stack -> activations, summed penalty, further sums for each
     # layer of the last stack
     middle: Callable[[Any, Any, Any, Any], tuple[Any, jax.Array, Sums]]
     # parameters, activations, batch -> summed loss and further sums; with `together` arrays of rows in their place
-    end: Callable[[Any, jax.Array, Any], Any]
+    end: Callable[[Any, Any, Any], Any]
     # those arrays of all rows, batch -> summed loss and further sums: for a loss that compares rows with one another
     together: Callable[[Any, Any], tuple[jax.Array, Sums]] | None = None
     side_by_side: bool = False  # activations are a pair or more, of which each passes through a stack of its own
@@ -226,19 +225,20 @@ class Stage:
                     penalty=carry["penalty"] + penalty, sums=add_at(carry["sums"], chunk, sums))
 
     # -------------------------------------------------------------------------------------------- slots and neighbours
-    def receive(self, carry: Carry, row: jax.Array, came: Mapping[str, jax.Array]) -> Carry:
+    def receive(self, carry: Carry, row: jax.Array, came: Mapping[str, Any]) -> Carry:
         """Store what arrived in its slots."""
         for ring, x in came.items():
             carry = self.store(carry, "acts", x, row, Column[f"{ring.upper()}_ACT"])
             carry = self.store(carry, "grads", x, row, Column[f"{ring.upper()}_GRAD"])
         return carry
 
-    def send(self, carry: Carry, kind: str, x: jax.Array, row: jax.Array) -> Carry:
+    def send(self, carry: Carry, kind: str, x: Any, row: jax.Array) -> Carry:
         """Leave an output for the ring that carries it, or in a slot if the next chunk is on this stage."""
         to, ways = row[Column[f"{kind}_TO"]], set(self.table.op[..., Column[f"{kind}_TO"]].flat) - {Hop.NOWHERE}
         for ring, hop in (("right", Hop.RIGHT), ("left", Hop.LEFT)):
             if hop in ways:  # what is sent needlessly ends in the trash slot
-                carry |= {ring: x if ways == {hop} else jax.tree.map(partial(jnp.where, to == hop), x, carry[ring])}
+                carry |= {ring: x if ways == {hop} else jax.tree.map(
+                    lambda x, other, hop=hop: jnp.where(to == hop, x, other), x, carry[ring])}
         return self.store(carry, "acts" if kind == "F" else "grads", x, row, Column[f"{kind}_SELF"])
 
     def store(self, carry: Carry, slots: str, x: Any, row: jax.Array, column: Column) -> Carry:
@@ -249,7 +249,7 @@ class Stage:
             lambda slots, x: lax.dynamic_update_index_in_dim(slots, x, row[column], 0), carry[slots], x)}
 
     # -------------------------------------------------------------------------------------------------------- weights
-    def middle(self, chunk: Any, weights: Any, x: jax.Array, micro: Any) -> tuple[jax.Array, jax.Array, Sums]:
+    def middle(self, chunk: Any, weights: Any, x: Any, micro: Any) -> tuple[Any, jax.Array, Sums]:
         """Apply the layers of one chunk."""
         slots = {key: held.of_chunk(chunk) for key, held in self.slots.items()}
         return self.parts.middle(self.all_of(chunk, weights, self.outer), x, micro, slots)
