@@ -155,7 +155,8 @@ def _check_data_stages(run: Run) -> None:
 
 def _warn_of_waste(goal: Objective, params: Any, shardings: Any, schedule: Schedule) -> None:
     """Stages without layers; layers that do not divide over stages and are spread by no other dimension either."""
-    assert (parts := goal.pipeline_parts)
+    parts = goal.pipeline_parts
+    assert parts
     stages, layers = schedule.stages, (max if parts.side_by_side else sum)(parts.stacks.values())
     params, shardings = parts.lift(params), parts.lift(shardings)
     if layers < stages * schedule.chunks:
