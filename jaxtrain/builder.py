@@ -158,12 +158,11 @@ def _warn_of_waste(goal: Objective, params: Any, shardings: Any, schedule: Sched
     parts = goal.pipeline_parts
     assert parts
     stages, layers = schedule.stages, (max if parts.side_by_side else sum)(parts.stacks.values())
-    params, shardings = parts.lift(params), parts.lift(shardings)
     if layers < stages * schedule.chunks:
         warnings.warn(f"mesh.stage: the model's {layers} layers leave {stages * schedule.chunks - layers} of {stages} "
                       f"stages x {schedule.chunks} chunks empty", stacklevel=3)
     both = [(leaf, where) for key in parts.stacks for leaf, where in zip(
-        jax.tree.leaves(params[key]), jax.tree.leaves(shardings[key]), strict=True)]
+        jax.tree.leaves(parts.lift(params)[key]), jax.tree.leaves(parts.lift(shardings)[key]), strict=True)]
     whole = [leaf for leaf, where in both if not any("stage" in sharding.axes_of(entry) for entry in where.spec)]
     share = sum(leaf.size for leaf in whole) / sum(leaf.size for leaf, _ in both)
     if share > 0.1:
