@@ -109,12 +109,11 @@ class Contrastive(OfTheModelAlone):
         pairs, places = batch["weights"].sum(), pooling.slots(batch["weights"].shape[1])
         x_BSE, y_BSE, there_BS = (jnp.pad(a, ((0, 0), (0, places - a.shape[1]), (0, 0))[:a.ndim])
                                   for a in (found["x"], found["y"], batch["weights"]))
-        # Rows have the same ones: those of the first are read, and the gradient is hers.
+        # All rows have the same ones; those of the first are read, so that their gradient counts once.
         first_B1 = sharding.constrain(jnp.arange(len(x_BSE)) == 0, "batch")[:, None]
         scale, bias = jnp.where(first_B1, found["similarity"], 0).sum(0)
-        similarity = scale, bias
-        total = all_pairs("softmax" if self.shape.name == "clip" else "sigmoid", x_BSE, y_BSE, there_BS, similarity)
-        sums = dict(zip(("scale", "bias"), (pairs * x for x in similarity), strict=True))
+        total = all_pairs("softmax" if self.shape.name == "clip" else "sigmoid", x_BSE, y_BSE, there_BS, (scale, bias))
+        sums = {"scale": pairs * scale, "bias": pairs * bias}
         if self.evaluates:
             sums["accuracy"] = count_matched(x_BSE, y_BSE, there_BS, _fingerprints(batch))
         return total, jax.lax.stop_gradient(sums)
