@@ -3,6 +3,7 @@
 A key that a file leaves out has the default that Hugging Face's transformers gives it.
 """
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,10 @@ def pixels(kind: str, folder: Path, picture_size: int) -> Keys:
         if side != picture_size:
             raise UserError(f"{path}", f"it makes pictures of {side} pixels, and the model reads those of "
                             f"{picture_size}", fix)
+    if known.get("resample", _BICUBIC) not in (_BICUBIC, "bicubic"):
+        warnings.warn(f"{path}: resample={known['resample']!r}, and prepare_sequences pictures resizes bicubically "
+                      f"({_BICUBIC}): pixels differ a little from those that the model was trained on, where pictures "
+                      "are not of its size already", stacklevel=2)
     found = {"pixel_mean": known["image_mean"], "pixel_std": known["image_std"]}
     for key, value in found.items():
         if not isinstance(value, list) or any(not isinstance(x, int | float) for x in value):

@@ -12,8 +12,10 @@ from jaxtrain.config.modality_families import ClipsConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.models.modalities.clip_encoder import BANDS
+from jaxtrain.objectives.next_token import stacks
 from jaxtrain.objectives.objective import OfTheModelAlone, without_z_loss
 from jaxtrain.parallel.context import arrange
+from jaxtrain.parallel.pipeline.stage import Parts
 from jaxtrain.train_step.state import Skeleton
 
 
@@ -23,8 +25,6 @@ class ClipLabel(OfTheModelAlone):
 
     model: Skeleton
     labels: int
-
-    pipeline_parts = None
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "ClipLabel":
@@ -55,11 +55,33 @@ class ClipLabel(OfTheModelAlone):
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return the summed cross-entropy, the number of clips, and how many are right."""
-        there_B = batch["weights"][:, 0]  # rows that only fill a batch have no frames
-        steps = arrange({name: batch[name] for name in ("features", "weights")})
-        logits_BL = self.model.merge(params)(steps["features"], steps["weights"])
+        return self.pipeline_parts.loss(params, batch)
+
+    @property
+    def pipeline_parts(self) -> Parts:
+        """Embeddings of frames, layers, and the cross-entropy of labels."""
+        def prepare(params: Any, batch: Any) -> tuple[Any, Any]:
+            return params, batch | arrange({name: batch[name] for name in ("features", "weights")})
+
+        def begin(params: Any, batch: Any) -> jax.Array:
+            return self.model.merge(params).begin(batch["features"])
+
+        def middle(params: Any, x_BTD: jax.Array, batch: Any,
+                   slots: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+            return self.model.merge(params).through(x_BTD, batch["weights"], slots), jnp.zeros(()), {}
+
+        return Parts(stacks(self.model.params()), prepare, lambda batch: _there(batch).sum(), begin, middle, self._end)
+
+    def _end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The summed cross-entropy, and how many are right."""
+        there_B, logits_BL = _there(batch), self.model.merge(params).finish(x_BTD, batch["weights"])
         hit_BL = batch["label"][:, None] == jnp.arange(self.labels)
         correct_B = jnp.where(hit_BL, logits_BL, 0).sum(1)
         entropy_B = jax.nn.logsumexp(logits_BL, axis=1) - correct_B
         right = ((correct_B >= logits_BL.max(1)) * there_B).sum()
-        return (entropy_B * there_B).sum(), there_B.sum(), {"right": right, "weight": there_B.sum()}
+        return (entropy_B * there_B).sum(), {"right": right}
+
+
+def _there(batch: Any) -> jax.Array:
+    """Return 1 for each clip: rows that only fill a batch have no frames."""
+    return batch["weights"][:, 0]

@@ -17,9 +17,13 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.vision_keys import DualEncoderConfig
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.errors import UserError
-from jaxtrain.models.vision.pooling import members
+from jaxtrain.kernels.attention.bidirectional import whole_rows
+from jaxtrain.models.vision import pooling
+from jaxtrain.models.vision.dual_encoder import STACKS
 from jaxtrain.objectives.objective import OfTheModelAlone, without_z_loss
 from jaxtrain.parallel.all_pairs import all_pairs, count_matched
+from jaxtrain.parallel.pipeline.stage import Parts
+from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Skeleton
 
@@ -38,8 +42,6 @@ class Contrastive(OfTheModelAlone):
     model: Skeleton
     shape: DualEncoderConfig
     evaluates: bool = False  # count how many pictures are nearest to their own text
-
-    pipeline_parts = None
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "Contrastive":
@@ -78,16 +80,43 @@ class Contrastive(OfTheModelAlone):
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return the summed loss, the number of pairs, and sums for the metrics."""
-        model = self.model.merge(partition.like(params, self.model.params()))
-        x_BSE, y_BSE = model(batch)
-        there_BS, similarity = batch["weights"], model.similarity()
-        pairs = there_BS.sum()
-        there_BS = jnp.pad(there_BS, ((0, 0), (0, x_BSE.shape[1] - there_BS.shape[1])))
-        total = all_pairs("softmax" if self.shape.name == "clip" else "sigmoid", x_BSE, y_BSE, there_BS, similarity)
-        sums = dict(zip(("scale", "bias"), (pairs * x for x in similarity), strict=True))
+        return self.pipeline_parts.loss(params, batch)
+
+    @property
+    def pipeline_parts(self) -> Parts:
+        """Embeddings, the layers of both encoders, and the vectors of pictures and texts, which are then compared."""
+        def prepare(params: Any, batch: Any) -> tuple[Any, Any]:
+            own = partition.like(params, self.model.params())
+            return own, self.model.merge(own).arranged(batch)
+
+        def middle(params: Any, x: Any, batch: Any, slots: Any) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
+            return self.model.merge(params).through(x, batch, slots), jnp.zeros(()), {}
+
+        layers = dict(zip(STACKS, (self.shape.picture_layers, self.shape.num_layers), strict=True))
+        return Parts(layers, prepare, lambda batch: batch["weights"].sum(),
+                     lambda params, batch: self.model.merge(params).begin(batch), middle, self._vectors,
+                     self._compared, side_by_side=True)
+
+    def _vectors(self, params: Any, x: Any, batch: Any) -> dict[str, jax.Array]:
+        """Both vectors of each pair, and the scale and the bias of similarities for each row."""
+        model = self.model.merge(params)
+        x_BSE, y_BSE = model.finish(x, batch)
+        similarity_B2 = jnp.broadcast_to(jnp.stack(model.similarity()), (len(x_BSE), 2))
+        return {"x": x_BSE, "y": y_BSE, "similarity": sharding.constrain(similarity_B2, "batch", None)}
+
+    def _compared(self, found: dict[str, jax.Array], batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The summed loss of all pairs, and sums for the metrics."""
+        pairs, places = batch["weights"].sum(), pooling.slots(batch["weights"].shape[1])
+        x_BSE, y_BSE, there_BS = (jnp.pad(a, ((0, 0), (0, places - a.shape[1]), (0, 0))[:a.ndim])
+                                  for a in (found["x"], found["y"], batch["weights"]))
+        # All rows have the same ones; those of the first are read, so that their gradient counts once.
+        first_B1 = sharding.constrain(jnp.arange(len(x_BSE)) == 0, "batch")[:, None]
+        scale, bias = jnp.where(first_B1, found["similarity"], 0).sum(0)
+        total = all_pairs("softmax" if self.shape.name == "clip" else "sigmoid", x_BSE, y_BSE, there_BS, (scale, bias))
+        sums = {"scale": pairs * scale, "bias": pairs * bias}
         if self.evaluates:
             sums["accuracy"] = count_matched(x_BSE, y_BSE, there_BS, _fingerprints(batch))
-        return total, pairs, {"weight": pairs, **jax.lax.stop_gradient(sums)}
+        return total, jax.lax.stop_gradient(sums)
 
 
 def _fingerprints(batch: Any) -> jax.Array:
@@ -96,5 +125,5 @@ def _fingerprints(batch: Any) -> jax.Array:
     mixed_BT = (tokens_BT + 1) * (positions_BT * jnp.uint32(2654435761) + 40503)
     mixed_BT = (mixed_BT ^ (mixed_BT >> 15)) * jnp.uint32(2246822519)
     mixed_BT = jax.lax.bitcast_convert_type(mixed_BT ^ (mixed_BT >> 13), jnp.int32)
-    own_BST = members(batch["segments"], batch["weights"].shape[1])
-    return jnp.where(own_BST, mixed_BT[:, None, :], 0).sum(2)
+    own_BST = pooling.members(batch["segments"], batch["weights"].shape[1])
+    return jnp.where(own_BST, whole_rows(mixed_BT)[:, None, :], 0).sum(2)

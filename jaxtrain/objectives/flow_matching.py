@@ -19,9 +19,13 @@ from jaxtrain.config.vision_keys import PictureFlowConfig
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.objectives.contrastive import patches_spec
 from jaxtrain.objectives.objective import OfTheModelAlone, without_z_loss
+from jaxtrain.parallel.context import arrange
+from jaxtrain.parallel.pipeline.stage import Parts
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Skeleton
+
+STACK = "picture/encoder/blocks"
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,6 @@ class FlowMatching(OfTheModelAlone):
 
     model: Skeleton
     shape: PictureFlowConfig
-
-    pipeline_parts = None
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "FlowMatching":
@@ -64,18 +66,49 @@ class FlowMatching(OfTheModelAlone):
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return the summed loss, and the number of patches."""
-        model = self.model.merge(partition.like(params, self.model.params()))
-        pictures_BT, draws_BT = (sharding.constrain(batch[name], "batch", "seq") for name in ("pictures", "draws"))
-        picture_BTP = sharding.constrain(batch["patches"], "batch", "seq", None).astype(jnp.float32) / 127.5 - 1
-        noise_BTP = noise(draws_BT, self.shape.patch_values)
-        times_BS = sharding.constrain(batch["times"], "batch", None)
+        return self.pipeline_parts.loss(params, batch)
+
+    @property
+    def pipeline_parts(self) -> Parts:
+        """Embeddings of noisy patches, layers, and the error of the velocity."""
+        def middle(params: Any, x_BTD: jax.Array, batch: Any,
+                   slots: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+            own = (slots or {}).get(STACK)
+            x_BTD = self.model.merge(params).picture.encoder.through(x_BTD, batch["pictures"], own)
+            return x_BTD, jnp.zeros(()), {}
+
+        return Parts({STACK: self.shape.num_layers}, self._prepare, lambda batch: _there(batch).sum(), self._begin,
+                     middle, self._end)
+
+    def _prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
+        """The model's own parameters, and the batch as its devices share it."""
+        patches = arrange({name: batch[name] for name in ("pictures", "patches", "places", "draws")})
+        return partition.like(params, self.model.params()), batch | patches
+
+    def _begin(self, params: Any, batch: Any) -> jax.Array:
+        """Embeddings of patches on their way from noise to pictures."""
+        pictures_BT, times_BS = batch["pictures"], sharding.constrain(batch["times"], "batch", None)
         own_BTS = pictures_BT[..., None] == jnp.arange(1, times_BS.shape[1] + 1)
         time_BT1 = (own_BTS * times_BS[:, None, :]).sum(-1)[..., None]
-        found_BTP = model((1 - time_BT1) * noise_BTP + time_BT1 * picture_BTP, pictures_BT, batch["places"],
-                          times_BS, batch["labels"])
+        picture_BTP, noise_BTP = self._ends(batch)
+        return self.model.merge(params).begin((1 - time_BT1) * noise_BTP + time_BT1 * picture_BTP, pictures_BT,
+                                              batch["places"], times_BS, batch["labels"])
+
+    def _end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The summed squared error of the velocity."""
+        picture_BTP, noise_BTP = self._ends(batch)
+        found_BTP = self.model.merge(params).finish(x_BTD)
         error_BT = jnp.square(found_BTP.astype(jnp.float32) - (picture_BTP - noise_BTP)).mean(-1)
-        there_BT = (pictures_BT > 0).astype(jnp.float32)
-        return (error_BT * there_BT).sum(), there_BT.sum(), {"weight": there_BT.sum()}
+        return (error_BT * _there(batch)).sum(), {}
+
+    def _ends(self, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """The values of each patch, and its noise."""
+        return batch["patches"].astype(jnp.float32) / 127.5 - 1, noise(batch["draws"], self.shape.patch_values)
+
+
+def _there(batch: Any) -> jax.Array:
+    """Return 1 for each patch and 0 for padding."""
+    return (batch["pictures"] > 0).astype(jnp.float32)
 
 
 def noise(draws_BT: jax.Array, values: int) -> jax.Array:

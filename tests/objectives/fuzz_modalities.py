@@ -13,8 +13,7 @@ from tests.composition.fuzz import AXES, OVERRIDES, TOLERANCE, from_moments
 
 ROWS, STEPS = 16, 20  # after so many steps frozen leaves have the same bits
 # The axes that a family is refused with.
-WHOLE = {"clips": ("stage", "context"), "whisper": ("stage", "context"), "siglip": ("stage",), "clip": ("stage",),
-         "picture_flow": ("stage",)}
+WHOLE = {"clips": ("context",), "whisper": ("stage", "context")}
 SHAPES: dict[str, list[dict[str, Any]]] = {
     "events": [dict(num_layers=2), dict(num_layers=1, predict="shop", tied_embeddings=False, time_loss=0.0, window=5),
                dict(num_layers=3, num_kv_heads=8, tied_embeddings=False, window=5)],

@@ -15,9 +15,11 @@ from tests.numerics import reference
 from tests.objectives import plain_clips as plain
 
 
-@pytest.mark.slow
-def test_loss_gradients_and_accuracy_are_those_of_the_formula():
-    config = plain.config(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, train__accumulation=2)
+@pytest.mark.parametrize("mesh", [
+    pytest.param(dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2), marks=pytest.mark.slow),
+    pytest.param(dict(mesh__fsdp=2, mesh__stage=2, mesh__tensor=2), marks=pytest.mark.exhaustive)])
+def test_loss_gradients_and_accuracy_are_those_of_the_formula(mesh):
+    config = plain.config(**mesh, train__accumulation=2)
     run = jt.build(config, devices=jax.devices()[:8])
     rng, batch = np.random.default_rng(0), plain.batch()
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), run.abstract.params)
@@ -59,7 +61,6 @@ def test_batches_have_frames_and_labels(tmp_path):
 
 @pytest.mark.parametrize(("keys", "message"), [
     (dict(mesh__context=2), "mesh.context: clips attends to later tokens too, and its rows are not cut; set"),
-    (dict(mesh__stage=2), "mesh.stage: ClipLabel cannot be cut into stages; set mesh.stage=1"),
     (dict(train__attention="cudnn"), "train.attention: the cudnn backend cannot do this: "),
 ])
 def test_what_looks_both_ways_cannot_be_cut(keys, message):

@@ -55,14 +55,14 @@ def alone(flags, tmp_path_factory):
 
 
 @contextlib.contextmanager
-def two_processes(flags, workdir, by_environment=False, seconds=0):
+def two_processes(flags, workdir, by_environment=False, seconds=0, devices=4):
     """Both of them, started; none is left behind."""
     coordinator = free_address()
     started = []
     try:
         for i in range(2):
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-                           "XLA_FLAGS": virtual_devices(4)}
+                           "XLA_FLAGS": virtual_devices(devices)}
             where = [f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={i}"]
             if by_environment:
                 where = []

@@ -3,6 +3,7 @@
 Shape suffixes: B clips, T frames, N bands, D embedding, L labels.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 import jax
@@ -15,6 +16,7 @@ from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute
 from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, RMSNorm, Stack, SwiGLU, param
 from jaxtrain.models.rematerialization import cut, wraps
+from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.sharding import rules as sharding
 
 BANDS = 80  # of the features of prepare_sequences audio
@@ -41,10 +43,21 @@ class ClipEncoder(nnx.Module):
 
     def __call__(self, features_BTN: jax.Array, weights_BT: jax.Array) -> jax.Array:
         """Return float32 logits [B, L]; `weights_BT` is 0 in the padding."""
+        return self.finish(self.through(self.begin(features_BTN), weights_BT), weights_BT)
+
+    # The three parts of a call; a pipeline runs them on different stages.
+    def begin(self, features_BTN: jax.Array) -> jax.Array:
+        """Return the embeddings of frames."""
+        return self.project(features_BTN.astype(self.project.kernel.dtype))
+
+    def through(self, x_BTD: jax.Array, weights_BT: jax.Array, slots: Mapping[str, Slots] | None = None) -> jax.Array:
+        """Apply all layers, or those in the `slots` of a stage."""
         positions_BT = jnp.broadcast_to(jnp.arange(weights_BT.shape[1]), weights_BT.shape)
         angles = self.rotary.angles(sharding.constrain(positions_BT, "batch", "seq"))
-        x_BTD = self.project(features_BTN.astype(self.project.kernel.dtype))
-        x_BTD, _ = self.blocks(x_BTD, weights_BT > 0, angles)
+        return self.blocks(x_BTD, weights_BT > 0, angles, slots=(slots or {}).get("blocks"))[0]
+
+    def finish(self, x_BTD: jax.Array, weights_BT: jax.Array) -> jax.Array:
+        """Return the logits from what the last layer returns."""
         x_BTD = sharding.constrain(self.norm(x_BTD), *INSIDE)
         logits_BTL = sharding.einsum("btd,dl->btl", x_BTD, self.labels[...], ("embed", None), ("batch", "seq", None))
         frames_B = jnp.maximum(weights_BT.sum(1), 1)

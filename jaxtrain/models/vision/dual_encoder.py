@@ -7,6 +7,7 @@ Shape suffixes: B batch, T sequence, S pictures of a row, P values of a patch, D
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from jaxtrain.sharding import rules as sharding
 
 # The logarithm of the scale of similarities, and their bias, at first.
 BEGINS = {"siglip": (math.log(10), -10.0), "clip": (math.log(1 / 0.07), 0.0)}
+STACKS = ("picture/encoder/blocks", "text/blocks")
+Pair = tuple[jax.Array, jax.Array]  # of pictures and of texts
 
 
 class DualEncoder(nnx.Module):
@@ -45,36 +48,53 @@ class DualEncoder(nnx.Module):
         self.scale = param(rngs, (1,), (None,), std=0, value=scale, compute_dtype="float32")
         self.bias = None if self.is_clip else param(rngs, (1,), (None,), std=0, value=bias, compute_dtype="float32")
 
-    def pictures(self, batch: Mapping[str, jax.Array], count: int) -> jax.Array:
-        """Return a unit vector for each picture, [B, S, E] with S for `count` pictures a row, in float32."""
+    def arranged(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return a batch as the devices that share a row share it."""
+        tokens = {key: batch[key] for key in ("tokens", "segments", "positions")}
+        split = {key: sharding.constrain(x, "batch", "seq", *(None,) * (x.ndim - 2)) for key, x in batch.items()
+                 if key in ("patches", "pictures", "places", *tokens)}
+        # Causal attention takes tokens in the order that evens out its work.
+        return dict(batch) | split | (arrange(tokens) if self.is_clip else {})
+
+    # The three parts of a call; a pipeline runs them on different stages.
+    def begin(self, batch: Mapping[str, jax.Array]) -> Pair:
+        """Return the embeddings of patches and of tokens."""
+        x_BTD = self.embed(batch["tokens"]) + self.positions(batch["positions"])
+        return self.picture.seen(batch["patches"], batch["pictures"], batch["places"]), x_BTD
+
+    def through(self, x: Pair, batch: Mapping[str, jax.Array], slots: Mapping[str, Any] | None = None) -> Pair:
+        """Apply all layers of both encoders, or those in the `slots` of a stage."""
+        own = [(slots or {}).get(path) for path in STACKS]
+        return (self.picture.encoder.through(x[0], batch["pictures"], own[0]),
+                self.text.through(x[1], batch["segments"], own[1]))
+
+    def finish(self, x: Pair, batch: Mapping[str, jax.Array]) -> Pair:
+        """Return a unit vector for each picture and each text, [B, S, E] with S for all of a row, in float32."""
+        count = batch["weights"].shape[1]
+        return (self._pictures(self.picture.encoder.finish(x[0]), batch, count),
+                self._texts(self.text.finish(x[1]), batch, count))
+
+    def _pictures(self, x_BTD: jax.Array, batch: Mapping[str, jax.Array], count: int) -> jax.Array:
         pictures_BT, places_BT2 = batch["pictures"], batch["places"]
-        x_BTD = self.picture(batch["patches"], pictures_BT, places_BT2)
         if self.picture.class_at is not None:
             x_BSD = pooling.chosen(x_BTD, pictures_BT, places_BT2[..., 0] == self.picture.class_at, count)
         else:
             x_BSD = (self.pool or pooling.mean)(x_BTD, pictures_BT, count)
         return _unit(x_BSD if self.picture_head is None else self.picture_head(x_BSD))
 
-    def texts(self, batch: Mapping[str, jax.Array], count: int) -> jax.Array:
-        """Return a unit vector for each text, likewise."""
-        if self.is_clip:  # causal attention takes tokens in the order that evens out its work
-            arranged = arrange({key: batch[key] for key in ("tokens", "segments", "positions")})
-            batch = dict(batch) | arranged
-        tokens_BT, segments_BT, positions_BT = (sharding.constrain(batch[key], "batch", "seq")
-                                                for key in ("tokens", "segments", "positions"))
-        x_BTD = self.text(self.embed(tokens_BT) + self.positions(positions_BT), segments_BT)
+    def _texts(self, x_BTD: jax.Array, batch: Mapping[str, jax.Array], count: int) -> jax.Array:
         assert self.text_head is not None
-        return _unit(self.text_head(pooling.last(x_BTD, segments_BT, positions_BT, count)))
+        return _unit(self.text_head(pooling.last(x_BTD, batch["segments"], batch["positions"], count)))
 
     def similarity(self) -> tuple[jax.Array, jax.Array]:
         """Return the scale and the bias of similarities."""
         scale = jnp.exp(self.scale[...][0])
         return scale, jnp.zeros_like(scale) if self.bias is None else self.bias[...][0]
 
-    def __call__(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, batch: Mapping[str, jax.Array]) -> Pair:
         """Return the unit vectors of the pictures and of the texts, [B, S, E] each."""
-        count = batch["weights"].shape[1]
-        return self.pictures(batch, count), self.texts(batch, count)
+        batch = self.arranged(batch)
+        return self.finish(self.through(self.begin(batch), batch), batch)
 
 
 def _unit(x_BSE: jax.Array) -> jax.Array:

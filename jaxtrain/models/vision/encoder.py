@@ -16,6 +16,7 @@ from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute
 from jaxtrain.models.layers import INSIDE, GeluMLP, LayerNorm, Stack
 from jaxtrain.models.rematerialization import cut, wraps
+from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.sharding import rules as sharding
 
 GELUS = {"tanh": gelu, "exact": exact_gelu, "quick": quick_gelu}  # by `model.gelu`
@@ -59,5 +60,13 @@ class Encoder(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array) -> jax.Array:
         """Return the normalized activations."""
-        x_BTD, _ = self.blocks(x_BTD, segments_BT, None)
+        return self.finish(self.through(x_BTD, segments_BT))
+
+    # Both parts of a call; a pipeline runs them on different stages.
+    def through(self, x_BTD: jax.Array, segments_BT: jax.Array, slots: Slots | None = None) -> jax.Array:
+        """Apply all layers, or those in the `slots` of a stage."""
+        return self.blocks(x_BTD, segments_BT, None, slots=slots)[0]
+
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """Apply the last norm."""
         return sharding.constrain(self.norm(x_BTD), *INSIDE)

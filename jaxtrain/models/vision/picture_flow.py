@@ -37,12 +37,21 @@ class PictureFlow(nnx.Module):
     def __call__(self, noisy_BTP: jax.Array, pictures_BT: jax.Array, places_BT2: jax.Array, times_BS: jax.Array,
                  labels_BS: jax.Array) -> jax.Array:
         """Return the velocity of each value of each patch."""
+        x_BTD = self.begin(noisy_BTP, pictures_BT, places_BT2, times_BS, labels_BS)
+        return self.finish(self.picture.encoder.through(x_BTD, sharding.constrain(pictures_BT, "batch", "seq")))
+
+    def begin(self, noisy_BTP: jax.Array, pictures_BT: jax.Array, places_BT2: jax.Array, times_BS: jax.Array,
+              labels_BS: jax.Array) -> jax.Array:
+        """Return the embeddings of patches."""
         given_BSD = self.given(*(sharding.constrain(x, "batch", None) for x in (times_BS, labels_BS)))
         pictures_BT = sharding.constrain(pictures_BT, "batch", "seq")
         own_BTS = (pictures_BT[..., None] == jnp.arange(1, times_BS.shape[1] + 1)).astype(given_BSD.dtype)
         x_BTD = self.picture.begin(noisy_BTP, places_BT2, pictures_BT)
-        x_BTD = x_BTD + sharding.constrain(jnp.einsum("bts,bsd->btd", own_BTS, given_BSD), *RESIDUAL)
-        return self.velocity(self.picture.encoder(x_BTD, pictures_BT))
+        return x_BTD + sharding.constrain(jnp.einsum("bts,bsd->btd", own_BTS, given_BSD), *RESIDUAL)
+
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the velocities from what the last layer returns."""
+        return self.velocity(self.picture.encoder.finish(x_BTD))
 
     def given(self, times_BS: jax.Array, labels_BS: jax.Array) -> jax.Array:
         """Return what a picture's patches have in common."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.kernels.attention.bidirectional import whole_rows
 from jaxtrain.kernels.functions import softmax
 from jaxtrain.models.layers import INSIDE, RESIDUAL, GeluMLP, LayerNorm, Linear, param
 from jaxtrain.models.vision.encoder import GELUS
@@ -24,8 +25,7 @@ def slots(count: int) -> int:
 
 def members(segments_BT: jax.Array, count: int) -> jax.Array:
     """Return which tokens belong to each segment, as booleans [B, S, T], whole on the devices that share a row."""
-    segments_BT = sharding.constrain(segments_BT, "batch", None)
-    return segments_BT[:, None, :] == jnp.arange(1, slots(count) + 1)[None, :, None]
+    return whole_rows(segments_BT)[:, None, :] == jnp.arange(1, slots(count) + 1)[None, :, None]
 
 
 def mean(x_BTD: jax.Array, segments_BT: jax.Array, count: int) -> jax.Array:
@@ -38,18 +38,18 @@ def mean(x_BTD: jax.Array, segments_BT: jax.Array, count: int) -> jax.Array:
 def last(x_BTD: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array, count: int) -> jax.Array:
     """Return the vector of each segment's last token, in whatever order the tokens of a row are."""
     own_BST = members(segments_BT, count)
-    at_BST = jnp.where(own_BST, sharding.constrain(positions_BT, "batch", None)[:, None, :], -1)
+    at_BST = jnp.where(own_BST, whole_rows(positions_BT)[:, None, :], -1)
     return _weighted((own_BST & (at_BST == at_BST.max(2, keepdims=True))).astype(jnp.float32), x_BTD)
 
 
 def chosen(x_BTD: jax.Array, segments_BT: jax.Array, is_it_BT: jax.Array, count: int) -> jax.Array:
     """Return the vector of the one token of each segment that `is_it_BT` says."""
-    own_BST = members(segments_BT, count) & sharding.constrain(is_it_BT, "batch", None)[:, None, :]
+    own_BST = members(segments_BT, count) & whole_rows(is_it_BT)[:, None, :]
     return _weighted(own_BST.astype(jnp.float32), x_BTD)
 
 
 def _weighted(weights_BST: jax.Array, x_BTD: jax.Array) -> jax.Array:
-    x_BTD = sharding.constrain(x_BTD, "batch", None, "act_embed")
+    x_BTD = whole_rows(x_BTD, "act_embed")
     y_BSD = jnp.einsum("bst,btd->bsd", weights_BST, x_BTD, preferred_element_type=jnp.float32)
     return sharding.constrain(y_BSD.astype(x_BTD.dtype), *RESIDUAL)
 
@@ -72,8 +72,7 @@ class AttentionPool(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array, count: int) -> jax.Array:
         """Return a vector for each segment."""
-        k_BTHK, v_BTHK = (sharding.constrain(project(x_BTD), "batch", None, "act_heads", "act_head_dim")
-                          for project in (self.k, self.v))
+        k_BTHK, v_BTHK = (whole_rows(project(x_BTD), "act_heads", "act_head_dim") for project in (self.k, self.v))
         query_HK = self._query() * k_BTHK.shape[-1] ** -0.5
         scores_BHT = jnp.einsum("hk,bthk->bht", query_HK, k_BTHK, preferred_element_type=jnp.float32,
                                 out_sharding=sharding.activation_spec("batch", "act_heads", None))

@@ -108,7 +108,12 @@ class Vit(nnx.Module):
         return self.first_norm(jnp.where(is_class_BT1, token_BTD, x_BTD) + self.grid(places_BT2, pictures_BT))
 
     def __call__(self, patches_BTP: jax.Array, pictures_BT: jax.Array, places_BT2: jax.Array) -> jax.Array:
-        """Return the normalized activation of each patch.
+        """Return the normalized activation of each patch; what is given is that of `seen`."""
+        pictures_BT = sharding.constrain(pictures_BT, "batch", "seq")
+        return self.encoder(self.seen(patches_BTP, pictures_BT, places_BT2), pictures_BT)
+
+    def seen(self, patches_BTP: jax.Array, pictures_BT: jax.Array, places_BT2: jax.Array) -> jax.Array:
+        """Return the embedding of each patch.
 
         Args:
             patches_BTP: 8-bit values.
@@ -118,4 +123,4 @@ class Vit(nnx.Module):
         pictures_BT, x_BTP = sharding.constrain(pictures_BT, "batch", "seq"), patches_BTP.astype(jnp.float32)
         mean_P, std_P = (np.tile(np.array(x, np.float32), x_BTP.shape[-1] // len(x)) for x in (self.mean, self.std))
         x_BTP = x_BTP / 127.5 - 1 if {*self.mean, *self.std} == {127.5} else (x_BTP - mean_P) / std_P
-        return self.encoder(self.begin(x_BTP, places_BT2, pictures_BT), pictures_BT)
+        return self.begin(x_BTP, places_BT2, pictures_BT)

@@ -21,14 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.schema import Config, PipelineConfig
 from jaxtrain.parallel import schedules
-from jaxtrain.parallel.pipeline.stage import Parts, Stage, Sums
-from jaxtrain.parallel.pipeline.stage_placement import Placement
+from jaxtrain.parallel.pipeline.stage import Parts, Stage, Sums, lower
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 
 MANUAL = ("data", "fsdp", "context", "expert", "stage")
 F32 = jnp.float32
+_PULL = "pull"  # the array of a batch that has the gradient of each row's outputs
 
 
 def count_microbatches(config: Config, stages: int, batch_shards: int) -> int:
@@ -73,53 +73,65 @@ class Pipeline:
         times the mean loss; `frozen` parameters have none.
         """
         given, batch = self.parts.prepare(partition.merge(params, frozen), batch)
-        weight = self.parts.weight(batch)
-        loss, sums, layers, outer = self._run(self.schedule, partition.like(given, params),
-                                              partition.without(given, params), batch,
-                                              scale / jnp.maximum(weight, 1e-8))
-        placement = Placement.of(self.parts.stacks, self.schedule.position)
-        grads = {key: jax.tree.map(partial(placement.from_stages, key), layers[key], self.at_rest[key])
-                 for key in layers}
-        return (loss, weight, self.parts.all_sums(batch, sums)), grads | outer
+        weight, parts, rows = self.parts.weight(batch), self.parts, batch
+        seed, all_of_it = scale / jnp.maximum(weight, 1e-8), None
+        if parts.together:
+            outputs, *_ = self._run(parts, self.evaluation, {}, given, batch, seed)
+            loss, pull, sums = jax.vjp(lambda outputs: parts.together(outputs, batch), outputs, has_aux=True)
+            all_of_it, parts = (loss, sums), parts.towards(_PULL)
+            # Each of the devices that share a row has its outputs, and so this part of their gradient.
+            seed /= sharding.shards(self.rules["seq"], jax.sharding.get_abstract_mesh())
+            rows = batch | {_PULL: pull(jnp.ones_like(loss))[0]}
+        ends, sums, layers, outer = self._run(parts, self.schedule, partition.like(given, params),
+                                              partition.without(given, params), rows, seed)
+        (loss, further), placement = all_of_it or ends, parts.placement(self.schedule.position)
+        at_rest = parts.lift(self.at_rest)
+        grads = {key: jax.tree.map(partial(placement.from_stages, key), layers[key], at_rest[key]) for key in layers}
+        return (loss, weight, parts.all_sums(batch, sums, further)), lower(grads | outer)
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
         """Return the summed loss with penalties, its weight, and further sums; `params` holds trained and frozen ones.
         """
         params, batch = self.parts.prepare(params, batch)
-        loss, sums, *_ = self._run(self.evaluation, {}, params, batch, jnp.zeros((), F32))
-        return loss, self.parts.weight(batch), self.parts.all_sums(batch, sums)
+        ends, sums, *_ = self._run(self.parts, self.evaluation, {}, params, batch, jnp.zeros((), F32))
+        loss, further = self.parts.together(ends, batch) if self.parts.together else ends
+        return loss, self.parts.weight(batch), self.parts.all_sums(batch, sums, further)
 
-    def _run(self, schedule: Schedule, params: Any, frozen: Any, batch: Any, seed: jax.Array) -> Any:
-        placement, all_axes = Placement.of(self.parts.stacks, schedule.position), partition.merge(
-            self.axes, self.frozen_axes)
+    def _run(self, parts: Parts, schedule: Schedule, params: Any, frozen: Any, batch: Any, seed: jax.Array) -> Any:
+        """Return what the end does, what layers summed up, and the gradients of layers by stage and of all others."""
+        placement, all_axes = parts.placement(schedule.position), parts.lift(partition.merge(
+            self.axes, self.frozen_axes))
 
         def in_use(params):
             """Return layers by stage, all other parameters, and the gradient layouts of both."""
-            plan = {key: jax.tree.map(partial(_Plan.of, self.rules, key in self.parts.stacks),
+            plan = {key: jax.tree.map(partial(_Plan.of, self.rules, key in parts.stacks),
                                       partition.like(all_axes[key], params[key]),
                                       is_leaf=lambda x: isinstance(x, tuple)) for key in params}
             layers = {key: jax.tree.map(lambda w, plan, key=key: placement.to_stages(key, w, plan.in_use),
-                                        params[key], plan[key]) for key in self.parts.stacks if key in params}
+                                        params[key], plan[key]) for key in parts.stacks if key in params}
             outer = {key: jax.tree.map(lambda w, plan: jax.reshard(w, plan.in_use), params[key], plan[key])
                      for key in params if key not in layers}
             return (layers, outer), tuple({key: plan[key] for key in part} for part in (layers, outer))
 
-        trained, plans = in_use(params)
-        frozen, frozen_plans = in_use(frozen)
+        trained, plans = in_use(parts.lift(params))
+        frozen, frozen_plans = in_use(parts.lift(frozen))
         layer_plan, outer_plan = plans
-        batch = {key: sharding.micro_batches(x, schedule.microbatches) for key, x in batch.items()}
+        batch = jax.tree.map(partial(sharding.micro_batches, parts=schedule.microbatches), batch)
         different = _token_axes(self.rules)
 
         def on_device(trained, frozen, batch, seed):
             stage = lax.axis_index("stage")
             (layers, outer), (frozen_layers, frozen_outer) = trained, frozen
             mine, frozen_mine = (jax.tree.map(lambda w: w[0], tree) for tree in (layers, frozen_layers))
-            work = Stage(self.parts, schedule, stage, placement.slots(stage), mine, outer, (frozen_mine, frozen_outer),
+            work = Stage(parts, schedule, stage, placement.slots(stage), mine, outer, (frozen_mine, frozen_outer),
                          batch, seed, self._products())
             done = work.run()
-            loss, further = done["end"]
-            ends = jax.tree.map(partial(_island, lambda x: _sum(x, (*different, "stage"))),
-                                (loss + done["penalty"], further))
+            if parts.together:
+                ends = jax.tree.map(partial(_island, lambda x: _sum(x, ("stage",))), done["end"])
+            else:
+                loss, further = done["end"]
+                ends = jax.tree.map(partial(_island, lambda x: _sum(x, (*different, "stage"))),
+                                    (loss + done["penalty"], further))
             sums = jax.tree.map(partial(_island, lambda x: _sum(x, different)[None], new=1), done["sums"])
             if "B" not in schedule.kinds:
                 return ends, sums, {}, {}
@@ -127,19 +139,21 @@ class Pipeline:
                     jax.tree.map(_reduced, done["outer_grads"], outer_plan))
 
         outs = [jax.tree.map(lambda plan: plan.manual_at_rest, part) for part in (layer_plan, outer_plan)]
-        tokens = P(None, *(_manual(sharding.split_by(name)) for name in ("batch", "seq")))
-        (loss, further), sums, layers, outer = jax.shard_map(
+        by_array = jax.tree.map(lambda x: P(*map(_manual, jax.typeof(x).sharding.spec)), batch)
+        ends, sums, layers, outer = jax.shard_map(
             on_device, axis_names=set(MANUAL), check_vma=False,
             in_specs=(*(jax.tree.map(lambda plan: plan.manual_in_use, part) for part in (plans, frozen_plans)),
-                      tokens, P()),
-            out_specs=(P(), P("stage"), *(outs if "B" in schedule.kinds else ({}, {}))))(trained, frozen, batch, seed)
-        last = list(self.parts.stacks)[-1]
+                      by_array, P()),
+            out_specs=(P(None, _manual(sharding.split_by("batch"))) if parts.together else P(), P("stage"),
+                       *(outs if "B" in schedule.kinds else ({}, {}))))(trained, frozen, batch, seed)
+        last = list(parts.stacks)[-1]
         sums = jax.tree.map(lambda x: placement.from_stages(last, x, P(*(None,) * (x.ndim - 2))), sums)
-        return loss, sums | further, layers, outer
+        return jax.tree.map(_joined, ends) if parts.together else ends, sums, layers, outer
 
     def _products(self) -> frozenset:
         """Return the paths of plain products' weights (`layers.Linear`), whose gradients a schedule may defer."""
-        stacked = {key: self.axes[key] for key in self.parts.stacks if key in self.axes}
+        axes = self.parts.lift(self.axes)
+        stacked = {key: axes[key] for key in self.parts.stacks if key in axes}
         flat = jax.tree_util.tree_flatten_with_path(stacked, is_leaf=lambda x: isinstance(x, tuple))[0]
         flat = [(tuple(key.key for key in path), names) for path, names in flat]
         return frozenset(path for path, names in flat if path[-1] == "kernel" and "router" not in names)
@@ -204,6 +218,12 @@ def _island(f: Callable[[jax.Array], jax.Array], x: jax.Array, new: int = 0) -> 
     """Apply `f` where `tensor` is manual too; it may add a leading dimension."""
     spec = jax.typeof(x).sharding.spec
     return sharding.manual_region(f, (spec,), P(*(None,) * new, *spec))(x)
+
+
+def _joined(x: jax.Array) -> jax.Array:
+    """Undo `sharding.micro_batches`."""
+    _, batch, *rest = jax.typeof(x).sharding.spec
+    return jax.lax.reshape(jnp.moveaxis(x, 0, 1), (x.shape[0] * x.shape[1], *x.shape[2:]), out_sharding=P(batch, *rest))
 
 
 def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

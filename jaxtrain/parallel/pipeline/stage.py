@@ -1,7 +1,7 @@
 """One pipeline stage's work at a tick: receive, F, B, W, send; one device's program, among manual axes."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.parallel.pipeline.deferred import Deferred, Ledger, Path, put, take
-from jaxtrain.parallel.pipeline.stage_placement import Slots
-from jaxtrain.parallel.schedules import Column, Hop, Schedule, table
+from jaxtrain.parallel.pipeline.stage_placement import Placement, Slots
+from jaxtrain.parallel.schedules import Column, Hop, Position, Schedule, table
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 
@@ -24,27 +24,57 @@ Carry = dict[str, Any]
 class Parts:
     """A model cut in three parts; the parameters may hold any number of each stack's layers."""
 
-    stacks: Mapping[str, int]  # the parameter keys that are stacks, in order, and the number of layers of each
+    # the paths of the parameters that are stacks, such as "text/blocks", in order, and the number of layers of each
+    stacks: Mapping[str, int]
     # (all parameters, trained and frozen, whole batch) -> the parameters and batch that the other parts need
     prepare: Callable[[Any, Any], tuple[Any, Any]]
     weight: Callable[[Any], jax.Array]  # of a prepared batch: the divisor of the summed loss
-    begin: Callable[[Any, Any], jax.Array]  # parameters, batch -> activations
+    begin: Callable[[Any, Any], Any]  # parameters, batch -> activations: one array or several, all of [B, T, D]
     # parameters, activations, batch, the slots of each stack -> activations, summed penalty, further sums for each
     # layer of the last stack
-    middle: Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, jax.Array, Sums]]
-    # parameters, activations, batch -> summed loss and further sums
-    end: Callable[[Any, jax.Array, Any], tuple[jax.Array, Sums]]
+    middle: Callable[[Any, Any, Any, Any], tuple[Any, jax.Array, Sums]]
+    # parameters, activations, batch -> summed loss and further sums; with `together` arrays of rows in their place
+    end: Callable[[Any, Any, Any], Any]
+    # those arrays of all rows, batch -> summed loss and further sums: for a loss that compares rows with one another
+    together: Callable[[Any, Any], tuple[jax.Array, Sums]] | None = None
+    side_by_side: bool = False  # activations are a pair or more, of which each passes through a stack of its own
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
         """Run all parts without a pipeline; return the summed loss, its weight and further sums."""
         params, batch = self.prepare(params, batch)
         x, penalty, sums = self.middle(params, self.begin(params, batch), batch, None)
-        loss, further = self.end(params, x, batch)
+        done = self.end(params, x, batch)
+        loss, further = self.together(done, batch) if self.together else done
         return loss + penalty, self.weight(batch), self.all_sums(batch, sums, further)
 
     def all_sums(self, batch: Any, *parts: Sums) -> Sums:
         """Return the further sums of all parts, and the weight of the batch, which makes means of them."""
         return {name: value for part in (*parts, {"weight": self.weight(batch)}) for name, value in part.items()}
+
+    def placement(self, position: Position) -> Placement:
+        """Return which layers each chunk of a schedule has."""
+        apart = [{key: count} for key, count in self.stacks.items()] if self.side_by_side else [self.stacks]
+        return Placement({key: layers for stacks in apart
+                          for key, layers in Placement.of(stacks, position).layers.items()})
+
+    def lift(self, tree: Any) -> Any:
+        """Return a tree of parameters with each stack at its top, under the stack's path as a key."""
+        found = {}
+        for path in self.stacks:
+            stack = tree
+            for key in path.split("/"):
+                stack = stack.get(key, {})
+            found |= {path: stack} if stack else {}
+        return partition.without(tree, lower(found)) | found
+
+    def towards(self, pull: str) -> "Parts":
+        """Return parts whose loss has the gradient of `together`, of which the batch has, as `pull`, that of each row.
+        """
+        def end(params: Any, x: Any, batch: Any) -> tuple[jax.Array, Sums]:
+            each = jax.tree.map(lambda done, to: (done * to).sum(), whole(self.end(params, x, batch)), batch[pull])
+            return sum(jax.tree.leaves(each), jnp.zeros((), F32)), {}
+
+        return replace(self, end=end, together=None)
 
 
 class Stage:
@@ -85,8 +115,11 @@ class Stage:
 
         micro, none = pick(self.batch, 0), jnp.zeros((), F32)
         sums = jax.eval_shape(lambda: self.middle(0, pick(self.layers, 0), self.empty, micro)[2])
-        carry = dict(acts=slots(self.empty, "acts"), right=self.empty, left=self.empty, penalty=none,
-                     end=self.no_end(0, pick(self.layers, 0), micro),
+        end = self.no_end(0, pick(self.layers, 0), micro)
+        if self.parts.together:  # of each micro-batch
+            count = len(jax.tree.leaves(self.batch)[0])
+            end = jax.tree.map(lambda x: lax.broadcast(x, (count,)), end)
+        carry = dict(acts=slots(self.empty, "acts"), right=self.empty, left=self.empty, penalty=none, end=end,
                      sums=jax.tree.map(lambda a: jnp.zeros((self.position.size, *a.shape), F32), sums))
         if "B" in self.kinds:
             rest, kernels = take(jax.tree.map(lambda w: jnp.zeros_like(w, F32), self.layers), self.rooms())
@@ -123,9 +156,8 @@ class Stage:
         else:
             y, penalty, sums = self.middle(chunk, weights, x, micro)
             end = lax.cond(here == self.last,
-                           lambda: self.parts.end(self.all_of(chunk, weights, self.outer), y, micro),
-                           lambda: self.no_end(chunk, weights, micro))
-            carry |= self.told(carry, chunk, end, penalty, sums)
+                           lambda: self.end(chunk, weights, y, micro), lambda: self.no_end(chunk, weights, micro))
+            carry |= self.told(carry, chunk, end, penalty, sums, row[Column.F_MB])
         return self.send(carry, "F", y, row)
 
     def backward(self, carry: Carry, row: jax.Array) -> Carry:
@@ -177,30 +209,36 @@ class Stage:
             grads |= ledger.gradients({path: kernels[path] for path in mine}, {path: pairs[path] for path in mine})
         return carry | dict(kernel_grads=add_at(carry["kernel_grads"], chunk, grads))
 
-    def no_end(self, chunk: Any, weights: Any, micro: Any) -> Any:
-        """Return zeros in place of the end's loss and sums."""
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, F32), jax.eval_shape(
-            lambda: self.parts.end(self.all_of(chunk, weights, self.outer), self.empty, micro)))
+    def end(self, chunk: Any, weights: Any, y: Any, micro: Any) -> Any:
+        """Return the end's loss and sums, or its arrays of rows."""
+        done = self.parts.end(self.all_of(chunk, weights, self.outer), y, micro)
+        return whole(done) if self.parts.together else done
 
-    def told(self, carry: Carry, chunk: Any, end: Any, penalty: jax.Array, sums: Sums) -> Carry:
-        """Return the totals with what a chunk adds to them."""
-        return dict(end=add(carry["end"], end), penalty=carry["penalty"] + penalty,
-                    sums=add_at(carry["sums"], chunk, sums))
+    def no_end(self, chunk: Any, weights: Any, micro: Any) -> Any:
+        """Return zeros in place of what `end` returns."""
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, F32), jax.eval_shape(
+            lambda: self.end(chunk, weights, self.empty, micro)))
+
+    def told(self, carry: Carry, chunk: Any, end: Any, penalty: jax.Array, sums: Sums, number: Any = None) -> Carry:
+        """Return the totals with what a chunk adds to them; `number`: the micro-batch, for arrays of rows."""
+        return dict(end=add_at(carry["end"], number, end) if self.parts.together else add(carry["end"], end),
+                    penalty=carry["penalty"] + penalty, sums=add_at(carry["sums"], chunk, sums))
 
     # -------------------------------------------------------------------------------------------- slots and neighbours
-    def receive(self, carry: Carry, row: jax.Array, came: Mapping[str, jax.Array]) -> Carry:
+    def receive(self, carry: Carry, row: jax.Array, came: Mapping[str, Any]) -> Carry:
         """Store what arrived in its slots."""
         for ring, x in came.items():
             carry = self.store(carry, "acts", x, row, Column[f"{ring.upper()}_ACT"])
             carry = self.store(carry, "grads", x, row, Column[f"{ring.upper()}_GRAD"])
         return carry
 
-    def send(self, carry: Carry, kind: str, x: jax.Array, row: jax.Array) -> Carry:
+    def send(self, carry: Carry, kind: str, x: Any, row: jax.Array) -> Carry:
         """Leave an output for the ring that carries it, or in a slot if the next chunk is on this stage."""
         to, ways = row[Column[f"{kind}_TO"]], set(self.table.op[..., Column[f"{kind}_TO"]].flat) - {Hop.NOWHERE}
         for ring, hop in (("right", Hop.RIGHT), ("left", Hop.LEFT)):
             if hop in ways:  # what is sent needlessly ends in the trash slot
-                carry |= {ring: x if ways == {hop} else jnp.where(to == hop, x, carry[ring])}
+                carry |= {ring: x if ways == {hop} else jax.tree.map(
+                    lambda x, other, hop=hop: jnp.where(to == hop, x, other), x, carry[ring])}
         return self.store(carry, "acts" if kind == "F" else "grads", x, row, Column[f"{kind}_SELF"])
 
     def store(self, carry: Carry, slots: str, x: Any, row: jax.Array, column: Column) -> Carry:
@@ -211,14 +249,14 @@ class Stage:
             lambda slots, x: lax.dynamic_update_index_in_dim(slots, x, row[column], 0), carry[slots], x)}
 
     # -------------------------------------------------------------------------------------------------------- weights
-    def middle(self, chunk: Any, weights: Any, x: jax.Array, micro: Any) -> tuple[jax.Array, jax.Array, Sums]:
+    def middle(self, chunk: Any, weights: Any, x: Any, micro: Any) -> tuple[Any, jax.Array, Sums]:
         """Apply the layers of one chunk."""
         slots = {key: held.of_chunk(chunk) for key, held in self.slots.items()}
         return self.parts.middle(self.all_of(chunk, weights, self.outer), x, micro, slots)
 
     def all_of(self, chunk: Any, weights: Any, outer: Any) -> Any:
         """Return trained and frozen parameters of one chunk, and of everything that is not a layer."""
-        return partition.merge(outer, self.frozen_outer, weights, pick(self.frozen_layers, chunk))
+        return lower(partition.merge(outer, self.frozen_outer, weights, pick(self.frozen_layers, chunk)))
 
     def layer_gradients(self, carry: Carry) -> Any:
         """Return the gradients of all layers of the stage, from the final carry."""
@@ -234,11 +272,26 @@ class Stage:
         return {path: Deferred(kernel, rooms[path], self.ledgers[path[0]], path)
                 for path, kernel in kernels.items()}
 
-    def _activation(self) -> jax.Array:
-        """Return zeros shaped like the activation passed between chunks."""
+    def _activation(self) -> Any:
+        """Return zeros shaped like the activations passed between chunks."""
         weights, micro = pick(self.layers, 0), pick(self.batch, 0)
         x = jax.eval_shape(lambda: self.parts.begin(self.all_of(0, weights, self.outer), micro))
-        return sharding.constrain(jnp.zeros(x.shape, x.dtype), "batch", "block_seq", "act_embed")
+        return jax.tree.map(lambda x: sharding.constrain(
+            jnp.zeros(x.shape, x.dtype), "batch", "block_seq", "act_embed"), x)
+
+
+def lower(tree: Any) -> Any:
+    """Return the tree of parameters that `Parts.lift` was given."""
+    def at(path: str, value: Any) -> Any:
+        first, _, rest = path.partition("/")
+        return {first: at(rest, value) if rest else value}
+
+    return partition.merge(*(at(key, value) for key, value in tree.items()))
+
+
+def whole(tree: Any) -> Any:
+    """Return arrays of rows whole on the devices that share rows."""
+    return jax.tree.map(lambda x: sharding.constrain(x, "batch", *(None,) * (x.ndim - 1)), tree)
 
 
 def pick(tree: Any, index: Any) -> Any:

@@ -121,6 +121,10 @@ def test_configs_go_both_ways(name, tmp_path):
     assert model_section(tmp_path / "out") == section
     (tmp_path / "out" / PREPROCESSOR).write_text(json.dumps(preprocessor(model) | {"image_mean": [0.1, 0.2, 0.3]}))
     assert model_section(tmp_path / "out") == section | {"pixel_mean": [0.1, 0.2, 0.3]}
+    (tmp_path / "out" / PREPROCESSOR).write_text(json.dumps(preprocessor(model) | {"resample": 2}))
+    with pytest.warns(UserWarning, match=r"resample=2, and prepare_sequences pictures resizes bicubically \(3\)"):
+        assert model_section(tmp_path / "out") == section
+    (tmp_path / "out" / PREPROCESSOR).write_text(json.dumps(preprocessor(model) | {"image_mean": [0.1, 0.2, 0.3]}))
     both = {"image_processor": json.loads((tmp_path / "out" / PREPROCESSOR).read_text())}
     (tmp_path / "out" / PREPROCESSOR).rename(tmp_path / "out/processor_config.json").write_text(json.dumps(both))
     assert model_section(tmp_path / "out")["pixel_mean"] == [0.1, 0.2, 0.3]
