@@ -17,7 +17,6 @@ from jaxtrain.errors import UserError, nearest
 from jaxtrain.models import Compute, make_model
 from jaxtrain.models.trained_parameters import is_frozen
 from jaxtrain.objectives import MakeObjective, Objective, configured
-from jaxtrain.objectives.next_token import stacks
 from jaxtrain.parallel.compression import compressed_gradients
 from jaxtrain.parallel.compression.compressed_gradients import CompressedGradients
 from jaxtrain.parallel.pipeline.stage_placement import Placement
@@ -70,7 +69,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     if config.train.frozen_dtype and not abstract.frozen:
         raise UserError("train.frozen_dtype", "nothing is frozen", "leave it out, or set lora.rank or train.freeze")
     if schedules:
-        rules = _pipeline_rules(rules, goal, model, schedules[0])
+        rules = _pipeline_rules(rules, goal, schedules[0])
     layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=schedules is not None,
                          offload=config.optimizer.offload, layerwise=moments_by_layer,
                          frozen_axes=frozen_axes | goal.frozen_axes)
@@ -85,7 +84,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         where = dict.fromkeys(("weights", "masks"), partition.like(layout.state.params, sparsity.inputs))
         abstract, layout = with_extra(structured_sparsity.NAME, sparsity.begin, where, abstract, layout)
     if schedules:
-        _warn_of_waste(abstract.all_params, layout.state.all_params, schedules[0])
+        _warn_of_waste(goal, abstract.all_params, layout.state.all_params, schedules[0])
     rule_checks.activations_divide(config, rules, mesh)
     run = Run(config, mesh, rules, model, goal, optimizer, schedule, compute, with_shardings(abstract, layout.state),
               layout, schedules, platform, extras, data)
@@ -138,10 +137,10 @@ def _abstract(config: Config, model: Skeleton, goal: Objective, is_frozen: Calla
     return abstract_state(params, optimizer, compute == "float16", extras_of(config), frozen)
 
 
-def _pipeline_rules(rules: Rules, goal: Objective, model: Skeleton, schedule: Schedule) -> Rules:
+def _pipeline_rules(rules: Rules, goal: Objective, schedule: Schedule) -> Rules:
     if goal.pipeline_parts is None:
         raise UserError("mesh.stage", f"{type(goal).__name__} cannot be cut into stages", "set mesh.stage=1")
-    if Placement.of(stacks(model.params()), schedule.position).even:
+    if Placement.of(goal.pipeline_parts.stacks, schedule.position).even:
         return rules
     return Rules({**rules.table, "layers": ()})  # spread otherwise in make_layout
 
@@ -155,13 +154,15 @@ def _check_data_stages(run: Run) -> None:
             raise UserError(error.key, f"from step {stage.start} on, {error.reason}", error.fix) from error
 
 
-def _warn_of_waste(params: Any, shardings: Any, schedule: Schedule) -> None:
+def _warn_of_waste(goal: Objective, params: Any, shardings: Any, schedule: Schedule) -> None:
     """Stages without layers; layers that do not divide over stages and are spread by no other dimension either."""
-    stages, layers = schedule.stages, sum(stacks(params).values())
+    assert goal.pipeline_parts
+    stacks = goal.pipeline_parts.stacks
+    stages, layers = schedule.stages, sum(stacks.values())
     if layers < stages * schedule.chunks:
         warnings.warn(f"mesh.stage: the model's {layers} layers leave {stages * schedule.chunks - layers} of {stages} "
                       f"stages x {schedule.chunks} chunks empty", stacklevel=3)
-    both = [(leaf, where) for key in stacks(params) for leaf, where in zip(
+    both = [(leaf, where) for key in stacks for leaf, where in zip(
         jax.tree.leaves(params[key]), jax.tree.leaves(shardings[key]), strict=True)]
     whole = [leaf for leaf, where in both if not any("stage" in sharding.axes_of(entry) for entry in where.spec)]
     share = sum(leaf.size for leaf in whole) / sum(leaf.size for leaf, _ in both)

@@ -127,11 +127,11 @@ class Pipeline:
                     jax.tree.map(_reduced, done["outer_grads"], outer_plan))
 
         outs = [jax.tree.map(lambda plan: plan.manual_at_rest, part) for part in (layer_plan, outer_plan)]
-        tokens = P(None, *(_manual(sharding.split_by(name)) for name in ("batch", "seq")))
+        by_array = {key: P(*map(_manual, jax.typeof(x).sharding.spec)) for key, x in batch.items()}
         (loss, further), sums, layers, outer = jax.shard_map(
             on_device, axis_names=set(MANUAL), check_vma=False,
             in_specs=(*(jax.tree.map(lambda plan: plan.manual_in_use, part) for part in (plans, frozen_plans)),
-                      tokens, P()),
+                      by_array, P()),
             out_specs=(P(), P("stage"), *(outs if "B" in schedule.kinds else ({}, {}))))(trained, frozen, batch, seed)
         last = list(self.parts.stacks)[-1]
         sums = jax.tree.map(lambda x: placement.from_stages(last, x, P(*(None,) * (x.ndim - 2))), sums)

@@ -28,12 +28,13 @@ class Parts:
     # (all parameters, trained and frozen, whole batch) -> the parameters and batch that the other parts need
     prepare: Callable[[Any, Any], tuple[Any, Any]]
     weight: Callable[[Any], jax.Array]  # of a prepared batch: the divisor of the summed loss
-    begin: Callable[[Any, Any], jax.Array]  # parameters, batch -> activations
+    begin: Callable[[Any, Any], Any]  # parameters, batch -> activations: one array or several, all of [B, T, D]
     # parameters, activations, batch, the slots of each stack -> activations, summed penalty, further sums for each
     # layer of the last stack
-    middle: Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, jax.Array, Sums]]
+    middle: Callable[[Any, Any, Any, Any], tuple[Any, jax.Array, Sums]]
     # parameters, activations, batch -> summed loss and further sums
-    end: Callable[[Any, jax.Array, Any], tuple[jax.Array, Sums]]
+    end: Callable[[Any, Any, Any], tuple[jax.Array, Sums]]
+    shared: tuple[str, ...] = ()  # the parameter keys that are no stacks and that `middle` uses
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
         """Run all parts without a pipeline; return the summed loss, its weight and further sums."""
@@ -99,8 +100,9 @@ class Stage:
 
     def tick(self, carry: Carry, row: jax.Array) -> tuple[Carry, None]:
         """Receive what neighbours sent in the previous tick, do what the table says, and leave outputs to be sent."""
-        came = {ring: lax.ppermute(carry[ring], "stage", [(i, (i + step) % self.stages) for i in range(self.stages)])
-                for ring, step in (("right", 1), ("left", -1))}
+        came = {ring: jax.tree.map(lambda x, step=step: lax.ppermute(
+            x, "stage", [(i, (i + step) % self.stages) for i in range(self.stages)]), carry[ring])
+            for ring, step in (("right", 1), ("left", -1))}
         if self.latency == 1:
             carry = self.receive(carry, row, came)
         for kind, do in zip("FBW", (self.forward, self.backward, self.weigh), strict=True):
@@ -137,11 +139,12 @@ class Stage:
         here, weights = self.position[chunk], pick(self.layers, chunk)
         rest, kernels = take(weights, self.rooms())
 
-        def middle(rest, rooms, x):
-            y, penalty, sums = self.middle(chunk, put(rest, self._deferred(kernels, rooms)), x, micro)
+        def middle(rest, rooms, x, shared):
+            y, penalty, sums = self.middle(chunk, put(rest, self._deferred(kernels, rooms)), x, micro, shared)
             return (y, penalty), sums
 
-        (y, penalty), pull, sums = jax.vjp(middle, rest, self.rooms(), pick(carry["acts"], row[Column.B_IN]),
+        shared = {key: self.outer[key] for key in self.parts.shared if key in self.outer}
+        (y, penalty), pull, sums = jax.vjp(middle, rest, self.rooms(), pick(carry["acts"], row[Column.B_IN]), shared,
                                            has_aux=True)
 
         def at_the_end(grads):
@@ -154,7 +157,8 @@ class Stage:
             return self.no_end(chunk, weights, micro), grads, pick(carry["grads"], row[Column.B_GRAD])
 
         end, outer_grads, dy = lax.cond(here == self.last, at_the_end, elsewhere, carry["outer_grads"])
-        d_rest, pairs, dx = pull((dy, self.seed))
+        d_rest, pairs, dx, d_shared = pull((dy, self.seed))
+        outer_grads |= add({key: outer_grads[key] for key in shared}, d_shared)
 
         def at_the_beginning(grads):
             _, pull = jax.vjp(lambda outer: self.parts.begin(self.all_of(chunk, weights, outer), micro), self.outer)
@@ -188,19 +192,20 @@ class Stage:
                     sums=add_at(carry["sums"], chunk, sums))
 
     # -------------------------------------------------------------------------------------------- slots and neighbours
-    def receive(self, carry: Carry, row: jax.Array, came: Mapping[str, jax.Array]) -> Carry:
+    def receive(self, carry: Carry, row: jax.Array, came: Mapping[str, Any]) -> Carry:
         """Store what arrived in its slots."""
         for ring, x in came.items():
             carry = self.store(carry, "acts", x, row, Column[f"{ring.upper()}_ACT"])
             carry = self.store(carry, "grads", x, row, Column[f"{ring.upper()}_GRAD"])
         return carry
 
-    def send(self, carry: Carry, kind: str, x: jax.Array, row: jax.Array) -> Carry:
+    def send(self, carry: Carry, kind: str, x: Any, row: jax.Array) -> Carry:
         """Leave an output for the ring that carries it, or in a slot if the next chunk is on this stage."""
         to, ways = row[Column[f"{kind}_TO"]], set(self.table.op[..., Column[f"{kind}_TO"]].flat) - {Hop.NOWHERE}
         for ring, hop in (("right", Hop.RIGHT), ("left", Hop.LEFT)):
             if hop in ways:  # what is sent needlessly ends in the trash slot
-                carry |= {ring: x if ways == {hop} else jnp.where(to == hop, x, carry[ring])}
+                carry |= {ring: x if ways == {hop} else jax.tree.map(
+                    lambda x, other, hop=hop: jnp.where(to == hop, x, other), x, carry[ring])}
         return self.store(carry, "acts" if kind == "F" else "grads", x, row, Column[f"{kind}_SELF"])
 
     def store(self, carry: Carry, slots: str, x: Any, row: jax.Array, column: Column) -> Carry:
@@ -211,10 +216,10 @@ class Stage:
             lambda slots, x: lax.dynamic_update_index_in_dim(slots, x, row[column], 0), carry[slots], x)}
 
     # -------------------------------------------------------------------------------------------------------- weights
-    def middle(self, chunk: Any, weights: Any, x: jax.Array, micro: Any) -> tuple[jax.Array, jax.Array, Sums]:
-        """Apply the layers of one chunk."""
+    def middle(self, chunk: Any, weights: Any, x: Any, micro: Any, shared: Any = None) -> tuple[Any, jax.Array, Sums]:
+        """Apply the layers of one chunk. `shared`: the trained parameters of `Parts.shared`, if not the stage's own."""
         slots = {key: held.of_chunk(chunk) for key, held in self.slots.items()}
-        return self.parts.middle(self.all_of(chunk, weights, self.outer), x, micro, slots)
+        return self.parts.middle(self.all_of(chunk, weights, self.outer | (shared or {})), x, micro, slots)
 
     def all_of(self, chunk: Any, weights: Any, outer: Any) -> Any:
         """Return trained and frozen parameters of one chunk, and of everything that is not a layer."""
@@ -234,11 +239,12 @@ class Stage:
         return {path: Deferred(kernel, rooms[path], self.ledgers[path[0]], path)
                 for path, kernel in kernels.items()}
 
-    def _activation(self) -> jax.Array:
-        """Return zeros shaped like the activation passed between chunks."""
+    def _activation(self) -> Any:
+        """Return zeros shaped like the activations passed between chunks."""
         weights, micro = pick(self.layers, 0), pick(self.batch, 0)
         x = jax.eval_shape(lambda: self.parts.begin(self.all_of(0, weights, self.outer), micro))
-        return sharding.constrain(jnp.zeros(x.shape, x.dtype), "batch", "block_seq", "act_embed")
+        return jax.tree.map(lambda x: sharding.constrain(
+            jnp.zeros(x.shape, x.dtype), "batch", "block_seq", "act_embed"), x)
 
 
 def pick(tree: Any, index: Any) -> Any:
