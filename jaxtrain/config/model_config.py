@@ -101,8 +101,7 @@ class ModelConfig:
         return self.max_seq_len
 
     def other_rows(self, seq_len: int) -> list[tuple[str, int, str, bool]]:
-        """Return the sequences that a mesh cuts beside rows of data: key, length, of what, whether each looks back only.
-        """
+        """Return what a mesh cuts besides rows of data: key, length, of what, and whether attention looks back only."""
         return []
 
     @property

@@ -86,11 +86,13 @@ class Transcription(NextToken):
         model = self.model.merge(params)
         return model.begin(batch), model.read(batch["tokens"], batch["positions"])
 
-    def middle(self, params: Any, x: Any, batch: Any, slots: Any = None) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
+    def middle(self, params: Any, x: Any, batch: Any,  # pyrefly: ignore[bad-override-param-name]
+               slots: Any = None) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
         """All layers that `params` holds -> activations of both stacks."""
         return self.model.merge(params).through(x, batch, slots), jnp.zeros(()), {}
 
-    def end(self, params: Any, x: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def end(self, params: Any, x: Any,  # pyrefly: ignore[bad-override-param-name]
+            batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The summed loss of the decoder, and of the encoder where it has one, and the sums of the metrics."""
         model, share, (x_BSD, x_BTD) = self.model.merge(params), self.audio.ctc_weight, x
         loss, plain = self.head_loss(params, model.finish(x_BTD), model.head(), batch)

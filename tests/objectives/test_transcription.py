@@ -30,8 +30,9 @@ CASES = {
     "chunks, context, tensor": dict(mesh__context=2, mesh__tensor=2, mesh__context_strategy="ring", train__remat="full",
                                     model__audio_chunk=2, model__audio_chunks_back=1),
     "stages, context, tensor": dict(mesh__stage=2, mesh__context=2, mesh__tensor=2, model__encoder_layers=2),
-    "uneven stages, silence": dict(mesh__stage=2, mesh__context=2, pipeline__schedule="zb_v", model__num_layers=1,
-                                   mesh__context_strategy="ulysses", model__encoder_layers=3, model__mask_padding=False),
+    "uneven stages, silence": dict(mesh__stage=2, mesh__context=2, mesh__context_strategy="ulysses",
+                                   pipeline__schedule="zb_v", model__num_layers=1, model__encoder_layers=3,
+                                   model__mask_padding=False),
     "one device, without ctc": dict(model__ctc_weight=0.0),
     "zero": dict(mesh__data=2, mesh__fsdp=4, optimizer__zero_stage=3),
 }

@@ -45,7 +45,8 @@ class Convolution(nnx.Module):
     """A convolution over time, as one product of each three neighbours with the weights, and GELU."""
 
     def __init__(self, given: int, dim: int, *, rngs: nnx.Rngs):
-        self.linear = Linear("btwc,wcd->btd", (WIDTH, given, dim), (None, None, "embed"), RESIDUAL, bias=True, rngs=rngs)
+        axes = (None, None, "embed")
+        self.linear = Linear("btwc,wcd->btd", (WIDTH, given, dim), axes, RESIDUAL, bias=True, rngs=rngs)
 
     def __call__(self, x_BS3C: jax.Array) -> jax.Array:
         return exact_gelu(self.linear(x_BS3C))
