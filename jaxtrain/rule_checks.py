@@ -7,7 +7,6 @@ import jax
 
 from jaxtrain.config.remat_policies import PRESETS, policies
 from jaxtrain.config.schema import Config
-from jaxtrain.config.vision_keys import DualEncoderConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
@@ -23,14 +22,13 @@ def activations_divide(config: Config, rules: Rules, mesh: AnyMesh) -> None:
     for name, length in sizes.items():
         spec = sharding.without_trivial_axes(rules.spec((name,)), mesh)
         sharding.check_divides((name,), (length,), spec, mesh, "an activation")
-    if isinstance(c, DualEncoderConfig):  # texts have places of their own
-        places, context = c.pictures_per_row * c.text_len, sharding.shards(rules["seq"], mesh)
-        cut = 2 * context if c.name == "clip" and context > 1 else context
+    context = sharding.shards(rules["seq"], mesh)
+    for key, length, what, looks_back in c.other_rows(config.data.seq_len):
+        cut = 2 * context if looks_back and context > 1 else context
         parts = math.lcm(sharding.shards(rules["block_seq"], mesh), cut)
-        if places % parts:
-            raise UserError("model.text_len", f"the {places} places for {c.pictures_per_row} texts of a row in {parts} "
-                            "parts: that does not divide over mesh axes context and tensor",
-                            f"make model.pictures_per_row x model.text_len a multiple of {parts}, or change the mesh")
+        if length % parts:
+            raise UserError(key, f"the {length} {what} in {parts} parts: that does not divide over mesh axes context "
+                            "and tensor", f"make their number a multiple of {parts}, or change the mesh")
 
 
 def agree(config: Config, rules: Rules) -> None:

@@ -61,7 +61,7 @@ class Layout:
         c = self.config.pipeline
         if self.mesh.shape["stage"] == 1 or c.table:
             return None
-        most = max(2, self.config.model.stacked_layers)
+        most = max(2, self.config.model.staged_layers)
         more = f"{c.chunks} chunks on a stage are more than there are layers", f"use {most} or fewer"
         return schedules.wrong_chunks(c.schedule, c.chunks) or (more if c.chunks > most else None)
 
@@ -182,7 +182,7 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
     stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
     microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
     check(config, mesh, rules, microbatches)
-    if not config.model.causal and sharding.shards(rules["seq"], mesh) > 1:
+    if not config.model.rows_cut and sharding.shards(rules["seq"], mesh) > 1:
         raise UserError("mesh.context", f"{config.model.name} attends to later tokens too, and its rows are not cut",
                         "set mesh.context=1")
     dtype, kind = dtype_of(precision), sharding.platform_of(mesh, platform).partition(":")[0]

@@ -60,6 +60,7 @@ class ClipsConfig(ModelConfig):
     labels: int = 0  # how many there are: the folders of prepare_sequences audio --target=folder
     rope_theta: float = 10_000.0  # base of the rotary positions
     causal = False
+    rows_cut = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -128,3 +129,13 @@ class WhisperConfig(ModelConfig):
     def transcript(self) -> int:
         """The most tokens of a transcript between `prefix` and `end`."""
         return self.max_seq_len - len(self.prefix)
+
+    @property
+    def staged_layers(self) -> int:
+        """How many layers the stages of a pipeline share: those of the encoder, then those of the decoder."""
+        return self.encoder_layers + self.num_layers
+
+    def other_rows(self, seq_len: int) -> list[tuple[str, int, str, bool]]:
+        """Return the positions of the encoder and the tokens of the decoder."""
+        return [("data.seq_len", -(-seq_len // 2), "positions of the encoder", False),
+                ("model.max_seq_len", self.max_seq_len, "tokens of the decoder", True)]

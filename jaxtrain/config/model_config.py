@@ -31,6 +31,7 @@ class ModelConfig:
     # No fields (they have no annotation): what a family without such a field has.
     text = False  # whether it is a decoder of text; else a row is a sequence of a prepared corpus
     causal = True  # whether attention looks back only
+    rows_cut = True  # whether a mesh may split rows over `context`
     flops_known = True  # whether each step of a row meets each matrix, so that FLOPs per step follow from parameters
     rows_of = "sequences"  # what such a row has: "sequences", one of them, or "pictures", several
     vocab_size = 0
@@ -99,6 +100,10 @@ class ModelConfig:
         """The most steps of a row of data."""
         return self.max_seq_len
 
+    def other_rows(self, seq_len: int) -> list[tuple[str, int, str, bool]]:
+        """Return what a mesh cuts besides rows of data: key, length, of what, and whether attention looks back only."""
+        return []
+
     @property
     def windows(self) -> dict[int, int]:
         """How many layers have each attention window; 0: none."""
@@ -110,3 +115,8 @@ class ModelConfig:
         """How many entries the stacks of layers have; layers with experts are stacked with the dense ones before them.
         """
         return self.dense_layers + (self.num_layers - self.dense_layers) // self.experts_every
+
+    @property
+    def staged_layers(self) -> int:
+        """How many entries of stacks the stages of a pipeline share."""
+        return self.stacked_layers

@@ -129,6 +129,11 @@ class DualEncoderConfig(PictureConfig):
         if self.text_len <= (self.text_begin >= 0) + (self.text_end >= 0):
             raise UserError("model.text_len", f"{self.text_len} leaves no room for a text", "raise it")
 
+    def other_rows(self, seq_len: int) -> list[tuple[str, int, str, bool]]:
+        """Return the places of texts."""
+        count = self.pictures_per_row
+        return [("model.text_len", count * self.text_len, f"places for {count} texts of a row", self.name == "clip")]
+
 
 @dataclass(frozen=True)
 class PictureFlowConfig(PatchesConfig):

@@ -210,11 +210,15 @@ class LearnedPositions(nnx.Module):
         self.table = param(rngs, (length, dim), ("positions", "embed"), std=0.01)
 
     def __call__(self, positions_BT: jax.Array) -> jax.Array:
-        weights = self.table[...]
-        table = sharding.gather(weights, "positions", "embed").astype(jnp.float32)  # rows' gradients are summed so, too
-        spec = sharding.activation_spec(*INSIDE)
-        rows = table[positions_BT] if spec is None else table.at[positions_BT].get(out_sharding=spec)
-        return sharding.constrain(rows.astype(weights.dtype), *RESIDUAL)
+        return positioned(self.table[...], positions_BT)
+
+
+def positioned(weights: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    """Return the vector of each position, of a table laid out as at rest."""
+    table = sharding.gather(weights, "positions", "embed").astype(jnp.float32)  # rows' gradients are summed so, too
+    spec = sharding.activation_spec(*INSIDE)
+    rows = table[positions_BT] if spec is None else table.at[positions_BT].get(out_sharding=spec)
+    return sharding.constrain(rows.astype(weights.dtype), *RESIDUAL)
 
 
 class Stack(nnx.Module):

@@ -121,9 +121,9 @@ class NextToken(OfTheModelAlone):
         return describe(self, leave_out=("chunks",))
 
 
-def stacks(params: Any) -> dict[str, int]:
+def stacks(params: Any, names: Sequence[str] = Decoder.STACKS) -> dict[str, int]:
     """Return which of the parameters are stacks of layers, in order, and how many layers each has."""
-    return {key: len(jax.tree.leaves(params[key])[0]) for key in Decoder.STACKS if key in params}
+    return {key: len(jax.tree.leaves(params[key])[0]) for key in names if key in params}
 
 
 def _unknown_ids(batch: Any, vocab_size: int) -> jax.Array:

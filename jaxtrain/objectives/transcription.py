@@ -17,8 +17,12 @@ import numpy as np
 from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_spec import SEQ, Array
+from jaxtrain.kernels.attention.bidirectional import row_copies, whole_rows
 from jaxtrain.kernels.ctc import ctc_loss
-from jaxtrain.objectives.next_token import NextToken
+from jaxtrain.models.modalities.whisper import Whisper
+from jaxtrain.objectives.next_token import NextToken, stacks
+from jaxtrain.parallel.context import arrange
+from jaxtrain.parallel.pipeline.stage import Parts
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Skeleton
@@ -45,9 +49,10 @@ class Transcription(NextToken):
                 "target_weights": Array(np.float32, (c.transcript,))}
 
     @property
-    def pipeline_parts(self) -> None:  # pyrefly: ignore[bad-override]
-        """None: a stage would need what the encoder made for all layers of the decoder."""
-        return None
+    def pipeline_parts(self) -> Parts:
+        """What both stacks read, their layers, those of the encoder first, and the losses at their ends."""
+        return replace(super().pipeline_parts, stacks=stacks(self.model.params(), Whisper.STACKS),
+                       shared=("encoder_norm",))
 
     @property
     def evaluation(self) -> "Transcription":
@@ -65,22 +70,39 @@ class Transcription(NextToken):
                  if name in sums}
         return means | {"perplexity": jnp.exp(means["cross_entropy"])}
 
-    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """Return the summed loss, how many tokens it is of, and the sums of the metrics."""
-        model, share = self.model.merge(partition.like(params, self.model.params())), self.audio.ctc_weight
-        batch = {key: sharding.constrain(x, "batch", *(None,) * (x.ndim - 1)) for key, x in batch.items()}
+    def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
+        """The model's own parameters; frames and tokens as the devices of a row share them, transcripts whole."""
+        params = partition.like(params, self.model.params())
+        model, batch = self.model.merge(params), {
+            key: sharding.constrain(x, "batch", *(None,) * (x.ndim - 1)) for key, x in batch.items()}
         tokens_BT, targets_BT, weights_BT = rows_of(batch, self.audio)
-        memory_BSD = model.encode(batch["features"].astype(model.norm.scale[...].dtype), batch["weights"])
-        x_BTD, _ = model.decode(tokens_BT, memory_BSD, batch["weights"][:, ::2])
-        loss, plain = self.head_loss(params, x_BTD, model.head(), {"targets": targets_BT, "weights": weights_BT})
-        sums = {"cross_entropy": plain, "weight": weights_BT.sum()}
-        if share:
-            counts_B = batch["target_weights"].sum(1).astype(jnp.int32)
-            lengths_B = (batch["weights"][:, ::2] > 0).sum(1)
-            each_B = ctc_loss(ctc_logits(model, memory_BSD), lengths_B, batch["target"], counts_B, self.audio.end)
-            sums["ctc"] = each_B.sum()
-            loss = (1 - share) * loss + share * sums["ctc"]
-        return loss, sums["weight"], sums
+        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        rows = arrange({"tokens": tokens_BT, "targets": targets_BT, "weights": weights_BT, "positions": positions_BT})
+        audio = model.windows(batch["features"].astype(model.norm.scale[...].dtype), batch["weights"])
+        return params, rows | audio | {"spoken": batch["target"], "spoken_weights": batch["target_weights"]}
+
+    def begin(self, params: Any, batch: Any) -> Any:
+        """The first activations of the encoder and of the decoder."""
+        model = self.model.merge(params)
+        return model.begin(batch), model.read(batch["tokens"], batch["positions"])
+
+    def middle(self, params: Any, x: Any, batch: Any,  # pyrefly: ignore[bad-override-param-name]
+               slots: Any = None) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
+        """All layers that `params` holds -> activations of both stacks."""
+        return self.model.merge(params).through(x, batch, slots), jnp.zeros(()), {}
+
+    def end(self, params: Any, x: Any,  # pyrefly: ignore[bad-override-param-name]
+            batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The summed loss of the decoder, and of the encoder where it has one, and the sums of the metrics."""
+        model, share, (x_BSD, x_BTD) = self.model.merge(params), self.audio.ctc_weight, x
+        loss, plain = self.head_loss(params, model.finish(x_BTD), model.head(), batch)
+        if not share:
+            return loss, {"cross_entropy": plain}
+        counts_B, lengths_B = batch["spoken_weights"].sum(1).astype(jnp.int32), batch["heard"].sum(1)
+        logits_BSV = whole_rows(ctc_logits(model, model.memory(x_BSD)), None)
+        each_B = ctc_loss(logits_BSV, lengths_B, batch["spoken"], counts_B, self.audio.end)
+        ctc = each_B.sum() / row_copies()
+        return (1 - share) * loss + share * ctc, {"cross_entropy": plain, "ctc": ctc}
 
 
 def rows_of(batch: Mapping[str, jax.Array], c: WhisperConfig) -> tuple[jax.Array, jax.Array, jax.Array]:

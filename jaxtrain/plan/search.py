@@ -210,7 +210,7 @@ class _Looker:
             self.at({**best.overrides, "optimizer.zero_stage": 0})
         if (stages := start.mesh["mesh.stage"]) > 1:
             for schedule, chunks in (("interleaved", 2), ("zb_h1", 1)):
-                whole = self.found.config.model.stacked_layers % (stages * chunks) == 0
+                whole = self.found.config.model.staged_layers % (stages * chunks) == 0
                 if schedule != self.found.config.pipeline.schedule and whole:
                     self.at({**best.overrides, "pipeline.schedule": schedule, "pipeline.chunks": chunks})
 
@@ -268,7 +268,7 @@ def meshes(config: Config, target: Target, devices: int) -> Iterator[dict[str, i
     model, data = config.model, config.data
     near = target.links[0].devices
     for stage in divisors(devices):
-        if stage > model.stacked_layers:
+        if stage > model.staged_layers:
             break
         for tensor in divisors(devices // stage):
             if tensor > min(near, 16, model.num_kv_heads) or model.num_heads % tensor or model.mlp_dim % tensor:

@@ -69,7 +69,12 @@ def mlp(w, x):
 
 def encoded(c, p, b):
     there = b["weights"]
+    heard = there[:, ::2] > 0
     x = b["features"].astype(np.float32) * there[..., None]
+    if not c.mask_padding:  # then it is silence
+        loudest = jnp.where(there[..., None] > 0, x, -jnp.inf).max((1, 2))[:, None, None]
+        x = jnp.where(there[..., None] > 0, x, jnp.where(loudest > -jnp.inf, jnp.maximum(loudest - 2, -1.5), 0))
+        there = jnp.ones_like(there)
     x = convolution(p["second"], convolution(p["first"], x, 1) * there[..., None], 2) + p["audio_positions"]
     at = np.arange(x.shape[1]) // (c.audio_chunk or len(x[0]))
     back = at[:, None] - at
@@ -79,7 +84,7 @@ def encoded(c, p, b):
         h = norm(w["attention_norm"], x)
         x = x + attention(w["attention"], h, h, mask)
         x = x + mlp(w, x)
-    return norm(p["encoder_norm"], x), there[:, ::2] > 0
+    return norm(p["encoder_norm"], x), there[:, ::2] > 0, heard
 
 
 def hidden(c, p, tokens, memory, there):
@@ -108,7 +113,7 @@ def ctc(probabilities, tokens, blank):
 
 def loss(c, p, b):
     """The mean over tokens of both losses."""
-    memory, there = encoded(c, p, b)
+    memory, there, heard = encoded(c, p, b)
     counts = b["target_weights"].sum(1).astype(int)
     rows, entropy = [n for n in range(ROWS) if b["weights"][n, 0]], 0.0
     tokens = np.zeros((ROWS, TOKENS), int)
@@ -122,7 +127,7 @@ def loss(c, p, b):
     if not c.ctc_weight:
         return entropy / total
     probabilities = jax.nn.softmax(memory @ p["ctc"]["kernel"])
-    found = [ctc(probabilities[n, :there[n].sum()], b["target"][n, :counts[n]].tolist(), c.end) for n in rows]
+    found = [ctc(probabilities[n, :heard[n].sum()], b["target"][n, :counts[n]].tolist(), c.end) for n in rows]
     likelihood = sum(jnp.log(one) for one in found if one is not None)
     return ((1 - c.ctc_weight) * entropy - c.ctc_weight * likelihood) / total
 

@@ -27,11 +27,16 @@ from tests.tiers import slow_if
 
 CASES = {
     "data, fsdp, tensor": dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, train__accumulation=2),
-    "chunks, tensor": dict(mesh__tensor=4, model__audio_chunk=2, model__audio_chunks_back=1, train__remat="full"),
+    "chunks, context, tensor": dict(mesh__context=2, mesh__tensor=2, mesh__context_strategy="ring", train__remat="full",
+                                    model__audio_chunk=2, model__audio_chunks_back=1),
+    "stages, context, tensor": dict(mesh__stage=2, mesh__context=2, mesh__tensor=2, model__encoder_layers=2),
+    "uneven stages, silence": dict(mesh__stage=2, mesh__context=2, mesh__context_strategy="ulysses",
+                                   pipeline__schedule="zb_v", model__num_layers=1, model__encoder_layers=3,
+                                   model__mask_padding=False),
     "one device, without ctc": dict(model__ctc_weight=0.0),
     "zero": dict(mesh__data=2, mesh__fsdp=4, optimizer__zero_stage=3),
 }
-SLOW = ("data, fsdp, tensor", "chunks, tensor")
+SLOW = ("data, fsdp, tensor", "chunks, context, tensor", "stages, context, tensor")
 
 
 @functools.cache
@@ -91,10 +96,11 @@ def of(corpus, **keys):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_same_bits_and_is_transcribed_and_exported(corpus, tmp_path):
-    config = of(corpus, train__steps=4, checkpoint__every=2, data__buckets=[64])
-    one = jax.devices()[:1]
-    whole = jt.train(jt.build(config, devices=one), tmp_path / "whole")
-    parts = jt.train(jt.build(config, devices=one), resumed(tmp_path / "whole", tmp_path / "parts", last=4))
+    config = of(corpus, train__steps=4, checkpoint__every=2, data__buckets=[64], mesh__stage=2, mesh__context=2,
+                train__compiler_options={"xla_backend_optimization_level": 0})
+    run = jt.build(config, devices=jax.devices()[:4])
+    whole = jt.train(run, tmp_path / "whole")
+    parts = jt.train(run, resumed(tmp_path / "whole", tmp_path / "parts", last=4))
     assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, parts.params))))
     lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
     assert lines[-1].keys() == {"step", "eval_loss", "eval_perplexity"} and lines[0]["ctc"] > 0
@@ -131,13 +137,16 @@ def test_spec_augment_is_a_function_of_seed_step_and_row(corpus):
     (dict(model__ctc_weight=2.0), "model.ctc_weight: 2.0 is a share above 1; give one such as 0.3"),
     (dict(model__audio_chunks_back=2), "model.audio_chunks_back: it is read with model.audio_chunk only; set that"),
     (dict(data__seq_len=32, data__crop=True, data__buckets=[]), "data.seq_len: "),
-    (dict(mesh__context=2), "mesh.context: whisper attends to later tokens too, and its rows are not cut; set mesh."),
+    (dict(mesh__context=2, model__max_seq_len=6), "model.max_seq_len: the 6 tokens of the decoder in 4 parts: that do"),
+    (dict(mesh__context=2, mesh__tensor=2, data__seq_len=60, data__buckets=[60]), "data.seq_len: the 30 positions of "),
+    (dict(mesh__stage=2, pipeline__chunks=4, pipeline__schedule="interleaved"), "pipeline.chunks: 4 chunks on a stage"),
     (dict(evaluation__tasks=["a"]), "evaluation.tasks: it is for decoders of text, and whisper is not one; leave it"),
-    (dict(mesh__stage=2), ""), (dict(model__num_kv_heads=2), "model.num_kv_heads: 2 differs from model.num_heads=4;"),
+    (dict(model__num_kv_heads=2), "model.num_kv_heads: 2 differs from model.num_heads=4;"),
 ])
 def test_mistakes_are_told_in_one_line(corpus, keys, message):
     with pytest.raises(jt.UserError) as refusal:
-        jt.build(of(corpus, **keys), devices=2 if set(keys) & {"mesh__context", "mesh__stage"} else 1).train_batches
+        config = of(corpus, **keys)
+        jt.build(config, devices=math.prod(getattr(config.mesh, axis) for axis in AXES)).train_batches
     assert f"{refusal.value}".startswith(message)
 
 

@@ -38,6 +38,12 @@ def _small(memory):
     return dataclasses.replace(targets.TARGETS["h100"], memory=memory / 0.92)
 
 
+def test_stages_are_offered_for_the_layers_of_both_stacks():
+    """A decoder of 4 layers behind an encoder of 32."""
+    config = load_config("configs/whisper.py:large-v3-turbo")
+    assert {mesh["mesh.stage"] for mesh in search.meshes(config, targets.TARGETS["h100"], 64)} == {1, 2, 4, 8, 16, 32}
+
+
 @pytest.mark.slow
 def test_all_that_is_offered_fits_and_the_fastest_is_first(found):
     assert found.fitting

@@ -5,6 +5,8 @@ Keys and values are gathered over the devices that share a row; each device comp
 Shape suffixes: B batch, T and S sequence, H heads, K head width.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,12 +18,22 @@ from jaxtrain.sharding import rules as sharding
 
 def whole_rows(x: jax.Array, *names: str | None) -> jax.Array:
     """Gather an array [B, T, ...] over the devices that share a row; `names` are those of its further dimensions."""
-    mesh = jax.sharding.get_abstract_mesh()
-    inside = tuple(axis for axis in sharding.axes_over("seq") if axis not in sharding.free_axes(mesh))
-    if inside:  # of a surrounding pipeline; manual over the others, too: JAX 0.10 cannot lower its gradient among them
+    if inside := _around():  # manual over the others, too: JAX 0.10 cannot lower its gradient among them
         spec = jax.typeof(x).sharding.spec
         x = sharding.manual_region(lambda x: lax.all_gather(x, inside, axis=1, tiled=True), spec, spec)(x)
     return sharding.constrain(x, "batch", None, *names)
+
+
+def row_copies() -> int:
+    """Return how many devices of a surrounding pipeline compute alike what is computed of whole rows."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in _around())
+
+
+def _around() -> tuple[str, ...]:
+    """Return the axes that split a row and that a surrounding pipeline has made manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in sharding.axes_over("seq") if axis not in sharding.free_axes(mesh))
 
 
 @jax.named_scope("attention")

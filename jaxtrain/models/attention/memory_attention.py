@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.attention import HEADS
+from jaxtrain.kernels.attention.bidirectional import whole_rows
 from jaxtrain.kernels.functions import softmax
 from jaxtrain.models.attention.kv_cache import CACHE, Cache, kept
 from jaxtrain.models.attention.self_attention import Attention
@@ -23,7 +24,7 @@ def attend_to(q_BTHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, visible_B
 
     Each query must see a key. Where the mesh splits the sequence, each device has all keys.
     """
-    k_BSHK, v_BSHK = (sharding.constrain(x, HEADS[0], None, *HEADS[2:]) for x in (k_BSHK, v_BSHK))
+    k_BSHK, v_BSHK = (whole_rows(x, *HEADS[2:]) for x in (k_BSHK, v_BSHK))
     return _attend(q_BTHK, k_BSHK, v_BSHK, visible_BTS, "bshk")
 
 

@@ -1,9 +1,13 @@
 """Whisper: an encoder of log-mel frames, and a decoder of tokens that attends to it (Radford et al., arXiv 2212.04356).
 
+Both convolutions read neighbours: a position of the encoder three results of the first one, and so five frames. Each
+position has a copy of its five, so that a mesh may split positions as it splits tokens, with nothing to exchange.
+
 Shape suffixes: B batch, M frames of the input, C mels, S positions of the encoder (two frames each), T tokens,
 D embedding, V vocabulary.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,30 +23,33 @@ from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.models.attention.memory_attention import MemoryAttention
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Compute
-from jaxtrain.models.layers import INSIDE, RESIDUAL, Embed, GeluMLP, Head, LayerNorm, LearnedPositions, Linear, Stack
+from jaxtrain.models.layers import (
+    INSIDE,
+    RESIDUAL,
+    Embed,
+    GeluMLP,
+    Head,
+    LayerNorm,
+    LearnedPositions,
+    Linear,
+    Stack,
+    positioned,
+)
 from jaxtrain.models.rematerialization import wraps
 from jaxtrain.sharding import rules as sharding
 
-WHOLE = ("batch", None, "act_embed")  # of frames, of which each device has all: convolutions read their neighbours
+WIDTH, READ = 3, 5  # of a convolution; frames that a position of the encoder reads
 
 
 class Convolution(nnx.Module):
-    """A convolution of width 3 over time, as one product of each three neighbours with the weights."""
+    """A convolution over time, as one product of each three neighbours with the weights, and GELU."""
 
-    def __init__(self, given: int, dim: int, stride: int, *, rngs: nnx.Rngs):
-        self.stride = stride
-        self.linear = Linear("btwc,wcd->btd", (3, given, dim), (None, None, "embed"), WHOLE, bias=True, rngs=rngs)
+    def __init__(self, given: int, dim: int, *, rngs: nnx.Rngs):
+        axes = (None, None, "embed")
+        self.linear = Linear("btwc,wcd->btd", (WIDTH, given, dim), axes, RESIDUAL, bias=True, rngs=rngs)
 
-    def __call__(self, x_BMC: jax.Array) -> jax.Array:
-        """Return the convolution of the input with a frame of zeros on both sides."""
-        return self.inside(jnp.pad(x_BMC, ((0, 0), (1, 1), (0, 0))))
-
-    def inside(self, x_BMC: jax.Array) -> jax.Array:
-        """Return the convolution of the input, which has its neighbours on both sides already."""
-        positions = (x_BMC.shape[1] - 3) // self.stride + 1
-        last = (positions - 1) * self.stride + 1
-        neighbours = [x_BMC[:, n:n + last:self.stride] for n in range(3)]
-        return self.linear(jnp.stack(neighbours, 2))
+    def __call__(self, x_BS3C: jax.Array) -> jax.Array:
+        return exact_gelu(self.linear(x_BS3C))
 
 
 class EncoderBlock(nnx.Module):
@@ -70,7 +77,8 @@ class DecoderBlock(nnx.Module):
 
     def __init__(self, c: WhisperConfig, compute: Compute, rngs: nnx.Rngs):
         self.attention_norm, self.memory_norm, self.mlp_norm = (_norm(c, rngs) for _ in range(3))
-        self.attention = Attention(**_attention(c, c.num_layers), backend=compute.attention, rngs=rngs)
+        self.attention = Attention(**_attention(c, c.num_layers), backend=compute.attention, context=compute.context,
+                                   rngs=rngs)
         self.memory = MemoryAttention(**_attention(c, c.num_layers), rngs=rngs)
         self.mlp = GeluMLP(c.embed_dim, c.mlp_dim, out_std=_out_std(c.num_layers), rngs=rngs, kind=exact_gelu)
 
@@ -91,11 +99,12 @@ class DecoderBlock(nnx.Module):
 class Whisper(nnx.Module):
     """Frames and tokens to logits; `encode`, `decode` and `head` are separate so that no loss holds all logits."""
 
+    STACKS = ("encoder_blocks", "blocks")  # parameters that can be split over pipeline stages, in order
+
     def __init__(self, c: WhisperConfig, compute: Compute, *, rngs: nnx.Rngs):
         self.masks = c.mask_padding
         self.chunk, self.chunks_back, self.heads = c.audio_chunk, c.audio_chunks_back, (c.num_heads, c.head_dim)
-        self.first, self.second = (Convolution(given, c.embed_dim, stride, rngs=rngs)
-                                   for given, stride in ((c.mels, 1), (c.embed_dim, 2)))
+        self.first, self.second = (Convolution(given, c.embed_dim, rngs=rngs) for given in (c.mels, c.embed_dim))
         self.audio_positions = nnx.Param(sinusoids(c.audio_positions, c.embed_dim), axes=("positions", "embed"),
                                          compute_dtype="", update="")
         stack = partial(Stack, unroll=compute.unroll, rngs=rngs)
@@ -114,22 +123,57 @@ class Whisper(nnx.Module):
 
         Padding has no influence on it, or is silence to a model that does not mask it.
         """
-        x = sharding.constrain(features_BMC, "batch", None, None)
-        kept_BM = None if valid_BM is None else sharding.constrain(valid_BM != 0, "batch", None)
-        if kept_BM is not None and not self.masks:
-            x, kept_BM = silent_after(x, kept_BM), None
+        audio = self.windows(features_BMC, valid_BM)
+        return self.memory(self.encoder_blocks(self.begin(audio), self.seen(audio))[0])
 
-        def masked(x_BMC):
-            return x_BMC if kept_BM is None else x_BMC * kept_BM[..., None].astype(x_BMC.dtype)
+    # The parts of `encode`; a pipeline runs them on different stages.
+    def windows(self, features_BMC: jax.Array, valid_BM: jax.Array | None = None) -> dict[str, jax.Array]:
+        """Return what each position of the encoder reads.
 
-        x = masked(x)
-        x_BSD = exact_gelu(self.second(masked(exact_gelu(self.first(x)))))
-        x_BSD = sharding.constrain(x_BSD + self.positions_at(0, x_BSD.shape[1]), *RESIDUAL)
-        visible_BSS = None if kept_BM is None else kept_BM[:, None, ::2]
-        if self.chunk:
-            seen_SS = self.visible(np.arange(x_BSD.shape[1]), np.arange(x_BSD.shape[1]))[None]
-            visible_BSS = jnp.asarray(seen_SS) if visible_BSS is None else visible_BSS & seen_SS
-        x_BSD, _ = self.encoder_blocks(x_BSD, visible_BSS)
+        Returns:
+            its five `frames` [B, S, 5, C], which of these are `there`, its number `audio_at`, and, whole on the devices
+            that share a row, which positions are `heard`, being no padding.
+        """
+        rows, length = features_BMC.shape[:2]
+        count = -(-length // 2)
+        if count > (most := self.audio_positions[...].shape[0]):
+            raise UserError("model.audio_positions", f"{count} positions of audio are more than its {most}",
+                            "cut the audio into chunks, such as of 30 seconds")
+        x_BMC = sharding.constrain(features_BMC, "batch", None, None)
+        all_BM = sharding.constrain(jnp.ones((rows, length), bool), "batch", None)
+        kept_BM = heard_BM = all_BM if valid_BM is None else sharding.constrain(valid_BM != 0, "batch", None)
+        if not self.masks:
+            x_BMC, kept_BM = silent_after(x_BMC, kept_BM), all_BM
+
+        def five(x):
+            around = [(0, 0), (2, 2 * count + 1 - length), *[(0, 0)] * (x.ndim - 2)]
+            x = jnp.pad(x, around)
+            x = jnp.stack([x[:, n:n + 2 * count - 1:2] for n in range(READ)], 2)
+            return sharding.constrain(x, "batch", "seq", *(None,) * (x.ndim - 2))
+
+        at_BS = jnp.broadcast_to(jnp.arange(count), (rows, count))
+        return {"frames": five(x_BMC * kept_BM[..., None].astype(x_BMC.dtype)), "there": five(kept_BM),
+                "audio_at": sharding.constrain(at_BS, "batch", "seq"), "heard": heard_BM[:, ::2]}
+
+    def begin(self, audio: Mapping[str, jax.Array]) -> jax.Array:
+        """Return the encoder's first activations of what `windows` returned."""
+        x_BS5C = sharding.constrain(audio["frames"], "batch", "block_seq", None, None)
+        there_BS5 = sharding.constrain(audio["there"], "batch", "block_seq", None).astype(x_BS5C.dtype)
+        inner_BS3D = jnp.stack([self.first(x_BS5C[:, :, n:n + WIDTH]) * there_BS5[:, :, n + 1, None]
+                                for n in range(WIDTH)], 2)
+        return self.second(inner_BS3D) + positioned(self.audio_positions[...], audio["audio_at"])
+
+    def seen(self, audio: Mapping[str, jax.Array]) -> jax.Array | None:
+        """Return which positions of the encoder its positions attend to [B, S or 1, S]; None: all of them."""
+        heard_BS = audio["heard"]
+        visible_BSS = heard_BS[:, None] if self.masks else None
+        if not self.chunk:
+            return visible_BSS
+        seen_BSS = self.visible(audio["audio_at"], jnp.arange(heard_BS.shape[1]))
+        return seen_BSS if visible_BSS is None else visible_BSS & seen_BSS
+
+    def memory(self, x_BSD: jax.Array) -> jax.Array:
+        """Return what the decoder attends to, of the encoder's last activations."""
         return sharding.constrain(self.encoder_norm(x_BSD), *INSIDE)
 
     def begin_stream(self, first_B1C: jax.Array) -> dict[str, Any]:
@@ -140,12 +184,11 @@ class Whisper(nnx.Module):
         if not self.chunk:
             raise UserError("model.audio_chunk", "without it the encoder attends to what comes later, too",
                             "train with one such as 50: a second")
-        stack, (positions, dim) = self.encoder_blocks, self.audio_positions[...].shape
+        stack, positions = self.encoder_blocks, self.audio_positions[...].shape[0]
         held = self.chunk * (self.chunks_back or -(-positions // self.chunk))  # of the past, of all layers
-        rows = len(first_B1C)
-        past = jnp.zeros((stack.num_layers, rows, held, *self.heads), first_B1C.dtype)
-        return {"frames": jnp.concatenate([jnp.zeros_like(first_B1C), first_B1C], 1), "at": jnp.int32(0),
-                "inner": jnp.zeros((rows, 1, dim), first_B1C.dtype), "past": {"keys": past, "values": past}}
+        past = jnp.zeros((stack.num_layers, len(first_B1C), held, *self.heads), first_B1C.dtype)
+        return {"frames": jnp.pad(first_B1C, ((0, 0), (2, 0), (0, 0))), "at": jnp.int32(0),
+                "past": {"keys": past, "values": past}}
 
     def encode_next(self, state: dict[str, Any], frames_BMC: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
         """Return the memory of the next chunk, and the state after it.
@@ -154,28 +197,18 @@ class Whisper(nnx.Module):
         zeros behind the end.
         """
         frames, at = jnp.concatenate([state["frames"], frames_BMC], 1), state["at"]
-        inner = jnp.concatenate([state["inner"], exact_gelu(self.first.inside(frames))], 1)
-        x_BSD = exact_gelu(self.second.inside(inner)) + self.positions_at(at, self.chunk)
+        read_S5 = 2 * np.arange(self.chunk)[:, None] + np.arange(READ)
+        at_1S = at + jnp.arange(self.chunk)[None]
+        x_BSD = self.begin({"frames": frames[:, read_S5], "there": (read_S5 + 2 * at >= 2)[None], "audio_at": at_1S})
         held = state["past"]["keys"].shape[2]
         to_S = jnp.arange(held + self.chunk) - held + at
-        visible_BTS = (self.visible(at + jnp.arange(self.chunk), to_S) & (to_S >= 0))[None]
-        x_BSD, told = self.encoder_blocks(x_BSD, visible_BTS, cache=Cache(state["past"]))
-        return self.encoder_norm(x_BSD), {"frames": frames[:, -2:], "inner": inner[:, -1:], "at": at + self.chunk,
-                                          "past": told[CACHE]}
+        x_BSD, told = self.encoder_blocks(x_BSD, self.visible(at_1S, to_S) & (to_S >= 0), cache=Cache(state["past"]))
+        return self.memory(x_BSD), {"frames": frames[:, -3:], "at": at + self.chunk, "past": told[CACHE]}
 
-    def visible(self, of_T: Any, to_S: Any) -> Any:
-        """Return which positions of the encoder see which others [T, S], where they attend by chunks."""
-        back_TS = (of_T // self.chunk)[:, None] - (to_S // self.chunk)[None]
-        return (back_TS >= 0) & ((back_TS <= self.chunks_back) if self.chunks_back else True)
-
-    def positions_at(self, first: Any, count: int) -> jax.Array:
-        """Return the positions of the encoder from `first` on."""
-        weights = self.audio_positions[...]
-        if count > weights.shape[0]:
-            raise UserError("model.audio_positions", f"{count} positions of audio are more than its "
-                            f"{weights.shape[0]}", "cut the audio into chunks, such as of 30 seconds")
-        table = sharding.gather(weights, "positions", "embed")
-        return jax.lax.dynamic_slice_in_dim(table, first, count)[None]
+    def visible(self, of_BT: jax.Array, to_S: jax.Array) -> jax.Array:
+        """Return which positions of the encoder see which others [B, T, S], where they attend by chunks."""
+        back_BTS = (of_BT // self.chunk)[..., None] - to_S // self.chunk
+        return (back_BTS >= 0) & ((back_BTS <= self.chunks_back) if self.chunks_back else True)
 
     def decode(self, tokens_BT: jax.Array, memory_BSD: jax.Array | None, valid_BS: jax.Array | None = None,
                first: Any = 0, cache: Cache | None = None) -> tuple[jax.Array, Any]:
@@ -187,12 +220,31 @@ class Whisper(nnx.Module):
             valid_BS: which of its positions are not padding; a model that does not mask padding reads them all.
         """
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]) + first, tokens_BT.shape)
-        x_BTD = self.embed(tokens_BT) + self.positions(positions_BT)
-        visible_BTS = None
-        if valid_BS is not None and self.masks:
-            visible_BTS = sharding.constrain(valid_BS != 0, "batch", None)[:, None]
-        x_BTD, told = self.blocks(x_BTD, memory_BSD, visible_BTS, cache=cache)
-        return sharding.constrain(self.norm(x_BTD), *INSIDE), told.get(CACHE)
+        visible_BTS = valid_BS[:, None] != 0 if valid_BS is not None and self.masks else None
+        x_BTD, told = self.blocks(self.read(tokens_BT, positions_BT), memory_BSD, visible_BTS, cache=cache)
+        return self.finish(x_BTD), told.get(CACHE)
+
+    # The parts of `decode`.
+    def read(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Return the embeddings of tokens."""
+        return self.embed(tokens_BT) + self.positions(positions_BT)
+
+    def through(self, x: tuple[jax.Array, jax.Array], audio: Mapping[str, jax.Array],
+                slots: Mapping[str, Any] | None = None) -> tuple[jax.Array, jax.Array]:
+        """Apply all layers, or those in the `slots` of a stage, to the activations of the encoder and of the decoder.
+
+        Those of the encoder stay as they are where all of its layers come before: so they reach every layer of the
+        decoder.
+        """
+        (x_BSD, x_BTD), slots = x, slots or {}
+        x_BSD, _ = self.encoder_blocks(x_BSD, self.seen(audio), slots=slots.get("encoder_blocks"))
+        visible_BTS = audio["heard"][:, None] if self.masks else None
+        x_BTD, _ = self.blocks(x_BTD, self.memory(x_BSD), visible_BTS, slots=slots.get("blocks"))
+        return x_BSD, x_BTD
+
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """Apply the last norm."""
+        return sharding.constrain(self.norm(x_BTD), *INSIDE)
 
     def head(self) -> jax.Array:
         """Return the output projection w_DV, laid out as at rest: the embedding table."""

@@ -38,6 +38,7 @@ class Parts:
     # those arrays of all rows, batch -> summed loss and further sums: for a loss that compares rows with one another
     together: Callable[[Any, Any], tuple[jax.Array, Sums]] | None = None
     side_by_side: bool = False  # activations are a pair or more, of which each passes through a stack of its own
+    shared: tuple[str, ...] = ()  # the parameter keys that are no stacks and that `middle` uses
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
         """Run all parts without a pipeline; return the summed loss, its weight and further sums."""
@@ -132,8 +133,9 @@ class Stage:
 
     def tick(self, carry: Carry, row: jax.Array) -> tuple[Carry, None]:
         """Receive what neighbours sent in the previous tick, do what the table says, and leave outputs to be sent."""
-        came = {ring: lax.ppermute(carry[ring], "stage", [(i, (i + step) % self.stages) for i in range(self.stages)])
-                for ring, step in (("right", 1), ("left", -1))}
+        came = {ring: jax.tree.map(lambda x, step=step: lax.ppermute(
+            x, "stage", [(i, (i + step) % self.stages) for i in range(self.stages)]), carry[ring])
+            for ring, step in (("right", 1), ("left", -1))}
         if self.latency == 1:
             carry = self.receive(carry, row, came)
         for kind, do in zip("FBW", (self.forward, self.backward, self.weigh), strict=True):
@@ -169,11 +171,12 @@ class Stage:
         here, weights = self.position[chunk], pick(self.layers, chunk)
         rest, kernels = take(weights, self.rooms())
 
-        def middle(rest, rooms, x):
-            y, penalty, sums = self.middle(chunk, put(rest, self._deferred(kernels, rooms)), x, micro)
+        def middle(rest, rooms, x, shared):
+            y, penalty, sums = self.middle(chunk, put(rest, self._deferred(kernels, rooms)), x, micro, shared)
             return (y, penalty), sums
 
-        (y, penalty), pull, sums = jax.vjp(middle, rest, self.rooms(), pick(carry["acts"], row[Column.B_IN]),
+        shared = {key: self.outer[key] for key in self.parts.shared if key in self.outer}
+        (y, penalty), pull, sums = jax.vjp(middle, rest, self.rooms(), pick(carry["acts"], row[Column.B_IN]), shared,
                                            has_aux=True)
 
         def at_the_end(grads):
@@ -186,7 +189,8 @@ class Stage:
             return self.no_end(chunk, weights, micro), grads, pick(carry["grads"], row[Column.B_GRAD])
 
         end, outer_grads, dy = lax.cond(here == self.last, at_the_end, elsewhere, carry["outer_grads"])
-        d_rest, pairs, dx = pull((dy, self.seed))
+        d_rest, pairs, dx, d_shared = pull((dy, self.seed))
+        outer_grads |= add({key: outer_grads[key] for key in shared}, d_shared)
 
         def at_the_beginning(grads):
             _, pull = jax.vjp(lambda outer: self.parts.begin(self.all_of(chunk, weights, outer), micro), self.outer)
@@ -249,10 +253,10 @@ class Stage:
             lambda slots, x: lax.dynamic_update_index_in_dim(slots, x, row[column], 0), carry[slots], x)}
 
     # -------------------------------------------------------------------------------------------------------- weights
-    def middle(self, chunk: Any, weights: Any, x: Any, micro: Any) -> tuple[Any, jax.Array, Sums]:
-        """Apply the layers of one chunk."""
+    def middle(self, chunk: Any, weights: Any, x: Any, micro: Any, shared: Any = None) -> tuple[Any, jax.Array, Sums]:
+        """Apply the layers of one chunk. `shared`: the trained parameters of `Parts.shared`, if not the stage's own."""
         slots = {key: held.of_chunk(chunk) for key, held in self.slots.items()}
-        return self.parts.middle(self.all_of(chunk, weights, self.outer), x, micro, slots)
+        return self.parts.middle(self.all_of(chunk, weights, self.outer | (shared or {})), x, micro, slots)
 
     def all_of(self, chunk: Any, weights: Any, outer: Any) -> Any:
         """Return trained and frozen parameters of one chunk, and of everything that is not a layer."""
