@@ -90,6 +90,16 @@ def _everywhere(n: int, tokens: int) -> jax.Array:
     return jnp.stack([balanced_order(device, n, tokens // n) for device in range(n)])
 
 
+def whole_rows(x: jax.Array, *names: str | None) -> jax.Array:
+    """Gather an array [B, T, ...] over the devices that share a row; `names` are those of its further dimensions."""
+    mesh = jax.sharding.get_abstract_mesh()
+    inside = tuple(axis for axis in sharding.axes_over("seq") if axis not in sharding.free_axes(mesh))
+    if inside:  # of a surrounding pipeline; manual over the others, too: JAX 0.10 cannot lower its gradient among them
+        spec = jax.typeof(x).sharding.spec
+        x = sharding.manual_region(lambda x: lax.all_gather(x, inside, axis=1, tiled=True), spec, spec)(x)
+    return sharding.constrain(x, "batch", None, *names)
+
+
 # ----------------------------------------------------------------------------------------------------------- attention
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, *, window: int,

@@ -48,20 +48,20 @@ class Convolution(nnx.Module):
 class EncoderBlock(nnx.Module):
     """A pre-norm residual block whose positions attend to each other, then an MLP."""
 
-    def __init__(self, c: WhisperConfig, rngs: nnx.Rngs):
+    def __init__(self, c: WhisperConfig, compute: Compute, rngs: nnx.Rngs):
         self.attention_norm, self.mlp_norm = _norm(c, rngs), _norm(c, rngs)
-        self.attention = MemoryAttention(**_attention(c, c.encoder_layers), rngs=rngs)
+        self.attention = MemoryAttention(**_attention(c, c.encoder_layers), backend=compute.attention, rngs=rngs)
         self.mlp = GeluMLP(c.embed_dim, c.mlp_dim, out_std=_out_std(c.encoder_layers), rngs=rngs, kind=exact_gelu)
 
-    def __call__(self, x_BSD: jax.Array, visible_BSS: jax.Array | None,
+    def __call__(self, x_BSD: jax.Array, visible: jax.Array | None,
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         """Return the activations; with a cache, also the keys and values that the next chunk attends to."""
         h, told = sharding.enter(self.attention_norm(x_BSD), INSIDE, shared_by=self.attention.shared_by), {}
         if cache is None:
-            y_BSD, _ = self.attention(h, h, visible_BSS)
+            y_BSD, _ = self.attention(h, h, visible)
         else:
-            assert visible_BSS is not None
-            y_BSD, told[CACHE] = self.attention.carry_on(h, cache.entries, visible_BSS)
+            assert visible is not None
+            y_BSD, told[CACHE] = self.attention.carry_on(h, cache.entries, visible)
         return _with_mlp(self, x_BSD + y_BSD), told
 
 
@@ -71,10 +71,10 @@ class DecoderBlock(nnx.Module):
     def __init__(self, c: WhisperConfig, compute: Compute, rngs: nnx.Rngs):
         self.attention_norm, self.memory_norm, self.mlp_norm = (_norm(c, rngs) for _ in range(3))
         self.attention = Attention(**_attention(c, c.num_layers), backend=compute.attention, rngs=rngs)
-        self.memory = MemoryAttention(**_attention(c, c.num_layers), rngs=rngs)
+        self.memory = MemoryAttention(**_attention(c, c.num_layers), backend=compute.attention, rngs=rngs)
         self.mlp = GeluMLP(c.embed_dim, c.mlp_dim, out_std=_out_std(c.num_layers), rngs=rngs, kind=exact_gelu)
 
-    def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array | None, visible_BTS: jax.Array | None,
+    def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array | None, visible_BS: jax.Array | None,
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         """Return the activations; with a cache, also its new entries under `own` and `memory`."""
         h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
@@ -83,7 +83,7 @@ class DecoderBlock(nnx.Module):
         h = sharding.enter(self.memory_norm(x_BTD), INSIDE, shared_by=("act_heads",))
         if memory_BSD is not None:
             memory_BSD = sharding.enter(memory_BSD, INSIDE, shared_by=("act_kv_heads",))
-        y_BTD, seen = self.memory(h, memory_BSD, visible_BTS, cache and cache.of("memory"))
+        y_BTD, seen = self.memory(h, memory_BSD, visible_BS, cache and cache.of("memory"))
         told = {} if cache is None else {CACHE: {"own": own[CACHE], "memory": seen[CACHE]}}
         return _with_mlp(self, x_BTD + y_BTD), told
 
@@ -99,7 +99,7 @@ class Whisper(nnx.Module):
         self.audio_positions = nnx.Param(sinusoids(c.audio_positions, c.embed_dim), axes=("positions", "embed"),
                                          compute_dtype="", update="")
         stack = partial(Stack, unroll=compute.unroll, rngs=rngs)
-        self.encoder_blocks = stack(lambda rngs: EncoderBlock(c, rngs), c.encoder_layers,
+        self.encoder_blocks = stack(lambda rngs: EncoderBlock(c, compute, rngs), c.encoder_layers,
                                     remat=wraps(compute.remat, c.encoder_layers, compute.unroll))
         self.encoder_norm = _norm(c, rngs)
         self.ctc = Head(c.vocab_size, c.embed_dim, rngs=rngs) if c.ctc_weight else None
@@ -125,11 +125,11 @@ class Whisper(nnx.Module):
         x = masked(x)
         x_BSD = exact_gelu(self.second(masked(exact_gelu(self.first(x)))))
         x_BSD = sharding.constrain(x_BSD + self.positions_at(0, x_BSD.shape[1]), *RESIDUAL)
-        visible_BSS = None if kept_BM is None else kept_BM[:, None, ::2]
+        visible = None if kept_BM is None else kept_BM[:, ::2]
         if self.chunk:
-            seen_SS = self.visible(np.arange(x_BSD.shape[1]), np.arange(x_BSD.shape[1]))[None]
-            visible_BSS = jnp.asarray(seen_SS) if visible_BSS is None else visible_BSS & seen_SS
-        x_BSD, _ = self.encoder_blocks(x_BSD, visible_BSS)
+            seen_1SS = self.visible(np.arange(x_BSD.shape[1]), np.arange(x_BSD.shape[1]))[None]
+            visible = jnp.asarray(seen_1SS) if visible is None else visible[:, None] & seen_1SS
+        x_BSD, _ = self.encoder_blocks(x_BSD, visible)
         return sharding.constrain(self.encoder_norm(x_BSD), *INSIDE)
 
     def begin_stream(self, first_B1C: jax.Array) -> dict[str, Any]:
@@ -188,10 +188,10 @@ class Whisper(nnx.Module):
         """
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]) + first, tokens_BT.shape)
         x_BTD = self.embed(tokens_BT) + self.positions(positions_BT)
-        visible_BTS = None
+        visible_BS = None
         if valid_BS is not None and self.masks:
-            visible_BTS = sharding.constrain(valid_BS != 0, "batch", None)[:, None]
-        x_BTD, told = self.blocks(x_BTD, memory_BSD, visible_BTS, cache=cache)
+            visible_BS = sharding.constrain(valid_BS != 0, "batch", None)
+        x_BTD, told = self.blocks(x_BTD, memory_BSD, visible_BS, cache=cache)
         return sharding.constrain(self.norm(x_BTD), *INSIDE), told.get(CACHE)
 
     def head(self) -> jax.Array:
