@@ -274,7 +274,7 @@ def _flops(instruction: Instruction, made: Program) -> float:
         # and a window it was not measured.)
         window = re.search(r'"sliding_window_length":"?[1-9]', instruction.text)
         both_ways = re.search(r'"mask_type":"(NO_MASK|PADDING)"', instruction.text)
-        pairs = T * keys[1] / (1 if both_ways or "ScaleBias" in target and not window else 2)
+        pairs = T * keys[1] / (1 if both_ways or ("ScaleBias" in target and not window) else 2)
         return (5 if "Backward" in target else 2) * 2.0 * B * H * pairs * K
     else:
         return 0.0

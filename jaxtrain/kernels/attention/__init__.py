@@ -1,4 +1,4 @@
-"""Attention, causal or both ways: one entry point with a backend per platform; an unsupported request is refused by name.
+"""Attention: one entry point with a backend per platform; an unsupported request is refused by name.
 
 `attend` works alone on arrays; on an explicit mesh it keeps the layout of heads and rows that the rules give it.
 
@@ -6,6 +6,7 @@ Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K h
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,8 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
         return checkpoint_name(out_BTHK, "attention")
     heads = sharding.activation_spec(*HEADS)  # the kernels name what policies keep themselves
     keys = (sharding.activation_spec("batch", None, *HEADS[2:]), sharding.activation_spec("batch", None))
-    return by_device(backend, heads, sharding.activation_spec("batch", "seq"), window, soft_cap, keys if others else ())(
+    rows = sharding.activation_spec("batch", "seq")
+    return by_device(backend, heads, rows, window, soft_cap, keys if others else ())(
         q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H, *(key_segments_BS,) * others)
 
 
@@ -98,8 +100,8 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
     def reason(name):
         sunk = sinks and name == "cudnn" and "it has no attention sinks"
         apart = bool(key_len) and name == "mosaic" and "its keys are those of the queries' own tokens"
-        found = (_REFUSALS[name](platform, dtype, length, head_dim, soft_cap) for length in (seq_len, key_len) if length)
-        return next(filter(None, found), "") or sunk or tiled or apart
+        refusal = partial(_REFUSALS[name], platform, dtype, head_dim=head_dim, soft_cap=soft_cap)
+        return refusal(seq_len=seq_len) or refusal(seq_len=key_len or seq_len) or sunk or tiled or apart
 
     if asked == "auto":
         shortest = min(seq_len, key_len or seq_len)

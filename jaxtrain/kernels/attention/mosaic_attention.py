@@ -26,7 +26,7 @@ from jaxtrain.sharding import rules as sharding
 
 INTERPRET: Any = None  # tests: parameters of Pallas's interpreter, with which the kernels run anywhere
 BLOCK = 128  # queries or keys of a block of threads: sequences are padded to a multiple
-WIDTHS = (64, 128)  # of heads; narrower ones are padded
+NARROWEST, WIDTHS = 64, (64, 128)  # of heads, which are padded to one of these widths
 LN2 = math.log(2)  # the kernels' exponentials have the base 2, and so has their log-sum-exp
 
 
@@ -38,7 +38,7 @@ def refusal(platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, soft_c
         "CUDA 12.8 and 12.9.0 are known to compile causal kernels wrongly": here and 12080 <= _cuda_version() < 12091,
         f"it needs JAX 0.11 or newer, and this is {jax.__version__}": jax.__version_info__ < (0, 11),
         f"it computes in bfloat16 or float16, not {dtype}": not INTERPRET and dtype not in (jnp.bfloat16, jnp.float16),
-        f"head_dim={head_dim} is over {WIDTHS[-1]}": head_dim > WIDTHS[-1],
+        f"head_dim={head_dim} is not {NARROWEST} to {WIDTHS[-1]}": not NARROWEST <= head_dim <= WIDTHS[-1],
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 
@@ -96,20 +96,23 @@ def _results(options: Options, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax
              first_BNT: jax.Array) -> tuple[jax.Array, jax.Array]:
     from jaxtrain.kernels.attention import mosaic_forward as kernels  # imports Pallas
 
-    return kernels.forward(q_BTHK, k_BTGK, v_BTGK, first_BNT, soft_cap=options[1], scale=options[2], name="mosaic_attention_fwd",
-                           interpret=INTERPRET)
+    return kernels.forward(q_BTHK, k_BTGK, v_BTGK, first_BNT, name="mosaic_attention_fwd", **_keywords(options))
 
 
 def _by_queries(options: Options, *arrays: jax.Array) -> jax.Array:
     from jaxtrain.kernels.attention import mosaic_backward as kernels
 
-    return kernels.by_queries(*arrays, soft_cap=options[1], scale=options[2], name="mosaic_attention_dq", interpret=INTERPRET)
+    return kernels.by_queries(*arrays, name="mosaic_attention_dq", **_keywords(options))
 
 
 def _by_keys_and_values(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     from jaxtrain.kernels.attention import mosaic_backward as kernels
 
-    return kernels.by_keys_and_values(*arrays, soft_cap=options[1], scale=options[2], name="mosaic_attention_dkv", interpret=INTERPRET)
+    return kernels.by_keys_and_values(*arrays, name="mosaic_attention_dkv", **_keywords(options))
+
+
+def _keywords(options: Options) -> dict[str, Any]:
+    return {"soft_cap": options[1], "scale": options[2], "interpret": INTERPRET}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -45,7 +45,8 @@ def flops(name: str, shapes: list[tuple[int, ...]], window: int = 0, filled: int
     """Return the FLOP of these operations on arguments of these shapes: queries [B, T, H, K], then keys and values; or
     rows [R, K] and weights of groups [G, K, N], or two arrays of rows.
 
-    `window`: the tokens that a query may look back on, itself included; 0: all; BOTH_WAYS: all others too. `filled`: the rows that are in groups.
+    `window`: the tokens that a query may look back on, itself included; 0: all; BOTH_WAYS: later ones, too. `filled`:
+    the rows that are in groups.
     `turned`: whether the two arrays of rows are transposed.
     """
     if name == ROWS_BY_GROUP:
@@ -133,7 +134,7 @@ def _attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments
                soft_cap: float, sinks_H: None, key_segments_BS: Any = None) -> jax.Array:
     assert not soft_cap and sinks_H is None, "refused before"
     keys_BS = segments_BT if key_segments_BS is None else key_segments_BS
-    if keys_BS is None or keys_BS.dtype == bool and window == BOTH_WAYS:  # none, or lengths
+    if keys_BS is None or (keys_BS.dtype == bool and window == BOTH_WAYS):  # none, or lengths
         return _kernel(window, q_BTHK, k_BSGK, v_BSGK)
     same = segments_BT[:, None, :, None] == keys_BS[:, None, None, :]
     mask = jnp.where(same, jnp.zeros((), q_BTHK.dtype), -1e30)  # like JAX's mask for cuDNN
