@@ -273,7 +273,7 @@ def _flops(instruction: Instruction, made: Program) -> float:
         # Two products forward, five backward; causal, so about half of the pairs, unless there is a mask. (With a mask
         # and a window it was not measured.)
         window = re.search(r'"sliding_window_length":"?[1-9]', instruction.text)
-        both_ways = re.search(r'"mask_type":"(NO_MASK|PADDING)"', instruction.text)
+        both_ways = "cudnn_fmha_backend_config" in instruction.text and 'CAUSAL"' not in instruction.text
         pairs = T * keys[1] / (1 if both_ways or ("ScaleBias" in target and not window) else 2)
         return (5 if "Backward" in target else 2) * 2.0 * B * H * pairs * K
     else:

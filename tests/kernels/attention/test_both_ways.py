@@ -16,7 +16,7 @@ import pytest
 
 from jaxtrain.errors import UserError
 from jaxtrain.kernels import attention
-from jaxtrain.plan import targets
+from jaxtrain.plan import instructions, targets
 from jaxtrain.plan.compiler import devices_of
 from jaxtrain.sharding import rules as sharding
 from tests.kernels.interpreted import needs_mosaic
@@ -223,3 +223,5 @@ def test_no_scores_are_in_memory(target, backend, T, S, K, packed, kernels, monk
     assert sizes[largest] < B * H * T * S, f"there is an array of shape [{largest}]"
     called = re.findall(r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*|__cudnn\$fmha\w*)"', text)
     assert len(called) == kernels, called
+    counted = sum(one.flops for one in instructions.program(text).instructions.values() if one.attention)
+    assert counted >= 2 * 7 * B * H * T * S * K, "jaxtrain.plan leaves out pairs"
