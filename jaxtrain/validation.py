@@ -190,7 +190,7 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
     with sharding.use(mesh, rules, platform):
         choose_backend(config.train.attention, kind, dtype, config.data.seq_len,
                        config.model.head_dim + config.model.rope_head_dim, strategy, packed=True,
-                       sinks=config.model.sinks, causal=config.model.causal)
+                       sinks=config.model.sinks)
     experts.check(config, mesh, rules, dtype, platform)
     return make_schedules(config.pipeline, stages, microbatches) if stages > 1 else None
 

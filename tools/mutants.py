@@ -39,7 +39,7 @@ MUTANTS = {
         "kernels/attention/xla_attention.py", "mask = (behind >= 0)[None]", "mask = (behind >= -1)[None]",
         (ATTENTION, EQUAL)),
     "documents_see_each_other": Mutant(
-        "kernels/attention/xla_attention.py", "mask &= segments_BT[:, :, None] == segments_BT[:, None, :]", "pass",
+        "kernels/attention/xla_attention.py", "return mask if keys_BS is None else mask & keys_BS", "return mask",
         (ATTENTION, EQUAL)),
     "rotary_turned_backwards": Mutant(
         "models/attention/rotary.py", "[a * cos - b * sin, b * cos + a * sin]",

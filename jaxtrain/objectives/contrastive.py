@@ -17,11 +17,11 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.vision_keys import DualEncoderConfig
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.errors import UserError
-from jaxtrain.kernels.attention.bidirectional import whole_rows
 from jaxtrain.models.vision import pooling
 from jaxtrain.models.vision.dual_encoder import STACKS
 from jaxtrain.objectives.objective import OfTheModelAlone, without_z_loss
 from jaxtrain.parallel.all_pairs import all_pairs, count_matched
+from jaxtrain.parallel.context import whole_rows
 from jaxtrain.parallel.pipeline.stage import Parts
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition

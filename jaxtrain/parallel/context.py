@@ -90,6 +90,26 @@ def _everywhere(n: int, tokens: int) -> jax.Array:
     return jnp.stack([balanced_order(device, n, tokens // n) for device in range(n)])
 
 
+def whole_rows(x: jax.Array, *names: str | None) -> jax.Array:
+    """Gather an array [B, T, ...] over the devices that share a row; `names` are those of its further dimensions."""
+    if inside := _around():  # manual over the others, too: JAX 0.10 cannot lower its gradient among them
+        spec = jax.typeof(x).sharding.spec
+        x = sharding.manual_region(lambda x: lax.all_gather(x, inside, axis=1, tiled=True), spec, spec)(x)
+    return sharding.constrain(x, "batch", None, *names)
+
+
+def row_copies() -> int:
+    """Return how many devices of a surrounding pipeline compute alike what is computed of whole rows."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in _around())
+
+
+def _around() -> tuple[str, ...]:
+    """Return the axes that split a row and that a surrounding pipeline has made manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in sharding.axes_over("seq") if axis not in sharding.free_axes(mesh))
+
+
 # ----------------------------------------------------------------------------------------------------------- attention
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, *, window: int,

@@ -262,7 +262,7 @@ def _flops(instruction: Instruction, made: Program) -> float:
     elif instruction.attention and "fmha" not in target:
         arrays = [made.instructions[name].arrays[0] for name in instruction.operands if name in made.instructions]
         rows = [dims for dtype, dims in arrays if len(dims) > 2 and dtype in ("bf16", "f16", "f32")]
-        window = re.search(r"\bwindow_(\d+)", instruction.path)
+        window = re.search(r"\bwindow_(-?\d+)", instruction.path)
         count = mosaic_flops if instruction.own else splash_flops
         return count(phase_of(instruction.path), rows, int(window[1]) if window else 0)
     elif "fmha" in target:
@@ -273,7 +273,8 @@ def _flops(instruction: Instruction, made: Program) -> float:
         # Two products forward, five backward; causal, so about half of the pairs, unless there is a mask. (With a mask
         # and a window it was not measured.)
         window = re.search(r'"sliding_window_length":"?[1-9]', instruction.text)
-        pairs = T * keys[1] / (1 if "ScaleBias" in target and not window else 2)
+        both_ways = "cudnn_fmha_backend_config" in instruction.text and 'CAUSAL"' not in instruction.text
+        pairs = T * keys[1] / (1 if both_ways or ("ScaleBias" in target and not window) else 2)
         return (5 if "Backward" in target else 2) * 2.0 * B * H * pairs * K
     else:
         return 0.0

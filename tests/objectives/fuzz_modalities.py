@@ -28,6 +28,7 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     "picture_flow": [dict(num_layers=2), dict(num_layers=1)],
 }
 FAMILIES, CHEAP = tuple(SHAPES), ("events", "clips", "picture_flow")  # of one stack, drawn twice as often
+BOTH_WAYS = ("clips", "whisper", "siglip", "picture_flow")  # families whose encoders are what a kernel computes
 WITHOUT_VOCAB = ("clips", "picture_flow")
 FROZEN = {"events": ["embed/*"], "clips": ["project/*"], "whisper": ["encoder_blocks/*", "first/*", "second/*"],
           "siglip": ["picture/*"], "clip": ["text/*"], "vision_language": ["picture/*"], "picture_flow": ["labels"]}
@@ -71,6 +72,9 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     axes = [axis for axis in ("data", "fsdp") if sizes[axis] > 1 and (axis == "data" or keys["mesh.rules"] == "data")]
     if family not in ("siglip", "clip") and sizes["stage"] == 1 and axes and rng.random() < 0.6:
         keys |= compression(rng) | {"compression.axis": axes[-1], "optimizer.zero_stage": 0}
+    kernel = family in BOTH_WAYS and keys["train.precision"] != "float16" and rng.random() < 0.1
+    if kernel and (sizes["context"] == 1 or keys["mesh.context_strategy"] == "ulysses"):
+        keys["train.attention"] = "splash"  # interpreted
     return keys
 
 

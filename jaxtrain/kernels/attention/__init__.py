@@ -1,4 +1,4 @@
-"""Causal attention: one entry point with a backend per platform; an unsupported request is refused by name.
+"""Attention: one entry point with a backend per platform; an unsupported request is refused by name.
 
 `attend` works alone on arrays; on an explicit mesh it keeps the layout of heads and rows that the rules give it.
 
@@ -6,6 +6,7 @@ Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K h
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.attention import cudnn_attention, mosaic_attention, splash_attention, xla_attention
+from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
 from jaxtrain.sharding import rules as sharding
 
 HEADS = ("batch", "seq", "act_heads", "act_head_dim")
 KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
-# Of a device's own arrays: attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H).
+# Of a device's own arrays: attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H, key_segments_BS).
 BACKENDS: dict[str, Callable[..., jax.Array]] = {
     "xla": xla_attention.attention, "cudnn": cudnn_attention.attention, "mosaic": mosaic_attention.attention,
     "splash": splash_attention.attention}
@@ -28,65 +30,83 @@ _PADDING = {"mosaic": mosaic_attention.BLOCK, "splash": splash_attention.LANES} 
 
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
-           window: int = 0, soft_cap: float = 0.0, sinks_H: jax.Array | None = None,
-           causal: bool = True, backend: str = "auto") -> jax.Array:
+           key_segments_BS: jax.Array | None = None, window: int = 0, soft_cap: float = 0.0,
+           sinks_H: jax.Array | None = None, causal: bool = True, backend: str = "auto") -> jax.Array:
     """Return attention over keys of the same segment: causal, of the last `window` tokens if given, or both ways.
+
+    Segments that are booleans say which tokens are not padding, which comes last; what padding gets is not defined.
 
     Args:
         q_BTHK: queries; they are divided by the square root of K here.
         k_BSGK: keys, of as many heads or fewer (grouped-query attention).
         v_BSGK: values, which may have another width.
         segments_BT: the document of each token, in rows of several; tokens see only their own.
+        key_segments_BS: that of each key, where keys are others than the queries' own tokens; booleans without
+            `segments_BT`: every query sees those that are not padding.
         window: how many tokens a query looks back on, itself included; 0: all.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`; 0: they stay.
         sinks_H: the score of each head's sink (sinks.py); None: there is none.
-        causal: False: tokens see later ones too, which `xla` alone computes.
+        causal: False: tokens see later ones too.
         backend: `auto`, `xla`, `cudnn` (NVIDIA GPUs), `mosaic` (H100 and H200) or `splash` (TPUs; interpreted on CPUs,
             to check its numbers).
     """
+    others = (key_segments_BS is not None or k_BSGK.shape[1] != q_BTHK.shape[1]
+              or (not causal and bool(sharding.axes_over("seq"))))
+    packed = segments_BT is not None and (causal or segments_BT.dtype != bool)
+    window = window if causal else BOTH_WAYS
     backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3],
-                             soft_cap=soft_cap, packed=segments_BT is not None, sinks=sinks_H is not None,
-                             causal=causal)
+                             soft_cap=soft_cap, packed=packed, sinks=sinks_H is not None,
+                             key_len=k_BSGK.shape[1] if others else 0)
     if sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
         # Fewer key/value heads than devices: each device takes those that its query heads attend to.
         repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
-        k_BSGK, v_BSGK = (sharding.constrain(jnp.repeat(x, repeats, axis=2), *HEADS) for x in (k_BSGK, v_BSGK))
+        along = None if others else "seq"
+        k_BSGK, v_BSGK = (sharding.constrain(jnp.repeat(x, repeats, axis=2), "batch", along, *HEADS[2:])
+                          for x in (k_BSGK, v_BSGK))
     if backend == "xla":
-        out_BTHK = BACKENDS["xla"](q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H, causal)
+        out_BTHK = BACKENDS["xla"](q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H, key_segments_BS)
         return checkpoint_name(out_BTHK, "attention")
     heads = sharding.activation_spec(*HEADS)  # the kernels name what policies keep themselves
-    return by_device(backend, heads, sharding.activation_spec("batch", "seq"), window, soft_cap)(
-        q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H)
+    keys = (sharding.activation_spec("batch", None, *HEADS[2:]), sharding.activation_spec("batch", None))
+    rows = sharding.activation_spec("batch", "seq")
+    return by_device(backend, heads, rows, window, soft_cap, keys if others else ())(
+        q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H, *(key_segments_BS,) * others)
 
 
-def by_device(backend: str, heads: jax.P | None, rows: jax.P | None, window: int,
-              soft_cap: float = 0.0) -> Callable[..., jax.Array]:
-    """Return a backend's attention for arrays with these specs by head and by token; None: without a mesh."""
-    def local(q, k, v, segments, sinks):
-        return BACKENDS[backend](q, k, v, segments, window, soft_cap, sinks)
+def by_device(backend: str, heads: jax.P | None, rows: jax.P | None, window: int, soft_cap: float = 0.0,
+              keys: tuple[jax.P | None, ...] = ()) -> Callable[..., jax.Array]:
+    """Return a backend's attention for arrays with these specs by head and by token; None: without a mesh.
 
-    specs = (heads, heads, heads, rows, heads and jax.P(heads[2]))
+    `keys`: both specs for keys that are others than the queries' own tokens, and whose segments are then given, too.
+    """
+    def local(q, k, v, segments, sinks, key_segments=None):
+        return BACKENDS[backend](q, k, v, segments, window, soft_cap, sinks, key_segments)
+
+    key_heads = keys[0] if keys else heads
+    specs = (heads, key_heads, key_heads, rows, heads and jax.P(heads[2]), *keys[1:])
     return local if heads is None else sharding.manual_region(local, in_specs=specs, out_specs=heads)
 
 
 def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, strategy: str = "",
-                   soft_cap: float = 0.0, packed: bool = False, sinks: bool = False,
-                   causal: bool = True) -> str:
+                   soft_cap: float = 0.0, packed: bool = False, sinks: bool = False, key_len: int = 0) -> str:
     """Return the backend that `train.attention` selects here; raises UserError if it cannot do this.
 
     `strategy`: how attention crosses the parts of a sequence; "" if every device has whole ones. `packed`: whether rows
     may hold several documents. For those `auto` prefers `mosaic`: with a mask cuDNN computes all pairs of tokens. It
-    also takes it for what cuDNN cannot compute, such as `sinks`.
+    also takes it for what cuDNN cannot compute, such as `sinks`. `key_len`: how many keys there are, where they are
+    others than the queries' own tokens.
     """
     tiled = strategy not in ("", "ulysses") and f"mesh.context_strategy={strategy} has tiles; ulysses uses the kernel"
 
     def reason(name):
         sunk = sinks and name == "cudnn" and "it has no attention sinks"
-        both_ways = not causal and "its attention is causal, and this model's is not"
-        return _REFUSALS[name](platform, dtype, seq_len, head_dim, soft_cap) or sunk or tiled or both_ways
+        apart = bool(key_len) and name == "mosaic" and "its keys are those of the queries' own tokens"
+        refusal = partial(_REFUSALS[name], platform, dtype, head_dim=head_dim, soft_cap=soft_cap)
+        return refusal(seq_len=seq_len) or refusal(seq_len=key_len or seq_len) or sunk or tiled or apart
 
     if asked == "auto":
-        able = [name for name in _KERNELS.get(platform, ()) if seq_len >= _PADDING.get(name, 0) and not reason(name)]
+        shortest = min(seq_len, key_len or seq_len)
+        able = [name for name in _KERNELS.get(platform, ()) if shortest >= _PADDING.get(name, 0) and not reason(name)]
         if not packed and "cudnn" in able and "mosaic" in able:
             able.remove("mosaic")
         return next(iter(able), "xla")

@@ -7,6 +7,8 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
+from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
+
 
 def refusal(platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, soft_cap: float) -> str:
     """Return why it cannot compute this; "" if it can."""
@@ -28,15 +30,23 @@ def _compute_capability() -> float:
 
 
 def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, window: int,
-              soft_cap: float, sinks_H: None = None) -> jax.Array:
-    """Return causal attention of one device's arrays."""
+              soft_cap: float, sinks_H: None = None, key_segments_BS: jax.Array | None = None) -> jax.Array:
+    """Return attention of one device's arrays."""
     assert not soft_cap and sinks_H is None, "refused before"
-    mask = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
+    keys_BS, mask, lengths_B = segments_BT if key_segments_BS is None else key_segments_BS, None, None
+    if keys_BS is not None and keys_BS.dtype == bool and window == BOTH_WAYS:  # keys without padding, which comes last
+        lengths_B = jnp.maximum(keys_BS.sum(1, dtype=jnp.int32), 1)
+        # What the kernel writes as the gradient of padding is not said, and is dropped here.
+        k_BSGK, v_BSGK = (jnp.where(keys_BS[:, :, None, None], x, 0) for x in (k_BSGK, v_BSGK))
+    elif keys_BS is not None:
+        queries_BT = jnp.ones(q_BTHK.shape[:2], keys_BS.dtype) if segments_BT is None else segments_BT
+        mask = queries_BT[:, None, :, None] == keys_BS[:, None, None, :]
     width = v_BSGK.shape[-1]  # where values are narrower than keys, the kernel needs them padded
     v_BSGK = jnp.pad(v_BSGK, ((0, 0),) * 3 + ((0, q_BTHK.shape[-1] - width),))
     return jax.nn.dot_product_attention(
-        q_BTHK, k_BSGK, v_BSGK, mask=mask, is_causal=True, implementation="cudnn",
-        local_window_size=(window - 1, 0) if window else None)[..., :width]
+        q_BTHK, k_BSGK, v_BSGK, mask=mask, is_causal=window != BOTH_WAYS, implementation="cudnn",
+        key_value_seq_lengths=lengths_B,
+        local_window_size=(window - 1, 0) if window > 0 else None)[..., :width]
 
 
 def kept_results(primitive: jax.extend.core.Primitive, *_, **__) -> bool:

@@ -41,23 +41,25 @@ DKV_QUERIES, DKV_STAGES = 64, 3
 
 
 def by_queries(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTHK: jax.Array, lse_BHT: jax.Array,
-               delta_BHT: jax.Array, first_BT: jax.Array, *, soft_cap: float, name: str,
+               delta_BHT: jax.Array, seen_BNT: jax.Array, *, soft_cap: float, scale: float, name: str,
                interpret: Any = None) -> jax.Array:
     """Return the gradient by queries.
 
-    pull_BTHK: the gradient by the result; delta_BHT: for each row, the sum of its products with the result.
+    pull_BTHK: the gradient by the result; delta_BHT: for each row, the sum of its products with the result; seen_BNT:
+    as forward.
     """
-    (B, T, H, K), G, dtype = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype
+    (B, T, H, K), G, dtype, both_ways = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype, seen_BNT.shape[1] == 2
     rows, blocks = COMPUTING * HEIGHT, T // (COMPUTING * HEIGHT)
     keys, stages = (CAPPED_DQ_KEYS, CAPPED_DQ_STAGES) if soft_cap else (DQ_KEYS, DQ_STAGES)
-    tile, log2_of = (HEIGHT, keys), partial(scores_to_log2, scale=K**-0.5, soft_cap=soft_cap)
+    tile, log2_of = (HEIGHT, keys), partial(scores_to_log2, scale=scale, soft_cap=soft_cap)
 
-    def body(q, k, v, pull, lse, delta, first, dq, q_tiles, pull_tiles, k_tiles, v_tiles, own_came, k_came, v_came,
+    def body(q, k, v, pull, lse, delta, seen, dq, q_tiles, pull_tiles, k_tiles, v_tiles, own_came, k_came, v_came,
              k_done, v_done, *staged):
         b, h, me = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
         block = blocks - 1 - lax.axis_index("block")  # late ones are the longest
-        lowest = lax.div(first[b, block * rows], jnp.int32(keys))
-        steps = lax.div((block + 1) * rows - 1, jnp.int32(keys)) + 1 - lowest
+        lowest = lax.div(seen[b, 0, block * rows], jnp.int32(keys))
+        end = (block + 1) * rows - 1
+        steps = lax.div(seen[b, 1, end] if both_ways else end, jnp.int32(keys)) + 1 - lowest
 
         def compute(total):
             begin = block * rows + me * HEIGHT
@@ -65,8 +67,9 @@ def by_queries(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTH
             gpu.copy_gmem_to_smem(q.at[b, own, h], q_tile, own_came.at[me])
             gpu.copy_gmem_to_smem(pull.at[b, own, h], pull_tile, own_came.at[me])
             lse_Q, delta_Q = (load(ref.at[b, h, own], ROWS, optimized=False) for ref in (lse, delta))
-            first_Q = load(first.at[b, own], ROWS, optimized=False)
-            complete = first[b, begin + HEIGHT - 1]  # all queries see the keys from here to `begin`
+            first_Q = load(seen.at[b, 0, own], ROWS, optimized=False)
+            # All queries see the keys from the first of these to the last.
+            complete = seen[b, 0, begin + HEIGHT - 1], seen[b, 1, begin] if both_ways else begin
             gpu.barrier_wait(own_came.at[me])
 
             def step(i, _):
@@ -79,17 +82,20 @@ def by_queries(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTH
                 gpu.barrier_arrive(v_done.at[slot])
                 scores_QS = log2_of(raw_QS)
                 weights_QS = jnp.exp2(scores_QS - across(lse_Q, tile))
-                weights_QS = lax.cond(
-                    (at < complete) | (at + keys - 1 > begin),
-                    lambda weights: jnp.where(visible(begin, at, first_Q, tile), weights, 0.0),
-                    lambda weights: weights, weights_QS)
+
+                def hide(weights):
+                    last_Q = load(seen.at[b, 1, own], ROWS, optimized=False) if both_ways else None
+                    return jnp.where(visible(begin, at, first_Q, last_Q, tile), weights, 0.0)
+
+                weights_QS = lax.cond((at < complete[0]) | (at + keys - 1 > complete[1]), hide,
+                                      lambda weights: weights, weights_QS)
                 dscores_QS = slope(weights_QS, scores_QS, soft_cap) * (pull_QS - across(delta_Q, tile))
                 multiply(total, dscores_QS.astype(dtype), k_tiles.at[slot], *(x.at[me] for x in staged))
                 gpu.wgmma_wait(0)
                 gpu.barrier_arrive(k_done.at[slot])
 
             lax.fori_loop(0, steps, step, None)
-            q_tile[...] = (total[...] * K**-0.5).astype(dtype)
+            q_tile[...] = (total[...] * scale).astype(dtype)
             gpu.commit_smem()
             gpu.copy_smem_to_gmem(q_tile, dq.at[b, own, h])
             gpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -124,23 +130,27 @@ def by_queries(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTH
             *(gpu.Barrier(num_barriers=stages),) * 2,
             *(gpu.Barrier(num_arrivals=COMPUTING, num_barriers=stages),) * 2, *staging(tile, dtype, interpret)),
         kernel_name=name, interpret=interpret, compiler_params=gpu.CompilerParams(approx_math=True),
-    )(q_BTHK, k_BTGK, v_BTGK, pull_BTHK, lse_BHT, delta_BHT, first_BT)
+    )(q_BTHK, k_BTGK, v_BTGK, pull_BTHK, lse_BHT, delta_BHT, seen_BNT)
 
 
 def by_keys_and_values(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTHK: jax.Array,
-                       lse_BHT: jax.Array, delta_BHT: jax.Array, last_BT: jax.Array, *, soft_cap: float, name: str,
-                       interpret: Any = None) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients by keys and values; `last` is the last query that sees each key."""
-    (B, T, H, K), G, dtype = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype
-    rows, blocks = COMPUTING * HEIGHT, T // (COMPUTING * HEIGHT)
-    tile, log2_of = (HEIGHT, DKV_QUERIES), partial(scores_to_log2, scale=K**-0.5, soft_cap=soft_cap)
+                       lse_BHT: jax.Array, delta_BHT: jax.Array, seen_BNT: jax.Array, *, soft_cap: float,
+                       scale: float, name: str, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients by keys and values.
 
-    def body(q, k, v, pull, lse, delta, last, token, dk, dv, k_tiles, v_tiles, q_tiles, pull_tiles, lse_tiles,
+    seen_BNT: the last query that sees each key and, if N is 2, the first; if N is 1, that is the key itself.
+    """
+    (B, T, H, K), G, dtype, both_ways = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype, seen_BNT.shape[1] == 2
+    rows, blocks = COMPUTING * HEIGHT, T // (COMPUTING * HEIGHT)
+    tile, log2_of = (HEIGHT, DKV_QUERIES), partial(scores_to_log2, scale=scale, soft_cap=soft_cap)
+
+    def body(q, k, v, pull, lse, delta, seen, token, dk, dv, k_tiles, v_tiles, q_tiles, pull_tiles, lse_tiles,
              delta_tiles, own_came, q_came, pull_came, q_done, pull_done, *staged):
         b, g, me = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
         block = lax.axis_index("block")  # early ones are the longest
-        lowest = lax.div(block * rows, jnp.int32(DKV_QUERIES))
-        steps = lax.div(last[b, (block + 1) * rows - 1], jnp.int32(DKV_QUERIES)) + 1 - lowest  # of each head
+        begin = block * rows
+        lowest = lax.div(seen[b, 1, begin] if both_ways else begin, jnp.int32(DKV_QUERIES))
+        steps = lax.div(seen[b, 0, begin + rows - 1], jnp.int32(DKV_QUERIES)) + 1 - lowest  # of each head
 
         def place(i):
             """Return the head and the first query of a step."""
@@ -151,8 +161,9 @@ def by_keys_and_values(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, 
             own, k_tile, v_tile = pl.ds(begin, HEIGHT), k_tiles.at[me], v_tiles.at[me]
             gpu.copy_gmem_to_smem(k.at[b, own, g], k_tile, own_came.at[me])
             gpu.copy_gmem_to_smem(v.at[b, own, g], v_tile, own_came.at[me])
-            last_S = load(last.at[b, own], ROWS, optimized=False)
-            complete = last[b, begin]  # all queries from the end of these keys to here see them all
+            last_S = load(seen.at[b, 0, own], ROWS, optimized=False)
+            # All queries from the first of these to the last see these keys.
+            complete = seen[b, 1, begin + HEIGHT - 1] if both_ways else begin + HEIGHT - 1, seen[b, 0, begin]
             gpu.barrier_wait(own_came.at[me])
 
             def step(i, _):
@@ -160,12 +171,13 @@ def by_keys_and_values(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, 
                 q_tile, pull_tile = q_tiles.at[slot], pull_tiles.at[slot]
                 k_tile, v_tile = k_tiles.at[hidden(me)], v_tiles.at[hidden(me)]
 
-                def seen(weights):
-                    keys = begin + gpu.broadcasted_iota(jnp.int32, tile, 0, layout=TILE)
+                def hide(weights):
+                    first = (across(load(seen.at[b, 1, own], ROWS, optimized=False), tile) if both_ways
+                             else begin + gpu.broadcasted_iota(jnp.int32, tile, 0, layout=TILE))
                     # Loaded, since the compiler would keep numbers that it computes in registers all the time.
                     at_Q = load(token.at[pl.ds(at, DKV_QUERIES)], COLUMNS, optimized=False)
                     queries = across(at_Q, tile, 1)
-                    return jnp.where((queries >= keys) & (queries <= across(last_S, tile)), weights, 0.0)
+                    return jnp.where((queries >= first) & (queries <= across(last_S, tile)), weights, 0.0)
 
                 gpu.barrier_wait(q_came.at[slot])
                 gpu.barrier_wait(pull_came.at[slot])
@@ -174,7 +186,7 @@ def by_keys_and_values(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, 
                 scores_SQ = log2_of(raw_SQ)
                 lse_Q = load(lse_tiles.at[slot], COLUMNS)
                 weights_SQ = jnp.exp2(scores_SQ - across(lse_Q, tile, 1))
-                weights_SQ = lax.cond((at < begin + HEIGHT - 1) | (at + DKV_QUERIES - 1 > complete), seen,
+                weights_SQ = lax.cond((at < complete[0]) | (at + DKV_QUERIES - 1 > complete[1]), hide,
                                       lambda weights: weights, weights_SQ)
                 delta_Q = load(delta_tiles.at[slot], COLUMNS)
                 dscores_SQ = slope(weights_SQ, scores_SQ, soft_cap) * (pull_SQ - across(delta_Q, tile, 1))
@@ -186,7 +198,7 @@ def by_keys_and_values(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, 
                 gpu.barrier_arrive(pull_done.at[slot])
 
             lax.fori_loop(0, steps * (H // G), step, None)
-            k_tile[...] = (dk_total[...] * K**-0.5).astype(dtype)
+            k_tile[...] = (dk_total[...] * scale).astype(dtype)
             v_tile[...] = dv_total[...].astype(dtype)
             gpu.commit_smem()
             gpu.copy_smem_to_gmem(k_tile, dk.at[b, own, g])
@@ -228,7 +240,7 @@ def by_keys_and_values(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, 
             *(gpu.Barrier(num_arrivals=COMPUTING, num_barriers=DKV_STAGES),) * 2,
             *2 * staging(tile, dtype, interpret)),
         kernel_name=name, interpret=interpret, compiler_params=gpu.CompilerParams(approx_math=True),
-    )(q_BTHK, k_BTGK, v_BTGK, pull_BTHK, lse_BHT, delta_BHT, last_BT, jnp.arange(T, dtype=jnp.int32))
+    )(q_BTHK, k_BTGK, v_BTGK, pull_BTHK, lse_BHT, delta_BHT, seen_BNT, jnp.arange(T, dtype=jnp.int32))
 
 
 def two_products(first: tuple[Any, Any], second: tuple[Any, Any], tile: tuple[int, int]) -> tuple[jax.Array, jax.Array]:

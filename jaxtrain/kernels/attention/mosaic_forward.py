@@ -2,7 +2,7 @@
 
 A block of threads computes 128 queries of one head: two groups of warps take 64 each, and share the tiles of keys and
 values that a third one copies to shared memory. It starts at the first key that any of the queries sees and ends at
-their diagonal, so that other documents cost nothing.
+their diagonal, or at the last one that any sees, so that other documents cost nothing.
 
 Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K head width, Q queries and S keys of a tile.
 """
@@ -35,19 +35,23 @@ KEYS, STAGES = 128, 2  # of a tile, and tiles in shared memory
 LOWEST = -1e30  # the greatest score of a query that has seen no key yet: finite, so that differences are numbers
 
 
-def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, first_BT: jax.Array, *, soft_cap: float, name: str,
-            interpret: Any = None) -> tuple[jax.Array, jax.Array]:
-    """Return attention over the keys from `first` to the query itself, and the log-sum-exp [B, H, T] to base 2."""
-    (B, T, H, K), G, dtype = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype
-    rows, blocks = COMPUTING * HEIGHT, T // (COMPUTING * HEIGHT)
-    tile, log2_of = (HEIGHT, KEYS), partial(scores_to_log2, scale=K**-0.5, soft_cap=soft_cap)
+def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: jax.Array, *, soft_cap: float,
+            scale: float, name: str, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
+    """Return attention over the keys that each query sees, and the log-sum-exp [B, H, T] to base 2.
 
-    def body(q, k, v, first, out, lse, q_tiles, k_tiles, v_tiles, lse_tiles, q_came, k_came, v_came, k_done, v_done,
+    seen_BNT: the first of these keys and, if N is 2, the last; if N is 1, that is the query itself.
+    """
+    (B, T, H, K), G, dtype, both_ways = q_BTHK.shape, k_BTGK.shape[2], q_BTHK.dtype, seen_BNT.shape[1] == 2
+    rows, blocks = COMPUTING * HEIGHT, T // (COMPUTING * HEIGHT)
+    tile, log2_of = (HEIGHT, KEYS), partial(scores_to_log2, scale=scale, soft_cap=soft_cap)
+
+    def body(q, k, v, seen, out, lse, q_tiles, k_tiles, v_tiles, lse_tiles, q_came, k_came, v_came, k_done, v_done,
              turn, *staged):
         b, h, me = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
         block = blocks - 1 - lax.axis_index("block")  # late ones are the longest
-        lowest = lax.div(first[b, block * rows], jnp.int32(KEYS))
-        steps = lax.div((block + 1) * rows - 1, jnp.int32(KEYS)) + 1 - lowest
+        lowest = lax.div(seen[b, 0, block * rows], jnp.int32(KEYS))
+        end = (block + 1) * rows - 1
+        steps = lax.div(seen[b, 1, end] if both_ways else end, jnp.int32(KEYS)) + 1 - lowest
 
         @pl.when(me < COMPUTING)
         def _():
@@ -55,8 +59,9 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, first_BT: j
             begin = block * rows + me * HEIGHT
             own, q_tile, lse_tile = pl.ds(begin, HEIGHT), q_tiles.at[me], lse_tiles.at[me]
             gpu.copy_gmem_to_smem(q.at[b, own, h], q_tile, q_came.at[me])
-            first_Q = load(first.at[b, own], ROWS, optimized=False)
-            complete = first[b, begin + HEIGHT - 1]  # all queries see the keys from here to `begin`
+            first_Q = load(seen.at[b, 0, own], ROWS, optimized=False)
+            # All queries see the keys from the first of these to the last.
+            complete = seen[b, 0, begin + HEIGHT - 1], seen[b, 1, begin] if both_ways else begin
             gpu.barrier_wait(q_came.at[me])
 
             def next_turn():
@@ -76,10 +81,13 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, first_BT: j
 
                 scores_QS = log2_of(pl.run_scoped(multiply, gpu.ACC(tile)))
                 gpu.barrier_arrive(k_done.at[slot])
-                scores_QS = lax.cond(
-                    (at < complete) | (at + KEYS - 1 > begin),
-                    lambda scores: jnp.where(visible(begin, at, first_Q, tile), scores, -jnp.inf),
-                    lambda scores: scores, scores_QS)
+
+                def hide(scores):
+                    last_Q = load(seen.at[b, 1, own], ROWS, optimized=False) if both_ways else None
+                    return jnp.where(visible(begin, at, first_Q, last_Q, tile), scores, -jnp.inf)
+
+                scores_QS = lax.cond((at < complete[0]) | (at + KEYS - 1 > complete[1]), hide, lambda scores: scores,
+                                     scores_QS)
                 new_Q = jnp.maximum(top_Q, scores_QS.max(axis=1))
                 less_Q = jnp.exp2(top_Q - new_Q)
                 weights_QS = jnp.exp2(scores_QS - across(new_Q, tile))
@@ -128,4 +136,4 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, first_BT: j
             *(gpu.Barrier(num_arrivals=COMPUTING, num_barriers=STAGES),) * 2, gpu.Barrier(num_arrivals=COMPUTING),
             *staging(tile, dtype, interpret)),
         kernel_name=name, interpret=interpret, compiler_params=gpu.CompilerParams(approx_math=True),
-    )(q_BTHK, k_BTGK, v_BTGK, first_BT)
+    )(q_BTHK, k_BTGK, v_BTGK, seen_BNT)

@@ -27,11 +27,12 @@ def scores_to_log2(scores: jax.Array, scale: float, soft_cap: float) -> jax.Arra
     return scores * (scale * LOG2E)
 
 
-def visible(begin: jax.Array, at: jax.Array, first_Q: jax.Array, tile: tuple[int, int]) -> jax.Array:
-    """Return which keys from `at` on the queries from `begin` on see."""
-    queries = begin + gpu.broadcasted_iota(jnp.int32, tile, 0, layout=TILE)
+def visible(begin: jax.Array, at: jax.Array, first_Q: jax.Array, last_Q: jax.Array | None,
+            tile: tuple[int, int]) -> jax.Array:
+    """Return which keys from `at` on the queries from `begin` on see: from `first` to `last`, None: to the query."""
     keys = at + gpu.broadcasted_iota(jnp.int32, tile, 1, layout=TILE)
-    return (keys <= queries) & (keys >= across(first_Q, tile))
+    last = begin + gpu.broadcasted_iota(jnp.int32, tile, 0, layout=TILE) if last_Q is None else across(last_Q, tile)
+    return (keys <= last) & (keys >= across(first_Q, tile))
 
 
 def load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:

@@ -10,21 +10,27 @@ import jax.numpy as jnp
 from jaxtrain.kernels.attention import sinks
 from jaxtrain.kernels.functions import softmax
 
+BOTH_WAYS = -1  # in place of a window: attention that is not causal
 
-def visible(q_len: int, k_len: int, segments_BT: jax.Array | None, window: int, causal: bool = True) -> jax.Array:
-    """Return which keys each query may attend to, as a mask [1 or B, T, S]."""
+
+def visible(q_len: int, k_len: int, segments_BT: jax.Array | None, window: int,
+            key_segments_BS: jax.Array | None = None) -> jax.Array | None:
+    """Return which keys each query may attend to, as a mask [1 or B, T, S]; None: all."""
+    keys_BS = segments_BT if key_segments_BS is None else key_segments_BS
+    if keys_BS is not None:
+        keys_BS = keys_BS[:, None, :] if segments_BT is None else segments_BT[:, :, None] == keys_BS[:, None, :]
+    if window == BOTH_WAYS:
+        return keys_BS
     behind = jnp.arange(q_len)[:, None] - jnp.arange(k_len)[None, :]
-    mask = (behind >= 0)[None] if causal else jnp.ones((1, q_len, k_len), bool)
+    mask = (behind >= 0)[None]
     if window:
         mask &= (behind < window)[None]
-    if segments_BT is not None:
-        mask &= segments_BT[:, :, None] == segments_BT[:, None, :]
-    return mask
+    return mask if keys_BS is None else mask & keys_BS
 
 
 def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, window: int,
-              soft_cap: float, sinks_H: jax.Array | None = None, causal: bool = True) -> jax.Array:
-    """Return attention, causal or to all keys; the compiler places it on a mesh."""
+              soft_cap: float, sinks_H: jax.Array | None = None, key_segments_BS: jax.Array | None = None) -> jax.Array:
+    """Return attention; the compiler places it on a mesh."""
     B, T, H, K = q_BTHK.shape
     S, G = k_BSGK.shape[1:3]
     R = H // G
@@ -36,8 +42,9 @@ def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_
     if soft_cap:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     # Every query sees at least itself, so a large finite number masks as well as -inf and has zero gradient.
-    mask_BNS = jnp.tile(jnp.where(visible(T, S, segments_BT, window, causal), 0.0, -1e30), (1, R, 1))
-    scores += mask_BNS[:, None]
+    if (mask_BTS := visible(T, S, segments_BT, window, key_segments_BS)) is not None:
+        mask_BTS = jnp.where(mask_BTS, 0.0, -1e30)
+        scores += (jnp.tile(mask_BTS, (1, R, 1)) if R > 1 and mask_BTS.shape[1] > 1 else mask_BTS)[:, None]
     weights = softmax(scores) if sinks_H is None else sinks.softmax(scores, sinks.by_query(sinks_H, G, T))
     weights = weights.astype(v_BSGK.dtype)
     out_BGNK = jnp.einsum("bgns,bgsk->bgnk", weights, v_BGSK)

@@ -55,20 +55,20 @@ class Convolution(nnx.Module):
 class EncoderBlock(nnx.Module):
     """A pre-norm residual block whose positions attend to each other, then an MLP."""
 
-    def __init__(self, c: WhisperConfig, rngs: nnx.Rngs):
+    def __init__(self, c: WhisperConfig, compute: Compute, rngs: nnx.Rngs):
         self.attention_norm, self.mlp_norm = _norm(c, rngs), _norm(c, rngs)
-        self.attention = MemoryAttention(**_attention(c, c.encoder_layers), rngs=rngs)
+        self.attention = MemoryAttention(**_attention(c, c.encoder_layers), backend=compute.attention, rngs=rngs)
         self.mlp = GeluMLP(c.embed_dim, c.mlp_dim, out_std=_out_std(c.encoder_layers), rngs=rngs, kind=exact_gelu)
 
-    def __call__(self, x_BSD: jax.Array, visible_BSS: jax.Array | None,
+    def __call__(self, x_BSD: jax.Array, visible: jax.Array | None,
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         """Return the activations; with a cache, also the keys and values that the next chunk attends to."""
         h, told = sharding.enter(self.attention_norm(x_BSD), INSIDE, shared_by=self.attention.shared_by), {}
         if cache is None:
-            y_BSD, _ = self.attention(h, h, visible_BSS)
+            y_BSD, _ = self.attention(h, h, visible)
         else:
-            assert visible_BSS is not None
-            y_BSD, told[CACHE] = self.attention.carry_on(h, cache.entries, visible_BSS)
+            assert visible is not None
+            y_BSD, told[CACHE] = self.attention.carry_on(h, cache.entries, visible)
         return _with_mlp(self, x_BSD + y_BSD), told
 
 
@@ -79,10 +79,10 @@ class DecoderBlock(nnx.Module):
         self.attention_norm, self.memory_norm, self.mlp_norm = (_norm(c, rngs) for _ in range(3))
         self.attention = Attention(**_attention(c, c.num_layers), backend=compute.attention, context=compute.context,
                                    rngs=rngs)
-        self.memory = MemoryAttention(**_attention(c, c.num_layers), rngs=rngs)
+        self.memory = MemoryAttention(**_attention(c, c.num_layers), backend=compute.attention, rngs=rngs)
         self.mlp = GeluMLP(c.embed_dim, c.mlp_dim, out_std=_out_std(c.num_layers), rngs=rngs, kind=exact_gelu)
 
-    def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array | None, visible_BTS: jax.Array | None,
+    def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array | None, visible_BS: jax.Array | None,
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         """Return the activations; with a cache, also its new entries under `own` and `memory`."""
         h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
@@ -91,7 +91,7 @@ class DecoderBlock(nnx.Module):
         h = sharding.enter(self.memory_norm(x_BTD), INSIDE, shared_by=("act_heads",))
         if memory_BSD is not None:
             memory_BSD = sharding.enter(memory_BSD, INSIDE, shared_by=("act_kv_heads",))
-        y_BTD, seen = self.memory(h, memory_BSD, visible_BTS, cache and cache.of("memory"))
+        y_BTD, seen = self.memory(h, memory_BSD, visible_BS, cache and cache.of("memory"))
         told = {} if cache is None else {CACHE: {"own": own[CACHE], "memory": seen[CACHE]}}
         return _with_mlp(self, x_BTD + y_BTD), told
 
@@ -108,7 +108,7 @@ class Whisper(nnx.Module):
         self.audio_positions = nnx.Param(sinusoids(c.audio_positions, c.embed_dim), axes=("positions", "embed"),
                                          compute_dtype="", update="")
         stack = partial(Stack, unroll=compute.unroll, rngs=rngs)
-        self.encoder_blocks = stack(lambda rngs: EncoderBlock(c, rngs), c.encoder_layers,
+        self.encoder_blocks = stack(lambda rngs: EncoderBlock(c, compute, rngs), c.encoder_layers,
                                     remat=wraps(compute.remat, c.encoder_layers, compute.unroll))
         self.encoder_norm = _norm(c, rngs)
         self.ctc = Head(c.vocab_size, c.embed_dim, rngs=rngs) if c.ctc_weight else None
@@ -164,13 +164,12 @@ class Whisper(nnx.Module):
         return self.second(inner_BS3D) + positioned(self.audio_positions[...], audio["audio_at"])
 
     def seen(self, audio: Mapping[str, jax.Array]) -> jax.Array | None:
-        """Return which positions of the encoder its positions attend to [B, S or 1, S]; None: all of them."""
+        """Return which positions of the encoder all of its positions attend to [B, S], or each [B, S, S]; None: all."""
         heard_BS = audio["heard"]
-        visible_BSS = heard_BS[:, None] if self.masks else None
         if not self.chunk:
-            return visible_BSS
+            return heard_BS if self.masks else None
         seen_BSS = self.visible(audio["audio_at"], jnp.arange(heard_BS.shape[1]))
-        return seen_BSS if visible_BSS is None else visible_BSS & seen_BSS
+        return seen_BSS & heard_BS[:, None] if self.masks else seen_BSS
 
     def memory(self, x_BSD: jax.Array) -> jax.Array:
         """Return what the decoder attends to, of the encoder's last activations."""
@@ -220,8 +219,8 @@ class Whisper(nnx.Module):
             valid_BS: which of its positions are not padding; a model that does not mask padding reads them all.
         """
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]) + first, tokens_BT.shape)
-        visible_BTS = valid_BS[:, None] != 0 if valid_BS is not None and self.masks else None
-        x_BTD, told = self.blocks(self.read(tokens_BT, positions_BT), memory_BSD, visible_BTS, cache=cache)
+        visible_BS = valid_BS != 0 if valid_BS is not None and self.masks else None
+        x_BTD, told = self.blocks(self.read(tokens_BT, positions_BT), memory_BSD, visible_BS, cache=cache)
         return self.finish(x_BTD), told.get(CACHE)
 
     # The parts of `decode`.
@@ -238,8 +237,8 @@ class Whisper(nnx.Module):
         """
         (x_BSD, x_BTD), slots = x, slots or {}
         x_BSD, _ = self.encoder_blocks(x_BSD, self.seen(audio), slots=slots.get("encoder_blocks"))
-        visible_BTS = audio["heard"][:, None] if self.masks else None
-        x_BTD, _ = self.blocks(x_BTD, self.memory(x_BSD), visible_BTS, slots=slots.get("blocks"))
+        visible_BS = audio["heard"] if self.masks else None
+        x_BTD, _ = self.blocks(x_BTD, self.memory(x_BSD), visible_BS, slots=slots.get("blocks"))
         return x_BSD, x_BTD
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:

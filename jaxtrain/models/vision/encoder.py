@@ -3,15 +3,11 @@
 Shape suffixes: B batch, T sequence, D embedding.
 """
 
-from typing import Any
-
 import jax
 from flax import nnx
 
-from jaxtrain.kernels.attention.bidirectional import attend_all
 from jaxtrain.kernels.functions import gelu
 from jaxtrain.kernels.gelus import exact_gelu, quick_gelu
-from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute
 from jaxtrain.models.layers import INSIDE, GeluMLP, LayerNorm, Stack
@@ -20,17 +16,6 @@ from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.sharding import rules as sharding
 
 GELUS = {"tanh": gelu, "exact": exact_gelu, "quick": quick_gelu}  # by `model.gelu`
-
-
-class BidirectionalAttention(Attention):
-    """Multi-head self-attention over all tokens of a segment."""
-
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array, angles: Any = None,
-                 cache: None = None) -> tuple[jax.Array, dict[str, Any]]:
-        q, k, v = self.project(x_BTD)
-        if angles is not None:
-            q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
-        return self.out(attend_all(q, k, v, segments_BT)), {}
 
 
 class Encoder(nnx.Module):
@@ -47,11 +32,10 @@ class Encoder(nnx.Module):
         out_std = 0.02 / (2 * layers) ** 0.5
 
         def block(rngs: nnx.Rngs) -> Block:
-            attention = Attention if causal else BidirectionalAttention
             mlp = GELUS[kind]
             return Block(LayerNorm(dim, eps, rngs=rngs),
-                         attention(dim, heads, heads, dim // heads, qkv_bias=True, out_bias=True, out_std=out_std,
-                                   backend=compute.attention, context=compute.context, rngs=rngs),
+                         Attention(dim, heads, heads, dim // heads, qkv_bias=True, out_bias=True, out_std=out_std,
+                                   causal=causal, backend=compute.attention, context=compute.context, rngs=rngs),
                          LayerNorm(dim, eps, rngs=rngs), GeluMLP(dim, mlp_dim, out_std=out_std, rngs=rngs, kind=mlp))
 
         remat = cut(wraps(compute.remat, layers, compute.unroll), 0, layers)

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.kernels.attention.bidirectional import whole_rows
 from jaxtrain.kernels.functions import softmax
 from jaxtrain.models.layers import INSIDE, RESIDUAL, GeluMLP, LayerNorm, Linear, param
 from jaxtrain.models.vision.encoder import GELUS
+from jaxtrain.parallel.context import whole_rows
 from jaxtrain.sharding import rules as sharding
 
 

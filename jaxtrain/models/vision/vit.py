@@ -14,10 +14,10 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.config.vision_keys import PictureConfig
-from jaxtrain.kernels.attention.bidirectional import whole_rows
 from jaxtrain.models.decoder import Compute
 from jaxtrain.models.layers import INSIDE, RESIDUAL, LayerNorm, LearnedPositions, Linear, param
 from jaxtrain.models.vision.encoder import Encoder
+from jaxtrain.parallel.context import whole_rows
 from jaxtrain.sharding import rules as sharding
 
 

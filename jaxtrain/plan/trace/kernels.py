@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels import attention, grouped_matmul
 from jaxtrain.kernels.attention import mosaic_attention, splash_attention
+from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
 
 FORWARD, BACKWARD = "attention_forward", "attention_backward"
 MOSAIC = {phase: f"attention_mosaic_{phase}" for phase in ("fwd", "dq", "dkv")}
@@ -44,7 +45,8 @@ def flops(name: str, shapes: list[tuple[int, ...]], window: int = 0, filled: int
     """Return the FLOP of these operations on arguments of these shapes: queries [B, T, H, K], then keys and values; or
     rows [R, K] and weights of groups [G, K, N], or two arrays of rows.
 
-    `window`: the tokens that a query may look back on, itself included; 0: all. `filled`: the rows that are in groups.
+    `window`: the tokens that a query may look back on, itself included; 0: all; BOTH_WAYS: later ones, too. `filled`:
+    the rows that are in groups.
     `turned`: whether the two arrays of rows are transposed.
     """
     if name == ROWS_BY_GROUP:
@@ -55,10 +57,10 @@ def flops(name: str, shapes: list[tuple[int, ...]], window: int = 0, filled: int
         return mosaic_flops(phase, shapes, window)
     (B, T, H, K), (_, S, _, _), (_, _, _, V) = shapes[:3]
     # With an array as mask cuDNN computes all pairs of tokens; what it does of a window then was not measured.
-    masked = len(shapes) > (3 if name == FORWARD else 6) and not window
-    window = min(window or S, S)
+    masked = len(shapes) > (3 if name == FORWARD else 6) and window <= 0
+    causal, window = window != BOTH_WAYS and T == S and not masked, min(window, S) if window > 0 else S
     # Causal: queries 0..window-1 see half a window on average, the later ones all of it.
-    seen = B * H * (T * window - (window**2 / 2 if T == S and not masked else 0))
+    seen = B * H * (T * window - (window**2 / 2 if causal else 0))
     product = 2.0 * seen
     return product * (K + V) if name == FORWARD else product * (3 * K + 2 * V)  # scores again, and four gradients
 
@@ -77,10 +79,10 @@ def _products_of_groups(filled: int, rows: jax.Array, others: jax.Array, sizes_G
                                                  turned=np.int32(transposed))
 
 
-def _results(options, q_BTHK, k_BTGK, v_BTGK, first_BT):
+def _results(options, q_BTHK, k_BTGK, v_BTGK, seen_BNT):
     B, T, H, _ = q_BTHK.shape
     out = jax.ShapeDtypeStruct(q_BTHK.shape, q_BTHK.dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
-    return jax.ffi.ffi_call(MOSAIC["fwd"], out)(q_BTHK, k_BTGK, v_BTGK, first_BT, window=np.int32(options[0]))
+    return jax.ffi.ffi_call(MOSAIC["fwd"], out)(q_BTHK, k_BTGK, v_BTGK, seen_BNT, window=np.int32(options[0]))
 
 
 def _by_queries(options, q_BTHK, *others):
@@ -105,7 +107,7 @@ def mosaic_flops(phase: str, shapes: Sequence[tuple[int, ...]], window: int = 0)
     Whole blocks count, as if each row were one document, since documents are not known before a run.
     """
     (B, T, H, K), _, (*_, V) = shapes[:3]
-    pairs = _pairs(T, mosaic_attention.BLOCK, window)
+    pairs = _pairs(T, T, mosaic_attention.BLOCK, window)
     return 2.0 * B * H * pairs * {"fwd": K + V, "dq": 2 * K + V, "dkv": 2 * K + 2 * V}[phase]
 
 
@@ -114,24 +116,27 @@ def splash_flops(phase: str, shapes: Sequence[tuple[int, ...]], window: int = 0)
 
     It computes whole blocks: those in which some query sees some key.
     """
-    (*heads, T, K), _, (*_, V) = shapes[:3]
-    pairs = _pairs(T, splash_attention.block_of(T, window), window)
-    widths = {"fwd": K + V, "dq": 2 * K + V, "dkv": 2 * K + 2 * V + (K if splash_attention.is_fused(T, window) else 0)}
+    (*heads, T, K), (*_, S, _), (*_, V) = shapes[:3]
+    pairs = _pairs(T, S, splash_attention.block_of(T, window), window)
+    widths = {"fwd": K + V, "dq": 2 * K + V, "dkv": 2 * K + 2 * V + (K if splash_attention.is_fused(S, window) else 0)}
     return 2.0 * math.prod(heads) * pairs * widths[phase]
 
 
-def _pairs(T: int, side: int, window: int) -> int:
-    """Return the pairs of tokens in blocks in which some query sees some key."""
+def _pairs(T: int, S: int, side: int, window: int) -> int:
+    """Return the pairs of queries and keys in blocks in which some query sees some key."""
+    if window == BOTH_WAYS:
+        return T * S
     back = T // side if not window else -(-(window - 1) // side)  # blocks before its own that a query may see
     return side**2 * sum(min(row, back) + 1 for row in range(T // side))
 
 
 def _attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: Any, window: int,
-               soft_cap: float, sinks_H: None) -> jax.Array:
+               soft_cap: float, sinks_H: None, key_segments_BS: Any = None) -> jax.Array:
     assert not soft_cap and sinks_H is None, "refused before"
-    if segments_BT is None:
+    keys_BS = segments_BT if key_segments_BS is None else key_segments_BS
+    if keys_BS is None or (keys_BS.dtype == bool and window == BOTH_WAYS):  # none, or lengths
         return _kernel(window, q_BTHK, k_BSGK, v_BSGK)
-    same = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
+    same = segments_BT[:, None, :, None] == keys_BS[:, None, None, :]
     mask = jnp.where(same, jnp.zeros((), q_BTHK.dtype), -1e30)  # like JAX's mask for cuDNN
     return _kernel(window, q_BTHK, k_BSGK, v_BSGK, mask)
 

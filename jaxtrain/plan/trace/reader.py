@@ -78,7 +78,7 @@ class _Reader(Placing):
             return []
         if name in CALLS:
             inner, outer, around = params[CALLS[name]], self.same, self.window
-            if scope := re.search(r"\bwindow_(\d+)", str(eqn.source_info.name_stack)):
+            if scope := re.search(r"\bwindow_(-?\d+)", str(eqn.source_info.name_stack)):
                 self.window = int(scope[1])
             if name in ("remat2", "checkpoint"):  # recomputed values are not shared with the first computation
                 self.same = {}
@@ -319,5 +319,5 @@ class _Reader(Placing):
 def _windows(jaxpr: Jaxpr) -> set[int]:
     """Return the windows after which scopes within are named: `window_512`."""
     scopes = (str(eqn.source_info.name_stack) for eqn in jaxpr.eqns)
-    found = {int(width) for scope in scopes for width in re.findall(r"\bwindow_(\d+)", scope)}
+    found = {int(width) for scope in scopes for width in re.findall(r"\bwindow_(-?\d+)", scope)}
     return found.union(*map(_windows, subjaxprs(jaxpr)))

@@ -78,7 +78,7 @@ def test_numbers_are_those_of_plain_operations(name):
 def test_shapes_of_blocks():
     assert [block_of(T, 0) for T in (128, 384, 512, 1280, 4096)] == [128, 128, 512, 256, 1024]
     assert [block_of(4096, window) for window in (1, 100, 129, 512, 2000)] == [128, 128, 256, 512, 1024]
-    assert splash_attention._kernel(256, 4, 0, 0.0, True) is splash_attention._kernel(256, 4, 0, 0.0, True)
+    assert splash_attention._kernel(256, 256, 4, 0, 0.0, True) is splash_attention._kernel(256, 256, 4, 0, 0.0, True)
 
 
 BF16, F32, F16 = map(jnp.dtype, (jnp.bfloat16, jnp.float32, jnp.float16))
