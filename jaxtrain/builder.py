@@ -130,7 +130,7 @@ def _moments_by_layer(config: Config) -> bool:
 def _abstract(config: Config, model: Skeleton, goal: Objective, is_frozen: Callable[[str], bool],
               optimizer: optax.GradientTransformation, compute: str) -> TrainState:
     params, frozen = partition.split(model.params(), is_frozen)
-    frozen |= jax.eval_shape(goal.init_frozen, jax.random.key(0), model.params())
+    frozen |= jax.eval_shape(lambda seed, params: goal.init_frozen(jax.random.key(seed), params), 0, model.params())
     own_dtype = model.metadata("compute_dtype", "") | goal.frozen_metadata("compute_dtype")
     frozen = precision.frozen_dtype(frozen, config.train.frozen_dtype, partition.like(own_dtype, frozen))
     return abstract_state(params, optimizer, compute == "float16", extras_of(config), frozen)

@@ -91,6 +91,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     if not gc.isenabled():  # as above; what another caller has left may be garbage
         gc.freeze()  # nor later
+        gc.set_threshold(10_000)  # objects: each time JAX does something as well, which takes longer
         gc.enable()
     if resolved.mesh.auto or resolved.mesh.hsdp:  # now, so that an elastic run changes a mesh of known sizes
         import jax

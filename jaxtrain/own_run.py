@@ -4,7 +4,7 @@ The config says how it is trained: mesh, train, checkpoint and resilience. What 
 of ours does not count, and is refused where it was set.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -90,7 +90,8 @@ class OwnRun(Run):
         assert self.data is not None
         return self.data
 
-    def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None) -> TrainState:
+    def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None,
+             meanwhile: Callable[[], object] | None = None) -> TrainState:
         """The state at step 0, around the parameters that the run was built with."""
         self.check_devices()
         if seed is not None:

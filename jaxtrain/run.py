@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -74,14 +75,24 @@ class Run:
     exchange: Any = None  # what changes the state after a step (islands/outer_exchange.py); None: nothing does
 
     # ------------------------------------------------------------------------------------------------ the three calls
-    def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None) -> TrainState:
+    def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None,
+             meanwhile: Callable[[], object] | None = None) -> TrainState:
         """The state at step 0, sharded from the first byte; the values do not depend on the mesh.
 
-        `parts`: what `own_parts` returned for the workdir of this run.
+        `parts`: what `own_parts` returned for the workdir of this run. `meanwhile`: called while what makes random
+        values is compiled, if anything has to be.
         """
         self.check_devices()
-        key = jax.random.key(self.config.train.seed if seed is None else seed)
-        state = self.compiled_init(key) if self.load_initial is None else self._around(self.load_initial(self), key)
+        number = np.int64(self.config.train.seed if seed is None else seed)  # any that jax.random.key takes
+        if self.load_initial is not None:
+            state = self._around(self.load_initial(self), number)
+        elif meanwhile is None:
+            state = self.compiled_init(number)
+        else:
+            with ThreadPoolExecutor(1, "compile") as thread:
+                compiled = thread.submit(self.compiled_init.lower(number).compile)
+                meanwhile()
+            state = compiled.result()(number)
         beside = partition.like(self.abstract.frozen, self.objective.frozen_axes)
         parts = self.own_parts({}) if parts is None else parts
         loaded = self.objective.load_frozen(beside, parts.get("objective", {}))
@@ -123,7 +134,7 @@ class Run:
     # ------------------------------------------------------------------------------------------- the compiled functions
     @cached_property
     def compiled_init(self):
-        """key -> TrainState."""
+        """seed -> TrainState."""
         # Integers and one product each (layers.bell): exact at any level, and on CPU four times as fast to compile.
         quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
         return jax.jit(self._init, out_shardings=self.layout.state, compiler_options=quick)
@@ -467,15 +478,17 @@ class Run:
             raise UserError("devices", f"this run was built for {self.mesh.size} devices that are not here: it has "
                             "report() and lower() only", "build it without devices=")
 
-    def _init(self, key: jax.Array) -> TrainState:
+    def _init(self, seed: jax.Array) -> TrainState:
+        key = jax.random.key(seed)  # here, since to make it is a program too
         return self._state(self._random(key), key)
 
-    def _around(self, params: Any, key: jax.Array) -> TrainState:
+    def _around(self, params: Any, seed: np.int64) -> TrainState:
         """The state around these parameters; those that are not given, such as adapters, are random."""
-        def whole(params, key):
+        def whole(params, seed):
+            key = jax.random.key(seed)
             params = quantized_kernels.quantized_like(self.abstract_model, params)
             return self._state(partition.merge(params, partition.without(self._random(key), params)), key)
-        return jax.jit(whole, out_shardings=self.layout.state)(params, key)
+        return jax.jit(whole, out_shardings=self.layout.state)(params, seed)
 
     def _random(self, key: jax.Array) -> Any:
         config = self.config

@@ -179,7 +179,9 @@ class CheckpointManager:
             return step, state, meta
 
     def prepare(self, state: Any) -> None:
-        """Import and compile, before the loop, what the first save would otherwise wait for."""
+        """Import and compile what the first save would otherwise wait for, while the device computes this state."""
+        if jax.default_backend() == "cpu":  # the device is this processor: after it
+            jax.block_until_ready(state)
         orbax()
         fingerprint.on_device(flatten(state))
 

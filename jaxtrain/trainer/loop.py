@@ -103,10 +103,15 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
     if start < t.steps:
         ledger.open(t.steps)
     say(start_of_run(run, workdir))
-    state = initial_or_restored(run, session, checkpoints, found, parts, about)
+
+    def compile_ahead() -> None:
+        with session.phase("compile"):
+            run.compile_ahead(data, start, t.steps)
+
+    state = initial_or_restored(run, session, checkpoints, found, parts, about, compile_ahead)
     ledger.resumed(start)
+    compile_ahead()  # now, while nothing else wants the processor
     with session.phase("compile"):
-        run.compile_ahead(data, start, t.steps)  # now, while nothing else wants the processor
         suspects = SuspectDevices(workdir)
         replicas, replays = Replicas(run.abstract, r.check_every, suspects), Replays(r.replay_every, suspects)
     policy = SavePolicy(c, ledger, checkpoints.writing, checkpoints.failed)

@@ -90,8 +90,10 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
 
 
 def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManager, start: Start,
-                        parts: dict[str, Any], about: dict[str, Any]) -> TrainState:
+                        parts: dict[str, Any], about: dict[str, Any], compile_ahead: Callable[[], None]) -> TrainState:
     """Return the state that the run starts from, once what its batches need of the state at step 0 is there.
+
+    `compile_ahead`: called where that saves time; not before what is read is known to fit.
 
     Raises:
         RolledBack: the checkpoint cannot be used after all; begin again, from an older one.
@@ -104,7 +106,7 @@ def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManag
         if (section := tuned_from_nothing(run.config)) and not run.own_model:
             say(f"warning: {section} tunes a model of random parameters; train.init_from names one to begin with")
         try:
-            state = run.init(parts=parts)
+            state = run.init(parts=parts, meanwhile=compile_ahead)
         except UserError:  # train.init_from does not fit: another config may be what is wanted
             withdraw_run_files(session.workdir)
             raise

@@ -97,8 +97,7 @@ def compiled(run: jt.Run):
 def initial(family: str = "gpt2", layers: int = 0):
     """The parameters at step 0, on the host, as one device makes them; with so many layers (0: the family's own)."""
     run = build(family, **layers_key(layers))
-    init = run.compiled_init.lower(jax.random.key(0)).compile(compiler_options={"xla_backend_optimization_level": 0})
-    return jax.device_get(init(jax.random.key(run.config.train.seed)).params)
+    return jax.device_get(run.compiled_init(run.config.train.seed).params)
 
 
 def start(run: jt.Run, family: str = "gpt2"):

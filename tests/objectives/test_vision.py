@@ -29,9 +29,8 @@ def truth():
     def of(kind):
         if kind not in known:
             run, rng = built(kind, 1), np.random.default_rng(0)
-            init = run.compiled_init.lower(jax.random.key(0)).compile({"xla_backend_optimization_level": 0})
             params = jax.tree.map(lambda a: (a + rng.normal(size=a.shape, scale=0.1)).astype(np.float32),
-                                  jax.device_get(init(jax.random.key(0)).params))
+                                  jax.device_get(run.compiled_init(0).params))
             batch = plain.batch(kind)
             both = jax.jit(jax.value_and_grad(lambda p: plain.loss(run.config.model, p, batch)))
             known[kind] = params, batch, *both.lower(params).compile({"xla_backend_optimization_level": 0})(params)

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 
 import jax
@@ -184,6 +185,17 @@ def stopped(run, tmp_path_factory):
         with pytest.raises(loop.Interrupted) as interrupted:
             loop.train(run, workdir)
     return recorder, workdir, interrupted.value
+
+
+def test_the_step_is_compiled_while_what_makes_the_first_state_is(run, monkeypatch):
+    begun, compiled = threading.Event(), jax.stages.Lowered.compile
+
+    def compile_beside(lowered):
+        assert begun.wait(60)
+        return compiled(lowered)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_beside)
+    assert int(run.init(meanwhile=begun.set).step) == 0
 
 
 def test_evaluations_and_saves(straight):

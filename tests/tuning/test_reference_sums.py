@@ -299,7 +299,7 @@ def test_incomplete_batches_of_ones_own_are_refused(corpus, fake):
 def test_a_run_that_goes_on_makes_parameters_alone(corpus, monkeypatch):
     monkeypatch.setattr(Run, "init", lambda run, parts: run)
     run = jt.build(tiny(corpus, train__ema_decay=0.9)).joined.initial({})
-    state = jax.eval_shape(run._init, jax.random.key(0))
+    state = jax.eval_shape(run._init, 0)
     assert jax.tree.structure(state) == jax.tree.structure(run.layout.state)
     assert jax.tree.leaves(state.all_params) and not jax.tree.leaves((state.opt_state, state.extras))
 

@@ -7,7 +7,10 @@ holds: a restart needs no data loader state, and processes need no coordination.
 import functools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -135,27 +138,28 @@ class prefetch(Iterator[tuple[int, Any, float]]):
 
     def __init__(self, batches: Any, start_step: int, num_steps: int, place: Callable[[int, Any], Any],
                  depth: int):
-        import grain
-
-        steps = grain.MapDataset.range(start_step, start_step + num_steps)
         # One thread: two could place steps out of order, which breaks collectives and can exhaust the device memory.
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=depth)
-        placed = steps.map(lambda step: (step, place(step, batches)))
-        self._placed = iter(placed.to_iter_dataset(options))
-        self._placed.start_prefetch()
+        thread = self._thread = ThreadPoolExecutor(1, "prefetch")
+        steps = range(start_step, start_step + num_steps)
+        self._rest = ((step, thread.submit(place, step, batches)) for step in steps)  # each begun when it is taken
+        self._begun = deque(islice(self._rest, depth))
 
     def __next__(self) -> tuple[int, Any, float]:
         start = time.perf_counter()
+        self._begun.extend(islice(self._rest, 1))
+        if not self._begun:
+            raise StopIteration
+        step, batch = self._begun.popleft()
         try:
-            step, batch = next(self._placed)
+            return step, batch.result(), time.perf_counter() - start
         except BaseException:
             self.close()  # continuing after an error would skip a step
             raise
-        return step, batch, time.perf_counter() - start
 
     def close(self) -> None:
         """Drop the prepared batches, and end the thread."""
-        self._placed.close()
+        self._begun.clear()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> "prefetch":
         return self
