@@ -20,6 +20,7 @@ from tests.tiers import exhaustive, slow
 from tests.trainer.test_multiprocess import ROOT, ended, two_processes
 from tests.tuning.test_rollouts import config, files  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 
 @pytest.fixture(scope="module")
 def built(files):  # noqa: F811
@@ -243,7 +244,6 @@ def test_training_equals_steps_on_answers_of_earlier_states_and_goes_on(files, t
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cache")
 def test_two_processes_go_on_as_one_does_and_one_of_them_asks(files, tmp_path):  # noqa: F811
     (tmp_path / "reward.py").write_text(f"""
 import os
