@@ -25,8 +25,8 @@ TEMPLATE = re.compile(r"[\[\]<>]|\.\.\.|\b[A-Z]{4,}\b(?![.=])|DIR\b")
 SMALL = ["--config.train.steps=2", "--config.optimizer.warmup_steps=1", "--config.train.eval_every=0",
          "--config.train.eval_batches=1", "--config.checkpoint.every=0"]
 QUICK = re.compile(r"--print_config")
-# These differ from another one in the config alone, and tests/test_configs.py trains the tiny variant of each config;
-# tests/test_examples.py runs the notebooks, and tests/bench the benchmark.
+# These differ from another one in the config alone, and tests/test_configs.py lowers or trains the tiny variant of
+# each; tests/test_examples.py runs the notebooks, and tests/bench the benchmark.
 ALIKE = re.compile(r"configs/\w+\.py --config\.data\.source=/path/to/text$|jaxtrain\.plan .*llama3_8b|"
                    r"tools/run_notebooks|jaxtrain\.bench --config")
 LONG = (*((page, 0) for page in ("README.md", "planner.md", "api.md", "training.md", "observe.md")),
