@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ import jax
 import pytest
 
 from jaxtrain import compile_cache
+from tests.forked import forked  # noqa: F401
 from tests.kernels.interpreted import interpreted  # noqa: F401
 from tests.s3 import _network, _server, bucket, impatient, network  # noqa: F401
 
@@ -49,3 +51,8 @@ def pytest_collection_modifyitems(items):
     if both:
         raise pytest.UsageError(f"these are marked slow and exhaustive: {', '.join(both)}")
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+
+
+def pytest_collection_finish():
+    """Thousands of tests and all modules stay to the end: the collector of garbage need not look for any among them."""
+    gc.freeze()

@@ -1,4 +1,4 @@
-"""The shipped configs: their shapes are the published ones, their tiny variants train, the largest ones lower."""
+"""The shipped configs: their shapes are the published ones, tiny variants lower and train, the largest ones lower."""
 
 import math
 import time
@@ -10,9 +10,11 @@ import pytest
 from jaxtrain.builder import build
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError
-from tests.tiers import exhaustive, slow
+from tests.tiers import exhaustive, slow, slow_if
 
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.py"))
+TEXT = [file for file in CONFIGS if load_config(file).model.text]
+TRAINED = ("deepseek_v3", "gemma3_1b", "continued")  # other tests train the families of the others, too
 LIKE_LLAMA3_8B = ("llama3_1b", "llama3_70b", "llama3_405b", "qwen3_0p6b")
 
 
@@ -58,13 +60,29 @@ def test_published_parameter_counts(name, overrides, count):
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(run.abstract.params)) == count
 
 
-@pytest.mark.parametrize("file", [
-    pytest.param(file, id=file.stem, marks=pytest.mark.exhaustive if file.stem in LIKE_LLAMA3_8B else pytest.mark.slow)
-    for file in CONFIGS if load_config(file).model.text])  # test_readme runs the command of each before a release
-def test_tiny_trains(file, text, tmp_path):
-    source = {} if load_config(f"{file}:tiny").data.mixture else {"data.source": str(text)}
-    run = build(load_config(f"{file}:tiny", source | {"data.cache_dir": str(tmp_path)}), devices=jax.devices()[:2])
-    assert run.config.model.vocab_size == 320 and run.config.model.name == load_config(file).model.name
+@pytest.fixture
+def built(text, tmp_path):
+    """The run of a config's tiny variant on two devices."""
+    def of(file):
+        source = {} if load_config(f"{file}:tiny").data.mixture else {"data.source": str(text)}
+        run = build(load_config(f"{file}:tiny", source | {"data.cache_dir": str(tmp_path)}), devices=jax.devices()[:2])
+        assert run.config.model.vocab_size == 320 and run.config.model.name == load_config(file).model.name
+        return run
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [file for file in TEXT if file.stem not in (*TRAINED, *LIKE_LLAMA3_8B)],
+                         ids=lambda file: file.stem)
+def test_tiny_lowers(file, built):
+    assert "sdy.mesh" in built(file).lower().as_text()
+
+
+@pytest.mark.parametrize("file", [  # test_readme runs the command of each before a release
+    pytest.param(file, id=file.stem, marks=slow_if(file.stem in TRAINED)) for file in TEXT])
+def test_tiny_trains(file, built):
+    run = built(file)
     state, losses = run.init(), []
     for step in range(2):
         state, metrics = run.step(state, run.batch(step))

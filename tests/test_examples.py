@@ -3,7 +3,6 @@
 import itertools
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -41,25 +40,26 @@ def execute(notebook, folder: Path, tmp_path: Path) -> str:
     return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
 
 
-@pytest.mark.slow
-def test_script():
-    done = subprocess.run([sys.executable, "examples/embed_train_step.py"], cwd=ROOT, env=environment(),
-                          capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("equal within 1e-5") == 2  # the module and the pytree
-    assert "mesh: data=2 x fsdp=2 x tensor=2" in done.stdout
-    assert "Warning" not in done.stderr
+@pytest.fixture
+def printed_by(forked):
+    """What a script prints, without a warning."""
+    def run(script: str) -> str:
+        done = forked([f"examples/{script}"], ROOT, environment(), timeout=300)
+        assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
+        return done.stdout
 
-
-def printed_by(script: str) -> str:
-    done = subprocess.run([sys.executable, f"examples/{script}"], cwd=ROOT, env=environment(),
-                          capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
-    return done.stdout
+    return run
 
 
 @pytest.mark.slow
-def test_melodies_are_transcribed():
+def test_script(printed_by):
+    printed = printed_by("embed_train_step.py")
+    assert printed.count("equal within 1e-5") == 2  # the module and the pytree
+    assert "mesh: data=2 x fsdp=2 x tensor=2" in printed
+
+
+@pytest.mark.slow
+def test_melodies_are_transcribed(printed_by):
     printed = printed_by("audio_notes.py")
     losses = [float(loss) for loss in re.findall(r"loss a note +([\d.]+)", printed)]
     right, all_ = map(int, re.search(r"without a mistake: (\d+) of (\d+)", printed).groups())
@@ -68,21 +68,21 @@ def test_melodies_are_transcribed():
 
 
 @pytest.mark.slow
-def test_what_users_do_next_is_predicted():
+def test_what_users_do_next_is_predicted(printed_by):
     said = re.search(r"nats an event: ([\d.]+); by how common items are: ([\d.]+)", printed_by("event_streams.py"))
     loss, by_frequency = map(float, said.groups())
     assert loss < by_frequency - 0.4
 
 
 @pytest.mark.exhaustive  # minutes
-def test_pictures_are_captioned():
+def test_pictures_are_captioned(printed_by):
     printed = printed_by("pictures.py")
     assert int(re.search(r"zero-shot accuracy: (\d+)%", printed)[1]) > 50
     assert int(re.search(r"unseen pictures that are right: (\d+)%", printed)[1]) > 50
 
 
 @pytest.mark.slow
-def test_models_of_ones_own_are_trained():
+def test_models_of_ones_own_are_trained(printed_by):
     recognised = re.search(r"(\d+)% of unseen pictures", printed_by("own_module.py"))
     assert int(recognised[1]) > 90
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed_by("own_pytree.py"))]

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,11 +23,11 @@ COMMAND = re.compile(r"^\s*`{0,2}((?:[A-Z_]+=\S+ )*(?:\S*/)?python3? (?:-m jaxtr
 SUBCOMMAND = re.compile(rf"^(\s*`{{0,2}}(?:[A-Z_]+=\S+ )*)(\S*/)?jaxtrain ({'|'.join(COMMANDS)})(?= )", re.M)
 TEMPLATE = re.compile(r"[\[\]<>]|\.\.\.|\b[A-Z]{4,}\b(?![.=])|DIR\b")
 SMALL = ["--config.train.steps=2", "--config.optimizer.warmup_steps=1", "--config.train.eval_every=0",
-         "--config.train.eval_batches=1", "--config.train.sample_tokens=8", "--config.checkpoint.every=0"]
+         "--config.train.eval_batches=1", "--config.checkpoint.every=0"]
 QUICK = re.compile(r"--print_config")
-# These differ from another one in the config alone, and tests/test_configs.py trains the tiny variant of each config;
-# tests/test_examples.py runs the notebooks, and tests/bench the benchmark.
-ALIKE = re.compile(r"configs/(?!deepseek_v3)\w+\.py --config\.data\.source=/path/to/text$|jaxtrain\.plan .*llama3_8b|"
+# These differ from another one in the config alone, and tests/test_configs.py lowers or trains the tiny variant of
+# each; tests/test_examples.py runs the notebooks, and tests/bench the benchmark.
+ALIKE = re.compile(r"configs/\w+\.py --config\.data\.source=/path/to/text$|jaxtrain\.plan .*llama3_8b|"
                    r"tools/run_notebooks|jaxtrain\.bench --config")
 LONG = (*((page, 0) for page in ("README.md", "planner.md", "api.md", "training.md", "observe.md")),
         ("data-sequences.md", 0), *(("objectives.md", number) for number in range(6)))
@@ -55,23 +56,26 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
     environment = {}
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
-        environment[name] = value
+        environment[name] = f"{QUICKLY} {value}" if name == "XLA_FLAGS" else value
     words = [sys.executable, *(word.replace("/path/to/text", str(ROOT / "jaxtrain")) for word in words[1:])]
     # What documentation writes to corpora/ and models/ lies beside the workdirs.
     words = [re.sub(r"(^|=|:)(corpora|models)/", rf"\1{workdirs}/", word) for word in words]
     words = [re.sub(r"^runs/tour(?=/|$)", str(workdirs), word) for word in words]
     if words[1:3] == ["-m", "jaxtrain.plan"]:
         words = [re.sub(r"^(--config=.*\.py)$", r"\1:tiny", word) for word in words]
+        if "--explain" not in words:
+            words = [word.replace("h100x8", "h100x2") for word in words]  # few layouts
     if words[1:3] == ["-m", "jaxtrain.bench"]:
-        words += ["--steps=2", "--warmup=1"]
+        words = [re.sub(r"^(--config=.*\.py)$", r"\1:tiny", word) for word in words] + ["--steps=2", "--warmup=1"]
+        words = [re.sub(r"^(train\.unroll=1),0$", r"\1", word) for word in words]  # each value is a process
     if words[1:3] in (["-m", "jaxtrain.main"], ["-m", "jaxtrain.supervise"]):
         where = [i for i, word in enumerate(words) if word.startswith("--config=")]
         for i in where:
-            if not words[i].endswith(("gpt.py", ":tiny")):
+            if not words[i].endswith(":tiny"):
                 words[i] = re.sub(r"\.py(:\w+)?$", ".py:tiny", words[i])
-        silent = "--config.preference.loss=reward" in words  # a reward model writes no samples
+        samples = 8 if "--workdir=runs/first" in words else 0  # a text is the same after any training
         words += [] if any("--print_config" in word for word in words) else [
-            word for word in SMALL if not (silent and "sample_tokens" in word)]
+            *SMALL, f"--config.train.sample_tokens={samples}"]
         named = [i for i, word in enumerate(words) if word.startswith("--workdir=")]
         for i in named:
             words[i] = f"--workdir={workdirs / words[i].rpartition('/')[2]}"
@@ -81,11 +85,26 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
     return words, environment
 
 
-def run(words: list[str], environment: dict[str, str]) -> None:
-    environment = {"XLA_FLAGS": QUICKLY, **environment}
-    done = subprocess.run(words, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
-                          timeout=300)
-    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+@pytest.fixture(scope="module")
+def run(forked, tmp_path_factory):
+    """To run a command in this environment; a copy of what the same training has left, where it was run already."""
+    kept = {}
+
+    def once(words: list[str], environment: dict[str, str]) -> None:
+        workdir = next((Path(word[10:]) for word in words if word.startswith("--workdir=")), None)
+        key = None
+        if words[1:3] == ["-m", "jaxtrain.main"] and not workdir.exists():
+            flags = dict(word.partition("=")[::2] for word in words[3:])  # the last one counts
+            key = frozenset((flags | environment).items() - {("--workdir", str(workdir))})
+        if key in kept:
+            shutil.copytree(kept[key], workdir)
+            return
+        done = forked(words[1:], ROOT, {**os.environ, "XLA_FLAGS": QUICKLY, **environment}, timeout=300)
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        if key and workdir.exists():
+            kept[key] = shutil.copytree(workdir, tmp_path_factory.mktemp("kept") / "run")
+
+    return once
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +142,15 @@ def chains() -> list:
 
 
 @pytest.mark.parametrize("commands", chains())
-def test_shown_commands_run(commands, workdirs):
+def test_shown_commands_run(commands, workdirs, run):
     for command in commands:
         run(*small(command, workdirs))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [c for c in shown() if "pytest" in c])
-def test_shown_test_command_collects(command):
-    run([*small(command, Path())[0], "--collect-only", "-p", "no:cacheprovider"], {})
+def test_shown_test_command_collects(command, run):
+    run([*small(command, Path())[0], __file__, "--collect-only", "-p", "no:cacheprovider"], {})
 
 
 @pytest.mark.parametrize(("command", "output"), [
@@ -174,6 +193,6 @@ def test_a_family_outside_the_repository_trains_on_any_mesh(tmp_path):
     pytest.param(path, number, marks=pytest.mark.slow if (path.name, number) in LONG else ())
     for path in DOCS for number in range(len(PYTHON.findall(path.read_text())))],
     ids=lambda value: value.name if isinstance(value, Path) else str(value))
-def test_shown_python_runs(path, number):
-    block = PYTHON.findall(path.read_text())[number]
+def test_shown_python_runs(path, number, run):
+    block = PYTHON.findall(path.read_text())[number].replace("h100x8", "h100x2")  # few layouts
     run([sys.executable, "-c", block], {"XLA_FLAGS": virtual_devices(2)})

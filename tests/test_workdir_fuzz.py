@@ -232,8 +232,8 @@ def wrong(found, memory, watch, base, before, secret) -> str:
     return ""
 
 
-@pytest.mark.parametrize("seeds", [pytest.param(range(120), marks=pytest.mark.slow, id="120"),
-                                   pytest.param(range(120, 500), marks=pytest.mark.exhaustive, id="380")])
+@pytest.mark.parametrize("seeds", [pytest.param(range(60), marks=pytest.mark.slow, id="60"),
+                                   pytest.param(range(60, 500), marks=pytest.mark.exhaustive, id="440")])
 def test_damaged_workdirs_harm_nobody(made, tmp_path, monkeypatch, seeds):
     monkeypatch.setattr(verify, "_AGAIN_S", (0.0, 0.0))  # retries of storage that fails for a moment
     monkeypatch.setattr(os, "fsync", lambda _: None)  # nothing here must survive a power failure

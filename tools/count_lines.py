@@ -8,6 +8,7 @@ their budgets.
 """
 
 import ast
+import functools
 import io
 import tokenize
 from collections import defaultdict
@@ -44,6 +45,7 @@ SURVIVAL = """
 """
 
 
+@functools.cache
 def code_lines(path: Path) -> int:
     """Return how many lines of a file hold code."""
     source = path.read_text()

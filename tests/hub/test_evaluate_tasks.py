@@ -18,6 +18,8 @@ from tests.numerics import reference
 
 pytest.importorskip("lm_eval")
 
+import lm_eval.tasks
+
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.hub import evaluate_tasks, generate_texts, harness_model, training_tasks
@@ -39,7 +41,20 @@ doc_to_target: "{target}"
 metric_list: [{{metric: {metric}, aggregation: {mean}, higher_is_better: true}}]
 {more}
 """
+pytestmark = pytest.mark.usefixtures("cache", "only_our_tasks")  # programs are compiled once
 LONG = "It was the best of times, it was the worst of times, it was the age of wisdom, it was {{n}}"
+
+
+@pytest.fixture(scope="module")
+def only_our_tasks():
+    """The harness reads thousands of tasks of its own each time, in seconds; the command of docs/evaluate.md does."""
+    class OurTasks(lm_eval.tasks.TaskManager):
+        def __init__(self, **keys):
+            super().__init__(include_defaults=False, **keys)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_eval.tasks, "TaskManager", OurTasks)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -22,14 +22,14 @@ def config(**keys) -> jt.Config:
     }, {key.replace("__", "."): value for key, value in keys.items()})
 
 
-def batch(seed=0):
+def batch(seed=0, rows=ROWS):
     """Clips of any length with transcripts of any length, and padding after both; one row is empty, some texts long."""
     rng = np.random.default_rng(seed)
-    frames, said = rng.integers(3, FRAMES + 1, ROWS), rng.integers(0, TOKENS - 1, ROWS)
+    frames, said = rng.integers(3, FRAMES + 1, rows), rng.integers(0, TOKENS - 1, rows)
     frames[:3], said[:3] = (0, FRAMES, 7), (0, 3, 6)  # the third has no room for CTC
-    target = rng.integers(4, 9, (ROWS, TOKENS - 2))  # few tokens, so that some follow themselves
+    target = rng.integers(4, 9, (rows, TOKENS - 2))  # few tokens, so that some follow themselves
     there = {"weights": np.arange(FRAMES) < frames[:, None], "target_weights": np.arange(TOKENS - 2) < said[:, None]}
-    features = rng.normal(0, 1, (ROWS, FRAMES, MELS)).astype(np.float16)  # padding is not 0
+    features = rng.normal(0, 1, (rows, FRAMES, MELS)).astype(np.float16)  # padding is not 0
     return {"features": features, "target": np.where(there["target_weights"], target, 0).astype(np.int32),
             **{name: x.astype(np.float32) for name, x in there.items()}}
 
@@ -115,8 +115,8 @@ def loss(c, p, b):
     """The mean over tokens of both losses."""
     memory, there, heard = encoded(c, p, b)
     counts = b["target_weights"].sum(1).astype(int)
-    rows, entropy = [n for n in range(ROWS) if b["weights"][n, 0]], 0.0
-    tokens = np.zeros((ROWS, TOKENS), int)
+    rows, entropy = [n for n, there_T in enumerate(b["weights"]) if there_T[0]], 0.0
+    tokens = np.zeros((len(b["weights"]), TOKENS), int)
     tokens[:, 0], tokens[:, 1], tokens[:, 2:] = *c.prefix, b["target"]
     x = hidden(c, p, tokens, memory, there)
     logp = jax.nn.log_softmax(x @ p["embed"]["table"].T)

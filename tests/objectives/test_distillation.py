@@ -15,6 +15,7 @@ from jaxtrain.observe.own_parts import difference
 from tests.numerics import reference
 from tests.tiers import slow_if
 
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 SOFT, TEMPERATURE = 0.3, 2.0
 TEACHER = dict(model__num_layers=3, model__embed_dim=64)
 CASES = {

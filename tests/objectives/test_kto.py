@@ -14,6 +14,7 @@ from tests.objectives import tuned
 from tests.objectives.tuned import resumed
 from tests.tiers import exhaustive, slow, slow_if
 
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 KTO = dict(preference__loss="kto", preference__beta=0.5, data__packing="answers")
 WEIGHED = dict(preference__desirable_weight=1.3, preference__undesirable_weight=0.4)
 CASES = {

@@ -13,7 +13,7 @@ from tests.objectives import tuned
 from tests.tiers import slow_if
 
 KEYS = dict(reinforce__prompts="prompts.jsonl", reinforce__reward="reward.py:reward", reinforce__max_new_tokens=5,
-            reinforce__kl=0.1)
+            reinforce__kl=0.1, data__global_batch_size=8)  # the formula goes from answer to answer
 CRITIC = dict(reinforce__baseline="value", reinforce__value_loss=0.7)
 CASES = {
     "fsdp x tensor, dapo": ("llama", dict(mesh=(1, 2, 2))),
@@ -55,7 +55,7 @@ def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = build(family, **(KEYS | keys))
     c = run.config
-    batch = plain.batch(values=c.reinforce.value_head)
+    batch = plain.batch(rows=8, values=c.reinforce.value_head)
     metrics, means = tuned.check(run, lambda policy, before: plain.loss(c.reinforce, c.model, policy, before, batch),
                               batch)
     if c.reinforce.kl:

@@ -25,6 +25,7 @@ from tests.objectives import tuned
 from tests.objectives.tuned import resumed
 from tests.tiers import slow_if
 
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 DPO = dict(preference__loss="dpo", preference__beta=0.5, data__packing="pairs")
 REWARD = dict(preference__loss="reward", preference__beta=0.1)
 CASES = {

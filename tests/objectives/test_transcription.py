@@ -25,6 +25,7 @@ from tests.objectives import plain_transcription as plain
 from tests.objectives.tuned import resumed
 from tests.tiers import slow_if
 
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 CASES = {
     "data, fsdp, tensor": dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, train__accumulation=2),
     "chunks, context, tensor": dict(mesh__context=2, mesh__tensor=2, mesh__context_strategy="ring", train__remat="full",
@@ -51,10 +52,10 @@ def begun(**keys):
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=slow_if(name in SLOW)) for name in CASES])
 def test_loss_and_gradients_are_those_of_the_formulas(name):
-    config = plain.config(**CASES[name])
+    config = plain.config(**CASES[name], data__global_batch_size=8)  # the formula goes from row to row
     run = jt.build(config, devices=jax.devices()[: math.prod(getattr(config.mesh, axis) for axis in AXES)])
     params = begun(**{key: value for key, value in CASES[name].items() if key.startswith("model")})
-    batch, state = plain.batch(), reference.start_from(run, params)
+    batch, state = plain.batch(rows=8), reference.start_from(run, params)
     formula = functools.partial(plain.loss, config.model, b=batch)
     want, slopes = jax.jit(jax.value_and_grad(formula)).lower(params).compile(
         {"xla_backend_optimization_level": 0})(params)

@@ -21,9 +21,12 @@ def built(kind, devices=None, data=None, model=None, **keys):
     return jt.build(plain.config(kind, data, model, **keys), devices=jax.devices()[:devices or 1])
 
 
+DUAL = ("siglip", "clip")
+
+
 @pytest.fixture(scope="module")
 def truth():
-    """Parameters that are not as at first, and the loss and the gradients of the formula, of a family."""
+    """Parameters that are not as at first, and loss, accuracy of pairs and gradients of the formula, of a family."""
     known = {}
 
     def of(kind):
@@ -32,7 +35,8 @@ def truth():
             params = jax.tree.map(lambda a: (a + rng.normal(size=a.shape, scale=0.1)).astype(np.float32),
                                   jax.device_get(run.compiled_init(0).params))
             batch = plain.batch(kind)
-            both = jax.jit(jax.value_and_grad(lambda p: plain.loss(run.config.model, p, batch)))
+            formula = plain.contrastive if kind.startswith(DUAL) else lambda *args: (plain.loss(*args), None)
+            both = jax.jit(jax.value_and_grad(lambda p: formula(run.config.model, p, batch), has_aux=True))
             known[kind] = params, batch, *both.lower(params).compile({"xla_backend_optimization_level": 0})(params)
         return known[kind]
     return of
@@ -60,12 +64,11 @@ EXHAUSTIVE = ("clip", "picture_flow", "clip published", "vision_language publish
                  id=f"{kind} {' '.join(f'{key[6:]}={size}' for key, size in mesh.items())}")
     for kind, meshes in CASES.items() for number, mesh in enumerate(meshes)])
 def test_loss_and_gradients_are_those_of_one_picture_at_a_time(kind, mesh, truth):
-    params, batch, loss, want = truth(kind)
+    params, batch, (loss, accuracy), want = truth(kind)
     run = built(kind, int(np.prod(list(mesh.values()) or [1])), **mesh)
     state = reference.start_from(run, params)
-    if kind.startswith(("siglip", "clip")):
+    if kind.startswith(DUAL):
         sums = run.compiled_eval(state.all_params, run.place(batch))[2]
-        accuracy = plain.contrastive(run.config.model, params, batch)[1]
         assert float(sums["accuracy"] / sums["weight"]) == pytest.approx(float(accuracy))
     state, metrics = reference.compiled(run)(state, run.place(batch))
     norm, o = float(reference.norm_of(want)), run.config.optimizer

@@ -11,6 +11,7 @@ import pytest
 
 from jaxtrain.plan import targets
 from jaxtrain.plan.__main__ import main
+from tests.tiny import virtual_devices
 from tools import calibrate
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,7 @@ def test_quick_on_two_virtual_devices(tmp_path, capsys):
     file = tmp_path / "mine.json"
     done = subprocess.run(
         [sys.executable, ROOT / "tools/calibrate.py", "--quick", f"--targets={file}"], capture_output=True, text=True,
-        timeout=500, env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
+        timeout=500, env=os.environ | {"XLA_FLAGS": virtual_devices(2)})
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in file.with_suffix(".rows.jsonl").read_text().splitlines()]
     assert {row["what"] for row in rows} == {"llm", "square", "attention", "memory", *calibrate.KINDS}

@@ -21,7 +21,7 @@ from jaxtrain.run import Run
 from jaxtrain.tuning import reference_sums
 from tests.numerics import reference
 from tests.objectives import plain_kto, plain_preference, tuned
-from tests.tiers import slow_if
+from tests.tiers import exhaustive, slow, slow_if
 from tests.trainer.test_multiprocess import ended, two_processes
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
@@ -156,9 +156,12 @@ def test_batches_of_ones_own_are_trained_on_alike(corpus, whole, tmp_path):
         run.batch(0)
 
 
-@pytest.mark.slow
-def test_two_processes_compute_what_one_does(corpus, whole, tmp_path, computed):
+@pytest.mark.parametrize("goes_on", [*slow(True), *exhaustive(False)])
+def test_two_processes_compute_what_one_does(corpus, whole, tmp_path, computed, goes_on):
+    """From the first step, or where a run goes on whose numbers are lost."""
     folder, _ = whole
+    if goes_on:
+        tuned.resumed(folder, tmp_path / "two", 8).joinpath(reference_sums.FILE).unlink()
     with two_processes([f"--config={folder}/config.json"], tmp_path / "two") as both:
         said = ended(both)
     assert [process.returncode for process in both] == [0, 0], "".join(said)
@@ -169,6 +172,8 @@ def test_two_processes_compute_what_one_does(corpus, whole, tmp_path, computed):
     shutil.rmtree(tmp_path / "two" / "checkpoints" / "8")
     jt.train(tiny(corpus), tmp_path / "two")
     assert computed == []
+    if goes_on:
+        return
     resumed = tuned.resumed(tmp_path / "two", tmp_path / "on", 8)
     with two_processes([f"--config={folder}/config.json"], resumed) as both:
         said = ended(both)

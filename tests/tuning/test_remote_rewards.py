@@ -18,6 +18,7 @@ from jaxtrain.tuning import remote_rewards
 from jaxtrain.tuning.remote_rewards import RemoteRewards
 from tests.tuning.test_rollouts import config, files  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 ANSWERS, RECORDS = ["a", "bb", "\ud800é", ""], [{"prompt": "p", "number": n} for n in (1, 2, 3, 4)]
 
 

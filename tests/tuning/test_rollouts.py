@@ -12,6 +12,7 @@ from jaxtrain.tuning import rollouts
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow
 
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 REWARD = '''
 def even(answer, record):
     assert record["prompt"].startswith("say")

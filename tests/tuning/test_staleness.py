@@ -20,6 +20,7 @@ from tests.tiers import exhaustive, slow
 from tests.trainer.test_multiprocess import ROOT, ended, two_processes
 from tests.tuning.test_rollouts import config, files  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 
 @pytest.fixture(scope="module")
 def built(files):  # noqa: F811
@@ -242,9 +243,8 @@ def test_training_equals_steps_on_answers_of_earlier_states_and_goes_on(files, t
         jt.train(config(files, **keys, reinforce__staleness=1), tmp_path / "parts")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("cache")
-def test_two_processes_go_on_as_one_does_and_one_of_them_asks(files, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("begins", [*slow("with one process"), *exhaustive("with two")])
+def test_two_processes_go_on_as_one_does_and_one_of_them_asks(files, tmp_path, begins):  # noqa: F811
     (tmp_path / "reward.py").write_text(f"""
 import os
 def of(answer, record):
@@ -259,11 +259,12 @@ def of(answer, record):
             "reinforce.reward": f"{tmp_path / 'reward.py'}:of"}
     flags = [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{key}={value}" for key, value in keys.items())]
     assert main([*flags, f"--workdir={tmp_path / 'one'}"]) == 0
-    (tmp_path / "asked").unlink()
-    for asked in (32, 32 + 16):  # then from step 2 on, whose answers are kept without rewards
-        with two_processes(flags, tmp_path / "two") as both:
-            said = ended(both)
-        assert [process.returncode for process in both] == [0, 0], said
+
+    def both(asked):
+        """Start them; so many answers were scored since they were asked first, by one process in each start."""
+        with two_processes(flags, tmp_path / "two") as started:
+            said = ended(started)
+        assert [process.returncode for process in started] == [0, 0], said
         lines = (tmp_path / "asked").read_text().split()
         assert len(lines) == asked and len({*lines}) == (1 if asked == 32 else 2)
         for path in (tmp_path / "one" / "rollouts").iterdir():
@@ -271,7 +272,15 @@ def of(answer, record):
                             for file in (tmp_path / "two" / "rollouts" / path.name, path))
             assert [(line["tokens"], line.get("reward")) for line in ours] == [
                 (line["tokens"], line.get("reward")) for line in theirs]
-        shutil.rmtree(tmp_path / "two" / "checkpoints" / "4")
-        path = tmp_path / "two" / "rollouts" / "3.jsonl"
-        path.write_text("".join(json.dumps({key: value for key, value in json.loads(line).items() if key != "reward"})
-                                + "\n" for line in path.read_text().splitlines()))
+
+    if begins == "with two":
+        (tmp_path / "asked").unlink()
+        both(asked=32)
+    else:
+        shutil.copytree(tmp_path / "one", tmp_path / "two")
+    # From step 2 on, whose answers are kept without rewards.
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "4")
+    path = tmp_path / "two" / "rollouts" / "3.jsonl"
+    path.write_text("".join(json.dumps({key: value for key, value in json.loads(line).items() if key != "reward"})
+                            + "\n" for line in path.read_text().splitlines()))
+    both(asked=32 + 16)

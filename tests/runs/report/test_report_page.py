@@ -149,11 +149,11 @@ def test_a_run_without_a_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_a_million_steps_is_a_small_page_in_seconds(tmp_path):
-    workdir = recorded(tmp_path / "run", steps=1_000_000)
+def test_a_run_of_many_steps_is_a_small_page_in_seconds(tmp_path):
+    workdir = recorded(tmp_path / "run", steps=200_000)
     began = time.process_time()
     page = ReportPage([workdir]).render()
-    print(f"a million lines: {time.process_time() - began:.1f} s of processor time, {len(page) / 1e6:.1f} MB")
+    print(f"200,000 lines: {time.process_time() - began:.1f} s of processor time, {len(page) / 1e6:.1f} MB")
     assert len(page) < 4e6
 
 
