@@ -95,11 +95,11 @@ def of(corpus, **keys):
         model__time_mask=4, train__progress=False) | keys))
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_the_same_bits_and_is_transcribed_and_exported(corpus, tmp_path):
-    config = of(corpus, train__steps=4, checkpoint__every=2, data__buckets=[64], mesh__stage=2, mesh__context=2,
+@pytest.mark.parametrize("stages", [pytest.param(stages, marks=slow_if(stages == 1)) for stages in (1, 2)])
+def test_a_run_goes_on_with_the_same_bits_and_is_transcribed_and_exported(corpus, tmp_path, stages):
+    config = of(corpus, train__steps=4, checkpoint__every=2, data__buckets=[64], mesh__stage=stages, mesh__context=2,
                 train__compiler_options={"xla_backend_optimization_level": 0})
-    run = jt.build(config, devices=jax.devices()[:4])
+    run = jt.build(config, devices=jax.devices()[:2 * stages])
     whole = jt.train(run, tmp_path / "whole")
     parts = jt.train(run, resumed(tmp_path / "whole", tmp_path / "parts", last=4))
     assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, parts.params))))
