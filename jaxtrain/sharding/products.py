@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.sharding import rules as sharding
@@ -59,7 +60,7 @@ class Rounded:
         if spec.reduced:  # it describes only the gradient, and operations reject it
             x = jax.reshard(x, P(*spec.partitions))
         most = float(jnp.finfo(dtype).max)
-        scale = jnp.maximum(sharding.peak(x).astype(jnp.float32) / most, _LEAST)
+        scale = checkpoint_name(jnp.maximum(sharding.peak(x).astype(jnp.float32) / most, _LEAST), "dots")
         # A quotient above `most` by a rounding error would become infinite or NaN.
         return cls(jnp.clip(x.astype(jnp.float32) / scale, -most, most).astype(dtype), scale, x.dtype)
 
