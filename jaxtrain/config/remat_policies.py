@@ -15,7 +15,9 @@ _HOST = "@host"
 class Policy:
     """What some layers keep: all results, or those of these kinds only."""
 
-    names: tuple[str, ...]  # "attention", "dots" (of all products), or the logical axis that a product results in
+    # "attention", "dots" (of all products, and what is named so because it serves gradients in a product's place or
+    # takes next to no memory), or the logical axis that a product results in.
+    names: tuple[str, ...]
     hosted: tuple[str, ...] = ()  # of products, moved to the host's memory meanwhile
     everything: bool = False
 

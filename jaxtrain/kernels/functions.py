@@ -9,6 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 F32 = jnp.float32
 _LINEAR = -2 * math.sqrt(2 / math.pi)
@@ -77,8 +78,8 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
 
 def _layer_norm_forward(x, scale, bias, eps):
     y = x.astype(F32)
-    mean = y.mean(-1, keepdims=True)
-    inverse = jax.lax.rsqrt(jnp.square(y - mean).mean(-1, keepdims=True) + eps)
+    mean = checkpoint_name(y.mean(-1, keepdims=True), "dots")
+    inverse = checkpoint_name(jax.lax.rsqrt(jnp.square(y - mean).mean(-1, keepdims=True) + eps), "dots")
     return ((y - mean) * inverse * scale + bias).astype(x.dtype), (x, mean, inverse, scale, bias)
 
 
@@ -102,7 +103,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 def _rms_norm_forward(x, scale, eps):
     y = x.astype(F32)
-    inverse = jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    inverse = checkpoint_name(jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps), "dots")
     return (y * inverse * scale).astype(x.dtype), (x, inverse, scale)
 
 

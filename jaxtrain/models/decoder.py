@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
@@ -50,7 +51,7 @@ class Block(nnx.Module):
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
         y_BTD, aux = self.attention(h, segments_BT, angles, cache)
-        x_BTD = x_BTD + y_BTD
+        x_BTD = checkpoint_name(x_BTD + y_BTD, "dots")  # kept in place of the product that was added
         h = self.mlp_norm(x_BTD)
         if isinstance(self.mlp, MoE):
             y_BTD, routed = self.mlp(h, segments_BT)

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.sharding import rules as sharding
@@ -58,8 +59,10 @@ class Rounded:
         spec = jax.typeof(x).sharding.spec
         if spec.reduced:  # it describes only the gradient, and operations reject it
             x = jax.reshard(x, P(*spec.partitions))
+        # XLA would hand over the float32 that `x` was cast from: another number, and an array of twice the size.
+        x = jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, jnp.finfo(x.dtype).nmant)
         most = float(jnp.finfo(dtype).max)
-        scale = jnp.maximum(sharding.peak(x).astype(jnp.float32) / most, _LEAST)
+        scale = checkpoint_name(jnp.maximum(sharding.peak(x).astype(jnp.float32) / most, _LEAST), "dots")
         # A quotient above `most` by a rounding error would become infinite or NaN.
         return cls(jnp.clip(x.astype(jnp.float32) / scale, -most, most).astype(dtype), scale, x.dtype)
 

@@ -1,6 +1,7 @@
 """What a layer keeps changes memory and no number; which layers leave their loop."""
 
 import functools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 from jaxtrain.config.load import make_config
 from jaxtrain.models import Compute, make_model
 from jaxtrain.models.rematerialization import layers_at_once
+from jaxtrain.sharding import products
 
 SHAPE = {"model": {"name": "llama", "vocab_size": 64, "num_layers": 6, "embed_dim": 32, "num_heads": 4, "head_dim": 8,
                    "num_kv_heads": 2, "mlp_dim": 96, "max_seq_len": 64}, "data": {"seq_len": 64}}
@@ -30,7 +32,7 @@ def test_which_layers_leave_their_loop(keys, platform, pipeline, want):
 
 
 @functools.cache
-def compiled(remat, unroll=1):
+def traced(remat, unroll=1, fp8=False):
     """The gradient of a model on one device."""
     model = make_model(make_config(SHAPE, {}).model, Compute(remat=remat, unroll=unroll), rngs=nnx.Rngs(params=0))
     graphdef, weights = nnx.split(model)
@@ -38,7 +40,15 @@ def compiled(remat, unroll=1):
     def loss(weights):
         return jnp.square(nnx.merge(graphdef, weights)(jnp.arange(ROWS * SEQ).reshape(ROWS, SEQ) % 64)).mean()
 
-    return jax.jit(jax.value_and_grad(loss)).lower(weights).compile(), weights
+    with products.in_fp8(fp8):
+        return jax.jit(jax.value_and_grad(loss)).trace(weights), weights
+
+
+@functools.cache
+def compiled(remat, unroll=1):
+    """The same, compiled."""
+    program, weights = traced(remat, unroll)
+    return program.lower().compile(), weights
 
 
 @pytest.mark.slow
@@ -59,3 +69,21 @@ def test_names_and_layers_say_what_is_kept():
     kept = 2 * ROWS * SEQ * MLP * 4  # of a layer: gate and up
     assert 0.7 < (mlp - full) / (6 * kept) < 1.3
     assert 0.5 < (half - full) / (3 * kept) < 1.3
+
+
+def kept(program):
+    """How many arrays of each shape the forward loop keeps of a layer."""
+    loop = next(one for one in program.jaxpr.eqns if one.primitive.name == "scan")
+    return Counter(one.aval.shape[1:] for one in loop.outvars[1:])
+
+
+@pytest.mark.slow
+def test_dots_keeps_what_serves_gradients_in_place_of_a_product():
+    """Rotated queries and keys, and the sum after attention, instead of the products; each norm's statistics too."""
+    program, _ = traced("dots")
+    tokens = ROWS * SEQ
+    assert kept(program) == {(ROWS, SEQ, 32): 2,  # a layer's input, and the sum
+                     (ROWS, SEQ, 4, 8): 1, (ROWS, SEQ, 2, 8): 1, (tokens, 16): 1,  # queries, keys, values
+                     (tokens, MLP): 2, (tokens, 1): 2}
+    assert f"{program.jaxpr}".count(" rsqrt ") == 3  # of two norms in the forward loop, and the last one
+    assert kept(traced("dots", fp8=True)[0])[()] == 2 * 7  # in fp8 a scale for each factor of seven products

@@ -154,3 +154,9 @@ def test_two_thousand_steps_give_the_evaluation_loss_of_bfloat16():
         found[name] = run.evaluate(state, 8)["eval_loss"]
     print(found)
     assert found["fp8"] == pytest.approx(found["bfloat16"], rel=0.005)
+
+
+def test_an_array_that_was_cast_is_rounded_as_it_is():
+    """XLA for GPUs otherwise rounds the float32 that it was cast from; for CPUs it does not, so the program is read."""
+    program = f"{jax.make_jaxpr(lambda x: products.Rounded.of(x.astype(jnp.bfloat16), products.FORWARD).values)(1.0)}"
+    assert re.search(r"reduce_precision\[exponent_bits=8 mantissa_bits=7\]", program)

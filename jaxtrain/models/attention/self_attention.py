@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.attention import HEADS, KV_HEADS
@@ -73,6 +74,8 @@ class Attention(nnx.Module):
         q, k, v = self.project(x_BTD)
         if angles is not None:
             q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
+            if self.q_norm is None:  # kept in place of the products, which gradients do not need
+                q, k = checkpoint_name(q, "dots"), checkpoint_name(k, "dots")
         if cache is not None and cache.entries is not None:
             return attend_cached(self.out, q, k, v, cache, self.window)
         out = self.out(attend(q, k, v, segments_BT=segments_BT, window=self.window, causal=self.causal,
