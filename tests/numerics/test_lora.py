@@ -83,7 +83,7 @@ def test_loss_and_gradients_are_those_of_the_merged_model(name):
 
 def initial(run):
     """All parameters at step 0, on the host."""
-    quick = {"xla_backend_optimization_level": 0}
+    quick = reference.QUICKLY
     init = run.compiled_init.lower(jax.random.key(0)).compile(compiler_options=quick)
     return jax.device_get(init(jax.random.key(0)).all_params)
 

@@ -35,7 +35,7 @@ def base_of(family, number):
 def made(family, number=None, **keys):
     """Parameters at step 0 and their logical names, of the config; without a number those without muP."""
     run = reference.build(family, **(base_of(family, number) if number is not None else {}), **keys)
-    init = run.compiled_init.lower(jax.random.key(0)).compile(compiler_options={"xla_backend_optimization_level": 0})
+    init = run.compiled_init.lower(jax.random.key(0)).compile(compiler_options=reference.QUICKLY)
     return run, jax.device_get(init(jax.random.key(0))).all_params
 
 
