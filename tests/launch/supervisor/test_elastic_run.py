@@ -18,29 +18,29 @@ from tests.tiny import tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
-STEPS, ROWS = 28, 12
+STEPS, ROWS = 48, 24
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=2",
         f"data.global_batch_size={ROWS}", f"train.steps={STEPS}", "train.eval_every=0", "checkpoint.every=4",
         "resilience.check_every=0"]
-# Training that writes down which row of which step each of its devices was given. After five steps a process waits for
-# a file, or until it is told to stop: so no attempt ends before its time, however fast it is.
+# Training that takes its time, and writes down which row of which step each of its devices was given. The end of it
+# waits for a file, or until it is told to stop.
 TRAIN = """
-import hashlib, itertools, os, sys, threading, time
+import hashlib, os, sys, threading, time
 import jax
 from jaxtrain.run import Run
 from jaxtrain.main import main
 from jaxtrain.trainer.shutdown import Interrupt
 
 file = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-go, told, taken = sys.argv.pop(1) + ".go", threading.Event(), itertools.count()
+go, seconds, told = sys.argv.pop(1) + ".go", float(sys.argv.pop(1)), threading.Event()
 
 def received(self, number, frame, before=Interrupt._received):
     told.set()
     before(self, number, frame)
 
 def noted(self, batches, step, placed=Run.placed):
-    late = next(taken) >= 5
-    while late and not os.path.exists(go) and not told.is_set():
+    time.sleep(seconds)
+    while step > 30 and not os.path.exists(go) and not told.is_set():
         time.sleep(0.05)
     batch = placed(self, batches, step)
     lines = []
@@ -81,23 +81,23 @@ def test_three_two_one_three(flags, tmp_path):
     calm, stormy = tmp_path / "calm", tmp_path / "stormy"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
                    "XLA_FLAGS": virtual_devices(1)}
-    alone = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "calm.txt"), *flags, f"--workdir={calm}"]
+    alone = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "calm.txt"), "0", *flags, f"--workdir={calm}"]
     (tmp_path / "calm.txt.go").touch()
     subprocess.run(alone, env=environment, check=True, timeout=LIMIT, stderr=subprocess.DEVNULL)
 
     command = [sys.executable, "-m", "jaxtrain.supervise", "--processes=3", "--min_processes=1", "--lost_after=1",
-               "--program", sys.executable, str(tmp_path / "train.py"), str(tmp_path / "stormy.txt"), "--",
+               "--program", sys.executable, str(tmp_path / "train.py"), str(tmp_path / "stormy.txt"), "0.3", "--",
                *flags, f"--workdir={stormy}"]
     with open(tmp_path / "err.txt", "w") as err:
         supervisor = subprocess.Popen(command, env=environment, stderr=err)
 
-    def attempt(slots, beyond=0):
-        """Wait until just these train, and are beyond a step."""
+    def attempt(slots, beyond):
+        """Wait until just these train, and are beyond a step; the number of their attempt."""
         end = time.monotonic() + LIMIT
         while time.monotonic() < end and supervisor.poll() is None:
             starts = [event for event in events(stormy) if event["kind"] == "attempt"]
             if starts and starts[-1]["slots"] == slots and told_of(stormy) > max(beyond, starts[-1]["step"]):
-                return
+                return starts[-1]["attempt"]
             time.sleep(0.05)
         pytest.fail(f"no attempt of {slots}:\n{(tmp_path / 'err.txt').read_text()}")
 
@@ -105,13 +105,13 @@ def test_three_two_one_three(flags, tmp_path):
         return told(workdir)[-1]["step"] if (workdir / "metrics.jsonl").exists() and told(workdir) else 0
 
     try:
-        attempt([0, 1, 2], 3)
+        attempt([0, 1, 2], 5)
         os.kill(process_of(supervisor.pid, "--process_id=1"), signal.SIGKILL)
-        attempt([0, 2])
+        attempt([0, 2], 8)
         (stormy / "processes").write_text("1")
-        attempt([0])
+        attempt([0], 12)
         (stormy / "processes").write_text("3")
-        attempt([0, 1, 2])
+        attempt([0, 1, 2], 16)
         (tmp_path / "stormy.txt.go").touch()
         assert supervisor.wait(LIMIT) == 0
     finally:
