@@ -151,7 +151,8 @@ def test_two_processes_of_which_one_slows_down_and_stops(tmp_path, tmp_path_fact
             server.until("jaxtrain_probe_seconds")
             server.until("jaxtrain_slowest_ratio")
             server.until('count_over_time(jaxtrain_step{process="0"}[5m]) >= 20')  # what it is usually like
-            assert set(server.firing()) <= {"JaxtrainStraggler"}  # where other work keeps the machine busy
+            # Where other work keeps the machine busy, one may be slow, and saves may take much of the first minute.
+            assert set(server.firing()) <= {"JaxtrainStraggler", "JaxtrainLowGoodput"}
             assert answered(server, RUN, "slowing") == {
                 "Model FLOPs utilization", "Memory of devices"}, "a CPU has neither"
             assert {title for title in answered(server, NODE, "slowing")} <= {
