@@ -183,7 +183,7 @@ def _truth(model: Any, packing: bool, empty: str, z_loss: float, whole: bool = F
     from tests.numerics.plain_lora import at_random, merged
 
     init = jax.jit(lambda key: Skeleton.of(make_model(model, None, lora, rngs=nnx.Rngs(params=key))).params())
-    everything = at_random(jax.device_get(init.lower(jax.random.key(0)).compile({"xla_backend_optimization_level": 0})(
+    everything = at_random(jax.device_get(init.lower(jax.random.key(0)).compile(reference.QUICKLY)(
         jax.random.key(0))))
     everything = reference.with_biases(everything) if model.name == "gpt_oss" else everything
 
@@ -261,7 +261,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
         with sharding.use(run.mesh, run.rules):
             lowered = jax.jit(run._eval).lower(run.abstract.all_params, run.abstract_batch)
         at_rest = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, run.abstract.all_params)
-        total, weight = lowered.compile({"xla_backend_optimization_level": 0})(at_rest, run.place(batch))
+        total, weight = lowered.compile(reference.QUICKLY)(at_rest, run.place(batch))
         shown = batch_of(keys["packing"], empty, config.data.cross_document_attention)
         plain = merged(params, scale(config.lora)) if config.lora.rank else params
         want = jax.jit(lambda p: reference.evaluation(config.model, p, shown))(plain)

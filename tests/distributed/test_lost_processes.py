@@ -19,7 +19,8 @@ from tests.tiny import free_address, tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[2]
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
-        "data.global_batch_size=8", "train.steps=100000", "optimizer.schedule=constant", "train.progress=false"]
+        "data.global_batch_size=8", "train.steps=100000", "optimizer.schedule=constant", "train.progress=false",
+        "resilience.check_every=0"]
 # Process 1 does something at a step, and waits before it restores.
 RUN = """
 import os, sys, time
@@ -48,7 +49,7 @@ def flags(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def started(flags, workdir, processes=2, devices=2, what="pass", at=6, slow=0, of=None, **environment):
+def started(flags, workdir, processes=2, devices=1, what="pass", at=6, slow=0, of=None, **environment):
     """Those in `of` (all); none is left behind."""
     address, run = free_address(), []
     try:

@@ -31,9 +31,9 @@ def differs(family, **keys):
     return float(jnp.abs(got - want)[counts].max() / jnp.abs(want[counts]).max())
 
 
+@pytest.mark.exhaustive  # tests/numerics has both on meshes
 @pytest.mark.parametrize(("family", "keys"), [
-    pytest.param(family, keys, marks=pytest.mark.slow) for family, keys in (
-        ("qwen2", {}), ("alternating", dict(model__num_layers=3, model__dense_layers=1, model__experts_every=2)))])
+    ("qwen2", {}), ("alternating", dict(model__num_layers=3, model__dense_layers=1, model__experts_every=2))])
 def test_logits_are_those_of_the_plain_model(family, keys):
     assert differs(family, **keys) < 1e-5
 

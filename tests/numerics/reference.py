@@ -4,6 +4,7 @@ Nothing of jaxtrain computes here; only its names of parameters are used. And th
 """
 
 import functools
+import itertools
 import math
 
 import jax
@@ -19,6 +20,8 @@ from tests.numerics import plain_experts, plain_mup, plain_rotary
 
 VOCAB, SEQ, BATCH, STEPS, LAYERS = 64, 16, 32, 20, 2
 TOLERANCE = 1e-5
+# Little effort is spent on machine code, and none on dividing it among threads, of which each part has its own costs.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 EIGHT = [(d, f, 8 // d // f) for d in (8, 4, 2, 1) for f in (1, 2, 4, 8) if d * f in (1, 2, 4, 8)]  # data, fsdp, tensor
 
 # Everything that a mesh of 8 cuts divides by 8; heads and mlp are no multiples of each other, so no size is met twice.
@@ -90,14 +93,15 @@ def with_biases(params):
 
 def compiled(run: jt.Run):
     """The run's step as it is, but with little effort spent on machine code: it compiles in half the time."""
-    return run.lower().compile(compiler_options={"xla_backend_optimization_level": 0})
+    return run.lower().compile(compiler_options=QUICKLY)
 
 
 @functools.cache
 def initial(family: str = "gpt2", layers: int = 0):
     """The parameters at step 0, on the host, as one device makes them; with so many layers (0: the family's own)."""
     run = build(family, **layers_key(layers))
-    return jax.device_get(run.compiled_init(run.config.train.seed).params)
+    seed = np.int64(run.config.train.seed)
+    return jax.device_get(run.compiled_init.lower(seed).compile(compiler_options=QUICKLY)(seed).params)
 
 
 def start(run: jt.Run, family: str = "gpt2"):
@@ -347,13 +351,27 @@ def trained(family: str = "gpt2", z_loss: float = 0.0, layers: int = 0, steps: i
     return _trained(family, z_loss, layers, steps, rows)[:3]
 
 
-@functools.cache
 def _trained(family, z_loss, layers, steps, rows):
+    """The same, and the biases of routers after each step; no step is computed twice."""
+    made, more = _training(family, z_loss, layers, rows)
+    made.extend(itertools.islice(more, max(0, steps - len(made))))
+    losses, biases, first = zip(*made[:steps], strict=True)
+    return np.array(losses), *first[0], biases
+
+
+@functools.cache
+def _training(family, z_loss, layers, rows):
+    """The steps that were computed, and an iterator over those to come."""
+    return [], _steps(family, z_loss, layers, rows)
+
+
+def _steps(family, z_loss, layers, rows):
+    """Yield the loss of each step, the biases of routers behind it, and of the first the gradient and its norm."""
     config = tiny(family, **layers_key(layers))
     p = jax.tree.map(jnp.asarray, initial(family, layers))
     m = v = jax.tree.map(jnp.zeros_like, p)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
     def step(p, m, v, rate, n, b):
         def value(p):
             return loss_and_excess(config.model, p, b, z_loss)
@@ -366,15 +384,10 @@ def _trained(family, z_loss, layers, steps, rows):
             router(config.model, p)["bias"] -= config.model.router_bias_rate * sign
         return p, m, v, value, g, size
 
-    losses, biases = [], []
-    for n in range(steps):
+    for n in itertools.count():
         p, m, v, value, g, size = step(p, m, v, jnp.float32(learning_rate(config, n)), jnp.float32(n), batch(n, rows))
-        losses.append(float(value))
-        if config.model.router_bias_rate:
-            biases.append(np.asarray(router(config.model, p)["bias"]))
-        if n == 0:
-            first = jax.device_get((g, size))
-    return np.array(losses), *first, biases
+        bias = np.asarray(router(config.model, p)["bias"]) if config.model.router_bias_rate else None
+        yield float(value), bias, jax.device_get((g, size)) if n == 0 else None
 
 
 def worst(got, want, floor: float = 0.0):

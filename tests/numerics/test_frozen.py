@@ -9,6 +9,7 @@ from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import TARGETS
 from jaxtrain.train_step import partition
 from tests.numerics import reference
+from tests.trainer.conftest import devices
 
 FREEZE = ("embed/*", "blocks/layer/attention/*")
 CASES = {
@@ -51,11 +52,13 @@ def test_the_rest_learns_as_in_plain_training(name):
 
 
 @pytest.mark.slow
+@devices(2)
 def test_frozen_parameters_rest_in_their_own_dtype_and_are_checkpointed(tmp_path):
     (tmp_path / "text.txt").write_text("a line of text\n" * 200)
     config = reference.tiny(train__freeze=["vocab"], train__frozen_dtype="bfloat16", train__steps=4,
-                            train__precision="bfloat16", mesh__data=8, model__vocab_size=320,
-                            data__source=str(tmp_path / "text.txt"), data__cache_dir=str(tmp_path / "cache"))
+                            train__precision="bfloat16", mesh__data=2, model__vocab_size=320,
+                            data__source=str(tmp_path / "text.txt"), data__cache_dir=str(tmp_path / "cache"),
+                            resilience__check_every=0)
     state = jt.train(config, tmp_path / "run")
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.frozen)} == {"bfloat16"}
     again = jt.train(config, tmp_path / "run")

@@ -18,6 +18,7 @@ import pytest
 
 from jaxtrain.plan import hlo
 from tests.numerics import reference
+from tests.tiers import exhaustive, slow
 
 F32 = 4
 SHAPE = dict(model__vocab_size=512, model__num_layers=3, model__embed_dim=64, model__max_seq_len=32, data__seq_len=32,
@@ -89,10 +90,9 @@ def expected(run):
 
 CASES = [
     ("gpt2", CUBE, {}),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("gpt2", DATA, dict(train__accumulation=2)),
-        ("gpt2", DATA, {}), ("gpt2", FSDP, {}), ("gpt2", TENSOR, {}), ("llama", BOTH, {}), ("qwen3", CUBE, {}),
-        ("gpt2", FSDP, dict(train__remat="full")))),
+    *slow(("gpt2", DATA, dict(train__accumulation=2)), ("gpt2", TENSOR, {}), ("llama", BOTH, {}), ("qwen3", CUBE, {}),
+          ("gpt2", FSDP, dict(train__remat="full"))),
+    *exhaustive(("gpt2", DATA, {}), ("gpt2", FSDP, {})),
 ]
 
 

@@ -16,6 +16,7 @@ from jaxtrain.sharding.host_memory import HOST
 from tests.numerics import reference
 from tests.tiers import slow_if
 from tests.tiny import tiny_flags
+from tests.trainer.conftest import devices
 
 CASES = [
     ("gpt2", (2, 2, 1), {"optimizer__zero_stage": 1, "train__accumulation": 2}),
@@ -80,17 +81,18 @@ def test_a_step_that_is_not_finite_changes_nothing():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cache")
+@devices(4)
 def test_a_run_goes_on_with_its_state_elsewhere(tmp_path, tmp_path_factory):
     """From hosts to devices and back, through checkpoints; replicas and replays are looked at on the way."""
     flags = tiny_flags(tmp_path_factory, [
         "model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
-        "mesh.data=2", "mesh.fsdp=4", "data.global_batch_size=8", "checkpoint.every=3", "checkpoint.keep=9",
-        "resilience.check_every=2", "resilience.replay_every=2", "train.steps=12"])
+        "mesh.data=2", "mesh.fsdp=2", "data.global_batch_size=8", "checkpoint.every=3", "checkpoint.keep=9",
+        "resilience.check_every=2", "resilience.replay_every=2", "train.steps=9"])
     plain, mixed = tmp_path / "plain", tmp_path / "mixed"
     assert main([*flags, f"--workdir={plain}"]) == 0
-    for last, offload in ((12, True), (9, False), (6, True), (3, False)):
-        if last < 12:  # what came behind it is taken away
-            for step in range(last + 1, 13):
+    for last, offload in ((9, True), (3, False), (6, True)):
+        if last < 9:  # what came behind it is taken away
+            for step in range(last + 1, 10):
                 folder = mixed / "checkpoints" / str(step)
                 if folder.exists():
                     shutil.rmtree(folder)
@@ -104,8 +106,8 @@ def test_a_run_goes_on_with_its_state_elsewhere(tmp_path, tmp_path_factory):
         assert not [event for event in (mixed / "events.jsonl").read_text().splitlines() if '"damaged"' in event]
     config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
     restored = CheckpointManager(mixed / "checkpoints").restore(
-        12, build(change(config, {"optimizer.offload": True, "mesh.data": 1, "mesh.fsdp": 8})).abstract)
+        9, build(change(config, {"optimizer.offload": True, "mesh.data": 1, "mesh.fsdp": 4})).abstract)
     assert places([leaf for leaf in jax.tree.leaves(restored.opt_state) if leaf.ndim]) == {HOST}
-    both = [jax.device_get(CheckpointManager(folder / "checkpoints").restore(12, build(config).abstract))
+    both = [jax.device_get(CheckpointManager(folder / "checkpoints").restore(9, build(config).abstract))
             for folder in (plain, mixed)]
     same(*both, 2e-4)

@@ -12,6 +12,7 @@ import pytest
 from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.train_step.optimizers import make_optimizer, make_schedule
 from tests.numerics import reference
+from tests.tiers import slow_if
 
 OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd", "muon")
 RATES = {"lion": 3e-3, "sgd": 0.3}
@@ -45,8 +46,8 @@ def alone(name):
 
 
 @pytest.mark.parametrize(("name", "stage"), [
-    pytest.param(name, stage, marks=pytest.mark.slow if stage == 3 and name in ("adafactor", "muon")
-                 else pytest.mark.exhaustive) for name in OPTIMIZERS for stage in range(4)])
+    pytest.param(name, stage, marks=slow_if(stage == 3 and name == "adafactor"))
+    for name in OPTIMIZERS for stage in range(4)])
 def test_same_losses_on_a_mesh_and_under_zero(name, stage):
     off = np.abs(losses(name, (2, 2, 2), stage) / alone(name) - 1).max()
     assert off < 1e-5, f"{name} at zero_stage={stage} on data 2 x fsdp 2 x tensor 2 is off by {off:.1e} from one device"

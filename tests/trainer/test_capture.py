@@ -203,7 +203,8 @@ def test_who_asks_learns_why_there_is_no_profile(tmp_path, monkeypatch):
 @pytest.mark.parametrize("count", [*exhaustive(1), *slow(2)])
 def test_a_run_is_profiled_while_it_trains(count, tmp_path_factory, tmp_path):
     """By the command, from outside; in one process the losses are those of a run that nobody asked."""
-    words = [*tiny_flags(tmp_path_factory, [*TWO, f"train.steps={100 * count}"]), f"--workdir={tmp_path}/work"]
+    keys = [*TWO, f"train.steps={100 + 20 * count}", "resilience.check_every=0"]
+    words = [*tiny_flags(tmp_path_factory, keys), f"--workdir={tmp_path}/work"]
     several = [f"--coordinator={free_address()}", f"--num_processes={count}"] if count > 1 else []
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": virtual_devices(2 // count)}
     started = [subprocess.Popen(

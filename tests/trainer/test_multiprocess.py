@@ -1,4 +1,4 @@
-"""Two processes of four devices are one run of eight: the same numbers, the same files, the same end."""
+"""Two processes of two devices are one run of four: the same numbers, the same files, the same end."""
 
 import contextlib
 import json
@@ -21,23 +21,30 @@ from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed import processes as distributed
 from jaxtrain.main import main
 from tests.tiny import SLOW, free_address, tiny_flags, virtual_devices
+from tests.trainer.conftest import devices
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 STEPS = 12
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=2",
         "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=4", "checkpoint.every=4",
-        "checkpoint.keep=3", "optimizer.zero_stage=1"]
+        "checkpoint.keep=3", "optimizer.zero_stage=1", "resilience.check_every=0"]
 STATUS = {signal.SIGTERM: exit_codes.SAVED, signal.SIGINT: exit_codes.INTERRUPTED}
-MESHES = {"data": [], "product": ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2",
-                                  "--config.train.sample_tokens=4", "--config.observe.trackers=tensorboard",
-                                  "--config.observe.histograms_every=5", "--config.observe.samples_every=6",
-                                  "--config.observe.histograms=weights,gradients"]}
+MESHES = {"data": [], "product": ["--config.mesh.data=2", "--config.mesh.fsdp=2"]}
+WATCHED = {"data": [], "product": ["--config.train.sample_tokens=4", "--config.observe.trackers=tensorboard",
+                                   "--config.observe.histograms_every=5", "--config.observe.samples_every=6",
+                                   "--config.observe.histograms=weights,gradients"]}
 
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     return tiny_flags(tmp_path_factory, TINY)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_four():
+    with devices(4):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +55,7 @@ def alone(flags, tmp_path_factory):
     def run(mesh):
         if mesh not in found:
             found[mesh] = tmp_path_factory.mktemp("alone") / mesh
-            assert main([*flags, *MESHES[mesh], f"--workdir={found[mesh]}"]) == 0
+            assert main([*flags, *MESHES[mesh], *WATCHED[mesh], f"--workdir={found[mesh]}"]) == 0
         return found[mesh]
 
     return run
@@ -107,7 +114,7 @@ def final(flags, mesh, workdir, step=STEPS):
 @pytest.mark.parametrize("mesh", [
     pytest.param("data", marks=pytest.mark.exhaustive), pytest.param("product", marks=pytest.mark.slow)])
 def test_the_numbers_of_one_process(flags, alone, tmp_path, mesh):
-    with two_processes([*flags, *MESHES[mesh]], tmp_path, by_environment=mesh == "product") as both:
+    with two_processes([*flags, *MESHES[mesh], *WATCHED[mesh]], tmp_path, by_environment=mesh == "product") as both:
         first, second = ended(both)
     assert [process.returncode for process in both] == [0, 0], first + second
     assert_same_numbers(tmp_path, alone(mesh))
@@ -129,7 +136,8 @@ def test_the_numbers_of_one_process(flags, alone, tmp_path, mesh):
 
 @pytest.mark.slow
 def test_all_choose_the_same_mesh(flags, tmp_path):
-    with two_processes([*flags, "--config.mesh=auto"], tmp_path) as both:
+    few = ["--config.train.steps=1", "--config.train.eval_every=0", "--config.checkpoint.every=0"]
+    with two_processes([*flags, "--config.mesh=auto", *few], tmp_path) as both:
         first, second = ended(both, 400)
     assert [process.returncode for process in both] == [0, 0], first + second
     assert "mesh=auto: " in first and "mesh=auto" not in second
@@ -165,7 +173,7 @@ def test_a_signal_to_one_stops_both(flags, alone, tmp_path, number):
 def test_a_mistake_in_all_of_them(flags, tmp_path):
     with two_processes([*flags, "--config.mesh.tensor=3"], tmp_path) as both:
         outputs = ended(both)
-    line = "mesh: tensor=3 does not divide the 8 devices; choose sizes whose product divides 8\n"
+    line = "mesh: tensor=3 does not divide the 4 devices; choose sizes whose product divides 4\n"
     assert outputs == [line, line] and [process.returncode for process in both] == [2, 2]
 
 

@@ -28,13 +28,14 @@ from jaxtrain.train_step.anomaly import History
 from jaxtrain.trainer.loop import train
 from jaxtrain.trainer.rollback import AnomalyGuard, GivenUp, RolledBack, apply_pending_rollback
 from tests.tiny import SAME_BITS, free_address, tiny_flags, virtual_devices
+from tests.trainer.conftest import TWO_DEVICES
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
+pytestmark = pytest.mark.usefixtures("cache", "on_two")  # programs are compiled once
 STEPS, BAD = 48, 40  # steps of the run; the batch that is poisoned
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=16", "checkpoint.every=8",
-        "checkpoint.keep=3", "resilience.skip_batches=4", "resilience.spike_z=10",
+        "checkpoint.keep=3", "resilience.skip_batches=4", "resilience.spike_z=10", "resilience.check_every=0",
         *(f"train.compiler_options.{name}={value}" for name, value in SAME_BITS.items())]
 
 
@@ -173,7 +174,7 @@ sys.exit(main())
 @pytest.mark.slow
 def test_killed_when_it_was_decided(flags, never_saw, poison, tmp_path):
     keys = words(resilience__spikes="rollback")
-    done = subprocess.run([sys.executable, "-c", KILLED.format(bad=BAD, settles=2), *flags, *keys,
+    done = subprocess.run([sys.executable, "-c", TWO_DEVICES + KILLED.format(bad=BAD, settles=2), *flags, *keys,
                            f"--workdir={tmp_path}"], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300,
                           capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
@@ -260,7 +261,7 @@ def test_on_any_mesh_the_same_is_decided(flags, never_saw, poison, tmp_path, dev
     poison("strange", {BAD})
     keys = [*flags[1:], *words(resilience__spikes="rollback", **mesh)]
     config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in keys))
-    train(build(config, devices=jax.devices()[:devices]), tmp_path)
+    train(build(config, devices=jax.local_devices()[:devices]), tmp_path)
     assert decisions(tmp_path) == [("skip", BAD + 1), ("rollback", BAD + 1)]
     assert_went_nearly_as(flags, tmp_path, never_saw)
 
@@ -378,7 +379,7 @@ def test_void_checkpoints_are_set_aside_whole(tmp_path):
 def test_two_processes_go_back_together(flags, never_saw, tmp_path):
     coordinator = free_address()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-                   "XLA_FLAGS": virtual_devices(4)}
+                   "XLA_FLAGS": virtual_devices(1)}
     script = KILLED.format(bad=BAD, settles=9)
     both = [subprocess.Popen(
         [sys.executable, "-c", script, *flags, *words(resilience__spikes="rollback"), f"--coordinator={coordinator}",

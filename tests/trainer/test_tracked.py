@@ -20,12 +20,13 @@ from jaxtrain.trainer import tracked
 from tests.observe.trackers.test_histograms import plain
 from tests.tiers import exhaustive, slow
 from tests.tiny import tiny_flags
+from tests.trainer.conftest import devices
 
 pytestmark = pytest.mark.usefixtures("cache")
 STEPS = 4
-TINY = ["model.num_layers=2", "model.embed_dim=32", "data.seq_len=32", "data.global_batch_size=8",
+TINY = ["model.num_layers=1", "model.embed_dim=32", "data.seq_len=32", "data.global_batch_size=8",
         f"train.steps={STEPS}", "train.eval_every=2", "train.eval_batches=1", "train.progress=false",
-        "checkpoint.every=2", "checkpoint.keep=9"]
+        "checkpoint.every=2", "checkpoint.keep=9", "resilience.check_every=0"]
 LOOKS = ["observe.histograms_every=2", "observe.histograms=weights,gradients", "observe.samples_every=4",
          "train.sample_tokens=6"]
 
@@ -99,6 +100,7 @@ def config_on_one(words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ends", "status"), [(KeyboardInterrupt, "stopped"), (RuntimeError, "failed")])
+@devices(2)
 def test_how_a_run_ends(flags, tmp_path, ends, status):
     class Ender(jt.Observer):
         def on_batch(self, step, batch):

@@ -25,13 +25,14 @@ from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
 from tests.tiny import SLOW, free_address, tiny_flags, virtual_devices, wait_for_checkpoint, wait_for_lines
+from tests.trainer.conftest import TWO_DEVICES, devices
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 STEPS = 12
 TINY = ["model.num_layers=1", "model.embed_dim=48", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "train.eval_every=4", "data.global_batch_size=24", f"train.steps={STEPS}", "checkpoint.every=0",
-        "checkpoint.local_checkpoint_every=2"]
+        "checkpoint.local_checkpoint_every=2", "resilience.check_every=0"]
 
 
 # ------------------------------------------------------------------------------------------- one process, without a run
@@ -287,16 +288,17 @@ def flags(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def processes(flags, workdir, many, devices):
+def processes(flags, workdir, many, each):
     """All of them, started, each with a disk of its own; none is left behind."""
     coordinator = free_address()
     started = []
     try:
         for i in range(many):
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "OWN_DISK": disk(workdir, i),
-                           "XLA_FLAGS": virtual_devices(devices)}
+                           "XLA_FLAGS": virtual_devices(each)}
             where = [f"--coordinator={coordinator}", f"--num_processes={many}", f"--process_id={i}"]
-            command = [sys.executable, "-c", SLOW % 0.25, *flags, *(where if many > 1 else []),
+            program = SLOW % 0.25 if many > 1 else TWO_DEVICES + SLOW % 0.25
+            command = [sys.executable, "-c", program, *flags, *(where if many > 1 else []),
                        "--config.checkpoint.local_dir=$OWN_DISK", f"--workdir={workdir}"]
             started.append(subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE))
         yield started
@@ -317,10 +319,10 @@ def numbers(workdir):
 
 
 def final(flags, workdir):
-    words = dict(f.removeprefix("--config.").split("=") for f in flags[1:]) | {"mesh.data": 8, "mesh.fsdp": 1}
+    words = dict(f.removeprefix("--config.").split("=") for f in flags[1:]) | {"mesh.data": 2, "mesh.fsdp": 1}
     config = load_config(flags[0].partition("=")[2], words)
-    manager = CheckpointManager(workdir / "checkpoints")
-    return jax.tree.leaves(jax.device_get(manager.restore(STEPS, build(config).abstract)))
+    run = build(config, devices=jax.devices()[:2])
+    return jax.tree.leaves(jax.device_get(CheckpointManager(workdir / "checkpoints").restore(STEPS, run.abstract)))
 
 
 def ended(started, seconds=600):
@@ -329,10 +331,26 @@ def ended(started, seconds=600):
     return said
 
 
-@pytest.mark.slow
-def test_one_process_killed(flags, tmp_path):
-    calm, work = tmp_path / "calm", tmp_path / "work"
-    assert main([*flags, "--config.checkpoint.local_checkpoint_every=0", f"--workdir={calm}"]) == 0
+@pytest.fixture(scope="module")
+def alone(flags, tmp_path_factory):
+    """A calm run of this process."""
+    calm = tmp_path_factory.mktemp("alone") / "calm"
+    with devices(2):
+        assert main([*flags, "--config.checkpoint.local_checkpoint_every=0", f"--workdir={calm}"]) == 0
+    return calm
+
+
+def assert_went_on_as(calm, flags, work):
+    """To the bit, and without snapshots when all is done."""
+    assert numbers(work) == numbers(calm)
+    for ours, theirs in zip(final(flags, work), final(flags, calm), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert list(Path(disk(work, 0)).iterdir()) == []
+
+
+@pytest.mark.exhaustive
+def test_one_process_killed(flags, alone, tmp_path):
+    work = tmp_path / "work"
     with processes(flags, work, 1, 8) as started:
         wait_for_lines(work, 8, started[0])
         started[0].kill()
@@ -341,14 +359,11 @@ def test_one_process_killed(flags, tmp_path):
         said = ended(started)
     assert "resumed from the snapshot of step " in said[0]
     assert next(event["step"] for event in events(work) if event["kind"] == "snapshot_restored") in (4, 6, 8, 10)
-    assert numbers(work) == numbers(calm)
-    for ours, theirs in zip(final(flags, work), final(flags, calm), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    assert list(Path(disk(work, 0)).iterdir()) == []  # when all is done
+    assert_went_on_as(alone, flags, work)
 
 
 @pytest.mark.slow
-def test_a_whole_snapshot_counts_where_no_checkpoint_is_good(flags, tmp_path):
+def test_a_whole_snapshot_counts_where_no_checkpoint_is_good(flags, alone, tmp_path):
     work = tmp_path / "work"
     with processes([*flags, "--config.checkpoint.every=5"], work, 1, 8) as started:
         wait_for_lines(work, 9, started[0])
@@ -360,29 +375,28 @@ def test_a_whole_snapshot_counts_where_no_checkpoint_is_good(flags, tmp_path):
     with processes([*flags, "--config.checkpoint.every=0"], work, 1, 8) as started:
         said = ended(started)
     assert "checkpoint 5 is damaged" in said[0] and "resumed from the snapshot of step " in said[0]
+    assert_went_on_as(alone, flags, work)
 
 
 @pytest.fixture(scope="module")
 def lost(flags, tmp_path_factory):
-    """mesh -> the flags, a calm run of three processes, and one that lost a process with its disk, as it was then."""
+    """mesh, devices -> the flags, and a run of three processes that lost one with its disk, as it was then."""
     found = {}
 
-    def run(*mesh):
+    def run(*mesh, each=2):
         three = [*flags, *(f"--config.mesh.{axis}" for axis in mesh), "--config.optimizer.zero_stage=1"]
-        if mesh not in found:
-            folder = found[mesh] = tmp_path_factory.mktemp("three")
-            with processes([*three, "--config.checkpoint.local_checkpoint_every=0"], folder / "calm", 3, 2) as started:
-                ended(started)
-            with processes(three, folder / "work", 3, 2) as started:
+        if (mesh, each) not in found:
+            folder = found[mesh, each] = tmp_path_factory.mktemp("three")
+            with processes(three, folder / "work", 3, each) as started:
                 wait_for_lines(folder / "work", 7, started[0])
                 started[1].kill()
                 time.sleep(1)
             shutil.rmtree(disk(folder / "work", 1))
             shutil.copytree(folder, f"{folder}-then")
-        folder = found[mesh]  # and no other: snapshots are found by the path of their workdir
+        folder = found[mesh, each]  # and no other: snapshots are found by the path of their workdir
         shutil.rmtree(folder)
         shutil.copytree(f"{folder}-then", folder)
-        return three, folder / "calm", folder / "work"
+        return three, folder / "work"
 
     return run
 
@@ -390,8 +404,11 @@ def lost(flags, tmp_path_factory):
 @pytest.mark.parametrize("mesh", [
     pytest.param(["data=6"], marks=pytest.mark.exhaustive, id="replicas"),
     pytest.param(["data=2", "fsdp=3"], marks=pytest.mark.exhaustive, id="shards")])
-def test_one_of_three_lost_with_its_memory(lost, mesh):
-    flags, calm, work = lost(*mesh)
+def test_one_of_three_lost_with_its_memory(lost, mesh, tmp_path):
+    flags, work = lost(*mesh)
+    calm = tmp_path / "calm"
+    with processes([*flags, "--config.checkpoint.local_checkpoint_every=0"], calm, 3, 2) as started:
+        ended(started)
     with processes(flags, work, 3, 2) as started:  # the same mesh: the same bits
         said = ended(started)
     restored = [event["step"] for event in events(work) if event["kind"] == "snapshot_restored"]
@@ -403,14 +420,14 @@ def test_one_of_three_lost_with_its_memory(lost, mesh):
 
 
 @pytest.mark.slow
-def test_three_go_on_as_two(lost):
-    three, calm, work = lost("data=2", "fsdp=3")
+def test_three_go_on_as_two(lost, alone):
+    three, work = lost("data=1", "fsdp=3", each=1)
     shutil.move(disk(work, 2), disk(work, 1))  # the last machine is the second now
     two = [*three, "--config.mesh.fsdp=2"]
-    with processes(two, work, 2, 2) as started:
+    with processes(two, work, 2, 1) as started:
         said = ended(started)
     assert "resumed from the snapshot of step " in said[0]
-    for ours, theirs in zip(numbers(work), numbers(calm), strict=True):
+    for ours, theirs in zip(numbers(work), numbers(alone), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    for ours, theirs in zip(final(two, work), final(two, calm), strict=True):
+    for ours, theirs in zip(final(two, work), final(two, alone), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -3,8 +3,6 @@
 import gzip
 import json
 import math
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +19,9 @@ from jaxtrain.data.loading.batches import rows
 from jaxtrain.data.prepare.prepare import Options, main, prepare
 from jaxtrain.data.train_tokenizer import main as train_tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.main import main as train
 from tests.data.formats.test_array_record import write as write_array_record
+from tests.trainer.conftest import devices
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples/chat"
@@ -440,15 +440,13 @@ def test_examples_of_preferences_are_what_they_say(tmp_path):
 
 @pytest.mark.slow
 def test_a_command_line_prepares_and_another_one_trains(tmp_path):
-    def run(*words):
-        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    run("jaxtrain.data.prepare", f"--input={EXAMPLES / 'conversations.jsonl'}", f"--output={tmp_path / 'corpus'}",
-        "--eval_fraction=0.3", "--workers=1")
-    run("jaxtrain.main", "--config=configs/gpt.py:tiny", f"--config.data.source={tmp_path / 'corpus'}",
-        "--config.data.packing=best_fit", "--config.train.steps=3", "--config.optimizer.warmup_steps=1",
-        "--config.train.eval_every=2", "--config.data.global_batch_size=8", f"--workdir={tmp_path / 'run'}")
+    assert main([f"--input={EXAMPLES / 'conversations.jsonl'}", f"--output={tmp_path / 'corpus'}",
+                 "--eval_fraction=0.3", "--workers=1"]) == 0
+    with devices(1):
+        assert train([f"--config={ROOT}/configs/gpt.py:tiny", f"--config.data.source={tmp_path / 'corpus'}",
+                      "--config.model.num_layers=1", "--config.data.packing=best_fit", "--config.train.steps=3",
+                      "--config.optimizer.warmup_steps=1", "--config.train.eval_every=2",
+                      "--config.data.global_batch_size=8", f"--workdir={tmp_path / 'run'}"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses, evals = ([line[key] for line in lines if key in line] for key in ("loss", "eval_loss"))
     assert len(losses) == 3 and losses[2] < losses[0] and evals and "eval_bits_per_byte" not in str(lines)

@@ -12,6 +12,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.data import open_corpus
 from jaxtrain.data.prepare.prepare import main as prepare
 from jaxtrain.main import main as train
+from tests.trainer.conftest import devices
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["model.num_layers=1", "model.embed_dim=16", "model.num_heads=2", "model.vocab_size={}", "data.seq_len=32",
@@ -42,7 +43,8 @@ def test_the_documented_commands_train_on_nine_tenths_of_the_text(tmp_path, monk
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     small = [f"--config.{word.format(len(set(text)) + 1)}" for word in SMALL]
-    assert train([*shlex.split(more), *small, f"--config.data.source={corpus.path}"]) == 0
+    with devices(1):
+        assert train([*shlex.split(more), *small, f"--config.data.source={corpus.path}"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "runs/shakespeare_char/metrics.jsonl").read_text().splitlines()]
     judged = [line["eval_loss"] for line in lines if "eval_loss" in line]
     assert len(judged) == 2 and judged[1] < judged[0] < 4

@@ -23,7 +23,7 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import optimizers, precision
 from jaxtrain.train_step.state import Skeleton
 from tests.numerics import plain_experts, reference
-from tests.tiers import exhaustive, slow
+from tests.tiers import exhaustive, slow, slow_if
 
 ROWS, SEQ, DIM = 8, 16, 32
 MANUAL = ("data", "fsdp", "stage", "context", "expert")
@@ -35,10 +35,9 @@ MESHES = {
 SOFTMAX, SIGMOID, BIASED = (reference.tiny(family).model for family in ("mixtral", "deepseek_v3", "gpt_oss"))
 CAPPED = dataclasses.replace(SOFTMAX, capacity_factor=0.75)
 SLOW = pytest.mark.slow
-SOME = [pytest.param("softmax", marks=SLOW), "sigmoid", *(pytest.param(name, marks=SLOW) for name in (
-    "capacity", "biased"))]
 CONFIGS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "capacity": CAPPED, "biased": BIASED}
 QUICK = [("capacity", "expert")]
+SPREAD = dict(expert=2, context=4)
 
 
 def layer(c, exchange="auto", buffer=2.0):
@@ -136,12 +135,12 @@ def only(specs, axes):
     return jax.tree.map(one, specs, is_leaf=lambda spec: isinstance(spec, P))
 
 
-@SLOW
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("sizes", [
-    dict(stage=2, expert=2, tensor=2), dict(stage=2, expert=2, context=2)], ids=str)
-def test_inside_a_pipeline(name, sizes):
+@pytest.mark.parametrize(("name", "axis"), [
+    pytest.param(name, axis, marks=slow_if(axis == ("context" if name in ("sigmoid", "biased") else "tensor")))
+    for name in CONFIGS for axis in ("tensor", "context")])
+def test_inside_a_pipeline(name, axis):
     """Manual over all axes but `tensor`, on one stage only, in a branch that the others do not take."""
+    sizes = {"stage": 2, "expert": 2, axis: 2}
     module, rules, mesh = Skeleton.of(layer(CONFIGS[name])), sharding.rules(), jt.make_mesh(**sizes)
     in_use = jax.tree.map(lambda names: rules.spec(names, gathered=True), module.axes(),
                           is_leaf=lambda names: isinstance(names, tuple))
@@ -188,7 +187,7 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
 
 
 @pytest.mark.parametrize(("name", "sizes"), [
-    pytest.param(name, sizes, marks=SLOW if several == (name in ("capacity", "biased")) else pytest.mark.exhaustive)
+    pytest.param(name, sizes, marks=slow_if((name, several) in (("softmax", 0), ("capacity", 1), ("biased", 1))))
     for name in CONFIGS for several, sizes in enumerate((dict(expert=8), dict(expert=4, tensor=2)))], ids=str)
 def test_the_ragged_exchange_gives_the_same_numbers(name, sizes, monkeypatch):
     called = []
@@ -209,8 +208,7 @@ def test_the_ragged_exchange_lowers_where_it_exists(platform):
     assert lowered.count("ragged_all_to_all") >= 4  # there and back, and the same for gradients
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("experts", [2, 4])
+@pytest.mark.parametrize("experts", [*exhaustive(2), *slow(4)])
 def test_the_gathering_exchange_says_what_its_formula_says(experts):
     """All devices' tokens gathered and one device's sums scattered, in each layer, forward and, mirrored, backward."""
     run = reference.build("mixtral", mesh__expert=experts)
@@ -233,8 +231,8 @@ def rigged(c):
 
 
 @pytest.mark.parametrize(("sizes", "exchange"), [
-    *slow((dict(expert=4), "gather"), (dict(expert=4, context=2), "ragged")),
-    *exhaustive((dict(expert=4), "ragged"), (dict(expert=4, context=2), "gather"))], ids=str)
+    *slow((dict(expert=4, context=2), "ragged")), *exhaustive(
+        (dict(expert=4), "gather"), (dict(expert=4), "ragged"), (dict(expert=4, context=2), "gather"))], ids=str)
 def test_nothing_is_dropped_when_all_tokens_want_the_same_device(sizes, exchange, monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
     module, params, arguments = rigged(SOFTMAX)
@@ -271,8 +269,9 @@ def test_rows_that_the_buffer_does_not_hold_take_further_passes(name, exchange, 
         close(in_order(step.compile()(*placed(module, mesh, rules)), mesh), want)
 
 
-@pytest.mark.parametrize("factor", [0.8, *(pytest.param(factor, marks=SLOW) for factor in (0.25, 1.0, 3.9))])
-@pytest.mark.parametrize("sizes", [{}, dict(expert=2, context=4)], ids=str)
+@pytest.mark.parametrize(("factor", "sizes"), [
+    (0.8, {}), (0.8, SPREAD), *slow((0.25, {}), (3.9, SPREAD)),
+    *exhaustive((0.25, SPREAD), (1.0, {}), (1.0, SPREAD), (3.9, {}))], ids=str)
 def test_a_full_expert_drops_the_latest_tokens_of_a_row(factor, sizes):
     c = dataclasses.replace(SOFTMAX, capacity_factor=factor)
     module, (x, segments, *_) = Skeleton.of(layer(c)), inputs()

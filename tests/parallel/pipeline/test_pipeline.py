@@ -94,8 +94,8 @@ def test_a_pipeline_gives_the_numbers_of_one_device_everywhere(case):
     reference.check(reference.build(family, mesh, **keys), family, FEW)
 
 
-@pytest.mark.parametrize("schedule", [
-    pytest.param(name, marks=slow_if(name == "zb_v")) for name in SCHEDULES])
+@pytest.mark.exhaustive  # of the slow tier the first steps suffice
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_pipeline_gives_the_losses_of_one_device_for_all_of_a_training(schedule):
     reference.check(reference.build("gpt2", (1, 2, 2), **pipeline(schedule, mesh__stage=2)))
 

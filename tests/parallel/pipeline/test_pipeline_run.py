@@ -12,6 +12,7 @@ from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.main import main
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow
+from tests.trainer.conftest import devices
 
 TINY = f"--config={Path(__file__).parents[3]}/configs/gpt.py:tiny"
 PIPELINE = ["--config.mesh.stage=2", "--config.mesh.tensor=2"]
@@ -22,7 +23,8 @@ def flags(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(500)))
     keys = ["model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "data.global_batch_size=8",
-            "train.steps=4", "train.eval_every=2", "train.eval_batches=1", "checkpoint.every=2", f"data.source={text}"]
+            "train.steps=4", "train.eval_every=2", "train.eval_batches=1", "checkpoint.every=2",
+            "resilience.check_every=0", f"data.source={text}"]
     return [TINY, *(f"--config.{key}" for key in keys)]
 
 
@@ -32,6 +34,7 @@ def losses(folder):
 
 
 @pytest.mark.slow
+@devices(4)
 def test_the_command_line_trains_a_pipeline_and_one_stage_goes_on(flags, tmp_path, monkeypatch):
     one, two = tmp_path / "one", tmp_path / "two"
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))

@@ -22,6 +22,7 @@ from jaxtrain.resilience.corruption.suspects import Corrupted, SuspectDevices
 from jaxtrain.sharding.mesh import make_mesh
 from tests.faults import flipped, flipped_somewhere
 from tests.tiny import free_address, tiny_flags, virtual_devices
+from tests.trainer.conftest import devices
 
 ROOT = Path(__file__).parents[3]
 
@@ -127,6 +128,7 @@ def with_fault(monkeypatch, at, device):
 
 
 @pytest.mark.slow
+@devices(4)
 def test_a_run_with_a_wrong_device(flags, tmp_path, capfd):
     workdir = tmp_path / "work"
     def life(at):

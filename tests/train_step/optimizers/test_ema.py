@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -20,11 +21,14 @@ from jaxtrain.plan.estimate import estimate
 from jaxtrain.train_step.optimizers import ema
 from jaxtrain.train_step.report import total
 from tests.numerics import reference
+from tests.tiers import slow_if
 from tests.tiny import tiny_flags
+from tests.trainer.conftest import devices
 
 DECAY = 0.8
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
-        "data.global_batch_size=8", "train.steps=6", "train.eval_every=3", "checkpoint.every=3"]
+        "data.global_batch_size=8", "train.steps=6", "train.eval_every=3", "checkpoint.every=3",
+        "resilience.check_every=0"]
 
 
 def test_a_step_that_is_not_taken_leaves_every_bit():
@@ -58,21 +62,32 @@ def test_what_keeps_no_average_says_so():
         reference.tiny(train__ema_decay=1.0)
 
 
-@pytest.mark.parametrize("keys", [
-    pytest.param({}, id="one device", marks=pytest.mark.exhaustive),
-    pytest.param(dict(mesh=(1, 2, 2), train__accumulation=2), id="fsdp, tensor", marks=pytest.mark.exhaustive),
-    pytest.param(dict(mesh=(2, 1, 1), mesh__stage=2), id="pipeline", marks=pytest.mark.exhaustive),
-    *(pytest.param(keys, id=name, marks=pytest.mark.slow) for name, keys in {
-        "zero 3, offloaded": dict(mesh=(4, 1, 1), optimizer__zero_stage=3, optimizer__offload=True),
-        "adapters, float16": dict(mesh=(1, 2, 1), lora__rank=2, train__precision="float16")}.items())])
-def test_it_is_the_recurrence_on_any_mesh(keys):
+CASES = {
+    "one device": {},
+    "fsdp, tensor": dict(mesh=(1, 2, 2), train__accumulation=2),
+    "pipeline": dict(mesh=(2, 1, 1), mesh__stage=2),
+    "zero 3, offloaded": dict(mesh=(4, 1, 1), optimizer__zero_stage=3, optimizer__offload=True),
+    "adapters, float16": dict(mesh=(1, 2, 1), lora__rank=2, train__precision="float16"),
+}
+
+
+@functools.cache
+def made(case):
+    """A run that keeps an average, and its compiled step."""
+    run = reference.build(train__ema_decay=DECAY, **CASES[case])
+    return run, reference.compiled(run)
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=slow_if(case in ("zero 3, offloaded", "adapters, float16"))) for case in CASES])
+def test_it_is_the_recurrence_on_any_mesh(case):
     """And lies as the parameters do, and begins at those that are there where a checkpoint has none."""
-    run = reference.build(train__ema_decay=DECAY, **keys)
+    run, step = made(case)
     assert run.layout.state.extras[ema.NAME] == run.layout.state.params
     state = run.init()
     before = jax.device_get(state.params)
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.extras[ema.NAME]))
-    want, step = jax.tree.map(np.float64, before), reference.compiled(run)
+    want = jax.tree.map(np.float64, before)
     for n in range(4):
         batch = reference.batch(n)
         if n == 2:  # no token counts: the step is skipped
@@ -93,7 +108,7 @@ def test_it_is_the_recurrence_on_any_mesh(keys):
 
 @pytest.mark.slow
 def test_a_checkpoint_without_one_begins_it_at_its_parameters(tmp_path):
-    run = reference.build(mesh=(1, 2, 2), train__ema_decay=DECAY)
+    run, step = made("zero 3, offloaded")
     state = run.init(seed=5)
     with contextlib.closing(CheckpointManager(tmp_path, extras=run.extras)) as manager:
         manager.save(1, dataclasses.replace(state, extras={"history": state.extras["history"]}))
@@ -101,7 +116,7 @@ def test_a_checkpoint_without_one_begins_it_at_its_parameters(tmp_path):
         restored = manager.restore(1, run.abstract)
     jax.tree.map(np.testing.assert_array_equal, restored.extras[ema.NAME], state.params)
     assert jax.tree.map(lambda x: x.sharding, restored) == run.layout.state
-    reference.compiled(run)(restored, run.place(reference.batch(0)))  # its memory is its own, which the step reuses
+    step(restored, run.place(reference.batch(0)))  # its memory is its own, which the step reuses
 
 
 # ---------------------------------------------------------------------------------------------------------- in a run
@@ -114,12 +129,13 @@ def flags(tmp_path_factory):
 @pytest.fixture(scope="module")
 def straight(flags, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("straight") / "work"
-    assert main([*flags, f"--config.train.ema_decay={DECAY}", f"--workdir={workdir}"]) == 0
+    with devices(2):
+        assert main([*flags, f"--config.train.ema_decay={DECAY}", f"--workdir={workdir}"]) == 0
     return workdir
 
 
 def saved(workdir, step=6):
-    run = jt.build(jt.load_config(workdir / "config.json"))
+    run = jt.build(jt.load_config(workdir / "config.json"), devices=jax.devices()[:2])
     return run, jt.CheckpointManager(workdir / "checkpoints").restore(step, run.abstract)
 
 
@@ -127,7 +143,8 @@ def saved(workdir, step=6):
 def test_a_resumed_run_has_the_same_bits(flags, straight, tmp_path):
     shutil.copytree(straight, tmp_path / "work")
     shutil.rmtree(tmp_path / "work" / "checkpoints" / "6")
-    assert main([*flags, f"--config.train.ema_decay={DECAY}", f"--workdir={tmp_path / 'work'}"]) == 0
+    with devices(2):
+        assert main([*flags, f"--config.train.ema_decay={DECAY}", f"--workdir={tmp_path / 'work'}"]) == 0
     (run, ours), (_, theirs) = saved(tmp_path / "work"), saved(straight)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     lines = [line for line in map(json.loads, (straight / "metrics.jsonl").read_text().splitlines())

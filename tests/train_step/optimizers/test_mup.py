@@ -35,7 +35,9 @@ def base_of(family, number):
 def made(family, number=None, **keys):
     """Parameters at step 0 and their logical names, of the config; without a number those without muP."""
     run = reference.build(family, **(base_of(family, number) if number is not None else {}), **keys)
-    return run, jax.device_get(run.compiled_init(0)).all_params
+    seed = np.int64(0)
+    init = run.compiled_init.lower(seed).compile(compiler_options=reference.QUICKLY)
+    return run, jax.device_get(init(seed)).all_params
 
 
 def paths(tree, is_leaf=None):
