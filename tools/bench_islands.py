@@ -39,10 +39,11 @@ from jaxtrain.islands.outer_exchange import Exchange
 from tests.islands.memory_meeting import MemoryMeeting
 
 ISLANDS, EVERY, SLOW = 8, 50, 3
-EVALUATED = 4096  # rows
+EVALUATED = 4096  # rows; as many behind them are for tuning
 STREAMING = dict(fragments=2, overlap=5)
-MODES = {  # what differs from DiLoCo as published: islands.* keys, and whether one island is slow
+MODES = {  # what differs from DiLoCo as published: islands.* keys, whether one island is slow, the inner rate
     "synchronous": None,
+    "alone": dict(alone=True),
     "local SGD": dict(learning_rate=1.0, momentum=0.0),
     "diloco": {},
     "diloco, bfloat16": dict(compression="bfloat16"),
@@ -65,11 +66,12 @@ PUBLISHED = {  # what the papers say of it, for models and runs of another size
 }
 
 
-def config_of(args, rows, keys):
+def config_of(args, rows, keys, rate):
     """The config of a run of a small model on the source code of Python's library."""
     return load_config(str(Path(__file__).resolve().parents[1] / "configs" / "gpt.py:tiny"), {
-        "model.embed_dim": "32", "optimizer.learning_rate": "0.012", "train.steps": str(args.steps),
-        "train.eval_every": "0", "data.global_batch_size": str(rows),
+        "model.embed_dim": "32", "optimizer.learning_rate": str(rate), "train.steps": str(args.steps),
+        "train.eval_every": "0", "data.global_batch_size": str(rows), "train.seed": str(args.seed),
+        "data.seed": str(args.seed), "optimizer.final_fraction": "0.0",
         "optimizer.warmup_steps": str(args.steps // 20), **args.overrides,
         **{f"islands.{key}": str(value) for key, value in keys.items()}})
 
@@ -77,8 +79,9 @@ def config_of(args, rows, keys):
 class Training:
     """A run whose steps are made many at a time."""
 
-    def __init__(self, config):
-        self.run = jt.build(config, devices=jax.devices()[:1])
+    def __init__(self, args, rows, keys, rate):
+        self.run = jt.build(config_of(args, rows, keys, rate), devices=jax.devices()[:1])
+        self.evaluated = range(EVALUATED // rows * args.tune, EVALUATED // rows * (1 + args.tune))
         step, self.whole = self.run.sharded.make(), self.run.place(self.run.batch(0))
 
         def chunk(state, batches, many):
@@ -97,12 +100,17 @@ class Training:
 
     def loss(self, state):
         """The evaluation's loss, of the same rows for all sizes of a batch."""
-        return self.run.evaluate(state, EVALUATED // self.run.config.data.global_batch_size)["eval_loss"]
+        total = weight = 0.0
+        for n in self.evaluated:
+            nats, tokens, *_ = jax.device_get(
+                self.run.compiled_eval(state.all_params, self.run.placed(self.run.eval_batches, n)))
+            total, weight = total + nats, weight + tokens
+        return float(total / weight)
 
 
 def synchronous(args):
     """-> loss and bytes of an island; and the state with which the islands begin."""
-    made = Training(config_of(args, ISLANDS * args.rows, {}))
+    made = Training(args, ISLANDS * args.rows, {}, args.rate)
     state = made.run.init()
     for first in range(0, args.steps, EVERY):
         if first == args.warm:
@@ -114,14 +122,24 @@ def synchronous(args):
             "parameters": size}, begin
 
 
+def alone(args, keys, begin):
+    """-> what is measured of an island that exchanges nothing: what the others' tokens are worth."""
+    made = Training(args, args.rows, {}, keys.get("rate", args.inner or args.rate))
+    batches = jt_part(made.run.config.data, made.run.corpus, 0)
+    state = made.run.adopt(jax.tree.map(np.array, begin))
+    for first in range(args.warm, args.steps, EVERY):
+        state = made.train(state, batches, first, EVERY)
+    return {"loss": made.loss(state), "bytes": 0.0, "time": args.steps - args.warm}
+
+
 class Simulated:
     """Some islands around one meeting."""
 
     def __init__(self, args, keys, begin):
         keys = dict(keys)
         self.slow, self.args = keys.pop("slow", False), args
-        keys = dict(count=ISLANDS, every=EVERY) | keys
-        self.made = Training(config_of(args, args.rows, keys))
+        rate = keys.pop("rate", args.inner or args.rate)
+        self.made = Training(args, args.rows, dict(count=ISLANDS, every=EVERY) | keys, rate)
         section = self.made.run.config.islands
         self.section, self.meeting = section, MemoryMeeting(ISLANDS, section.mode, section.max_age)
         self.exchanges = [Exchange(dataclasses.replace(section, index=i), self.made.run.abstract,
@@ -199,27 +217,53 @@ def jt_part(data, corpus, index):
 def main():
     """Parse the flags, and print a line for each mode."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=800, help="of synchronous training, a multiple of 50")
-    parser.add_argument("--warm", type=int, default=200, help="the first of them, synchronous in every mode")
+    parser.add_argument("--steps", type=int, default=2000, help="of synchronous training, a multiple of 50")
+    parser.add_argument("--warm", type=int, default=500, help="the first of them, synchronous in every mode")
     parser.add_argument("--rows", type=int, default=16, help="of an island's batch")
+    parser.add_argument("--rate", type=float, default=0.024, help="the learning rate of synchronous training")
+    parser.add_argument("--inner", type=float, default=0.0, help="that of an island's steps; 0: the same")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of first parameters and of the data's order")
+    parser.add_argument("--tune", action="store_true", help="evaluate on other held-out rows, by which to choose rates")
     parser.add_argument("--only", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--also", nargs="+", default=[], metavar="'KEY=VALUE ...'", help="modes of islands.* keys")
+    parser.add_argument("--also", nargs="+", default=[], metavar="'KEY=VALUE ...'",
+                        help="modes of islands.* keys, and rate, which is that of an island's steps")
     args, words = parser.parse_known_args()
     args.overrides = overrides_of(words, vars(args))
     modes = {name: MODES[name] for name in args.only}
     modes |= {keys: dict(key.split("=", 1) for key in keys.split()) for keys in args.also}
-    whole, begin = synchronous(args)
+    rows = {name: [] for name in modes}
+    for seed in args.seeds:
+        args.seed = seed
+        whole, begin = synchronous(args)
+        for name, keys in modes.items():
+            began = time.time()
+            found = whole if keys is None else measured(args, keys, begin)
+            rows[name].append(found | {"more": found["loss"] / whole["loss"] - 1,
+                                       "fewer": whole["bytes"] / (found["bytes"] or np.inf)})
+            print(json.dumps({"mode": name, "seed": seed, **rows[name][-1], "seconds": time.time() - began}),
+                  file=sys.stderr, flush=True)
     print("| mode | loss | against synchronous | MB an island sends and receives | times fewer | steps of time "
           "| published |")
     print("|---|---|---|---|---|---|---|")
-    for name, keys in modes.items():
-        began = time.time()
-        found = whole if keys is None else Simulated(args, keys, begin).result()
-        own = f" (own: {min(found['own']):.4f} to {max(found['own']):.4f})" if "own" in found else ""
-        more, fewer = found["loss"] / whole["loss"] - 1, whole["bytes"] / found["bytes"]
-        print(f"| {name}{own} | {found['loss']:.4f} | {more:+.2%} | {found['bytes'] / 1e6:.2f} | {fewer:.0f} "
-              f"| {found['time']:.0f} | {PUBLISHED.get(name, '')} |", flush=True)
-        print(json.dumps({"mode": name, **found, "seconds": time.time() - began}), file=sys.stderr, flush=True)
+    for name, found in rows.items():
+        print(line(name, found))
+
+
+def measured(args, keys, begin):
+    """-> what is measured of a mode."""
+    return alone(args, keys, begin) if keys.get("alone") else Simulated(args, keys, begin).result()
+
+
+def line(name, found):
+    """-> the table's line of a mode; of several seeds, means and the range of how much more the loss is."""
+    def mean(key):
+        return sum(one[key] for one in found) / len(found)
+
+    more, own = [one["more"] for one in found], [loss for one in found for loss in one.get("own", ())]
+    between = f" ({min(more):+.2%} to {max(more):+.2%})" if len(found) > 1 and any(more) else ""
+    return (f"| {name}{f' (own: {min(own):.4f} to {max(own):.4f})' if own else ''} | {mean('loss'):.4f} "
+            f"| {mean('more'):+.2%}{between} | {mean('bytes') / 1e6:.2f} | {mean('fewer'):.0f} | {mean('time'):.0f} "
+            f"| {PUBLISHED.get(name, '')} |")
 
 
 if __name__ == "__main__":
