@@ -1,9 +1,9 @@
 """Loss against bytes: islands that talk seldom beside synchronous training on the same tokens.
 
     python tools/bench_islands.py
-    python tools/bench_islands.py --only synchronous diloco "streaming, int4"
-    python tools/bench_islands.py --only synchronous --also "momentum=0.6" "fragments=2 overlap=5 blend=0.25"
-    python tools/bench_islands.py --config.train.seed=1 --config.data.seed=1 --config.optimizer.learning_rate=6e-3
+    python tools/bench_islands.py --only synchronous diloco "streaming, int4" --seeds 0 1
+    python tools/bench_islands.py --tune --rate=0.048 --only synchronous
+    python tools/bench_islands.py --tune --only --also "rate=0.004" "momentum=0.8" "every=10"
 
 Eight islands are simulated one after the other in this process: exchanges are those of real islands (jaxtrain/islands),
 the meeting is in memory, and nothing waits. So losses and bytes are real, and times are not measured: with stragglers,
@@ -12,8 +12,9 @@ a clock of steps says when each island would arrive (one of the eight takes thre
 Of gossip no island has the parameters of another one: the loss is that of their mean, and the islands' own stand beside
 it.
 
-Every mode begins with the same synchronous steps, whose bytes count for none of them. The learning rate is the one
-that was best for synchronous training among those tried (docs/islands.md).
+Every mode begins with the same synchronous steps, whose bytes count for none of them. The learning rate falls to zero
+along a cosine. Its peak is the one that was best among those tried with --tune, of synchronous training and of
+islands' steps apart (docs/islands.md). "Alone" is one island that exchanges nothing: how much there is to gain.
 
 Bytes are those that an island sends and receives, headers included. Synchronous training is charged with a ring
 all-reduce of float32 gradients in every step: 2 x (N - 1) / N x 4 bytes a parameter sent, and as many received.
@@ -63,17 +64,18 @@ MODES = {  # what differs from DiLoCo as published: islands.* keys, whether one 
 PUBLISHED = {  # what the papers say of it, for models and runs of another size
     "diloco": "as good, 500 times less communication (2311.08105)",
     "streaming, int4": "similar quality, bandwidth less by two orders of magnitude (2501.18512)",
+    "gossip": "up to 4 % faster than DiLoCo (2506.10911)",
 }
 
 
 def config_of(args, rows, keys, rate):
     """The config of a run of a small model on the source code of Python's library."""
     return load_config(str(Path(__file__).resolve().parents[1] / "configs" / "gpt.py:tiny"), {
-        "model.embed_dim": "32", "optimizer.learning_rate": str(rate), "train.steps": str(args.steps),
-        "train.eval_every": "0", "data.global_batch_size": str(rows), "train.seed": str(args.seed),
-        "data.seed": str(args.seed), "optimizer.final_fraction": "0.0",
-        "optimizer.warmup_steps": str(args.steps // 20), **args.overrides,
-        **{f"islands.{key}": str(value) for key, value in keys.items()}})
+        "model.embed_dim": "16", "model.num_layers": "1", "model.num_heads": "1",
+        "optimizer.learning_rate": str(rate), "optimizer.warmup_steps": str(args.steps // 20),
+        "optimizer.final_fraction": "0.0", "train.steps": str(args.steps), "train.eval_every": "0",
+        "train.seed": str(args.seed), "data.seed": str(args.seed), "data.global_batch_size": str(rows),
+        **args.overrides, **{f"islands.{key}": str(value) for key, value in keys.items()}})
 
 
 class Training:
@@ -124,7 +126,7 @@ def synchronous(args):
 
 def alone(args, keys, begin):
     """-> what is measured of an island that exchanges nothing: what the others' tokens are worth."""
-    made = Training(args, args.rows, {}, keys.get("rate", args.inner or args.rate))
+    made = Training(args, args.rows, {}, keys.get("rate", args.inner))
     batches = jt_part(made.run.config.data, made.run.corpus, 0)
     state = made.run.adopt(jax.tree.map(np.array, begin))
     for first in range(args.warm, args.steps, EVERY):
@@ -138,7 +140,7 @@ class Simulated:
     def __init__(self, args, keys, begin):
         keys = dict(keys)
         self.slow, self.args = keys.pop("slow", False), args
-        rate = keys.pop("rate", args.inner or args.rate)
+        rate = keys.pop("rate", args.inner)
         self.made = Training(args, args.rows, dict(count=ISLANDS, every=EVERY) | keys, rate)
         section = self.made.run.config.islands
         self.section, self.meeting = section, MemoryMeeting(ISLANDS, section.mode, section.max_age)
@@ -219,12 +221,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="of synchronous training, a multiple of 50")
     parser.add_argument("--warm", type=int, default=500, help="the first of them, synchronous in every mode")
-    parser.add_argument("--rows", type=int, default=16, help="of an island's batch")
+    parser.add_argument("--rows", type=int, default=4, help="of an island's batch")
     parser.add_argument("--rate", type=float, default=0.024, help="the learning rate of synchronous training")
-    parser.add_argument("--inner", type=float, default=0.0, help="that of an island's steps; 0: the same")
+    parser.add_argument("--inner", type=float, default=0.012, help="that of an island's steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of first parameters and of the data's order")
     parser.add_argument("--tune", action="store_true", help="evaluate on other held-out rows, by which to choose rates")
-    parser.add_argument("--only", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--only", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument("--also", nargs="+", default=[], metavar="'KEY=VALUE ...'",
                         help="modes of islands.* keys, and rate, which is that of an island's steps")
     args, words = parser.parse_known_args()
