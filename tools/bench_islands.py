@@ -12,9 +12,9 @@ a clock of steps says when each island would arrive (one of the eight takes thre
 Of gossip no island has the parameters of another one: the loss is that of their mean, and the islands' own stand beside
 it.
 
-Every mode begins with the same synchronous steps, whose bytes count for none of them. The learning rate falls to zero
-along a cosine. Its peak is the one that was best among those tried with --tune, of synchronous training and of
-islands' steps apart (docs/islands.md). "Alone" is one island that exchanges nothing: how much there is to gain.
+All islands begin with the same synchronous steps, whose bytes do not count. Learning rates fall to zero along a cosine.
+Their peaks are the best of those tried with --tune, of synchronous training (--rate), and of islands and the steps that
+they begin with (--inner; docs/islands.md). "Alone" is one island that exchanges nothing: how much there is to gain.
 
 Bytes are those that an island sends and receives, headers included. Synchronous training is charged with a ring
 all-reduce of float32 gradients in every step: 2 x (N - 1) / N x 4 bytes a parameter sent, and as many received.
@@ -111,17 +111,22 @@ class Training:
 
 
 def synchronous(args):
-    """-> loss and bytes of an island; and the state with which the islands begin."""
+    """-> loss and bytes of an island; and the state with which the islands begin, trained at their own rate."""
     made = Training(args, ISLANDS * args.rows, {}, args.rate)
-    state = made.run.init()
-    for first in range(0, args.steps, EVERY):
-        if first == args.warm:
-            begin = jax.device_get(state)
-        state = made.train(state, made.run.train_batches, first, EVERY)
+    state = trained(made, args.steps)
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     steps = args.steps - args.warm
-    return {"loss": made.loss(state), "bytes": steps * 2 * 2 * (ISLANDS - 1) / ISLANDS * 4 * size, "time": steps,
-            "parameters": size}, begin
+    found = {"loss": made.loss(state), "bytes": steps * 2 * 2 * (ISLANDS - 1) / ISLANDS * 4 * size, "time": steps,
+             "parameters": size}
+    return found, jax.device_get(trained(Training(args, ISLANDS * args.rows, {}, args.inner), args.warm))
+
+
+def trained(made, steps):
+    """-> the state after the first steps of a run."""
+    state = made.run.init()
+    for first in range(0, steps, EVERY):
+        state = made.train(state, made.run.train_batches, first, EVERY)
+    return state
 
 
 def alone(args, keys, begin):
