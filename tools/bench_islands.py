@@ -268,8 +268,9 @@ def line(name, found):
 
     more, own = [one["more"] for one in found], [loss for one in found for loss in one.get("own", ())]
     between = f" ({min(more):+.2%} to {max(more):+.2%})" if len(found) > 1 and any(more) else ""
+    fewer = f"{mean('fewer'):.0f}" if mean("bytes") else ""
     return (f"| {name}{f' (own: {min(own):.4f} to {max(own):.4f})' if own else ''} | {mean('loss'):.4f} "
-            f"| {mean('more'):+.2%}{between} | {mean('bytes') / 1e6:.2f} | {mean('fewer'):.0f} | {mean('time'):.0f} "
+            f"| {mean('more'):+.2%}{between} | {mean('bytes') / 1e6:.2f} | {fewer} | {mean('time'):.0f} "
             f"| {PUBLISHED.get(name, '')} |")
 
 
