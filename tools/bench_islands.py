@@ -1,9 +1,9 @@
 """Loss against bytes: islands that talk seldom beside synchronous training on the same tokens.
 
     python tools/bench_islands.py
-    python tools/bench_islands.py --only synchronous diloco "streaming, int4"
-    python tools/bench_islands.py --only synchronous --also "momentum=0.6" "fragments=2 overlap=5 blend=0.25"
-    python tools/bench_islands.py --config.train.seed=1 --config.data.seed=1 --config.optimizer.learning_rate=6e-3
+    python tools/bench_islands.py --only synchronous diloco "streaming, int4" --seeds 0 1
+    python tools/bench_islands.py --tune --rate=0.048 --only synchronous
+    python tools/bench_islands.py --tune --only --also "rate=0.004" "momentum=0.8" "every=10"
 
 Eight islands are simulated one after the other in this process: exchanges are those of real islands (jaxtrain/islands),
 the meeting is in memory, and nothing waits. So losses and bytes are real, and times are not measured: with stragglers,
@@ -12,8 +12,9 @@ a clock of steps says when each island would arrive (one of the eight takes thre
 Of gossip no island has the parameters of another one: the loss is that of their mean, and the islands' own stand beside
 it.
 
-Every mode begins with the same synchronous steps, whose bytes count for none of them. The learning rate is the one
-that was best for synchronous training among those tried (docs/islands.md).
+All islands begin with the same synchronous steps, whose bytes do not count. Learning rates fall to zero along a cosine.
+Their peaks are the best of those tried with --tune, of synchronous training (--rate), and of islands and the steps that
+they begin with (--inner; docs/islands.md). "Alone" is one island that exchanges nothing: how much there is to gain.
 
 Bytes are those that an island sends and receives, headers included. Synchronous training is charged with a ring
 all-reduce of float32 gradients in every step: 2 x (N - 1) / N x 4 bytes a parameter sent, and as many received.
@@ -39,10 +40,11 @@ from jaxtrain.islands.outer_exchange import Exchange
 from tests.islands.memory_meeting import MemoryMeeting
 
 ISLANDS, EVERY, SLOW = 8, 50, 3
-EVALUATED = 4096  # rows
+EVALUATED = 4096  # rows; as many behind them are for tuning
 STREAMING = dict(fragments=2, overlap=5)
-MODES = {  # what differs from DiLoCo as published: islands.* keys, and whether one island is slow
+MODES = {  # what differs from DiLoCo as published: islands.* keys, whether one island is slow, the inner rate
     "synchronous": None,
+    "alone": dict(alone=True),
     "local SGD": dict(learning_rate=1.0, momentum=0.0),
     "diloco": {},
     "diloco, bfloat16": dict(compression="bfloat16"),
@@ -62,23 +64,26 @@ MODES = {  # what differs from DiLoCo as published: islands.* keys, and whether 
 PUBLISHED = {  # what the papers say of it, for models and runs of another size
     "diloco": "as good, 500 times less communication (2311.08105)",
     "streaming, int4": "similar quality, bandwidth less by two orders of magnitude (2501.18512)",
+    "gossip": "up to 4 % faster than DiLoCo (2506.10911)",
 }
 
 
-def config_of(args, rows, keys):
+def config_of(args, rows, keys, rate):
     """The config of a run of a small model on the source code of Python's library."""
     return load_config(str(Path(__file__).resolve().parents[1] / "configs" / "gpt.py:tiny"), {
-        "model.embed_dim": "32", "optimizer.learning_rate": "0.012", "train.steps": str(args.steps),
-        "train.eval_every": "0", "data.global_batch_size": str(rows),
-        "optimizer.warmup_steps": str(args.steps // 20), **args.overrides,
-        **{f"islands.{key}": str(value) for key, value in keys.items()}})
+        "model.embed_dim": "16", "model.num_layers": "1", "model.num_heads": "1",
+        "optimizer.learning_rate": str(rate), "optimizer.warmup_steps": str(args.steps // 20),
+        "optimizer.final_fraction": "0.0", "train.steps": str(args.steps), "train.eval_every": "0",
+        "train.seed": str(args.seed), "data.seed": str(args.seed), "data.global_batch_size": str(rows),
+        **args.overrides, **{f"islands.{key}": str(value) for key, value in keys.items()}})
 
 
 class Training:
     """A run whose steps are made many at a time."""
 
-    def __init__(self, config):
-        self.run = jt.build(config, devices=jax.devices()[:1])
+    def __init__(self, args, rows, keys, rate):
+        self.run = jt.build(config_of(args, rows, keys, rate), devices=jax.devices()[:1])
+        self.evaluated = range(EVALUATED // rows * args.tune, EVALUATED // rows * (1 + args.tune))
         step, self.whole = self.run.sharded.make(), self.run.place(self.run.batch(0))
 
         def chunk(state, batches, many):
@@ -97,21 +102,41 @@ class Training:
 
     def loss(self, state):
         """The evaluation's loss, of the same rows for all sizes of a batch."""
-        return self.run.evaluate(state, EVALUATED // self.run.config.data.global_batch_size)["eval_loss"]
+        total = weight = 0.0
+        for n in self.evaluated:
+            nats, tokens, *_ = jax.device_get(
+                self.run.compiled_eval(state.all_params, self.run.placed(self.run.eval_batches, n)))
+            total, weight = total + nats, weight + tokens
+        return float(total / weight)
 
 
 def synchronous(args):
-    """-> loss and bytes of an island; and the state with which the islands begin."""
-    made = Training(config_of(args, ISLANDS * args.rows, {}))
-    state = made.run.init()
-    for first in range(0, args.steps, EVERY):
-        if first == args.warm:
-            begin = jax.device_get(state)
-        state = made.train(state, made.run.train_batches, first, EVERY)
+    """-> loss and bytes of an island; and the state with which the islands begin, trained at their own rate."""
+    made = Training(args, ISLANDS * args.rows, {}, args.rate)
+    state = trained(made, args.steps)
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     steps = args.steps - args.warm
-    return {"loss": made.loss(state), "bytes": steps * 2 * 2 * (ISLANDS - 1) / ISLANDS * 4 * size, "time": steps,
-            "parameters": size}, begin
+    found = {"loss": made.loss(state), "bytes": steps * 2 * 2 * (ISLANDS - 1) / ISLANDS * 4 * size, "time": steps,
+             "parameters": size}
+    return found, jax.device_get(trained(Training(args, ISLANDS * args.rows, {}, args.inner), args.warm))
+
+
+def trained(made, steps):
+    """-> the state after the first steps of a run."""
+    state = made.run.init()
+    for first in range(0, steps, EVERY):
+        state = made.train(state, made.run.train_batches, first, EVERY)
+    return state
+
+
+def alone(args, keys, begin):
+    """-> what is measured of an island that exchanges nothing: what the others' tokens are worth."""
+    made = Training(args, args.rows, {}, keys.get("rate", args.inner))
+    batches = jt_part(made.run.config.data, made.run.corpus, 0)
+    state = made.run.adopt(jax.tree.map(np.array, begin))
+    for first in range(args.warm, args.steps, EVERY):
+        state = made.train(state, batches, first, EVERY)
+    return {"loss": made.loss(state), "bytes": 0.0, "time": args.steps - args.warm}
 
 
 class Simulated:
@@ -120,8 +145,8 @@ class Simulated:
     def __init__(self, args, keys, begin):
         keys = dict(keys)
         self.slow, self.args = keys.pop("slow", False), args
-        keys = dict(count=ISLANDS, every=EVERY) | keys
-        self.made = Training(config_of(args, args.rows, keys))
+        rate = keys.pop("rate", args.inner)
+        self.made = Training(args, args.rows, dict(count=ISLANDS, every=EVERY) | keys, rate)
         section = self.made.run.config.islands
         self.section, self.meeting = section, MemoryMeeting(ISLANDS, section.mode, section.max_age)
         self.exchanges = [Exchange(dataclasses.replace(section, index=i), self.made.run.abstract,
@@ -199,27 +224,54 @@ def jt_part(data, corpus, index):
 def main():
     """Parse the flags, and print a line for each mode."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=800, help="of synchronous training, a multiple of 50")
-    parser.add_argument("--warm", type=int, default=200, help="the first of them, synchronous in every mode")
-    parser.add_argument("--rows", type=int, default=16, help="of an island's batch")
-    parser.add_argument("--only", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--also", nargs="+", default=[], metavar="'KEY=VALUE ...'", help="modes of islands.* keys")
+    parser.add_argument("--steps", type=int, default=2000, help="of synchronous training, a multiple of 50")
+    parser.add_argument("--warm", type=int, default=500, help="the first of them, synchronous in every mode")
+    parser.add_argument("--rows", type=int, default=4, help="of an island's batch")
+    parser.add_argument("--rate", type=float, default=0.024, help="the learning rate of synchronous training")
+    parser.add_argument("--inner", type=float, default=0.012, help="that of an island's steps")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of first parameters and of the data's order")
+    parser.add_argument("--tune", action="store_true", help="evaluate on other held-out rows, by which to choose rates")
+    parser.add_argument("--only", nargs="*", choices=MODES, default=list(MODES))
+    parser.add_argument("--also", nargs="+", default=[], metavar="'KEY=VALUE ...'",
+                        help="modes of islands.* keys, and rate, which is that of an island's steps")
     args, words = parser.parse_known_args()
     args.overrides = overrides_of(words, vars(args))
     modes = {name: MODES[name] for name in args.only}
     modes |= {keys: dict(key.split("=", 1) for key in keys.split()) for keys in args.also}
-    whole, begin = synchronous(args)
+    rows = {name: [] for name in modes}
+    for seed in args.seeds:
+        args.seed = seed
+        whole, begin = synchronous(args)
+        for name, keys in modes.items():
+            began = time.time()
+            found = whole if keys is None else measured(args, keys, begin)
+            rows[name].append(found | {"more": found["loss"] / whole["loss"] - 1,
+                                       "fewer": whole["bytes"] / (found["bytes"] or np.inf)})
+            print(json.dumps({"mode": name, "seed": seed, **rows[name][-1], "seconds": time.time() - began}),
+                  file=sys.stderr, flush=True)
     print("| mode | loss | against synchronous | MB an island sends and receives | times fewer | steps of time "
           "| published |")
     print("|---|---|---|---|---|---|---|")
-    for name, keys in modes.items():
-        began = time.time()
-        found = whole if keys is None else Simulated(args, keys, begin).result()
-        own = f" (own: {min(found['own']):.4f} to {max(found['own']):.4f})" if "own" in found else ""
-        more, fewer = found["loss"] / whole["loss"] - 1, whole["bytes"] / found["bytes"]
-        print(f"| {name}{own} | {found['loss']:.4f} | {more:+.2%} | {found['bytes'] / 1e6:.2f} | {fewer:.0f} "
-              f"| {found['time']:.0f} | {PUBLISHED.get(name, '')} |", flush=True)
-        print(json.dumps({"mode": name, **found, "seconds": time.time() - began}), file=sys.stderr, flush=True)
+    for name, found in rows.items():
+        print(line(name, found))
+
+
+def measured(args, keys, begin):
+    """-> what is measured of a mode."""
+    return alone(args, keys, begin) if keys.get("alone") else Simulated(args, keys, begin).result()
+
+
+def line(name, found):
+    """-> the table's line of a mode; of several seeds, means and the range of how much more the loss is."""
+    def mean(key):
+        return sum(one[key] for one in found) / len(found)
+
+    more, own = [one["more"] for one in found], [loss for one in found for loss in one.get("own", ())]
+    between = f" ({min(more):+.2%} to {max(more):+.2%})" if len(found) > 1 and any(more) else ""
+    fewer = f"{mean('fewer'):.0f}" if mean("bytes") else ""
+    return (f"| {name}{f' (own: {min(own):.4f} to {max(own):.4f})' if own else ''} | {mean('loss'):.4f} "
+            f"| {mean('more'):+.2%}{between} | {mean('bytes') / 1e6:.2f} | {fewer} | {mean('time'):.0f} "
+            f"| {PUBLISHED.get(name, '')} |")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ elsewhere a relay beside each island holds every byte back for so long, each way
 
 Islands train a small GPT in processes of their own, on CPUs that are shared and slow. So that the table is one of
 networks, each inner step is made to last `--step_s`: an accelerator's time for a step. The clock runs from the common
-start, after compilation, to the end of the last exchange, without evaluations. A lost round is one in which an island's
-link is down until the round is closed without it.
+start, after compilation, to the end of the last exchange, without evaluations. The loss is that of the island that was
+done last; of gossip no island has the parameters of another one. A lost round is one in which an island's link is down
+until the round is closed without it.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def modes(every):
     """The islands.* keys of each mode; synchronous islands average their parameters after every step."""
     return {"synchronous": dict(every=1, learning_rate=1.0, momentum=0.0), "diloco": dict(every=every),
             "streaming": dict(every=every, fragments=2, overlap=max(1, every // 4)),
-            "asynchronous": dict(every=every, mode="async")}
+            "asynchronous": dict(every=every, mode="async"), "gossip": dict(every=every, mode="gossip")}
 
 
 # ---------------------------------------------------------------------------------------------------------- an island
@@ -218,7 +219,8 @@ def measured(args, mode, network_name):
     try:
         processes.append(network.start("c", [
             sys.executable, "-m", "jaxtrain.islands", "serve", f"--folder={folder / 'log'}", "--address=10.77.0.1:7000",
-            f"--keys={folder / 'keys'}", f"--islands={args.islands}", f"--mode={keys.get('mode', 'sync')}",
+            f"--keys={folder / 'keys'}", f"--islands={args.islands}",
+            f"--mode={'async' if keys.get('mode') == 'async' else 'sync'}",
             f"--timeout={TIMEOUT_S if lost else 600}", "--oldest=16"], stderr=subprocess.DEVNULL))
         for index in range(args.islands):
             settings = {"coordinator": "10.77.0.1:7000", "delay_s": args.delay_ms / 2000, "step_s": args.step_s,
