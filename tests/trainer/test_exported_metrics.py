@@ -25,14 +25,11 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("cache")
 FAST = 1 / 60  # what alerts wait minutes for, they wait seconds for
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
-        "data.global_batch_size=8", "train.steps=100000", "train.eval_every=40", "train.progress=False",
-        "resilience.check_every=0"]
-# Steps take a tenth of a second, in which the processor is free for the server. Batches take as long to come as a file
-# of this process says. No file grows beyond a limit, if there is one.
+        "data.global_batch_size=8", "train.steps=100000", "train.eval_every=40", "train.progress=False"]
+# Batches take as long to come as a file of this process says. No file grows beyond a limit, if there is one.
 PROGRAM = """
 import os, resource, sys, time
 from pathlib import Path
-from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.run import Run
 from jaxtrain.main import main
 
@@ -40,11 +37,7 @@ def slowly(self, batches, step, placed=Run.placed):
     time.sleep(float(Path(os.environ["DELAY"]).read_text()))
     return placed(self, batches, step)
 
-def calmly(self, *given, run=Replays.run):
-    time.sleep(0.1)
-    return run(self, *given)
-
-Run.placed, Replays.run = slowly, calmly
+Run.placed = slowly
 if os.environ.get("LARGEST"):
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["LARGEST"]), resource.RLIM_INFINITY))
 sys.exit(main())
@@ -146,13 +139,12 @@ def test_two_processes_of_which_one_slows_down_and_stops(tmp_path, tmp_path_fact
     (first, _), (second, delay) = both
     try:
         with prometheus(tmp_path / "server", [port, port + 1]) as server:
-            server.until('count(jaxtrain_step{run="slowing"} > 40) == 2', seconds=240)
+            server.until('count(jaxtrain_step{run="slowing"} > 100) == 2', seconds=240)
             server.until("jaxtrain_checkpoint_last_step > 0")
             server.until("jaxtrain_probe_seconds")
             server.until("jaxtrain_slowest_ratio")
-            server.until('count_over_time(jaxtrain_step{process="0"}[5m]) >= 20')  # what it is usually like
-            # Where other work keeps the machine busy, one may be slow, and saves may take much of the first minute.
-            assert set(server.firing()) <= {"JaxtrainStraggler", "JaxtrainLowGoodput"}
+            time.sleep(20)  # what it is usually like
+            assert set(server.firing()) <= {"JaxtrainStraggler"}  # where other work keeps the machine busy
             assert answered(server, RUN, "slowing") == {
                 "Model FLOPs utilization", "Memory of devices"}, "a CPU has neither"
             assert {title for title in answered(server, NODE, "slowing")} <= {

@@ -114,7 +114,7 @@ def final(flags, mesh, workdir, step=STEPS):
 @pytest.mark.parametrize("mesh", [
     pytest.param("data", marks=pytest.mark.exhaustive), pytest.param("product", marks=pytest.mark.slow)])
 def test_the_numbers_of_one_process(flags, alone, tmp_path, mesh):
-    with two_processes([*flags, *MESHES[mesh], *WATCHED[mesh]], tmp_path, by_environment=mesh == "product") as both:
+    with two_processes([*flags, *MESHES[mesh], *WATCHED[mesh]], tmp_path, mesh == "product", devices=2) as both:
         first, second = ended(both)
     assert [process.returncode for process in both] == [0, 0], first + second
     assert_same_numbers(tmp_path, alone(mesh))
@@ -137,7 +137,7 @@ def test_the_numbers_of_one_process(flags, alone, tmp_path, mesh):
 @pytest.mark.slow
 def test_all_choose_the_same_mesh(flags, tmp_path):
     few = ["--config.train.steps=1", "--config.train.eval_every=0", "--config.checkpoint.every=0"]
-    with two_processes([*flags, "--config.mesh=auto", *few], tmp_path) as both:
+    with two_processes([*flags, "--config.mesh=auto", *few], tmp_path, devices=2) as both:
         first, second = ended(both, 400)
     assert [process.returncode for process in both] == [0, 0], first + second
     assert "mesh=auto: " in first and "mesh=auto" not in second
@@ -152,7 +152,7 @@ def test_a_signal_to_one_stops_both(flags, alone, tmp_path, number):
     shutil.copytree(alone("product"), workdir)
     for step in (8, STEPS):
         shutil.rmtree(workdir / "checkpoints" / str(step))
-    with two_processes([*flags, *MESHES["product"]], workdir, seconds=0.5) as both:
+    with two_processes([*flags, *MESHES["product"]], workdir, seconds=0.5, devices=2) as both:
         end = time.monotonic() + 600
         while not 5 <= told(workdir)[-1]["step"] < STEPS and time.monotonic() < end and both[0].poll() is None:
             time.sleep(0.05)
@@ -171,7 +171,7 @@ def test_a_signal_to_one_stops_both(flags, alone, tmp_path, number):
 
 @pytest.mark.slow
 def test_a_mistake_in_all_of_them(flags, tmp_path):
-    with two_processes([*flags, "--config.mesh.tensor=3"], tmp_path) as both:
+    with two_processes([*flags, "--config.mesh.tensor=3"], tmp_path, devices=2) as both:
         outputs = ended(both)
     line = "mesh: tensor=3 does not divide the 4 devices; choose sizes whose product divides 4\n"
     assert outputs == [line, line] and [process.returncode for process in both] == [2, 2]
