@@ -22,11 +22,16 @@ class Forks:
 
     def run(self, words: list[str], cwd: Path, env: dict[str, str], timeout: int) -> subprocess.CompletedProcess:
         """Run what follows the interpreter: `-m module ...`, `-c code ...` or `script.py ...`."""
+        assert self._process.poll() is None, "the process that forks commands has ended"
         printed = [self._folder / name for name in ("stdout", "stderr")]
         print(json.dumps(dict(words=words, cwd=str(cwd), env=env, printed=[*map(str, printed)], timeout=timeout)),
               file=self._process.stdin, flush=True)
-        status = int(self._process.stdout.readline())
-        return subprocess.CompletedProcess(words, status, *(path.read_text() for path in printed))
+        answer = self._process.stdout.readline()
+        assert answer, f"the process that forks commands ended while it ran {words}"
+        out, err = (path.read_text() for path in printed)
+        if int(answer) == -signal.SIGALRM:
+            pytest.fail(f"{words} took more than {timeout} seconds\n{out[-2000:]}\n{err[-3000:]}")
+        return subprocess.CompletedProcess(words, int(answer), out, err)
 
     def end(self) -> None:
         """Wait for the process, which has nothing more to do."""
@@ -42,7 +47,10 @@ def forked(tmp_path_factory):
 
 
 def _serve():
-    """Fork for each line, and answer with the exit status. JAX has no backend here: a fork reads its own XLA_FLAGS."""
+    """Fork for each line, and answer with the exit status.
+
+    JAX has no backend here, so a fork reads its own XLA_FLAGS; JAX's other variables were read by this process.
+    """
     import gc
 
     import flax.nnx  # noqa: F401

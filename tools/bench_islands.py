@@ -5,6 +5,8 @@
     python tools/bench_islands.py --tune --rate=0.048 --only synchronous
     python tools/bench_islands.py --tune --only --also "rate=0.004" "momentum=0.8" "every=10"
 
+Flags such as --config.model.embed_dim=32 change the config of all runs.
+
 Eight islands are simulated one after the other in this process: exchanges are those of real islands (jaxtrain/islands),
 the meeting is in memory, and nothing waits. So losses and bytes are real, and times are not measured: with stragglers,
 a clock of steps says when each island would arrive (one of the eight takes three times as long for a step).
@@ -225,13 +227,15 @@ def main():
     """Parse the flags, and print a line for each mode."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="of synchronous training, a multiple of 50")
-    parser.add_argument("--warm", type=int, default=500, help="the first of them, synchronous in every mode")
+    parser.add_argument("--warm", type=int, default=500,
+                        help="the first of them, synchronous in every mode; a multiple of 50, too")
     parser.add_argument("--rows", type=int, default=4, help="of an island's batch")
     parser.add_argument("--rate", type=float, default=0.024, help="the learning rate of synchronous training")
     parser.add_argument("--inner", type=float, default=0.012, help="that of an island's steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of first parameters and of the data's order")
     parser.add_argument("--tune", action="store_true", help="evaluate on other held-out rows, by which to choose rates")
-    parser.add_argument("--only", nargs="*", choices=MODES, default=list(MODES))
+    parser.add_argument("--only", nargs="*", choices=MODES, default=list(MODES),
+                        help="these modes, or none of them")
     parser.add_argument("--also", nargs="+", default=[], metavar="'KEY=VALUE ...'",
                         help="modes of islands.* keys, and rate, which is that of an island's steps")
     args, words = parser.parse_known_args()

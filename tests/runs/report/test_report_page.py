@@ -149,7 +149,7 @@ def test_a_run_without_a_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_many_steps_is_a_small_page_in_seconds(tmp_path):
+def test_a_run_of_many_steps_is_a_small_page(tmp_path):
     workdir = recorded(tmp_path / "run", steps=200_000)
     began = time.process_time()
     page = ReportPage([workdir]).render()
