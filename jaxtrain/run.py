@@ -83,6 +83,9 @@ class Run:
         values is compiled, if anything has to be.
         """
         self.check_devices()
+        beside = partition.like(self.abstract.frozen, self.objective.frozen_axes)
+        parts = self.own_parts({}) if parts is None else parts
+        loaded = self.objective.load_frozen(beside, parts.get("objective", {}))
         number = np.int64(self.config.train.seed if seed is None else seed)  # any that jax.random.key takes
         if self.load_initial is not None:
             state = self._around(self.load_initial(self), number)
@@ -93,9 +96,6 @@ class Run:
                 compiled = thread.submit(self.compiled_init.lower(number).compile)
                 meanwhile()
             state = compiled.result()(number)
-        beside = partition.like(self.abstract.frozen, self.objective.frozen_axes)
-        parts = self.own_parts({}) if parts is None else parts
-        loaded = self.objective.load_frozen(beside, parts.get("objective", {}))
         return state if loaded is None else replace(state, frozen=state.frozen | loaded)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:

@@ -129,6 +129,11 @@ class DualEncoderConfig(PictureConfig):
         if self.text_len <= (self.text_begin >= 0) + (self.text_end >= 0):
             raise UserError("model.text_len", f"{self.text_len} leaves no room for a text", "raise it")
 
+    @property
+    def staged_layers(self) -> int:
+        """How many layers the stages of a pipeline share: those of both encoders side by side, here of the longer."""
+        return max(self.picture_layers, self.num_layers)
+
     def other_rows(self, seq_len: int) -> list[tuple[str, int, str, bool]]:
         """Return the places of texts."""
         count = self.pictures_per_row

@@ -144,6 +144,8 @@ def test_pictures_are_made_by_eulers_method():
     ("clip", dict(model__pixel_std=[1.0, 0.0, 1.0]), "model.pixel_std: [1.0, 0.0, 1.0] has not a positive number fo"),
     ("clip", dict(model__text_end=64), "model.text_end: 64 is not a token below model.vocab_size=64; give an id of"),
     ("picture_flow", dict(train__init_encoder_from="a"), "train.init_encoder_from: it is read with vision_language on"),
+    ("siglip", dict(mesh__stage=2, pipeline__schedule="interleaved", pipeline__chunks=4, model__picture_layers=3),
+     "pipeline.chunks: 4 chunks on a stage are more than there are layers; use 3 or fewer"),
     ("picture_flow", dict(lora__rank=2), "lora.rank: it is for decoders of text, and picture_flow is not one; leave"),
 ])
 def test_mistakes_are_told_in_one_line(kind, keys, message):

@@ -66,9 +66,9 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
     if backend == "xla":
         out_BTHK = BACKENDS["xla"](q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H, key_segments_BS)
         return checkpoint_name(out_BTHK, "attention")
-    heads = sharding.activation_spec(*HEADS)  # the kernels name what policies keep themselves
+    heads, rows = sharding.activation_spec(*HEADS), sharding.activation_spec("batch", "seq")
     keys = (sharding.activation_spec("batch", None, *HEADS[2:]), sharding.activation_spec("batch", None))
-    rows = sharding.activation_spec("batch", "seq")
+    # The kernels name what policies keep themselves.
     return by_device(backend, heads, rows, window, soft_cap, keys if others else ())(
         q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H, *(key_segments_BS,) * others)
 

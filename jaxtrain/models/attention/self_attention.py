@@ -20,16 +20,18 @@ from jaxtrain.parallel import context as parallel
 
 @jax.named_scope("attention")  # jaxtrain.bench attributes step time to these scope names
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
-           key_segments_BS: jax.Array | None = None, window: int = 0, sinks_H: jax.Array | None = None,
-           causal: bool = True, backend: str = "auto", context: str = "auto") -> jax.Array:
+           window: int = 0, sinks_H: jax.Array | None = None, causal: bool = True, backend: str = "auto",
+           context: str = "auto") -> jax.Array:
     """Return attention over keys of the same segment: causal, of the last `window` tokens if given, or both ways.
 
     Segments that are booleans only say which tokens are not padding: each row is one text then. Where a mesh shards the
     sequence over `context`, the tokens are in balanced order (parallel/context.py); for attention both ways, each
     device has all keys.
     """
-    if segments_BT is not None and segments_BT.dtype == bool and causal:  # padding comes last
-        segments_BT = None
+    key_segments_BS = None
+    if segments_BT is not None and segments_BT.dtype == bool and (causal or parallel.size() > 1):
+        # Padding comes last; in balanced order it does not, and is a segment like others.
+        segments_BT = None if causal else segments_BT.astype("int32")
     if parallel.size() > 1 and not causal:
         k_BSGK, v_BSGK = (parallel.whole_rows(x, *KV_HEADS[2:]) for x in (k_BSGK, v_BSGK))
         key_segments_BS = None if segments_BT is None else parallel.whole_rows(segments_BT)
