@@ -34,10 +34,13 @@ CASES = {
     "uneven stages, silence": dict(mesh__stage=2, mesh__context=2, mesh__context_strategy="ulysses",
                                    pipeline__schedule="zb_v", model__num_layers=1, model__encoder_layers=3,
                                    model__mask_padding=False),
+    "context, silence, kernels": dict(mesh__context=2, mesh__context_strategy="ulysses", train__attention="splash",
+                                      model__mask_padding=False),
     "one device, without ctc": dict(model__ctc_weight=0.0),
     "zero": dict(mesh__data=2, mesh__fsdp=4, optimizer__zero_stage=3),
 }
-SLOW = ("data, fsdp, tensor", "chunks, context, tensor", "uneven stages, silence")
+SLOW = ("data, fsdp, tensor", "chunks, context, tensor", "uneven stages, silence",
+        "context, silence, kernels")
 
 
 @functools.cache
