@@ -6,32 +6,87 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 
+class Forked:
+    """A command that runs, with what tests use of `subprocess.Popen`; what it prints goes to files."""
+
+    def __init__(self, ask: Callable[..., Any], pid: int, printed: list[Path]):
+        """`ask` is answered by the process that forked it, which alone can wait for it."""
+        self._ask, self.pid, self._printed = ask, pid, printed
+        self.returncode: int | None = None
+
+    def poll(self, block: bool = False) -> int | None:
+        """Return how it ended; None: it runs."""
+        if self.returncode is None:
+            self.returncode = self._ask(do="wait", pid=self.pid, block=block)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Unless it has ended: until somebody has waited for it, its number is its own."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return how it ended, or raise as Popen does."""
+        end = time.monotonic() + timeout if timeout is not None else None
+        while self.poll(block=end is None) is None:
+            if end and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(f"{self.pid}", timeout, *(path.read_text() for path in self._printed))
+            time.sleep(0.05)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Return what it has printed, once it has ended."""
+        self.wait(timeout)
+        out, err = (path.read_text() for path in self._printed)
+        return out, err
+
+
 class Forks:
-    """Runs Python's command lines, one after the other."""
+    """Runs Python's command lines, and starts some that run side by side."""
 
     def __init__(self, folder: Path):
         """The folder is for what they print."""
-        self._folder = folder
+        self._folder, self._number = folder, 0
         self._process = subprocess.Popen([sys.executable, "-m", "tests.forked"], cwd=Path(__file__).parents[1],
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, words: list[str], cwd: Path, env: dict[str, str], timeout: int) -> subprocess.CompletedProcess:
+    def __call__(self, words: list[str], cwd: Path, env: dict[str, str], timeout: int) -> subprocess.CompletedProcess:
         """Run what follows the interpreter: `-m module ...`, `-c code ...` or `script.py ...`."""
-        assert self._process.poll() is None, "the process that forks commands has ended"
-        printed = [self._folder / name for name in ("stdout", "stderr")]
-        print(json.dumps(dict(words=words, cwd=str(cwd), env=env, printed=[*map(str, printed)], timeout=timeout)),
-              file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        assert answer, f"the process that forks commands ended while it ran {words}"
-        out, err = (path.read_text() for path in printed)
-        if int(answer) == -signal.SIGALRM:
+        done = self.start(words, cwd, env, timeout)
+        done.poll(block=True)
+        out, err = done.communicate()
+        if done.returncode == -signal.SIGALRM:
             pytest.fail(f"{words} took more than {timeout} seconds\n{out[-2000:]}\n{err[-3000:]}")
-        return subprocess.CompletedProcess(words, int(answer), out, err)
+        return subprocess.CompletedProcess(words, done.returncode, out, err)
+
+    def start(self, words: list[str], cwd: Path, env: dict[str, str], timeout: int = 0) -> Forked:
+        """Start it; SIGALRM ends what takes longer than a timeout that is not 0."""
+        self._number += 1
+        printed = [self._folder / f"{self._number}-{name}" for name in ("stdout", "stderr")]
+        for path in printed:
+            path.touch()
+        pid = self._ask(do="start", words=[*map(str, words)], cwd=str(cwd), env=env, printed=[*map(str, printed)],
+                        timeout=timeout)
+        return Forked(self._ask, pid, printed)
+
+    def _ask(self, **request: Any) -> Any:
+        assert self._process.poll() is None, "the process that forks commands has ended"
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        assert answer, f"the process that forks commands ended at {request}"
+        return json.loads(answer)
 
     def end(self) -> None:
         """Wait for the process, which has nothing more to do."""
@@ -40,14 +95,14 @@ class Forks:
 
 @pytest.fixture(scope="session")
 def forked(tmp_path_factory):
-    """To run a command as a process of its own, without the seconds that its imports take."""
+    """To run a command as a process of its own, or start it, without the seconds that its imports take."""
     forks = Forks(tmp_path_factory.mktemp("printed"))
-    yield forks.run
+    yield forks
     forks.end()
 
 
 def _serve():
-    """Fork for each line, and answer with the exit status.
+    """Fork for each line that starts a command, and wait for one as each other line says.
 
     JAX has no backend here, so a fork reads its own XLA_FLAGS; JAX's other variables were read by this process.
     """
@@ -62,9 +117,13 @@ def _serve():
 
     gc.freeze()
     for line in sys.stdin:
-        if not (child := os.fork()):
-            return _become(**json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        request = json.loads(line)
+        if request.pop("do") == "wait":
+            ended, status = os.waitpid(request["pid"], 0 if request["block"] else os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if ended else None
+        elif not (answer := os.fork()):
+            return _become(**request)
+        print(json.dumps(answer), flush=True)
 
 
 def _become(words, cwd, env, printed, timeout):

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import CheckpointManager, verify
 from jaxtrain.errors import UserError
+from tests.tiny import ROOT, free_address
 
 
 @jax.tree_util.register_dataclass
@@ -225,7 +225,7 @@ absl.logging.info("from somebody else")
 
 
 @pytest.mark.slow
-def test_killed_in_the_midst_of_a_save(tmp_path):
+def test_killed_in_the_midst_of_a_save(tmp_path, forked):
     code = """
 import os, signal, sys, time, jax, jax.numpy as jnp
 from types import SimpleNamespace
@@ -242,7 +242,7 @@ while not any("tmp" in name for name in os.listdir(sys.argv[1])):
 os.kill(os.getpid(), signal.SIGKILL)
 """
     folder = tmp_path / "checkpoints"
-    done = subprocess.run([sys.executable, "-c", code, folder], timeout=120, env={**os.environ, "XLA_FLAGS": ""})
+    done = forked(["-c", code, folder], ROOT, {**os.environ, "XLA_FLAGS": ""}, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert any("tmp" in path.name for path in folder.iterdir())  # it was in the midst
     state = {"w": jnp.arange(1 << 24, dtype=jnp.float32), "step": jnp.int32(1)}
@@ -255,7 +255,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path):
+def test_two_processes(tmp_path, forked):
     """Both make all calls; each writes its shards, and the numbers are there on one process with another mesh."""
     code = """
 import sys, jax, numpy as np
@@ -265,6 +265,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtrain.checkpoint import CheckpointManager, verify
 from jaxtrain.checkpoint.orbax import deferred_json
 from jaxtrain.errors import UserError
+from tests.tiny import ROOT, free_address
 from jaxtrain.distributed.coordination import together
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", num_processes=2, process_id=int(sys.argv[3]))
 where = NamedSharding(jax.make_mesh((4,), ("data",)), P("data"))
@@ -328,12 +329,9 @@ assert fresh.restore_newest(target, below=2) is None
 assert all((a.data == b.data).all() for a, b in zip(restored["w"].addressable_shards, state["w"].addressable_shards))
 store.close()
 """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_address().rpartition(":")[2]
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    processes = [subprocess.Popen([sys.executable, "-c", code, tmp_path / "c", port, str(i)], env=env,
-                                  stderr=subprocess.PIPE, text=True) for i in range(2)]
+    processes = [forked.start(["-c", code, tmp_path / "c", port, i], ROOT, env) for i in range(2)]
     try:
         errors = [process.communicate(timeout=120)[1] for process in processes]
     finally:

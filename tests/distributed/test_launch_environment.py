@@ -11,7 +11,7 @@ import pytest
 from jaxtrain.distributed import launch_environment as environment
 from jaxtrain.errors import UserError
 from tests.launch.slurm import cluster as clusters
-from tests.tiny import free_address, tiny_flags, virtual_devices
+from tests.tiny import free_address, virtual_devices
 
 ROOT = Path(__file__).parents[2]
 JAX = {"JAX_COORDINATOR_ADDRESS": "there:2", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "0"}
@@ -120,7 +120,7 @@ def test_an_address_in_place_of_an_unknown_name():
 
 
 # ------------------------------------------------------------------------------------------------- processes that start
-# What a run does first; the test with Slurm trains.
+# What a run does first.
 CONNECTS = """
 import sys
 from pathlib import Path
@@ -137,31 +137,17 @@ def connected(folder):
     return [(folder / str(rank)).read_text() for rank in range(2)] == ["2 2", "2 2"]
 
 
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    """Of a run of two processes with one device each."""
-    flags = tiny_flags(tmp_path_factory, ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32",
-                                          "data.seq_len=32", "data.global_batch_size=4", "train.steps=3",
-                                          "train.eval_every=0", "mesh.data=2", "checkpoint.every=3"])
-    return [sys.executable, "-m", "jaxtrain.main", *flags]
-
-
 def variables_here(**more):
     own = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     return without(os.environ, *own) | {"PYTHONPATH": f"{ROOT}", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": virtual_devices(1)
                                         } | more
 
 
-def trained(workdir):
-    return len((workdir / "metrics.jsonl").read_text().splitlines()) >= 3
-
-
 @pytest.mark.slow
-def test_variables_of_torchrun_start_two_processes(tmp_path):
+def test_variables_of_torchrun_start_two_processes(tmp_path, forked):
     host, port = free_address().split(":")
-    started = [subprocess.Popen([sys.executable, "-c", CONNECTS, str(tmp_path)], text=True, stderr=subprocess.PIPE,
-                                env=variables_here(MASTER_ADDR=host, MASTER_PORT=port, WORLD_SIZE="2", RANK=f"{rank}"))
-               for rank in range(2)]
+    started = [forked.start(["-c", CONNECTS, f"{tmp_path}"], ROOT, variables_here(
+        MASTER_ADDR=host, MASTER_PORT=port, WORLD_SIZE="2", RANK=f"{rank}")) for rank in range(2)]
     try:
         said = [process.communicate(timeout=400)[1] for process in started]
     finally:
@@ -181,10 +167,11 @@ def test_open_mpi_starts_two_processes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not all(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in clusters.NEEDED),
                     reason="apt-get install --no-install-recommends slurm-wlm munge")
-def test_slurm_starts_a_process_on_each_of_two_nodes(command, tmp_path, monkeypatch):
+def test_slurm_starts_a_process_on_each_of_two_nodes(tmp_path, monkeypatch):
     """The names of the nodes are not known to the network here."""
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin")
     with clusters.Cluster(tmp_path / "slurm", nodes=2) as cluster:
-        done = subprocess.run(["srun", "-N2", "-n2", *command, f"--workdir={tmp_path / 'run'}"], capture_output=True,
-                              text=True, timeout=400, env=variables_here(SLURM_CONF=cluster.environment["SLURM_CONF"]))
-    assert done.returncode == 0 and trained(tmp_path / "run"), done.stderr
+        done = subprocess.run(["srun", "-N2", "-n2", sys.executable, "-c", CONNECTS, f"{tmp_path}"], text=True,
+                              capture_output=True, timeout=400,
+                              env=variables_here(SLURM_CONF=cluster.environment["SLURM_CONF"]))
+    assert done.returncode == 0 and connected(tmp_path), done.stderr

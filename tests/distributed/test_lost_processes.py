@@ -1,13 +1,12 @@
 """Real processes on loopback, one of which is killed, fails, hangs or never comes: the others end, by name."""
 
 import contextlib
+import functools
 import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -48,8 +47,13 @@ def flags(tmp_path_factory):
     return tiny_flags(tmp_path_factory, TINY)
 
 
+@pytest.fixture
+def started(forked):
+    return functools.partial(_started, forked)
+
+
 @contextlib.contextmanager
-def started(flags, workdir, processes=2, devices=1, what="pass", at=6, slow=0, of=None, **environment):
+def _started(forked, flags, workdir, processes=2, devices=1, what="pass", at=6, slow=0, of=None, **environment):
     """Those in `of` (all); none is left behind."""
     address, run = free_address(), []
     try:
@@ -59,13 +63,12 @@ def started(flags, workdir, processes=2, devices=1, what="pass", at=6, slow=0, o
                        "XLA_FLAGS": virtual_devices(devices), **environment}
             mine = [flag.format(i=i) for flag in flags]
             program = RUN.format(what=what, at=at, slow=slow)
-            run.append(subprocess.Popen([sys.executable, "-c", program, *mine, f"--workdir={workdir}"], env=environ,
-                                        text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL))
+            run.append(forked.start(["-c", program, *mine, f"--workdir={workdir}"], ROOT, environ))
         yield run
     finally:
         for process in run:
             process.kill()
-            process.communicate()
+            process.wait()
 
 
 def ended(run, seconds=170):
@@ -84,7 +87,7 @@ def wait_for_steps(run, workdir):
 @pytest.mark.parametrize("processes, devices, victim", [
     pytest.param(2, 1, 1, marks=pytest.mark.exhaustive), pytest.param(2, 1, 0, marks=pytest.mark.slow),
     pytest.param(4, 2, 2, marks=pytest.mark.exhaustive)])
-def test_killed(flags, tmp_path, processes, devices, victim):
+def test_killed(started, flags, tmp_path, processes, devices, victim):
     with started(flags, tmp_path, processes, devices) as run:
         wait_for_steps(run, tmp_path)
         run[victim].kill()
@@ -103,7 +106,7 @@ def test_killed(flags, tmp_path, processes, devices, victim):
 
 
 @pytest.mark.slow
-def test_one_fails(flags, tmp_path):
+def test_one_fails(started, flags, tmp_path):
     with started(flags, tmp_path, what="raise OSError('the disk is on fire')") as run:
         (status, said), (failed, reason) = ended(run)
     assert failed == 1 and reason.count("OSError: the disk is on fire") >= 1 and "Traceback" in reason
@@ -113,7 +116,7 @@ def test_one_fails(flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_hangs(flags, tmp_path):
+def test_one_hangs(started, flags, tmp_path):
     keys = ["--config.resilience.hang_floor=8", "--config.resilience.hang_factor=1"]
     with started([*flags, *keys], tmp_path, what="time.sleep(1000)") as run:
         ends = ended(run)
@@ -124,7 +127,7 @@ def test_one_hangs(flags, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_one_is_slow_to_begin(flags, tmp_path):
+def test_one_is_slow_to_begin(started, flags, tmp_path):
     """Gloo's first talk among processes ends after 30 seconds: neither a restore nor a first batch may come to that."""
     keys = [*flags, "--config.train.steps=4", "--config.checkpoint.every=2"]
     with started(keys, tmp_path) as run:
@@ -137,7 +140,7 @@ def test_one_is_slow_to_begin(flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_has_another_config(flags, tmp_path):
+def test_one_has_another_config(started, flags, tmp_path):
     with started([*flags, "--config.train.seed={i}"], tmp_path) as run:
         ends = ended(run)
     line = (f"train.seed: process 0 has 0, process 1 ({NAME}) has 1; "
@@ -147,7 +150,7 @@ def test_one_has_another_config(flags, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
-def test_one_never_comes(flags, tmp_path, who):
+def test_one_never_comes(started, flags, tmp_path, who):
     with started(flags, tmp_path, of=[who], JAXTRAIN_JOIN_TIMEOUT="8") as run:
         (status, said), = ended(run)
     reason = ("process 1 cannot reach process 0 at 127", "not all of the 2 processes came to 127")[who == 0]

@@ -5,8 +5,6 @@ import contextlib
 import os
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -21,7 +19,7 @@ from jaxtrain.distributed.authentication import opened
 from jaxtrain.distributed.peers import Peers
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events
-from tests.tiny import closed_while_it_drips, free_address
+from tests.tiny import ROOT, closed_while_it_drips, free_address
 
 
 class Store(dict):
@@ -168,7 +166,7 @@ def test_others_reach_a_port_only_where_processes_look_for_it(address, where):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's list of sockets")
-def test_the_coordination_service_of_one_host_cannot_be_reached_from_others():
+def test_the_coordination_service_of_one_host_cannot_be_reached_from_others(forked):
     code = """
 import sys
 from jaxtrain.distributed import processes
@@ -176,15 +174,13 @@ processes.initialize(sys.argv[1], 2, int(sys.argv[2]))
 print([line.split()[1] for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}") if line.split()[3] == "0A"])
 """
     address = free_address()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "XLA_FLAGS": ""}
-    started = [subprocess.Popen([sys.executable, "-c", code, address, f"{i}"], env=environment, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE) for i in range(2)]
+    started = [forked.start(["-c", code, address, f"{i}"], ROOT, {**os.environ, "XLA_FLAGS": ""}) for i in range(2)]
     try:
         out, err = started[0].communicate(timeout=120)
     finally:
         for process in started:
             process.kill()
-            process.communicate()
+            process.wait()
     assert out, err
     port = f"{int(address.rpartition(':')[2]):04X}"
     (found,) = [found for found in ast.literal_eval(out) if found.endswith(f":{port}")]

@@ -1,10 +1,9 @@
 """A run that hangs ends, and says where: real processes that stop making progress."""
 
+import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -43,12 +42,15 @@ print("went on")
 """
 
 
-def run(workdir, body="with dog.training(): steps(dog); the_hang()", hang="time.sleep(100)", start_limit=100.0,
+@pytest.fixture
+def run(forked):
+    return functools.partial(_run, forked)
+
+
+def _run(forked, workdir, body="with dog.training(): steps(dog); the_hang()", hang="time.sleep(100)", start_limit=100.0,
         grace=60.0, floor=1.0):
     code = QUICK.format(body=body, hang=hang, start_limit=start_limit, grace=grace, floor=floor)
-    return subprocess.Popen([sys.executable, "-c", code, workdir],
-                            env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, stderr=subprocess.PIPE,
-                            stdout=subprocess.PIPE)
+    return forked.start(["-c", code, workdir], ROOT, {**os.environ})
 
 
 def end(process):
@@ -56,7 +58,7 @@ def end(process):
     return process.returncode, out, error
 
 
-def test_a_hang_between_steps(tmp_path):
+def test_a_hang_between_steps(run, tmp_path):
     events.record(tmp_path, "something_before")
     status, out, error = end(run(tmp_path))
     assert (status, out) == (exit_codes.RESTART, "")
@@ -73,26 +75,26 @@ def test_a_hang_between_steps(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hang_before_the_first_step_has_its_own_limit(tmp_path):
+def test_a_hang_before_the_first_step_has_its_own_limit(run, tmp_path):
     assert end(run(tmp_path, body="the_hang()", start_limit=1.0))[0] == exit_codes.RESTART
     assert end(run(tmp_path, body="the_hang()", hang="time.sleep(3)"))[:2] == (0, "went on\n")
 
 
 @pytest.mark.slow
-def test_an_evaluation_has_the_limit_of_the_start(tmp_path):
+def test_an_evaluation_has_the_limit_of_the_start(run, tmp_path):
     body = "with dog.training(), dog.phase('evaluation'): steps(dog); the_hang()"
     assert end(run(tmp_path, body=body, hang="time.sleep(3)"))[:2] == (0, "went on\n")
 
 
 @pytest.mark.slow
-def test_native_code_that_keeps_the_lock(tmp_path):
+def test_native_code_that_keeps_the_lock(run, tmp_path):
     """No Python thread can run then; the timer in C can."""
     status, out, error = end(run(tmp_path, hang="ctypes.PyDLL(None).sleep(100)", start_limit=10.0, grace=2.0))
     assert (status, out) == (1, "") and "in the_hang" in error
 
 
 @pytest.mark.slow
-def test_an_error_whose_closing_hangs_is_not_lost(tmp_path):
+def test_an_error_whose_closing_hangs_is_not_lost(run, tmp_path):
     body = "import contextlib\n    with contextlib.ExitStack() as stack, dog.training():\n" \
            "        stack.callback(the_hang); steps(dog); raise OSError('the real reason')"
     # The callback is pushed outside of training(), so it runs behind it, as the checkpoints' closing does.
@@ -101,9 +103,10 @@ def test_an_error_whose_closing_hangs_is_not_lost(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_was_stopped_did_not_hang(tmp_path):
+def test_a_process_that_was_stopped_did_not_hang(run, tmp_path):
     process = run(tmp_path, floor=3.0, hang="time.sleep(0.4); os.kill(os.getpid(), signal.SIGSTOP); time.sleep(0.3)")
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.05)
     time.sleep(4)
     process.send_signal(signal.SIGCONT)
     assert end(process)[:2] == (0, "went on\n")

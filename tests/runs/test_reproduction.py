@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -112,14 +111,14 @@ def test_a_worktree_is_made_of_the_commit(recorded, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_is_reproduced_to_the_last_bit(tmp_path, tmp_path_factory, cache):
+def test_a_run_is_reproduced_to_the_last_bit(tmp_path, tmp_path_factory, cache, forked):
     """On a mesh of two devices, by the command that is printed; and with another seed it is not."""
     keys = ["model.num_layers=1", "model.embed_dim=32", "train.steps=6", "train.eval_every=3", "mesh.fsdp=2",
             "train.sample_tokens=0", "checkpoint.every=3"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}", "XLA_FLAGS": virtual_devices(2)}
 
     def run(words):
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+        done = forked(words, tmp_path, environment, timeout=300)
         assert done.returncode in (0, 1), done.stderr
         return done.stdout
 
@@ -128,12 +127,12 @@ def test_a_run_is_reproduced_to_the_last_bit(tmp_path, tmp_path_factory, cache):
         return ([(line["step"], line.get("loss"), line.get("grad_norm"), line.get("eval_loss")) for line in lines],
                 verify.good(workdir / "checkpoints", 6)["fingerprint"])
 
-    run([sys.executable, "-m", "jaxtrain.main", *tiny_flags(tmp_path_factory, keys), "--workdir=golden"])
-    shown = run([sys.executable, "-m", "jaxtrain.runs", "reproduce", "golden"])
+    run(["-m", "jaxtrain.main", *tiny_flags(tmp_path_factory, keys), "--workdir=golden"])
+    shown = run(["-m", "jaxtrain.runs", "reproduce", "golden"])
     command = shlex.split(shown.splitlines()[-1].rpartition("device_count=2 ")[2])
     assert command[:3] == ["python", "-m", "jaxtrain.main"]
-    run([sys.executable, *command[1:]])
-    run([sys.executable, *command[1:4], "--workdir=other", *command[5:], "--config.train.seed=1"])
+    run(command[1:])
+    run([*command[1:4], "--workdir=other", *command[5:], "--config.train.seed=1"])
     golden, again, other = (trained(tmp_path / name) for name in ("golden", "golden-again", "other"))
     assert golden == again and len(golden[0]) == 8
     assert golden[0] != other[0] and golden[1] != other[1]

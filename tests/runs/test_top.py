@@ -111,12 +111,11 @@ def test_runs_are_followed(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_terminal(tmp_path, tmp_path_factory, cache):
+def test_a_terminal(tmp_path, tmp_path_factory, cache, forked):
     """A run that trains meanwhile is drawn again and again; the terminal is afterwards as it was."""
     flags = tiny_flags(tmp_path_factory, ["model.num_layers=1", "model.embed_dim=32", "train.steps=500"])
-    training = subprocess.Popen([sys.executable, "-c", SLOW % 0.1, *flags, f"--workdir={tmp_path}/run"], cwd=ROOT,
-                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                env=os.environ | {"XLA_FLAGS": virtual_devices(1)})
+    training = forked.start(["-c", SLOW % 0.1, *flags, f"--workdir={tmp_path}/run"], ROOT,
+                            os.environ | {"XLA_FLAGS": virtual_devices(1)})
     try:
         while not (tmp_path / "run" / "metrics.jsonl").exists():
             assert training.poll() is None

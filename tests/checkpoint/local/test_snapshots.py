@@ -1,11 +1,10 @@
 """Killed without a durable checkpoint, and with a process's memory gone, a run goes on from the last snapshot."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -31,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 STEPS = 12
 TINY = ["model.num_layers=1", "model.embed_dim=48", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
-        "train.eval_every=4", "data.global_batch_size=24", f"train.steps={STEPS}", "checkpoint.every=0",
+        "train.eval_every=0", "data.global_batch_size=24", f"train.steps={STEPS}", "checkpoint.every=0",
         "checkpoint.local_checkpoint_every=2", "resilience.check_every=0"]
 
 
@@ -287,8 +286,13 @@ def flags(tmp_path_factory):
     return tiny_flags(tmp_path_factory, TINY)
 
 
+@pytest.fixture(scope="module")
+def processes(forked):
+    return functools.partial(_processes, forked)
+
+
 @contextlib.contextmanager
-def processes(flags, workdir, many, each):
+def _processes(forked, flags, workdir, many, each):
     """All of them, started, each with a disk of its own; none is left behind."""
     coordinator = free_address()
     started = []
@@ -298,15 +302,14 @@ def processes(flags, workdir, many, each):
                            "XLA_FLAGS": virtual_devices(each)}
             where = [f"--coordinator={coordinator}", f"--num_processes={many}", f"--process_id={i}"]
             program = SLOW % 0.25 if many > 1 else TWO_DEVICES + SLOW % 0.25
-            command = [sys.executable, "-c", program, *flags, *(where if many > 1 else []),
+            command = ["-c", program, *flags, *(where if many > 1 else []),
                        "--config.checkpoint.local_dir=$OWN_DISK", f"--workdir={workdir}"]
-            started.append(subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE))
+            started.append(forked.start(command, ROOT, environment))
         yield started
     finally:
         for process in started:
             process.kill()
-            with contextlib.suppress(ValueError):  # what it said is known
-                process.communicate(timeout=60)
+            process.wait(timeout=60)
 
 
 def disk(workdir, process):
@@ -349,7 +352,7 @@ def assert_went_on_as(calm, flags, work):
 
 
 @pytest.mark.exhaustive
-def test_one_process_killed(flags, alone, tmp_path):
+def test_one_process_killed(processes, flags, alone, tmp_path):
     work = tmp_path / "work"
     with processes(flags, work, 1, 8) as started:
         wait_for_lines(work, 8, started[0])
@@ -363,7 +366,7 @@ def test_one_process_killed(flags, alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_whole_snapshot_counts_where_no_checkpoint_is_good(flags, alone, tmp_path):
+def test_a_whole_snapshot_counts_where_no_checkpoint_is_good(processes, flags, alone, tmp_path):
     work = tmp_path / "work"
     with processes([*flags, "--config.checkpoint.every=5"], work, 1, 8) as started:
         wait_for_lines(work, 9, started[0])
@@ -379,7 +382,7 @@ def test_a_whole_snapshot_counts_where_no_checkpoint_is_good(flags, alone, tmp_p
 
 
 @pytest.fixture(scope="module")
-def lost(flags, tmp_path_factory):
+def lost(processes, flags, tmp_path_factory):
     """mesh, devices -> the flags, and a run of three processes that lost one with its disk, as it was then."""
     found = {}
 
@@ -404,7 +407,7 @@ def lost(flags, tmp_path_factory):
 @pytest.mark.parametrize("mesh", [
     pytest.param(["data=6"], marks=pytest.mark.exhaustive, id="replicas"),
     pytest.param(["data=2", "fsdp=3"], marks=pytest.mark.exhaustive, id="shards")])
-def test_one_of_three_lost_with_its_memory(lost, mesh, tmp_path):
+def test_one_of_three_lost_with_its_memory(processes, lost, mesh, tmp_path):
     flags, work = lost(*mesh)
     calm = tmp_path / "calm"
     with processes([*flags, "--config.checkpoint.local_checkpoint_every=0"], calm, 3, 2) as started:
@@ -420,7 +423,7 @@ def test_one_of_three_lost_with_its_memory(lost, mesh, tmp_path):
 
 
 @pytest.mark.slow
-def test_three_go_on_as_two(lost, alone):
+def test_three_go_on_as_two(processes, lost, alone):
     three, work = lost("data=1", "fsdp=3", each=1)
     shutil.move(disk(work, 2), disk(work, 1))  # the last machine is the second now
     two = [*three, "--config.mesh.fsdp=2"]

@@ -2,14 +2,12 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from jaxtrain.checkpoint import verify
 from tests.tiers import exhaustive, slow
-from tests.tiny import free_address
+from tests.tiny import ROOT, free_address
 
 N = 3
 CODE = """
@@ -77,11 +75,10 @@ checkpoints.close()
 
 @pytest.mark.parametrize("what, who", [
     *slow(("sums", 1)), *exhaustive(("write", 0), ("commit", 0), ("write", 2), ("sums", 0))])
-def test_a_save_that_fails_in_one_process_alone(tmp_path, what, who):
+def test_a_save_that_fails_in_one_process_alone(tmp_path, forked, what, who):
     address = free_address()
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    processes = [subprocess.Popen([sys.executable, "-c", CODE, tmp_path, address, str(i), what, str(who)], env=env,
-                                  stderr=subprocess.PIPE, text=True) for i in range(N)]
+    processes = [forked.start(["-c", CODE, tmp_path, address, i, what, who], ROOT, env) for i in range(N)]
     try:
         errors = [process.communicate(timeout=300)[1] for process in processes]
     finally:

@@ -13,13 +13,14 @@ from jaxtrain.observe.events import events
 from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.suspects import Corrupted, SuspectDevices
 from tests.faults import flipped_somewhere
+from tests.tiers import exhaustive, slow
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module", params=[
-    pytest.param(1, id="one"), pytest.param(4, id="product", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[*slow(4), *exhaustive(1)])
 def run(request, tmp_path_factory):
+    """A run on a mesh with a product of axes, and before a release one on a single device."""
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(500)))
     return build(load_config(ROOT / "configs/gpt.py:tiny", {
@@ -39,7 +40,6 @@ class Faulty:
         return (flipped_somewhere(state, self.device) if self.calls % 2 == 0 else state), metrics
 
 
-@pytest.mark.slow
 def test_the_same_bits_twice(run, tmp_path):
     replays, state, plain = Replays(2, SuspectDevices(tmp_path)), run.init(), run.init()
     for step in range(1, 6):
@@ -67,7 +67,6 @@ def test_a_step_is_run_twice_when_it_is_due(tmp_path):
     assert [named["id"] for named in event["devices"]] == [device] and event["found_by"] == "replay"
 
 
-@pytest.mark.slow
 def test_other_bits(run, tmp_path):
     device = int(run.mesh.devices.flat[-1].id)
     replays, state = Replays(1, SuspectDevices(tmp_path)), run.init()

@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -169,16 +167,16 @@ sys.exit(status)
 @pytest.mark.parametrize("mesh, named", [
     pytest.param(["data=4"], [3], marks=pytest.mark.exhaustive, id="data"),
     pytest.param(["data=2", "tensor=2"], [1, 3], marks=pytest.mark.slow, id="product")])
-def test_two_processes_stop_together(flags, tmp_path, mesh, named):
+def test_two_processes_stop_together(flags, tmp_path, forked, mesh, named):
     """Device 3 is the second one of process 1; both processes know, at the same step."""
     coordinator = free_address()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
                    "XLA_FLAGS": virtual_devices(2)}
-    command = [sys.executable, "-c", FAULTY, *flags, *(f"--config.mesh.{axis}" for axis in mesh),
+    command = ["-c", FAULTY, *flags, *(f"--config.mesh.{axis}" for axis in mesh),
                "--config.checkpoint.every=0", "--config.resilience.replay_every=1",
                f"--coordinator={coordinator}", "--num_processes=2"]
-    started = [subprocess.Popen([*command, f"--process_id={i}", f"--workdir={tmp_path}/work"], env=environment,
-                                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for i in range(2)]
+    started = [forked.start([*command, f"--process_id={i}", f"--workdir={tmp_path}/work"], ROOT, environment)
+               for i in range(2)]
     try:
         told, outputs = zip(*(process.communicate(timeout=300) for process in started), strict=True)
     finally:
