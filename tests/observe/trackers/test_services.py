@@ -11,12 +11,13 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import time
 
 import pytest
 
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events, trackers
-from tests.tiny import QUICKLY, tiny_flags
+from tests.tiny import QUICKLY, ROOT, tiny_flags
 
 NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 STEPS, SAVED, KILLED = 9, 3, 8
@@ -61,10 +62,10 @@ except jt.UserError as error:
 """
 
 
-def run(workdir, kill_at, flags, environment):
+def run(forked, workdir, kill_at, flags, environment, code=RUN):
     keys = dict(flag.removeprefix("--config.").split("=", 1) for flag in flags[1:])
-    ended = subprocess.run([sys.executable, "-c", RUN, str(workdir), str(kill_at), flags[0].removeprefix("--config="),
-                            json.dumps(keys)], env={**os.environ, **environment}, capture_output=True, text=True)
+    ended = forked(["-c", code, str(workdir), str(kill_at), flags[0].removeprefix("--config="), json.dumps(keys)],
+                   ROOT, {**os.environ, **environment}, timeout=900)
     return ended.returncode, ended.stdout + ended.stderr
 
 
@@ -80,12 +81,14 @@ def server(tmp_path_factory):
     started = subprocess.Popen(
         [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
          "--backend-store-uri", f"sqlite:///{folder}/ml.db", "--artifacts-destination", f"{folder}/artifacts"],
-        stdout=log, stderr=log, start_new_session=True)
+        stdout=log, stderr=log, start_new_session=True,
+        env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"})
     while True:
         assert started.poll() is None, (folder / "log").read_text()
         with socket.socket() as probe:
             if not probe.connect_ex(("127.0.0.1", port)):
                 break
+        time.sleep(0.1)
     started.url, started.folder = f"http://127.0.0.1:{port}", folder
     yield started
     stop(started)
@@ -107,7 +110,7 @@ def flags_of(tmp_path_factory, names, *more):
 
 
 @pytest.fixture(scope="module")
-def world(server, tmp_path_factory):
+def world(server, forked, tmp_path_factory):
     """A run that was killed and resumed: its workdir, what its trackers are told of, and what they printed."""
     for name in ("wandb", "trackio", "tensorboardX"):
         pytest.importorskip(name)
@@ -118,9 +121,9 @@ def world(server, tmp_path_factory):
                    "WANDB_API_KEY": f"{SECRET}-2".ljust(40, "0"), "MY_TOKEN": f"{SECRET}-3"}
     flags = flags_of(tmp_path_factory, NAMES, "observe.histograms_every=2", "observe.histograms=weights,gradients",
                      "observe.samples_every=4", "train.sample_tokens=8", f"observe.name=https://me:{SECRET}-4@host/it")
-    code, said = run(workdir, KILLED, flags, environment)
+    code, said = run(forked, workdir, KILLED, flags, environment)
     assert code == -signal.SIGKILL, said
-    code, more = run(workdir, STEPS + 1, flags, environment)
+    code, more = run(forked, workdir, STEPS + 1, flags, environment)
     assert code == 0, more
     return workdir, root / "trackio", server, said + more
 
@@ -224,22 +227,20 @@ def test_nothing_secret_leaves(world):
 
 
 @pytest.mark.slow
-def test_a_server_that_goes_away(world, tmp_path, tmp_path_factory):
+def test_a_server_that_goes_away(world, forked, tmp_path, tmp_path_factory):
     """The run finishes with one warning, and goes on without it."""
     server = world[2]
     flags = flags_of(tmp_path_factory, ["mlflow"])
     environment = {"MLFLOW_TRACKING_URI": server.url, "XLA_FLAGS": QUICKLY, "GONE": f"{server.pid}"}
     script = RUN.replace("os.kill(os.getpid(), signal.SIGKILL)",
                          "os.killpg(int(os.environ['GONE']), signal.SIGKILL)")
-    keys = dict(flag.removeprefix("--config.").split("=", 1) for flag in flags[1:])
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path), "5", flags[0].removeprefix("--config="),
-                            json.dumps(keys)], env={**os.environ, **environment}, capture_output=True, text=True)
+    code, said = run(forked, tmp_path, 5, flags, environment, script)
     server.wait()
-    assert ended.returncode == 0, ended.stderr
+    assert code == 0, said
     assert [step for step, _ in truth(tmp_path)[0]] == list(range(1, STEPS + 1))
     kinds = [event["kind"] for event in events.events(tmp_path)]
-    assert (kinds.count("tracker_down"), kinds.count("tracker_behind")) == (1, 1), ended.stderr
-    assert "mlflow has the lines of this run up to step " in ended.stderr
+    assert (kinds.count("tracker_down"), kinds.count("tracker_behind")) == (1, 1), said
+    assert "mlflow has the lines of this run up to step " in said
 
 
 @pytest.mark.parametrize("name", NAMES)
