@@ -133,11 +133,10 @@ def test_any_mesh_gives_the_same_tokens(family, sizes):
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "keys"), [
-    ("deepseek_v3", dict(model__rope_type="yarn", model__rope_scaling=4.0, model__rope_original_len=8,
-                         model__rope_mscale=1.0, model__rope_mscale_all_dim=1.0, model__capacity_factor=0.0)),
-    ("llama", dict(model__rope_scaling=4.0, model__rope_original_len=8))], ids=str)
+    *slow(("deepseek_v3", dict(model__rope_type="yarn", model__rope_scaling=4.0, model__rope_original_len=8,
+                               model__rope_mscale=1.0, model__rope_mscale_all_dim=1.0, model__capacity_factor=0.0))),
+    *exhaustive(("llama", dict(model__rope_scaling=4.0, model__rope_original_len=8)))], ids=str)
 def test_scaled_positions_are_those_of_the_whole_forward_pass(family, keys):
     """With DeepSeek's factor of all scores, which is another one for absorbed latents."""
     run = build(family, **keys)

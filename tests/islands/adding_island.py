@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxtrain.files import atomic_files
 from jaxtrain.islands import folder_meeting
-from jaxtrain.islands.meeting import Offer, Trimmed
+from jaxtrain.islands.meeting import Offer, Trimmed, Unanswered
 from jaxtrain.islands.network import tcp_meeting
 
 
@@ -58,6 +58,8 @@ class Island:
                     time.sleep(0.05 if entries else 0)  # it is still on its way
                 else:
                     self.apply(entries[: mine + 1])
+            except Unanswered:  # of a coordinator that takes its time to start: a run asks again, too
+                continue
             except Trimmed:
                 self.position, content = self.meeting.snapshot()
                 self.tally = json.loads(content)

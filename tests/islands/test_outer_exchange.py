@@ -58,7 +58,7 @@ def check(found, masks=(1,), steps=16, **section):
         assert_same_bits(outer_state(state), outer_state(found.states[0]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # as the next one
 def test_diloco_is_the_paper_s():
     check(archipelago())
 
@@ -100,7 +100,7 @@ def masks():
     return mask(0), mask(1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # as the next one
 def test_streaming_is_the_paper_s():
     check(archipelago(fragments=2, overlap=1), masks(), steps=15)
 

@@ -28,6 +28,9 @@ from tests.numerics import reference
 SLOW = pytest.mark.slow
 QUICK = ("latents",)
 ALL = [pytest.param(name, marks=() if name in QUICK else SLOW) for name in published_adapters.CASES]
+# What these compute, they do with DoRA too.
+COMPUTED = [pytest.param(each.values[0], marks=pytest.mark.exhaustive) if each.values[0] in ("llama", "gpt2") else each
+            for each in ALL]
 
 
 def logits_of(run, params) -> np.ndarray:
@@ -40,7 +43,7 @@ def check(logits, name):
     assert np.abs(logits - wanted).max() < 1e-5 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", COMPUTED)
 def test_logits_are_those_of_peft(name, tmp_path):
     _, run, params = loaded(tmp_path, name)
     check(logits_of(run, params), name)
@@ -68,7 +71,7 @@ def test_what_is_written_are_the_same_adapters_from_any_mesh(name, tmp_path):
         name for name in modules if any(name == end or name.endswith(f".{end}") for end in said["target_modules"])}
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", COMPUTED)
 def test_merged_weights_compute_the_same(name, tmp_path):
     base, folder = written(tmp_path, name)
     (base / "tokenizer.json").write_text("{}")

@@ -13,6 +13,7 @@ from jaxtrain.launch.job_record import Status
 from jaxtrain.launch.sweep import sweeper as sweeper_module
 from tests.launch.sweep.plain_halving import RUNGS, STEPS, published
 from tests.launch.sweep.simulated import RATE, Killed, Machine, described, loss, swept
+from tests.tiers import exhaustive, slow
 
 
 def test_trials_run_side_by_side_and_are_told(tmp_path, monkeypatch, capsys):
@@ -64,8 +65,7 @@ METHODS = {"random": {"parallel": 3}, "grid": {"method": "grid", "keys": {RATE: 
            "seeds": {"method": {"name": "tpe", "n_startup_trials": 2}, "seeds": 2, "parallel": 3}}
 
 
-@pytest.mark.parametrize("method", [pytest.param(name, marks=() if name == "grid" else pytest.mark.slow)
-                                    for name in METHODS])
+@pytest.mark.parametrize("method", ["grid", *slow("random", "nsgaii", "halving", "seeds"), *exhaustive("tpe")])
 def test_a_sweep_that_is_killed_anywhere_ends_as_one_that_is_not(tmp_path, monkeypatch, method):
     """Killed at every third write: the same points, none twice, and no trial more often than it needs."""
     if "method" in METHODS[method] and method != "grid":
