@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -26,6 +24,7 @@ from jaxtrain.doctor.child import Outcome
 from jaxtrain.doctor.finding import Finding, guarded, ok, size, warn
 from jaxtrain.doctor.installed_versions import Installed
 from jaxtrain.doctor.machine import Machine
+from tests.tiny import ROOT
 
 GB = 10**9
 
@@ -505,15 +504,15 @@ def test_the_exit_status_tells_of_failures(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_whole_command(tmp_path):
+def test_the_whole_command(tmp_path, forked):
     environ = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_no_such_flag=1"}
-    command = [sys.executable, "-m", "jaxtrain.doctor", f"--workdir={tmp_path}", "--json"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    command = ["-m", "jaxtrain.doctor", f"--workdir={tmp_path}", "--json"]
+    done = forked(command, ROOT, environ, timeout=300)
     findings = [Finding(**json.loads(line)) for line in done.stdout.splitlines()]
     found(findings, "FAIL", "XLA_FLAGS", "--xla_no_such_flag")
     found(findings, "ok", "2 x cpu")
     found(findings, "ok", "all-reduce", "over 2 devices is right")
     assert done.returncode == 1 and not done.stderr, done.stderr
-    done = subprocess.run(command[:-1], env={**environ, "XLA_FLAGS": ""}, capture_output=True, text=True, timeout=120)
+    done = forked(command[:-1], ROOT, {**environ, "XLA_FLAGS": ""}, timeout=120)
     assert done.returncode == 0 and "could not check" not in done.stdout, done.stdout + done.stderr
     assert "float32 is right" in done.stdout and "0 FAIL" in done.stdout

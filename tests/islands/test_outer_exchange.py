@@ -41,12 +41,18 @@ def archipelago(meshes=(ONE, ONE, ONE), mode="sync", keys=None, **section):
     return Archipelago(runs, steps, [reference.start(run) for run in runs], meeting, batch, mode=mode, **section)
 
 
+@functools.cache
+def plain():
+    """The plain step, which neither the mesh nor the way of the exchange changes."""
+    return plain_diloco.inner(island(FSDP)[0].config)
+
+
 def check(found, masks=(1,), steps=16, **section):
     """The islands' parameters and losses are those of plain DiLoCo, and their outer states equal to the bit."""
     found.train(steps)
     c = found.config
     params, outer, losses = plain_diloco.train(
-        plain_diloco.inner(found.runs[0].config), reference.initial(), batch, steps=steps, islands=c.count,
+        plain(), reference.initial(), batch, steps=steps, islands=c.count,
         every=c.every, rate=c.learning_rate, momentum=c.momentum, masks=masks, overlap=c.overlap, blend=c.blend)
     np.testing.assert_allclose(found.losses, losses, rtol=2e-5)
     for state, want in zip(found.states, params, strict=True):

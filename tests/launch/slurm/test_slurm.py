@@ -13,8 +13,8 @@ from jaxtrain.launch import jobs as jobs_command
 from tests.launch.process_trees import kill, writers
 from tests.launch.slurm import cluster as clusters
 from tests.launch.waiting import event, status_of, until, wait_for
+from tests.tiny import tiny_flags, virtual_devices
 
-ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     bool(clusters.missing()), reason="apt-get install --no-install-recommends slurm-wlm munge")]
 
@@ -130,20 +130,21 @@ def test_a_run_saves_before_its_time_is_over_and_goes_on(begun):
     event(workdir / "began-1-0")
 
 
-def test_two_nodes_compute_what_two_devices_of_one_process_do(cluster, tmp_path):
+def test_two_nodes_compute_what_two_devices_of_one_process_do(cluster, tmp_path, tmp_path_factory):
     """The same bits, and the run is the command's own."""
-    losses = []
+    losses, flags = [], tiny_flags(tmp_path_factory, [
+        "model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.steps=4",
+        "data.global_batch_size=4", "train.eval_every=0", "mesh.data=2", "checkpoint.every=4", "train.log_every=1"])
     for on, more in (("slurm", ["--nodes=2"]), ("local", [])):
         workdir = tmp_path / on
         (tmp_path / "job.toml").write_text((cluster.folder / "job.toml").read_text() + (
-            '[env]\nXLA_FLAGS = "--xla_force_host_platform_device_count=2"\n' if on == "local" else ""))
-        assert launch.main([f"{ROOT}/configs/gpt.py:tiny", f"--on={on}", f"--workdir={workdir}",
-                            f"--job={tmp_path}/job.toml", *more, "--config.train.steps=4",
-                            "--config.train.log_every=1", "--config.mesh.data=2"]) == 0
+            f'[env]\nXLA_FLAGS = "{virtual_devices(2 if on == "local" else 1)}"\n'))
+        assert launch.main([flags[0].partition("=")[2], *flags[1:], f"--on={on}", f"--workdir={workdir}",
+                            f"--job={tmp_path}/job.toml", *more]) == 0
         status = until(workdir, lambda status: status.state not in ("waiting", "running"))
         assert status.state == "done", jobs.newest(workdir).output.read_text()
         lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-        losses.append([line["loss"] for line in lines if "loss" in line])
+        losses.append([line["loss"] for line in lines if line.get("loss") is not None])
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.launch import jobs as jobs_command
 from tests.launch.waiting import wait_for
 from tests.tiny import QUICKLY, ROOT
 
@@ -16,6 +17,8 @@ CHANGED = {'"runs/sweep"': '"{folder}"', '"random"': '{name = "tpe", n_startup_t
            "[keys]": """objective.metric = "loss"
 fixed.data.source = "README.md"
 fixed.train = {steps = 4, eval_every = 0}
+fixed.model = {embed_dim = 32, max_seq_len = 32}
+fixed.data.seq_len = 32
 fixed.checkpoint.every = 0
 
 [keys]"""}
@@ -42,7 +45,7 @@ def ended(sweeper: subprocess.Popen, folder: Path) -> tuple[str, list[dict]]:
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_killed_ends_as_one_that_is_not(tmp_path):
+def test_a_sweep_that_is_killed_ends_as_one_that_is_not(tmp_path, capsys):
     pytest.importorskip("optuna")
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     sweeper = begin(killed)
@@ -59,8 +62,7 @@ def test_a_sweep_that_is_killed_ends_as_one_that_is_not(tmp_path):
     page = (killed / "report.html").read_text()
     assert page.count("<svg") == 2 and "http" not in page and f"{best['value']:.6g}" in page
     assert ended(begin(whole), whole)[1] == found
-    listed = subprocess.run([sys.executable, "-m", "jaxtrain.launch.jobs", "list", str(whole)], cwd=ROOT, text=True,
-                            capture_output=True, check=True).stdout.splitlines()
-    assert [line.split()[3] for line in listed[1:]] == ["done"] * 3
+    assert jobs_command.main(["list", str(whole)]) == 0
+    assert [line.split()[3] for line in capsys.readouterr().out.splitlines()[1:]] == ["done"] * 3
     other = begin(whole.with_name("killed"))
     assert ended(other, killed)[1] == found, "a sweep that has ended is reported again"
