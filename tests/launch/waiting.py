@@ -12,11 +12,12 @@ LIMIT = 300  # seconds, of a machine that is very slow
 
 
 def wait_for(is_so: Callable[[], Any], told: Callable[[], Any] = lambda: "") -> None:
-    """Wait until it is so; `told`: what to say if it never is."""
-    end = time.monotonic() + LIMIT
+    """Wait until it is so, and look ever less often, for that may start a process; `told`: if it never is."""
+    end, pause = time.monotonic() + LIMIT, 0.05
     while not is_so():
         assert time.monotonic() < end, told()
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(1.1 * pause, 0.5)
 
 
 def event(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A real Ray on this machine: a head without CPUs, and nodes that can be killed, in a folder of its own.
+"""A real Ray on this machine: a head, and nodes that can be killed, each with one CPU, in a folder of its own.
 
 Its Jobs API needs `pip install 'ray[default]'`.
 """
@@ -41,12 +41,11 @@ class Raylets:
 
     def __enter__(self) -> "Raylets":
         try:
-            self._start("head", "--head", f"--port={self.gcs.rpartition(':')[2]}", "--num-cpus=0",
+            self._start("head", "--head", f"--port={self.gcs.rpartition(':')[2]}", f"--temp-dir={self.folder}",
                         "--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard.rpartition(':')[2]}",
-                        f"--temp-dir={self.folder}")
+                        "--no-monitor")
             self._wait()
-            for name in ("first", "second"):
-                self.add(name)  # one after the other, for they choose names in one folder
+            self.add("second")  # one after the other, for they choose names in one folder
         except BaseException:
             self.__exit__()
             raise
@@ -58,12 +57,12 @@ class Raylets:
 
     def fill(self) -> None:
         """Start nodes until there are two, if a test before this one left fewer."""
-        while len(self.started) < 3:
+        while len(self.started) < 2:
             self.add(f"further-{sum(self.starts.values())}")
 
     def add(self, name: str) -> None:
-        """Start a node with one CPU, and wait for it."""
-        self._start(name, f"--address={self.gcs}", "--num-cpus=1")
+        """Start a node, and wait for it."""
+        self._start(name, f"--address={self.gcs}")
         self._wait()
 
     def kill(self, name: str) -> None:
@@ -77,9 +76,10 @@ class Raylets:
         self.starts[name] += 1
         with open(self.folder / f"{name}.log", "ab") as log:
             self.started[name] = subprocess.Popen(
-                [*_RAY, "start", "--block", "--node-ip-address=127.0.0.1", "--object-store-memory=100000000",
-                 f"--dashboard-agent-listen-port={_port()}", f"--metrics-export-port={_port()}", "--min-worker-port=0",
-                 "--max-worker-port=0", "--disable-usage-stats", *words], stdin=subprocess.DEVNULL, stdout=log,
+                [*_RAY, "start", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=1",
+                 "--object-store-memory=100000000", f"--dashboard-agent-listen-port={_port()}",
+                 f"--metrics-export-port={_port()}", "--min-worker-port=0", "--max-worker-port=0",
+                 "--disable-usage-stats", "--include-log-monitor=False", *words], stdin=subprocess.DEVNULL, stdout=log,
                 stderr=log, env=self.environment, start_new_session=True)
 
     def _wait(self) -> None:
