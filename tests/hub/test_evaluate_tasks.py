@@ -98,11 +98,12 @@ def test_every_kind_of_task_gives_what_the_logits_say(workdir, tasks, capsys):
     assert kept["results"]["choose"]["acc,none"] == 1.0
 
     run, state = jt.load_model(workdir)
-    module, words = run.module(state), tokenizer_of(workdir)
+    module, words = jax.jit(lambda ids: run.module(state)(ids)), tokenizer_of(workdir)
 
     def logprob(given, scored):
         ids = np.array([*given, *scored])
-        logits = np.asarray(module(ids[None, :-1])[0], np.float64)[len(given) - 1:]
+        row = np.pad(ids[:-1], (0, 65 - len(ids)))[None]  # of one length, to be compiled once
+        logits = np.asarray(module(row)[0], np.float64)[len(given) - 1:len(ids) - 1]
         said = logits - logits.max(-1, keepdims=True)
         said -= np.log(np.exp(said).sum(-1, keepdims=True))
         return said[np.arange(len(scored)), list(scored)].sum()
