@@ -58,7 +58,7 @@ def browsed(address, width, dark, shot=None):
              "--enable-logging=stderr", f"--window-size={max(width, 500)},2400",
              f"--blink-settings=preferredColorScheme={0 if dark else 1}",
              "--virtual-time-budget=9000", f"--screenshot={shot}" if shot else "--dump-dom", address]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     return re.findall(r"CONSOLE[^\]]*\] \"(.*?)\", source:", done.stderr, re.S), done.stdout
 
 
