@@ -24,7 +24,7 @@ import jax
 import pytest
 
 from jaxtrain import compile_cache
-from tests.forked import forked  # noqa: F401
+from tests.forked import _ended, forked  # noqa: F401
 from tests.kernels.interpreted import interpreted  # noqa: F401
 from tests.s3 import _network, _server, bucket, impatient, network  # noqa: F401
 

@@ -1,11 +1,14 @@
 """Commands that start at once: each is a fork of a process that has imported what takes long, nothing of jaxtrain."""
 
+import functools
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,14 +94,27 @@ class Forks:
     def end(self) -> None:
         """Wait for the process, which has nothing more to do."""
         self._process.communicate()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@functools.cache
+def forks() -> Forks:
+    """Return the one of this session."""
+    return Forks(Path(tempfile.mkdtemp(prefix="jaxtrain-printed-")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ended():
+    """End the process that forks, if there is one, with the session."""
+    yield
+    if forks.cache_info().currsize:
+        forks().end()
 
 
 @pytest.fixture(scope="session")
-def forked(tmp_path_factory):
+def forked():
     """To run a command as a process of its own, or start it, without the seconds that its imports take."""
-    forks = Forks(tmp_path_factory.mktemp("printed"))
-    yield forks
-    forks.end()
+    return forks()
 
 
 def _serve():

@@ -13,6 +13,7 @@ from jaxtrain.config.load import make_config
 from jaxtrain.models import Compute, make_model
 from jaxtrain.models.rematerialization import layers_at_once
 from jaxtrain.sharding import products
+from tests.tiers import exhaustive, slow
 
 SHAPE = {"model": {"name": "llama", "vocab_size": 64, "num_layers": 6, "embed_dim": 32, "num_heads": 4, "head_dim": 8,
                    "num_kv_heads": 2, "mlp_dim": 96, "max_seq_len": 64}, "data": {"seq_len": 64}}
@@ -51,10 +52,9 @@ def compiled(remat, unroll=1):
     return program.lower().compile(), weights
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("remat", "unroll"), [
-    ("full:2,attention_and_dots:1,none", 1), ("attention+mlp@host", 0), ("full", 0), ("heads+mlp", 1),
-    ("full:2,dots", 2), ("embed@host+mlp@host", 1)])
+    *slow(("full:2,attention_and_dots:1,none", 1), ("attention+mlp@host", 0), ("full:2,dots", 2)),
+    *exhaustive(("full", 0), ("heads+mlp", 1), ("embed@host+mlp@host", 1))])
 def test_no_policy_changes_a_number(remat, unroll):
     plain, weights = compiled("none")
     program, _ = compiled(remat, unroll)

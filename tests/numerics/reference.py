@@ -73,7 +73,7 @@ def build(family: str = "gpt2", mesh: tuple[int, int, int] = (1, 1, 1), **keys) 
     """A run on data x fsdp x tensor devices, times those of other axes among the keys, as `mesh__stage=2`."""
     data, fsdp, tensor = mesh
     config = tiny(family, **(dict(mesh__data=data, mesh__fsdp=fsdp, mesh__tensor=tensor) | keys))
-    return jt.build(config, devices=jax.devices()[: math.prod(getattr(config.mesh, axis) for axis in AXES)])
+    return jt.build(config, devices=jax.local_devices()[: math.prod(getattr(config.mesh, axis) for axis in AXES)])
 
 
 def with_biases(params):

@@ -9,6 +9,7 @@ from jaxtrain.models.ahead import with_second_targets
 from jaxtrain.sharding import rules as sharding
 from tests.composition import fuzz
 from tests.numerics import reference
+from tests.tiers import slow_if
 
 CASES = [
     ("llama", {"mesh.context": 2, "mesh.tensor": 2, "mesh.fsdp": 2, "train.remat": "full"}),
@@ -20,8 +21,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "keys"), [
-    pytest.param(*case, marks=pytest.mark.exhaustive if i % 2 else pytest.mark.slow)
-    for i, case in enumerate(CASES)], ids=str)
+    pytest.param(*case, marks=slow_if(case is CASES[-1])) for case in CASES], ids=str)
 def test_looking_ahead_gives_the_numbers_of_the_plain_model(family, keys):
     fuzz.check({f"mesh.{axis}": 1 for axis in fuzz.AXES} | {
         "family": family, "packing": True, "data.global_batch_size": fuzz.ROWS, "data.seq_len": fuzz.SEQ,

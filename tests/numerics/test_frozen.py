@@ -25,7 +25,7 @@ CASES = {
         train__freeze=["blocks/layer/attention/*", "blocks/layer/mlp/*"])),
     "all layers frozen, 1f1b": ("llama", dict(mesh=(1, 1, 1), mesh__stage=2, train__freeze=["blocks/*"])),
 }
-EXHAUSTIVE = ("remat, context", "1f1b", "one device", "zero-bubble")
+EXHAUSTIVE = ("remat, context", "1f1b", "one device", "zero-bubble", "offload")
 
 
 @pytest.mark.parametrize("name", [

@@ -19,7 +19,7 @@ def plain():
 
 @pytest.mark.parametrize(("mesh", "keys"), [
     pytest.param((2, 2, 2), dict(train__accumulation=2, optimizer__zero_stage=2), id="eight, accumulated"),
-    pytest.param((2, 1, 1), dict(mesh__stage=2), id="pipeline", marks=pytest.mark.slow),
+    pytest.param((2, 1, 1), dict(mesh__stage=2), id="pipeline", marks=pytest.mark.exhaustive),  # muP's tests have one
     pytest.param((1, 1, 1), dict(train__freeze="['blocks/*']"), id="frozen layers", marks=pytest.mark.slow),
 ])
 def test_loss_and_gradient_are_those_of_one_device(mesh, keys):

@@ -50,7 +50,7 @@ CASES = {
 }
 QUICK = ("tensor",)
 # The others have meshes and kinds of adapters that are in these, too.
-SLOW = ("nf4, remat, context", "experts, biases, buffers", "zero-bubble", "dora, all axes")
+SLOW = ("dora, nf4, remat, context", "experts, biases, buffers", "zero-bubble")
 
 
 @pytest.mark.parametrize("name", [

@@ -1,5 +1,7 @@
 """Rule by rule: an override that makes sense changes no number, one that does not is refused in a sentence."""
 
+import functools
+
 import pytest
 
 import jaxtrain as jt
@@ -8,6 +10,7 @@ from tests.numerics import reference
 from tests.tiers import exhaustive, slow
 
 MESH = (2, 2, 2)
+FEW_KEY_HEADS = dict(model__num_kv_heads=2)  # fewer than the devices over which heads are split
 
 
 def first_steps(run):
@@ -17,29 +20,29 @@ def first_steps(run):
     return [float(metrics[key]) for metrics in (first, second) for key in ("loss", "grad_norm")]
 
 
-@pytest.mark.parametrize("overrides", [
-    *slow({"heads": "none", "kv_heads": "none"}),
-    *exhaustive({"block_seq": "none"}, {"vocab": "none"}, {"embed": "none"}, {"norm": "none"}, {"kv_heads": "none"},
-                {"mlp": "none"})], ids="+".join)
-def test_sensible_overrides_change_no_number(overrides):
+@functools.cache
+def on_one_device(**keys):
+    return first_steps(reference.build("llama", **keys))
+
+
+@pytest.mark.parametrize(("overrides", "mesh", "keys"), [
+    *slow(({"heads": "none", "kv_heads": "none"}, MESH, FEW_KEY_HEADS),
+          ({"kv_heads": "none"}, (1, 2, 4), FEW_KEY_HEADS)),
+    *exhaustive(*(({name: "none"}, MESH, {}) for name in ("block_seq", "vocab", "embed", "norm", "kv_heads", "mlp")),
+                ({"heads": "none", "kv_heads": "none"}, MESH, {}))],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value))
+def test_sensible_overrides_change_no_number(overrides, mesh, keys):
     both = overrides | {f"act_{name}": axis for name, axis in overrides.items()
                         if name in ("heads", "kv_heads", "mlp", "vocab")}
-    keys = {f"mesh__overrides__{name}": axis for name, axis in both.items()}
-    want = first_steps(reference.build("llama"))
-    assert first_steps(reference.build("llama", MESH, **keys)) == pytest.approx(want, rel=1e-5)
+    rules = {f"mesh__overrides__{name}": axis for name, axis in both.items()}
+    want = on_one_device(**keys)
+    assert first_steps(reference.build("llama", mesh, **rules, **keys)) == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(CONFIG_KEYS))
-@pytest.mark.parametrize("axis", ["tensor", *(pytest.param(axis, marks=pytest.mark.slow) for axis in ("none", "fsdp"))])
+@pytest.mark.parametrize("axis", ["tensor", *slow("none"), *exhaustive("fsdp")])
 def test_any_single_override_lowers_or_is_refused(name, axis):
     try:
         reference.build("llama", MESH, **{f"mesh__overrides__{name}": axis}).lower()
     except jt.UserError as refusal:
         assert "\n" not in str(refusal)
-
-
-@pytest.mark.slow
-def test_fewer_key_heads_than_devices():
-    keys = dict(mesh__overrides__kv_heads="none", mesh__overrides__act_kv_heads="none", model__num_kv_heads=2)
-    want = first_steps(reference.build("llama", model__num_kv_heads=2))
-    assert first_steps(reference.build("llama", (1, 2, 4), **keys)) == pytest.approx(want, rel=1e-5)

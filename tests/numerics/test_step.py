@@ -68,7 +68,7 @@ def test_clipping_scales_the_whole_gradient_and_reports_its_norm_before(clip):
 # --------------------------------------------------------------------------------------------------- what is not finite
 
 @pytest.mark.parametrize(("mesh", "accumulation"), [
-    ((1, 1, 1), 1), pytest.param(CUBE, 4, marks=pytest.mark.slow)], ids=str)
+    ((1, 1, 1), 1), *exhaustive((CUBE, 4))], ids=str)  # test_offload.py has such a step on a mesh
 def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(mesh, accumulation):
     run = reference.build("gpt2", mesh, train__accumulation=accumulation)
     step, place = reference.compiled(run), run.place

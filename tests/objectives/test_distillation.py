@@ -96,22 +96,16 @@ def test_logits_exist_for_one_chunk_only():
 
 
 @pytest.mark.slow
-def test_a_teacher_comes_from_its_workdir_and_evaluation_is_plain(tmp_path):
-    (tmp_path / "text.txt").write_text("a line of text\n" * 200)
-    keys = dict(train__steps=4, train__eval_batches=1, mesh__data=8, model__vocab_size=320,
-                data__source=str(tmp_path / "text.txt"), data__cache_dir=str(tmp_path / "cache"))
-    of_teacher = reference.tiny("llama", **TEACHER, **keys)
-    trained = jt.train(of_teacher, tmp_path / "teacher")
-    config = reference.tiny("gpt2", **keys)
-    make = distillation(of_teacher, workdir=tmp_path / "teacher")
-    run = jt.build(config, objective=make)
+def test_a_teacher_comes_from_its_workdir_and_evaluation_is_plain(teachers, tmp_path):
+    workdir, config, student, trained = teachers
+    run = on_two(student, objective=distillation(config, workdir=workdir))
     state = run.init()
-    assert jax.tree.all(jax.tree.map(np.array_equal, state.frozen["teacher"], trained.params))
-    alone = jt.build(config)
+    assert equal(state.frozen["teacher"], trained)
+    alone = on_two(student)
     want = alone.evaluate(alone.init(), 1)
     assert run.evaluate(state, 1) == pytest.approx(want)
-    end = jt.train(config, tmp_path / "student", objective=make)
-    assert jax.tree.all(jax.tree.map(np.array_equal, end.frozen["teacher"], trained.params))
+    end = jt.train(run, tmp_path / "student")
+    assert equal(end.frozen["teacher"], trained)
 
 
 @pytest.mark.parametrize(("keys", "match"), [
@@ -165,12 +159,16 @@ def teachers(tmp_path_factory):
     """A workdir with the teacher after 2 and after 4 steps, its config, and the config of students."""
     folder = tmp_path_factory.mktemp("teachers")
     (folder / "text.txt").write_text("a line of text\n" * 200)
-    keys = dict(train__steps=4, train__eval_batches=1, train__log_every=4, mesh__data=8, model__vocab_size=320,
+    keys = dict(train__steps=4, train__eval_batches=1, train__log_every=4, mesh__data=2, model__vocab_size=320,
                 checkpoint__every=2, checkpoint__keep=9, data__source=str(folder / "text.txt"),
                 data__cache_dir=str(folder / "cache"))
-    config = reference.tiny("llama", **keys)
-    state = jt.train(config, folder / "teacher")
+    config = reference.tiny("llama", **TEACHER, **keys)
+    state = jt.train(on_two(config), folder / "teacher")
     return folder / "teacher", config, reference.tiny("gpt2", **keys), jax.device_get(state.params)
+
+
+def on_two(config, **parts):
+    return jt.build(config, devices=jax.devices()[:2], **parts)
 
 
 def of_teacher(run, parts):
@@ -186,7 +184,7 @@ def test_a_run_keeps_the_teacher_that_it_began_with(teachers, tmp_path):
     """It was killed before its first checkpoint, and meanwhile the teacher has trained on."""
     workdir, config, student, latest = teachers
     shutil.copytree(workdir / "checkpoints" / "2", tmp_path / "teacher/checkpoints/2")
-    run = jt.build(student, objective=distillation(config, workdir=tmp_path / "teacher"))
+    run = on_two(student, objective=distillation(config, workdir=tmp_path / "teacher"))
     parts = run.own_parts({})
     assert parts["objective"]["checkpoint"]["step"] == 2
     began = of_teacher(run, parts)
@@ -194,14 +192,14 @@ def test_a_run_keeps_the_teacher_that_it_began_with(teachers, tmp_path):
     assert run.own_parts({})["objective"]["checkpoint"]["step"] == 4  # a new run has the newest one
     assert run.own_parts(parts) == parts and equal(of_teacher(run, parts), began)
     assert equal(of_teacher(run, run.own_parts({})), latest) and not equal(began, latest)
-    moved = jt.build(student, objective=distillation(config, workdir=workdir))
+    moved = on_two(student, objective=distillation(config, workdir=workdir))
     assert moved.own_parts(parts) == parts and equal(of_teacher(moved, parts), began)
 
     shutil.rmtree(tmp_path / "teacher/checkpoints/2")
     assert run.own_parts(parts) == parts  # what the run has saved holds the teacher too
     with pytest.raises(jt.UserError, match="has not the checkpoint of step 2 any more with which this run began"):
         run.init(parts=parts)
-    assert "with objective.checkpoint.workdir=" in difference(parts, jt.build(student, objective=distillation(
+    assert "with objective.checkpoint.workdir=" in difference(parts, on_two(student, objective=distillation(
         config, workdir=shutil.copytree(tmp_path / "teacher", tmp_path / "other"))).own_parts(parts))
 
 
@@ -209,7 +207,7 @@ def test_a_run_keeps_the_teacher_that_it_began_with(teachers, tmp_path):
 def test_only_a_checkpoint_that_was_found_good_teaches(teachers, tmp_path):
     workdir, config, student, _ = teachers
     shutil.copytree(workdir, tmp_path / "teacher")
-    run = jt.build(student, objective=distillation(config, workdir=tmp_path / "teacher"))
+    run = on_two(student, objective=distillation(config, workdir=tmp_path / "teacher"))
     (tmp_path / "teacher/checkpoints/4/good.json").unlink()
     assert run.own_parts({})["objective"]["checkpoint"]["step"] == 2
     (tmp_path / "teacher/checkpoints/2/good.json").write_text("{}")
@@ -223,11 +221,11 @@ def test_another_teacher_or_share_is_told(teachers):
 
     def parts(of=config, **settings):
         make = distillation(of, **(dict(workdir=workdir, soft=0.5) | settings))
-        return jt.build(student, objective=make).own_parts({})
+        return on_two(student, objective=make).own_parts({})
 
     assert difference(parts(), parts()) == ""
     assert difference(parts(), parts(soft=0.7)) == "with objective.soft=0.5, this one has 0.7"
     assert difference(parts(), parts(temperature=2.0)) == "with objective.temperature=1.0, this one has 2.0"
     assert "objective.checkpoint=(workdir" in difference(parts(), parts(workdir=None))
-    other = reference.tiny("llama", model__vocab_size=320, model__num_layers=3)
-    assert "objective.teacher.num_layers=2, this one has 3" in difference(parts(), parts(other))
+    other = reference.tiny("llama", model__vocab_size=320, **(TEACHER | dict(model__num_layers=4)))
+    assert "objective.teacher.num_layers=3, this one has 4" in difference(parts(), parts(other))

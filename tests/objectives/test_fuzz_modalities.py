@@ -8,14 +8,12 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.validation import explains
 from tests.objectives import fuzz_modalities
-
-# Events over context with little trained, pairs in micro-batches through a pipeline, clips with gradients in 8 bits;
-# then others.
-SLOW, ALL = (17, 42, 268), 8
+from tests.tiers import exhaustive, slow
 
 
-@pytest.mark.parametrize("seed", [*(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW),
-                                  *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(ALL))])
+# Pairs in micro-batches through a pipeline; then events over context with little trained, clips with gradients in 8
+# bits, and others.
+@pytest.mark.parametrize("seed", [*slow(42), *exhaustive(17, 268, *range(8))])
 def test_a_drawn_case_has_the_numbers_of_the_formulas(seed):
     rng, done = random.Random(1000 + seed), None
     while not done:  # the first case that is not refused

@@ -27,8 +27,8 @@ CASES = {
     "zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1", lora__rank=3)),
     "experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3)),
 }
-# The other meshes are those of the tests of preferences.
-SLOW = ("all axes, accumulation", "at the bound")
+# The other meshes are those of the tests of preferences; test_tuning_truth.py has the bound.
+SLOW = ("all axes, accumulation",)
 
 
 @pytest.mark.parametrize("name", [
@@ -61,9 +61,10 @@ def test_a_run_learns_from_labels_and_from_pairs_and_goes_on(labelled, tmp_path)
     config = reference.tiny("llama", **KTO, **dict(
         model__vocab_size=258, model__max_seq_len=64, data__seq_len=64, data__source=str(tmp_path / "corpus"),
         data__global_batch_size=4, train__steps=8, train__progress=False, lora__rank=2, checkpoint__every=4,
-        optimizer__warmup_steps=0, mesh__data=4, mesh__tensor=2))
-    whole = jt.train(config, tmp_path / "whole")
-    parts = jt.train(config, resumed(tmp_path / "whole", tmp_path / "parts", last=8))
+        optimizer__warmup_steps=0, mesh__data=2))
+    run = jt.build(config, devices=jax.devices()[:2])
+    whole = jt.train(run, tmp_path / "whole")
+    parts = jt.train(run, resumed(tmp_path / "whole", tmp_path / "parts", last=8))
     assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, parts.params))))
     lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
     assert lines[0]["loss"] == pytest.approx(0.5) and lines[0]["kl"] == lines[0]["reward_margin"] == 0

@@ -89,14 +89,15 @@ def of(corpus, **keys):
 @pytest.mark.slow
 def test_a_run_learns_and_goes_on_with_the_same_bits(corpus, cache, tmp_path):
     config = of(corpus, data__buckets=[8, 16], train__steps=12, train__progress=False, checkpoint__every=6,
-                mesh__data=4, mesh__tensor=2)
-    whole = jt.train(config, tmp_path / "whole")
-    parts = jt.train(config, resumed(tmp_path / "whole", tmp_path / "parts", last=12))
+                mesh__tensor=2)
+    run = jt.build(config, devices=jax.devices()[:2])
+    whole = jt.train(run, tmp_path / "whole")
+    parts = jt.train(run, resumed(tmp_path / "whole", tmp_path / "parts", last=12))
     assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, parts.params))))
     lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
     assert lines[-1].keys() == {"step", "eval_loss", "eval_accuracy", "eval_perplexity", "eval_time_error"}
     assert lines[-1]["eval_loss"] < lines[0]["cross_entropy"] and lines[-2]["loss"] < lines[0]["loss"]
-    assert {shape[1] for shape in jt.build(config).train_batches.shapes_of(0, 12)} == {8, 16}
+    assert {shape[1] for shape in run.train_batches.shapes_of(0, 12)} == {8, 16}
 
 
 def batches(config, split="train"):

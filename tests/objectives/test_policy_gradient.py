@@ -38,8 +38,8 @@ CASES = {
     "critic, part of the layers": ("gpt2", dict(mesh=(1, 2, 1), train__trainable=["blocks/*attention*"], **CRITIC)),
     "critic, experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, reinforce__kl=0.0, **CRITIC)),
 }
-# The others have losses and meshes that are in these, too, with or without a critic.
-SLOW = ("ring, sequence ratios", "critic, all axes, without clipping", "critic, zero-bubble, adapters")
+# The others have losses and meshes that are in these, too, with or without a critic; adapters are in test_lora.py.
+SLOW = ("1f1b, context", "critic, all axes, without clipping")
 
 
 def build(family, mesh=(1, 1, 1), **keys):

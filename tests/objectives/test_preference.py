@@ -24,6 +24,7 @@ from tests.objectives import plain_preference as plain
 from tests.objectives import tuned
 from tests.objectives.tuned import resumed
 from tests.tiers import slow_if
+from tests.trainer.conftest import devices
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 DPO = dict(preference__loss="dpo", preference__beta=0.5, data__packing="pairs")
@@ -50,8 +51,8 @@ CASES = {
     "reward model, experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3, **REWARD)),
     "adapters": ("qwen2", dict(mesh=(2, 2, 1), mesh__context=2, mesh__context_strategy="gather", lora__rank=2)),
 }
-# The others have losses and meshes that are in these, too, of answers compared or of a reward model.
-SLOW = ("all axes, robust", "ring, simpo", "zero-bubble, adapters", "reward model, all axes")
+# The others have meshes that are in these, too, and each loss has a quick test of its formula.
+SLOW = ("1f1b, context", "reward model, all axes")
 
 
 @pytest.mark.parametrize("name", [
@@ -83,6 +84,13 @@ def test_each_loss_and_its_gradient_are_those_of_the_formula_of_a_pair(loss):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def on_four():
+    """All runs have four devices, with which they take less time than with eight."""
+    with devices(4):
+        yield
+
+
 CORPUS = [{"prompt": f"say {i % 7}:", "chosen": f" yes {i % 7}", "rejected": f" no {i % 5}"} for i in range(60)]
 
 
@@ -96,37 +104,49 @@ def corpus(tmp_path_factory):
 
 
 def tiny(corpus, **keys):
-    """The config of a run of six steps on eight devices."""
+    """The config of a run of six steps on four devices."""
     return reference.tiny("llama", **(dict(
         model__vocab_size=258, model__max_seq_len=64, data__seq_len=64, data__source=str(corpus),
         data__global_batch_size=4, train__steps=6, train__progress=False, lora__rank=2, checkpoint__every=3,
-        optimizer__warmup_steps=0, mesh__data=4, mesh__tensor=2) | keys))
+        optimizer__warmup_steps=0, mesh__data=2, mesh__tensor=2) | keys))
+
+
+@pytest.fixture(scope="module")
+def compared(corpus):
+    """A run that learns from pairs: its keys, its workdir, its state and that of the run that it began with."""
+    folder = corpus.parent / "compared"
+    text = dict(data__source=str(corpus.parent / "text.txt"), train__steps=2)
+    base = jt.train(tiny(corpus, **text), folder / "base")
+    tuned = dict(DPO, train__init_from=str(folder / "base"))
+    run = with_initial_params(jt.build(tiny(corpus, **tuned)))
+    return tuned, run, folder / "whole", jt.train(run, folder / "whole"), base
 
 
 @pytest.mark.slow
-def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, tmp_path):
+def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, compared, tmp_path):
     """The reference is what the run began with, also after a stop, and for adapters that are trained further."""
-    config = partial(tiny, corpus)
-    base = jt.train(config(data__source=str(corpus.parent / "text.txt"), train__steps=2), tmp_path / "base")
-    tuned = dict(DPO, train__init_from=str(tmp_path / "base"))
+    (tuned, run, workdir, whole, base), config = compared, partial(tiny, corpus)
     for metric in ("eval_reward_accuracy", "eval_perplexity"):  # higher is better; not reported
         with pytest.raises(jt.UserError, match=r"checkpoint\.best: (a higher .* is better|there is no metric)"):
             best_metric.check(jt.build(config(**tuned, checkpoint__best=metric)))
     for metric in ("eval_loss", "highest:eval_reward_accuracy"):
         best_metric.check(jt.build(config(**tuned, checkpoint__best=metric)))
-    whole = jt.train(config(**tuned), tmp_path / "whole")
-    parts = jt.train(config(**tuned), resumed(tmp_path / "whole", tmp_path / "parts", last=6))
+    parts = jt.train(run, resumed(workdir, tmp_path / "parts", last=6))
     assert equal(whole.params, parts.params)
     assert equal(parts.frozen["reference"], base.params)
-    half = jt.build(config(**tuned, mesh__data=1, mesh__fsdp=2), devices=jax.devices()[:4])
-    elsewhere = jt.train(half, resumed(tmp_path / "whole", tmp_path / "elsewhere", last=6))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5),
-                 *map(jax.device_get, (whole.params, elsewhere.params)))
-    lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in workdir.joinpath("metrics.jsonl").read_text().splitlines()]
     assert lines[0]["loss"] == pytest.approx(np.log(2)) and lines[0]["reward_margin"] == lines[0]["kl"] == 0
     assert lines[-2]["loss"] < np.log(2) and lines[-2]["reward_margin"] > 0 and "perplexity" not in lines[-2]
     assert lines[-1].keys() == {"step", "eval_loss", "eval_reward_accuracy", "eval_reward_margin", "eval_kl"}
     assert lines[-1]["eval_reward_accuracy"] == 1 and lines[-1]["eval_loss"] < np.log(2)
+
+
+@pytest.mark.exhaustive  # test_reference_sums.py goes on with such a run elsewhere
+def test_a_run_goes_on_elsewhere_with_the_same_reference(corpus, compared, tmp_path):
+    tuned, _, workdir, whole, _ = compared
+    state = jt.train(tiny(corpus, **tuned, mesh__data=1, mesh__fsdp=2), resumed(workdir, tmp_path / "work", last=6))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5),
+                 *map(jax.device_get, (whole.params, state.params)))
 
 
 def equal(a, b):
@@ -135,11 +155,11 @@ def equal(a, b):
 
 @pytest.fixture(scope="module")
 def rewarded(corpus):
-    """A language model in `base`, a reward model that began with it in `whole`, and their states."""
+    """A language model in `base`, a reward model that began with it in `whole`, its run, and their states."""
     folder, config = corpus.parent, partial(tiny, corpus)
     base = jt.train(config(**text_of(corpus)), folder / "base")
-    keys = SCORED | dict(train__init_from=str(folder / "base"))
-    return folder, base, jt.train(config(**keys), folder / "whole")
+    run = with_initial_params(jt.build(config(**SCORED, train__init_from=str(folder / "base"))))
+    return folder, run, base, jt.train(run, folder / "whole")
 
 
 SCORED = dict(data__packing="pairs", preference__loss="reward", preference__center=0.01)
@@ -152,7 +172,7 @@ def text_of(corpus):
 @pytest.mark.slow
 def test_a_reward_model_gives_answers_their_rewards(corpus, rewarded):
     """In training by reinforcement, what its module gives at the last token before the one that ends an answer."""
-    folder, _, state = rewarded
+    folder, _, _, state = rewarded
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "say 1:"}) + "\n")
     keys = text_of(corpus) | dict(train__init_from=str(folder / "base"), data__global_batch_size=8,
                                   reinforce__prompts=str(folder / "prompts.jsonl"), reinforce__max_new_tokens=6)
@@ -183,9 +203,8 @@ def test_a_reward_model_gives_answers_their_rewards(corpus, rewarded):
 def test_a_reward_model_begins_with_a_language_model_and_is_published_as_a_classifier(corpus, rewarded, tmp_path):
     """Its head begins anew, is trained beside adapters, saved, resumed, begun another run with, and exported."""
     config, text, tuned = partial(tiny, corpus), text_of(corpus), SCORED
-    folder, base, whole = rewarded
-    keys = tuned | dict(train__init_from=str(folder / "base"))
-    parts = jt.train(config(**keys), resumed(folder / "whole", tmp_path / "parts", last=6))
+    folder, run, base, whole = rewarded
+    parts = jt.train(run, resumed(folder / "whole", tmp_path / "parts", last=6))
     assert equal(whole.params, parts.params) and "output" not in whole.all_params
     own = partition.like(base.params, whole.frozen)
     assert equal(own, whole.frozen) and {"reward_head", "blocks"} == whole.params.keys()

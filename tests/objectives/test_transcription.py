@@ -39,8 +39,7 @@ CASES = {
     "one device, without ctc": dict(model__ctc_weight=0.0),
     "zero": dict(mesh__data=2, mesh__fsdp=4, optimizer__zero_stage=3),
 }
-SLOW = ("data, fsdp, tensor", "chunks, context, tensor", "uneven stages, silence",
-        "context, silence, kernels")
+SLOW = ("chunks, context, tensor", "uneven stages, silence", "context, silence, kernels")
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import jaxtrain as jt
+from tests.tiers import exhaustive, slow, slow_if
 
 V, D, F, B, T, STEPS = 16, 8, 16, 32, 6, 3
 AXES = {"table": ("vocab", "embed"), "up": ("embed", "mlp"), "layers": [{"down": ("mlp", "embed")}, None]}
@@ -121,11 +122,11 @@ CASES = [(kind, mesh, accumulation, zero, clip)
          for i, mesh in enumerate(MESHES) for j, (kind, accumulation) in enumerate(
              [("module", 1), ("tree", 4), ("module", 4)])
          for zero, clip in [((i + j) % 4, 0.5 if (i + j) % 2 else 0.0)]]
-QUICK = 1, 6
+QUICK, SLOW = (1, 6), (9,)
 
 
 @pytest.mark.parametrize("kind, mesh, accumulation, zero, clip", [
-    pytest.param(*case, marks=[] if i in QUICK else pytest.mark.exhaustive if i % 3 else pytest.mark.slow)
+    pytest.param(*case, marks=[] if i in QUICK else slow_if(i in SLOW))
     for i, case in enumerate(CASES)])
 def test_numbers_of_one_device(kind, mesh, accumulation, zero, clip):
     close(run(kind, jt.make_mesh(**mesh), accumulation=accumulation, zero_stage=zero, clip_norm=clip), plain(clip))
@@ -157,7 +158,7 @@ def test_mean_loss_and_evaluate():
     close(total / weight, plain(0)[0][0])
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("accumulation", [*exhaustive(1), 4])
 def test_further_sums_are_metrics_of_the_whole_batch(accumulation):
     def loss(params, batch):
         found = tree_loss(params, batch)
@@ -194,7 +195,7 @@ def test_keys_follow_from_seed_step_and_micro_batch():
     assert drawn(1, 1, seed=4) != pytest.approx([of(0)])
 
 
-@pytest.mark.parametrize("precision", [pytest.param("bfloat16", marks=pytest.mark.slow), "float16"])
+@pytest.mark.parametrize("precision", [*slow("bfloat16"), "float16"])
 def test_low_precision(precision):
     seen = []
 

@@ -1,6 +1,8 @@
 """Runs on two devices: one that the tests of what watches a run share, and all that are started on so few."""
 
 import contextlib
+import importlib
+import json
 
 import jax
 import pytest
@@ -28,6 +30,7 @@ def devices(count):
     """Runs of this process have so many devices, with which they compile and train in less time than with eight."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *_, some=jax.devices()[:count]: some)
+        patch.setattr(jax, "device_count", lambda *_: count)
         yield
 
 
@@ -36,6 +39,22 @@ def on_two():
     """All runs of a module's own process have two devices."""
     with devices(2):
         yield
+
+
+@pytest.fixture(scope="module")
+def built_once():
+    """Runs of a module that have the same config are one `Run`, which traces its programs once."""
+    loop, made = importlib.import_module("jaxtrain.trainer.loop"), {}
+
+    def of(config, **parts):
+        name = json.dumps(config.to_dict(), sort_keys=True)
+        if name not in made:
+            made[name] = build(config, **parts)
+        return made[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "build", of)
+        yield of
 
 
 @pytest.fixture(scope="session")

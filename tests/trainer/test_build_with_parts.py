@@ -71,16 +71,26 @@ def config(**keys):
     return reference.tiny("gpt2", **(dict(mesh__data=8, train__steps=STEPS, checkpoint__every=3) | keys))
 
 
+def on_two(**parts):
+    return jt.build(config(mesh__data=2), devices=jax.devices()[:2], **parts)
+
+
 @pytest.fixture(scope="module")
 def run():
-    return jt.build(config(), data=Noise(), optimizer=optax.sgd(0.1), objective=Doubled.of)
+    return on_two(data=Noise(), optimizer=optax.sgd(0.1), objective=Doubled.of)
+
+
+@pytest.fixture(scope="module")
+def trained(run, tmp_path_factory):
+    """The workdir of a whole run, what watched it, and its last state."""
+    workdir, watching = tmp_path_factory.mktemp("trained") / "work", Watching()
+    return workdir, watching, jt.train(run, workdir, observers=[watching])
 
 
 @pytest.mark.slow
-def test_own_parts_get_the_whole_loop_and_resume(run, tmp_path):
-    watching = Watching()
-    state = jt.train(run, tmp_path, observers=[watching])
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+def test_own_parts_get_the_whole_loop_and_resume(run, trained):
+    workdir, watching, state = trained
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1)] and "learning_rate" not in lines[0]
     on_loop = [event for event in watching.events if event[0] != "complete"]
     assert on_loop == [*itertools.chain.from_iterable((("batch", n), ("dispatch", n)) for n in range(1, STEPS + 1))]
@@ -96,9 +106,9 @@ def test_own_parts_get_the_whole_loop_and_resume(run, tmp_path):
     second, _ = doubled(optax.apply_updates(params, updates), reference.batch(1))
     assert lines[1]["loss"] == pytest.approx(float(second), rel=1e-5)
 
-    manager = jt.CheckpointManager(tmp_path / "checkpoints")
+    manager = jt.CheckpointManager(workdir / "checkpoints")
     assert manager.latest() == STEPS
-    restored = jt.train(run, tmp_path)  # nothing is left to do
+    restored = jt.train(run, workdir)  # nothing is left to do
     assert jax.tree.all(jax.tree.map(np.array_equal, restored, state))
 
 
@@ -227,27 +237,22 @@ def test_more_steps_of_an_optimizer_without_a_schedule(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_run_json_said_is_known_to_the_checkpoints(run, tmp_path):
-    shutil.copytree(trained_once(run, tmp_path), tmp_path / "work")
+def test_what_run_json_said_is_known_to_the_checkpoints(trained, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "work")
     (tmp_path / "work/run.json").unlink()
-    other = jt.build(config(), data=Noise(), optimizer=optax.sgd(0.2), objective=Doubled.of)
+    other = on_two(data=Noise(), optimizer=optax.sgd(0.2), objective=Doubled.of)
     with pytest.raises(jt.UserError, match="with another optimizer="):
         jt.train(other, tmp_path / "work")
 
 
 @pytest.mark.slow
-def test_the_loop_refuses_other_parts_before_it_makes_a_step(run, tmp_path):
-    workdir = trained_once(run, tmp_path)
+def test_the_loop_refuses_other_parts_before_it_makes_a_step(trained):
+    workdir = trained[0]
     before = (workdir / "run.json").read_text()
-    other = jt.build(config(), data=Noise(), optimizer=optax.sgd(0.1))
+    other = on_two(data=Noise(), optimizer=optax.sgd(0.1))
     with pytest.raises(jt.UserError, match="with objective= of its own, this one has none"):
         jt.train(other, workdir)
     assert (workdir / "run.json").read_text() == before
-
-
-def trained_once(run, tmp_path):
-    jt.train(run, tmp_path / "first")
-    return tmp_path / "first"
 
 
 # ------------------------------------------------------------------------------------------------- what a batch must be

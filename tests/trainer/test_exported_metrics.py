@@ -174,7 +174,7 @@ def test_two_processes_of_which_one_slows_down_and_stops(tmp_path, tmp_path_fact
         kill(first, second)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/observe/prometheus has each alert and what it is about, without a run
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="needs apt-get install prometheus")
 def test_a_run_that_diverges_cannot_save_and_is_killed(tmp_path, tmp_path_factory):
     flags = tiny_flags(tmp_path_factory, [*TINY, "checkpoint.every=20", "optimizer.learning_rate=1e38",

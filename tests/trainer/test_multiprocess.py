@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed import processes as distributed
 from jaxtrain.main import main
+from tests.forked import forks
 from tests.tiny import SLOW, free_address, tiny_flags, virtual_devices
 from tests.trainer.conftest import devices
 
@@ -75,8 +74,8 @@ def two_processes(flags, workdir, by_environment=False, seconds=0, devices=4):
                 where = []
                 environment |= {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "2",
                                 "JAX_PROCESS_ID": str(i)}
-            command = [sys.executable, "-c", SLOW % seconds, *flags, *where, f"--workdir={workdir}"]
-            started.append(subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE))
+            words = ["-c", SLOW % seconds, *flags, *where, f"--workdir={workdir}"]
+            started.append(forks().start(words, ROOT, environment))
         yield started
     finally:
         for process in started:

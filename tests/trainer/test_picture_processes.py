@@ -27,8 +27,8 @@ CONFIGS = {"siglip": ("siglip_b16", "text", [*ENCODER, "model.pooling=mean", "mo
            "vision_language": ("vision_language", "text", ENCODER), "picture_flow": ("picture_flow", "folder", [])}
 
 
-@pytest.mark.parametrize("kind", [pytest.param("picture_flow", marks=pytest.mark.slow), *(
-    pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("siglip", "vision_language"))])
+@pytest.mark.exhaustive  # test_multiprocess.py has the same with text, and test_picture_patches.py rows of a process
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_two_processes_go_on_from_one_and_one_from_two(kind, tmp_path):
     """One of the two gets a signal; then one process finishes it."""
     config, target, more = CONFIGS[kind]

@@ -18,7 +18,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.builder import build
 from jaxtrain.checkpoint import CheckpointManager, manager, verify
 from jaxtrain.checkpoint.restore import find_good
 from jaxtrain.config.load import load_config
@@ -30,12 +29,12 @@ from jaxtrain.run import Run
 from jaxtrain.train_step.optimizers import make_schedule
 from jaxtrain.trainer.rollback import AnomalyGuard
 from jaxtrain.trainer.shutdown import Interrupt, before_the_loop
-from tests.tiers import exhaustive, slow, slow_if
+from tests.tiers import exhaustive, slow
 from tests.tiny import SLOW, tiny_flags, wait_for_checkpoint, wait_for_lines
 from tests.trainer.conftest import TWO_DEVICES
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.usefixtures("cache", "on_two")  # programs are compiled once
+pytestmark = pytest.mark.usefixtures("cache", "on_two", "built_once")  # programs are traced and compiled once
 STEPS = 12
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "data.global_batch_size=8", f"train.steps={STEPS}", "train.eval_every=3", "checkpoint.every=3",
@@ -105,8 +104,8 @@ def told(workdir):
 
 def saved(flags, workdir, step=STEPS):
     config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
-    manager = CheckpointManager(workdir / "checkpoints")
-    return jax.tree.leaves(jax.device_get(manager.restore(step, build(config).abstract)))
+    run = importlib.import_module("jaxtrain.trainer.loop").build(config)  # once
+    return jax.tree.leaves(jax.device_get(CheckpointManager(workdir / "checkpoints").restore(step, run.abstract)))
 
 
 def assert_same_run(flags, workdir, straight):
@@ -257,7 +256,7 @@ def test_finished(flags, straight, capsys):
     assert files() == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_order.py has an evaluation that a stop left out
 def test_an_evaluation_cut_off_is_made_up_for(flags, straight, tmp_path):
     shutil.copytree(straight, tmp_path / "work")
     lines = (straight / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -553,7 +552,7 @@ def test_interrupt_on_another_thread():
     assert seen == [False]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # one during an import ends alike
 def test_sigterm_before_the_loop(flags, tmp_path):
     """Nothing is there to save, and launchers are told to start it again all the same."""
     waiting = """
@@ -590,8 +589,7 @@ INSIDE = {  # a module that is about to be imported, as part of what
 
 
 @pytest.mark.parametrize("module", [
-    name if name == "numpy._core._multiarray_umath" else pytest.param(
-        name, marks=slow_if(name == "jax._src.xla_bridge"))
+    name if name == "numpy._core._multiarray_umath" else pytest.param(name, marks=pytest.mark.exhaustive)
     for name in INSIDE])
 def test_ten_sigterms_during_an_import_end_with_75(tmp_path, module):
     """Not by a signal: an exception in the middle of an import may crash a module that is not written in Python."""

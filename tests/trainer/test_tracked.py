@@ -98,8 +98,8 @@ def config_on_one(words):
     return words | dict(one.split("=") for one in LOOKS) | {"mesh.data": 1}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ends", "status"), [(KeyboardInterrupt, "stopped"), (RuntimeError, "failed")])
+@pytest.mark.parametrize(("ends", "status"), [
+    *slow((KeyboardInterrupt, "stopped")), *exhaustive((RuntimeError, "failed"))])
 @devices(2)
 def test_how_a_run_ends(flags, tmp_path, ends, status):
     class Ender(jt.Observer):

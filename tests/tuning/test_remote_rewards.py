@@ -16,7 +16,7 @@ import jaxtrain as jt
 from jaxtrain.redaction import redacted
 from jaxtrain.tuning import remote_rewards
 from jaxtrain.tuning.remote_rewards import RemoteRewards
-from tests.tuning.test_rollouts import config, files  # noqa: F401
+from tests.tuning.test_rollouts import config, files, on_four  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 ANSWERS, RECORDS = ["a", "bb", "\ud800é", ""], [{"prompt": "p", "number": n} for n in (1, 2, 3, 4)]

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning import rollouts
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow
+from tests.trainer.conftest import devices
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 REWARD = '''
@@ -29,6 +31,13 @@ def fails(answer, record):
 '''
 
 
+@pytest.fixture(scope="module", autouse=True)
+def on_four():
+    """All runs of a module's own process have four devices, with which they take less time than with eight."""
+    with devices(4):
+        yield
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rewards")
@@ -40,7 +49,7 @@ def files(tmp_path_factory):
 
 def config(files, reward="even", **keys):
     return reference.tiny("llama", **(dict(
-        model__vocab_size=264, model__max_seq_len=32, data__seq_len=20, data__global_batch_size=8, mesh__data=4,
+        model__vocab_size=264, model__max_seq_len=32, data__seq_len=20, data__global_batch_size=8, mesh__data=2,
         mesh__tensor=2, train__steps=6, train__progress=False, optimizer__warmup_steps=0, checkpoint__every=3,
         reinforce__prompts=str(files / "prompts.jsonl"), reinforce__reward=f"{files / 'reward.py'}:{reward}",
         reinforce__group_size=4, reinforce__max_new_tokens=6) | keys))
@@ -83,23 +92,31 @@ def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files
     assert float(metrics["kl_sampled"]) < 1e-9 and float(metrics["clipped"]) == 0
 
 
-@pytest.mark.slow
-def test_any_mesh_makes_the_same_batch(files):
-    """With weights that are laid out for decoding, too: whole over all axes but `tensor`."""
-    def made(**keys):
-        run = jt.build(config(files, **keys), devices=jax.devices()[:keys.get("mesh__stage", 1) * 4])
-        run.see(0, state := run.init())
-        found = run.data[0]
-        held = sum(w.nbytes // (2 if "tensor" in f"{w.sharding.spec}" else 1) for w in jax.tree.leaves(state.params))
-        assert run.pop_fields().get("layout_bytes") == (held if run.config.reinforce.gather_weights else None)
-        return found
+def made(files, **keys):
+    """The first batch."""
+    run = jt.build(config(files, **keys), devices=jax.local_devices()[:keys.get("mesh__stage", 1) * 4])
+    run.see(0, state := run.init())
+    found = run.data[0]
+    held = sum(w.nbytes // (2 if "tensor" in f"{w.sharding.spec}" else 1) for w in jax.tree.leaves(state.params))
+    assert run.pop_fields().get("layout_bytes") == (held if run.config.reinforce.gather_weights else None)
+    return found
 
-    one = made(mesh__data=4, mesh__tensor=1)
-    for keys in (dict(mesh__data=1, mesh__fsdp=2, mesh__tensor=2), dict(mesh__data=2, mesh__stage=2, mesh__tensor=2),
-                 dict(mesh__data=1, mesh__fsdp=2, mesh__stage=2, mesh__tensor=2, reinforce__gather_weights=True)):
-        other = made(**keys)
-        for name, column in one.items():
-            np.testing.assert_allclose(other[name], column, rtol=1e-4, atol=1e-5, err_msg=name)
+
+@pytest.fixture(scope="module")
+def made_by_rows_alone(files):
+    """On a mesh that splits rows and nothing else."""
+    return made(files, mesh__data=4, mesh__tensor=1)
+
+
+@pytest.mark.parametrize("keys", [
+    *slow(dict(mesh__data=1, mesh__fsdp=2, mesh__stage=2, mesh__tensor=2, reinforce__gather_weights=True)),
+    # test_values.py has all three axes without a layout for decoding.
+    *exhaustive(dict(mesh__data=1, mesh__fsdp=2), dict(mesh__data=2, mesh__stage=2))], ids=str)
+def test_any_mesh_makes_the_same_batch(files, made_by_rows_alone, keys):
+    """With weights that are laid out for decoding, too: whole over all axes but `tensor`."""
+    other = made(files, **keys)
+    for name, column in made_by_rows_alone.items():
+        np.testing.assert_allclose(other[name], column, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def read(workdir):
@@ -108,7 +125,8 @@ def read(workdir):
             for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("reuse", [*slow(2), *exhaustive(1)])
+@pytest.mark.exhaustive  # test_values.py and test_staleness.py go on from answers, the one with reuse
+@pytest.mark.parametrize("reuse", [1, 2])
 def test_a_run_that_goes_on_makes_the_same_answers_and_learns(files, tmp_path, reuse):
     keys = dict(reinforce__reuse=reuse, reinforce__kl=0.01, train__steps=8, optimizer__learning_rate=3e-3)
     whole = jt.train(config(files, **keys), tmp_path / "whole")
@@ -120,7 +138,7 @@ def test_a_run_that_goes_on_makes_the_same_answers_and_learns(files, tmp_path, r
             path.unlink()
     shutil.copytree(tmp_path / "parts", tmp_path / "elsewhere")
     parts = jt.train(config(files, **keys), tmp_path / "parts")
-    half = jt.build(config(files, **keys, mesh__data=1, mesh__fsdp=2), devices=jax.devices()[:4])
+    half = jt.build(config(files, **keys, mesh__data=1, mesh__fsdp=2))
     elsewhere = jt.train(half, tmp_path / "elsewhere")
     assert [read(tmp_path / name) for name in ("parts", "elsewhere")] == 2 * [read(tmp_path / "whole")]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
@@ -155,9 +173,6 @@ def test_advantages():
     (dict(reinforce__reward="model:none"), "reinforce.reward: none is not the workdir of a run with checkpoints; "),
     (dict(reinforce__reward="x.py:f"), "reinforce.reward: there is no file x.py; check the name"),
     (dict(reward="odd"), "reinforce.reward: FILES/reward.py has no function 'odd'; check the name"),
-    pytest.param(dict(reward="nan"), "reinforce.reward: it gives nan for the answer ", marks=pytest.mark.slow),
-    pytest.param(dict(reward="big"), "reinforce.reward: it gives 1e+300 for the answer ", marks=pytest.mark.slow),
-    pytest.param(dict(reward="fails"), "reinforce.reward: it fails on the answer ", marks=pytest.mark.slow),
     (dict(reinforce__prompts="none.jsonl"), "reinforce.prompts: none.jsonl cannot be read "),
     (dict(reinforce__group_size=3), "data.global_batch_size: 8 answers are not whole groups of reinforce.group_size"),
     (dict(reinforce__group_size=1), "reinforce.group_size: 1 answers cannot be compared with each other; give 2 or"),
@@ -173,6 +188,19 @@ def test_mistakes_are_told_in_one_line(files, keys, message):
         run.see(0, run.init())
         run.data[0]
     assert f"{refusal.value}".replace(str(files), "FILES").startswith(message)
+
+
+@pytest.mark.parametrize(("reward", "message"), [
+    ("nan", "it gives nan for the answer "), ("big", "it gives 1e+300 for the answer "),
+    ("fails", "it fails on the answer ")])
+def test_rewards_that_are_none_are_told_in_one_line(files, monkeypatch, reward, message):
+    monkeypatch.setattr(rollouts, "generate", lambda run, state, prompts, **_: [
+        Generated("a", (97,), (-1.0,), "length") for _ in prompts])
+    data = jt.build(config(files, reward=reward)).data
+    data.see(0, None)
+    with pytest.raises(jt.UserError) as refusal:
+        data[0]
+    assert f"{refusal.value}".startswith(f"reinforce.reward: {message}")
 
 
 def test_lines_without_a_prompt_are_refused(tmp_path):

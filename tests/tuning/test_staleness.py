@@ -18,7 +18,7 @@ from jaxtrain.tuning import pending_rewards, rollouts
 from jaxtrain.tuning.pending_rewards import PendingRewards
 from tests.tiers import exhaustive, slow
 from tests.trainer.test_multiprocess import ROOT, ended, two_processes
-from tests.tuning.test_rollouts import config, files  # noqa: F401
+from tests.tuning.test_rollouts import config, files, on_four  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 
@@ -253,7 +253,7 @@ def of(answer, record):
     return len(answer) % 3 + 0.1 * record["number"]
 """)
     keys = {"model.num_layers": 1, "model.embed_dim": 32, "model.max_seq_len": 32, "data.seq_len": 20, "train.steps": 4,
-            "data.global_batch_size": 8, "train.eval_every": 0, "checkpoint.every": 2, "mesh.data": 2, "mesh.fsdp": 2,
+            "data.global_batch_size": 8, "train.eval_every": 0, "checkpoint.every": 2, "mesh.data": 1, "mesh.fsdp": 2,
             "mesh.tensor": 2, "reinforce.group_size": 4, "reinforce.max_new_tokens": 6, "reinforce.staleness": 1,
             "reinforce.gather_weights": True, "reinforce.prompts": files / "prompts.jsonl",
             "reinforce.reward": f"{tmp_path / 'reward.py'}:of"}
@@ -262,7 +262,7 @@ def of(answer, record):
 
     def both(asked):
         """Start them; so many answers were scored since they were asked first, by one process in each start."""
-        with two_processes(flags, tmp_path / "two") as started:
+        with two_processes(flags, tmp_path / "two", devices=2) as started:
             said = ended(started)
         assert [process.returncode for process in started] == [0, 0], said
         lines = (tmp_path / "asked").read_text().split()

@@ -17,7 +17,7 @@ from jaxtrain.hub.initial_params import with_initial_params
 from jaxtrain.models.scalar_head import without_heads
 from jaxtrain.tuning.values import Valued, known_of
 from tests.objectives.tuned import resumed
-from tests.tuning.test_rollouts import config, files  # noqa: F401
+from tests.tuning.test_rollouts import config, files, on_four  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 KEYS = dict(prompts="a", reward="b", baseline="value")
@@ -61,8 +61,10 @@ def with_a_head(state):
 @pytest.mark.slow
 def test_rows_hold_the_values_of_the_state_that_made_the_answers_on_any_mesh(files):  # noqa: F811
     made = []
-    for mesh in (dict(mesh__data=4, mesh__tensor=2), dict(mesh__data=1, mesh__fsdp=2, mesh__stage=2, mesh__tensor=2)):
-        run = jt.build(config(files, **mesh, **CRITIC, reinforce__scale="none", reinforce__kl=0.1))
+    for devices, mesh in ((4, dict(mesh__data=2, mesh__tensor=2)),
+                          (8, dict(mesh__data=1, mesh__fsdp=2, mesh__stage=2, mesh__tensor=2))):
+        run = jt.build(config(files, **mesh, **CRITIC, reinforce__scale="none", reinforce__kl=0.1),
+                       devices=jax.local_devices()[:devices])
         state = run.init()
         assert not np.asarray(state.params["value_head"]["kernel"]).any()
         state = with_a_head(state)

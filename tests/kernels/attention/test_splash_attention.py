@@ -67,7 +67,9 @@ def gradients(name, backend):
     return out, *grads
 
 
-@pytest.mark.parametrize("name", [*list(CASES)[:2], *(pytest.param(name, marks=SLOW) for name in list(CASES)[2:])])
+@pytest.mark.parametrize("name", [*list(CASES)[:2], *(
+    pytest.param(name, marks=pytest.mark.exhaustive if name in ("one key head, window", "window of one") else SLOW)
+    for name in list(CASES)[2:])])
 def test_numbers_are_those_of_plain_operations(name):
     for what, got, want in zip(("output", "dq", "dk", "dv"), gradients(name, "splash"), gradients(name, "xla"),
                                strict=True):
@@ -126,8 +128,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.exhaustive if name in ("llama", "ulysses", "gemma3", "pipeline") else SLOW)
-    for name in STEPS])
+    pytest.param(name, marks=SLOW if name == "ulysses in a pipeline" else pytest.mark.exhaustive) for name in STEPS])
 def test_steps_have_the_numbers_of_one_device(name):
     from tests.composition import fuzz
 
