@@ -1,11 +1,13 @@
 """Commands that start at once: each is a fork of a process that has imported what takes long, nothing of jaxtrain."""
 
+import atexit
 import json
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -63,8 +65,32 @@ def _serve():
     gc.freeze()
     for line in sys.stdin:
         if not (child := os.fork()):
-            return _become(**json.loads(line))
+            _leave(_status(**json.loads(line)))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def _status(**command) -> int:
+    """Run a command line; return the exit status that Python would give it."""
+    try:
+        _become(**command)
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        print(stop.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _leave(status: int) -> None:
+    """Do what Python does at its end but take its modules apart, of which a fork would first copy the memory."""
+    threading._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status & 0xFF)
 
 
 def _become(words, cwd, env, printed, timeout):
@@ -76,6 +102,7 @@ def _become(words, cwd, env, printed, timeout):
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    sys.path[1:1] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in (*sys.path, "")]
     kind, *rest = words
     if kind == "-m":
         sys.argv, sys.path[0] = rest, cwd
