@@ -124,8 +124,9 @@ def test_low_precision_is_close(schedule, precision, tolerance):
     reference.check(reference.build("gpt2", (1, 2, 1), **keys), steps=FEW, tolerance=tolerance)
 
 
-@pytest.mark.exhaustive  # test_pipeline_run evaluates, and starts from values of its own, as one device does
-@pytest.mark.parametrize("case", QUICK | SLOW)
+@pytest.mark.parametrize("case", [
+    pytest.param(name, marks=slow_if(name == "zb_v"))
+    for name in QUICK | SLOW])
 def test_evaluation_gives_the_loss_of_one_device(case):
     family, mesh, keys = (QUICK | SLOW)[case]
     run = reference.build(family, mesh, **keys)
@@ -137,8 +138,8 @@ def test_evaluation_gives_the_loss_of_one_device(case):
     assert float(total / weight) == pytest.approx(float(want), rel=reference.TOLERANCE)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("schedule", "layers"), [("zb_v", 5), ("1f1b", 2), ("interleaved", 7)])
+@pytest.mark.parametrize(("schedule", "layers"), [
+    *slow(("zb_v", 5)), *exhaustive(("1f1b", 2), ("interleaved", 7))])
 def test_initial_values_do_not_depend_on_the_stages(schedule, layers):
     run = reference.build("gpt2", (1, 2, 2), **pipeline(schedule, mesh__stage=2, model__num_layers=layers))
     init = run.compiled_init(run.config.train.seed).params
