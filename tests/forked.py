@@ -1,5 +1,6 @@
 """Commands that start at once: each is a fork of a process that has imported what takes long, nothing of jaxtrain."""
 
+import atexit
 import functools
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -138,8 +140,32 @@ def _serve():
             ended, status = os.waitpid(request["pid"], 0 if request["block"] else os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if ended else None
         elif not (answer := os.fork()):
-            return _become(**request)
+            _leave(_status(**request))
         print(json.dumps(answer), flush=True)
+
+
+def _status(**command) -> int:
+    """Run a command line; return the exit status that Python would give it."""
+    try:
+        _become(**command)
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        print(stop.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _leave(status: int) -> None:
+    """Do what Python does at its end but take its modules apart, of which a fork would first copy the memory."""
+    threading._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status & 0xFF)
 
 
 def _become(words, cwd, env, printed, timeout):
@@ -151,6 +177,7 @@ def _become(words, cwd, env, printed, timeout):
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    sys.path[1:1] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in (*sys.path, "")]
     kind, *rest = words
     if kind == "-m":
         sys.argv, sys.path[0] = rest, cwd

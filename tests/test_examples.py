@@ -124,8 +124,8 @@ def test_every_notebook_is_executed():
     assert NOTEBOOKS.keys() == {"mesh_shapes", "embed_step", "text_to_model"}
 
 
-@pytest.mark.parametrize("folder", [
-    pytest.param(".", marks=pytest.mark.exhaustive), pytest.param("examples", marks=pytest.mark.slow)])
+@pytest.mark.exhaustive  # the notebooks of the slow tier are run in examples/, too
+@pytest.mark.parametrize("folder", [".", "examples"])
 def test_notebook_finds_the_configs(folder, tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -7,6 +7,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.bench import compare, contenders
 from jaxtrain.sharding import rules as sharding
+from tests.tiers import exhaustive, slow
 
 STEPS = 200
 FAMILIES = {
@@ -33,8 +34,8 @@ def runs(tmp_path_factory):
     return {family: make(family) for family in FAMILIES}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "other"), [("gpt2", "plain"), ("gpt2", "torch"), ("llama", "torch")])
+@pytest.mark.parametrize(("family", "other"), [
+    *slow(("gpt2", "plain"), ("llama", "torch")), *exhaustive(("gpt2", "torch"))])  # whose gradients are tested below
 def test_losses_of_200_steps(runs, family, other):
     if other == "torch":
         pytest.importorskip("torch")

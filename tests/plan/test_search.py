@@ -30,7 +30,7 @@ def tiny(**keys):
 def found():
     config = tiny(data__global_batch_size=64)
     most = estimate(change(config, {"mesh.data": 8}), targets.TARGETS["h100"], 8)
-    return search.search(config, _small(0.6 * most.bytes), 8, meshes_traced=6, refined=2)
+    return search.search(config, _small(0.6 * most.bytes), 8, meshes_traced=4, refined=1)
 
 
 def _small(memory):

@@ -12,9 +12,9 @@ from jaxtrain.data import load_corpus
 from jaxtrain.data.corpus.corruption import Lost, SparedRows
 from jaxtrain.data.corpus.shard_writer import CHUNK
 from jaxtrain.data.loading.batches import rows, train_batches
-from jaxtrain.data.publish import publish
 from jaxtrain.errors import UserError
 from tests.data import made
+from tests.tiers import slow_if
 
 TOKENS = 1_300_000  # in a shard: ids are in chunks of 2**19, marks in chunks of 2**20
 
@@ -44,15 +44,15 @@ HARM = {
 }
 
 
-@pytest.fixture(params=["here", pytest.param("there", marks=pytest.mark.slow)])
-def place(request, tmp_path):
+@pytest.fixture
+def place(request, where, whole):
     """harmed folder -> where a run would read it."""
-    if request.param == "here":
-        return lambda whole, harm: (harm(whole), str(whole))[1]
+    if where == "here":
+        return lambda folder, harm: (harm(folder), str(folder))[1]
     bucket = request.getfixturevalue("bucket")
 
     def there(folder, harm):
-        publish(folder, f"{bucket}/c")
+        made.send(whole, f"{bucket}/c")
         harm(folder)
         fs = storage._connected("s3")
         for name in ("train-00001.bin", "train-00001.trained.bin"):
@@ -68,8 +68,16 @@ def config(source, tmp_path, **keys) -> DataConfig:
     return DataConfig(**{"source": str(source), "cache_dir": str(tmp_path / "cache"), "seq_len": 4096, **keys})
 
 
-@pytest.mark.parametrize(("packing", "harm"), [*(("concat", harm) for harm in HARM),
-                                               ("best_fit", "a byte of the ids"), ("best_fit", "ids gone")])
+# Of what happens to objects: a chunk with other bytes, an object that is too short, and none.
+THERE = ("a byte of the marks", "ids cut off", "ids gone")
+LOST = [*(("concat", harm) for harm in HARM), ("best_fit", "a byte of the ids"), ("best_fit", "ids gone")]
+
+
+@pytest.mark.parametrize(("where", "packing", "harm"), [
+    *(("here", *case) for case in LOST),
+    *(pytest.param("there", *case, marks=slow_if(
+        case in (("concat", "a byte of the marks"), ("concat", "ids cut off"), ("best_fit", "ids gone"))))
+      for case in LOST)])
 def test_rows_that_touch_what_is_lost_carry_no_loss_and_others_stay(place, whole, tmp_path, harm, packing):
     harmed = Path(shutil.copytree(whole, tmp_path / "harmed"))
     do, (first, last) = HARM[harm]
@@ -142,7 +150,8 @@ def test_batches_keep_their_order(whole, tmp_path):
     assert 0 < lost < 160
 
 
-@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize(("where", "harm"), [
+    *(("here", harm) for harm in HARM), *(pytest.param("there", harm, marks=slow_if(harm in THERE)) for harm in HARM)])
 def test_by_default_a_corrupt_file_is_refused_and_named(place, whole, tmp_path, harm):
     harmed = Path(shutil.copytree(whole, tmp_path / "harmed"))
     source = place(harmed, HARM[harm][0])
@@ -169,7 +178,7 @@ def test_what_is_there_but_not_for_us_is_not_taken_for_corrupt(whole, tmp_path, 
 
 
 def test_a_chunk_that_arrives_corrupt_once_is_fetched_again(network, bucket, whole, tmp_path):
-    publish(whole, f"{bucket}/c")
+    made.send(whole, f"{bucket}/c")
     there = config(f"{bucket}/c", tmp_path, corrupt="skip_and_count")
     corpus = load_corpus(there)
     network.calm()

@@ -18,7 +18,6 @@ from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import load_corpus, open_corpus
 from jaxtrain.data.corpus.shard_writer import CHUNK
 from jaxtrain.data.loading.batches import eval_batches, train_batches
-from jaxtrain.data.publish import publish
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from tests.data import made
@@ -35,7 +34,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def url(network, bucket, corpus) -> str:
-    publish(corpus, f"{bucket}/corpus")
+    made.send(corpus, f"{bucket}/corpus")
     network.calm()
     return f"{bucket}/corpus"
 

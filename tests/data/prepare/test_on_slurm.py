@@ -174,9 +174,11 @@ def submitted(tmp_path: Path, script: Path) -> str:
     pytest.fail(f"job {last} is {states}")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason="apt-get install --no-install-recommends slurm-wlm munge")
-@pytest.mark.parametrize("flags", [[], ["--deduplicate"], ["broken"]], ids=["plain", "deduplicated", "broken"])
+@pytest.mark.parametrize("flags", [
+    pytest.param([], id="plain", marks=pytest.mark.exhaustive),  # the others have its jobs, too
+    pytest.param(["--deduplicate"], id="deduplicated", marks=pytest.mark.slow),
+    pytest.param(["broken"], id="broken", marks=pytest.mark.slow)])
 def test_a_real_slurm_gives_the_bytes_of_one_run(tmp_path, slurm, monkeypatch, flags):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     script = rendered(tmp_path, *[flag for flag in flags if flag != "broken"], "--workers=1")

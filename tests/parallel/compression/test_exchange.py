@@ -15,11 +15,15 @@ import jaxtrain as jt
 from jaxtrain.parallel.compression import codecs, exchange
 from jaxtrain.plan import hlo
 from tests.parallel.compression.plain_exchange import Devices
+from tests.tiers import exhaustive, slow
 
 PEERS, INNER, STEPS = 4, 2, 3
 SHAPES = [(3, 40, 24), (7,), (1300,)]
 METHODS = {"exact": {}, "int8": {"block": 32}, "int4": {"block": 16}, "top_k": {"ratio": 0.05, "block": 500},
            "random_k": {"ratio": 0.1}, "power_sgd": {"rank": 2}}
+
+# int4 sends what int8 does, in half the bytes; random_k what top_k does, without the places.
+BY_TIER = ["int8", *slow("exact", "top_k", "power_sgd"), *exhaustive("int4", "random_k")]
 
 
 def codecs_of(method):
@@ -62,8 +66,7 @@ def given(step):
             for shape in SHAPES]
 
 
-@pytest.mark.parametrize("method", ["int8", *(pytest.param(name, marks=pytest.mark.slow)
-                                              for name in METHODS if name != "int8")])
+@pytest.mark.parametrize("method", BY_TIER)
 def test_a_sum_is_that_of_the_plain_simulation(method):
     step, states = compiled(method)
     plain = [Devices(codec, shape, PEERS, np.asarray(state["right"][0]) if "right" in state else None)
@@ -80,8 +83,7 @@ def test_a_sum_is_that_of_the_plain_simulation(method):
                 np.testing.assert_allclose(np.asarray(state["error"])[::INNER], devices.errors, atol=3e-5)
 
 
-@pytest.mark.parametrize("method", ["int8", *(pytest.param(name, marks=pytest.mark.slow)
-                                              for name in METHODS if name != "int8")])
+@pytest.mark.parametrize("method", BY_TIER)
 def test_the_bytes_are_those_of_the_formula(method):
     moved = {}
     for one in hlo.collectives(compiled(method)[0].as_text()):
@@ -90,8 +92,7 @@ def test_the_bytes_are_those_of_the_formula(method):
     assert moved == exchange.received(codecs_of(method), SHAPES, PEERS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["exact", "int8", "top_k"])
+@pytest.mark.parametrize("method", [*slow("int8"), *exhaustive("exact", "top_k")])  # whose sums are tested above
 def test_what_crosses_is_compressed_and_what_stays_inside_is_not(method):
     """The hierarchical sum: its parts are summed in full precision inside, and exchanged across by the codec."""
     size = 4000

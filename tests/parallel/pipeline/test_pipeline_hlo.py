@@ -42,7 +42,7 @@ def spanning(found, sizes, axis="stage"):
 
 
 @pytest.mark.parametrize(("schedule", "mesh", "layers"), [
-    *(pytest.param(*case, marks=SLOW) for case in (("1f1b", (1, 2, 2), 5), ("zb_v", (2, 1, 2), 4))),
+    pytest.param("1f1b", (2, 2, 1), 4, marks=SLOW), pytest.param("zb_v", (2, 1, 2), 4, marks=SLOW),
     *(pytest.param(schedule, mesh, layers, marks=EXHAUSTIVE) for schedule in SCHEDULES
       for mesh, layers in (((1, 2, 2), 5), ((2, 1, 2), 4), ((2, 2, 1), 5)))])
 def test_no_collective_in_a_branch_joins_two_stages(schedule, mesh, layers):
@@ -116,11 +116,11 @@ def sums(found, sizes):
             and (c.joins("data", sizes) or c.joins("fsdp", sizes))]
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [
-    pytest.param("1f1b", 4, marks=SLOW), pytest.param("zb_v", 8, marks=SLOW),
-    *(pytest.param(schedule, 8, marks=EXHAUSTIVE) for schedule in ("1f1b", "gpipe", "interleaved", "zb_h1"))])
-def test_gradients_are_summed_once_a_step(schedule, microbatches):
-    run, found = step(schedule, (2, 2, 1), microbatches=microbatches)
+@pytest.mark.parametrize(("schedule", "mesh", "microbatches"), [
+    pytest.param("1f1b", (2, 2, 1), 4, marks=SLOW), pytest.param("zb_v", (2, 1, 2), 4, marks=SLOW),
+    *(pytest.param(schedule, (2, 2, 1), 8, marks=EXHAUSTIVE) for schedule in SCHEDULES)])
+def test_gradients_are_summed_once_a_step(schedule, mesh, microbatches):
+    run, found = step(schedule, mesh, microbatches=microbatches)
     over, want = sums(found, run.mesh.shape), {"reduce-scatter": 0, "all-reduce": 0}
     for (split, _), size in weight_bytes(run).items():  # of one stage's layers, and of what all stages have
         part = size // 2 if split else size

@@ -18,6 +18,7 @@ from jaxtrain.parallel.schedules import Column as C
 from jaxtrain.parallel.schedules import Hop, Op, make
 from jaxtrain.parallel.schedules.__main__ import main
 from jaxtrain.parallel.schedules.drawing import write_svg
+from tests.tiers import exhaustive, slow
 
 DOCS = Path(__file__).parents[3] / "docs/schedules"
 SIZES = [(p, m) for p in (1, 2, 4, 8) for m in sorted({1, 3, p - 1, p, p + 1, 2 * p, 2 * p + 3, 4 * p} - {0})]
@@ -220,9 +221,8 @@ def test_slots_are_as_few_as_published():
         assert schedules.table(schedules.forward_only(p, m)).activations == 1
 
 
-@pytest.mark.slow
 @each_variant
-@each_latency
+@pytest.mark.parametrize("latency", [*exhaustive(1), *slow(2)])  # with 1, the published numbers are tested above
 def test_slots_are_as_few_as_values_live_at_once(name, chunks, paired, latency):
     for p, m in SIZES:
         made = make(name, p, m, chunks, paired=paired, latency=latency)

@@ -126,14 +126,16 @@ def test_what_users_write_down_counts(config, tmp_path):
     mixtral = load_config(CONFIGS / "mixtral_8x7b.py", {
         "mesh.fsdp": 2, "mesh.expert": 8, "mesh.tensor": 1, "mesh.data": 1, "data.global_batch_size": 64})
     reads = {"grouped": mixtral, "attention": change(config, {"train.attention": "cudnn"})}
-    file = tmp_path / "targets.json"
+    file, usual = tmp_path / "targets.json", {}
     for what in theirs:
         file.write_text(json.dumps({"ours": {"like": "h100", "efficiency": {what: theirs[what] / 2}}}))
         ours = targets.read(file)["ours"]
         assert ours.efficiency == {**theirs, what: theirs[what] / 2}
         if what not in ("grouped", "mosaic") or jax.__version_info__ >= (0, 11):  # before, these kernels are not used
             reader = reads.get(what, config)
-            assert step(reader, ours) > 1.01 * step(reader, targets.TARGETS["h100"]), what
+            if id(reader) not in usual:
+                usual[id(reader)] = step(reader, targets.TARGETS["h100"])
+            assert step(reader, ours) > 1.01 * usual[id(reader)], what
 
 
 def test_products_in_fp8_are_computed_at_its_rate():
