@@ -186,11 +186,14 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
         raise UserError("mesh.context", f"{config.model.name} attends to later tokens too, and its rows are not cut",
                         "set mesh.context=1")
     dtype, kind = dtype_of(precision), sharding.platform_of(mesh, platform).partition(":")[0]
-    strategy = choose_strategy(config.mesh.context_strategy, stages, sharding.shards(rules["seq"], mesh))
+    context = sharding.shards(rules["seq"], mesh)
+    strategy = choose_strategy(config.mesh.context_strategy, stages, context)
     with sharding.use(mesh, rules, platform):
-        choose_backend(config.train.attention, kind, dtype, config.data.seq_len,
-                       config.model.head_dim + config.model.rope_head_dim, strategy, packed=True,
-                       sinks=config.model.sinks)
+        for queries, keys, head_dim, causal in config.model.attentions(config.data.seq_len):
+            # What looks both ways has all keys of a row on each device, where a mesh splits it.
+            choose_backend(config.train.attention, kind, dtype, queries, head_dim, strategy if causal else "",
+                           packed=True, sinks=config.model.sinks,
+                           key_len=keys or (queries if context > 1 and not causal else 0))
     experts.check(config, mesh, rules, dtype, platform)
     return make_schedules(config.pipeline, stages, microbatches) if stages > 1 else None
 

@@ -1,11 +1,15 @@
 """The table of refusals: each row refuses its example, lets the nearest combination pass, and stands in the docs."""
 
+import functools
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxtrain as jt
 from jaxtrain import validation
+from jaxtrain.kernels import attention
+from tests.objectives import plain_transcription, plain_vision
 
 DOCS = Path(__file__).parent.parent / "docs/parallelism.md"
 
@@ -32,3 +36,24 @@ def test_the_nearest_combination_that_works_lowers(row):
 
 def test_the_docs_have_the_table():
     assert validation.table() in DOCS.read_text(), f"docs/parallelism.md must have this table:\n{validation.table()}"
+
+
+RING = {"mesh__context": 2, "mesh__context_strategy": "ring"}
+APART, TILES = "its keys are those of the queries' own tokens", "mesh.context_strategy=ring has tiles"
+
+
+@pytest.mark.parametrize(("kind", "backend", "keys", "why"), [
+    ("whisper", "mosaic", {}, APART), ("whisper", "splash", {}, ""), ("whisper", "splash", RING, TILES),
+    ("siglip", "mosaic", {}, ""), ("siglip", "mosaic", RING, APART), ("picture_flow", "mosaic", RING, APART),
+    ("siglip", "splash", RING, ""), ("clip", "splash", RING, TILES), ("vision_language", "splash", RING, TILES)])
+def test_a_kernel_that_a_family_cannot_take_is_refused_before_anything_is_traced(kind, backend, keys, why, monkeypatch):
+    """Other keys than the queries' own have no mosaic kernel; tiles are those of causal attention alone."""
+    monkeypatch.setitem(attention._REFUSALS, "mosaic", lambda *_, **__: "")
+    config_of = plain_transcription.config if kind == "whisper" else functools.partial(plain_vision.config, kind)
+    config = config_of(**keys, train__attention=backend)
+    devices = jax.devices()[:config.mesh.context]
+    if not why:
+        jt.build(config, devices=devices)
+        return
+    with pytest.raises(jt.UserError, match=f"train.attention: the {backend} backend cannot do this: {why}"):
+        jt.build(config, devices=devices)

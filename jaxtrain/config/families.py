@@ -289,6 +289,10 @@ class VisionLanguageConfig(PictureConfig, LlamaConfig):
             raise UserError("model.mtp_loss_weight", "pictures are not predicted, and so nothing after the next token",
                             "leave it out")
 
+    def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:
+        """Return that of pictures, and that of the decoder."""
+        return [*super().attentions(seq_len), (seq_len, 0, self.head_dim, True)]
+
 
 FAMILIES: dict[str, type[ModelConfig]] = {
     "gpt2": Gpt2Config, "llama": LlamaConfig, "qwen2": LlamaConfig, "qwen3": LlamaConfig,

@@ -139,3 +139,10 @@ class WhisperConfig(ModelConfig):
         """Return the positions of the encoder and the tokens of the decoder."""
         return [("data.seq_len", -(-seq_len // 2), "positions of the encoder", False),
                 ("model.max_seq_len", self.max_seq_len, "tokens of the decoder", True)]
+
+    def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:
+        """Return that of the encoder, that of the decoder to its tokens, and that of the decoder to the encoder."""
+        audio, tokens, dim = -(-seq_len // 2), self.max_seq_len, self.head_dim
+        # By chunks, which are a mask in memory, the encoder takes no kernel.
+        encoder = [] if self.audio_chunk else [(audio, audio * self.mask_padding, dim, False)]
+        return [*encoder, (tokens, 0, dim, True), (tokens, audio, dim, False)]

@@ -104,6 +104,10 @@ class ModelConfig:
         """Return what a mesh cuts besides rows of data: key, length, of what, and whether attention looks back only."""
         return []
 
+    def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:
+        """Return what kernels compute: queries, keys if of another sequence, head_dim, whether it looks back only."""
+        return [(seq_len, 0, self.head_dim + self.rope_head_dim, self.causal)]
+
     @property
     def windows(self) -> dict[int, int]:
         """How many layers have each attention window; 0: none."""

@@ -90,6 +90,10 @@ class PictureConfig(PatchesConfig):
         derive(self, "picture_mlp_dim", 4 * self.picture_embed_dim)
         derive(self, "picture_norm_eps", self.norm_eps)
 
+    def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:
+        """Return that of patches, which see all of their picture."""
+        return [(seq_len, 0, self.picture_embed_dim // self.picture_heads, False)]
+
 
 @dataclass(frozen=True)
 class DualEncoderConfig(PictureConfig):
@@ -139,6 +143,11 @@ class DualEncoderConfig(PictureConfig):
         count = self.pictures_per_row
         return [("model.text_len", count * self.text_len, f"places for {count} texts of a row", self.name == "clip")]
 
+    def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:
+        """Return that of pictures and that of texts."""
+        texts = self.pictures_per_row * self.text_len
+        return [*super().attentions(seq_len), (texts, 0, self.head_dim, self.name == "clip")]
+
 
 @dataclass(frozen=True)
 class PictureFlowConfig(PatchesConfig):
@@ -146,6 +155,7 @@ class PictureFlowConfig(PatchesConfig):
 
     name: str = "picture_flow"
     num_labels: int = 10  # labels of pictures
+    causal = False
     # The encoder of pictures is the whole model, so that the keys of every model say its shape.
     picture_layers = property(lambda self: self.num_layers)
     picture_embed_dim = property(lambda self: self.embed_dim)

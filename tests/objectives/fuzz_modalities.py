@@ -73,7 +73,7 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     if family not in ("siglip", "clip") and sizes["stage"] == 1 and axes and rng.random() < 0.6:
         keys |= compression(rng) | {"compression.axis": axes[-1], "optimizer.zero_stage": 0}
     kernel = family in BOTH_WAYS and keys["train.precision"] != "float16" and rng.random() < 0.1
-    if kernel and (sizes["context"] == 1 or keys["mesh.context_strategy"] == "ulysses"):
+    if kernel and (sizes["context"] == 1 or family != "whisper" or keys["mesh.context_strategy"] == "ulysses"):
         keys["train.attention"] = "splash"  # interpreted
     return keys
 

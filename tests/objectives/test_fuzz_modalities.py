@@ -28,7 +28,7 @@ def test_a_drawn_case_has_the_numbers_of_the_formulas(seed):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "keys"), [
-    ("siglip", {"mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2}),
+    ("siglip", {"mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2, "mesh.context_strategy": "ring"}),
     ("whisper", {"mesh.data": 2, "mesh.tensor": 2, "train.accumulation": 2}),
     ("clips", {"mesh.fsdp": 2, "mesh.tensor": 2, "train.remat": "attention"}),
     ("picture_flow", {"mesh.context": 4, "train.remat": "full"})])
