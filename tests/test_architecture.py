@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxtrain"
 # From the top to the ground: a module imports from its own layer and from those below.
 LAYERS = (
-    "__init__ main cli api supervise bench", "trainer", "islands", "launch runs profiling", "plan", "tuning hub",
-    "builder own_run", "run", "validation rule_checks sparsity", "objectives", "checkpoint", "resilience", "doctor",
-    "models", "parallel", "kernels", "train_step", "data", "distributed", "observe", "config flags", "sharding",
-    "storage files errors redaction synonyms compile_cache pages")
+    "__init__ __main__ main cli api supervise bench", "trainer", "islands", "launch runs profiling", "plan",
+    "tuning hub", "builder own_run", "run", "validation rule_checks sparsity", "objectives", "checkpoint", "resilience",
+    "doctor", "models", "parallel", "kernels", "train_step", "data", "distributed", "observe", "config flags",
+    "sharding", "storage files errors redaction synonyms compile_cache pages")
 BUDGETS = {"LEARNING": 5664, "SURVIVAL": 3847}  # docs/decisions.md says why not 3,500 and 2,500
 
 
@@ -102,7 +102,7 @@ def test_no_two_files_have_one_name():
 def test_no_folder_is_flat():
     files = defaultdict(int)
     for path in PACKAGE.rglob("*.py"):
-        files[str(path.parent.relative_to(ROOT))] += path.stem != "__init__"
+        files[str(path.parent.relative_to(ROOT))] += not path.stem.startswith("__")
     assert {folder: count for folder, count in files.items() if count > 15} == {}
 
 

@@ -104,7 +104,8 @@ def test_help(name, said):
 def test_every_module_that_runs_is_a_command():
     """But for those that commands start themselves, the program that `jaxtrain bench` compares with, and a page's."""
     inner = {"jaxtrain.doctor.file_systems", "jaxtrain.doctor.probe", "jaxtrain.bench.reference.plain_jax",
-             "jaxtrain.config.key_reference", "jaxtrain.launch.local_job", "jaxtrain.launch.ray_driver", "jaxtrain.cli"}
+             "jaxtrain.config.key_reference", "jaxtrain.launch.local_job", "jaxtrain.launch.ray_driver", "jaxtrain.cli",
+             "jaxtrain"}
     runs = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
             for path in (ROOT / "jaxtrain").rglob("*.py") if "\nif __name__ ==" in path.read_text()}
     assert runs - inner == {module for module, _ in COMMANDS.values()} and inner < runs
@@ -147,8 +148,8 @@ def test_the_command_itself(tmp_path):
                               timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
     listed = ran("main([]); sys.exit('jax' in sys.modules)")
-    module = subprocess.run([sys.executable, "-m", "jaxtrain.cli"], cwd=ROOT, capture_output=True, text=True)
-    assert module.stdout == listed.stdout
+    module = subprocess.run([sys.executable, "-m", "jaxtrain"], cwd=ROOT, capture_output=True, text=True)
+    assert module.stdout == listed.stdout, module.stderr
     assert listed.returncode == 0 and "commands:" in listed.stdout, listed.stderr
     (tmp_path / "text").write_text("a text\n" * 9)
     (tmp_path / "own.py").write_text("def step(document):\n    return document\n")
