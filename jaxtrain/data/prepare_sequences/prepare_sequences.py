@@ -224,7 +224,7 @@ def summary(corpus: SequenceCorpus) -> str:
         lines.append(f"{split:<6}{len(lengths):>14,} sequences {lengths.sum():>18,} steps")
     lines += [f"left out: {count:,} ({reason})" for reason, count in corpus.manifest["left_out"].items()]
     lengths = corpus.train.counts()
-    for count in (1, 4, 8) if len(lengths) else ():
-        buckets = bucketing.choose(lengths, count)
+    # Where few lengths occur, all of them need fewer buckets than are asked for.
+    for buckets in dict.fromkeys(bucketing.choose(lengths, count) for count in (1, 4, 8) if len(lengths)):
         lines.append(f"buckets {' '.join(map(str, buckets))}: {bucketing.padding(lengths, buckets):.1%} padding")
     return "\n".join(lines)

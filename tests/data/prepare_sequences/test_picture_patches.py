@@ -79,6 +79,13 @@ def test_all_ways_to_store_pictures_give_the_same_patches(stored):
     assert labels == [0, 0, 1, 1, 1]
 
 
+def test_buckets_that_suit_a_corpus_are_told_once(stored):
+    """These five pictures have four lengths, for which four buckets are as good as eight."""
+    lines = prepare_sequences.summary(prepared(stored, "files", "--target=text")).splitlines()
+    told = [line for line in lines if line.startswith("buckets ")]
+    assert len(told) == len(set(told)) == 2, told
+
+
 def test_rows_hold_whole_pictures_and_fill_up():
     lengths = np.random.default_rng(0).integers(1, 30, 200)
     rows = pack(lengths, 32, 5)
