@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.attention import choose_backend
@@ -182,11 +183,12 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
     stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
     microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
     check(config, mesh, rules, microbatches)
-    if not config.model.rows_cut and sharding.shards(rules["seq"], mesh) > 1:
+    context, family = sharding.shards(rules["seq"], mesh), type(config.model)
+    if not config.model.rows_cut and context > 1:
+        more = f", or give {family.__name__} rows_cut = True if its model takes them in the order of parallel.context"
         raise UserError("mesh.context", f"{config.model.name} attends to later tokens too, and its rows are not cut",
-                        "set mesh.context=1")
+                        f"set mesh.context=1{more * (family.rows_cut is ModelConfig.rows_cut)}")
     dtype, kind = dtype_of(precision), sharding.platform_of(mesh, platform).partition(":")[0]
-    context = sharding.shards(rules["seq"], mesh)
     strategy = choose_strategy(config.mesh.context_strategy, stages, context)
     with sharding.use(mesh, rules, platform):
         for queries, keys, head_dim, causal in config.model.attentions(config.data.seq_len):

@@ -31,7 +31,6 @@ class ModelConfig:
     # No fields (they have no annotation): what a family without such a field has.
     text = False  # whether it is a decoder of text; else a row is a sequence of a prepared corpus
     causal = True  # whether attention looks back only
-    rows_cut = True  # whether a mesh may split rows over `context`
     flops_known = True  # whether each step of a row meets each matrix, so that FLOPs per step follow from parameters
     rows_of = "sequences"  # what such a row has: "sequences", one of them, or "pictures", several
     vocab_size = 0
@@ -94,6 +93,11 @@ class ModelConfig:
         times = {key: getattr(self, key) / value for key, value in self.mup_base.items()}
         times = {"head_dim": times["embed_dim"] / times["num_heads"], "num_kv_heads": times["num_heads"]} | times
         return {axis: times.get(key, times["embed_dim"]) for key, axes in WIDTHS.items() for axis in axes}
+
+    @property
+    def rows_cut(self) -> bool:
+        """Whether a mesh may split rows over `context`; a family whose attention looks both ways has to say so."""
+        return self.causal
 
     @property
     def longest_row(self) -> int:

@@ -156,6 +156,7 @@ class PictureFlowConfig(PatchesConfig):
     name: str = "picture_flow"
     num_labels: int = 10  # labels of pictures
     causal = False
+    rows_cut = True  # pyrefly: ignore[bad-override]
     # The encoder of pictures is the whole model, so that the keys of every model say its shape.
     picture_layers = property(lambda self: self.num_layers)
     picture_embed_dim = property(lambda self: self.embed_dim)

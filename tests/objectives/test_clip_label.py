@@ -1,11 +1,15 @@
 """Clips: loss, gradients and accuracy of the plain formula on any mesh; batches of what `prepare_sequences` wrote."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 import soundfile
 
 import jaxtrain as jt
+from jaxtrain.config.modality_families import ClipsConfig
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.data.loading.batch_spec import SEQ, Array, BatchSpec
 from jaxtrain.data.loading.modalities.sequence_batches import load_sequences, sequence_batches
 from jaxtrain.data.prepare_sequences.audio import Audio
@@ -67,3 +71,16 @@ def test_what_looks_both_ways_cannot_be_cut(keys, message):
     with pytest.raises(jt.UserError) as refusal:
         jt.build(plain.config(**keys), devices=1 if "train__attention" in keys else 2)
     assert f"{refusal.value}".startswith(message)
+
+
+@pytest.mark.parametrize(("said", "told"), [
+    (ModelConfig.rows_cut, "cut; set mesh.context=1, or give OwnConfig rows_cut = True if its model takes them in the "
+                           "order of parallel.context"), (False, "cut; set mesh.context=1")])
+def test_a_family_of_ones_own_that_looks_both_ways_says_that_its_rows_can_be_cut(said, told):
+    """Positions, such as those of clips, would be those of another order."""
+    given = plain.config(mesh__context=2)
+    own = type("OwnConfig", (ClipsConfig,), {"rows_cut": said})
+    model = own(**{field.name: getattr(given.model, field.name) for field in dataclasses.fields(given.model)})
+    with pytest.raises(jt.UserError) as refusal:
+        jt.build(dataclasses.replace(given, model=model), devices=2)
+    assert f"{refusal.value}".endswith(told)
