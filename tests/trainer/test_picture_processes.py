@@ -17,14 +17,16 @@ from tests.trainer.test_multiprocess import ended, told, two_processes
 
 pytestmark = pytest.mark.usefixtures("cache")
 STEPS = 12
-# Pictures and texts that are compared with one another are on devices of both processes.
-KEYS = ["mesh.data=2", "mesh.fsdp=2", "model.patch_size=2", "model.patches_per_side=6", "model.num_layers=1",
+KEYS = ["model.patch_size=2", "model.patches_per_side=6", "model.num_layers=1",
         "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "data.global_batch_size=4",
         'data.augment=["flip","colour"]', f"train.steps={STEPS}", "train.eval_every=0", "train.progress=false",
         "checkpoint.every=4", "checkpoint.keep=3"]
-ENCODER = ["model.picture_layers=1", "model.picture_embed_dim=32"]
-CONFIGS = {"siglip": ("siglip_b16", "text", [*ENCODER, "model.pooling=mean", "model.text_len=16"]),
-           "vision_language": ("vision_language", "text", ENCODER), "picture_flow": ("picture_flow", "folder", [])}
+ENCODER, BOTH = ["model.picture_layers=1", "model.picture_embed_dim=32"], ["mesh.data=2", "mesh.fsdp=2"]
+# Pictures and texts that are compared with one another go round all devices of both processes, here over `data` alone.
+CONFIGS = {"siglip": ("siglip_b16", "text", [*ENCODER, "model.pooling=mean", "model.text_len=16", "mesh.data=4",
+                                             "mesh.fsdp=1"]),
+           "vision_language": ("vision_language", "text", [*ENCODER, *BOTH]),
+           "picture_flow": ("picture_flow", "folder", BOTH)}
 
 
 @pytest.mark.exhaustive  # test_multiprocess.py has the same with text, and test_picture_patches.py rows of a process
