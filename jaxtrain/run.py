@@ -92,10 +92,12 @@ class Run:
         elif meanwhile is None:
             state = self.compiled_init(number)
         else:
-            with ThreadPoolExecutor(1, "compile") as thread:
-                compiled = thread.submit(self.compiled_init.lower(number).compile)
-                meanwhile()
-            state = compiled.result()(number)
+            if not self._compiled_beside:
+                with ThreadPoolExecutor(1, "compile") as thread:
+                    compiled = thread.submit(self.compiled_init.lower(number).compile)
+                    meanwhile()
+                self._compiled_beside.append(compiled.result())
+            state = self._compiled_beside[0](number)
         return state if loaded is None else replace(state, frozen=state.frozen | loaded)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -138,6 +140,11 @@ class Run:
         # Integers and one product each (layers.bell): exact at any level, and on CPU four times as fast to compile.
         quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
         return jax.jit(self._init, out_shardings=self.layout.state, compiler_options=quick)
+
+    @cached_property
+    def _compiled_beside(self) -> list[jax.stages.Compiled]:
+        """The program of `compiled_init`, once it was compiled beside the step: a rollback to step 0 runs it again."""
+        return []
 
     @cached_property
     def sharded(self) -> ShardedStep:
