@@ -39,12 +39,13 @@ def refused(tmp_path, text, monkeypatch, capsys):
 
     def run(*flags, config=TINY, workdir=tmp_path / "work"):
         capsys.readouterr()
+        there = {path.name for path in Path(workdir).glob("*")} if Path(workdir).is_dir() else set()
         data = () if any("data.source" in flag for flag in flags) else (f"--config.data.source={text}",)
         assert main([f"--config={config}", f"--workdir={workdir}", *data, *flags]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and err.endswith("\n"), err
         left = {path.name for path in Path(workdir).glob("*")} if Path(workdir).is_dir() else set()
-        assert left <= {"config.json", "run.json", "heartbeats", "lock"}
+        assert left - there <= {"config.json", "run.json", "heartbeats", "lock"}
         return err.rstrip("\n")
 
     yield run
@@ -181,6 +182,7 @@ def test_corrupt_cache(refused, tmp_path, text):
 def test_workdir_of_another_run(refused, tmp_path):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "config.json").write_text('{"model": {"num_layers": 7}}')
+    (tmp_path / "work" / "metrics.jsonl").write_text('{"step": 1}\n')
     assert refused() == (f"--workdir: {tmp_path}/work holds a run with model.num_layers=7, this config has 2; give "
                          "another --workdir or --config.model.num_layers=7")
 

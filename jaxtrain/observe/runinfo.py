@@ -275,9 +275,15 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
     return run
 
 
+def nothing_trained(workdir: str | Path) -> bool:
+    """Return whether no step of the run in `workdir` is recorded, nor was one that a rollback took back."""
+    logs = (Path(workdir) / name for name in ("metrics.jsonl", "metrics.rolled_back.jsonl"))
+    return not any(log.exists() and log.stat().st_size for log in logs)
+
+
 def withdraw_run_files(workdir: str | Path) -> None:
     """Remove what a start has written of a run that has trained nothing, so that it may begin with another config."""
-    if jax.process_index() == 0 and not (Path(workdir) / "metrics.jsonl").exists():
+    if jax.process_index() == 0 and nothing_trained(workdir):
         shutil.rmtree(Path(workdir) / "tokenizer", ignore_errors=True)
         for name in ("config.json", "run.json"):
             (Path(workdir) / name).unlink(missing_ok=True)

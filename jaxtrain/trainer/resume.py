@@ -14,7 +14,7 @@ from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.hub.initial_params import origins, other_tokenizer
-from jaxtrain.observe.runinfo import withdraw_run_files
+from jaxtrain.observe.runinfo import nothing_trained, withdraw_run_files
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer.reporting import describe_changes, say
@@ -55,6 +55,8 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     config, t = run.config, run.config.train
     reach = start.skipped.reach(start.step)  # in batches, of which rollbacks may have skipped some
     saved = start.recovered[2] if start.recovered else checkpoints.meta(start.step) if start.step else {}
+    if not start.step:
+        say(exchange(None, lambda _: _begun_anew(run, session)))
     known, saved = exchange(None, lambda _: observe.identity(session.workdir, saved, session.adopt))
     begins = t.init_from or t.init_encoder_from
     if not begins and not start.step and known.get("init_from"):
@@ -87,6 +89,26 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
         raise UserError("train.steps", f"{t.steps} is less than the {start.step} steps that {session.workdir} has",
                         "give more steps or another --workdir")
     return about, parts
+
+
+def _begun_anew(run: Run, session: Session) -> str:
+    """Forget a run of another config that failed before its first step; return what to say of that.
+
+    What is made with a state before its first step, such as answers or what islands exchange, is not forgotten.
+    """
+    own = run.on_policy or run.joined is not None or run.exchange is not None
+    if own or not nothing_trained(session.workdir):
+        return ""
+    try:
+        parts = run.own_parts(observe.recorded_parts(session.workdir) or {})
+        observe.check_workdir(session.workdir, run.config, parts=parts, keys=run.settings,
+                              may_change=session.may_change)
+    except UserError as refused:
+        if refused.key != "--workdir":
+            raise
+        withdraw_run_files(session.workdir)
+        return f"{refused.reason}; that one has trained nothing, and a new run begins"
+    return ""
 
 
 def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManager, start: Start,

@@ -281,6 +281,25 @@ def test_other_shapes_are_refused(flags, straight, tmp_path, capsys):
     assert "in the checkpoint" in line and "in this run; build the model and optimizer of that checkpoint" in line
 
 
+def test_a_run_that_failed_before_its_first_step_begins_anew(flags, tmp_path, monkeypatch, capsys):
+    """With corrected keys; one that has trained a step is kept, though it has saved nothing."""
+    def failing(*_, **__):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Run, "init", failing)
+    corrected, runs = [*flags, f"--workdir={tmp_path}", "--config.model.embed_dim=64"], []
+    for words in (corrected[:-1], corrected, corrected):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            main(words)
+        runs.append((identity(tmp_path), json.loads((tmp_path / "config.json").read_text())["model"]["embed_dim"]))
+    assert runs[0][0] != runs[1][0] and runs[1] == runs[2] and [width for _, width in runs] == [32, 64, 64]
+    assert capsys.readouterr().err.count(f"{tmp_path} holds a run with model.embed_dim=32, this config has 64; that "
+                                         "one has trained nothing, and a new run begins\n") == 1
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert main(corrected[:-1]) == 2
+    assert "holds a run with model.embed_dim=64, this config has 32; give" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def foreign(flags, tmp_path_factory):
     """Another run, with the same shapes and other initial values."""
