@@ -35,6 +35,12 @@ def alive(workdir: str | Path) -> str:
     return ""
 
 
+def was_killed(workdir: str | Path, since: float) -> bool:
+    """Return whether the first process, which has given a sign of life after `since`, is known to have been killed."""
+    beat = heartbeats(workdir).get(0, {})
+    return beat.get("time", 0) >= since and beat.get("phase") != "ended" and _is_dead(beat)
+
+
 def _is_dead(beat: dict[str, Any]) -> bool:
     """Return whether the process that wrote this heartbeat is known to be dead (unknown on another machine)."""
     if beat.get("host") != socket.gethostname():

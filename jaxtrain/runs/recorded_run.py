@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.checkpoint import verify
+from jaxtrain.distributed import run_processes
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.files.log_tail import LogTail
@@ -144,4 +145,5 @@ class RecordedRun:
         newest = self.account.incarnations[-1]
         if newest.ended:
             return newest.ended
-        return "running" if (time.time() if now is None else now) - newest.sign < SILENT else "silent"
+        silent = (time.time() if now is None else now) - newest.sign >= SILENT
+        return "silent" if silent or run_processes.was_killed(self.workdir, newest.began) else "running"

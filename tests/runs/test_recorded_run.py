@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import socket
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -48,3 +52,11 @@ def test_a_run_is_read_as_it_grows(tmp_path):
     assert start(1, seconds={"step": 60}) == "silent" and start(1) == "running"
     assert run.events == [{"kind": "hang"}] and run.checkpoints == [2] and run.account.step == 2
     assert start(1, ended="failed") == "failed" and start(2, ended="finished") == "finished"
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    beats = {"phase": "train", "time": now, "pid": killed.pid, "host": socket.gethostname()}
+    (tmp_path / "heartbeats").mkdir()
+    for said, state in (({}, "silent"), ({"pid": os.getpid()}, "running"), ({"host": "another"}, "running"),
+                        ({"time": now - 200}, "running"), ({"phase": "ended"}, "running")):
+        (tmp_path / "heartbeats" / "process-0").write_text(json.dumps(beats | said))
+        assert start(3) == state, said
