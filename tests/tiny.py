@@ -33,10 +33,29 @@ QUICKLY = ("--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_
 # Compiler options for two programs that must give the same bits: the older way rounds an operation differently in each.
 SAME_BITS = {"xla_cpu_use_fusion_emitters": True} if _OLDER_WAY else {}
 
+# The beginning of a program that has two of its devices. To be the same to the bit, programs are compiled where as many
+# devices are: by their number XLA divides some sums.
+TWO_DEVICES = """
+import jax
+some = jax.devices()[:2]
+jax.devices = lambda *_: some
+"""
+
 
 def virtual_devices(number):
     """XLA_FLAGS for so many virtual devices, for which programs are compiled quickly."""
     return f"{QUICKLY} --xla_force_host_platform_device_count={number}"
+
+
+@contextlib.contextmanager
+def devices(count):
+    """Runs of this process have so many devices, with which they compile and train in less time than with eight."""
+    import jax  # which is to find the settings of tests/conftest.py
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_, some=jax.devices()[:count]: some)
+        patch.setattr(jax, "device_count", lambda *_: count)
+        yield
 
 
 def tiny_flags(tmp_path_factory, words, lines=500):

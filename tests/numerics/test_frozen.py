@@ -9,7 +9,7 @@ from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import TARGETS
 from jaxtrain.train_step import partition
 from tests.numerics import reference
-from tests.trainer.conftest import devices
+from tests.tiny import devices
 
 FREEZE = ("embed/*", "blocks/layer/attention/*")
 CASES = {

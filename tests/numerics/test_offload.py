@@ -15,8 +15,7 @@ from jaxtrain.plan.estimate import change
 from jaxtrain.sharding.host_memory import HOST
 from tests.numerics import reference
 from tests.tiers import slow_if
-from tests.tiny import tiny_flags
-from tests.trainer.conftest import devices
+from tests.tiny import devices, tiny_flags
 
 CASES = [
     ("gpt2", (2, 2, 1), {"optimizer__zero_stage": 1, "train__accumulation": 2}),

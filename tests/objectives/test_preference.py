@@ -24,7 +24,7 @@ from tests.objectives import plain_preference as plain
 from tests.objectives import tuned
 from tests.objectives.tuned import resumed
 from tests.tiers import slow_if
-from tests.trainer.conftest import devices
+from tests.tiny import devices
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 DPO = dict(preference__loss="dpo", preference__beta=0.5, data__packing="pairs")

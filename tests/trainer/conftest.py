@@ -1,6 +1,5 @@
 """Runs on two devices: one that the tests of what watches a run share, and all that are started on so few."""
 
-import contextlib
 import importlib
 import json
 
@@ -9,29 +8,11 @@ import pytest
 
 from jaxtrain.builder import build
 from jaxtrain.config.load import load_config
-from tests.tiny import tiny_flags
+from tests.tiny import devices, tiny_flags
 
 TWO = ["model.num_layers=1", "model.embed_dim=16", "model.mlp_dim=32", "model.num_heads=2", "model.max_seq_len=16",
        "data.seq_len=16", "data.global_batch_size=4", "train.progress=false", "train.eval_every=0", "mesh.data=1",
        "mesh.fsdp=2"]
-
-
-# The beginning of a program that has two of its devices. To be the same to the bit, programs are compiled where as many
-# devices are: by their number XLA divides some sums.
-TWO_DEVICES = """
-import jax
-some = jax.devices()[:2]
-jax.devices = lambda *_: some
-"""
-
-
-@contextlib.contextmanager
-def devices(count):
-    """Runs of this process have so many devices, with which they compile and train in less time than with eight."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *_, some=jax.devices()[:count]: some)
-        patch.setattr(jax, "device_count", lambda *_: count)
-        yield
 
 
 @pytest.fixture(scope="module")

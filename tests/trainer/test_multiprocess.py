@@ -19,8 +19,7 @@ from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed import processes as distributed
 from jaxtrain.main import main
 from tests.forked import forks
-from tests.tiny import SLOW, free_address, tiny_flags, virtual_devices
-from tests.trainer.conftest import devices
+from tests.tiny import SLOW, devices, free_address, tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once

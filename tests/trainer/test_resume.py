@@ -30,8 +30,7 @@ from jaxtrain.train_step.optimizers import make_schedule
 from jaxtrain.trainer.rollback import AnomalyGuard
 from jaxtrain.trainer.shutdown import Interrupt, before_the_loop
 from tests.tiers import exhaustive, slow
-from tests.tiny import SLOW, tiny_flags, wait_for_checkpoint, wait_for_lines
-from tests.trainer.conftest import TWO_DEVICES
+from tests.tiny import SLOW, TWO_DEVICES, tiny_flags, wait_for_checkpoint, wait_for_lines
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("cache", "on_two", "built_once")  # programs are traced and compiled once

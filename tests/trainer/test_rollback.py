@@ -27,8 +27,7 @@ from jaxtrain.resilience.watchdog import Watchdog
 from jaxtrain.train_step.anomaly import History
 from jaxtrain.trainer.loop import train
 from jaxtrain.trainer.rollback import AnomalyGuard, GivenUp, RolledBack, apply_pending_rollback
-from tests.tiny import SAME_BITS, free_address, tiny_flags, virtual_devices
-from tests.trainer.conftest import TWO_DEVICES
+from tests.tiny import SAME_BITS, TWO_DEVICES, free_address, tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("cache", "on_two")  # programs are compiled once

@@ -19,8 +19,7 @@ from jaxtrain.observe.trackers import histograms
 from jaxtrain.trainer import tracked
 from tests.observe.trackers.test_histograms import plain
 from tests.tiers import exhaustive, slow
-from tests.tiny import tiny_flags
-from tests.trainer.conftest import devices
+from tests.tiny import devices, tiny_flags
 
 pytestmark = pytest.mark.usefixtures("cache")
 STEPS = 4

@@ -12,7 +12,7 @@ from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning import rollouts
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow
-from tests.trainer.conftest import devices
+from tests.tiny import devices
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 REWARD = '''

@@ -23,8 +23,16 @@ from jaxtrain.distributed.authentication import secret
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe.events import events
-from tests.tiny import SLOW, free_address, tiny_flags, virtual_devices, wait_for_checkpoint, wait_for_lines
-from tests.trainer.conftest import TWO_DEVICES, devices
+from tests.tiny import (
+    SLOW,
+    TWO_DEVICES,
+    devices,
+    free_address,
+    tiny_flags,
+    virtual_devices,
+    wait_for_checkpoint,
+    wait_for_lines,
+)
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once

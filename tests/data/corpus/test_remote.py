@@ -21,7 +21,7 @@ from jaxtrain.data.loading.batches import eval_batches, train_batches
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from tests.data import made
-from tests.trainer.conftest import devices
+from tests.tiny import devices
 
 ROOT = Path(__file__).parents[3]
 STEPS = range(12)

@@ -21,7 +21,7 @@ from jaxtrain.data.train_tokenizer import main as train_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.main import main as train
 from tests.data.formats.test_array_record import write as write_array_record
-from tests.trainer.conftest import devices
+from tests.tiny import devices
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples/chat"

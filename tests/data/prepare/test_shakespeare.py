@@ -12,7 +12,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.data import open_corpus
 from jaxtrain.data.prepare.prepare import main as prepare
 from jaxtrain.main import main as train
-from tests.trainer.conftest import devices
+from tests.tiny import devices
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["model.num_layers=1", "model.embed_dim=16", "model.num_heads=2", "model.vocab_size={}", "data.seq_len=32",

@@ -11,7 +11,7 @@ import pytest
 from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.main import main
 from tests.numerics import reference
-from tests.trainer.conftest import devices
+from tests.tiny import devices
 
 TINY = f"--config={Path(__file__).parents[3]}/configs/gpt.py:tiny"
 # Each stage has two chunks of the five layers, which are not of one size.

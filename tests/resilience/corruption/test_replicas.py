@@ -19,8 +19,7 @@ from jaxtrain.resilience.corruption.replicas import LAG, Replicas
 from jaxtrain.resilience.corruption.suspects import Corrupted, SuspectDevices
 from jaxtrain.sharding.mesh import make_mesh
 from tests.faults import flipped, flipped_somewhere
-from tests.tiny import free_address, tiny_flags, virtual_devices
-from tests.trainer.conftest import devices
+from tests.tiny import devices, free_address, tiny_flags, virtual_devices
 
 ROOT = Path(__file__).parents[3]
 

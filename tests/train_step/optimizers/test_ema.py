@@ -22,8 +22,7 @@ from jaxtrain.train_step.optimizers import ema
 from jaxtrain.train_step.report import total
 from tests.numerics import reference
 from tests.tiers import slow_if
-from tests.tiny import tiny_flags
-from tests.trainer.conftest import devices
+from tests.tiny import devices, tiny_flags
 
 DECAY = 0.8
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",

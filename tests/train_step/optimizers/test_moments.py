@@ -18,8 +18,7 @@ from jaxtrain.train_step.optimizers import make_optimizer, moments
 from jaxtrain.train_step.step import make_step
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow, slow_if
-from tests.tiny import tiny_flags
-from tests.trainer.conftest import devices
+from tests.tiny import devices, tiny_flags
 
 DTYPES = ("bfloat16", "int8")
 
