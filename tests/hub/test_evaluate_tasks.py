@@ -6,6 +6,8 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -30,6 +32,7 @@ from jaxtrain.models import lora
 from jaxtrain.observe import trackers
 from tests.observe.trackers.test_tracking import Backend, Fake
 from tests.tiers import exhaustive, slow
+from tests.trainer.test_multiprocess import ended, two_of
 
 TASK = """task: {name}
 dataset_path: json
@@ -85,6 +88,36 @@ def workdir(tmp_path_factory):
                             mesh__data=8)
     jt.train(config, folder / "work")
     return folder / "work"
+
+
+EVALUATE = """
+import functools, sys
+import lm_eval.tasks
+from jaxtrain.hub.evaluate_tasks import main
+
+lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+sys.exit(main())
+"""
+
+
+def begun(words, cwd, environment):
+    """A process of its own and no fork, as a user starts it."""
+    return subprocess.Popen([sys.executable, *words], cwd=cwd, env=environment, text=True, stderr=subprocess.PIPE)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_results_of_one(workdir, tasks, tmp_path):
+    words = [f"{workdir}", "--tasks=choose,go_on", f"--include={tasks}", "--samples", "--limit=2"]
+    where = ["--config.mesh.data=2", f"--output={tmp_path / 'two.json'}"]
+    with two_of(["-c", EVALUATE, *words, *where], devices=1, start=begun) as both:
+        first, second = ended(both)
+    assert [process.returncode for process in both] == [0, 0], first + second
+    assert evaluate_tasks.main([*words, f"--output={tmp_path / 'one.json'}"]) == 0
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert two["hashes"] == one["hashes"] and two["results"] == one["results"]
+    for ours, theirs in zip(two["samples"]["choose"], one["samples"]["choose"], strict=True):
+        np.testing.assert_allclose(*([float(found) for ((found, _),) in one["resps"]] for one in (ours, theirs)), 1e-4)
+    assert [each["resps"] for each in two["samples"]["go_on"]] == [each["resps"] for each in one["samples"]["go_on"]]
 
 
 @pytest.mark.slow

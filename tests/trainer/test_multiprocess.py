@@ -59,9 +59,15 @@ def alone(flags, tmp_path_factory):
     return run
 
 
-@contextlib.contextmanager
 def two_processes(flags, workdir, by_environment=False, seconds=0, devices=4):
-    """Both of them, started; none is left behind."""
+    """Both of a run whose batches take so many seconds each."""
+    return two_of(["-c", SLOW % seconds, *flags, f"--workdir={workdir}"], by_environment, devices)
+
+
+@contextlib.contextmanager
+def two_of(words, by_environment=False, devices=4, start=None):
+    """Two processes of these words for Python that are to be one, started; none is left behind."""
+    start = start or forks().start
     coordinator = free_address()
     started = []
     try:
@@ -73,8 +79,7 @@ def two_processes(flags, workdir, by_environment=False, seconds=0, devices=4):
                 where = []
                 environment |= {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": "2",
                                 "JAX_PROCESS_ID": str(i)}
-            words = ["-c", SLOW % seconds, *flags, *where, f"--workdir={workdir}"]
-            started.append(forks().start(words, ROOT, environment))
+            started.append(start([*words, *where], ROOT, environment))
         yield started
     finally:
         for process in started:
