@@ -1,5 +1,6 @@
 """Tell all that is known of a run, and in what runs differ."""
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -13,22 +14,26 @@ from jaxtrain.observe.goodput import duration
 from jaxtrain.pages.plain_text import age, in_bytes
 from jaxtrain.runs import tags
 from jaxtrain.runs.recorded_run import RecordedRun
-from jaxtrain.runs.run_index import hourly, size_of, summary
-from jaxtrain.storage import is_url
+from jaxtrain.runs.run_index import AtHand, Summary, at_hand, hourly, summary
 
 
 def facts(workdir: str) -> dict[str, str]:
     """Return what is known of a run, by name."""
-    run, brief = _read(workdir)
+    with at_hand(workdir) as here:
+        return _facts(*_read(workdir, here), here)
+
+
+def _facts(run: RecordedRun, brief: Summary, here: AtHand) -> dict[str, str]:
     mesh = " ".join(f"{axis}={size}" for axis, size in run.run.get("mesh", {}).items() if size > 1)
     good = [step for step in run.checkpoints if verify.good(run.workdir / "checkpoints", step)]
     said = {
         "state": run.state(), "step": f"{run.step} of {run.last_step}", **_figures(run),
         "starts": f"{len(run.account.incarnations)}, of which {run.account.failures} failed" if run.account else "",
         "to go": duration(run.account.left) if run.account and run.account.left and run.state() != "finished" else "",
-        "last sign": f"{age(time.time() - brief.time)} ago" if brief.time else "", "tags": ", ".join(tags.of(workdir)),
+        "last sign": f"{age(time.time() - brief.time)} ago" if brief.time else "",
+        "tags": ", ".join(tags.of(here.folder)),
         "checkpoints": ", ".join(f"{step}{'' if step in good else ' (not verified)'}" for step in run.checkpoints),
-        "size": f"{in_bytes(brief.size)}, of which checkpoints {in_bytes(size_of(run.workdir / 'checkpoints'))}",
+        "size": f"{in_bytes(here.size)}, of which checkpoints {in_bytes(here.of_checkpoints)}",
         "config hash": brief.config_hash, "commit": brief.commit,
         "data": ", ".join(filter(None, (run.run.get("data_manifests") or {}).values())),
         "device": f"{run.run.get('device_kind', '')} ({mesh or 'one device'})" if run.run else "",
@@ -40,7 +45,11 @@ def facts(workdir: str) -> dict[str, str]:
 
 def table(workdirs: Sequence[str]) -> list[list[str]]:
     """Return rows of cells: figures of the runs, then the keys of their configs that differ, a column for each run."""
-    runs = [_read(workdir)[0] for workdir in workdirs]
+    with contextlib.ExitStack() as opened:
+        return _table(workdirs, [_read(workdir, opened.enter_context(at_hand(workdir)))[0] for workdir in workdirs])
+
+
+def _table(workdirs: Sequence[str], runs: Sequence[RecordedRun]) -> list[list[str]]:
     figures = [{"state": run.state(), "step": f"{run.step} of {run.last_step}", **_figures(run),
                 "commit": run.run.get("git_commit") or ""} for run in runs]
     names = list(dict.fromkeys(name for one in figures for name in one))
@@ -54,14 +63,12 @@ def table(workdirs: Sequence[str]) -> list[list[str]]:
                                                                          *[""] * len(runs)]])]
 
 
-def _read(workdir: str) -> tuple[RecordedRun, Any]:
+def _read(workdir: str, here: AtHand) -> tuple[RecordedRun, Summary]:
     """Return a run and its summary, which checked what is read of it."""
-    if is_url(workdir):
-        raise UserError("WORKDIR", f"{workdir} is a URL, of which only `list` can tell", "copy it here, or mount it")
-    brief = summary(workdir)
+    brief = summary(here.folder)
     if brief.problem:
         raise UserError("WORKDIR", f"{workdir}: {brief.problem}", "give the workdir of a run")
-    return RecordedRun(workdir), brief
+    return RecordedRun(here.folder), brief
 
 
 def _figures(run: RecordedRun) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Find the runs below a folder or a URL, and sum up each from the ends of its files."""
 
+import contextlib
 import math
 import os
 import re
@@ -27,6 +28,8 @@ _LARGER = (TAIL, 2**24)  # until there is the line of a step
 _OWN = {"checkpoints", "ledger", "heartbeats", "jobs", "tokenizer", "gates", "profiles", "hangs", "trackers",
         *TRACKERS}  # folders of a run, in which there are no other runs
 _SMALL_FILES = ("config.json", "run.json", tags.FILE)
+_LOGS = ("metrics.jsonl", "events.jsonl", "evaluations/metrics.jsonl")
+_RECORDS = re.compile(r"ledger/\d+\.json|checkpoints/\d+/good\.json")  # small files, of which there are many
 _RUN = {"config_hash?": str, "git_commit?": str | None, "device_kind?": str, "mesh?": {str: int}, "run?": str,
         "init_from?": dict, "data_manifests?": {str: str}, "packages?": {str: str | None}}
 _META = {"time?": int | float, "loss?": int | float | None, "config?": {str: dict}, "goodput?": int | float | None,
@@ -176,27 +179,50 @@ def _remote(url: str, is_workdir: bool) -> Summary | None:
 
 def _copied_workdir(url: str) -> Summary:
     """Sum up a workdir in object storage: its small files and the ends of its logs are fetched, and no more."""
-    files = storage.find(url)
     try:
-        with tempfile.TemporaryDirectory(prefix="jaxtrain-") as folder:
-            for file in files:
-                if file.name in _SMALL_FILES or re.fullmatch(r"ledger/\d+\.json", file.name):
-                    _put(folder, file.name, storage.read_small(file.path))
-                elif file.name in ("metrics.jsonl", "events.jsonl"):
-                    start = max(0, file.size - TAIL)
-                    end = storage.read(file.path, start, file.size)
-                    _put(folder, file.name, end.partition(b"\n")[2] if start else end)
-            found = summary(folder)
-            found.problem = found.problem.removeprefix(f"{folder}/")
+        with at_hand(url, TAIL) as here:
+            found = summary(here.folder)
+            found.problem, found.size = found.problem.removeprefix(f"{here.folder}/"), here.size
     except (UserError, OSError) as error:
         found = Summary(url, "damaged", f"{error}")
-    found.place, found.size = url, sum(file.size for file in files)
+    found.place = url
     return found
+
+
+@dataclass(frozen=True)
+class AtHand:
+    """A folder with what a run has recorded, and the bytes of the run where it is."""
+
+    folder: Path
+    size: int
+    of_checkpoints: int
+
+
+@contextlib.contextmanager
+def at_hand(place: str | Path, last: int | None = None) -> Iterator[AtHand]:
+    """Yield the records of a run; those at a URL are copied, without its checkpoints, and deleted afterwards.
+
+    `last`: copy only so many last bytes of a log; None: all of them.
+    """
+    if not storage.is_url(place):
+        yield AtHand(Path(place), size_of(place), size_of(Path(place) / "checkpoints"))
+        return
+    files = storage.find(str(place))
+    with tempfile.TemporaryDirectory(prefix="jaxtrain-") as folder:
+        for file in files:
+            if file.name in _SMALL_FILES or _RECORDS.fullmatch(file.name):
+                _put(folder, file.name, storage.read_small(file.path))
+            elif file.name in _LOGS:
+                start = max(0, file.size - (file.size if last is None else last))
+                end = storage.read(file.path, start, file.size)
+                _put(folder, file.name, end.partition(b"\n")[2] if start else end)
+        yield AtHand(Path(folder), sum(file.size for file in files),
+                     sum(file.size for file in files if file.name.startswith("checkpoints/")))
 
 
 def _put(folder: str, name: str, content: bytes) -> None:
     path = Path(folder, name)
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
 
 

@@ -27,8 +27,10 @@ from jaxtrain.flags import command, parser_of
 from jaxtrain.observe.goodput import duration
 from jaxtrain.observe.run_panel import STYLES, Reading, columns_of, curve, figures_of, note, panel
 from jaxtrain.pages.plain_text import age, in_bytes, plain
+from jaxtrain.redaction import redacted
 from jaxtrain.runs import run_index, tags
 from jaxtrain.runs.recorded_run import RecordedRun
+from jaxtrain.storage import is_url
 
 RECENT = 2**22  # bytes of metrics and of events, the newest ones, that are read: some ten thousand steps
 EVERY = 1.0  # seconds between two pictures
@@ -90,6 +92,9 @@ class Watch:
 
     @staticmethod
     def _found(place: str) -> Iterator[Path]:
+        if is_url(place):
+            raise UserError("WORKDIR", f"{redacted(place)} is a URL, and copies of runs do not grow while one watches",
+                            "ask jaxtrain runs list or show")
         found = run_index.workdirs(place)
         for workdir in found:
             yield workdir

@@ -13,7 +13,7 @@ from jaxtrain import storage
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files, log_tail
-from jaxtrain.runs import run_index, tags
+from jaxtrain.runs import comparison, run_index, tags
 from jaxtrain.runs.__main__ import main
 from tests.runs.folders import RUN, make
 
@@ -115,7 +115,6 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert main(["compare", f"{one}", f"{one}"]) == 0 and "the configs are the same" in capsys.readouterr().out
     assert main(["compare", f"{one}"]) == 2
     assert main(["show", f"{one}"]) == 0 and "100 (median)" in capsys.readouterr().out
-    assert main(["show", "s3://bucket/run"]) == 2 and "only `list` can tell" in capsys.readouterr().err
     assert main(["show", f"{tmp_path}"]) == 2 and "has no config.json" in capsys.readouterr().err
 
 
@@ -126,10 +125,11 @@ def test_copies_elsewhere_are_listed_with_what_is_known(tmp_path, capsys):
     Mirror(run / "checkpoints", f"{place}/team/mirror").send(4)
     for file in storage.find(f"file://{run}"):
         storage.put(Path(file.path.removeprefix("file://")), storage.join(f"{place}/copy", file.name))
-    check(capsys, place)
+    check(capsys, place, run)
+    assert main(["show", f"{place}/team/mirror"]) == 2 and "has no config.json; give" in capsys.readouterr().err
 
 
-def check(capsys, place):
+def check(capsys, place, run):
     copy, mirror = sorted(run_index.summaries(place), key=lambda one: one.place)
     assert copy.place == f"{place}/copy" and (copy.state, copy.step, copy.loss, copy.goodput) == ("finished", 4, 1, 0.9)
     assert mirror.place == f"{place}/team/mirror" and (mirror.state, mirror.step, mirror.last_step, mirror.loss) == (
@@ -137,6 +137,11 @@ def check(capsys, place):
     assert mirror.cost is None and mirror.commit == "1" * 40 and mirror.size > 4000
     shown = listed(capsys, place)
     assert "mirror: only checkpoints are there" in shown and "team/mirror  mirror    4/4" in shown
+    facts = [comparison.facts(f"{where}") for where in (run, f"{place}/copy")]
+    for one in facts:
+        assert one.pop("last sign").endswith("ago") and "checkpoints" in one
+    assert facts[0] == facts[1]
+    assert main(["compare", f"{run}", f"{place}/copy"]) == 0 and "configs are the same" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -146,9 +151,9 @@ def test_object_storage(tmp_path, capsys, bucket, network):
     for path in (path for path in run.rglob("*") if path.is_file()):
         storage.put(path, f"{bucket}/copy/{path.relative_to(run)}")
     network.calm()
-    check(capsys, bucket)
+    check(capsys, bucket, run)
     network.shake(3, share=0.2)
-    check(capsys, bucket)
+    check(capsys, bucket, run)
     network.fault = lambda number, method, path: "forbidden"
     with pytest.raises(UserError, match="check the credentials"):
         run_index.summaries(bucket)

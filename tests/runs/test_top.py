@@ -68,6 +68,9 @@ def test_many_runs(tmp_path, width, capsys):
     assert top.main([f"{tmp_path}", "--once"]) == 0 and "live" in capsys.readouterr().out
     assert top.main([f"{tmp_path / 'stopped'}"]) == 0 and "╭" in capsys.readouterr().out, "no terminal: one picture"
     assert top.main([f"{tmp_path / 'stopped' / 'ledger'}"]) == 2 and "there is no run in" in capsys.readouterr().err
+    assert top.main(["s3://me:key@bucket/runs"]) == 2 and capsys.readouterr().err == (
+        "WORKDIR: s3://***@bucket/runs is a URL, and copies of runs do not grow while one watches; ask jaxtrain runs "
+        "list or show\n")
 
 
 def test_a_run_that_cannot_be_read_is_drawn_with_the_reason(tmp_path):
