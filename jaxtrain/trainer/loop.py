@@ -2,8 +2,10 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import optax
@@ -31,7 +33,7 @@ from jaxtrain.trainer import best_metric, tracked
 from jaxtrain.trainer.evaluate import Evaluator, evaluation_tasks
 from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run
-from jaxtrain.trainer.resume import check_workdir, find_start, initial_or_restored
+from jaxtrain.trainer.resume import Start, check_workdir, find_start, initial_or_restored
 from jaxtrain.trainer.rollback import AnomalyGuard, RolledBack
 from jaxtrain.trainer.saver import Saver
 from jaxtrain.trainer.session import Interrupted, Session, session_of, watched
@@ -80,13 +82,26 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
                     continue
 
 
-def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainState:
-    """Train from the newest checkpoint to the last step, or until a rollback. `opened` closes what is opened here."""
-    t, r, c = run.config.train, run.config.resilience, run.config.checkpoint
-    workdir, watchdog, ledger, interrupt = session.workdir, session.watchdog, session.ledger, session.interrupt
+@dataclass(frozen=True)
+class Begun:
+    """What an attempt begins with, besides the state, whose memory the first step takes."""
 
-    # Everything that can be refused is refused before anything expensive begins.
-    watchdog.start()
+    found: Start
+    data: BatchSource
+    about: dict[str, Any]  # what run.json and checkpoints say of the run
+    checkpoints: CheckpointManager
+    local: LocalCheckpoints
+    trackers: tracked.Tracked
+    ask: Callable[[TrainState], dict[str, float]] | None  # what answers tasks in evaluations
+
+
+def begin(run: Run, session: Session, opened: contextlib.ExitStack) -> tuple[TrainState, Begun]:
+    """Return the state to go on from, and what the loop needs beside it, with the step compiled.
+
+    What can be refused is refused before anything expensive begins. `opened` closes what is opened here.
+    """
+    t, c, workdir = run.config.train, run.config.checkpoint, session.workdir
+    session.watchdog.start()
     tracked.check(run, session)
     if c.best:
         best_metric.check(run)
@@ -99,18 +114,27 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
     found = find_start(run, session, checkpoints, local)
     about, parts = check_workdir(run, session, checkpoints, found)
     trackers = opened.enter_context(tracked.Tracked(run, session, checkpoints, about))
-    start, data = found.step, remaining(run.train_batches, found.skipped)
-    if start < t.steps:
-        ledger.open(t.steps)
+    data = remaining(run.train_batches, found.skipped)
+    if found.step < t.steps:
+        session.ledger.open(t.steps)
     say(start_of_run(run, workdir))
 
     def compile_ahead() -> None:
         with session.phase("compile"):
-            run.compile_ahead(data, start, t.steps)
+            run.compile_ahead(data, found.step, t.steps)
 
     state = initial_or_restored(run, session, checkpoints, found, parts, about, compile_ahead)
-    ledger.resumed(start)
+    session.ledger.resumed(found.step)
     compile_ahead()  # now, while nothing else wants the processor
+    return state, Begun(found, data, about, checkpoints, local, trackers, ask)
+
+
+def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainState:
+    """Train from the newest checkpoint to the last step, or until a rollback. `opened` closes what is opened here."""
+    t, r, c = run.config.train, run.config.resilience, run.config.checkpoint
+    workdir, watchdog, ledger, interrupt = session.workdir, session.watchdog, session.ledger, session.interrupt
+    state, begun = begin(run, session, opened)
+    found, data, start, checkpoints, local = begun.found, begun.data, begun.found.step, begun.checkpoints, begun.local
     with session.phase("compile"):
         suspects = SuspectDevices(workdir)
         replicas, replays = Replicas(run.abstract, r.check_every, suspects), Replays(r.replay_every, suspects)
@@ -123,7 +147,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         checkpoints,  # waits: after this block the state is on disk, whatever signals come
         run.drawn(data, start, t.steps) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),
-                              log_every=t.log_every, sinks=sinks(run, session, start, trackers.sink),
+                              log_every=t.log_every, sinks=sinks(run, session, start, begun.trackers.sink),
                               completed=session.completed, ledger=ledger) as writer,
         Stragglers(workdir, r.straggler_factor, r.probe_every) as stragglers,
         ledger.book("step"),
@@ -131,9 +155,9 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         session.training(),
     ):
         guard = AnomalyGuard(workdir, r, checkpoints, found.skipped, say, session.phase)
-        saver = Saver(checkpoints, local, policy, writer, ledger, about | {"config": run.settings}, found.skipped)
-        evaluator, done = Evaluator(run, session, writer, ask), start
-        trackers.sink.start()
+        saver = Saver(checkpoints, local, policy, writer, ledger, begun.about | {"config": run.settings}, found.skipped)
+        evaluator, done = Evaluator(run, session, writer, begun.ask), start
+        begun.trackers.sink.start()
         if run.exchange is not None and start < t.steps:
             with session.exchanging(start):
                 state = run.exchange.begin(start, state, interrupt.requested)
@@ -182,7 +206,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
             # 10. Evaluate, and look at the state for the trackers.
             if evaluator.due(done):
                 evaluator.evaluate(done, state)
-            if trackers.look(done, state, batch):
+            if begun.trackers.look(done, state, batch):
                 writer.restart_clock()
             # 11. Data that are made with the state, such as the model's own answers, see it before the next batch.
             run.see(done, state)
@@ -197,5 +221,5 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
     local.remove()  # the state is on disk
     if done < t.steps:
         raise Interrupted(done, interrupt.signal)
-    say(end_of_run(run, session, state, start, trackers.sampled))
+    say(end_of_run(run, session, state, start, begun.trackers.sampled))
     return state
