@@ -24,7 +24,7 @@ from jaxtrain.kernels.attention.mosaic_tiles import (
     ROWS,
     TILE,
     across,
-    drain,
+    feed,
     hidden,
     load,
     multiply,
@@ -110,16 +110,11 @@ def by_queries(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, pull_BTH
             gpu.set_max_registers(24, action="decrease")
             g = lax.div(h, jnp.int32(H // G))
 
-            def send(i, _):
-                slot, there = lax.rem(i, jnp.int32(stages)), pl.ds((lowest + i) * keys, keys)
-                for given, tiles, came, done in ((k, k_tiles, k_came, k_done), (v, v_tiles, v_came, v_done)):
-                    @pl.when(i >= stages)
-                    def _(done=done):
-                        gpu.barrier_wait(done.at[slot])
-                    gpu.copy_gmem_to_smem(given.at[b, there, g], tiles.at[slot], came.at[slot])
+            def copies(i):
+                there = pl.ds((lowest + i) * keys, keys)
+                return (k_came, (k.at[b, there, g], k_tiles)), (v_came, (v.at[b, there, g], v_tiles))
 
-            lax.fori_loop(0, steps, send, None)
-            drain(steps, k_done, v_done)
+            feed(steps, stages, copies, k_done, v_done)
 
     own, sent = swizzled((COMPUTING, HEIGHT, K), dtype), swizzled((stages, keys, K), dtype)
     return gpu.kernel(
@@ -147,17 +142,15 @@ def by_keys_and_values(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, 
     def body(q, k, v, pull, lse, delta, seen, token, dk, dv, k_tiles, v_tiles, q_tiles, pull_tiles, lse_tiles,
              delta_tiles, own_came, q_came, pull_came, q_done, pull_done, *staged):
         b, g, me = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("group")
-        block = lax.axis_index("block")  # early ones are the longest
-        begin = block * rows
-        lowest = lax.div(seen[b, 1, begin] if both_ways else begin, jnp.int32(DKV_QUERIES))
-        steps = lax.div(seen[b, 0, begin + rows - 1], jnp.int32(DKV_QUERIES)) + 1 - lowest  # of each head
+        start = lax.axis_index("block") * rows  # early blocks are the longest
+        lowest = lax.div(seen[b, 1, start] if both_ways else start, jnp.int32(DKV_QUERIES))
+        steps = lax.div(seen[b, 0, start + rows - 1], jnp.int32(DKV_QUERIES)) + 1 - lowest  # of each head
 
-        def place(i):
-            """Return the head and the first query of a step."""
+        def place(i):  # the head and the first query of a step
             return g * (H // G) + lax.div(i, steps), (lowest + lax.rem(i, steps)) * DKV_QUERIES
 
         def compute(dk_total, dv_total):
-            begin = block * rows + me * HEIGHT
+            begin = start + me * HEIGHT
             own, k_tile, v_tile = pl.ds(begin, HEIGHT), k_tiles.at[me], v_tiles.at[me]
             gpu.copy_gmem_to_smem(k.at[b, own, g], k_tile, own_came.at[me])
             gpu.copy_gmem_to_smem(v.at[b, own, g], v_tile, own_came.at[me])
@@ -214,20 +207,13 @@ def by_keys_and_values(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, 
         def _():
             gpu.set_max_registers(24, action="decrease")
 
-            def send(i, _):
-                slot, (h, at) = lax.rem(i, jnp.int32(DKV_STAGES)), place(i)
+            def copies(i):
+                h, at = place(i)
                 there = pl.ds(at, DKV_QUERIES)
-                for given, tiles, numbers, number_tiles, came, done in (
-                        (q, q_tiles, lse, lse_tiles, q_came, q_done),
-                        (pull, pull_tiles, delta, delta_tiles, pull_came, pull_done)):
-                    @pl.when(i >= DKV_STAGES)
-                    def _(done=done):
-                        gpu.barrier_wait(done.at[slot])
-                    gpu.copy_gmem_to_smem(given.at[b, there, h], tiles.at[slot], came.at[slot])
-                    gpu.copy_gmem_to_smem(numbers.at[b, h, there], number_tiles.at[slot], came.at[slot])
+                return ((q_came, (q.at[b, there, h], q_tiles), (lse.at[b, h, there], lse_tiles)),
+                        (pull_came, (pull.at[b, there, h], pull_tiles), (delta.at[b, h, there], delta_tiles)))
 
-            lax.fori_loop(0, steps * (H // G), send, None)
-            drain(steps * (H // G), q_done, pull_done)
+            feed(steps * (H // G), DKV_STAGES, copies, q_done, pull_done)
 
     own, sent = swizzled((COMPUTING, HEIGHT, K), dtype), swizzled((DKV_STAGES, DKV_QUERIES, K), dtype)
     numbers = gpu.SMEM((DKV_STAGES, DKV_QUERIES), jnp.float32)

@@ -21,7 +21,7 @@ from jaxtrain.kernels.attention.mosaic_tiles import (
     HEIGHT,
     ROWS,
     across,
-    drain,
+    feed,
     filled,
     load,
     product,
@@ -115,16 +115,11 @@ def forward(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, seen_BNT: j
             gpu.set_max_registers(40, action="decrease")
             g = lax.div(h, jnp.int32(H // G))
 
-            def send(i, _):
-                slot, there = lax.rem(i, jnp.int32(STAGES)), pl.ds((lowest + i) * KEYS, KEYS)
-                for given, tiles, came, done in ((k, k_tiles, k_came, k_done), (v, v_tiles, v_came, v_done)):
-                    @pl.when(i >= STAGES)
-                    def _(done=done):
-                        gpu.barrier_wait(done.at[slot])
-                    gpu.copy_gmem_to_smem(given.at[b, there, g], tiles.at[slot], came.at[slot])
+            def copies(i):
+                there = pl.ds((lowest + i) * KEYS, KEYS)
+                return (k_came, (k.at[b, there, g], k_tiles)), (v_came, (v.at[b, there, g], v_tiles))
 
-            lax.fori_loop(0, steps, send, None)
-            drain(steps, k_done, v_done)
+            feed(steps, STAGES, copies, k_done, v_done)
 
     return gpu.kernel(
         body, out_type=(jax.ShapeDtypeStruct(q_BTHK.shape, dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)),

@@ -4,6 +4,7 @@ Shape suffixes: Q queries and S keys of a tile.
 """
 
 import math
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -73,11 +74,24 @@ def hidden(number: jax.Array) -> jax.Array:
     return lax.optimization_barrier(number)
 
 
-def drain(steps: jax.Array, *barriers: Any) -> None:
-    """Wait until the last tile in each place of shared memory was used, as each of the tiles before."""
-    for barrier in barriers:
-        for slot in range(barrier.shape[0]):
-            pl.when(slot < steps)(partial(gpu.barrier_wait, barrier.at[slot]))
+def feed(steps: jax.Array, stages: int, copies: Callable[[jax.Array], Iterable[tuple]], *used: Any) -> None:
+    """Copy the tiles of each step to the next place in shared memory, and wait until all of them were used.
+
+    copies: a step -> for each kind of tiles the barriers that tell that one came, and pairs: what to copy, and all
+    places for it.
+    used: for each kind of tiles the barriers that tell that the one in a place was used.
+    """
+    def send(i, _):
+        slot = lax.rem(i, jnp.int32(stages))
+        for done, (came, *pairs) in zip(used, copies(i), strict=True):
+            pl.when(i >= stages)(partial(gpu.barrier_wait, done.at[slot]))
+            for given, places in pairs:
+                gpu.copy_gmem_to_smem(given, places.at[slot], came.at[slot])
+
+    lax.fori_loop(0, steps, send, None)
+    for done in used:
+        for slot in range(stages):
+            pl.when(slot < steps)(partial(gpu.barrier_wait, done.at[slot]))
 
 
 def across(numbers: jax.Array, tile: tuple[int, int], dimension: int = 0) -> jax.Array:
