@@ -128,7 +128,7 @@ def _columns(figures: Mapping[str, str], width: int) -> list[Any]:
     """Return lines of names and values in as many columns as there is room for."""
     from rich.text import Text
 
-    cells, many = [(name, plain(words)) for name, words in figures.items()], 1
+    cells, many, sizes = [(name, plain(words)) for name, words in figures.items()], 1, []
     for many in range(len(cells), 0, -1):
         sizes = [tuple(max(map(len, part)) for part in zip(*cells[column::many], strict=True))
                  for column in range(many)]

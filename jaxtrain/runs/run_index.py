@@ -24,7 +24,7 @@ from jaxtrain.runs.recorded_run import RecordedRun
 
 TAIL = 2**16  # bytes: the newest lines of a log
 DEPTH = 4  # folders below the root
-_LARGER = (TAIL, 2**24)  # until there is the line of a step
+_LARGER = 2**24  # where the last TAIL bytes have no line of a step
 _OWN = {"checkpoints", "ledger", "heartbeats", "jobs", "tokenizer", "gates", "profiles", "hangs", "trackers",
         *TRACKERS}  # folders of a run, in which there are no other runs
 _SMALL_FILES = ("config.json", "run.json", tags.FILE)
@@ -115,11 +115,8 @@ def summary(workdir: str | Path, now: float | None = None) -> Summary:
 
 def _newest_lines(workdir: Path) -> RecordedRun:
     """Return a run of which only the newest lines were read."""
-    for last in _LARGER:
-        run = RecordedRun(workdir, last)
-        if len(run.steps):
-            break
-    return run
+    run = RecordedRun(workdir, TAIL)
+    return run if len(run.steps) else RecordedRun(workdir, _LARGER)
 
 
 def hourly(run: RecordedRun) -> float:

@@ -127,11 +127,10 @@ class RunCurves:
 def names(workdirs: Sequence[Path]) -> list[str]:
     """Return what to call runs: the last parts of their paths, as many as tell them apart."""
     parts = [[part for part in workdir.absolute().parts if part != workdir.anchor] for workdir in workdirs]
-    for count in range(1, max(map(len, parts)) + 1):
-        short = ["/".join(one[-count:]) for one in parts]
-        if len(set(short)) == len(short):
-            break
-    return redacted(short)
+    lengths = range(1, max(map(len, parts)) + 1)
+    shorter = (["/".join(one[-count:]) for one in parts] for count in lengths)
+    return redacted(next((short for short in shorter if len(set(short)) == len(short)),
+                         ["/".join(one) for one in parts]))
 
 
 def charts(runs: Sequence[RunCurves]) -> list[Chart]:
