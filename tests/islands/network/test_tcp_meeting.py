@@ -7,6 +7,7 @@ import ssl
 import stat
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -137,6 +138,32 @@ def test_a_transfer_that_is_cut_goes_on_where_it_was(island, served, monkeypatch
         proxy.down, proxy.cut_after = 0, [11 * size // 2, 9 * size // 2, None]
         assert two.content(hashlib.sha256(content).hexdigest()) == content
         assert proxy.cuts == 4 and len(content) < proxy.down < 1.6 * len(content)
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_transfer_of_more_time_than_its_patience_may_be_cut(island, served, monkeypatch, way):
+    """Each answer takes 100 s: what counts is how long ago the last one was, not when the transfer began."""
+    content, receive, clock = os.urandom(12 * frames.PART), frames.receive, [0.0]
+
+    def slow(line):
+        answer = receive(line)
+        clock[0] += 100
+        return answer
+
+    if way == "down":
+        island(0).offer(*offered(0, 0, content))
+        island(1).offer(*offered(1, 0, b"two"))
+    with CuttingProxy(served.port) as proxy:
+        monkeypatch.setattr(tcp_meeting, "PAUSE", (0.3, 0.3))
+        monkeypatch.setattr(tcp_meeting, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        monkeypatch.setattr(tcp_meeting, "frames", SimpleNamespace(send=frames.send, receive=slow, PART=frames.PART))
+        meeting = island(0 if way == "up" else 1, proxy.port, patience=250.0)
+        proxy.cut_after = [19 * frames.PART // 2, None]
+        if way == "up":
+            meeting.offer(*offered(0, 0, content))
+        else:
+            assert meeting.content(hashlib.sha256(content).hexdigest()) == content
+        assert proxy.cuts == 1 and clock[0] > 1000
 
 
 def test_a_content_that_was_damaged_is_sent_again(island, served):
