@@ -175,6 +175,17 @@ def test_one_that_joins_with_overlap_reads_contents_before_it_offers():
     assert MeetingAhead(found.meeting).content(found.meeting.log[0].contributions[0].sha256)
 
 
+def test_with_overlap_the_others_contents_are_fetched_ahead_and_not_the_island_s_own():
+    found, taken = few(3), []
+    found.train(3)
+    (entry,), content = found.meeting.log, found.meeting.content
+    found.meeting.content = lambda sha256: taken.append(sha256) or content(sha256)
+    ahead, (own, *others) = MeetingAhead(found.meeting), entry.contributions
+    ahead.offer(own, content(own.sha256))
+    assert [ahead.content(offer.sha256) for offer in others] == [content(offer.sha256) for offer in others]
+    assert taken == [offer.sha256 for offer in others]
+
+
 def test_an_island_that_leaves_is_not_waited_for():
     found = few(2)
     found.train(3)
