@@ -82,10 +82,10 @@ class TrainingStorm(Storm):
         kept = {"sync": ("params", "momentum"), "async": ("params", "momentum", "arrived")}[self.mode]
         optimizer = OuterOptimizer(IslandsConfig.learning_rate, IslandsConfig.momentum, self.islands,
                                    IslandsConfig.age_decay)
-        (first, old), (last, new) = sorted(
+        (first, old), (last, new) = (
             (int(path.name.partition("-")[0]), dict(zip(kept, np.split(np.fromfile(path, "<f4"), len(kept)),
                                                         strict=True)))
-            for path in (self.folder / "log" / "snapshots").iterdir())
+            for path in sorted((self.folder / "log" / "snapshots").iterdir())[-2:])
         for entry in entries:
             came = [np.fromfile(self.folder / "log" / "contents" / offer.sha256, "<f4")
                     for offer in entry.contributions] if first < entry.number <= last else []
