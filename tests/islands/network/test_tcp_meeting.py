@@ -1,6 +1,7 @@
 """The log as islands reach it by TCP: what is offered, what is read, and what happens when connections are cut."""
 
 import hashlib
+import itertools
 import os
 import socket
 import ssl
@@ -277,8 +278,10 @@ def test_an_island_gives_signs_of_life_while_it_trains(island, served):
 
 def test_a_coordinator_that_stays_away_is_an_oserror(island, served, monkeypatch, capsys):
     """And the island says how to start it, again and again."""
+    looks = itertools.count()  # a hundredth of a second each: its patience is some attempts, however long they take
+    monkeypatch.setattr(tcp_meeting, "time", SimpleNamespace(monotonic=lambda: next(looks) / 100))
     monkeypatch.setattr(tcp_meeting, "TELL_S", 0.0)
-    meeting = island(0, patience=0.2)
+    meeting = island(0, patience=0.3)
     assert meeting.entries(0, 0) == []
     served.stop()
     with pytest.raises(OSError, match="the coordinator of the islands is out of reach"):
