@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -204,9 +205,9 @@ def lose_rounds(network, journal, rounds, count, rng, done):
 
 
 def positions(journal):
-    """Return how many entries a log has."""
+    """Return how many entries a log has, of which its journal may have the newest ones only."""
     with contextlib.suppress(FileNotFoundError):
-        return journal.read_bytes().count(b'{"entry":')
+        return max(map(int, re.findall(rb'{"entry":{"number":(\d+),', journal.read_bytes())), default=0)
     return 0
 
 
