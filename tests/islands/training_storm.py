@@ -25,7 +25,7 @@ from jaxtrain.islands.outer_optimizer import OuterOptimizer
 from tests.islands.storm import FAULTS, ROOT, Storm
 
 STEPS, EVERY, ROWS = 120, 10, 4
-ISLANDS = {"sync": 2, "async": 2, "gossip": 3}  # two that gossip would be equal: of three, one in turn is alone
+ISLANDS = {"sync": 2, "async": 2, "gossip": 3}  # two that gossip would be equal: of three, one is alone in each round
 
 
 class TrainingStorm(Storm):
