@@ -11,7 +11,8 @@ Islands train a small GPT in processes of their own, on CPUs that are shared and
 networks, each inner step is made to last `--step_s`: an accelerator's time for a step. The clock runs from the common
 start, after compilation, to the end of the last exchange, without evaluations. The loss is that of the island that was
 done last; of gossip no island has the parameters of another one. A lost round is one in which an island's link is down
-until the round is closed without it.
+until the round is closed without it. "Planned" is what `jaxtrain plan --link` says of as many such steps, with nothing
+lost and no time for TLS, hashes and the outer optimizer.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -82,7 +84,8 @@ def island(settings):
             evaluating += time.perf_counter() - at
     tokens = run.train_batches.tokens(steps)
     print(json.dumps({"curve": curve, "wait_s": waited, "sent": sent, "received": received, "tokens": tokens,
-                      "step_s": busy / steps}), flush=True)
+                      "step_s": busy / steps, "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params))}),
+          flush=True)
 
 
 def relay(coordinator, delay_s):
@@ -202,9 +205,9 @@ def lose_rounds(network, journal, rounds, count, rng, done):
 
 
 def positions(journal):
-    """Return how many entries a log has."""
+    """Return how many entries a log has, of which its journal may have the newest ones only."""
     with contextlib.suppress(FileNotFoundError):
-        return journal.read_bytes().count(b'{"entry":')
+        return max(map(int, re.findall(rb'{"entry":{"number":(\d+),', journal.read_bytes())), default=0)
     return 0
 
 
@@ -255,6 +258,18 @@ def measured(args, mode, network_name):
         network.close()
 
 
+def planned(args, mode, rate, parameters):
+    """Return how long the plan's closed form says that the steps of a mode take, at the port of a coordinator."""
+    from jaxtrain.config.sections.island_keys import IslandsConfig
+    from jaxtrain.plan.cost import island_time
+
+    link = float(rate.removesuffix("mbit")) * 1e6 / 8 if rate.endswith("mbit") else float(rate[0]) * 1e9 / 8
+    name = "DiLoCo" if mode in ("synchronous", "diloco") else mode  # here all of them meet at the coordinator
+    found = island_time.modes(IslandsConfig(count=args.islands, **modes(args.every)[mode]), args.step_s, parameters,
+                              link, port=link, latency=args.delay_ms / 1000)
+    return args.steps * next(one.seconds for one in found if one.name == name)
+
+
 def main():
     """Parse the flags, and print a line for each mode and network."""
     if sys.argv[1:2] == ["--island"]:
@@ -273,17 +288,19 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of which islands are cut off, and when")
     parser.add_argument("--log", type=argparse.FileType("a"), default=subprocess.DEVNULL, help="errors of islands")
     args = parser.parse_args()
-    print("| network | mode | wall time, s | waited, s | loss | loss at 1/4, 1/2, 3/4 | MB sent, received | lost |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    print("| network | mode | wall time, s | planned, s | waited, s | loss | loss at 1/4, 1/2, 3/4 | MB sent, received "
+          "| lost |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for network_name in args.networks:
         for mode in args.modes:
             found = measured(args, mode, network_name)
             last = max(found["islands"], key=lambda one: one["curve"][-1][0])  # it has the end of the log
             wall = last["curve"][-1][0]
             quarters = ", ".join(f"{loss:.3f} ({at:.0f} s)" for at, loss in last["curve"][:-1])
-            print(f"| {network_name} | {mode} | {wall:.1f} | {last['wait_s']:.1f} | {last['curve'][-1][1]:.4f} | "
-                  f"{quarters} | {last['sent'] / 1e6:.1f}, {last['received'] / 1e6:.1f} | {found['lost']} |",
-                  flush=True)
+            plan = planned(args, mode, NETWORKS[network_name][0], last["parameters"])
+            print(f"| {network_name} | {mode} | {wall:.1f} | {plan:.1f} | {last['wait_s']:.1f} | "
+                  f"{last['curve'][-1][1]:.4f} | {quarters} | {last['sent'] / 1e6:.1f}, {last['received'] / 1e6:.1f} | "
+                  f"{found['lost']} |", flush=True)
             print(json.dumps(found), file=sys.stderr, flush=True)
 
 

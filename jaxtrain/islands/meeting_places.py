@@ -63,7 +63,7 @@ def all_of(entry: Entry) -> Sequence[Offer]:
 
 
 class MeetingAhead:
-    """A meeting that looks for the entry of an offer, and fetches its contents, before anyone asks."""
+    """A meeting that looks for the entry of an offer, and fetches the others' contents, before anyone asks."""
 
     def __init__(self, meeting: Meeting, needed: Callable[[Entry], Sequence[Offer]] = all_of):
         """Look ahead in a meeting that any thread may use. `needed`: the offers of an entry whose contents it takes."""
@@ -75,14 +75,15 @@ class MeetingAhead:
         """Offer progress, and begin to look for its entry."""
         self._meeting.offer(offer, content)
         self._contents.clear()
-        self._looking = threading.Thread(target=self._look, args=(offer.base,), name="islands-ahead", daemon=True)
+        self._looking = threading.Thread(target=self._look, args=(offer,), name="islands-ahead", daemon=True)
         self._looking.start()
 
-    def _look(self, base: int) -> None:
+    def _look(self, own: Offer) -> None:
         try:
-            for entry in self._meeting.entries(base, AHEAD_S):
+            for entry in self._meeting.entries(own.base, AHEAD_S):
                 for offer in self._needed(entry):
-                    self._contents[offer.sha256] = self._meeting.content(offer.sha256)
+                    if offer.sha256 != own.sha256:
+                        self._contents[offer.sha256] = self._meeting.content(offer.sha256)
         except (OSError, LookupError, Unanswered):  # whoever asks in earnest gets the same, and reports it
             return
 

@@ -164,12 +164,6 @@ class OuterLog:
         with self._changed:
             os.replace(path, self._snapshot(position, sha256))
             atomic_files.sync(self.folder / "snapshots")
-            for old in self.snapshots()[:-2]:
-                self._snapshot(*old).unlink(missing_ok=True)
-            kept = self._kept()
-            for content in (self.folder / "contents").iterdir():
-                if content.name not in kept:
-                    content.unlink(missing_ok=True)
             self._compact()
         return True
 
@@ -205,7 +199,13 @@ class OuterLog:
             self._changed.notify_all()
 
     def _compact(self) -> None:
-        """Put a summary in the place of entries that are not served any more."""
+        """Delete what is not served any more, and put a summary in the place of such entries."""
+        for old in self.snapshots()[:-2]:
+            self._snapshot(*old).unlink(missing_ok=True)
+        kept = self._kept()
+        for content in (self.folder / "contents").iterdir():
+            if content.name not in kept:
+                content.unlink(missing_ok=True)
         if self._coordinator.begins < (trimmed := self.trimmed):
             with self._or_failed():
                 self._journal.compact(trimmed)

@@ -117,7 +117,9 @@ def between_islands(config: Any, guess: Estimate, link: float) -> str:
     run = build(guess.config, devices=guess.devices, platform=guess.target.described)
     size = sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params))
     rate = link * 1e9 / 8
-    return island_time.table(island_time.modes(config.islands, guess.seconds, size, rate), rate)
+    found, at_port = (island_time.modes(config.islands, guess.seconds, size, rate, port=port)
+                      for port in (math.inf, rate))
+    return island_time.table(found, at_port, rate)
 
 
 def place(flags: argparse.Namespace) -> tuple[targets.Target, int]:

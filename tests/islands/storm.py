@@ -40,7 +40,8 @@ class Storm:
     timeouts, lease = (0.1, 0.5, 2), 4
 
     def __init__(self, folder: Path, seed: int, islands=3, units=20, mode="sync", with_store=False):
-        self.folder, self.rng, self.islands, self.units = folder, random.Random(seed), islands, units
+        self.folder, self.rng, self.mode = folder, random.Random(seed), mode
+        self.islands, self.units = islands, units
         certificates.make(folder / "keys", range(islands))
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]

@@ -1,6 +1,5 @@
-"""Islands against plain DiLoCo, the same bits on all of them, and what becomes of an island that is late or new."""
+"""The same bits on all islands, and what becomes of an island that is late, new, stopped or another's twin."""
 
-import functools
 from dataclasses import replace
 
 import jax
@@ -11,141 +10,11 @@ from jaxtrain.errors import UserError
 from jaxtrain.islands.meeting import Entry, Offer
 from jaxtrain.islands.meeting_places import MeetingAhead
 from jaxtrain.islands.outer_exchange import Exchange
-from jaxtrain.islands.outer_optimizer import OuterOptimizer
-from jaxtrain.islands.payload import make_payload
 from jaxtrain.train_step.optimizers import ema, outer
-from tests.islands import plain_diloco
-from tests.islands.archipelago import Archipelago, assert_same_bits, numbers, outer_state
+from tests.islands.archipelago import assert_same_bits, numbers, outer_state
 from tests.islands.memory_meeting import MemoryMeeting, OutOfReach
-from tests.islands.test_island_runs import built, islands, rows_of
-from tests.numerics import reference
-
-KEYS = dict(islands__count=3, islands__every=4, optimizer__eps=1e-3, data__global_batch_size=8)
-ONE, FSDP, TENSOR = (1, 1, 1), (1, 2, 1), (1, 1, 2)
-
-
-@functools.cache
-def island(mesh=ONE, **keys):
-    run = reference.build("gpt2", mesh, **(KEYS | keys))
-    return run, reference.compiled(run)
-
-
-def batch(step, number):
-    return reference.batch(100 * number + step, 8)
-
-
-def archipelago(meshes=(ONE, ONE, ONE), mode="sync", keys=None, **section):
-    runs, steps = zip(*(island(mesh, **(keys or {})) for mesh in meshes), strict=True)
-    section = dict(count=len(meshes)) | section
-    meeting = MemoryMeeting(len(meshes), mode)
-    return Archipelago(runs, steps, [reference.start(run) for run in runs], meeting, batch, mode=mode, **section)
-
-
-@functools.cache
-def plain():
-    """The plain step, which neither the mesh nor the way of the exchange changes."""
-    return plain_diloco.inner(island(FSDP)[0].config)
-
-
-def check(found, masks=(1,), steps=16, **section):
-    """The islands' parameters and losses are those of plain DiLoCo, and their outer states equal to the bit."""
-    found.train(steps)
-    c = found.config
-    params, outer, losses = plain_diloco.train(
-        plain(), reference.initial(), batch, steps=steps, islands=c.count,
-        every=c.every, rate=c.learning_rate, momentum=c.momentum, masks=masks, overlap=c.overlap, blend=c.blend)
-    np.testing.assert_allclose(found.losses, losses, rtol=2e-5)
-    for state, want in zip(found.states, params, strict=True):
-        error, leaf = reference.worst(numbers(state.params), want, floor=0.1)
-        assert error < 2e-5, f"{leaf} is off by {error:.1e}"
-    error, leaf = reference.worst(outer_state(found.states[0])["params"], outer, floor=0.1)
-    assert error < 2e-5, f"the outer {leaf} is off by {error:.1e}"
-    for state in found.states[1:]:
-        assert_same_bits(outer_state(state), outer_state(found.states[0]))
-
-
-@pytest.mark.exhaustive  # as the next one
-def test_diloco_is_the_paper_s():
-    check(archipelago())
-
-
-@pytest.mark.slow
-def test_islands_with_meshes_of_their_own():
-    check(archipelago((ONE, FSDP, TENSOR)))
-
-
-@pytest.mark.slow
-def test_adapters_in_float16_with_an_average_are_those_of_plain_training_to_the_bit():
-    """Of one island that talks after every step: the loss scale, moments and average are not the exchange's."""
-    keys = dict(lora__rank=2, train__precision="float16", train__accumulation=2, train__ema_decay=0.9,
-                data__global_batch_size=8, model__num_layers=1)
-    talks = dict(islands__count=1, islands__every=1, islands__learning_rate=1.0, islands__momentum=0.0)
-    plain, alone = (reference.build("llama", ONE, **keys, **more) for more in ({}, talks))
-    exchange = Exchange(alone.config.islands, alone.abstract, alone.layout.axes, MemoryMeeting(1))
-    (want, step), (got, island) = ((run.init(), reference.compiled(run)) for run in (plain, alone))
-    got = exchange.begin(0, got)
-    for n in range(4):
-        rows = reference.batch(n, 8)
-        want, _ = step(want, plain.place(rows))
-        got, metrics = island(got, alone.place(rows))
-        got = exchange.after(n + 1, got)
-    assert int(metrics["skipped"]) < 4
-    assert_same_bits(*(numbers((state.params, state.extras["ema"], state.opt_state, state.loss_scale))
-                       for state in (got, want)))
-
-
-def masks():
-    """Two fragments of two layers: of the rest, the largest array is in the first, and all others in the second."""
-    def mask(fragment):
-        def one(path, leaf):
-            keys = [key.key for key in path]
-            if keys[0] == "blocks":
-                return (np.arange(len(leaf)) == fragment).astype(np.float32).reshape(-1, *[1] * (leaf.ndim - 1))
-            return np.float32((keys == ["embed", "table"]) == (fragment == 0))
-        return jax.tree_util.tree_map_with_path(one, reference.initial())
-    return mask(0), mask(1)
-
-
-@pytest.mark.exhaustive  # as the next one
-def test_streaming_is_the_paper_s():
-    check(archipelago(fragments=2, overlap=1), masks(), steps=15)
-
-
-@pytest.mark.slow
-def test_streaming_on_meshes_of_their_own():
-    check(archipelago((FSDP, TENSOR), fragments=2, overlap=1), masks(), steps=15)
-
-
-# ------------------------------------------------------------------------------------ a tiny model, and islands at will
-
-@functools.cache
-def tiny():
-    run = built(**islands(3))
-    return run, run.compiled(run.batch(0))
-
-
-def few(count=3, mode="sync", max_age=None, dropped=16, into=None, **section):
-    """Islands of a tiny model."""
-    runs, steps = zip(*[tiny() if not section.get("compression") else lossy(section["compression"])] * count,
-                      strict=True)
-    return Archipelago(runs, steps, [run.init() for run in runs], into or MemoryMeeting(count, mode, max_age), rows_of,
-                       mode=mode, count=count, max_age=dropped, **section)
-
-
-@functools.cache
-def lossy(compression):
-    run = built(**islands(3, compression=compression))
-    return run, run.compiled(run.batch(0))
-
-
-def agree(found):
-    """All islands that are at the end of the log have the same outer state."""
-    for state in found.states[1:]:
-        assert_same_bits(shared(state), shared(found.states[0]))
-
-
-def shared(state):
-    return {name: tree for name, tree in outer_state(state).items() if name not in ("unsent", "open")}
+from tests.islands.test_island_runs import rows_of
+from tests.islands.tiny_islands import agree, few, shared, tiny
 
 
 def test_the_same_bits_on_all_islands_and_the_outer_parameters_as_their_own():
@@ -306,6 +175,17 @@ def test_one_that_joins_with_overlap_reads_contents_before_it_offers():
     assert MeetingAhead(found.meeting).content(found.meeting.log[0].contributions[0].sha256)
 
 
+def test_with_overlap_the_others_contents_are_fetched_ahead_and_not_the_island_s_own():
+    found, taken = few(3), []
+    found.train(3)
+    (entry,), content = found.meeting.log, found.meeting.content
+    found.meeting.content = lambda sha256: taken.append(sha256) or content(sha256)
+    ahead, (own, *others) = MeetingAhead(found.meeting), entry.contributions
+    ahead.offer(own, content(own.sha256))
+    assert [ahead.content(offer.sha256) for offer in others] == [content(offer.sha256) for offer in others]
+    assert taken == [offer.sha256 for offer in others]
+
+
 def test_an_island_that_leaves_is_not_waited_for():
     found = few(2)
     found.train(3)
@@ -363,75 +243,6 @@ def test_one_that_is_late_and_stopped_offers_again_what_it_would_have(mode, over
     for got, again in others:
         assert_same_bits(got, want)
         assert again == log
-
-
-@pytest.mark.parametrize("compression", ["int4", *(pytest.param(name, marks=pytest.mark.exhaustive)
-                                                   for name in ("bfloat16", "int8", "top_k"))])
-def test_what_is_sent_in_few_bits_is_the_same_on_all_islands(compression):
-    found = few(compression=compression)
-    found.train(12)
-    agree(found)
-    exact = few()
-    exact.train(12)
-    moved, lost = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (
-        jax.tree.map(lambda a, b: a - b, numbers(exact.states[0].params), numbers(tiny()[0].init().params)),
-        jax.tree.map(lambda a, b: a - b, numbers(exact.states[0].params), numbers(found.states[0].params))))
-    # top_k sends one value of 40 in each exchange: the rest is remembered.
-    share = {"bfloat16": 0.01, "int8": 0.02, "int4": 0.2, "top_k": 1}[compression]
-    assert np.linalg.norm(lost) < share * np.linalg.norm(moved)
-
-
-def test_parameters_of_another_model_or_compressed_otherwise_are_refused_in_one_sentence():
-    vector = np.zeros(64, np.float32)
-    for mine, other, size in (("none", "int8", 64), ("int8", "none", 64), ("int8", "int4", 64), ("none", "none", 32)):
-        content, _ = make_payload(other).encode(vector)
-        with pytest.raises(UserError, match=r"^islands.meeting: another island sent param"):
-            make_payload(mine).decode(content, size)
-
-
-def test_what_a_codec_loses_is_sent_later():
-    """Of one island that sends one value of 24: its parameters are the outer ones but for what is remembered."""
-    found = few(1, compression="top_k", learning_rate=1.0, momentum=0.0)
-    exchange, state, before = found.exchanges[0], found.states[0], 0.0
-    for step in range(1, 4):
-        state, _ = found.steps[0](state, found.runs[0].place(rows_of(step, 0)))
-        own = vector(state.params)
-        state = exchange.finish(3 * step, exchange.offer(3 * step, state))
-        outer = outer_state(state)
-        np.testing.assert_allclose(own, vector(outer["params"]) - vector(outer["unsent"]) + before, atol=1e-6)
-        before = vector(outer["unsent"])
-        assert np.count_nonzero(before) > 30
-
-
-def vector(tree):
-    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(numbers(tree))])
-
-
-def test_an_update_of_each_island_as_it_arrives_makes_the_step_of_all_together():
-    old = {name: np.float32([1, 2]) * scale for name, scale in (("params", 1), ("momentum", 0.1), ("arrived", 0))}
-    came = [np.float32([0.5, -1]), np.float32([0.25, 2]), np.float32([-1, 0.125])]
-    optimizer = OuterOptimizer(0.7, 0.9, 3, age_decay=0.5)
-    together = optimizer.together(old, came, [1, 1, 1], exact=False)
-    for number, one in enumerate(came, 1):
-        old = optimizer.arrived(old, one, number, age=number - 1)
-    np.testing.assert_allclose(old["params"], together["params"], rtol=1e-6)
-    np.testing.assert_allclose(old["momentum"], together["momentum"], rtol=1e-6)
-    # Three entries older than at equal speed is one round: it counts 1 / sqrt(2).
-    late = optimizer.arrived({**old, "params": np.zeros(2, np.float32)}, came[0], 1, age=5)["params"]
-    np.testing.assert_allclose(late, -0.7 / 3 / np.sqrt(2) * came[0], rtol=1e-6)
-
-
-def test_what_blending_and_overlap_leave_of_the_outer_step():
-    """Of steady progress outer parameters make a (1 - (1 - b) t) / (1 + b (a - 1)) times as much: docs/islands.md."""
-    for blend, times in ((0.0, 1.5 * 0.5), (0.25, 1.5 * 0.625 / 1.125)):
-        found = few(1, every=2, overlap=1, blend=blend, momentum=0.5, learning_rate=0.75)
-        state, exchange = found.states[0], found.exchanges[0]
-        for step in range(1, 26):
-            state = replace(state, params=jax.tree.map(lambda p: p + 1, state.params))
-            before, state = state, exchange.after(step, state)
-        moved = jax.tree.map(np.subtract, outer_state(state)["params"], outer_state(before)["params"])
-        for leaf in jax.tree.leaves(moved):
-            np.testing.assert_allclose(leaf, 2 * times, rtol=1e-3)
 
 
 def test_an_asynchronous_island_waits_for_its_own_entry_however_many_come_before():

@@ -129,7 +129,10 @@ def with_snapshots(folder):
 
 
 def test_a_kill_in_a_compaction_leaves_the_same_log(tmp_path, monkeypatch):
-    """At any of its calls to the file system; what was told before a summary does nothing after it."""
+    """At any of its calls to the file system; what was told before a summary does nothing after it.
+
+    What is not served any more goes when it starts again, if it did not before.
+    """
     kills = 0
     for last in range(100):
         folder, calls = tmp_path / f"{last}", itertools.count()
@@ -143,22 +146,26 @@ def test_a_kill_in_a_compaction_leaves_the_same_log(tmp_path, monkeypatch):
 
         for log, position in with_snapshots(folder):
             with contextlib.suppress(Killed), monkeypatch.context() as patch:
-                for name in ("open", "fsync", "replace", "unlink") if position == 4 else ():
+                for name in ("open", "fsync", "replace", "unlink") if position == 6 else ():
                     patch.setattr(os, name, may_crash(getattr(os, name)))
                 log.put_snapshot(position, b"state %d" % position)
-            if position == 4:
+            if position == 6:
                 kills += (killed := next(calls) > last)
                 log.close()
                 log = OuterLog(folder, Policy(islands=2))
-                assert log.position == 4 and log._coordinator.begins == log.trimmed
-                for base in range(4):
+                assert log.position == 6 and log._coordinator.begins == log.trimmed
+                for base in range(6):
                     assert not log.wants(offered(1, base, b"again")[0])
-                assert [entry.number for entry in log.entries(log.trimmed, 0)] == list(range(log.trimmed + 1, 5))
+                entries = log.entries(log.trimmed, 0)
+                assert [entry.number for entry in entries] == list(range(log.trimmed + 1, 7))
+                assert {path.name for path in (folder / "contents").iterdir()} == {
+                    offer.sha256 for entry in entries for offer in entry.contributions}
+                assert len(list((folder / "snapshots").iterdir())) == 2
                 log.close()
                 break
         if not killed:
             break
-    assert kills > 10 and log.trimmed == 2
+    assert kills > 15 and log.trimmed == 4
 
 
 def test_a_journal_begins_with_a_summary_of_what_is_not_served(tmp_path, capsys):

@@ -80,7 +80,7 @@ class TcpMeeting:
     def content(self, sha256: str) -> bytes:
         """Return the content of an offer in the log, as `Meeting` says."""
         content = bytearray()  # what has come stays when a connection is lost
-        self._tried(lambda line: _fetch(line, sha256, content))
+        self._tried(lambda line: _fetch(line, sha256, content, self._note))
         if hashlib.sha256(content).hexdigest() != sha256:
             raise OSError(f"{self._address} sent another content than {sha256}")
         return bytes(content)
@@ -208,7 +208,7 @@ def _ask_all(line: ssl.SSLSocket, requests: Iterable[tuple[dict[str, Any], bytes
         yield header, body
 
 
-def _fetch(line: ssl.SSLSocket, sha256: str, content: bytearray) -> None:
+def _fetch(line: ssl.SSLSocket, sha256: str, content: bytearray, note: Callable[[], None]) -> None:
     """Receive what a content lacks; parts come in order, and what has come is kept if the connection is lost."""
     def missing(size: int) -> Iterator[tuple[dict[str, Any], bytes]]:
         for start in range(len(content), size, frames.PART):
@@ -216,7 +216,7 @@ def _fetch(line: ssl.SSLSocket, sha256: str, content: bytearray) -> None:
 
     header, body = _ask(line, {"op": "get", "sha256": sha256, "start": len(content)})
     content += body
-    for _, body in _ask_all(line, missing(header["size"])):
+    for _, body in _ask_all(line, missing(header["size"]), note):
         content += body
 
 

@@ -1,11 +1,14 @@
 """How long a step takes when islands are joined by a slow link: by synchronous training, and by each mode of islands.
 
 A closed form. An island's link carries its bytes a second in each direction at once; every exchange also waits for a
-few ways there and back. Synchronous training sums float32 gradients in a ring in every step, beside at most the
-backward pass, two thirds of the step. With a straggler, whatever waits for all islands goes at its pace; asynchronous
-islands make on average as many steps as each can.
+few ways there and back. An island's own offer goes first, and steps that overlap hide what comes after it. Where
+islands meet at a coordinator's port, its link carries what all of them send and receive: of a round at once, of
+asynchronous islands whenever one comes. Synchronous training sums float32 gradients in a ring in every step, beside at
+most the backward pass, two thirds of the step. With a straggler, whatever waits for all islands goes at its pace;
+asynchronous islands make on average as many steps as each can.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from jaxtrain.config.sections.island_keys import IslandsConfig
@@ -25,8 +28,8 @@ class Mode:
     received: float
 
 
-def modes(islands: IslandsConfig, step: float, parameters: int, link: float, *, latency: float = 0.05,
-          slowest: float = 1.0) -> list[Mode]:
+def modes(islands: IslandsConfig, step: float, parameters: int, link: float, *, port: float = math.inf,
+          latency: float = 0.05, slowest: float = 1.0) -> list[Mode]:
     """Return what a step takes in each mode, the fastest first.
 
     Args:
@@ -34,6 +37,7 @@ def modes(islands: IslandsConfig, step: float, parameters: int, link: float, *, 
         step: seconds of an island's step by itself.
         parameters: that are trained.
         link: bytes a second, each way, of an island to the others.
+        port: bytes a second, each way, of the coordinator to all islands; infinity where they meet at a store.
         latency: seconds of a way there and back.
         slowest: how many times as long the slowest island takes for a step.
     """
@@ -41,33 +45,42 @@ def modes(islands: IslandsConfig, step: float, parameters: int, link: float, *, 
                                                age_decay=IslandsConfig.age_decay, pull=IslandsConfig.pull)
     ring = 2 * others / islands.count * 4 * parameters
     talk = ring / link + 2 * others * latency / 2
-    found = [Mode("synchronous", step * slowest + max(0.0, talk - BACKWARD * step), ring, ring),
-             _exchanging("DiLoCo", apart, step * slowest, parameters, link, latency)]
+    found = [Mode("synchronous", step * slowest + max(0.0, talk - BACKWARD * step), ring, ring)]
+
+    def add(name: str, section: IslandsConfig, pace: float) -> None:
+        found.append(_exchanging(name, section, step * pace, parameters, link, port, latency))
+
+    add("DiLoCo", apart, slowest)
     if others:
-        pairs = replace(apart, mode="gossip", overlap=islands.overlap)
-        found.append(_exchanging("gossip", pairs, step * slowest, parameters, link, latency))
+        add("gossip", replace(apart, mode="gossip", overlap=islands.overlap), slowest)
     if islands.overlap or islands.fragments > 1:
-        parts = replace(apart, overlap=islands.overlap, fragments=islands.fragments)
-        found.append(_exchanging("streaming", parts, step * slowest, parameters, link, latency))
+        add("streaming", replace(apart, overlap=islands.overlap, fragments=islands.fragments), slowest)
     pace = islands.count / (others + 1 / slowest)  # harmonic mean of the islands' steps
-    found.append(_exchanging("asynchronous", apart, step * pace, parameters, link, latency))
+    add("asynchronous", replace(apart, mode="async"), pace)
     return sorted(found, key=lambda mode: mode.seconds)
 
 
-def _exchanging(name: str, islands: IslandsConfig, step: float, parameters: int, link: float, latency: float) -> Mode:
+def _exchanging(name: str, islands: IslandsConfig, step: float, parameters: int, link: float, port: float,
+                latency: float) -> Mode:
     size = BYTES[islands.compression] * parameters
     received = size * (islands.count - 1)
     if islands.mode == "gossip":  # one partner's, and the outer parameters in float32 with it
         received = size = size + 4 * parameters
-    exchange = (size + received) / islands.fragments / link + TRIPS * latency  # its own go first, then the others' come
-    exposed = max(0.0, exchange - islands.overlap * step)
-    return Mode(name, step + exposed / islands.interval, size / islands.every, received / islands.every)
+    crowd = 1 if islands.mode == "async" else islands.count  # so many at the port at once
+    byte_s = max(1 / link, crowd / port)
+    offered, answered = (part / islands.fragments * byte_s for part in (size, received))
+    behind = answered + (TRIPS - 1) * latency - islands.overlap * step  # only what comes overlaps with steps
+    exposed = offered + latency + max(0.0, behind)
+    seconds = max(step + exposed / islands.interval, islands.count * max(size, received) / port / islands.every)
+    return Mode(name, seconds, size / islands.every, received / islands.every)
 
 
-def table(found: list[Mode], link: float) -> str:
-    """Return the modes as text, the fastest first."""
-    lines = [f"by a link of {link * 8 / 1e9:g} Gbit/s between islands, a step takes:"]
+def table(found: list[Mode], at_port: list[Mode], link: float) -> str:
+    """Return the modes as text, the fastest first: at a store, and at a coordinator's port with a link of this rate."""
+    port = {mode.name: mode.seconds for mode in at_port}
+    lines = [f"by links of {link * 8 / 1e9:g} Gbit/s a step takes, where islands meet at a store and at the port of a "
+             "coordinator with such a link:"]
     for mode in found:
-        lines.append(f"  {mode.name:<14}{mode.seconds:10.4g} s, {mode.sent / 1e6:10.4g} MB sent and "
-                     f"{mode.received / 1e6:.4g} MB received")
+        lines.append(f"  {mode.name:<14}{mode.seconds:10.4g} s and {port[mode.name]:.4g} s, {mode.sent / 1e6:10.4g} MB "
+                     f"sent and {mode.received / 1e6:.4g} MB received")
     return "\n".join(lines)

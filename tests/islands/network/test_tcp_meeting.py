@@ -1,12 +1,14 @@
 """The log as islands reach it by TCP: what is offered, what is read, and what happens when connections are cut."""
 
 import hashlib
+import itertools
 import os
 import socket
 import ssl
 import stat
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -139,6 +141,32 @@ def test_a_transfer_that_is_cut_goes_on_where_it_was(island, served, monkeypatch
         assert proxy.cuts == 4 and len(content) < proxy.down < 1.6 * len(content)
 
 
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_transfer_of_more_time_than_its_patience_may_be_cut(island, served, monkeypatch, way):
+    """Each answer takes 100 s: what counts is how long ago the last one was, not when the transfer began."""
+    content, receive, clock = os.urandom(12 * frames.PART), frames.receive, [0.0]
+
+    def slow(line):
+        answer = receive(line)
+        clock[0] += 100
+        return answer
+
+    if way == "down":
+        island(0).offer(*offered(0, 0, content))
+        island(1).offer(*offered(1, 0, b"two"))
+    with CuttingProxy(served.port) as proxy:
+        monkeypatch.setattr(tcp_meeting, "PAUSE", (0.3, 0.3))
+        monkeypatch.setattr(tcp_meeting, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        monkeypatch.setattr(tcp_meeting, "frames", SimpleNamespace(send=frames.send, receive=slow, PART=frames.PART))
+        meeting = island(0 if way == "up" else 1, proxy.port, patience=250.0)
+        proxy.cut_after = [19 * frames.PART // 2, None]
+        if way == "up":
+            meeting.offer(*offered(0, 0, content))
+        else:
+            assert meeting.content(hashlib.sha256(content).hexdigest()) == content
+        assert proxy.cuts == 1 and clock[0] > 1000
+
+
 def test_a_content_that_was_damaged_is_sent_again(island, served):
     offer, content = offered(0, 0, os.urandom(2 * frames.PART))
     served.log.begin(0, offer.sha256, b"other bytes")
@@ -250,8 +278,10 @@ def test_an_island_gives_signs_of_life_while_it_trains(island, served):
 
 def test_a_coordinator_that_stays_away_is_an_oserror(island, served, monkeypatch, capsys):
     """And the island says how to start it, again and again."""
+    looks = itertools.count()  # a hundredth of a second each: its patience is some attempts, however long they take
+    monkeypatch.setattr(tcp_meeting, "time", SimpleNamespace(monotonic=lambda: next(looks) / 100))
     monkeypatch.setattr(tcp_meeting, "TELL_S", 0.0)
-    meeting = island(0, patience=0.2)
+    meeting = island(0, patience=0.3)
     assert meeting.entries(0, 0) == []
     served.stop()
     with pytest.raises(OSError, match="the coordinator of the islands is out of reach"):
