@@ -118,10 +118,11 @@ def test_no_mfu_where_steps_of_a_row_do_not_meet_all_matrices(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS[::3])
-def test_the_planner_says_none_there(name):
+@pytest.mark.parametrize("name", ["vision_language.py:tiny", "whisper.py:words"])
+def test_the_planner_says_one_where_rows_may_be_taken_to_be_full(name):
     guess = estimate(load_config(CONFIGS / name, {"mesh.fsdp": 1}), *targets.parse("h100x1", None))
-    assert guess.seconds > 0 and guess.mfu == 0 and guess.mfu_said == "" and "MFU" not in shown(guess)
+    known = name.startswith("whisper")
+    assert guess.seconds > 0 and (0 < guess.mfu < 1) == known == bool(guess.mfu_said) == ("MFU" in shown(guess))
 
 
 def test_mfu_of_a_published_run():
