@@ -2,13 +2,13 @@
 
     python -m jaxtrain.main --config=configs/deepseek_v3.py --config.data.source=/path/to/text
 
-For 2,048 accelerators of 80 GB: each of the 256 experts of a layer on a device of its own, all sharded over 8 groups of
-256 (6.9 GB of state a device, gradients included). By simulation (docs/performance.md) it takes 42 s a step and 39
-GB, where experts on 64 devices took 52 s, since less has to be gathered; half of it still waits for the exchange of
-tokens and weights. Expert load is evened out by the router's bias; no token is dropped. With
---config.model.mtp_loss_weight=0.3 one more layer learns the token after the next. Speed and loss: not measured. Text
-given as it is becomes bytes; `jaxtrain.data.prepare` makes a corpus with the published tokenizer.json. Variant:
-`:tiny`.
+For 2,048 accelerators of 80 GB: experts on groups of 4 devices and split in two, all inside a machine, and all weights
+sharded over 256 such groups. By simulation for H100 with InfiniBand (docs/performance.md) it takes 45 s a step and 58
+GB, 18 % MFU; with each of a layer's experts on a device of its own, to which tokens go over the network, it was 12 %.
+Expert load is evened out by the router's bias; what buffers have no room for takes another pass, and no token is
+dropped. With --config.model.mtp_loss_weight=0.3 one more layer learns the token after the next. Speed and loss: not
+measured. Text given as it is becomes bytes; `jaxtrain.data.prepare` makes a corpus with the published tokenizer.json.
+Variant: `:tiny`.
 """
 
 from ml_collections import ConfigDict
@@ -24,11 +24,11 @@ def get_config(variant=None):
                   "expert_mlp_dim": 2048, "shared_experts": 1, "router": "sigmoid", "router_scale": 2.5,
                   "expert_groups": 8, "expert_groups_used": 4, "router_bias_rate": 0.001, "balance_loss": 0.0001,
                   "max_seq_len": 4096, "norm_eps": 1e-6, "rope_theta": 10_000.0, "tied_embeddings": False},
-        "mesh": {"data": 2, "fsdp": -1, "expert": 256},
-        "data": {"seq_len": 4096, "global_batch_size": 14336},  # 59 million tokens
+        "mesh": {"data": 1, "fsdp": -1, "expert": 4, "tensor": 2},
+        "data": {"seq_len": 4096, "global_batch_size": 16384},  # 67 million tokens
         "optimizer": {"learning_rate": 2.2e-4, "warmup_steps": 2000, "final_fraction": 0.1,
                       "zero_stage": 3},
-        "train": {"steps": 250_000, "accumulation": 7, "remat": "attention", "eval_every": 1000},
+        "train": {"steps": 220_000, "accumulation": 2, "remat": "full", "expert_buffer": 1.25, "eval_every": 1000},
     })
     if variant == "tiny":
         config.update({
@@ -36,7 +36,7 @@ def get_config(variant=None):
                       "rope_head_dim": 8, "value_head_dim": 16, "q_rank": 48, "kv_rank": 32, "mlp_dim": 192,
                       "dense_layers": 1, "num_experts": 8, "experts_per_token": 2, "expert_mlp_dim": 48,
                       "expert_groups": 4, "expert_groups_used": 2, "max_seq_len": 64},
-            "mesh": {"data": 1, "expert": 1},
+            "mesh": {"data": 1, "expert": 1, "tensor": 1},
             "data": {"seq_len": 64, "global_batch_size": 16},
             "optimizer": {"learning_rate": 3e-3, "warmup_steps": 1, "zero_stage": 0},
             "train": {"steps": 20, "accumulation": 1, "eval_every": 10},

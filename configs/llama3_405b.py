@@ -3,7 +3,7 @@
     python -m jaxtrain.main --config=configs/llama3_405b.py --config.data.source=/path/to/text
 
 For 2,048 accelerators of 80 GB, fully sharded over all of them (3.2 GB of state a device, gradients included), one row
-on each. By simulation (docs/performance.md) that reaches 53 % MFU on H100 with InfiniBand and takes 53 GB; with tensor
+on each. By simulation (docs/performance.md) that reaches 52 % MFU on H100 with InfiniBand and takes 53 GB; with tensor
 parallelism inside groups of 8 and the same rows it was 43 %. One process a host: add --coordinator, --num_processes and
 --process_id, or start it under Slurm. It lowers for 2,048 devices on a laptop (tests/test_configs.py); speed and loss:
 not measured. Text given as it is becomes bytes; `jaxtrain.data.prepare` makes a corpus with the published

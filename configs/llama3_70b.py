@@ -3,7 +3,7 @@
     python -m jaxtrain.main --config=configs/llama3_70b.py --config.data.source=/path/to/text
 
 For 256 accelerators of 80 GB, fully sharded over all of them (4.4 GB of state a device, gradients included), two rows
-on each at a time. By simulation (docs/performance.md) that reaches 53 % MFU on H100 with InfiniBand and takes 58 GB;
+on each at a time. By simulation (docs/performance.md) that reaches 52 % MFU on H100 with InfiniBand and takes 57 GB;
 tensor parallelism inside groups of 8 with four micro-batches and full rematerialization reached 30 %. On 128 v5p add
 --config.mesh.data=2 --config.data.seq_len=4096: 58 % and 74 GB, since XLA makes all-reduces of gathers over all chips.
 One process a host: add --coordinator, --num_processes and --process_id, or start it under Slurm. It lowers for 256

@@ -51,8 +51,8 @@ def test_short_and_told(file):
     # Without the 1500 positions of the encoder, which are not trained.
     ("whisper.py:tiny", {}, 37_760_640 - 1500 * 384), ("whisper.py:large-v3", {}, 1_543_490_560 - 1500 * 1280),
     # As published, with the routers' biases (58 x 256); the layer that looks ahead has 11.6 billion more.
-    ("deepseek_v3.py", {"mesh.data": 1, "mesh.expert": 1}, 671_026_419_200),
-    ("deepseek_v3.py", {"mesh.data": 1, "mesh.expert": 1, "model.mtp_loss_weight": 0.3},
+    ("deepseek_v3.py", {"mesh.expert": 1, "mesh.tensor": 1}, 671_026_419_200),
+    ("deepseek_v3.py", {"mesh.expert": 1, "mesh.tensor": 1, "model.mtp_loss_weight": 0.3},
      671_026_419_200 + 11_610_068_224),
 ])
 def test_published_parameter_counts(name, overrides, count):
@@ -97,7 +97,7 @@ def test_tiny_trains(file, built):
     *exhaustive(("llama3_70b.py", 256, {}), ("llama3_405b.py", 256, {"data.global_batch_size": 256}),
                 ("llama3_70b.py", 2048, {"data.global_batch_size": 2048}), ("llama3_405b.py", 2048, {}),
                 ("llama3_405b.py", 2048, {"mesh.data": 4}),
-                ("deepseek_v3.py", 2048, {"mesh.data": 1, "mesh.stage": 16, "mesh.expert": 8, "mesh.fsdp": 16}),
+                ("deepseek_v3.py", 2048, {"mesh.stage": 16, "mesh.expert": 8, "mesh.fsdp": 16, "mesh.tensor": 1}),
                 ("mixtral_8x7b.py", 64, {}), ("gpt_oss_20b.py", 64, {})),
 ])
 def test_large_ones_lower_without_their_devices(name, devices, overrides):

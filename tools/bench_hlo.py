@@ -1,16 +1,18 @@
 """What XLA makes of the step for GPUs and TPUs that are not here, and whether that got worse.
 
-    JAX_PLATFORMS=cpu python tools/bench_hlo.py                  # all cases, against what they reached
-    JAX_PLATFORMS=cpu python tools/bench_hlo.py 8b_h100x8 --update
+    export JAX_PLATFORMS=cpu XLA_FLAGS=--xla_gpu_autotune_level=0
+    python tools/bench_hlo.py                  # all cases, against what they reached
+    python tools/bench_hlo.py 8b_h100x8 --update
 
 Each case of `measurements/hlo.json` is compiled for a described target (extras `aot-cuda`, `aot-tpu`), and its step is
 simulated by rooflines (`jaxtrain/plan/timeline.py`). Exit status 1 if a step is more than 2 % slower than it was, or
-uses 2 % more memory. `--update` records what is reached now. Nothing runs on an accelerator.
+uses 2 % more memory. `--update` records what is reached now, and by which compiler. Nothing runs on an accelerator.
 """
 
 import argparse
 import json
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,17 @@ from jaxtrain.plan.timeline import simulate
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = ROOT / "measurements" / "hlo.json"
+COMPILERS = {"cuda": "jax-cuda13-plugin", "tpu": "libtpu"}
 WORSE = 1.02
+
+
+def compilers(case: dict[str, Any]) -> str:
+    """Return the packages that compile a case, with their versions; "" if one of them is not installed."""
+    target, _ = parse(case["target"])
+    try:
+        return ", ".join(f"{name} {version(name)}" for name in ("jax", COMPILERS[target.platform]))
+    except PackageNotFoundError:
+        return ""
 
 
 def measure(case: dict[str, Any]) -> dict[str, float]:
@@ -67,6 +79,7 @@ def main() -> int:
         print(f"| {' | '.join(cells)} |", flush=True)
         if flags.update:
             known[name]["reached"] = {key: round(value, 4) for key, value in now.items()}
+            known[name]["compiled_by"] = compilers(known[name])
             CASES.write_text(json.dumps(known, indent=1) + "\n")
     print("\n".join(bad), file=sys.stderr)
     return bool(bad) and not flags.update

@@ -29,7 +29,7 @@ def case(name: str, config: str, target: str, devices: int, rows: int, seq_len: 
              "schedule": "pipeline.schedule", "microbatches": "pipeline.microbatches",
              "strategy": "mesh.context_strategy", "layers": "model.num_layers", "attention": "train.attention",
              "offload": "optimizer.offload", "rank": "lora.rank", "quantize": "lora.quantize",
-             "frozen": "train.frozen_dtype", "unroll": "train.unroll"}
+             "frozen": "train.frozen_dtype", "unroll": "train.unroll", "buffer": "train.expert_buffer"}
     overrides = {**ONE, "data.global_batch_size": rows, "data.seq_len": seq_len,
                  **{names.get(key, f"mesh.{key}"): value for key, value in keys.items()}}
     return {"name": name, "config": config, "target": target, "devices": devices, "overrides": overrides}
@@ -96,7 +96,7 @@ ANSWERS = [
     *answers("8B h200 {'fsdp': 4, 'tensor': 2}", "llama3_8b.py", "h200", 8, 64, 2048, fsdp=4, tensor=2),
     *answers("Gemma 3 1B h200 fsdp4", "gemma3_1b.py", "h200", 4, 64, 2048, fsdp=4),
     *answers("DeepSeek-V3 8 layers h200 {'fsdp': 8, 'expert': 8}", "deepseek_v3.py", "h200", 64, 512, 2048, fsdp=8,
-             expert=8, layers=8),
+             expert=8, layers=8, buffer=2.0),
     *answers("8B v5p fsdp8", "llama3_8b.py", "v5p", 8, 64, 2048, fsdp=8),
 ]
 

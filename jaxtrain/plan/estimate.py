@@ -10,10 +10,9 @@ import jax
 
 from jaxtrain.builder import build
 from jaxtrain.config.schema import AXES, Config
-from jaxtrain.observe.flops import flops_per_token
 from jaxtrain.parallel import experts
 from jaxtrain.parallel.compression import compressed_gradients
-from jaxtrain.plan.cost import memory, time
+from jaxtrain.plan.cost import memory, time, useful_flops
 from jaxtrain.plan.cost.memory_parts import named
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace import kernels, reader
@@ -21,7 +20,7 @@ from jaxtrain.plan.trace.program import Block
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import axis_sizes
 from jaxtrain.train_step.optimizers import ema, outer, structured_sparsity
-from jaxtrain.train_step.report import in_hosts, matmul_parameters, total
+from jaxtrain.train_step.report import in_hosts, total
 
 
 @dataclass(frozen=True)
@@ -128,10 +127,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     for op, times in block.all():
         for found in op.collectives:
             talked[found.kind, tuple(axis for axis in sizes if axis in found.axes)] += found.bytes * times
-    c = config
-    matmuls = matmul_parameters(run.abstract, run.layout, c.model, run.objective.frozen_axes)
-    per_token = flops_per_token(c.model, matmuls, c.data.seq_len, True)
-    useful = c.model.flops_known * per_token * c.data.global_batch_size * c.data.seq_len / devices
+    useful = useful_flops.of_row(run) * config.data.global_batch_size / devices
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
     return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, answering)
 

@@ -122,6 +122,11 @@ class Program:
         told = sorted((one for one in inner if one.path), key=lambda one: (not one.flops, not one.is_root))
         return told[0].path if told else instruction.path
 
+    def operand(self, instruction: Instruction, index: int) -> Array:
+        """Return the dtype and dimensions of an operand."""
+        found = self.instructions.get(instruction.operands[index]) if len(instruction.operands) > index else None
+        return found.arrays[0] if found is not None and found.arrays else ("", ())
+
     def axes(self, instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
         """Return the axes of a mesh of these sizes along which a collective joins devices."""
         try:
@@ -211,12 +216,12 @@ def _count(instruction: Instruction, made: Program) -> None:
             if product is not instruction and product.attention:
                 instruction.inner = product
             first = 2 if product.target == "tpu_custom_call" else 0  # behind the tables of blocks
-            instruction.dtype = instruction.dtype or _operand(product, first, made)[0]
+            instruction.dtype = instruction.dtype or made.operand(product, first)[0]
     if instruction.opcode in ("fusion", "fusion-start"):
         body = made.computations.get(instruction.called[0], [])
         instruction.bytes = _read_by_fusion(body, made) + _written_by_fusion(body, made)
     elif instruction.opcode == "dynamic-update-slice":  # in place
-        instruction.bytes = 2 * size(_operand(instruction, 1, made))
+        instruction.bytes = 2 * size(made.operand(instruction, 1))
     elif instruction.opcode in _SLICES:
         instruction.bytes = 2 * sum(map(size, instruction.arrays))
     elif instruction.opcode == "copy-start":  # its results name both sides
@@ -231,7 +236,7 @@ def _count_grouped(instruction: Instruction, kernel: Instruction, filled: int, m
     """Count a kernel for a grouped matmul, alone or in a fusion with slices of weights: of the rows that it is named
     after, which may be a part of the array, and of those in blocks that are computed for two groups.
     """
-    (dtype, (_, depth)), (other_dtype, other) = (_operand(kernel, index, made) for index in (1, 2))
+    (dtype, (_, depth)), (other_dtype, other) = (made.operand(kernel, index) for index in (1, 2))
     result = kernel.arrays[0]
     instruction.dtype, instruction.grouped = dtype, True
     if len(other) == 3:  # rows [R, K] and weights of groups
@@ -242,12 +247,6 @@ def _count_grouped(instruction: Instruction, kernel: Instruction, filled: int, m
         instruction.flops = 2.0 * (filled + groups * DIMENSION) * depth * width
         read = size((dtype, (filled, depth + width)))
     instruction.bytes = read + size(result)
-
-
-def _operand(instruction: Instruction, index: int, made: Program) -> Array:
-    """Return the dtype and dimensions of an operand."""
-    operand = made.instructions.get(instruction.operands[index]) if len(instruction.operands) > index else None
-    return operand.arrays[0] if operand is not None and operand.arrays else ("", ())
 
 
 def _flops(instruction: Instruction, made: Program) -> float:
@@ -266,7 +265,7 @@ def _flops(instruction: Instruction, made: Program) -> float:
         count = mosaic_flops if instruction.own else splash_flops
         return count(phase_of(instruction.path), rows, int(window[1]) if window else 0)
     elif "fmha" in target:
-        (_, queries), (_, keys) = (_operand(instruction, index, made) for index in (0, 1))
+        (_, queries), (_, keys) = (made.operand(instruction, index) for index in (0, 1))
         if len(queries) != 4 or len(keys) != 4:
             return 0.0
         B, T, H, K = queries
@@ -278,7 +277,7 @@ def _flops(instruction: Instruction, made: Program) -> float:
         return (5 if "Backward" in target else 2) * 2.0 * B * H * pairs * K
     else:
         return 0.0
-    left = _operand(instruction, 0, made)[1]
+    left = made.operand(instruction, 0)[1]
     if not summed or not instruction.arrays:
         return 0.0
     depth = math.prod(left[int(index.strip('"'))] for index in summed[1].split(",") if index)
@@ -292,7 +291,7 @@ def _convolution(instruction: Instruction, made: Program) -> float:
     padding.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.text)
-    left, right = (_operand(instruction, index, made)[1] for index in (0, 1))
+    left, right = (made.operand(instruction, index)[1] for index in (0, 1))
     if not labels or not instruction.arrays or not left or not right:
         return 0.0
     out, fields = instruction.arrays[0][1], dict(re.findall(r"(\w+)=([\dx_\-]+)", _window(instruction.text)))
@@ -349,7 +348,7 @@ def _written_by_fusion(body: list[Instruction], made: Program) -> float:
         if instruction is None:
             return 0.0
         if instruction.opcode == "dynamic-update-slice":
-            return size(_operand(instruction, 1, made))
+            return size(made.operand(instruction, 1))
         if instruction.opcode == "get-tuple-element" and instruction.arrays[0][0] in ("s8", "u8"):
             return 0.0  # the workspace of a library kernel
         return sum(map(size, instruction.useful))

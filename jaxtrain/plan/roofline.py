@@ -63,8 +63,10 @@ class Roofline:
         if collective.opcode.endswith("-start") and collective.collective != "all-reduce":
             arrays = [array for array in arrays if array != ("u32", ())]  # the start also lists its operands
             arrays = arrays[len(arrays) // 2:]
-        target = replace(self.target, efficiency={"links": self.shares["links"]})
-        return links.seconds(Collective(collective.collective, axes, int(sum(map(size, arrays)))), target, self.mesh)
+        target, result = replace(self.target, efficiency={"links": self.shares["links"]}), sum(map(size, arrays))
+        if collective.collective == "ragged-all-to-all":  # one of both is a buffer with room for an uneven load
+            result = min(result, size(self.program.operand(collective, 0)))
+        return links.seconds(Collective(collective.collective, axes, int(result)), target, self.mesh)
 
     def _peak(self, dtype: str) -> float:
         name = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}.get(dtype, "float8" if "f8" in dtype else "")

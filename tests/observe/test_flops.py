@@ -36,7 +36,8 @@ def test_of_the_experts_only_those_at_work_count():
     gpt-oss 20B has 3.61 without the lookup (arXiv 2508.10925).
     """
     for name, billions in (("mixtral_8x7b", 12.88 - 0.13), ("deepseek_v3", 37.55 - 0.93), ("gpt_oss_20b", 3.61)):
-        run = build(load_config(CONFIGS / f"{name}.py", {"mesh.data": 1, "mesh.expert": 1}), devices=1)
+        alone = {"mesh.data": 1, "mesh.expert": 1, "mesh.tensor": 1}
+        run = build(load_config(CONFIGS / f"{name}.py", alone), devices=1)
         count = matmul_parameters(run.abstract, run.layout, run.config.model)
         assert count / 1e9 == pytest.approx(billions, abs=0.02)
 
@@ -118,10 +119,11 @@ def test_no_mfu_where_steps_of_a_row_do_not_meet_all_matrices(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS[::3])
-def test_the_planner_says_none_there(name):
+@pytest.mark.parametrize("name", ["vision_language.py:tiny", "whisper.py:words"])
+def test_the_planner_says_one_where_rows_may_be_taken_to_be_full(name):
     guess = estimate(load_config(CONFIGS / name, {"mesh.fsdp": 1}), *targets.parse("h100x1", None))
-    assert guess.seconds > 0 and guess.mfu == 0 and guess.mfu_said == "" and "MFU" not in shown(guess)
+    known = name.startswith("whisper")
+    assert guess.seconds > 0 and (0 < guess.mfu < 1) == known == bool(guess.mfu_said) == ("MFU" in shown(guess))
 
 
 def test_mfu_of_a_published_run():

@@ -86,6 +86,24 @@ def test_a_synchronous_collective_is_waited_for():
     assert timeline(text).exposed == pytest.approx(3 * (GATHER + 7 * 4e-6), rel=0.01)
 
 
+EXCHANGE = """
+HloModule jit_step, num_partitions=8
+
+ENTRY %main (a: bf16[4096,4096], b: bf16[8192,4096]) -> bf16[4096,4096] {
+  %a = bf16[4096,4096]{1,0} parameter(0)
+  %b = bf16[8192,4096]{1,0} parameter(1)
+  %n = s32[8] constant({512,512,512,512,512,512,512,512})
+  %there = bf16[8192,4096]{1,0} ragged-all-to-all(%a, %b, %n, %n, %n, %n), replica_groups=[1,8]<=[8]
+  ROOT %back = bf16[4096,4096]{1,0} ragged-all-to-all(%there, %a, %n, %n, %n, %n), replica_groups=[1,8]<=[8]
+}
+"""
+
+
+def test_tokens_are_sent_and_not_the_buffer_with_room_for_more():
+    there, back = (by_name(EXCHANGE)[name].exposed for name in ("there", "back"))
+    assert there == back == pytest.approx(7 / 8 * 2 * 4096**2 / 450e9 + 7 * 4e-6)
+
+
 def test_loops_count_their_turns_and_products_their_flop():
     step = timeline(STEP.replace("BESIDE", BESIDE))
     assert step.flops == 3 * 2 * 2 * 4096**3

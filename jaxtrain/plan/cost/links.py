@@ -9,20 +9,25 @@ from collections.abc import Mapping
 from jaxtrain.plan.targets import Link, Target
 from jaxtrain.plan.trace.program import Axes, Collective
 
+EXCHANGES = ("all-to-all", "ragged-all-to-all")
+
 
 def seconds(collective: Collective, target: Target, sizes: Mapping[str, int]) -> float:
     """Return the seconds of one collective at the bandwidth of its slowest link.
 
-    It assumes rings, which NCCL and TPUs use for large arrays.
+    It assumes rings, which NCCL and TPUs use for large arrays. In an exchange each pair of devices has parts of its own
+    instead: what goes beyond a neighbourhood crosses its border once for each receiver, through the sender's own link.
     """
     n = math.prod(sizes[axis] for axis in collective.axes)
     if n <= 1:
         return 0.0
     link, bandwidth = _link(collective.axes, target, sizes)
-    whole = collective.bytes * (n if collective.kind == "reduce-scatter" else 1)  # before a scatter, or after a gather
-    moved = {"all-reduce": 2 * whole * (n - 1) / n, "all-to-all": whole * (n - 1) / n,
-             "collective-permute": whole}.get(collective.kind, whole * (n - 1) / n)
-    steps = {"all-reduce": 2 * (n - 1), "collective-permute": 1, "all-to-all": n - 1}.get(collective.kind, n - 1)
+    whole = collective.sent * (n if collective.kind == "reduce-scatter" else 1)  # before a scatter, or after a gather
+    others = whole * (n - 1) / n
+    moved = {"all-reduce": 2 * others, "collective-permute": whole}.get(collective.kind, others)
+    if collective.kind in EXCHANGES:
+        moved, bandwidth = whole * (n - _nearer(collective.axes, link, target, sizes)) / n, link.bandwidth
+    steps = {"all-reduce": 2 * (n - 1), "collective-permute": 1}.get(collective.kind, n - 1)
     # Beyond some devices latency grows with the logarithm: small arrays use trees instead of rings.
     return moved / (bandwidth * target.efficiency["links"]) + link.latency * min(steps, 4 * math.log2(n) + 2)
 
@@ -41,6 +46,12 @@ def _link(axes: Axes, target: Target, sizes: Mapping[str, int]) -> tuple[Link, f
             return link, min(link.bandwidth * _members(axes, sizes, inner), nearer)
         inner, nearer = link.devices, min(nearer, link.bandwidth)
     raise AssertionError
+
+
+def _nearer(axes: Axes, slowest: Link, target: Target, sizes: Mapping[str, int]) -> int:
+    """Return how many members of a group a device reaches without its slowest link, itself among them."""
+    at = target.links.index(slowest)
+    return _members(axes, sizes, target.links[at - 1].devices) if at else 1
 
 
 def _span(axes: Axes, sizes: Mapping[str, int]) -> int:

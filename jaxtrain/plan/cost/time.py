@@ -60,8 +60,8 @@ def estimate(block: Block, target: Target, sizes: Mapping[str, int], schedule: S
 def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, times: int,
          schedule: Schedule | None = None, is_step: bool = False) -> None:
     reads, loose, generation = Reads(block), _loose(block), _generations(block)
-    computing, copying, waiting = 0.0, 0.0, defaultdict[tuple[str, Axes], list[int]](list)
-    alike = defaultdict[tuple[str, Axes, int], list[int]](list)  # independent of each other, but not loose
+    computing, copying, waiting = 0.0, 0.0, defaultdict[tuple[str, Axes], list[float]](list)
+    alike = defaultdict[tuple[str, Axes, int], list[float]](list)  # independent of each other, but not loose
     for op in block.ops:
         if schedule and op.name == "scan" and op.times == len(schedule.ticks) and _operations(op.bodies[0], schedule):
             time.add(_ticks(op.bodies[0], target, sizes, schedule), times)
@@ -70,13 +70,13 @@ def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, tim
         part, seconds = _own(op, reads, target)
         for collective in op.collectives:
             if id(op) in loose:
-                waiting[collective.kind, collective.axes].append(collective.bytes)
+                waiting[collective.kind, collective.axes].append(collective.sent)
             elif op.flops:  # a product that passes sums around
                 talk = links.seconds(collective, target, sizes)
                 time.spend(times * talk, said(collective.kind, collective.axes),
                            times * behind(talk, seconds, target))
             else:
-                alike[collective.kind, collective.axes, generation[id(op)]].append(collective.bytes)
+                alike[collective.kind, collective.axes, generation[id(op)]].append(collective.sent)
         time.flops += op.flops * times
         if part == COPIES:
             copying += seconds
@@ -87,8 +87,8 @@ def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, tim
         of_layers = not is_step and any(op.flops for op in block.ops)
         hidden = min(BEHIND * copying, computing) if of_layers else 0.0
         time.spend(times * copying, COPIES, times * hidden)
-    def joined(kind: str, axes: Axes, found: list[int]) -> float:
-        return sum(links.seconds(Collective(kind, axes, size), target, sizes) for size in _joined(found))
+    def joined(kind: str, axes: Axes, found: list[float]) -> float:
+        return sum(links.seconds(Collective(kind, axes, int(size)), target, sizes) for size in _joined(found))
 
     for (kind, axes, _), found in alike.items():
         time.spend(times * joined(kind, axes, found), said(kind, axes))
@@ -140,12 +140,12 @@ def said(kind: str, axes: Axes) -> str:
     return f"{kind} over {'+'.join(sorted(axes, key=AXES.index))}"
 
 
-def _joined(sizes: list[int]) -> list[int]:
+def _joined(sizes: list[float]) -> list[float]:
     """Join independent collectives of one kind, like XLA, as long as the result is not too large."""
-    joined = [0]
+    joined = [0.0]
     for size in sorted(sizes):
         if joined[-1] + size > JOINED and joined[-1]:
-            joined.append(0)
+            joined.append(0.0)
         joined[-1] += size
     return joined
 

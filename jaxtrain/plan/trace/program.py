@@ -16,6 +16,12 @@ class Collective:
     kind: str  # as in HLO
     axes: Axes
     bytes: int
+    buffer: float = 1.0  # how many times the bytes that are sent at an even load have room in the result
+
+    @property
+    def sent(self) -> float:
+        """The bytes of the result that arrive."""
+        return self.bytes / self.buffer
 
 
 @dataclass(eq=False)

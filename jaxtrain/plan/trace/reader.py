@@ -261,7 +261,9 @@ class _Reader(Placing):
             summed = self.emit(name, "real", inputs, [whole], collectives=(
                 Collective("all-reduce", axes, inputs[0].bytes),))
             return self.emit("slice", "fused", summed, outputs)
-        found = tuple(Collective(kind, axes, out.bytes) for out in outputs)
+        # Rows at an even load fill the smaller one of what is read and what is written; the other is a buffer.
+        found = tuple(Collective(kind, axes, out.bytes, max(1.0, out.bytes / inputs[0].bytes)
+                                 if kind == "ragged-all-to-all" else 1.0) for out in outputs)
         return self.emit(name, "real", inputs, outputs, collectives=found)
 
     def manual_region(self, eqn: Any, inputs: list[Value]) -> list[Value]:

@@ -60,6 +60,21 @@ def test_an_all_gather_takes_what_its_slowest_link_takes(axes, seconds):
     assert links.seconds(Collective("all-gather", axes, 800_000_000), ROUND, SIZES) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("kind", ["all-to-all", "ragged-all-to-all"])
+@pytest.mark.parametrize(("axes", "seconds"), [
+    (("fsdp",), 700e6 / 100e9 + 7 * 1e-6),
+    (("data",), 600e6 / 10e9 + 3 * 1e-5),
+    (("data", "fsdp"), 600e6 / 10e9 + 22 * 1e-5),  # 24 of 32 parts leave the machine, all by the sender's own card
+])
+def test_what_an_exchange_sends_to_other_machines_passes_its_own_card(kind, axes, seconds):
+    assert links.seconds(Collective(kind, axes, 800_000_000), ROUND, SIZES) == pytest.approx(seconds)
+
+
+def test_buffers_are_not_sent():
+    half = Collective("ragged-all-to-all", ("fsdp",), 1_600_000_000, buffer=2.0)
+    assert links.seconds(half, ROUND, SIZES) == pytest.approx(700e6 / 100e9 + 7e-6)
+
+
 def test_an_all_reduce_moves_everything_twice():
     once = Collective("all-gather", ("fsdp",), 800_000_000)
     twice = dataclasses.replace(once, kind="all-reduce")
