@@ -66,6 +66,8 @@ def make_gradient(loss: WeightedLoss, layout: Layout, *, accumulation: int = 1, 
             return jax.tree.map(jnp.add, carry, (sums, grads)), None
 
         zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), layout.gradients)
+        # Cast once, and not for each micro-batch.
+        params, frozen = computing(params, params), computing(frozen, frozen)
         micro_batches = jax.tree.map(lambda x: sharding.micro_batches(x, accumulation), batch)
         first = jax.tree.map(lambda x: x[0], micro_batches)
         sums = jax.eval_shape(lambda: gradient(params, frozen, first, scale, *key)[0])
