@@ -19,6 +19,7 @@ def draw(rng: random.Random) -> dict[str, Any]:
     seq, wide = own.choice((32, 32, 32, 160)), 128 if keys["train.precision"] == "fp8" else 64
     keys |= {"model.embed_dim": wide, "model.num_heads": 2, "model.head_dim": own.choice((64, 64, 80)),
              "model.num_layers": 2 + (keys["family"] == "gpt_oss"), "model.max_seq_len": seq, "data.seq_len": seq,
+             "train.remat": keys["train.remat"].replace("@host", ""),  # JAX lowers no ordered effects with it
              "data.global_batch_size": ROWS, "empty": "stride" if keys["empty"] else "", "train.attention": "mosaic"}
     if not keys["family"].startswith("gpt2") and keys["family"] != "deepseek_v3":
         keys |= {"model.num_kv_heads": own.choice((1, 2))}
@@ -27,8 +28,12 @@ def draw(rng: random.Random) -> dict[str, Any]:
     if keys["family"] == "deepseek_v3":
         keys |= {"model.value_head_dim": own.choice((16, 64)), "model.rope_head_dim": own.choice((2, 16))}
     if keys["family"] in fuzz.EXPERTS:
-        # Adapters are narrower than what the kernels take.
-        keys |= {"model.expert_mlp_dim": wide, "train.grouped_matmul": "auto" if "lora.rank" in keys else "mosaic"}
+        # Of adapters, and of what a capacity leaves, the kernels take no part: "auto" computes those otherwise.
+        odd = "lora.rank" in keys or keys.get("model.capacity_factor")
+        keys |= {"model.expert_mlp_dim": wide, "train.grouped_matmul": "auto" if odd else "mosaic"}
+        # Multiples of 128 rows, for 2 or 3 experts of a token.
+        keys |= {"train.accumulation": 1 if keys["family"] in ("qwen3_moe", "gpt_oss") else min(
+            keys["train.accumulation"], 2)}
         keys |= {"model.experts_every": 1} if "model.experts_every" in keys else {}
         keys |= {"train.expert_exchange": "auto"}
     return keys
