@@ -16,7 +16,8 @@ def draw(rng: random.Random) -> dict[str, Any]:
     keys = fuzz.draw(rng, 1)
     own = random.Random(f"{sorted(keys.items())}")
     keys = {key: value for key, value in keys.items() if key not in ("model.mup_base", "model.query_scale")}
-    seq, wide = 32 if keys["family"] in fuzz.EXPERTS else own.choice((32, 160)), 128 if keys["train.precision"] == "fp8" else 64
+    seq = 32 if keys["family"] in fuzz.EXPERTS else own.choice((32, 160))
+    wide = 128 if keys["train.precision"] == "fp8" else 64
     # JAX does not lower the interpreter's ordered effects where anything lies in the hosts' memory.
     keys |= {"model.embed_dim": wide, "model.num_heads": 2, "model.head_dim": own.choice((64, 64, 80)),
              "model.num_layers": 2 + (keys["family"] == "gpt_oss"), "model.max_seq_len": seq, "data.seq_len": seq,
