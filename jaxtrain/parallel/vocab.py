@@ -90,4 +90,6 @@ def _own_rows(tokens: jax.Array, vocab_axes: Any, held: int) -> tuple[jax.Array,
 
 def _summed_rows(dx: jax.Array, rows: jax.Array, held: int) -> jax.Array:
     """Return for each row of a table the sum, in float32, of the gradients of where it was looked up."""
-    return jnp.zeros((held, dx.shape[-1]), jnp.float32).at[rows].add(dx.astype(jnp.float32), mode="drop")
+    # XLA would take these zeros for those that the loss head begins with, and keep them through the backward pass.
+    zeros, dx = lax.optimization_barrier((jnp.zeros((held, dx.shape[-1]), jnp.float32), dx))
+    return zeros.at[rows].add(dx.astype(jnp.float32), mode="drop")

@@ -61,11 +61,15 @@ def make_gradient(loss: WeightedLoss, layout: Layout, *, accumulation: int = 1, 
     def accumulate(params, frozen, batch, scale, *key):
         def add(carry, micro):
             batch, *number = micro
-            sums, grads = gradient(params, frozen, batch, scale, *map(jax.random.fold_in, key, number))
+            # Where they lie is said again, or XLA would gather arrays outside of the loop, for all micro-batches.
+            here = place(params, layout.state.params), place(frozen, layout.state.frozen)
+            sums, grads = gradient(*here, batch, scale, *map(jax.random.fold_in, key, number))
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) * sums[1], grads)
             return jax.tree.map(jnp.add, carry, (sums, grads)), None
 
         zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), layout.gradients)
+        # Cast once, and not for each micro-batch.
+        params, frozen = computing(params, params), computing(frozen, frozen)
         micro_batches = jax.tree.map(lambda x: sharding.micro_batches(x, accumulation), batch)
         first = jax.tree.map(lambda x: x[0], micro_batches)
         sums = jax.eval_shape(lambda: gradient(params, frozen, first, scale, *key)[0])

@@ -5,7 +5,8 @@
 draws meshes of all six axes, rules, schedules, strategies, rematerialisation, accumulation, ZeRO stages, precisions,
 optimizers and the dtypes of their moments, averages of parameters, offloading, gradients summed over `data` once a
 step, frozen parameters, adapters, packing, rows without a valid token, model families, tied and untied tables, muP,
-scanned and unrolled layers; training, and of some evaluation and `value_and_grad`.
+scanned and unrolled layers, buffers of experts; training, and of some evaluation and `value_and_grad`. With --kernels
+it draws for one device on which those of GPUs are interpreted.
 What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.validation documents. A case
 fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it
 again.
@@ -20,6 +21,8 @@ import random
 import sys
 import time
 from typing import Any
+
+from tests.tiny import virtual_devices
 
 AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 ROWS, SEQ = 32, 32
@@ -104,6 +107,7 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     keys |= remat_of(keys, rng) | lora_of(keys, rng)
     keys |= {"train.ema_decay": 0.75} if rng.random() < 0.3 else {}
     keys |= mup_of(keys, rng)
+    keys |= speed_of(keys, random.Random(f"{rng.getstate()}"))  # added later
     once = sizes["stage"] == 1 and keys["optimizer.zero_stage"] < 3 and rng.random() < 0.4
     return keys | ({"compression.method": "exact"} if once else {})
 
@@ -130,6 +134,20 @@ def remat_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return {"train.remat": rng.choice(by_name + by_layer)} if rng.random() < 0.3 else {}
 
 
+def speed_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Keys that change how fast a step is and no number of it, in some of the cases."""
+    found: dict[str, Any] = {"train.deterministic": True} if rng.random() < 0.2 else {}
+    if rng.random() < 0.2:
+        found |= {"train.unroll": -1}
+    if rng.random() < 0.2:  # policies that keep products, and with them what serves gradients in their place
+        names = ("dots+heads@host",) if keys["family"] in EXPERTS else ("dots+mlp@host", "attention+heads+kv_heads+mlp")
+        found |= {"train.remat": rng.choice(("dots", "attention+dots", *names))}
+    if keys["family"] in EXPERTS:
+        found |= {"train.expert_buffer": rng.choice((2.0, 2.0, 0.0, 0.25, 1.0, 1.5))}
+        found |= {"train.expert_exchange": rng.choice(("auto", "auto", "auto", "gather", "ragged"))}
+    return found
+
+
 def lora_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Adapters in some of the cases, of all linear layers or of attention."""
     if keys["optimizer.name"] != "adamw" or keys["train.freeze"] or rng.random() < 0.8:
@@ -150,7 +168,8 @@ def config_of(keys: dict[str, Any]):
     return reference.tiny(keys["family"], **rest)
 
 
-def batch_of(packing: bool, empty: str = "", whole: bool = False) -> dict[str, Any]:
+def batch_of(packing: bool, empty: str = "", whole: bool = False, shape: tuple[int, int] = (ROWS, SEQ)) -> dict[
+        str, Any]:
     """A batch whose rows hold several segments, or one each; some are empty. `whole`: weighted like the former, in rows
     of one segment: what attention across documents makes of it.
     """
@@ -158,19 +177,20 @@ def batch_of(packing: bool, empty: str = "", whole: bool = False) -> dict[str, A
 
     from tests.numerics import reference
 
-    batch = reference.batch(0, rows=ROWS, seq=SEQ)
+    (rows, seq), batch = shape, reference.batch(0, *shape)
     if whole or not packing:
         batch |= {"segments": (batch["segments"] > 0).astype(np.int32) if packing else np.ones_like(batch["segments"]),
-                  "positions": np.broadcast_to(np.arange(SEQ, dtype=np.int32), (ROWS, SEQ)).copy()}
+                  "positions": np.broadcast_to(np.arange(seq, dtype=np.int32), (rows, seq)).copy()}
     for name in ("segments", "weights"):
         batch[name][EMPTY[empty]] = 0
     return batch
 
 
 @functools.lru_cache(maxsize=32)
-def _truth(model: Any, packing: bool, empty: str, z_loss: float, whole: bool = False, lora: Any = None,
-           targets: tuple[str, ...] = ()) -> tuple[Any, ...]:
+def _truth(model: Any, batch: tuple[Any, ...], z_loss: float, lora: Any, targets: tuple[str, ...]) -> tuple[Any, ...]:
     """Of the plain model: initial parameters, loss, gradient, its norm, cross-entropy, and the new biases of routers.
+
+    `batch`: what `batch_of` takes.
     """
     import jax
     import jax.numpy as jnp
@@ -190,8 +210,8 @@ def _truth(model: Any, packing: bool, empty: str, z_loss: float, whole: bool = F
     def value(floats):
         params = jax.tree.map(lambda x, whole: whole if x is None else x, floats, everything, is_leaf=_is_none)
         params = merged(params, scale(lora)) if lora.rank else params
-        loss, excess = reference.loss_and_excess(model, params, batch_of(packing, empty, whole), z_loss)
-        return loss, (excess, reference.evaluation(model, params, batch_of(packing, empty, whole)))
+        loss, excess = reference.loss_and_excess(model, params, batch_of(*batch), z_loss)
+        return loss, (excess, reference.evaluation(model, params, batch_of(*batch)))
 
     # Weights in few bits are integers, which have no gradient.
     floats = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, everything)
@@ -220,11 +240,11 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     config = config_of(keys)
     devices = int(np.prod([keys[f"mesh.{axis}"] for axis in AXES]))
     run = jt.build(config, devices=jax.devices()[:devices])
-    empty = keys.get("empty", "")
-    batch, precision = batch_of(keys["packing"], empty), keys["train.precision"]
+    shape = config.data.global_batch_size, config.data.seq_len
+    drawn = keys["packing"], keys.get("empty", ""), config.data.cross_document_attention, shape
+    batch, precision = batch_of(*drawn[:2], shape=shape), keys["train.precision"]
     params, loss, grads, norm, entropy, bias = _truth(
-        config.model, keys["packing"], empty, config.train.z_loss, config.data.cross_document_attention, config.lora,
-        tuple(config.lora.targets))
+        config.model, drawn, config.train.z_loss, config.lora, tuple(config.lora.targets))
     grads = partition.like(grads, run.layout.axes)  # those of what is trained
     norm = reference.norm_of(grads) if keys.get("train.freeze") or config.lora.rank else norm
     state, by_call = reference.start_from(run, params), None
@@ -262,7 +282,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
             lowered = jax.jit(run._eval).lower(run.abstract.all_params, run.abstract_batch)
         at_rest = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, run.abstract.all_params)
         total, weight = lowered.compile(reference.QUICKLY)(at_rest, run.place(batch))
-        shown = batch_of(keys["packing"], empty, config.data.cross_document_attention)
+        shown = batch_of(*drawn)
         plain = merged(params, scale(config.lora)) if config.lora.rank else params
         want = jax.jit(lambda p: reference.evaluation(config.model, p, shown))(plain)
         off["evaluation"] = abs(float(total) / float(weight) / float(want) - 1)
@@ -294,19 +314,27 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("cases", 5), ("seed", 0), ("devices", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--kernels", action="store_true", help="on one device, with the kernels of GPUs interpreted")
+    parser.add_argument("--quickly", action="store_true", help="compile as tests do, without LLVM's optimizations")
     parser.add_argument("--case", help="one case to run again: the keys, as printed")
     parser.add_argument("--log", help="a file to append the lines to")
     args = parser.parse_args(argv)
+    args.devices = 1 if args.kernels else args.devices
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
+    flags = f"--xla_force_host_platform_device_count={args.devices}"
+    os.environ["XLA_FLAGS"] = virtual_devices(args.devices) if args.quickly else flags
     import jax
 
     import jaxtrain as jt
     from jaxtrain.validation import explains
+    from tests.composition import fuzz_kernels
 
+    if args.kernels:
+        fuzz_kernels.interpret()
+    draw_one = fuzz_kernels.draw if args.kernels else functools.partial(draw, devices=args.devices)
     rng, seen, counts = random.Random(args.seed), set(), collections.Counter()
     while counts["ok"] + counts["failed"] < (1 if args.case else args.cases):
-        keys = json.loads(args.case) if args.case else draw(rng, args.devices)
+        keys = json.loads(args.case) if args.case else draw_one(rng)
         text = json.dumps(keys, sort_keys=True)
         if text in seen:
             continue

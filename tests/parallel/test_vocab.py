@@ -72,3 +72,13 @@ def test_ids_of_any_dtype_and_from_the_end(mesh):
                 gradient, = pull(jnp.ones_like(found))
         assert (np.asarray(found) == np.asarray(table[5])).all()
         assert np.asarray(gradient).sum(1).nonzero()[0].tolist() == [5] and np.asarray(gradient)[5, 0] == 2 * B
+
+
+def test_the_sum_of_rows_does_not_share_its_zeros():
+    """Merged with other zeros they would be in memory from where those begin."""
+    table, tokens, dx = map(jnp.asarray, inputs())
+    program = jax.make_jaxpr(lambda dx: jax.vjp(lambda table: lookup(table, tokens), table)[1](dx))(dx)
+    scatter = next(eqn for eqn in program.eqns if eqn.primitive.name == "scatter-add")
+    made = next(eqn for eqn in program.eqns if scatter.invars[0] in eqn.outvars)
+    assert made.primitive.name == "optimization_barrier"
+    assert program.jaxpr.invars[0] in made.invars  # not before there is something to add
