@@ -102,7 +102,7 @@ class Whisper(nnx.Module):
     STACKS = ("encoder_blocks", "blocks")  # parameters that can be split over pipeline stages, in order
 
     def __init__(self, c: WhisperConfig, compute: Compute, *, rngs: nnx.Rngs):
-        self.masks = c.mask_padding
+        self.masks, self.again = c.mask_padding, compute.remat != "none"
         self.chunk, self.chunks_back, self.heads = c.audio_chunk, c.audio_chunks_back, (c.num_heads, c.head_dim)
         self.first, self.second = (Convolution(given, c.embed_dim, rngs=rngs) for given in (c.mels, c.embed_dim))
         self.audio_positions = nnx.Param(sinusoids(c.audio_positions, c.embed_dim), axes=("positions", "embed"),
@@ -159,8 +159,13 @@ class Whisper(nnx.Module):
         """Return the encoder's first activations of what `windows` returned."""
         x_BS5C = sharding.constrain(audio["frames"], "batch", "block_seq", None, None)
         there_BS5 = sharding.constrain(audio["there"], "batch", "block_seq", None).astype(x_BS5C.dtype)
-        inner_BS3D = jnp.stack([self.first(x_BS5C[:, :, n:n + WIDTH]) * there_BS5[:, :, n + 1, None]
-                                for n in range(WIDTH)], 2)
+
+        def inner(x_BS5C: jax.Array) -> jax.Array:
+            return jnp.stack([self.first(x_BS5C[:, :, n:n + WIDTH]) * there_BS5[:, :, n + 1, None]
+                              for n in range(WIDTH)], 2)
+
+        # Three results a position, each from few frames: large, and computed again in little time.
+        inner_BS3D = (jax.checkpoint(inner) if self.again else inner)(x_BS5C)
         return self.second(inner_BS3D) + positioned(self.audio_positions[...], audio["audio_at"])
 
     def seen(self, audio: Mapping[str, jax.Array]) -> jax.Array | None:
