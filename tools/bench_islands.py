@@ -230,7 +230,7 @@ def main():
     parser.add_argument("--steps", type=int, default=6000, help="of synchronous training, a multiple of 50")
     parser.add_argument("--warm", type=int, default=1600,
                         help="the first of them, synchronous in every mode; a multiple of 50, too")
-    parser.add_argument("--rows", type=int, default=16, help="of an island's batch")
+    parser.add_argument("--rows", type=int, default=8, help="of an island's batch")
     parser.add_argument("--rate", type=float, default=0.024, help="the learning rate of synchronous training")
     parser.add_argument("--inner", type=float, default=0.008, help="that of an island's steps")
     parser.add_argument("--outer", type=float, default=1.0,
