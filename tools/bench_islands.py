@@ -14,9 +14,9 @@ a clock of steps says when each island would arrive (one of the eight takes thre
 Of gossip no island has the parameters of another one: the loss is that of their mean, and the islands' own stand beside
 it.
 
-All islands begin with the same synchronous steps, whose bytes do not count. Learning rates fall to zero along a cosine.
-Their peaks are the best of those tried with --tune, of synchronous training (--rate), and of islands and the steps that
-they begin with (--inner; docs/islands.md). "Alone" is one island that exchanges nothing: how much there is to gain.
+All islands begin with the first steps of the synchronous run, whose bytes do not count. Learning rates fall to zero
+along a cosine. Their peaks are the best of those tried with --tune, of synchronous training (--rate), and of islands
+(--inner; docs/islands.md). "Alone" is one island that exchanges nothing: how much there is to gain.
 
 Bytes are those that an island sends and receives, headers included. Synchronous training is charged with a ring
 all-reduce of float32 gradients in every step: 2 x (N - 1) / N x 4 bytes a parameter sent, and as many received.
@@ -44,7 +44,7 @@ from tests.islands.memory_meeting import MemoryMeeting
 ISLANDS, EVERY, SLOW = 8, 50, 3
 EVALUATED = 4096  # rows; as many behind them are for tuning
 STREAMING = dict(fragments=2, overlap=5)
-MODES = {  # what differs from DiLoCo as published: islands.* keys, whether one island is slow, the inner rate
+MODES = {  # what differs from DiLoCo with --outer: islands.* keys, whether one island is slow, the inner rate
     "synchronous": None,
     "alone": dict(alone=True),
     "local SGD": dict(learning_rate=1.0, momentum=0.0),
@@ -56,12 +56,12 @@ MODES = {  # what differs from DiLoCo as published: islands.* keys, whether one 
     "streaming": STREAMING,
     "streaming, int4": STREAMING | dict(compression="int4"),
     "streaming, int4, not blended": STREAMING | dict(compression="int4", blend=0.0),
-    "gossip": dict(mode="gossip"),
-    "gossip, momentum 0.5": dict(mode="gossip", momentum=0.5),
+    "gossip": dict(mode="gossip", learning_rate=0.7),
+    "gossip, momentum 0.5": dict(mode="gossip", learning_rate=0.7, momentum=0.5),
     "gossip, averaging": dict(mode="gossip", learning_rate=1.0, momentum=0.0),
-    "asynchronous": dict(mode="async"),
-    "asynchronous, one slow": dict(mode="async", slow=True),
-    "asynchronous, one slow, ages alike": dict(mode="async", slow=True, age_decay=0.0),
+    "asynchronous": dict(mode="async", learning_rate=0.7),
+    "asynchronous, one slow": dict(mode="async", learning_rate=0.7, slow=True),
+    "asynchronous, one slow, ages alike": dict(mode="async", learning_rate=0.7, slow=True, age_decay=0.0),
 }
 PUBLISHED = {  # what the papers say of it, for models and runs of another size
     "diloco": "as good, 500 times less communication (2311.08105)",
@@ -113,21 +113,21 @@ class Training:
 
 
 def synchronous(args):
-    """-> loss and bytes of an island; and the state with which the islands begin, trained at their own rate."""
+    """-> loss and bytes of an island; and the state after the first steps, with which the islands begin."""
     made = Training(args, ISLANDS * args.rows, {}, args.rate)
-    state = trained(made, args.steps)
+    state = trained(made, made.run.init(), 0, args.warm)
+    begin = jax.tree.map(np.array, jax.device_get(state))  # copies, since steps donate the state
+    state = trained(made, state, args.warm, args.steps)
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     steps = args.steps - args.warm
-    found = {"loss": made.loss(state), "bytes": steps * 2 * 2 * (ISLANDS - 1) / ISLANDS * 4 * size, "time": steps,
-             "parameters": size}
-    return found, jax.device_get(trained(Training(args, ISLANDS * args.rows, {}, args.inner), args.warm))
+    return {"loss": made.loss(state), "bytes": steps * 2 * 2 * (ISLANDS - 1) / ISLANDS * 4 * size, "time": steps,
+            "parameters": size}, begin
 
 
-def trained(made, steps):
-    """-> the state after the first steps of a run."""
-    state = made.run.init()
-    for first in range(0, steps, EVERY):
-        state = made.train(state, made.run.train_batches, first, EVERY)
+def trained(made, state, first, end):
+    """-> the state after the steps from one to another of a run."""
+    for step in range(first, end, EVERY):
+        state = made.train(state, made.run.train_batches, step, EVERY)
     return state
 
 
@@ -148,7 +148,8 @@ class Simulated:
         keys = dict(keys)
         self.slow, self.args = keys.pop("slow", False), args
         rate = keys.pop("rate", args.inner)
-        self.made = Training(args, args.rows, dict(count=ISLANDS, every=EVERY) | keys, rate)
+        self.made = Training(args, args.rows,
+                             dict(count=ISLANDS, every=EVERY, learning_rate=args.outer) | keys, rate)
         section = self.made.run.config.islands
         self.section, self.meeting = section, MemoryMeeting(ISLANDS, section.mode, section.max_age)
         self.exchanges = [Exchange(dataclasses.replace(section, index=i), self.made.run.abstract,
@@ -226,12 +227,14 @@ def jt_part(data, corpus, index):
 def main():
     """Parse the flags, and print a line for each mode."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000, help="of synchronous training, a multiple of 50")
-    parser.add_argument("--warm", type=int, default=500,
+    parser.add_argument("--steps", type=int, default=6000, help="of synchronous training, a multiple of 50")
+    parser.add_argument("--warm", type=int, default=1600,
                         help="the first of them, synchronous in every mode; a multiple of 50, too")
-    parser.add_argument("--rows", type=int, default=4, help="of an island's batch")
+    parser.add_argument("--rows", type=int, default=8, help="of an island's batch")
     parser.add_argument("--rate", type=float, default=0.024, help="the learning rate of synchronous training")
-    parser.add_argument("--inner", type=float, default=0.012, help="that of an island's steps")
+    parser.add_argument("--inner", type=float, default=0.008, help="that of an island's steps")
+    parser.add_argument("--outer", type=float, default=1.0,
+                        help="the outer learning rate, of the modes that name none")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of first parameters and of the data's order")
     parser.add_argument("--tune", action="store_true", help="evaluate on other held-out rows, by which to choose rates")
     parser.add_argument("--only", nargs="*", choices=MODES, default=list(MODES),
