@@ -289,6 +289,8 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     assert int(metrics["skipped"]) == 0, "the step was skipped: something was not finite"
     for what, error in off.items():
         limit = tolerance if what.startswith("gradient") or precision == "float32" else tolerance / 5
+        # Narrow adapters sum what nearly cancels, with the noise of few bits: on one device too.
+        limit *= 2 if what.startswith("gradient") and precision == "fp8" and config.lora.rank else 1
         limit += MOMENTS[c.moment_dtype] if what == "gradient" else 0
         assert error < limit, f"{what} is off by {error:.1e}{f', at {leaf}' if what.startswith('gradient') else ''}"
     return off
