@@ -323,12 +323,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.devices = 1 if args.kernels else args.devices
     os.environ["JAX_PLATFORMS"] = "cpu"
-    flags = f"--xla_force_host_platform_device_count={args.devices}"
-    if args.quickly:
-        # With the older way to make code XLA's scheduler for concurrency gave wrong numbers now and then, and hung.
-        older = "fusion_emitters" in (flags := virtual_devices(args.devices))
-        flags += " --xla_cpu_enable_concurrency_optimized_scheduler=false" * older
-    os.environ["XLA_FLAGS"] = flags
+    quickly = virtual_devices(args.devices)
+    os.environ["XLA_FLAGS"] = quickly if args.quickly else f"--xla_force_host_platform_device_count={args.devices}"
     import jax
 
     import jaxtrain as jt
