@@ -50,6 +50,10 @@ PACKAGES = {"jax": "jax", "jaxlib": "jaxlib", "flax": "flax", "optax": "optax", 
              "grain": "grain", "numpy": "numpy"}
 
 
+class OtherRun(UserError):
+    """A workdir holds a run of another config, of other parts or of other data."""
+
+
 def make_workdir(workdir: str | Path) -> None:
     """Make `workdir` if need be; raise a `UserError` if it, or what is in it, cannot be written, now or in a save."""
     folder = workdir = Path(workdir)
@@ -133,8 +137,8 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
     changed, allowed = _changes(workdir, started, current, config, done, may_change, "optimizer" in (parts or {}))
     before = recorded_parts(workdir, saved)  # None: a workdir of an earlier commit does not tell
     if parts is not None and before is not None and (other := difference(before, parts)):
-        raise UserError("--workdir", f"{workdir} holds a run {other}",
-                        "give another --workdir, or go on with what it was begun with")
+        raise OtherRun("--workdir", f"{workdir} holds a run {other}",
+                       "give another --workdir, or go on with what it was begun with")
     if started:
         then = recorded.get("data_manifests") or {"": recorded.get("data_manifest_hash")}
         _check_data(workdir, started, config, then, manifests or then, done, changed)
@@ -175,9 +179,9 @@ def _changes(workdir: Path, started: Mapping[str, Any], current: Mapping[str, An
         first = min(refused, key=lambda change: change["key"] in MAY_CHANGE)
         name, before = first["key"], f"{first['before']}"[:200]  # config.json may have been damaged
         keys_to_allow = ",".join(change["key"] for change in [*allowed, *refused])
-        raise UserError("--workdir", f"{workdir} holds a run with {name}={before}, this config has {first['after']}",
-                        f"give another --workdir or --config.{name}={before}"
-                        f"{f', or allow it by --may_change={keys_to_allow}' * (name in MAY_CHANGE)}")
+        raise OtherRun("--workdir", f"{workdir} holds a run with {name}={before}, this config has {first['after']}",
+                       f"give another --workdir or --config.{name}={before}"
+                       f"{f', or allow it by --may_change={keys_to_allow}' * (name in MAY_CHANGE)}")
     return changed, allowed
 
 
@@ -212,18 +216,18 @@ def _check_data(workdir: Path, started: Mapping[str, Any], config: Config, then:
     if changed and past | {"sources": None} != wanted | {"sources": None}:
         unit = [stage[:3] + stage[4:] for stage in past["stages"]] == [
             stage[:3] + stage[4:] for stage in wanted["stages"]]
-        raise UserError("--workdir", f"{workdir} holds a run whose first {done} steps had other data: "
-                        f"{changed[0]['key']} was {changed[0]['before']}", "give the stage that has longer rows "
-                        "new_epoch=true" if unit else "put it back, and let what is to change "
-                        f"begin in data.stages with from_step={done} or later")
+        raise OtherRun("--workdir", f"{workdir} holds a run whose first {done} steps had other data: "
+                       f"{changed[0]['key']} was {changed[0]['before']}", "give the stage that has longer rows "
+                       "new_epoch=true" if unit else "put it back, and let what is to change "
+                       f"begin in data.stages with from_step={done} or later")
     if changed and {name: limit for name, (_, limit) in past["sources"].items()} != {
             name: limit for name, (_, limit) in wanted["sources"].items()}:
-        raise UserError("--workdir", f"{workdir} holds a run with other data.mixture epochs of sources that it used",
-                        "put them back: when a source drops out is fixed at its start")
+        raise OtherRun("--workdir", f"{workdir} holds a run with other data.mixture epochs of sources that it used",
+                       "put them back: when a source drops out is fixed at its start")
     if other := [name for name in then if name in now and then[name] and now[name] != then[name]
                  and (not done or name in past["sources"])]:
-        raise UserError("--workdir", f"{workdir} holds a run on other data: manifest {then[other[0]]}, now "
-                        f"{now[other[0]]}", "give another --workdir or bring the data back")
+        raise OtherRun("--workdir", f"{workdir} holds a run on other data: manifest {then[other[0]]}, now "
+                       f"{now[other[0]]}", "give another --workdir or bring the data back")
 
 
 def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[str, int], device_kind: str,

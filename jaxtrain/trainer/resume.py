@@ -14,7 +14,7 @@ from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.hub.initial_params import origins, other_tokenizer
-from jaxtrain.observe.runinfo import nothing_trained, withdraw_run_files
+from jaxtrain.observe.runinfo import OtherRun, nothing_trained, withdraw_run_files
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer.reporting import describe_changes, say
@@ -103,9 +103,7 @@ def _begun_anew(run: Run, session: Session) -> str:
         parts = run.own_parts(observe.recorded_parts(session.workdir) or {})
         observe.check_workdir(session.workdir, run.config, parts=parts, keys=run.settings,
                               may_change=session.may_change)
-    except UserError as refused:
-        if refused.key != "--workdir":
-            raise
+    except OtherRun as refused:
         withdraw_run_files(session.workdir)
         return f"{refused.reason}; that one has trained nothing, and a new run begins"
     return ""

@@ -294,6 +294,10 @@ def test_a_run_that_failed_before_its_first_step_begins_anew(flags, tmp_path, mo
     assert runs[0][0] != runs[1][0] and runs[1] == runs[2] and [width for _, width in runs] == [32, 64, 64]
     assert capsys.readouterr().err.count(f"{tmp_path} holds a run with model.embed_dim=32, this config has 64; that "
                                          "one has trained nothing, and a new run begins\n") == 1
+    whole = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(whole[:-9])  # damage is told, and nothing is removed for it
+    assert main(corrected[:-1]) == 2 and (tmp_path / "config.json").read_text() == whole[:-9]
+    (tmp_path / "config.json").write_text(whole)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert main(corrected[:-1]) == 2
     assert "holds a run with model.embed_dim=64, this config has 32; give" in capsys.readouterr().err
