@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused_and_leaves_the_workdir_free(folder, tmp_pa
     with pytest.raises(jt.UserError, match="input_layernorm"):
         jt.train(config, tmp_path / "work")
     assert not {"config.json", "run.json", "tokenizer"} & {path.name for path in (tmp_path / "work").iterdir()}
-    (tmp_path / "work" / "metrics.jsonl").touch()  # of steps that were trained once
+    (tmp_path / "work" / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(jt.UserError):
         jt.train(config, tmp_path / "work")
     assert (tmp_path / "work" / "config.json").exists()
