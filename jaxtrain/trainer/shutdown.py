@@ -14,7 +14,7 @@ from jaxtrain.distributed import exit_codes
 
 _calls = itertools.count(1)  # all processes make the same calls
 _complete = threading.Event()
-_early = 0  # a signal that came before the loop
+_early = 0  # a signal that is to end the run at once: one before the loop, or a second Ctrl-C in it
 _said = False  # that the run ends because of it
 _AGAIN_S = 0.05  # after which a signal is sent again that came during an import, or whose exception was discarded
 
@@ -125,6 +125,8 @@ class Interrupt:
         return self
 
     def __exit__(self, *error) -> None:
+        global _early
+        _early = 0
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -141,7 +143,9 @@ class Interrupt:
         return self._reached
 
     def _received(self, number, frame) -> None:
+        global _early
         if self.signal and number == signal.SIGINT:
+            _early = number  # if Python discards the exception, the signal is sent again, as before the loop
             raise KeyboardInterrupt
         self.signal = number
         os.write(2, b"\nstopping after this step; Ctrl-C ends at once\n")  # print is not safe in signal handlers
