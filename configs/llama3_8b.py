@@ -5,7 +5,7 @@
 For 8 accelerators of 80 GB or more, up to 32: parameters and AdamW's moments take 96 GB, fully sharded over all of
 them, and each layer keeps only its input for the backward pass, so that it fits any of these. On 8 H100 there is room
 for more: --config.train.accumulation=16 --config.train.remat=attention_and_dots takes 11.5 s a step instead of 14.0
-(59 % MFU, 51 GB) by simulation (docs/performance.md). Speed and loss: not measured. Text given as it is becomes bytes;
+(59 % MFU, 50 GB) by simulation (docs/performance.md). Speed and loss: not measured. Text given as it is becomes bytes;
 `jaxtrain.data.prepare` makes a corpus with the published tokenizer.json. Variant: `:tiny` (seconds on a CPU).
 """
 
