@@ -39,7 +39,8 @@ def test_policies_keep_what_they_name():
     """Each keeps more than the one before: nothing, attention's output, matmuls' results, both."""
     full, attention, dots, both = map(temporary, ("full", "attention", "dots", "attention_and_dots"))
     kept = TOKENS * DIM  # attention's output
-    assert 0.7 * kept < attention - full < 1.5 * kept, f"it keeps {attention - full:,} more than full, not {kept:,}"
+    # On JAX 0.10 tests compile without XLA's scheduler for concurrency (tests/tiny.py), and 1.9 times as much is alive.
+    assert 0.7 * kept < attention - full < 2 * kept, f"it keeps {attention - full:,} more than full, not {kept:,}"
     assert 0.7 * kept < both - dots < 1.5 * kept, f"both keep {both - dots:,} bytes more than dots, not {kept:,}"
     matmuls = TOKENS * (5 * DIM + MLP)  # q, k, v, out, down and up
     assert 0.6 * matmuls < dots - full < 1.2 * matmuls, f"dots keeps {dots - full:,} more than full, not {matmuls:,}"
