@@ -1,11 +1,16 @@
-"""Offers and entries as JSON, checked when they are read: from a journal, a network or a store."""
+"""Offers and entries as JSON, checked when they are read: from a journal, a network, a store or a file."""
 
+import contextlib
+import hashlib
+import json
 import math
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from jaxtrain.files.bounded_files import misfit
+from jaxtrain.files import atomic_files
+from jaxtrain.files.bounded_files import misfit, parsed
 from jaxtrain.islands.meeting import Entry, Offer
 
 _OFFER = {"island": int, "base": int, "fragment": int, "weight": int | float, "sha256": str, "steps?": int,
@@ -39,6 +44,22 @@ def as_json(entry: Entry) -> dict[str, Any]:
     return {"number": entry.number, "fragment": entry.fragment,
             "contributions": [asdict(offer) for offer in entry.contributions],
             "refused": [asdict(offer) for offer in entry.refused]}
+
+
+def write_offer(path: Path, offer: Offer, content: bytes) -> None:
+    """Write an offer and its content to a file, in place of the one before."""
+    with atomic_files.written(path, shared=False) as file:
+        file.write(json.dumps(asdict(offer)).encode() + b"\n" + content)
+
+
+def read_offer(path: Path, island: int, base: int) -> tuple[Offer, bytes] | None:
+    """Return the offer of this island and base with its content, if the file has that one, whole."""
+    with contextlib.suppress(OSError, ValueError):
+        line, _, content = path.read_bytes().partition(b"\n")
+        offer = offer_of(parsed(line))
+        if (offer.island, offer.base, offer.sha256) == (island, base, hashlib.sha256(content).hexdigest()):
+            return offer, content
+    return None
 
 
 def is_hash(text: Any) -> bool:

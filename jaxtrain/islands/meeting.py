@@ -104,3 +104,10 @@ class Meeting(Protocol):
     def snapshot(self) -> tuple[int, bytes] | None:
         """Return the newest snapshot with its position; None: there is none yet, and the log is whole."""
         ...
+
+
+class BackgroundMeeting(Meeting, Protocol):
+    """A meeting to which an offer can be sent while training goes on."""
+
+    def begin(self, offer: Offer, content: bytes) -> None:
+        """Begin to make an offer, in any thread and any process of a run; the same call of `offer` waits for it."""

@@ -19,13 +19,13 @@ from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.islands import gossip
 from jaxtrain.islands.log_records import as_json, entry_of
-from jaxtrain.islands.meeting import Entry, Meeting, Offer, Trimmed, Unanswered
+from jaxtrain.islands.meeting import BackgroundMeeting, Entry, Meeting, Offer, Trimmed, Unanswered
 from jaxtrain.islands.waiting_meeting import WaitingMeeting
 
 AHEAD_S = 600.0  # after which a thread that waits for an entry ahead of time gives up
 
 
-def open_meeting(config: IslandsConfig) -> Meeting:
+def open_meeting(config: IslandsConfig) -> BackgroundMeeting:
     """Return the meeting of an island; every process of it makes this call."""
     if not config.meeting:
         raise UserError("islands.meeting", "it is missing", "give tcp://HOST:PORT, or the --store, of "
@@ -41,7 +41,7 @@ def open_meeting(config: IslandsConfig) -> Meeting:
     return first
 
 
-def _of(config: IslandsConfig) -> Meeting:
+def _of(config: IslandsConfig) -> BackgroundMeeting:
     if config.meeting.startswith("tcp://"):
         from jaxtrain.islands.network.tcp_meeting import TcpMeeting
 
@@ -107,16 +107,21 @@ class MeetingAhead:
 
 
 class SharedMeeting:
-    """One meeting for all processes of a run, which make all calls together, on their main threads."""
+    """One meeting for all processes of a run, which make all calls but `begin` together, on their main threads."""
 
-    def __init__(self, meeting: Meeting | None):
+    def __init__(self, meeting: BackgroundMeeting | None):
         """`meeting`: that of the first process; None in the others."""
         self._meeting = meeting
 
     @property
-    def _first(self) -> Meeting:
+    def _first(self) -> BackgroundMeeting:
         assert self._meeting is not None
         return self._meeting
+
+    def begin(self, offer: Offer, content: bytes) -> None:
+        """Begin to offer what the first process has."""
+        if self._meeting is not None:
+            self._meeting.begin(offer, content)
 
     def offer(self, offer: Offer, content: bytes) -> None:
         """Offer what the first process has."""

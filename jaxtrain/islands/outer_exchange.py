@@ -9,6 +9,10 @@ Of gossip the outer parameters are the island's own. They change by an entry tha
 
 All of this depends on the log and the state alone: an island that is killed and resumed gets the same entries for the
 same offers, and goes on with the same bits.
+
+With `islands.overlap` a thread encodes and sends the offer while steps go on. Until it is confirmed the state says that
+it is due: saved at the step of the offer, it has all to make the same one again. Later saves wait for it, or, if the
+run is to stop before, keep it in a file from which the resumed island sends it.
 """
 
 import contextlib
@@ -17,6 +21,8 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -24,25 +30,28 @@ import numpy as np
 
 from jaxtrain.config.schema import hash_of
 from jaxtrain.config.sections.island_keys import OWN, IslandsConfig
+from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
-from jaxtrain.islands import gossip
+from jaxtrain.islands import gossip, log_records
 from jaxtrain.islands.fragments import fragments
 from jaxtrain.islands.host_arrays import HostArrays
-from jaxtrain.islands.meeting import Entry, Meeting, Offer, Stopped, Trimmed, Unanswered
+from jaxtrain.islands.meeting import BackgroundMeeting, Entry, Offer, Stopped, Trimmed, Unanswered
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
 from jaxtrain.islands.payload import make_payload
 from jaxtrain.train_step.optimizers import ema
 from jaxtrain.train_step.optimizers.outer import DUE, NAME
 from jaxtrain.train_step.state import TrainState
 
+KEPT = "island_offer"  # in the workdir: the last offer that a stopped run could not send
 PATIENCE_S = 1.0  # of one question for entries, after which the island looks whether it is to stop
 T = TypeVar("T")
+_Made = tuple[Offer, bytes, np.ndarray | None, np.ndarray | None]  # with its content; unsent before it, and after it
 
 
 class Exchange:
     """What an island does at the exchanges; every process of it makes all calls, at the same steps."""
 
-    def __init__(self, config: IslandsConfig, abstract: TrainState, axes: Any, meeting: Meeting,
+    def __init__(self, config: IslandsConfig, abstract: TrainState, axes: Any, meeting: BackgroundMeeting,
                  tokens: Callable[[int], int] = lambda step: step, kind: str = ""):
         """Exchange nothing yet.
 
@@ -70,15 +79,26 @@ class Exchange:
         self._offer_made: Offer | None = None  # the last one of this process
         self._sent = "", b""  # the last offer's content, by its hash
         self._unsent: tuple[int, np.ndarray | None] = 0, None  # its fragment, and what was unsent of it before
+        self._thread = ThreadPoolExecutor(1, "island-offer")
+        self._made: Future[_Made] | None = None  # the offer that it makes; None: none is under way
+        self._folder: Path | None = None
 
     # ---------------------------------------------------------------------------------------------- what the loop calls
-    def begin(self, step: int, state: TrainState, stopping: Callable[[int], bool] = lambda step: False) -> TrainState:
+    def begin(self, step: int, state: TrainState, stopping: Callable[[int], bool] = lambda step: False,
+              folder: Path | None = None) -> TrainState:
         """Return the state to begin with: at the end of the log, if the island is new; an open exchange is ended.
+
+        Args:
+            stopping: whether not to wait for that.
+            folder: the workdir, where a run that stops keeps an offer that it could not send.
 
         Raises:
             Stopped: that has to wait, and the run is `stopping`.
         """
-        self._stop = lambda: stopping(step)
+        self._stop, self._folder = (lambda: stopping(step)), folder
+        if self._made:  # of an attempt before a rollback
+            wait([self._made])
+            self._made = None
         outer = state.extras[NAME]
         self._position, self._open = int(jax.device_get(outer["position"])), int(jax.device_get(outer["open"]))
         self._offered = step - step % self.islands.interval
@@ -86,7 +106,7 @@ class Exchange:
         if not step and not self._position:
             return self._catch_up(state)
         if self._open == DUE:
-            state = self.offer(step, state)
+            state = self._sent_again(state) or self.offer(step, state)
         if self._open and step % self.islands.interval >= self.islands.overlap:
             state = self.finish(step, state, stopping)
             self._check_ended()
@@ -108,21 +128,48 @@ class Exchange:
         self._stop = lambda: stopping(step)
         if self._open and (last or step % self.islands.interval == self.islands.overlap):
             state = self.finish(step, state, (lambda step: False) if last else stopping)
+        elif self._made and self._stop():
+            state = self._settled(step, state)
         if last:
             for left in reversed(range(len(self._fragments))):
                 self._check_ended()
                 state = self.finish(step, self.offer(step, state, last=not left))
             self._check_ended()
         elif step % self.islands.interval == 0 and not self._open:
-            state = self.offer(step, state)
+            state = self.offer(step, state, background=self.islands.overlap > 0)
             if not self.islands.overlap:
                 state = self.finish(step, state, stopping)
         return state
 
-    def due(self, step: int, last: bool = False) -> bool:
-        """Return whether anything is to be done after this step."""
+    def due(self, step: int, last: bool = False, stopping: Callable[[int], bool] = lambda step: False) -> bool:
+        """Return whether anything is to be done after this step, or before the run stops after it."""
         here = step % self.islands.interval
-        return last or not here or (self._open > 0 and here == self.islands.overlap)
+        return (last or not here or (self._open != 0 and here == self.islands.overlap)
+                or (self._made is not None and stopping(step)))
+
+    def unsaved(self, step: int) -> bool:
+        """Return whether the state of this step lacks an offer that is under way; only `saved` may be saved then."""
+        return self._made is not None and self._offered < step
+
+    def saved(self, step: int, state: TrainState, stopping: Callable[[int], bool] = lambda step: False) -> TrainState:
+        """Return the state once the offer under way is sent, or, if the run is to stop before that, kept in a file.
+
+        Raises:
+            Stopped: the run is `stopping`, and there is no folder for that file.
+        """
+        self._stop = lambda: stopping(step)
+        state = self._settled(step, state)
+        if not self._made:
+            return state
+        if not self._folder:
+            raise Stopped
+        offer, content, _, unsent = self._made.result()
+        path = self._folder / KEPT
+        exchange(None, lambda _: log_records.write_offer(path, offer, content))
+        work = self._work(state)
+        if unsent is not None:
+            work.set("unsent", self._fragments[offer.fragment], unsent)
+        return self._state(state, work)
 
     def pop_fields(self) -> dict[str, float]:
         """Return what the next line of metrics says of the exchanges since the last one."""
@@ -130,16 +177,20 @@ class Exchange:
         return fields
 
     # ---------------------------------------------------------------------------------------- the halves of an exchange
-    def offer(self, step: int, state: TrainState, last: bool = False) -> TrainState:
-        """Begin an exchange: offer the progress of the fragment whose turn it is; it stays due if that is stopped."""
+    def offer(self, step: int, state: TrainState, last: bool = False, background: bool = False) -> TrainState:
+        """Begin an exchange: offer the progress of the fragment whose turn it is; it stays due if that is stopped.
+
+        `background`: a thread makes the offer, and the exchange's end waits for it.
+        """
         work = self._work(state)
         self._leaving = last
         with contextlib.suppress(Stopped):
-            self._offer(step, work)
+            self._offer(step, work, background)
         return self._state(state, work)
 
     def finish(self, step: int, state: TrainState, stopping: Callable[[int], bool] = lambda step: False) -> TrainState:
         """End the exchange: apply entries until one has the island's offer. `stopping`: leave it open if that waits."""
+        state = self._settled(step, state)
         if self._open == DUE:  # the run is to stop
             return state
         work, began, first = self._work(state), time.perf_counter(), self._position
@@ -211,28 +262,66 @@ class Exchange:
     def _fragment(self, position: int) -> int:
         return position % len(self._fragments)  # of the entry that follows
 
-    def _offer(self, step: int, work: HostArrays) -> None:
+    def _offer(self, step: int, work: HostArrays, background: bool = False) -> None:
         number = self._fragment(self._position)
         fragment = self._fragments[number]
         own = work.get("own", fragment)
         before = work.get("unsent", fragment) if "unsent" in self.islands.kept else None
         outer = work.get("params", fragment)
-        content, unsent = self._payload.encode(own if self._exact else outer - own, before)
-        if self._gossips:
-            content = gossip.packed(content, outer)
-        self._open, self._offered = DUE, step
-        self._sent = hashlib.sha256(content).hexdigest(), content
         tokens = self._tokens(step) - self._tokens(max(0, step - self.islands.every))
-        alike = b"" if self._gossips and self._position else outer.tobytes()
-        same = hashlib.sha256(self._kind + alike).hexdigest()
-        self._offer_made = Offer(self.islands.index, self._position, number, float(tokens), self._sent[0],
-                                 min(step, self.islands.every), tokens, self._leaving, same)
-        self._asked(self._meeting.offer, self._offer_made, content)
+        base, leaving = self._position, self._leaving
+
+        def made() -> _Made:
+            content, unsent = self._payload.encode(own if self._exact else outer - own, before)
+            if self._gossips:
+                content = gossip.packed(content, outer)
+            alike = b"" if self._gossips and base else outer.tobytes()
+            same = hashlib.sha256(self._kind + alike).hexdigest()
+            offer = Offer(self.islands.index, base, number, float(tokens), hashlib.sha256(content).hexdigest(),
+                          min(step, self.islands.every), tokens, leaving, same)
+            if background:
+                self._meeting.begin(offer, content)
+            return offer, content, before, unsent
+
+        self._open, self._offered = DUE, step
+        if background:
+            self._made = self._thread.submit(made)
+        else:
+            self._confirm(work, *made())
+
+    def _confirm(self, work: HostArrays, offer: Offer, content: bytes, before: np.ndarray | None,
+                 unsent: np.ndarray | None) -> None:
+        """Return once an offer is made."""
+        self._offer_made, self._sent = offer, (offer.sha256, content)
+        self._asked(self._meeting.offer, offer, content)
         self._open = self._position + 1
         if unsent is not None:  # only now: until then the offer can be made again, of the same state
-            self._unsent = number, before
-            work.set("unsent", fragment, unsent)
+            self._unsent = offer.fragment, before
+            work.set("unsent", self._fragments[offer.fragment], unsent)
         self._count("island_sent_bytes", len(content))
+
+    def _settled(self, step: int, state: TrainState) -> TrainState:
+        """Return the state once the offer under way is made; unchanged if the run is to stop before."""
+        if not self._made:
+            return state
+        work, began = self._work(state), time.perf_counter()
+        with contextlib.suppress(Stopped):
+            self._confirm(work, *self._made.result())
+            self._made = None
+        self._count("island_wait_s", time.perf_counter() - began)
+        return self._state(state, work)
+
+    def _sent_again(self, state: TrainState) -> TrainState | None:
+        """Send the due offer from the file in which a stopped run kept it; return None if there is no such file."""
+        name = self.islands.index, self._position
+        kept = log_records.read_offer(self._folder / KEPT, *name) if self._folder else None
+        if not exchange(kept is not None, lambda found: found[0]):
+            return None
+        offer, content = kept or (Offer(*name, 0, 0.0, ""), b"")
+        self._asked(self._meeting.offer, offer, content)  # that of the first process
+        self._open = self._position + 1
+        self._count("island_sent_bytes", len(content))
+        return self._state(state, self._work(state))
 
     def _take_back(self, work: HostArrays) -> None:
         """Undo that what an offer lacked is remembered, since nobody took the offer; after a restart all of it is lost.

@@ -22,6 +22,10 @@ class WaitingMeeting:
         self._asked: tuple[Any, ...] = ()
         self._answer: Future[Any] = Future()
 
+    def begin(self, offer: Offer, content: bytes) -> None:
+        """Begin to make an offer; while it is under way, nothing else may be asked."""
+        self._start("offer", offer, content)
+
     def offer(self, offer: Offer, content: bytes) -> None:
         """Offer progress, as `Meeting` says."""
         self._ask(0.0, "offer", offer, content)
@@ -44,12 +48,15 @@ class WaitingMeeting:
 
     def _ask(self, seconds: float, *asked: Any) -> Any:
         if self._asked != asked:
-            self._asked, self._answer = asked, Future()
-            threading.Thread(target=self._call, args=(self._answer, *asked), name="islands-call", daemon=True).start()
+            self._start(*asked)
         if not wait([self._answer], seconds + PATIENCE_S).done:
             raise Unanswered(asked[0])
         self._asked = ()
         return self._answer.result()
+
+    def _start(self, *asked: Any) -> None:
+        self._asked, self._answer = asked, Future()
+        threading.Thread(target=self._call, args=(self._answer, *asked), name="islands-call", daemon=True).start()
 
     def _call(self, answer: Future[Any], name: str, *given: Any) -> None:
         try:

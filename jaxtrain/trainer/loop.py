@@ -160,7 +160,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         begun.trackers.sink.start()
         if run.exchange is not None and start < t.steps:
             with session.exchanging(start):
-                state = run.exchange.begin(start, state, interrupt.requested)
+                state = run.exchange.begin(start, state, interrupt.requested, workdir)
         if evaluator.missing(start):
             evaluator.evaluate(start, state)
         run.see(start, state)
@@ -176,7 +176,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
             stragglers.step(metrics, waited, time.perf_counter() - began)
             done = n + 1
             # 3. Islands exchange their progress, where that is due: nothing else changes the state between steps.
-            if run.exchange is not None and run.exchange.due(done, done == t.steps):
+            if run.exchange is not None and run.exchange.due(done, done == t.steps, interrupt.requested):
                 with session.exchanging(done):
                     state = run.exchange.after(done, state, done == t.steps, interrupt.requested)
             # 4. Observers get the metrics, as futures: nothing here waits for the device.
@@ -191,6 +191,9 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
             # 6. All processes agree on whether to stop after this step.
             stop = interrupt.requested(done)
             saving = saver.due(done, last=stop or done == t.steps)
+            if saving and run.exchange is not None and run.exchange.unsaved(done):
+                with session.exchanging(done):
+                    state = run.exchange.saved(done, state, interrupt.requested)
             with session.saving() if saving else contextlib.nullcontext():
                 # 7. Checks may end the attempt. What is saved was checked up to its last step; that waits for it.
                 guard.look(done, metrics)

@@ -16,6 +16,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.distributed import exit_codes
 from jaxtrain.islands.outer_exchange import Exchange
+from jaxtrain.islands.waiting_meeting import WaitingMeeting
 from jaxtrain.trainer.loop import train
 from jaxtrain.trainer.session import Interrupted
 from tests.islands.archipelago import assert_same_bits, numbers, outer_state
@@ -46,9 +47,10 @@ def built(island=0, batch=rows_of, optimizer=None, **keys):
                     data=jt.BatchFunction(lambda step: batch(step, island), identity=island), devices=jax.devices()[:1])
 
 
-def with_meeting(run, meeting, island=0):
+def with_meeting(run, meeting, island=0, kind=Exchange):
     section = replace(run.config.islands, index=island)
-    return replace(run, exchange=Exchange(section, run.abstract, run.layout.axes, meeting, run.train_batches.tokens))
+    meeting = WaitingMeeting(meeting) if section.overlap else meeting  # so that offers are made in the background
+    return replace(run, exchange=kind(section, run.abstract, run.layout.axes, meeting, run.train_batches.tokens))
 
 
 def islands(count, **keys):

@@ -1,6 +1,6 @@
 """Storms over islands that train: killed, told to stop, cut off and restarted, they end where calm ones do.
 
-    python -m tests.islands.training_storm FIRST_SEED LAST_SEED [--mode=gossip]
+    python -m tests.islands.training_storm FIRST_SEED LAST_SEED [--mode=gossip] [--overlap=4]
 
 The first run is calm, and its losses are what those of the storms are compared with. Rounds repeat to the bit: islands
 that come to all of them end with the calm ones' losses exactly, and others within 1 %. Asynchronous islands do not: the
@@ -33,6 +33,10 @@ class TrainingStorm(Storm):
 
     kinds, pace, timeouts, lease, refused = (*FAULTS, "stop"), 20.0, (300,), 300, 0
 
+    def __init__(self, *given, overlap=0, **keys):
+        self.overlap = overlap
+        super().__init__(*given, **keys)
+
     def fault(self, kind):
         """As in every storm; `stop`: an island is told to, half of the time with the coordinator out of reach."""
         if kind != "stop":
@@ -52,9 +56,11 @@ class TrainingStorm(Storm):
             self.start(name)
 
     def island(self, index, store, mode):
-        keys = {"train.steps": STEPS, "train.eval_every": STEPS, "train.progress": False, "checkpoint.every": EVERY,
+        keys = {"train.steps": STEPS, "train.eval_every": STEPS, "train.progress": False,
+                "checkpoint.every": 7 if self.overlap else EVERY,  # before, in and after an exchange with steps meanwhile
                 "data.global_batch_size": ROWS, "optimizer.warmup_steps": 5, "islands.count": self.islands,
                 "islands.index": index, "islands.every": EVERY, "islands.mode": mode, "islands.snapshot_every": 5,
+                "islands.overlap": self.overlap,
                 "islands.meeting": store or f"tcp://127.0.0.1:{self.proxy.port}",
                 **({} if store else {"islands.keys": self.folder / "keys"})}
         return ["-m", "jaxtrain.main", f"--config={ROOT / 'configs/gpt.py'}:tiny",
@@ -97,8 +103,8 @@ class TrainingStorm(Storm):
             np.testing.assert_array_equal(old[name], new[name])
 
 
-def storm(folder: Path, seed: int, faults: int, mode="sync", with_store=False) -> TrainingStorm:
-    made = TrainingStorm(folder, seed, islands=ISLANDS[mode], mode=mode, with_store=with_store)
+def storm(folder: Path, seed: int, faults: int, mode="sync", with_store=False, overlap=0) -> TrainingStorm:
+    made = TrainingStorm(folder, seed, islands=ISLANDS[mode], mode=mode, with_store=with_store, overlap=overlap)
     made.run(faults, patience=1200)
     return made
 
@@ -110,13 +116,14 @@ def main():
     parser.add_argument("last", type=int, help="seed")
     parser.add_argument("--mode", choices=ISLANDS, default="sync", help="islands.mode")
     parser.add_argument("--store", action="store_true", help="island 0 meets the others at a folder")
+    parser.add_argument("--overlap", type=int, default=0, help="islands.overlap")
     parser.add_argument("--faults", type=int, default=6, help="of a storm; 0: all are calm")
     args = parser.parse_args()
     calm = None
     for number in [-1, *range(args.first, args.last + 1)]:
         with tempfile.TemporaryDirectory() as place:
             began = time.monotonic()
-            done = storm(Path(place), number, 0 if number < 0 else args.faults, args.mode, args.store)
+            done = storm(Path(place), number, 0 if number < 0 else args.faults, args.mode, args.store, args.overlap)
             losses, entries = done.check()
         calm = calm or (losses, entries)
         away = max(abs(one / other - 1) for one, other in zip(losses, calm[0], strict=True))

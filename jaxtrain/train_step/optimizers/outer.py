@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 NAME = "outer"  # in a state's extras
-DUE = -1  # of a run that was stopped before it could offer what it should have, or before that became an entry
+DUE = -1  # of a run that was stopped, or saved, before it had offered what it should have, or before that was an entry
 
 
 def begin(kept: Sequence[str]) -> Callable[[Any], dict[str, Any]]:
