@@ -115,7 +115,8 @@ def ends_alike(codec, got, log):
     assert log == known
 
 
-@pytest.mark.parametrize("codec", ALL)
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", CODECS)
 def test_the_same_bits_offers_metrics_and_checkpoints_as_in_the_foreground(codec, tmp_path):
     got, log = trained(codec, lambda one, meeting: train(with_meeting(one, meeting), tmp_path), 1)
     want, known, measured, saved = waited_for(codec, 1)
@@ -215,6 +216,7 @@ def test_an_island_that_is_stopped_meanwhile_saves_and_sends_the_same_offer_late
     assert sent(lines(tmp_path)) == sent(waited_for(codec)[2])
 
 
+@pytest.mark.slow
 def test_without_its_file_a_stopped_island_offers_what_it_has(tmp_path):
     """As where only the mirror's checkpoints are left; other bits, and every exchange."""
     def attempts(one, meeting):
@@ -229,6 +231,7 @@ def test_without_its_file_a_stopped_island_offers_what_it_has(tmp_path):
     assert [len(entry.contributions) for entry in log] == [2] * len(waited_for("none")[1])
 
 
+@pytest.mark.slow
 def test_a_save_between_waits_for_the_offer(tmp_path):
     """So that the checkpoint needs no file beside it."""
     meeting, letting = HeldMeeting(), []

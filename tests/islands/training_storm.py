@@ -57,7 +57,7 @@ class TrainingStorm(Storm):
 
     def island(self, index, store, mode):
         keys = {"train.steps": STEPS, "train.eval_every": STEPS, "train.progress": False,
-                "checkpoint.every": 7 if self.overlap else EVERY,  # before, in and after an exchange with steps meanwhile
+                "checkpoint.every": 7 if self.overlap else EVERY,  # before, in and after exchanges
                 "data.global_batch_size": ROWS, "optimizer.warmup_steps": 5, "islands.count": self.islands,
                 "islands.index": index, "islands.every": EVERY, "islands.mode": mode, "islands.snapshot_every": 5,
                 "islands.overlap": self.overlap,

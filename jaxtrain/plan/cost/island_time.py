@@ -1,11 +1,11 @@
 """How long a step takes when islands are joined by a slow link: by synchronous training, and by each mode of islands.
 
 A closed form. An island's link carries its bytes a second in each direction at once; every exchange also waits for a
-few ways there and back. An island's own offer goes first, and steps that overlap hide what comes after it. Where
-islands meet at a coordinator's port, its link carries what all of them send and receive: of a round at once, of
-asynchronous islands whenever one comes. Synchronous training sums float32 gradients in a ring in every step, beside at
-most the backward pass, two thirds of the step. With a straggler, whatever waits for all islands goes at its pace;
-asynchronous islands make on average as many steps as each can.
+few ways there and back. Steps that overlap hide an island's own offer and what comes after it. Where islands meet at a
+coordinator's port, its link carries what all of them send and receive: of a round at once, of asynchronous islands
+whenever one comes. Synchronous training sums float32 gradients in a ring in every step, beside at most the backward
+pass, two thirds of the step. With a straggler, whatever waits for all islands goes at its pace; asynchronous islands
+make on average as many steps as each can.
 """
 
 import math
@@ -69,8 +69,7 @@ def _exchanging(name: str, islands: IslandsConfig, step: float, parameters: int,
     crowd = 1 if islands.mode == "async" else islands.count  # so many at the port at once
     byte_s = max(1 / link, crowd / port)
     offered, answered = (part / islands.fragments * byte_s for part in (size, received))
-    behind = answered + (TRIPS - 1) * latency - islands.overlap * step  # only what comes overlaps with steps
-    exposed = offered + latency + max(0.0, behind)
+    exposed = max(0.0, offered + answered + TRIPS * latency - islands.overlap * step)
     seconds = max(step + exposed / islands.interval, islands.count * max(size, received) / port / islands.every)
     return Mode(name, seconds, size / islands.every, received / islands.every)
 
