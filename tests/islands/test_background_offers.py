@@ -137,6 +137,15 @@ def test_the_same_bits_offers_metrics_and_checkpoints_as_in_the_foreground(codec
     assert all("island_wait_s" in line for line in found if "island_sent_bytes" in line)
 
 
+@pytest.mark.slow
+def test_an_asynchronous_island_ends_with_the_same_bits(tmp_path):
+    """One alone: what becomes of two depends on the order in which their offers arrive."""
+    run = built(**islands(1, every=EVERY, overlap=OVERLAP, mode="async", compression="int4"))
+    one, other = (train(with_meeting(run, MemoryMeeting(1, "async"), kind=kind), tmp_path / kind.__name__)
+                  for kind in (Exchange, Foreground))
+    assert_same_bits(numbers(one), numbers(other))
+
+
 @pytest.mark.parametrize("codec", ALL)
 def test_steps_go_on_while_an_offer_is_on_its_way(codec, tmp_path):
     meeting, done = HeldMeeting(), []
