@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 
@@ -12,6 +14,9 @@ import pytest
 from jaxtrain.builder import build
 from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.config.load import load_config
+from jaxtrain.distributed import exit_codes
+from jaxtrain.islands.outer_exchange import KEPT
+from tests.islands.memory_meeting import wait_until
 from tests.tiny import ROOT, tiny_flags, virtual_devices
 from tests.trainer.test_multiprocess import ended, two_processes
 
@@ -22,10 +27,10 @@ TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "dat
         "islands.compression=int4", "islands.overlap=1"]
 
 
-def params(flags, workdir):
+def params(flags, workdir, step=STEPS):
     words = dict(flag.removeprefix("--config.").split("=", 1) for flag in flags[1:])
     run = build(load_config(flags[0].partition("=")[2], words), devices=jax.devices()[:1])
-    return jax.device_get(CheckpointManager(workdir / "checkpoints").restore(STEPS, run.abstract)).params
+    return jax.device_get(CheckpointManager(workdir / "checkpoints").restore(step, run.abstract)).params
 
 
 @pytest.mark.exhaustive
@@ -47,3 +52,52 @@ def test_an_island_of_two_processes_and_one_of_one(tmp_path_factory, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
     assert sum(line.get("island_sent_bytes", 0) for line in lines) > 0
     assert [line["island_entry"] for line in lines if "island_entry" in line] == [1, 2]
+
+
+@pytest.mark.exhaustive
+def test_an_island_of_two_processes_that_is_stopped_while_it_sends(tmp_path_factory, tmp_path):
+    """With the coordinator killed before the offer; resumed, it has the bits of one that was not stopped."""
+    certificates = pytest.importorskip("jaxtrain.islands.network.certificates")
+    certificates.make(tmp_path / "keys", range(1))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = [*tiny_flags(tmp_path_factory, [*TINY, "train.steps=24", "checkpoint.every=50", "islands.count=1",
+                                            "islands.every=12", "islands.overlap=10"]),
+             f"--config.islands.meeting=tcp://{address}", f"--config.islands.keys={tmp_path}/keys"]
+
+    def serve(log):
+        return subprocess.Popen([sys.executable, "-m", "jaxtrain.islands", "serve", f"--folder={tmp_path / log}",
+                                 f"--address={address}", f"--keys={tmp_path}/keys", "--islands=1"],
+                                env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+    def killed(coordinator):
+        coordinator.kill()
+        coordinator.wait()
+
+    def steps():
+        path = tmp_path / "stopped" / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def trained(workdir):
+        with two_processes([*flags, "--config.mesh.fsdp=8"], tmp_path / workdir) as both:
+            said = ended(both)
+        assert [process.returncode for process in both] == [0, 0], "".join(said)
+        return params(flags, tmp_path / workdir, 24)
+
+    coordinator = serve("first log")
+    try:
+        calm = trained("calm")
+        killed(coordinator)
+        coordinator = serve("second log")
+        with two_processes([*flags, "--config.mesh.fsdp=8"], tmp_path / "stopped", seconds=0.3) as both:
+            wait_until(lambda: steps() >= 6, 300)
+            killed(coordinator)
+            wait_until(lambda: steps() >= 14, 300)
+            both[0].send_signal(signal.SIGTERM)
+            said = ended(both)
+        assert [process.returncode for process in both] == [exit_codes.SAVED] * 2, "".join(said)
+        assert (tmp_path / "stopped" / KEPT).exists()
+        coordinator = serve("second log")
+        jax.tree.map(np.testing.assert_array_equal, trained("stopped"), calm)
+    finally:
+        coordinator.kill()
