@@ -129,7 +129,7 @@ class Exchange:
         if self._open and (last or step % self.islands.interval == self.islands.overlap):
             state = self.finish(step, state, (lambda step: False) if last else stopping)
         elif self._made and self._stop():
-            state = self._settled(step, state)
+            state = self._settled(state)
         if last:
             for left in reversed(range(len(self._fragments))):
                 self._check_ended()
@@ -158,7 +158,7 @@ class Exchange:
             Stopped: the run is `stopping`, and there is no folder for that file.
         """
         self._stop = lambda: stopping(step)
-        state = self._settled(step, state)
+        state = self._settled(state)
         if not self._made:
             return state
         if not self._folder:
@@ -190,7 +190,7 @@ class Exchange:
 
     def finish(self, step: int, state: TrainState, stopping: Callable[[int], bool] = lambda step: False) -> TrainState:
         """End the exchange: apply entries until one has the island's offer. `stopping`: leave it open if that waits."""
-        state = self._settled(step, state)
+        state = self._settled(state)
         if self._open == DUE:  # the run is to stop
             return state
         work, began, first = self._work(state), time.perf_counter(), self._position
@@ -300,7 +300,7 @@ class Exchange:
             work.set("unsent", self._fragments[offer.fragment], unsent)
         self._count("island_sent_bytes", len(content))
 
-    def _settled(self, step: int, state: TrainState) -> TrainState:
+    def _settled(self, state: TrainState) -> TrainState:
         """Return the state once the offer under way is made; unchanged if the run is to stop before."""
         if not self._made:
             return state
