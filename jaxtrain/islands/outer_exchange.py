@@ -217,7 +217,7 @@ class Exchange:
         own = work.get("own", fragment)
         before = work.get("unsent", fragment) if "unsent" in self.islands.kept else None
         outer = work.get("params", fragment)
-        content, unsent = self._payload.encode(own if self._exact else outer - own, before)
+        content, unsent = self._payload.encode(own if self._exact else outer - own, before, self._position)
         if self._gossips:
             content = gossip.packed(content, outer)
         self._open, self._offered = DUE, step
