@@ -91,7 +91,7 @@ def test_a_run_learns_and_goes_on_with_the_same_bits(cache, tmp_path):
 
 
 def test_a_kernel_that_is_not_here_is_refused():
-    with pytest.raises(jt.UserError, match="^train.attention: the cudnn backend cannot do this: "):
+    with pytest.raises(jt.UserError, match=r"^train\.attention: the cudnn backend cannot do this: "):
         jt.build(plain.config(train__attention="cudnn"), devices=1)
 
 

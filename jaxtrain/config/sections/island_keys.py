@@ -27,7 +27,7 @@ class IslandsConfig:
     fragments: int = 1  # parameters are exchanged in so many parts, one after the other (streaming)
     overlap: int = 0  # inner steps that go on while an exchange is under way
     blend: float = 0.5  # with overlap: how much of a parameter stays the island's own when the update comes
-    compression: str = "none"  # of what is sent: bfloat16; with error feedback int8, int4, top_k or random_k; none: float32
+    compression: str = "none"  # of what is sent: bfloat16, or, what they lose sent later, int8, int4, top_k, random_k
     max_age: int = 16  # outer updates that may come without an island's progress before it is dropped
     age_decay: float = 0.5  # of async: what is a rounds older than at equal speed counts (1 + a) ** -age_decay
     snapshot_every: int = 20  # outer updates between snapshots of the outer state, from which others join
