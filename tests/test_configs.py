@@ -10,6 +10,8 @@ import pytest
 from jaxtrain.builder import build
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError
+from jaxtrain.plan.estimate import estimate
+from jaxtrain.plan.targets import parse
 from tests.tiers import exhaustive, slow, slow_if
 
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.py"))
@@ -49,7 +51,10 @@ def test_short_and_told(file):
     ("gpt_oss_20b.py", {"mesh.expert": 1}, 20_914_757_184),
     ("gpt_oss_20b.py:120b", {"mesh.expert": 1}, 116_829_156_672),
     # Without the 1500 positions of the encoder, which are not trained.
-    ("whisper.py:tiny", {}, 37_760_640 - 1500 * 384), ("whisper.py:large-v3", {}, 1_543_490_560 - 1500 * 1280),
+    ("whisper.py:tiny", {}, 37_760_640 - 1500 * 384), ("whisper.py:base", {}, 72_593_920 - 1500 * 512),
+    ("whisper.py:small", {}, 241_734_912 - 1500 * 768), ("whisper.py:medium", {}, 763_857_920 - 1500 * 1024),
+    ("whisper.py:large-v3", {}, 1_543_490_560 - 1500 * 1280),
+    ("whisper.py:large-v3-turbo", {}, 808_878_080 - 1500 * 1280),
     # As published, with the routers' biases (58 x 256); the layer that looks ahead has 11.6 billion more.
     ("deepseek_v3.py", {"mesh.expert": 1, "mesh.tensor": 1}, 671_026_419_200),
     ("deepseek_v3.py", {"mesh.expert": 1, "mesh.tensor": 1, "model.mtp_loss_weight": 0.3},
@@ -88,6 +93,17 @@ def test_tiny_trains(file, built):
         state, metrics = run.step(state, run.batch(step))
         losses.append(float(metrics["loss"]))
     assert abs(losses[0] - math.log(320)) < 0.3 and losses[1] < losses[0] and int(state.step) == 2
+
+
+@pytest.mark.parametrize("file", [pytest.param(file, id=file.stem, marks=slow_if(file.stem not in ("clips", "events")))
+                                  for file in CONFIGS if file not in TEXT])
+def test_what_is_no_decoder_of_text_is_planned(file):
+    """With its parameters to the byte; how near time and memory are, tests/plan has of some."""
+    config = load_config(f"{file}:{'words' if file.stem == 'whisper' else 'tiny'}")
+    found, run = estimate(config, parse("h100x1", None)[0], 1), build(config, devices=1)
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((run.abstract.params, run.abstract.frozen)))
+    assert found.memory["parameters"] + found.memory["frozen parameters"] == held
+    assert found.fits and found.seconds > 0 and found.memory["saved activations"] > 0
 
 
 @pytest.mark.parametrize("name, devices, overrides", [

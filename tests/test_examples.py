@@ -43,8 +43,8 @@ def execute(notebook, folder: Path, tmp_path: Path) -> str:
 @pytest.fixture
 def printed_by(forked):
     """What a script prints, without a warning."""
-    def run(script: str) -> str:
-        done = forked([f"examples/{script}"], ROOT, environment(), timeout=300)
+    def run(script: str, *flags: str) -> str:
+        done = forked([f"examples/{script}", *flags], ROOT, environment(), timeout=300)
         assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
         return done.stdout
 
@@ -72,6 +72,15 @@ def test_what_users_do_next_is_predicted(printed_by):
     said = re.search(r"nats an event: ([\d.]+); by how common items are: ([\d.]+)", printed_by("event_streams.py"))
     loss, by_frequency = map(float, said.groups())
     assert loss < by_frequency - 0.4
+
+
+@pytest.mark.slow
+def test_spoken_words_are_prepared_trained_on_and_transcribed(printed_by):
+    """So few steps learn little: docs/speech.md has what all of them reach."""
+    printed = printed_by("spoken_words.py", "--clips=60", "--steps=4")
+    assert re.search(r"^\d\d clips to learn from, \d+ to evaluate", printed)
+    assert printed.count("heard ") == 5
+    assert int(re.search(r"word error rate [\d.]+% of (\d+) words", printed)[1]) > 100
 
 
 @pytest.mark.exhaustive  # minutes

@@ -3,13 +3,15 @@
     python tools/bench_islands.py
     python tools/bench_islands.py --only synchronous diloco "streaming, int4" --seeds 0 1
     python tools/bench_islands.py --tune --rate=0.048 --only synchronous
+    python tools/bench_islands.py --only "synchronous, one slow" "diloco, one slow" "asynchronous, one slow"
     python tools/bench_islands.py --tune --only --also "rate=0.004" "momentum=0.8" "every=10"
 
 Flags such as --config.model.embed_dim=32 change the config of all runs.
 
 Eight islands are simulated one after the other in this process: exchanges are those of real islands (jaxtrain/islands),
 the meeting is in memory, and nothing waits. So losses and bytes are real, and times are not measured: with stragglers,
-a clock of steps says when each island would arrive (one of the eight takes three times as long for a step).
+a clock of steps says when each island would arrive (one of the eight takes three times as long for a step). The losses
+after a fourth, a half and three fourths of the steps have the steps of time and the MB until then beside them.
 
 Of gossip no island has the parameters of another one: the loss is that of their mean, and the islands' own stand beside
 it.
@@ -46,9 +48,11 @@ EVALUATED = 4096  # rows; as many behind them are for tuning
 STREAMING = dict(fragments=2, overlap=5)
 MODES = {  # what differs from DiLoCo with --outer: islands.* keys, whether one island is slow, the inner rate
     "synchronous": None,
+    "synchronous, one slow": dict(synchronous=True, slow=True),
     "alone": dict(alone=True),
     "local SGD": dict(learning_rate=1.0, momentum=0.0),
     "diloco": {},
+    "diloco, one slow": dict(slow=True),
     "diloco, bfloat16": dict(compression="bfloat16"),
     "diloco, int4": dict(compression="int4"),
     "diloco, top_k": dict(compression="top_k"),
@@ -117,11 +121,20 @@ def synchronous(args):
     made = Training(args, ISLANDS * args.rows, {}, args.rate)
     state = trained(made, made.run.init(), 0, args.warm)
     begin = jax.tree.map(np.array, jax.device_get(state))  # copies, since steps donate the state
-    state = trained(made, state, args.warm, args.steps)
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    each, curve = 2 * 2 * (ISLANDS - 1) / ISLANDS * 4 * size, []
+    for first in range(args.warm, args.steps, EVERY):
+        state = trained(made, state, first, first + EVERY)
+        done = first + EVERY - args.warm
+        if quarter(done // EVERY, (args.steps - args.warm) // EVERY):
+            curve.append((done, done * each, made.loss(state)))
     steps = args.steps - args.warm
-    return {"loss": made.loss(state), "bytes": steps * 2 * 2 * (ISLANDS - 1) / ISLANDS * 4 * size, "time": steps,
-            "parameters": size}, begin
+    return {"loss": made.loss(state), "bytes": steps * each, "time": steps, "parameters": size, "curve": curve}, begin
+
+
+def quarter(done, many):
+    """-> whether a fourth, a half or three fourths of so many have just been done."""
+    return done in (many // 4, many // 2, many * 3 // 4)
 
 
 def trained(made, state, first, end):
@@ -159,7 +172,7 @@ class Simulated:
         self.states = [self.made.run.adopt(jax.tree.map(np.array, state)) for _ in range(ISLANDS)]
         data = self.made.run.config.data
         self.batches = [jt_part(data, self.made.run.corpus, i) for i in range(ISLANDS)]
-        self.done, self.bytes = [args.warm] * ISLANDS, 0.0
+        self.done, self.bytes, self.curve = [args.warm] * ISLANDS, 0.0, []
 
     def steps(self, i, many):
         """Inner steps of an island."""
@@ -176,7 +189,7 @@ class Simulated:
     def together(self):
         """All islands at one speed, for as many steps as asked for; then every fragment once more."""
         everyone, overlap, interval = range(ISLANDS), self.section.overlap, self.section.interval
-        steps = self.args.steps - self.args.warm
+        steps, pace = self.args.steps - self.args.warm, SLOW if self.slow else 1
         for number in range(steps // interval):
             if overlap and number:
                 for i in everyone:
@@ -189,19 +202,23 @@ class Simulated:
                 self.exchange(Exchange.offer, everyone)
                 if last or not overlap:
                     self.exchange(Exchange.finish, everyone)
-        return steps * (SLOW if self.slow else 1)
+            if quarter(number + 1, steps // interval):
+                self.curve.append(((number + 1) * interval * pace, self.bytes, self.made.loss(self.states[0])))
+        return steps * pace
 
     def apart(self):
         """Each island as it comes, until all together have made as many steps as asked for."""
         pace = [SLOW if self.slow and i == ISLANDS - 1 else 1 for i in range(ISLANDS)]
         coming = [(EVERY * pace[i] + i / 100, i) for i in range(ISLANDS)]
         at, left = 0.0, (self.args.steps - self.args.warm) // EVERY * ISLANDS
-        for _ in range(left):
+        for number in range(left):
             at, i = heapq.heappop(coming)
             self.steps(i, EVERY)
             self.exchange(Exchange.offer, [i])
             self.exchange(Exchange.finish, [i])
             heapq.heappush(coming, (at + EVERY * pace[i], i))
+            if quarter(number + 1, left):
+                self.curve.append((at, self.bytes, self.made.loss(self.states[i])))
         self.last = i
         return at
 
@@ -209,7 +226,7 @@ class Simulated:
         """Train, and return loss and bytes."""
         self.last = 0
         at = self.together() if self.section.mode != "async" else self.apart()
-        found = {"loss": self.made.loss(self.states[self.last]), "bytes": self.bytes, "time": at}
+        found = {"loss": self.made.loss(self.states[self.last]), "bytes": self.bytes, "time": at, "curve": self.curve}
         if self.section.mode != "gossip":
             return found
         mean = jax.tree.map(lambda *own: sum(own) / ISLANDS, *(state.params for state in self.states))
@@ -251,20 +268,22 @@ def main():
         whole, begin = synchronous(args)
         for name, keys in modes.items():
             began = time.time()
-            found = whole if keys is None else measured(args, keys, begin)
+            found = whole if keys is None else measured(args, keys, begin, whole)
             rows[name].append(found | {"more": found["loss"] / whole["loss"] - 1,
                                        "fewer": whole["bytes"] / (found["bytes"] or np.inf)})
             print(json.dumps({"mode": name, "seed": seed, **rows[name][-1], "seconds": time.time() - began}),
                   file=sys.stderr, flush=True)
     print("| mode | loss | against synchronous | MB an island sends and receives | times fewer | steps of time "
-          "| published |")
-    print("|---|---|---|---|---|---|---|")
+          "| loss at 1/4, 1/2, 3/4 (time, MB) | published |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, found in rows.items():
         print(line(name, found))
 
 
-def measured(args, keys, begin):
-    """-> what is measured of a mode."""
+def measured(args, keys, begin, whole):
+    """-> what is measured of a mode, given what was of synchronous training."""
+    if keys.get("synchronous"):  # all wait for the slow one in every step
+        return whole | {"time": SLOW * whole["time"], "curve": [(SLOW * at, *rest) for at, *rest in whole["curve"]]}
     return alone(args, keys, begin) if keys.get("alone") else Simulated(args, keys, begin).result()
 
 
@@ -276,9 +295,11 @@ def line(name, found):
     more, own = [one["more"] for one in found], [loss for one in found for loss in one.get("own", ())]
     between = f" ({min(more):+.2%} to {max(more):+.2%})" if len(found) > 1 and any(more) else ""
     fewer = f"{mean('fewer'):.0f}" if mean("bytes") else ""
+    curve = ", ".join(f"{np.mean([loss for *_, loss in points]):.4f} ({points[0][0]:.0f}, {points[0][1] / 1e6:.2f})"
+                      for points in zip(*(one.get("curve", ()) for one in found), strict=True))
     return (f"| {name}{f' (own: {min(own):.4f} to {max(own):.4f})' if own else ''} | {mean('loss'):.4f} "
             f"| {mean('more'):+.2%}{between} | {mean('bytes') / 1e6:.2f} | {fewer} | {mean('time'):.0f} "
-            f"| {PUBLISHED.get(name, '')} |")
+            f"| {curve} | {PUBLISHED.get(name, '')} |")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class ClipsConfig(ModelConfig):
     labels: int = 0  # how many there are: the folders of prepare_sequences audio --target=folder
     rope_theta: float = 10_000.0  # base of the rotary positions
     causal = False
-    rows_cut = False  # pyrefly: ignore[bad-override]
+    rows_cut = True  # pyrefly: ignore[bad-override]
 
     def __post_init__(self):
         super().__post_init__()

@@ -272,7 +272,7 @@ class Exchange:
         base, leaving = self._position, self._leaving
 
         def made() -> _Made:
-            content, unsent = self._payload.encode(own if self._exact else outer - own, before)
+            content, unsent = self._payload.encode(own if self._exact else outer - own, before, base)
             if self._gossips:
                 content = gossip.packed(content, outer)
             alike = b"" if self._gossips and base else outer.tobytes()

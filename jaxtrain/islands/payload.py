@@ -19,7 +19,8 @@ class Plain:
     def __init__(self, dtype: Any):
         self._dtype = np.dtype(dtype).newbyteorder("<")
 
-    def encode(self, vector: np.ndarray, unsent: np.ndarray | None = None) -> tuple[bytes, np.ndarray | None]:
+    def encode(self, vector: np.ndarray, unsent: np.ndarray | None = None,
+               count: int = 0) -> tuple[bytes, np.ndarray | None]:
         """Return the bytes of a vector, and what they lack of it: nothing that is remembered."""
         return vector.astype(self._dtype).tobytes(), unsent
 
@@ -36,11 +37,15 @@ class Coded:
     def __init__(self, method: str):
         self._codec = codecs.make(method)
 
-    def encode(self, vector: np.ndarray, unsent: np.ndarray | None = None) -> tuple[bytes, np.ndarray | None]:
-        """Return the bytes of a vector and what was unsent before, and what is unsent now."""
+    def encode(self, vector: np.ndarray, unsent: np.ndarray | None = None,
+               count: int = 0) -> tuple[bytes, np.ndarray | None]:
+        """Return the bytes of a vector and what was unsent before, and what is unsent now.
+
+        `random_k` chooses other places at each count; all that send at one count send those of the same places.
+        """
         lacking = np.zeros_like(vector) if unsent is None else unsent
         with _on_host():
-            payload, state = self._codec.encode(vector, {"error": lacking})
+            payload, state = self._codec.encode(vector, {"error": lacking, "count": np.array(count, np.int32)})
             content = payload_bytes.to_bytes({"": (self._codec, jax.device_get(payload), vector.shape)})
             return content, np.asarray(jax.device_get(state["error"]))
 

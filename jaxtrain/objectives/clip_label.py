@@ -14,8 +14,9 @@ from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.models.modalities.clip_encoder import BANDS
 from jaxtrain.objectives.next_token import stacks
 from jaxtrain.objectives.objective import OfTheModelAlone, without_z_loss
-from jaxtrain.parallel.context import arrange
+from jaxtrain.parallel.context import arrange, row_copies
 from jaxtrain.parallel.pipeline.stage import Parts
+from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step.state import Skeleton
 
 
@@ -61,20 +62,25 @@ class ClipLabel(OfTheModelAlone):
     def pipeline_parts(self) -> Parts:
         """Embeddings of frames, layers, and the cross-entropy of labels."""
         def prepare(params: Any, batch: Any) -> tuple[Any, Any]:
-            return params, batch | arrange({name: batch[name] for name in ("features", "weights")})
+            there_BT = sharding.constrain(batch["weights"], "batch", None)
+            positions_BT = jnp.broadcast_to(jnp.arange(there_BT.shape[1]), there_BT.shape)
+            rows = arrange({"features": batch["features"], "weights": there_BT, "positions": positions_BT})
+            return params, batch | rows | {"frames": there_BT.sum(1)}
 
         def begin(params: Any, batch: Any) -> jax.Array:
             return self.model.merge(params).begin(batch["features"])
 
         def middle(params: Any, x_BTD: jax.Array, batch: Any,
                    slots: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-            return self.model.merge(params).through(x_BTD, batch["weights"], slots), jnp.zeros(()), {}
+            return self.model.merge(params).through(
+                x_BTD, batch["weights"], batch["positions"], slots), jnp.zeros(()), {}
 
         return Parts(stacks(self.model.params()), prepare, lambda batch: _there(batch).sum(), begin, middle, self._end)
 
     def _end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The summed cross-entropy, and how many are right."""
-        there_B, logits_BL = _there(batch), self.model.merge(params).finish(x_BTD, batch["weights"])
+        there_B = _there(batch) / row_copies()
+        logits_BL = self.model.merge(params).finish(x_BTD, batch["weights"], batch["frames"])
         hit_BL = batch["label"][:, None] == jnp.arange(self.labels)
         correct_B = jnp.where(hit_BL, logits_BL, 0).sum(1)
         entropy_B = jax.nn.logsumexp(logits_BL, axis=1) - correct_B
@@ -84,4 +90,4 @@ class ClipLabel(OfTheModelAlone):
 
 def _there(batch: Any) -> jax.Array:
     """Return 1 for each clip: rows that only fill a batch have no frames."""
-    return batch["weights"][:, 0]
+    return (batch["frames"] > 0).astype(jnp.float32)

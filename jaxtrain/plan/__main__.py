@@ -45,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dollars", type=float, help="with --scaling: the same in money, at the first layout's speed")
     made.add_argument("--link", type=float, metavar="GBIT",
                       help="with islands.count: gigabits a second between islands, to say which mode is fastest")
+    made.add_argument("--slowest", type=float, default=1, metavar="TIMES",
+                      help="with --link: one island takes so many times as long for a step; default: 1")
     made.add_argument("--explain", action="store_true", help="explain only the layout of the config")
     made.add_argument("--verify", type=int, default=0, metavar="K", help="compile the best K for the real target")
     made.add_argument("--roofline", action="store_true",

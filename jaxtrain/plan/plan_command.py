@@ -36,6 +36,9 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
     if flags.link is not None and (flags.link <= 0 or not config.islands.count):
         raise UserError("--link", "it is the rate of a link between islands, and above 0",
                         "set islands.count too, or leave it out")
+    if not 1 <= flags.slowest < math.inf or (flags.slowest > 1 and flags.link is None):
+        raise UserError("--slowest", "it is how many times as long the slowest of islands takes for a step: 1 or more",
+                        "give --link too, or leave it out")
     target, devices = place(flags)
     if config.mesh.hsdp and not flags.explain:
         raise UserError("mesh.hsdp", "without --explain the planner compares many meshes, and mesh=hsdp is one",
@@ -84,7 +87,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
             html.write(found, flags.html, flags.config, flags.top, flags.tokens)
         chosen = [choice.estimate for choice in found.fitting]
     if flags.link and chosen:
-        print(f"\n{between_islands(config, chosen[0], flags.link)}")
+        print(f"\n{between_islands(config, chosen[0], flags.link, flags.slowest)}")
     if law and chosen:
         print(f"\n{reached(law, chosen[0], flags)}")
     for rank, guess in enumerate(chosen[:flags.verify]):
@@ -107,8 +110,11 @@ def reached(law: Any, guess: Estimate, flags: argparse.Namespace) -> str:
             f"{said} get at best {saved_fit.at_best(law, flops)}")
 
 
-def between_islands(config: Any, guess: Estimate, link: float) -> str:
-    """Return how long a step takes in each mode of islands of this layout, joined by so many gigabits a second."""
+def between_islands(config: Any, guess: Estimate, link: float, slowest: float) -> str:
+    """Return how long a step takes in each mode of islands of this layout, joined by so many gigabits a second.
+
+    One of them takes `slowest` times as long for a step.
+    """
     import jax
 
     from jaxtrain.builder import build
@@ -117,7 +123,7 @@ def between_islands(config: Any, guess: Estimate, link: float) -> str:
     run = build(guess.config, devices=guess.devices, platform=guess.target.described)
     size = sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params))
     rate = link * 1e9 / 8
-    found, at_port = (island_time.modes(config.islands, guess.seconds, size, rate, port=port)
+    found, at_port = (island_time.modes(config.islands, guess.seconds, size, rate, port=port, slowest=slowest)
                       for port in (math.inf, rate))
     return island_time.table(found, at_port, rate)
 

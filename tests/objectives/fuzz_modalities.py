@@ -12,8 +12,6 @@ from typing import Any
 from tests.composition.fuzz import AXES, OVERRIDES, TOLERANCE, from_moments
 
 ROWS, STEPS = 16, 20  # after so many steps frozen leaves have the same bits
-# The axes that a family is refused with.
-WHOLE = {"clips": ("context",)}
 SHAPES: dict[str, list[dict[str, Any]]] = {
     "events": [dict(num_layers=2), dict(num_layers=1, predict="shop", tied_embeddings=False, time_loss=0.0, window=5),
                dict(num_layers=3, num_kv_heads=8, tied_embeddings=False, window=5)],
@@ -44,7 +42,7 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     family = rng.choice(FAMILIES + CHEAP)
     sizes, left = dict.fromkeys(AXES, 1), devices
     while left > 1:
-        sizes[rng.choice([axis for axis in AXES if axis not in WHOLE.get(family, ())])] *= 2
+        sizes[rng.choice(AXES)] *= 2
         left //= 2
     shape, shards = rng.choice(SHAPES[family]), sizes["data"] * sizes["fsdp"] * sizes["expert"]
     keys = {"family": family, "batch": rng.randrange(2)} | {f"mesh.{axis}": size for axis, size in sizes.items()}

@@ -1,6 +1,8 @@
-"""Clips: loss, gradients and accuracy of the plain formula on any mesh; batches of what `prepare_sequences` wrote."""
+"""Clips: loss, gradients and accuracy of the plain formula on any mesh; runs over what `prepare_sequences` wrote."""
 
 import dataclasses
+import json
+import math
 
 import jax
 import numpy as np
@@ -17,14 +19,18 @@ from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
 from jaxtrain.objectives.clip_label import ClipLabel
 from tests.numerics import reference
 from tests.objectives import plain_clips as plain
+from tests.objectives.tuned import resumed
 
 
 @pytest.mark.parametrize("mesh", [
     pytest.param(dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2), marks=pytest.mark.slow),
+    pytest.param(dict(mesh__fsdp=2, mesh__context=2, mesh__tensor=2), marks=pytest.mark.slow),
+    pytest.param(dict(mesh__fsdp=2, mesh__stage=2, mesh__context=2), marks=pytest.mark.exhaustive),
+    pytest.param(dict(mesh__context=4), marks=pytest.mark.exhaustive),
     pytest.param(dict(mesh__fsdp=2, mesh__stage=2, mesh__tensor=2), marks=pytest.mark.exhaustive)])
 def test_loss_gradients_and_accuracy_are_those_of_the_formula(mesh):
     config = plain.config(**mesh, train__accumulation=2)
-    run = jt.build(config, devices=jax.devices()[:8])
+    run = jt.build(config, devices=jax.devices()[:math.prod(mesh.values())])
     rng, batch = np.random.default_rng(0), plain.batch()
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), run.abstract.params)
     (want, accuracy), slopes = jax.jit(jax.value_and_grad(
@@ -63,21 +69,36 @@ def test_batches_have_frames_and_labels(tmp_path):
         sequence_batches(config.data, corpus, "train", {"label": Array(np.int32, (), below=1)})
 
 
-@pytest.mark.parametrize(("keys", "message"), [
-    (dict(mesh__context=2), "mesh.context: clips attends to later tokens too, and its rows are not cut; set"),
-    (dict(train__attention="cudnn"), "train.attention: the cudnn backend cannot do this: "),
-])
-def test_what_looks_both_ways_cannot_be_cut(keys, message):
-    with pytest.raises(jt.UserError) as refusal:
-        jt.build(plain.config(**keys), devices=1 if "train__attention" in keys else 2)
-    assert f"{refusal.value}".startswith(message)
+@pytest.mark.slow
+def test_a_run_learns_and_goes_on_with_the_same_bits(cache, tmp_path):
+    """Of clips that are a low or a high note, with their frames on two devices."""
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        folder = tmp_path / "clips" / "ab"[i % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        note = np.sin(np.arange(rng.integers(480, 2560)) * (0.1, 0.4)[i % 2])
+        soundfile.write(folder / f"{i}.wav", 0.3 * note, 16_000)
+    corpus = prepare_sequences([f"{tmp_path / 'clips'}"], tmp_path / "corpus", Audio("folder", eval_fraction=0.2))
+    config = plain.config(data__source=str(corpus.path), data__global_batch_size=8, data__buckets=[8, 16],
+                          mesh__context=2, train__steps=12, train__progress=False, checkpoint__every=6)
+    run = jt.build(config, devices=jax.devices()[:2])
+    whole = jt.train(run, tmp_path / "whole")
+    parts = jt.train(run, resumed(tmp_path / "whole", tmp_path / "parts", last=12))
+    assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, parts.params))))
+    lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1].keys() == {"step", "eval_loss", "eval_accuracy"} and lines[-1]["eval_accuracy"] == 1
+    assert lines[-1]["eval_loss"] < lines[0]["loss"]
+
+
+def test_a_kernel_that_is_not_here_is_refused():
+    with pytest.raises(jt.UserError, match=r"^train\.attention: the cudnn backend cannot do this: "):
+        jt.build(plain.config(train__attention="cudnn"), devices=1)
 
 
 @pytest.mark.parametrize(("said", "told"), [
     (ModelConfig.rows_cut, "cut; set mesh.context=1, or give OwnConfig rows_cut = True if its model takes them in the "
                            "order of parallel.context"), (False, "cut; set mesh.context=1")])
 def test_a_family_of_ones_own_that_looks_both_ways_says_that_its_rows_can_be_cut(said, told):
-    """Positions, such as those of clips, would be those of another order."""
     given = plain.config(mesh__context=2)
     own = type("OwnConfig", (ClipsConfig,), {"rows_cut": said})
     model = own(**{field.name: getattr(given.model, field.name) for field in dataclasses.fields(given.model)})

@@ -255,12 +255,25 @@ def test_a_check_can_be_turned_off(monkeypatch):
     (["--target=h100x8", "--explain", "--config.mesh=auto"], "mesh=auto is not a layout yet"),
     (["--target=h100x8", "--config.mesh=hsdp"], "mesh.hsdp: without --explain the planner compares"),
     (["--target=h100x8", "--precisions=float32,bflot16"], "bflot16 is not a precision; did you mean 'bfloat16'?"),
+    (["--target=h100x8", "--link=1"], "--link: it is the rate of a link between islands, and above 0"),
+    (["--target=h100x8", "--slowest=3"], "--slowest: it is how many times as long the slowest of islands takes for a"),
+    (["--target=h100x8", "--config.islands.count=2", "--link=1", "--slowest=nan"], "--slowest: it is how many times"),
     (["--target=h100x8", "--precisions=float32", "--explain"], "--explain keeps the config's precision"),
 ])
 def test_mistakes_are_one_line(words, said, capsys):
     assert main(["--config=configs/gpt.py:tiny", *words]) == 2
     err = capsys.readouterr().err
     assert said in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slowest", "first"), [(1, "streaming"), (3, "asynchronous")])
+def test_a_slow_island_changes_which_mode_is_fastest(slowest, first, capsys):
+    keys = dict(count=8, fragments=2, overlap=5, compression="int4")
+    main(["--config=configs/gpt.py:124m", "--target=h100x8", "--explain", "--link=1", f"--slowest={slowest}",
+          *(f"--config.islands.{key}={value}" for key, value in keys.items())])
+    told = capsys.readouterr().out.partition("by links of 1 Gbit/s")[2].splitlines()
+    assert told[1].split()[0] == first
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from jaxtrain.errors import UserError
 
 MODES = ("sync", "async", "gossip")
 OWN = ("index", "meeting", "keys", "max_age", "snapshot_every")  # keys that need not be equal on all islands
-LOSSY = ("int8", "int4", "top_k")  # what is lost is remembered, and sent with what comes next
+LOSSY = ("int8", "int4", "top_k", "random_k")  # what is lost is remembered, and sent with what comes next
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class IslandsConfig:
     fragments: int = 1  # parameters are exchanged in so many parts, one after the other (streaming)
     overlap: int = 0  # inner steps that go on while an exchange is under way
     blend: float = 0.5  # with overlap: how much of a parameter stays the island's own when the update comes
-    compression: str = "none"  # of what is sent: bfloat16; int8, int4 or top_k with error feedback; none: float32
+    compression: str = "none"  # of what is sent: bfloat16, or, what they lose sent later, int8, int4, top_k, random_k
     max_age: int = 16  # outer updates that may come without an island's progress before it is dropped
     age_decay: float = 0.5  # of async: what is a rounds older than at equal speed counts (1 + a) ** -age_decay
     snapshot_every: int = 20  # outer updates between snapshots of the outer state, from which others join

@@ -57,11 +57,13 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
     backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3],
                              soft_cap=soft_cap, packed=packed, sinks=sinks_H is not None,
                              key_len=k_BSGK.shape[1] if others else 0)
-    if sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
-        # Fewer key/value heads than devices: each device takes those that its query heads attend to.
-        repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
+    repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
+    by_group = backend == "xla" and not causal and repeats > 1 and bool(sharding.axes_over("seq"))
+    if by_group or sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
+        # Fewer key/value heads than devices: each device takes those that its query heads attend to. And in plain
+        # operations a group's queries are one sequence, which cannot be where a mesh splits the sequence.
         along = None if others else "seq"
-        k_BSGK, v_BSGK = (sharding.constrain(jnp.repeat(x, repeats, axis=2), "batch", along, *HEADS[2:])
+        k_BSGK, v_BSGK = (sharding.constrain(_repeated(x, repeats), "batch", along, *HEADS[2:])
                           for x in (k_BSGK, v_BSGK))
     if backend == "xla":
         out_BTHK = BACKENDS["xla"](q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H, key_segments_BS)
@@ -71,6 +73,12 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
     # The kernels name what policies keep themselves.
     return by_device(backend, heads, rows, window, soft_cap, keys if others else ())(
         q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H, *(key_segments_BS,) * others)
+
+
+def _repeated(x_BSGK: jax.Array, times: int) -> jax.Array:
+    """Return each head so many times, one after the other; heads may be split over a mesh."""
+    B, S, G, K = x_BSGK.shape
+    return jnp.broadcast_to(x_BSGK[:, :, :, None], (B, S, G, times, K)).reshape(B, S, G * times, K)
 
 
 def by_device(backend: str, heads: jax.P | None, rows: jax.P | None, window: int, soft_cap: float = 0.0,

@@ -16,6 +16,7 @@ from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute
 from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, RMSNorm, Stack, SwiGLU, param
 from jaxtrain.models.rematerialization import cut, wraps
+from jaxtrain.parallel.context import whole_rows
 from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.sharding import rules as sharding
 
@@ -43,22 +44,24 @@ class ClipEncoder(nnx.Module):
 
     def __call__(self, features_BTN: jax.Array, weights_BT: jax.Array) -> jax.Array:
         """Return float32 logits [B, L]; `weights_BT` is 0 in the padding."""
-        return self.finish(self.through(self.begin(features_BTN), weights_BT), weights_BT)
+        positions_BT = jnp.broadcast_to(jnp.arange(weights_BT.shape[1]), weights_BT.shape)
+        x_BTD = self.through(self.begin(features_BTN), weights_BT, positions_BT)
+        return self.finish(x_BTD, weights_BT, weights_BT.sum(1))
 
     # The three parts of a call; a pipeline runs them on different stages.
     def begin(self, features_BTN: jax.Array) -> jax.Array:
         """Return the embeddings of frames."""
         return self.project(features_BTN.astype(self.project.kernel.dtype))
 
-    def through(self, x_BTD: jax.Array, weights_BT: jax.Array, slots: Mapping[str, Slots] | None = None) -> jax.Array:
-        """Apply all layers, or those in the `slots` of a stage."""
-        positions_BT = jnp.broadcast_to(jnp.arange(weights_BT.shape[1]), weights_BT.shape)
+    def through(self, x_BTD: jax.Array, weights_BT: jax.Array, positions_BT: jax.Array,
+                slots: Mapping[str, Slots] | None = None) -> jax.Array:
+        """Apply all layers, or those in the `slots` of a stage, to frames at these positions of their clips."""
         angles = self.rotary.angles(sharding.constrain(positions_BT, "batch", "seq"))
         return self.blocks(x_BTD, weights_BT > 0, angles, slots=(slots or {}).get("blocks"))[0]
 
-    def finish(self, x_BTD: jax.Array, weights_BT: jax.Array) -> jax.Array:
-        """Return the logits from what the last layer returns."""
+    def finish(self, x_BTD: jax.Array, weights_BT: jax.Array, frames_B: jax.Array) -> jax.Array:
+        """Return the logits of clips of so many frames from what the last layer returns, on all devices of a row."""
         x_BTD = sharding.constrain(self.norm(x_BTD), *INSIDE)
         logits_BTL = sharding.einsum("btd,dl->btl", x_BTD, self.labels[...], ("embed", None), ("batch", "seq", None))
-        frames_B = jnp.maximum(weights_BT.sum(1), 1)
-        return (logits_BTL * weights_BT[..., None]).sum(1) / frames_B[:, None]
+        logits_BTL = whole_rows(logits_BTL * weights_BT[..., None], None)
+        return logits_BTL.sum(1) / jnp.maximum(frames_B, 1)[:, None]

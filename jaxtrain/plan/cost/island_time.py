@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from jaxtrain.config.sections.island_keys import IslandsConfig
 
-BYTES = {"none": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64, "top_k": 0.01 * 6}  # of a parameter
+BYTES = {"none": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64, "top_k": 0.01 * 6,
+         "random_k": 0.01 * 4}  # of a parameter
 BACKWARD = 2 / 3  # of a step: what the sum of gradients can hide behind
 TRIPS = 3  # offer, entry, contents: ways there and back that an exchange waits for
 
