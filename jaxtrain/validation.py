@@ -58,7 +58,7 @@ class Layout:
 
     @cached_property
     def wrong_chunks(self) -> Any:
-        """Why the schedule cannot have its chunks, and what to do; None if it can."""
+        """The reason why the schedule cannot have its chunks, and what to do; None if it can."""
         c = self.config.pipeline
         if self.mesh.shape["stage"] == 1 or c.table:
             return None
@@ -68,7 +68,7 @@ class Layout:
 
     @cached_property
     def uncompressed(self) -> Any:
-        """Why gradients cannot be compressed as asked, and what to do; None if they can."""
+        """The reason why gradients cannot be compressed as asked, and what to do; None if they can."""
         return compressed_gradients.refused(self.config, self.mesh, self.rules)
 
     @cached_property

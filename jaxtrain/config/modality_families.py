@@ -44,7 +44,7 @@ class EventsConfig(ModelConfig):
 
     @property
     def vocab_size(self) -> int:  # pyrefly: ignore[bad-override]
-        """How many ids the predicted column's table has room for."""
+        """The number of ids that the predicted column's table has room for."""
         return self.rows(self.predict)
 
     def rows(self, category: str) -> int:
@@ -133,7 +133,7 @@ class WhisperConfig(ModelConfig):
 
     @property
     def staged_layers(self) -> int:
-        """How many layers the stages of a pipeline share: those of the encoder, then those of the decoder."""
+        """The number of layers that pipeline stages share: those of the encoder, then those of the decoder."""
         return self.encoder_layers + self.num_layers
 
     def other_rows(self, seq_len: int) -> list[tuple[str, int, str, bool]]:

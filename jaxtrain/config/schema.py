@@ -25,7 +25,7 @@ AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")  # as in mesh.py
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How many devices each mesh axis spans (one may be -1: the rest), and the rules that map names onto them."""
+    """The section `mesh`: the size of each axis (one may be -1: the rest), and the rules that map names to axes."""
 
     auto: bool = False  # the planner chooses the sizes; written mesh=auto
     hsdp: bool = False  # data: one part for each node, fsdp: within a node; written mesh=hsdp
@@ -58,7 +58,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How micro-batches pass the stages, where mesh.stage is more than 1."""
+    """The section `pipeline`: how micro-batches pass through the stages, where mesh.stage is more than 1."""
 
     schedule: str = "1f1b"  # the order of forward and backward passes of micro-batches
     microbatches: int = 0  # of each batch, or of each part of it under train.accumulation; 0: chosen, or the table's
@@ -75,7 +75,7 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which text, how it becomes tokens, and how many of them make a step."""
+    """The section `data`: the source, its tokenizer, and the size and order of batches."""
 
     source: str = "stdlib"  # the running interpreter's own library; else a prepared corpus, or a file or folder of text
     tokenizer: str = "bytes"  # of text that is not a prepared corpus
@@ -228,7 +228,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save and how many to keep; the last step is always saved."""
+    """The section `checkpoint`: when to save and how many to keep; the last step is always saved."""
 
     every: int = 500  # steps between saves, or a fraction of train.steps; 0: at the end only. A run advises better
     keep: int = 2  # the last so many that were read back and found good; nothing newer than them is ever deleted
@@ -250,7 +250,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ResilienceConfig:
-    """What is done about what goes wrong."""
+    """The section `resilience`: what is watched for, and what is done about failures, hangs and anomalies."""
 
     elastic: bool = False  # another mesh where the declared one does not fit the devices; set by the supervisor
     meshes: list[str] = field(default_factory=list, hash=False)  # such as "data=2,tensor=2", best first; none: derived
@@ -323,7 +323,7 @@ class Config:
             section.check(self)
 
     def _check_kind(self):
-        """Refuse keys of text for models that are no decoders of it, and the other way round."""
+        """Refuse keys of text for models that are not decoders of it, and the other way round."""
         pictures = self.model.rows_of == "pictures"
         if self.data.augment and not pictures:
             raise UserError("data.augment", f"{self.model.name} reads no pictures", "leave it out")

@@ -36,12 +36,12 @@ class PatchesConfig(ModelConfig):
 
     @property
     def grid(self) -> int:
-        """How many places a side the table of learned positions has; 0: there is none."""
+        """The side of the table of learned positions; 0: there is no table."""
         return self.picture_size // self.patch_size
 
     @property
     def patch_values(self) -> int:
-        """How many values a patch has."""
+        """The number of values in a patch."""
         return self.patch_size**2 * CHANNELS
 
 
@@ -135,7 +135,7 @@ class DualEncoderConfig(PictureConfig):
 
     @property
     def staged_layers(self) -> int:
-        """How many layers the stages of a pipeline share: those of both encoders side by side, here of the longer."""
+        """The number of layers that pipeline stages share: the longer encoder's, as both are computed together."""
         return max(self.picture_layers, self.num_layers)
 
     def other_rows(self, seq_len: int) -> list[tuple[str, int, str, bool]]:

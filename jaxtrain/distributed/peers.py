@@ -85,7 +85,7 @@ class Peers:
         self._send({"kind": "bye", "process": self._process, "why": ""})
 
     def see_off(self, seconds: float | None = None) -> None:
-        """In process 0, wait for the others to end, since JAX aborts them as soon as process 0 is gone."""
+        """Wait, in process 0, for the others to end, since JAX aborts them as soon as process 0 is gone."""
         end = time.monotonic() + (_PATIENCE if seconds is None else seconds)
         while self._process == 0 and time.monotonic() < end:
             if all(line.silent for line in list(self._lines.values())):

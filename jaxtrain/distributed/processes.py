@@ -149,7 +149,7 @@ def hang(why: str) -> None:
 
 
 def see_off(seconds: float) -> None:
-    """In process 0, wait for the others to end."""
+    """Wait, in process 0, for the others to end."""
     if _peers:
         _peers.see_off(seconds)
 

@@ -115,7 +115,7 @@ class Tasks:
         except ImportError as error:
             raise UserError("--tasks", f"they need the package lm_eval ({error})", install_extra("eval")) from error
         if flags.include and not Path(flags.include).is_dir():
-            raise UserError("--include", f"{flags.include} is no folder", "name the one with the tasks' YAML files")
+            raise UserError("--include", f"{flags.include} is not a folder", "name the one with the tasks' YAML files")
         manager = TaskManager(include_path=flags.include)
         names = [name for name in flags.tasks.split(",") if name]
         if unknown := [name for name in names if not manager.match_tasks([name])]:
@@ -157,7 +157,7 @@ def _watch(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks) -
     sections = sections_of(flags.workdir)
     last = sections.get("train", {}).get("steps")
     if last is None:
-        raise UserError("--watch", f"{flags.workdir} is no run's workdir", "leave it out")
+        raise UserError("--watch", f"{flags.workdir} is not the workdir of a run", "leave it out")
     with _results_log(flags, sections, overrides) as log:
         while True:
             step, ended = exchange(None, lambda _: _next(flags, last, log))

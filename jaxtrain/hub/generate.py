@@ -26,7 +26,7 @@ CHUNK = 32  # tokens between looks for stop strings, which are found on the host
 
 @dataclass(frozen=True)
 class Generated:
-    """What followed a prompt."""
+    """The continuation of a prompt."""
 
     text: str  # without the stop string
     tokens: tuple[int, ...]  # without the stop token; they end with the token in which a stop string begins

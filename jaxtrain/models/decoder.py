@@ -24,7 +24,7 @@ from jaxtrain.sharding import rules as sharding
 
 @dataclass(frozen=True)
 class Compute:
-    """How a model is computed; these options never change the result."""
+    """The options of how a model is computed; they never change the result."""
 
     attention: str = "auto"
     experts: Options = DEFAULT

@@ -36,7 +36,7 @@ class NextToken(OfTheModelAlone):
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "NextToken":
-        """As a config describes it."""
+        """Return the objective that a config describes."""
         t, m = config.train, config.model
         return cls(model, t.loss_chunks, t.z_loss, m.mtp_loss_weight, m.experts_per_token,
                    config.data.cross_document_attention)
@@ -113,7 +113,7 @@ class NextToken(OfTheModelAlone):
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:
-        """None: an evaluation reports the loss per token and what follows from it."""
+        """No metric: an evaluation reports the loss per token and what follows from it."""
         return ()
 
     def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `jaxtrain plan` does: rank layouts, explain one, and compile the best for the real target."""
+"""The command `jaxtrain plan`: rank layouts, explain one, and compile the best for the real target."""
 
 import argparse
 import math

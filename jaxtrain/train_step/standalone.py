@@ -47,7 +47,7 @@ from jaxtrain.train_step.step import make_step
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weighted:
-    """What a loss function returns where its examples do not weigh the same, or where it has more to say.
+    """The result of a loss function whose examples do not weigh the same, or which returns metrics besides the loss.
 
     The loss is `total / weight`, over all micro-batches and devices; so is each of `metrics`, which are sums too.
     """
@@ -132,7 +132,7 @@ class TrainStep:
 
         `x` may be a function without arguments that returns either: it is compiled with sharded outputs, so that
         nothing is ever whole on one device. Leaves of a pytree that are not arrays, such as an Equinox module's
-        functions and rates, are no parameters; `loss_fn` gets them as they are.
+        functions and rates, are not parameters; `loss_fn` gets them as they are.
         """
         abstract = self.abstract(x)
         finish = partial(initial_state, optimizer=self.optimizer, loss_scaling=self.precision == "float16",
@@ -146,7 +146,7 @@ class TrainStep:
             return jax.jit(finish, out_shardings=self.layout.state)(params)
 
     def abstract(self, x: Any) -> TrainState:
-        """What `init(x)` returns as shapes, dtypes and shardings, nothing allocated: to lower, report or restore."""
+        """Return the result of `init(x)` as shapes, dtypes and shardings, nothing allocated."""
         plan = self._make_plan(x)
         if self._plan is None or self._plan.identity != plan.identity:  # equal plans run the same executables
             self._plan = plan
@@ -155,12 +155,12 @@ class TrainStep:
 
     @property
     def sharded(self) -> ShardedStep:
-        """What compiles the step and places its batches, once `init` or `abstract` were given the parameters."""
+        """The part that compiles the step and places its batches, once `init` or `abstract` has had the parameters."""
         return self._planned.sharded
 
     @property
     def layout(self) -> Layout:
-        """Where everything lives."""
+        """The shardings of the state, the gradients and the batch."""
         return self.sharded.layout
 
     @property
@@ -328,7 +328,7 @@ class TrainStep:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What follows from the parameters' shapes and names."""
+    """The compiled parts that follow from the parameters' shapes and names."""
 
     name: str  # of the class of what is trained
     skeleton: Skeleton | None  # of an NNX module; None for a pytree, which is its own
@@ -352,7 +352,7 @@ def _parameters(x: Any) -> Any:
 
 
 def _without_arrays(skeleton: Skeleton) -> Skeleton:
-    """With shapes for values, so that the caller's arrays can be freed."""
+    """Return the skeleton with shapes for values, so that the caller's arrays can be freed."""
     shapes = {path: v.replace(_abstract(v.get_value())) for path, v in skeleton.variables.items()}
     return dataclasses.replace(skeleton, variables=shapes)
 

@@ -84,7 +84,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
 
 @dataclass(frozen=True)
 class Begun:
-    """What an attempt begins with, besides the state, whose memory the first step takes."""
+    """The inputs of an attempt besides the state, whose memory the first step takes."""
 
     found: Start
     data: BatchSource

@@ -1,4 +1,4 @@
-"""What watches a run from outside: observers are told of each step and change nothing."""
+"""Observers of a run: they are told of each step and change nothing."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the reference gives to answers, computed before the first step (`preference.reference=precomputed`).
+"""The reference's sums over answers, computed before the first step (`preference.reference=precomputed`).
 
 The sums of log-probabilities of a row's answers are found by a hash of the row, whatever step, epoch or source it comes
 from. So each row is computed once, and a row of another corpus, tokenizer or packing is never taken for it.

@@ -1,4 +1,4 @@
-"""What crosses in few bits: the same on all islands, and what a codec loses is sent later."""
+"""Compressed progress is the same on all islands, and what a codec loses is sent later."""
 
 import jax
 import numpy as np
@@ -36,7 +36,7 @@ def test_parameters_of_another_model_or_compressed_otherwise_are_refused_in_one_
 
 
 def test_what_a_codec_loses_is_sent_later():
-    """Of one island that sends one value of 24: its parameters are the outer ones but for what is remembered."""
+    """One island sends one value of 24: its parameters are the outer ones except for what is remembered."""
     found = few(1, compression="top_k", learning_rate=1.0, momentum=0.0)
     exchange, state, before = found.exchanges[0], found.states[0], 0.0
     for step in range(1, 4):

@@ -410,7 +410,7 @@ class Scaled:
 
 @pytest.mark.parametrize("as_function", [True, False])
 def test_leaves_that_are_no_arrays_stay_as_they_are(as_function):
-    """On a mesh, with the gradient of the arrays alone, and more steps than one."""
+    """They stay on a mesh, with the gradient of the arrays alone, and for more steps than one."""
     def model():
         one, two = jax.random.split(jax.random.key(0))
         return Scaled([jax.random.normal(one, (4, 8)), jax.random.normal(two, (8, 2))], jnp.tanh, 0.5, True, "net")

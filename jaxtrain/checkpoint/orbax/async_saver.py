@@ -15,7 +15,7 @@ class AsyncSaver:
 
     @cached_property
     def barrier(self) -> Barrier:
-        """What the processes wait at before a save counts as committed."""
+        """The barrier at which processes wait before a save counts as committed."""
         return Barrier()
 
     @cached_property

@@ -13,7 +13,7 @@ READ_BY = {"exact": "", "int8": "block", "int4": "block", "top_k": "block ratio"
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """How gradients are summed over one mesh axis, by compressed messages with error feedback; off by default."""
+    """The compression of gradient sums over one mesh axis, with error feedback; off by default."""
 
     method: str = ""  # exact (float32, once a step), int8, int4, top_k, random_k or power_sgd; "": as everywhere else
     axis: str = "data"  # the mesh axis that is the slow link: one that splits the batch, and no parameters

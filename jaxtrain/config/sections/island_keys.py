@@ -73,7 +73,7 @@ class IslandsConfig:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """What the outer optimizer keeps for a parameter besides its value; but for gossip, alike on all islands."""
+        """The outer optimizer's state for a parameter besides its value; except with gossip, equal on all islands."""
         return () if not self.momentum else ("momentum", "arrived") if self.mode == "async" else ("momentum",)
 
     @property

@@ -13,7 +13,7 @@ TRACES = ("", "otlp", "file")
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """What shows a run elsewhere; none of it changes a number, so that a run that resumes may change all of it."""
+    """The services that show a run; they change none of its numbers, so a resumed run may change all of these keys."""
 
     # that get all metrics: tensorboard, wandb, mlflow, trackio
     trackers: list[str] = field(default_factory=list, hash=False)

@@ -27,7 +27,7 @@ START, NO_TIMES, FIRST_TIME = "<|startoftranscript|>", "<|notimestamps|>", "<|0.
 
 @dataclass(frozen=True)
 class Segment:
-    """What is said between two times, in seconds."""
+    """The text spoken between two times, in seconds."""
 
     begin: float
     end: float
@@ -36,7 +36,7 @@ class Segment:
 
 @dataclass
 class _Reading:
-    """How far a file has been read."""
+    """The position up to which a file has been transcribed."""
 
     frames: np.ndarray
     at: int = 0

@@ -91,7 +91,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 class End:
-    """How an attempt ended."""
+    """The outcome of an attempt."""
 
     def __init__(self, team: list[Child], silent: Child | None, mute: Child | None, resized: str, jumped: float = 0.0):
         failures = filter(None, [failure_report.first(team)])
@@ -379,7 +379,7 @@ class Supervisor:
         self.asked = self.asked or number
 
     def _record(self, kind: str, **fields) -> None:
-        with contextlib.suppress(OSError):  # a full disk is no reason to stop monitoring
+        with contextlib.suppress(OSError):  # a full disk is not a reason to stop monitoring
             record(self.workdir, kind, **{"process": "supervisor", **fields})
 
 

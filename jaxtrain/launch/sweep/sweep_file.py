@@ -80,7 +80,7 @@ class Sweep:
 
     @property
     def sign(self) -> int:
-        """What a value is multiplied with, so that lower is better."""
+        """The factor for a value such that lower is better."""
         return -1 if self.maximise else 1
 
     def overrides(self, point: Point, seed: int | None) -> Point:
@@ -165,7 +165,7 @@ def sweep_of(content: Mapping[str, Any], values: Mapping[str, Any]) -> Sweep:
 
 
 def check_form(content: Mapping[str, Any]) -> None:
-    """Refuse what is no description of a sweep."""
+    """Refuse a file that does not describe a sweep."""
     for section, form in _FORMS.items():
         said = content.get(section, {}) if section else content
         if section != "stop" or ("stop" in content and "pruner" not in said):

@@ -1,4 +1,4 @@
-"""What a sweep's file may not say: each mistake is told in one line, before anything is written."""
+"""The refusals of a sweep's file: each mistake is reported in one line, before anything is written."""
 
 import json
 import math
