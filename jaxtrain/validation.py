@@ -129,7 +129,7 @@ TABLE = (
     Refusal("data.seq_len", "a sequence that does not divide into two chunks for each device of context",
             lambda a: a.context > 1 and a.config.data.seq_len % (2 * a.context),
             lambda a: f"{a.config.data.seq_len} does not divide into the {2 * a.context} chunks that "
-                      f"mesh.context={a.context} deals out in pairs",
+                      f"mesh.context={a.context} assigns in pairs",
             lambda a: f"make it a multiple of {2 * a.context}",
             {"mesh.context": 4, "data.seq_len": 60}, {"data.seq_len": 64}),
     Refusal("mesh.context_strategy", "ring attention inside a pipeline",

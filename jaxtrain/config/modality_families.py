@@ -103,12 +103,13 @@ class WhisperConfig(ModelConfig):
         not_negative(self, "model", "encoder_layers audio_chunk audio_chunks_back ctc_weight time_masks mel_masks end")
         derive(self, "encoder_layers", self.num_layers)
         if self.mup_base:
-            raise UserError("model.mup_base", "whisper has no rules for widths", "leave it out")
+            raise UserError("model.mup_base", "whisper does not support muP", "leave it out")
         if self.num_kv_heads != self.num_heads:
             raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",
                             "leave it 0: whisper has as many")
         if self.embed_dim % 2 or self.embed_dim < 4:
-            raise UserError("model.embed_dim", f"{self.embed_dim} has no sines and cosines", "give an even one from 4")
+            raise UserError("model.embed_dim", f"{self.embed_dim} is not a width for sines and cosines",
+                            "give an even one from 4")
         if self.audio_chunks_back and not self.audio_chunk:
             raise UserError("model.audio_chunks_back", "it is read with model.audio_chunk only", "set that, too")
         if self.ctc_weight > 1:

@@ -31,7 +31,7 @@ class PatchesConfig(ModelConfig):
         super().__post_init__()
         positive(self, "model", "patch_size patches_per_side pictures_per_row")
         if self.mup_base:
-            raise UserError("model.mup_base", f"{self.name} has an encoder of pictures, which it does not scale",
+            raise UserError("model.mup_base", f"{self.name} has an encoder of pictures, for which muP is not supported",
                             "leave it out")
 
     @property
@@ -82,8 +82,8 @@ class PictureConfig(PatchesConfig):
         for key in ("pixel_mean", "pixel_std"):
             value = getattr(self, key)
             if len(value) != CHANNELS or (key == "pixel_std" and min(value) <= 0):
-                raise UserError(f"model.{key}", f"{value} has not {'a positive' if key == 'pixel_std' else 'a'} number "
-                                f"for each of {CHANNELS} channels", "give one such as [0.5, 0.5, 0.5]")
+                raise UserError(f"model.{key}", f"{value} does not have {'a positive' if key == 'pixel_std' else 'a'} "
+                                f"number for each of {CHANNELS} channels", "give one such as [0.5, 0.5, 0.5]")
         if self.picture_embed_dim % self.picture_heads:
             raise UserError("model.picture_heads", f"{self.picture_heads} does not divide model.picture_embed_dim="
                             f"{self.picture_embed_dim}", "choose a divisor of it")

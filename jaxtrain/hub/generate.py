@@ -276,4 +276,4 @@ def check(prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[str | i
     if wrong := [one for one in stop if not isinstance(one, str) and not 0 <= one < 2**31]:
         raise UserError("stop", f"{wrong[0]} is not a token", "give texts or token ids")
     if "" in stop:
-        raise UserError("stop", "an empty text is everywhere", "leave it out")
+        raise UserError("stop", "an empty text matches everywhere", "leave it out")

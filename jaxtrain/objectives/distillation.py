@@ -109,8 +109,8 @@ class Distillation(NextToken):
         step, fingerprint = (identity["checkpoint"][key] for key in ("step", "fingerprint"))
         found = find_good(self.workdir, step)
         if not found or found[1] != fingerprint:
-            raise UserError("teacher", f"{self.workdir} has not the checkpoint of step {step} any more with which this "
-                            "run began", "bring it back, or begin with another teacher in another --workdir")
+            raise UserError("teacher", f"{self.workdir} no longer has the checkpoint of step {step} that this run "
+                            "began with", "bring it back, or begin with another teacher in another --workdir")
         return {TEACHER: load_params(self.workdir, abstract[TEACHER], step)}
 
 

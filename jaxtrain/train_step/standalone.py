@@ -94,7 +94,7 @@ def make_train_step(
         compiler_options: XLA's options for the step beside jaxtrain's preset for the platform; "" leaves one to XLA.
     """
     if not set(AXES) <= set(getattr(mesh, "axis_names", ())):
-        raise UserError("mesh", f"{mesh} has not the axes {', '.join(AXES)}", "make it by jt.make_mesh(...)")
+        raise UserError("mesh", f"{mesh} lacks the axes {', '.join(AXES)}", "make it by jt.make_mesh(...)")
     if not isinstance(rules, Rules | None):
         raise UserError("rules", f"{rules!r} is not a table of rules", "make it by jt.rules(...)")
     known = ("auto", *precisions.DTYPES)

@@ -81,7 +81,7 @@ class ReferenceSums:
         return {**batch, **made}
 
     def _check(self, batch: Any) -> tuple[int, ...]:
-        """Refuse a batch that has not the arrays, without sums, that it should have; return its shape."""
+        """Refuse a batch whose arrays, without sums, are not those that it should have; return its shape."""
         spec = self.run.batch_spec
         return replace(spec, dtypes={name: spec.dtypes[name] for name in self.names}).check(batch)
 

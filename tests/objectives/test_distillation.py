@@ -197,7 +197,7 @@ def test_a_run_keeps_the_teacher_that_it_began_with(teachers, tmp_path):
 
     shutil.rmtree(tmp_path / "teacher/checkpoints/2")
     assert run.own_parts(parts) == parts  # what the run has saved holds the teacher too
-    with pytest.raises(jt.UserError, match="has not the checkpoint of step 2 any more with which this run began"):
+    with pytest.raises(jt.UserError, match="no longer has the checkpoint of step 2 that this run began with"):
         run.init(parts=parts)
     assert "with objective.checkpoint.workdir=" in difference(parts, on_two(student, objective=distillation(
         config, workdir=shutil.copytree(tmp_path / "teacher", tmp_path / "other"))).own_parts(parts))

@@ -531,7 +531,7 @@ def pair(second):
     (dict(precision="bf16"), "precision: 'bf16' is not supported; did you mean 'bfloat16'"),
     (dict(zero_stage=4), "zero_stage: 4 is not supported"),
     (dict(rules="fsdp"), "rules: 'fsdp' is not a table of rules"),
-    (dict(mesh=jax.sharding.AbstractMesh((8,), ("x",))), "mesh: .* has not the axes"),
+    (dict(mesh=jax.sharding.AbstractMesh((8,), ("x",))), "mesh: .* lacks the axes"),
 ])
 def test_mistakes_in_one_sentence(arguments, message):
     with pytest.raises(jt.UserError, match=message) as error:

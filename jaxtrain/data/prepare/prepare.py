@@ -363,7 +363,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if getattr(flags, name) and flags.engine != engine:
             raise UserError(f"--{name}", f"--engine={flags.engine} has no such flag", f"add --engine={engine}")
     if flags.engine == "slurm" and (flags.part or flags.stage != "tokens"):
-        raise UserError("--engine", "the script itself deals out parts", "leave --part and --stage out")
+        raise UserError("--engine", "the script assigns the parts itself", "leave --part and --stage out")
     if flags.sample < 0 or (flags.sample and not flags.dry_run):
         raise UserError("--sample", f"{flags.sample} has no use here", "give a positive number with --dry_run")
     if not flags.output and not flags.dry_run:

@@ -211,7 +211,7 @@ def _check_numbers(sweep: Sweep) -> None:
     if goal not in _GOALS:
         raise UserError("objective.goal", f"{goal!r} is neither minimise nor maximise", "write one of them")
     if sweep.parallel < 1:
-        raise UserError("parallel", f"{sweep.parallel} trials at a time never end", "give 1 or more")
+        raise UserError("parallel", f"{sweep.parallel} is not a valid number of trials at a time", "give 1 or more")
     if seeds in (0, []) or (isinstance(seeds, int) and seeds < 1) or any(
             type(seed) is not int for seed in sweep.seeds) or len({*sweep.seeds}) < len(sweep.seeds):
         raise UserError("seeds", f"{seeds} are not different seeds", "give how many, or a list of whole numbers")

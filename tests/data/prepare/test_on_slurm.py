@@ -142,7 +142,7 @@ def test_without_a_file_the_script_is_printed(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(("flags", "words"), [
     (["--part=3/3"], "--part: '3/3' is not one of 3 parts"), (["--part=x"], "--part: 'x' is not one of 16 parts"),
     (["--stage=duplicates"], "--deduplicate only"), (["--parts=2"], "--parts: --engine=local has no such flag"),
-    (["--engine=slurm", "--part=0/2"], "deals out parts"), (["--engine=slurm", "--parts=-1"], "--parts: -1 is not a"),
+    (["--engine=slurm", "--part=0/2"], "assigns the parts"), (["--engine=slurm", "--parts=-1"], "--parts: -1 is not a"),
     (["--engine=slurm", "--script=/no/such/folder/a"], "cannot be written"),
     (["--engine=slurm", "--input=none"], "none does not exist")])
 def test_a_mistake_is_one_line(tmp_path, capsys, flags, words):
