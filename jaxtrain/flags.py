@@ -152,8 +152,8 @@ def add_subcommand(commands: Any, of: str, words: str, line: str) -> argparse.Ar
 def add_process_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that make several processes one run."""
     parser.add_argument("--coordinator", help="host:port of process 0 in a run of several processes")
-    parser.add_argument("--num_processes", type=int, help="how many processes the run has")
-    parser.add_argument("--process_id", type=int, help="which of them this is, from 0")
+    parser.add_argument("--num_processes", type=int, help="number of processes of the run")
+    parser.add_argument("--process_id", type=int, help="number of this process, from 0")
 
 
 def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:

@@ -47,11 +47,11 @@ class _Reading:
 def main(argv: list[str] | None = None) -> None:
     """Parse the flags, transcribe, and print or write what was said."""
     parser = parser_of("transcribe", __doc__)
-    parser.add_argument("workdir", help="of the run, or a published folder")
+    parser.add_argument("workdir", help="workdir of the run, or a published folder")
     parser.add_argument("files", nargs="+", help="audio files, or folders of them")
-    parser.add_argument("--step", type=int, help="of the checkpoint; by default the newest good one")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest good one")
     parser.add_argument("--beams", type=int, default=1, help="transcripts that are followed at once; 1: greedily")
-    parser.add_argument("--language", default="", help="that is spoken, such as en; default: what model.prefix says")
+    parser.add_argument("--language", default="", help="spoken language, such as en; default: what model.prefix says")
     parser.add_argument("--task", default="", help="transcribe, or translate into English")
     parser.add_argument("--timestamps", action="store_true", help="say when each segment is said")
     parser.add_argument("--batch_size", type=int, default=8, help="windows that are transcribed at once")
