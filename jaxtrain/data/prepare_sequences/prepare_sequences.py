@@ -191,7 +191,7 @@ Prepare pictures, of files, tar archives or Parquet, as patches.
     jaxtrain prepare_sequences pictures --input=FOLDER --output=FOLDER
 """)
     pictures.add_argument("--target", default=Pictures.target, help="none, text, folder: the target of a picture")
-    pictures.add_argument("--tokenizer", default=Pictures.tokenizer, help="tokenizer of captions: 'bytes' or a tokenizer.json")
+    pictures.add_argument("--tokenizer", default=Pictures.tokenizer, help="of captions: 'bytes' or a tokenizer.json")
     for name, what in (("patch_size", "side of a patch in pixels"), ("most_patches", "most patches of a picture"),
                        ("patches_per_side", "most patches of its longer side")):
         pictures.add_argument(f"--{name}", type=int, default=getattr(Pictures, name), help=what)
