@@ -16,7 +16,7 @@ class PatchesConfig(ModelConfig):
 
     patch_size: int = 16  # side of a patch in pixels
     patches_per_side: int = 64  # the longest side of a picture in patches, each with a learned position
-    pictures_per_row: int = 8  # the most that share a row
+    pictures_per_row: int = 8  # most pictures in a row
     rows_of = "pictures"
     flops_known = False
 
@@ -50,10 +50,10 @@ class PictureConfig(PatchesConfig):
     """An encoder of pictures beside a model of text."""
 
     picture_layers: int = 4  # transformer blocks of the encoder of pictures
-    picture_embed_dim: int = 128  # its width
-    picture_heads: int = 4  # its attention heads
-    picture_mlp_dim: int = 0  # its MLP's width; 0: 4 x picture_embed_dim
-    picture_norm_eps: float = 0.0  # its norm_eps; 0: norm_eps
+    picture_embed_dim: int = 128  # width of the encoder of pictures
+    picture_heads: int = 4  # attention heads of the encoder of pictures
+    picture_mlp_dim: int = 0  # MLP width of the encoder of pictures; 0: 4 x picture_embed_dim
+    picture_norm_eps: float = 0.0  # norm_eps of the encoder of pictures; 0: norm_eps
     # Pixels a side of the square pictures whose places have a learned position each, as in published encoders; pictures
     # of other shapes get what lies between these. 0: a position is a vector for the row plus one for the column
     # pyrefly: ignore[bad-override]
@@ -111,7 +111,7 @@ class DualEncoderConfig(PictureConfig):
     # both without (as published with CLIP)
     projections: str = "both"
     text_begin: int = -1  # the token in front of each text; -1: none
-    text_end: int = -1  # the one behind it; -1: none
+    text_end: int = -1  # the token after each text; -1: none
     text_pad: int = -1  # what texts are filled up with to text_len, and the encoder sees; -1: they are not
 
     def __post_init__(self):
