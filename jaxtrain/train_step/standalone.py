@@ -66,7 +66,7 @@ def make_train_step(
     axes: Any = None, accumulation: int = 1, clip_norm: float = 0.0, precision: str = "float32", zero_stage: int = 0,
     gather: bool = True, seed: int | None = None, compiler_options: Options | None = None,
 ) -> "TrainStep":
-    """A train step for any mesh with the numbers of one device.
+    """Return a train step for any mesh, with the numbers of one device.
 
     Args:
         loss_fn: called with the NNX module or the pytree of parameters that `init` was given, and a batch. It returns
@@ -86,11 +86,11 @@ def make_train_step(
         precision: the dtype the parameters are cast to for `loss_fn`: "float32", "bfloat16", "float16" (with a dynamic
             loss scale) or "auto". The state keeps their own. The batch is left as it is.
         zero_stage: over the mesh axis `data`, spread the optimizer's state (1), gradients (2), parameters (3).
-        gather: hand `loss_fn` each parameter whole over the mesh axes that split the batch, so that activations stay
+        gather: give `loss_fn` each parameter whole over the mesh axes that split the batch, so that activations stay
             split as the batch is. A module that scans over a stack of layers would have the whole stack gathered at
             once: where that is too large give False and `jt.constrain` the activations between layers.
         seed: call `loss_fn(x, batch, key)` with a key for dropout and the like, which follows from the seed, the number
-            of the step and the micro-batch: a run that resumes draws what it would have drawn.
+            of the step and the micro-batch: a run that resumes draws the same numbers.
         compiler_options: XLA's options for the step beside jaxtrain's preset for the platform; "" leaves one to XLA.
     """
     if not set(AXES) <= set(getattr(mesh, "axis_names", ())):
