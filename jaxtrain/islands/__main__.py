@@ -1,4 +1,4 @@
-"""Let islands meet: serve the log of their updates, make certificates, and look into it.
+"""Coordinate islands: serve the log of their updates, make certificates, show its state.
 
     jaxtrain islands keys --to=DIR --islands=4
     jaxtrain islands serve --folder=DIR --address=HOST:PORT --keys=DIR --islands=4 --quorum=3

@@ -1,4 +1,4 @@
-"""See jobs, and pause, resume and cancel them, on whatever engine they are.
+"""List, pause, resume and cancel jobs, on whatever engine they run.
 
     jaxtrain jobs list runs
     jaxtrain jobs show runs/big

@@ -1,4 +1,4 @@
-"""Write down what is said in audio files.
+"""Transcribe speech in audio files.
 
     jaxtrain transcribe WORKDIR talk.wav
     jaxtrain transcribe FOLDER talks --timestamps --language=de --beams=5 --to=said.jsonl
