@@ -1,4 +1,4 @@
-r"""Which label an audio clip of some seconds has: a small encoder, one GPU.
+r"""A classifier that labels audio clips of some seconds: a small encoder, one GPU.
 
     python -m jaxtrain.data.prepare_sequences audio --input=FOLDERS --target=folder --output=SOUNDS
     python -m jaxtrain.main --config=configs/clips.py --config.data.source=SOUNDS --config.model.labels=10

@@ -1,4 +1,4 @@
-r"""What users do next, by their events: about 10 M parameters and the columns of the corpus.
+r"""A model that predicts a user's next event from earlier ones: about 10 M parameters and the columns of the corpus.
 
     python -m jaxtrain.data.prepare_sequences events --input=TABLES --user=user --time=at --category item \
         --output=CLICKS

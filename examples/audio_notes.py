@@ -57,7 +57,7 @@ def batches_of(sequences, mesh, repeat=True):
 
 # ------------------------------------------------------------------------------------------------------------ the model
 class Listener(nnx.Module):
-    """What is played at every second frame: one of the notes, or (id 0) nothing new."""
+    """A model that names the note played at every second frame, or answers (id 0) nothing new."""
 
     def __init__(self, rngs: nnx.Rngs):
         def normal(*shape):

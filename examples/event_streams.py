@@ -61,7 +61,7 @@ def batches_of(sequences, mesh, repeat=True):
 
 # ------------------------------------------------------------------------------------------------------------ the model
 class Recurrent(nnx.Module):
-    """What comes next, from all that came before: one gated unit, over items and the time between them."""
+    """A recurrent model of the next event: one gated unit, over items and the time between them."""
 
     def __init__(self, rngs: nnx.Rngs, items: int):
         def normal(*shape):

@@ -19,7 +19,7 @@ SIDE, SHAPES, ROWS, STEPS = 12, 3, 64, 60
 
 
 class Classifier(nnx.Module):
-    """What shape a picture shows. `axes` names the dimensions, and `mesh.rules` spreads them by these names."""
+    """A classifier of shapes in pictures. `axes` names the dimensions, and `mesh.rules` spreads them by these names."""
 
     def __init__(self, rngs: nnx.Rngs):
         normal = jax.nn.initializers.lecun_normal()

@@ -34,11 +34,11 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     Args:
         config: `mesh=auto` in it becomes the mesh that the planner expects to be fastest.
         mesh: a mesh in place of the one that `config.mesh` describes.
-        devices: all of `jax.devices()` by default; an integer stands for so many that are not here.
+        devices: all of `jax.devices()` by default; an integer stands for that many absent devices.
         platform: the kind of devices that an abstract mesh stands for: "cuda", "tpu" or "cpu".
-        objective: what the run minimises, made from the config and the model without its numbers.
+        objective: a function that makes the objective from the config and the model without its numbers.
         optimizer: an optax transformation in place of the one that `config.optimizer` names.
-        data: what yields the batch of each step, in place of `config.data`, which still says their shape.
+        data: the source of batches in place of `config.data`, which still gives their shape.
         model: an NNX module or a pytree of parameters, or a function without arguments that returns either, in place
             of the model of the config. It needs `loss_fn`, `optimizer` and `data` too; the sections mesh, train,
             checkpoint and resilience of the config say how it is trained, and keys that nothing would read are refused.
@@ -94,7 +94,7 @@ def plan(config: Config, target: str, *, targets: str | Path | None = None, prec
     """Rank the layouts of a config on a target such as "h100x256", fastest first; print the result for a table.
 
     Args:
-        config: the model, the data's shape and the training keys; its mesh is left out of account.
+        config: the model, the data's shape and the training keys; its mesh is ignored.
         target: a kind of accelerator and how many of them.
         targets: a JSON file with accelerators of your own, or with what was measured of them.
         precisions: further values of `train.precision` to be ranked as well.

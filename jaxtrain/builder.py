@@ -111,7 +111,7 @@ def _check_given(config: Config, mesh: AnyMesh | None, optimizer: Any, data: Bat
 def _rules(config: Config) -> Rules:
     unknown = [name for name in config.mesh.overrides if name not in sharding.CONFIG_KEYS]
     if unknown:
-        raise UserError(f"mesh.overrides.{unknown[0]}", "no model speaks of this axis",
+        raise UserError(f"mesh.overrides.{unknown[0]}", "no model has this logical axis",
                         nearest(unknown[0], sharding.CONFIG_KEYS))
     rules = sharding.rules(config.mesh.rules, **config.mesh.overrides)
     rule_checks.agree(config, rules)

@@ -17,7 +17,7 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
     "train": ("jaxtrain.main", "Train a config, or resume its run."),
     "supervise": ("jaxtrain.supervise", "Start processes as one run, and restart them when one dies or hangs."),
     "launch": ("jaxtrain.launch", "Submit a run to this machine, Slurm, Kubernetes or Ray, or write it for others."),
-    "jobs": ("jaxtrain.launch.jobs", "See jobs, and pause, resume and cancel them, on whatever engine they are."),
+    "jobs": ("jaxtrain.launch.jobs", "List, pause, resume and cancel jobs, on whatever engine they run."),
     "sweep": ("jaxtrain.launch.sweep", "Search values of a config's keys by many runs, and stop the worse ones early."),
     "plan": ("jaxtrain.plan", "Rank meshes for given hardware: which fit, how fast they train, what they cost."),
     "scaling": ("jaxtrain.plan.scaling_laws",
@@ -26,9 +26,9 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
     "profile": ("jaxtrain.profiling", "Profile a run while it trains: where the time of its steps goes."),
     "coordinates": ("jaxtrain.bench.coordinates",
                     "Check whether activations grow with width: the coordinate check of muP."),
-    "doctor": ("jaxtrain.doctor", "Find out why training would not work on this machine, or be slow."),
+    "doctor": ("jaxtrain.doctor", "Check this machine for what would make training fail or slow."),
     "generate": ("jaxtrain.hub.generate_texts", "Continue prompts, or answer them, with what a run has trained."),
-    "transcribe": ("jaxtrain.hub.speech.transcribe", "Write down what is said in audio files."),
+    "transcribe": ("jaxtrain.hub.speech.transcribe", "Transcribe speech in audio files."),
     "evaluate": ("jaxtrain.hub.evaluate_tasks", "Evaluate what a run has trained on tasks of lm-evaluation-harness."),
     "runs": ("jaxtrain.runs", "List, compare and tag runs, free what they no longer need, and reproduce one."),
     "top": ("jaxtrain.runs.top", "Watch runs in the terminal: loss, throughput, time left, events and processes."),
@@ -48,8 +48,8 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
     "croissant": ("jaxtrain.data.croissant", "Write the datasheet of a corpus in the Croissant 1.0 format."),
     "schedules": ("jaxtrain.parallel.schedules", "Draw a pipeline schedule, and count its bubble and its memory."),
     "islands": ("jaxtrain.islands",
-                "Let islands meet: serve the log of their updates, make certificates, and look into it."),
-    "elastic": ("jaxtrain.plan.elastic", "List the numbers of processes with which a run could go on."),
+                "Coordinate islands: serve the log of their updates, make certificates, show its state."),
+    "elastic": ("jaxtrain.plan.elastic", "List the numbers of processes with which a run could continue."),
 }
 _TRAIN = """\
 Train a config, or resume its run.
@@ -152,8 +152,8 @@ def add_subcommand(commands: Any, of: str, words: str, line: str) -> argparse.Ar
 def add_process_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that make several processes one run."""
     parser.add_argument("--coordinator", help="host:port of process 0 in a run of several processes")
-    parser.add_argument("--num_processes", type=int, help="how many processes the run has")
-    parser.add_argument("--process_id", type=int, help="which of them this is, from 0")
+    parser.add_argument("--num_processes", type=int, help="number of processes of the run")
+    parser.add_argument("--process_id", type=int, help="number of this process, from 0")
 
 
 def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:

@@ -56,7 +56,7 @@ class OwnLoss(OfTheModelAlone):
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:
-        """None: what a loss of one's own means is not known."""
+        """No metric: nothing is known about the user's loss."""
         return ()
 
     @property
@@ -101,7 +101,7 @@ class OwnRun(Run):
 
     @property
     def sharded(self) -> ShardedStep:  # pyrefly: ignore[bad-override]
-        """What compiles the step, places its batches and evaluates."""
+        """The part that compiles the step, places its batches and evaluates."""
         return self.own.sharded
 
     @cached_property
@@ -126,7 +126,7 @@ class OwnRun(Run):
             self.compiled(_abstract_batch(batches, step))
 
     def of_shape(self, shape: tuple[int, ...]) -> "OwnRun":
-        """This run: its batches may have any shape that divides over the devices."""
+        """Return this run: its batches may have any shape that divides over the devices."""
         self.sharded.check_rows(shape[0], self.sharded.accumulation)
         return self
 

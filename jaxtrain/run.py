@@ -148,7 +148,7 @@ class Run:
 
     @cached_property
     def sharded(self) -> ShardedStep:
-        """What compiles the step, places its batches and evaluates."""
+        """The part that compiles the step, places its batches and evaluates."""
         return ShardedStep(self._make_step, self._gradient, self._eval, self.abstract, self.layout, self.rules,
                            self.precision, self.config.train.accumulation, self.platform,
                            self.config.train.compiler_options,
@@ -176,7 +176,7 @@ class Run:
             self.of_shape(shape).compiled_step  # noqa: B018 (compiles)
 
     def of_shape(self, shape: tuple[int, ...]) -> "Run":
-        """This run for batches of so many rows and tokens a row: same state, same mesh (`data.stages` asks for it)."""
+        """Return this run for batches of so many rows and tokens a row: same state, same mesh (for `data.stages`)."""
         rows, seq_len = shape
         data = self.config.data
         if (rows, seq_len) == (data.global_batch_size, data.seq_len):
@@ -394,7 +394,7 @@ class Run:
                 part.see(step, state)
 
     def pop_fields(self) -> dict[str, float]:
-        """What exchanges, and data made with the state, measured since the last call, for the line of a step."""
+        """Return and forget what exchanges, and data made with the state, have measured, for the line of a step."""
         return getattr(self.data, "pop_fields", dict)() | getattr(self.exchange, "pop_fields", dict)()
 
     def drawn(self, batches: BatchSource, start: int, stop: int) -> Any:
@@ -452,7 +452,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What is trained, in a word."""
+        """The name of the model that is trained."""
         return self.config.model.name
 
     @property

@@ -1,4 +1,4 @@
-"""What other frameworks call things: the names here, of which `errors.nearest` suggests those known in the place.
+"""The terms of other frameworks: the names here, of which `errors.nearest` suggests those known in the place.
 
 A value with a space is a sentence, which is shown as it is.
 """

@@ -58,7 +58,7 @@ class Layout:
 
     @cached_property
     def wrong_chunks(self) -> Any:
-        """Why the schedule cannot have its chunks, and what to do; None if it can."""
+        """The reason why the schedule cannot have its chunks, and what to do; None if it can."""
         c = self.config.pipeline
         if self.mesh.shape["stage"] == 1 or c.table:
             return None
@@ -68,7 +68,7 @@ class Layout:
 
     @cached_property
     def uncompressed(self) -> Any:
-        """Why gradients cannot be compressed as asked, and what to do; None if they can."""
+        """The reason why gradients cannot be compressed as asked, and what to do; None if they can."""
         return compressed_gradients.refused(self.config, self.mesh, self.rules)
 
     @cached_property
@@ -129,7 +129,7 @@ TABLE = (
     Refusal("data.seq_len", "a sequence that does not divide into two chunks for each device of context",
             lambda a: a.context > 1 and a.config.data.seq_len % (2 * a.context),
             lambda a: f"{a.config.data.seq_len} does not divide into the {2 * a.context} chunks that "
-                      f"mesh.context={a.context} deals out in pairs",
+                      f"mesh.context={a.context} assigns in pairs",
             lambda a: f"make it a multiple of {2 * a.context}",
             {"mesh.context": 4, "data.seq_len": 60}, {"data.seq_len": 64}),
     Refusal("mesh.context_strategy", "ring attention inside a pipeline",

@@ -115,7 +115,7 @@ def _ended():
 
 @pytest.fixture(scope="session")
 def forked():
-    """To run a command as a process of its own, or start it, without the seconds that its imports take."""
+    """A function that runs a command as a process, or starts it, without the seconds that its imports take."""
     return forks()
 
 

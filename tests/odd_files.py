@@ -1,4 +1,4 @@
-"""What may lie in the place of a small file: things that are not files, and files that hold something else."""
+"""Odd things in the place of a small file: entries that are not files, and files with other content."""
 
 import os
 import socket

@@ -171,7 +171,7 @@ def network(_network, monkeypatch):
 
 @pytest.fixture
 def impatient(network, monkeypatch):
-    """This process does not wait long for an answer, as a user would set it."""
+    """Shorten the time for which this process waits for an answer, as a user would set it."""
     import fsspec.config
 
     from jaxtrain import storage

@@ -104,7 +104,7 @@ def test_rehearsal(tmp_path):
     assert all(line["rehearsal"] and (line["what"] != "run" or line["name"].startswith("toy ")) for line in lines)
     real = {key: value for key, value in lines[-1].items() if key != "rehearsal"} | {"commit": "c" * 40}
     results.write_text("".join(json.dumps({**line, "commit": "c" * 40}) + "\n" for line in lines))
-    assert not accelerator.done(results, "alive", real), "a rehearsal is no result"
+    assert not accelerator.done(results, "alive", real), "a rehearsal is not a result"
 
 
 def test_blocks_are_chosen_in_their_order_and_misspelt_ones_refused(capsys):

@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.util
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def upward(imported: dict[str, set[str]]) -> list[str]:
 
 
 def circle(imported: dict[str, set[str]]) -> list[str]:
-    """Some modules that import each other in a circle; none, if there is no circle."""
+    """Return some modules that import each other in a circle; none, if there is no circle."""
     left = {name: set(others) - {name} for name, others in imported.items()}
     while free := [name for name, others in left.items() if not others & left.keys()]:
         for name in free:
@@ -116,6 +117,14 @@ def test_tests_stand_where_what_they_test_stands():
              and not across & set(path.relative_to(ROOT / "tests").parts)
              and path.parent.relative_to(ROOT / "tests") != homes[stem]]
     assert wrong == []
+
+
+def test_docstrings_begin_with_a_sentence():
+    """A docstring says what something does or is, in words that can be understood alone."""
+    fragment = re.compile(r'^ *r?"""(?:Of|What|Who|Whose|Whom|Which|Where|When|How|Why|That|Those)\b.*', re.MULTILINE)
+    found = [f"{path.relative_to(ROOT)}: {one}" for folder in ("configs", "examples", "jaxtrain", "tests", "tools")
+             for path in sorted((ROOT / folder).rglob("*.py")) for one in fragment.findall(path.read_text())]
+    assert found == []
 
 
 @pytest.mark.parametrize("name", BUDGETS)

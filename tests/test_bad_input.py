@@ -86,9 +86,9 @@ MISTAKES = {
                               "shards x train.accumulation=1; make it a multiple of 8"),
     "a batch over accumulation": ("train.accumulation=3", "data.global_batch_size: 16 does not divide into "
                                   "train.accumulation=3 micro-batches; try 18"),
-    "a rule for nothing": ("mesh.overrides.embd=tensor", "mesh.overrides.embd: no model speaks of this axis; did you "
+    "a rule for nothing": ("mesh.overrides.embd=tensor", "mesh.overrides.embd: no model has this logical axis; did you "
                            "mean 'embed'?"),
-    "a rule that is no text": ("mesh.overrides={'embed':3}", "mesh.overrides.embed: 3 is not text; give 'axis', 'a+b' "
+    "a rule that is not text": ("mesh.overrides={'embed':3}", "mesh.overrides.embed: 3 is not text; give 'axis', 'a+b' "
                                "or 'none'"),
     "a missing path": ("data.source=/no/such", "data.source: '/no/such' does not exist; name a folder or file of UTF-8 "
                        "text, or use 'stdlib'"),

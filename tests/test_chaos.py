@@ -62,7 +62,7 @@ def test_a_line_too_few(calm, stormy):
 
 @pytest.mark.parametrize("elastic", [*exhaustive(False), *slow(True)])
 def test_other_parameters(flags, calm, tmp_path, elastic):
-    """Another run to the same step: whole, and not the same."""
+    """Another run to the same step is whole, and not the same."""
     other = tmp_path / "other"
     assert main([*flags, "--config.train.seed=1", f"--workdir={other}"]) == 0
     shutil.copy(calm.workdir / "metrics.jsonl", other)

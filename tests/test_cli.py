@@ -59,7 +59,7 @@ def ran(flags, tmp_path_factory):
 
 @pytest.fixture
 def said(capsys, monkeypatch):
-    """What a command prints for some words, with its exit status and the parsers of its command line."""
+    """A function that returns a command's output, its exit status and the parsers of its command line."""
     parsers, init = [], Parser.__init__
     monkeypatch.setattr(Parser, "__init__", lambda self, *given, **keys: (parsers.append(self),
                                                                                init(self, *given, **keys))[1])
@@ -102,7 +102,7 @@ def test_help(name, said):
 
 
 def test_every_module_that_runs_is_a_command():
-    """But for those that commands start themselves, the program that `jaxtrain bench` compares with, and a page's."""
+    """Exceptions are programs that commands start themselves, the peer of `jaxtrain bench`, and a page's."""
     inner = {"jaxtrain.doctor.file_systems", "jaxtrain.doctor.probe", "jaxtrain.bench.reference.plain_jax",
              "jaxtrain.config.key_reference", "jaxtrain.launch.local_job", "jaxtrain.launch.ray_driver", "jaxtrain.cli",
              "jaxtrain"}
@@ -141,7 +141,7 @@ def test_the_flags_of_a_run_may_be_missing(said):
 
 
 def test_the_command_itself(tmp_path):
-    """In a process of its own it answers without JAX, and finds modules of the current folder, as `python -m` does."""
+    """A process of its own answers without JAX, and finds modules of the current folder, as `python -m` does."""
     def ran(code, *words):
         script = f"import sys; sys.path.pop(0); from jaxtrain.cli import main; {code}"
         return subprocess.run([sys.executable, "-c", script, *words], cwd=tmp_path, capture_output=True, text=True,
@@ -179,7 +179,7 @@ def test_flags_that_xla_does_not_take_are_one_line(tmp_path, flag, why):
 
 @pytest.mark.slow
 def test_it_is_found_beside_a_folder_of_its_name(tmp_path):
-    """As in the folder that a clone lies in: an installed path wins over a folder without __init__.py."""
+    """The folder that a clone lies in is such: an installed path wins over a folder without __init__.py."""
     try:
         importlib.metadata.distribution("jaxtrain")
     except importlib.metadata.PackageNotFoundError:

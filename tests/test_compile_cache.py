@@ -14,7 +14,7 @@ from jaxtrain import compile_cache
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where JAX keeps its programs for the length of a test."""
+    """The folder in which JAX keeps its programs for the length of a test."""
     before = {name: getattr(jax.config, name) for name in
               ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")}
     monkeypatch.setattr(compilation_cache, "get_file_cache", compilation_cache.get_file_cache)

@@ -42,7 +42,7 @@ def execute(notebook, folder: Path, tmp_path: Path) -> str:
 
 @pytest.fixture
 def printed_by(forked):
-    """What a script prints, without a warning."""
+    """A function that returns what a script prints, without a warning."""
     def run(script: str, *flags: str) -> str:
         done = forked([f"examples/{script}", *flags], ROOT, environment(), timeout=300)
         assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
@@ -105,7 +105,7 @@ def test_models_of_ones_own_are_short(script):
 
 
 def kinds(cell) -> list:
-    """What a cell shows: pictures as such, and text without its fractions, which differ between versions of JAX.
+    """Return what a cell shows: pictures as such, and text without its fractions, which differ between versions of JAX.
 
     A kernel may send in several pieces what is printed without a pause.
     """
@@ -144,7 +144,7 @@ def test_notebook_finds_the_configs(folder, tmp_path):
 
 @pytest.mark.parametrize("name, pictures", [("mesh_shapes", 7), ("embed_step", 2), ("text_to_model", 1)])
 def test_notebook_is_shipped_with_its_pictures(name, pictures):
-    """As it comes from one run from top to bottom, without warnings, and small enough for a diff."""
+    """It comes from one run from top to bottom, without warnings, and is small enough for a diff."""
     notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -109,7 +109,7 @@ def callable_loss(model, batch):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Layered:
-    """As an Equinox module is a pytree: fields are children, arrays or not, but for those called static."""
+    """A pytree like an Equinox module: fields are children, arrays or not, except those declared static."""
 
     layers: list
     activation: Any  # a leaf that is a function
@@ -165,7 +165,7 @@ def shared(kind, mesh="one"):
 
 
 def lines(workdir):
-    """What metrics.jsonl says that does not depend on time."""
+    """Return the values in metrics.jsonl that do not depend on time."""
     read = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [{key: line[key] for key in ("step", "loss", "grad_norm", "accuracy", "tokens", "skipped")} for line in read]
 

@@ -89,7 +89,7 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def run(forked, tmp_path_factory):
-    """To run a command in this environment; a copy of what the same training has left, where it was run already."""
+    """A function that runs a command; where the same training was run already, it gets a copy of its results."""
     kept = {}
 
     def once(words: list[str], environment: dict[str, str]) -> None:
@@ -166,7 +166,7 @@ def test_shown_output_is_what_the_command_prints(command, output):
 
 @pytest.mark.slow
 def test_a_family_outside_the_repository_trains_on_any_mesh(forked, tmp_path):
-    """As docs/models.md shows it: the files are written to a folder of their own, where the command is run."""
+    """The files of docs/models.md are written to a folder of their own, where the command is run."""
     text = (ROOT / "docs" / "models.md").read_text()
     for name, content in FILE.findall(text):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -98,7 +98,7 @@ def leaks(folder, *texts):
 
 
 class Service:
-    """What stands in for JAX's coordination service, and keeps what it is told."""
+    """A stand-in for JAX's coordination service, which keeps what it is told."""
 
     def __init__(self):
         self.kept = {}

@@ -1,7 +1,10 @@
 """A run of some seconds: its flags, and how to watch it from outside."""
 
 import contextlib
+import os
 import socket
+import subprocess
+import sys
 import time
 from importlib import metadata
 from pathlib import Path
@@ -61,14 +64,26 @@ def devices(count):
 
 
 def tiny_flags(tmp_path_factory, words, lines=500):
-    """Of the smallest config with these keys set, over a text of so many lines."""
+    """Return the flags of the smallest config with these keys set, over a text of so many lines."""
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("".join(f"line {n} of a text that is long enough\n" for n in range(lines)))
     return [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{word}" for word in [*words, f"data.source={text}"])]
 
 
+@contextlib.contextmanager
+def slow_process(flags, workdir, seconds=0.25):
+    """Start training in a process of its own, with two devices and so many seconds for each batch; end it by a kill."""
+    command = [sys.executable, "-c", TWO_DEVICES + SLOW % seconds, *flags, f"--workdir={workdir}"]
+    started = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True)
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.communicate()
+
+
 def free_address():
-    """Where processes can meet."""
+    """Return an address at which processes can meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -32,7 +32,7 @@ from jaxtrain.flags import Parser, command  # noqa: E402
 from tools.accelerator_blocks import BLOCKS, Block, Session  # noqa: E402
 
 LEAST = 15  # seconds: with less left, no block is begun
-REHEARSAL = 400.0  # seconds of a block at most: a slow machine is no typo
+REHEARSAL = 400.0  # seconds of a block at most: a slow machine is not a typo
 
 
 @command()
@@ -118,7 +118,7 @@ def work(block: Block, session: Session, reason: str) -> None:
 
 
 def environment(shared: bool) -> dict[str, str]:
-    """For processes that are started: where jaxtrain lies, also where it is not installed; a share of the memory."""
+    """Return the environment of processes that are started, with jaxtrain on its path and a share of the memory."""
     share = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if shared else {}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, **share, "PYTHONPATH": path}
@@ -130,7 +130,7 @@ def same(line: records.Record, here: records.Record) -> bool:
 
 
 def done(results: Path, name: str, here: records.Record) -> bool:
-    """Whether a block has a result at this commit on this device. Edited files are no commit."""
+    """Whether a block has a result at this commit on this device. Edited files are not a commit."""
     if not results.exists() or not here["commit"] or here["commit"].endswith("-dirty"):
         return False
     return any(line["what"] == "block" and (line["name"], line["status"]) == (name, "done") and same(line, here)

@@ -33,7 +33,7 @@ GOALS = {"124M": 0.43, "1B": 0.52, "8B": 0.60}  # causal MFU on an H100 or H200
 
 @dataclass
 class Session:
-    """What a block measures with: results go to one file as they come."""
+    """The session in which a block measures: results go to one file as they come."""
 
     results: Path
     block: str
@@ -73,7 +73,7 @@ class Session:
         return record
 
     def kept(self, kinds: tuple[str, ...], name: str) -> records.Record | None:
-        """What was measured of this name before, on this device at this commit. (Edited files are not a commit.)"""
+        """Return what was measured under this name before, on this device at this commit (edited files are not one)."""
         commit = self.about["commit"]
         if not self.results.exists() or not commit or commit.endswith("-dirty"):
             return None
@@ -131,7 +131,7 @@ def alive(session: Session) -> None:
 
 
 def examined() -> str:
-    """What the doctor finds wrong with this machine; it may take long, and nothing waits for all of it."""
+    """Return what the doctor finds wrong with this machine; it may take long, and nothing waits for all of it."""
     with tempfile.TemporaryFile("w+") as found:
         try:
             done = subprocess.run([sys.executable, "-m", "jaxtrain.doctor", "--json"], stdout=found, timeout=60)
@@ -185,7 +185,7 @@ def fp8(session: Session) -> None:
 
 
 def experts(session: Session) -> None:
-    """Some layers of two models of experts, all on one device: many small ones, and few large ones."""
+    """Measure some layers of two models of experts, all on one device: many small ones, and few large ones."""
     for size, layers in (("Qwen3-30B", 6), ("Mixtral", 2)):
         keys = {"model.num_layers": layers, "mesh.expert": 1, "data.global_batch_size": 4, "data.seq_len": 4096,
                 "train.remat": "attention_and_dots", "optimizer.moment_dtype": "bfloat16"}
@@ -234,7 +234,7 @@ def memory(session: Session) -> None:
 
 
 def calibrate(session: Session) -> None:
-    """What this card reaches, for the planner; and how XLA describes it, for compilers without a device."""
+    """Measure what this card reaches, for the planner; keep XLA's description of it for compilers without a device."""
     file = session.results.with_suffix(".targets.json")
     done = subprocess.run([sys.executable, "tools/calibrate.py", f"--targets={file}",
                            *(["--quick"] if session.rehearse else ["--seconds=140"])], cwd=ROOT)
@@ -301,7 +301,7 @@ _PLAN = "import json, sys; from tools.accelerator_blocks import plan; print(json
 
 
 def plan(size: str, target: str) -> list[dict[str, Any]]:
-    """In a process that uses no device: the fastest of several batches and, where Adam does not fit, optimizers.
+    """Return, without using a device, the fastest of several batches and, where Adam does not fit, optimizers.
 
     Some memory is left over: what a prediction may be short of, and what is lost between arrays.
     """
@@ -327,7 +327,7 @@ def plan(size: str, target: str) -> list[dict[str, Any]]:
 
 
 def device_name(session: Session) -> str:
-    """Which of the planner's targets this card is. A rehearsal plans for an H100."""
+    """Return the planner's target that this card is. A rehearsal plans for an H100."""
     if session.rehearse:
         return "h100"
     from jaxtrain.plan import targets
@@ -353,7 +353,7 @@ def with_settings(settings: list[str]) -> dict[str, str]:
 
 
 def target_config() -> str:
-    """How XLA describes this GPU, as text for `jaxtrain.plan.compiler`; nothing for other devices."""
+    """Return XLA's description of this GPU, as text for `jaxtrain.plan.compiler`; nothing for other devices."""
     with tempfile.TemporaryDirectory(prefix="described-") as folder:
         code = "import jax; print(jax.jit(lambda x: x * 2)(1.0))"
         subprocess.run([sys.executable, "-c", code], env=os.environ | with_settings([f"--xla_dump_to={folder}"]),

@@ -1,4 +1,4 @@
-"""What a device computes against what CPUs compute in float32: tiny families, 20 steps of packed documents.
+"""Compare a device with CPUs computing in float32: tiny families, 20 steps of packed documents.
 
     python tools/accelerator_truth.py --write     makes the figures anew, on CPU, in tools/accelerator_truth.json
 

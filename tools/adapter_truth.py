@@ -1,4 +1,4 @@
-"""What Hugging Face's PEFT computes of tiny published models with adapters, for the tests of adapters.
+"""Compute with Hugging Face's PEFT tiny published models with adapters, for the tests of adapters.
 
     python tools/adapter_truth.py            # writes tests/hub/adapters/adapter_truth.json
     python tools/adapter_truth.py --exports  # PEFT loads what jaxtrain writes of the same adapters; compares the logits
@@ -32,7 +32,7 @@ def logits_of(base: Path, adapters: Path) -> np.ndarray:
 
 
 def made(base: Path, keys: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What PEFT writes of such adapters: its config and the shapes of its tensors."""
+    """Return what PEFT writes of such adapters: its config and the shapes of its tensors."""
     model = peft.get_peft_model(torch_model(base).float(), peft.LoraConfig(task_type="CAUSAL_LM", **keys))
     model.save_pretrained(folder)
     config = json.loads((folder / adapter_files.CONFIG).read_text()) | {"base_model_name_or_path": "../base"}

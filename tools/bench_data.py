@@ -1,4 +1,4 @@
-"""How fast text becomes a corpus and a corpus becomes batches, each beside other ways, in one run.
+"""Measure how fast text becomes a corpus and a corpus becomes batches, each beside other ways, in one run.
 
     python tools/bench_data.py --megabytes=100
 
@@ -82,7 +82,7 @@ def plain(text: Path, tokenizer: str, output: Path) -> None:
 
 
 def datatrove(text: Path, tokenizer: str, output: Path) -> None:
-    """Its pipeline for one worker, without the shuffle of documents."""
+    """Run datatrove's pipeline for one worker, without the shuffle of documents."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer
@@ -94,7 +94,7 @@ def datatrove(text: Path, tokenizer: str, output: Path) -> None:
 
 
 def seconds(f, *args) -> float:
-    """Of CPU."""
+    """Return the CPU seconds of a call."""
     start = cpu()
     f(*args)
     return cpu() - start
@@ -200,7 +200,7 @@ def read_rows(folder: Path) -> None:
 
 
 def one_row(tokens: np.ndarray, offsets: np.ndarray, start: int) -> tuple[np.ndarray, ...]:
-    """What a batch has, in the plainest way: tokens, targets, segments, positions, weights."""
+    """Return the arrays of a batch, computed in the plainest way: tokens, targets, segments, positions, weights."""
     text = tokens[start: start + T + 1].astype(np.int32)
     begins = offsets[np.searchsorted(offsets, start + 1): np.searchsorted(offsets, start + T, "right")] - start
     weights = np.ones(T, np.float32)

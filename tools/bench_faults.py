@@ -1,4 +1,4 @@
-"""How long the others live when one process of a run is killed or stopped: a table, from real processes on loopback.
+"""Measure how long the others live when one process of a run is killed or stopped, with real processes on loopback.
 
     python tools/bench_faults.py [--processes 2 4] [--devices 1 2] [--repeat 3]
 """
@@ -33,7 +33,7 @@ def start(processes: int, devices: int, workdir: Path) -> list[subprocess.Popen]
 
 
 def measure(processes: int, devices: int, victim: int, number: signal.Signals) -> tuple[float, list[int], str]:
-    """-> seconds from the signal to the last survivor's end, their statuses, what one of them said."""
+    """Return seconds from the signal to the last survivor's end, their statuses, what one of them said."""
     with tempfile.TemporaryDirectory() as folder:
         workdir = Path(folder)
         run = start(processes, devices, workdir)

@@ -1,4 +1,4 @@
-"""How fast text is generated, beside the rate at which this machine can read the weights and the cache.
+"""Measure how fast text is generated, beside the rate at which this machine can read the weights and the cache.
 
     python tools/bench_generate.py --rows=1 --rows=16
     python tools/bench_generate.py --config=configs/gpt.py:124m --peer --rows=1 --rows=8 --rows=32

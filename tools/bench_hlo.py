@@ -1,4 +1,4 @@
-"""What XLA makes of the step for GPUs and TPUs that are not here, and whether that got worse.
+"""Compile the step with XLA for GPUs and TPUs that are not here, and report whether the result got worse.
 
     export JAX_PLATFORMS=cpu XLA_FLAGS=--xla_gpu_autotune_level=0
     python tools/bench_hlo.py                  # all cases, against what they reached

@@ -117,7 +117,7 @@ class Training:
 
 
 def synchronous(args):
-    """-> loss and bytes of an island; and the state after the first steps, with which the islands begin."""
+    """Return loss and bytes of an island; and the state after the first steps, with which the islands begin."""
     made = Training(args, ISLANDS * args.rows, {}, args.rate)
     state = trained(made, made.run.init(), 0, args.warm)
     begin = jax.tree.map(np.array, jax.device_get(state))  # copies, since steps donate the state
@@ -138,14 +138,14 @@ def quarter(done, many):
 
 
 def trained(made, state, first, end):
-    """-> the state after the steps from one to another of a run."""
+    """Return the state after the steps from one to another of a run."""
     for step in range(first, end, EVERY):
         state = made.train(state, made.run.train_batches, step, EVERY)
     return state
 
 
 def alone(args, keys, begin):
-    """-> what is measured of an island that exchanges nothing: what the others' tokens are worth."""
+    """Return what is measured of an island that exchanges nothing: what the others' tokens are worth."""
     made = Training(args, args.rows, {}, keys.get("rate", args.inner))
     batches = jt_part(made.run.config.data, made.run.corpus, 0)
     state = made.run.adopt(jax.tree.map(np.array, begin))
@@ -155,7 +155,7 @@ def alone(args, keys, begin):
 
 
 class Simulated:
-    """Some islands around one meeting."""
+    """A simulation of some islands around one meeting."""
 
     def __init__(self, args, keys, begin):
         keys = dict(keys)
@@ -281,14 +281,14 @@ def main():
 
 
 def measured(args, keys, begin, whole):
-    """-> what is measured of a mode, given what was of synchronous training."""
+    """Return what is measured of a mode, given what was measured of synchronous training."""
     if keys.get("synchronous"):  # all wait for the slow one in every step
         return whole | {"time": SLOW * whole["time"], "curve": [(SLOW * at, *rest) for at, *rest in whole["curve"]]}
     return alone(args, keys, begin) if keys.get("alone") else Simulated(args, keys, begin).result()
 
 
 def line(name, found):
-    """-> the table's line of a mode; of several seeds, means and the range of how much more the loss is."""
+    """Return the table's line of a mode; of several seeds, means and the range of how much more the loss is."""
     def mean(key):
         return sum(one[key] for one in found) / len(found)
 

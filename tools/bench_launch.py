@@ -1,4 +1,4 @@
-"""How long jobs take to begin, to pause and to go on: on this machine, in a real Slurm or on a real Ray on it.
+"""Measure how long jobs take to begin, to pause and to go on: on this machine, in a real Slurm or on a real Ray on it.
 
     python tools/bench_launch.py --on=slurm
 

@@ -102,12 +102,12 @@ ANSWERS = [
 
 
 def predicted(one: dict) -> Estimate:
-    """What the planner says of a case."""
+    """Return the planner's estimate of a case."""
     return estimate(config_of(one), TARGETS[one["target"]], one["devices"])
 
 
 def config_of(one: dict) -> Config:
-    """Of a case."""
+    """Return the config of a case."""
     file, _, variant = one["config"].partition(".py:")
     return load_config(f"{ROOT / 'configs' / file.removesuffix('.py')}.py{variant and f':{variant}'}", one["overrides"])
 

@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def _mean(ratios: list[float]) -> str:
-    """Of ratios of runs side by side: the geometric mean, and its standard error."""
+    """Return the geometric mean of ratios of runs side by side, and its standard error."""
     logs = [math.log(ratio) for ratio in ratios]
     error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
     return f"{math.exp(statistics.mean(logs)):.4f} +- {error:.4f}"

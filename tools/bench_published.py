@@ -82,11 +82,11 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As the table calls it."""
+        """The name that the table has for it."""
         return f"{self.system} {self.model}, {self.devices} {self.target.name}"
 
     def predict(self) -> list[Estimate]:
-        """Of this row; two of them where it lies halfway between."""
+        """Return the estimate of this row; two where it lies halfway between."""
         file, changes = MODELS[self.model]
         axes = {"data": 1, "fsdp": 1, "stage": 1, "context": 1, "expert": 1, "tensor": 1,
                 **(self.mesh or {"fsdp": self.devices})}

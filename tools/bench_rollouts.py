@@ -1,4 +1,4 @@
-"""How long a step on a model's own answers takes, beside a scorer that needs time: with older answers, and without.
+"""Measure a step on a model's own answers beside a scorer that needs time: with older answers, and without.
 
     python tools/bench_rollouts.py
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python tools/bench_rollouts.py --gather --config.mesh.fsdp=4

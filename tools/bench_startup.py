@@ -1,4 +1,4 @@
-"""How long jaxtrain takes to start, beside a plain script of the same model (jaxtrain/bench/reference/plain_jax.py).
+"""Measure how long jaxtrain takes to start, beside a plain script of the same model (bench/reference/plain_jax.py).
 
     python tools/bench_startup.py --first_step     from the start of the process to the end of the first step
     python tools/bench_startup.py --import_time    CPU seconds

@@ -1,4 +1,4 @@
-"""What the devices of this machine reach, measured, for the planner: writes what `--targets` of jaxtrain.plan takes.
+"""Measure what the devices of this machine reach, for the planner: writes what `--targets` of jaxtrain.plan takes.
 
     python tools/calibrate.py --targets=FILE [--quick] [--seconds=150]
     python -m jaxtrain.plan --config=configs/llama3_8b.py --target=h100x8 --targets=FILE
@@ -78,7 +78,7 @@ class Row:
 
 
 def planned(sizes: dict[str, Any], dtype: str, devices: int) -> list[Row]:
-    """What is measured, the most important first: time may run out."""
+    """Return what is to be measured, the most important first: time may run out."""
     def matmuls(what: str, dtype: str) -> list[Row]:
         return [Row(what, dtype, shape, 6.0 * np.prod(shape, dtype=float)) for shape in sizes[what]]
 
@@ -275,7 +275,7 @@ def main(argv: list[str] | None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = Parser(__doc__, prog="python tools/calibrate.py")
     made.add_argument("--targets", metavar="FILE", help="to write")
     made.add_argument("--quick", action="store_true", help="small shapes, for CPU: a few seconds")

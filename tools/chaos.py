@@ -130,7 +130,7 @@ class Chaos:
 
 
 def differences(run: Training, calm: Training) -> list[str]:
-    """In what a storm's run is not the calm one's."""
+    """Return the differences of a storm's run from the calm one."""
     wrong = []
     near = CHANGED_MESH if run.elastic else dict.fromkeys(CHANGED_MESH, 0.0)
     ours, theirs = (one.lines() for one in (run, calm))
@@ -157,13 +157,13 @@ def differences(run: Training, calm: Training) -> list[str]:
 
 
 def inspect(*words: object) -> subprocess.CompletedProcess:
-    """What `python -m jaxtrain.checkpoint` says."""
+    """Return the output of `python -m jaxtrain.checkpoint`."""
     return subprocess.run([sys.executable, "-m", "jaxtrain.checkpoint", *map(str, words)], capture_output=True,
                           text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 def last_written(run: Training) -> float:
-    """When training was certainly not over: how long processes take to end behind their ledger is not the run's."""
+    """Return a time at which training was certainly not over; processes may end some time after their last entry."""
     written = [run.workdir / "metrics.jsonl", *(path / "good.json" for path in run.checkpoints())]
     return max((path.stat().st_mtime for path in written if path.exists()), default=run.began)
 
@@ -187,7 +187,7 @@ def booked(run: Training) -> tuple[float, float | None]:
 
 
 def table(storms: list[Storm]) -> Iterator[str]:
-    """By kind of fault: how often, how long, how many steps."""
+    """Yield a table by kind of fault: how often, how long, how many steps."""
     by_kind = defaultdict(list)
     for storm in storms:
         for fault in storm.faults:

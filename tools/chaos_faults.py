@@ -1,4 +1,4 @@
-"""What chaos.py does to a run: kills, stops, damage, a full disk, a bad network, clock jumps; and how it recovers."""
+"""The faults that chaos.py injects: kills, stops, damage, a full disk, a bad network, clock jumps; and the recovery."""
 
 import os
 import random
@@ -17,7 +17,7 @@ FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
 
 @dataclass
 class Fault:
-    """What was done, when, and what it cost."""
+    """A fault: what was done, when, and its cost."""
 
     kind: str
     at_step: int
@@ -158,7 +158,7 @@ def full_disk(run: Training, rng: random.Random) -> str:
 
 
 def slow_network(run: Training, rng: random.Random) -> str:
-    """What the processes say to one another crawls for some seconds."""
+    """Slow down all messages between the processes for some seconds."""
     rate = rng.choice(("2mbit", "10mbit"))
     shape = ["tc", "qdisc", "replace", "dev", "lo", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
     subprocess.run([*run.prefix, *shape], check=True)

@@ -66,7 +66,7 @@ class Training:
         return self.supervisor is not None and self.supervisor.poll() is None
 
     def pids(self) -> list[int]:
-        """Of the training processes that live now, by process number."""
+        """The ids of the training processes that live now, by process number."""
         found = {}
         for folder in Path("/proc").iterdir():
             try:
@@ -121,7 +121,7 @@ class Training:
             self.log.close()
 
     def attempts(self) -> int:
-        """How often the processes were started."""
+        """The number of times that the processes were started."""
         logs = self.workdir / "logs"
         return sum(entry.name.isdecimal() for entry in logs.iterdir()) if logs.is_dir() else 0
 
@@ -131,7 +131,7 @@ class Training:
         return sorted(found, key=lambda path: int(path.name))
 
     def resumed(self) -> int | None:
-        """At which step the newest start began, once it says so."""
+        """The step at which the newest start began, once it says so."""
         try:
             text = (self.workdir / "logs" / str(self.attempts()) / "process-0.log").read_text()
         except OSError:
@@ -150,7 +150,7 @@ class Training:
         return self.workdir.parent / "clock"
 
     def clean(self) -> None:
-        """What faults needed goes; the files stay."""
+        """Remove what faults needed; the files stay."""
         if os.path.ismount(self.workdir):
             try:
                 shutil.copytree(self.workdir, self.workdir.with_name("kept"), symlinks=True, dirs_exist_ok=True)
@@ -161,7 +161,7 @@ class Training:
 
 
 def send(number: signal.Signals, *pids: int) -> None:
-    """Who has just ended by itself needs none."""
+    """Send a signal to processes; those that have just ended by themselves are skipped."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

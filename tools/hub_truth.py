@@ -1,4 +1,4 @@
-"""What Hugging Face's transformers computes of tiny published models, for the tests of import and export.
+"""Compute with Hugging Face's transformers tiny published models, for the tests of import and export.
 
     python tools/hub_truth.py            # writes tests/hub/published_truth.json
     python tools/hub_truth.py --exports  # loads what jaxtrain exports of the same, and compares logits and rewards
@@ -34,7 +34,7 @@ def torch_model(folder: Path, kind: Any = transformers.AutoModelForCausalLM) -> 
 
 
 def made(kind: str, keys: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What transformers writes to disk of a model of this type: its config and the shapes of its tensors."""
+    """Return what transformers writes to disk of a model of this type: its config and the shapes of its tensors."""
     config = transformers.AutoConfig.for_model(kind, **keys)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return {"config": json.loads((folder / "config.json").read_text()),

@@ -115,7 +115,7 @@ def caught_by(mutant: Mutant, tier: str) -> str:
                 done = subprocess.run(command, cwd=copy, capture_output=True, text=True,
                                       env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"})
                 failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                # 5: the tier has no such tests. Anything else is no answer: pytest was ended, or could not start.
+                # 5: the tier has no such tests. Anything else is not an answer: pytest was ended, or could not start.
                 assert failed or done.returncode in (0, 5), f"pytest: {done.returncode}, {done.stderr[-2000:]}"
                 if failed:
                     where = failed[0].split(" - ")[0].partition(" ")[2]

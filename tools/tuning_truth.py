@@ -43,7 +43,7 @@ PPO = {"ppo": dict(value_clip=0.2, value_loss=0.1), "discounted": dict(gamma=0.9
 
 
 class Trainer(SimpleNamespace):
-    """As little of a trainer as its loss asks for."""
+    """The minimal trainer that its loss asks for."""
 
     def __init__(self, **keys):
         same = lambda x, *_, **__: x  # noqa: E731

@@ -116,7 +116,7 @@ class CheckpointManager:
         for step in reversed(candidates):
             if step not in self._passed_over and (below is None or step < below):
                 if problems := self._checks.of(step, next(_names)):
-                    self._pass_over(step, problems)
+                    self._set_aside(step, problems)
                 if not problems or self._fetched(step):
                     self._checked = step
                     return step
@@ -168,7 +168,7 @@ class CheckpointManager:
             try:
                 state, meta = load(self._directory / str(step), abstract_state, self._extras), self.meta(step)
             except Damaged as damage:
-                self._pass_over(step, [str(damage)])
+                self._set_aside(step, [str(damage)])
                 continue
             if below is not None:
                 exchange(None, lambda _: [
@@ -353,7 +353,7 @@ class CheckpointManager:
             committed = time.perf_counter()
             problems = self._checks.read_back(job.step, job.name)
             if problems:
-                self._pass_over(job.step, problems, f"{job.name}/damaged")
+                self._set_aside(job.step, problems, f"{job.name}/damaged")
                 if job is self._jobs[-1]:
                     self._failure = NotSaved(job.step, self._directory, problems[0])
                 return
@@ -391,7 +391,7 @@ class CheckpointManager:
 
     # ------------------------------------------------------------------------------------------------ what is damaged
 
-    def _pass_over(self, step: int, problems: list[str], name: str | None = None) -> None:
+    def _set_aside(self, step: int, problems: list[str], name: str | None = None) -> None:
         """Report a damaged checkpoint and rename it so that it is never chosen again."""
         folder = self._directory / str(step)
 

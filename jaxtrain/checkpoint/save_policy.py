@@ -1,4 +1,4 @@
-"""When to save: every `checkpoint.every` steps. A run that loses much time by that says once what would lose less.
+"""The save policy: every `checkpoint.every` steps, and one piece of advice where another interval would lose less time.
 
 A save takes time from training, a failure loses the work since the last save. Daly's formula (J. T. Daly, "A higher
 order estimate of the optimum checkpoint interval for restart dumps", 2006) balances the two; it refines Young's sqrt(2

@@ -40,7 +40,7 @@ class RotaryConfig(DecoderConfig):
     """Rotary positions, as they are or scaled for longer rows."""
 
     rope_theta: float = 10_000.0  # base of the rotary positions
-    rope_scaling: float = 1.0  # how many times longer than originally rows may be; 1: positions as they are
+    rope_scaling: float = 1.0  # factor by which rows may be longer than originally; 1: unscaled positions
     rope_type: str = "llama3"  # how rope_scaling scales: "linear", "ntk", "llama3" or "yarn"
     rope_original_len: int = 8192  # llama3, yarn: the length that rope_scaling extends
     rope_low_freq_factor: float = 1.0  # llama3: frequencies with fewer turns in the original length are divided,
@@ -48,7 +48,8 @@ class RotaryConfig(DecoderConfig):
     rope_beta_fast: float = 32.0  # yarn: frequencies with more turns in the original length are kept,
     rope_beta_slow: float = 1.0  # yarn: those with fewer turns than this are divided
     rope_truncate: bool = True  # yarn: whether the bounds between those are rounded to whole pairs
-    rope_attention_factor: float = 0.0  # yarn: of cosine and sine; 0: 0.1 ln(rope_scaling) + 1, or from the mscales
+    # yarn: factor of cosine and sine; 0: 0.1 ln(rope_scaling) + 1, or from the mscales
+    rope_attention_factor: float = 0.0
     rope_mscale: float = 0.0  # yarn in DeepSeek's models: weight of that logarithm; the factor is divided by that of
     rope_mscale_all_dim: float = 0.0  # yarn: this weight, by whose factor squared deepseek_v3 multiplies scores
 
@@ -96,7 +97,8 @@ class LlamaConfig(RotaryConfig):
 
     name: str = "llama"
     # pyrefly: ignore[bad-override]
-    mtp_loss_weight: float = 0.0  # of one more layer that predicts the token after the next; 0: no such layer
+    # loss weight of one more layer that predicts the token after the next; 0: no such layer
+    mtp_loss_weight: float = 0.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -110,13 +112,14 @@ class RoutedConfig(RotaryConfig):
     # pyrefly: ignore[bad-override]
     num_experts: int = 0  # routed experts of a layer; 0: dense layers
     # pyrefly: ignore[bad-override]
-    experts_per_token: int = 2  # how many of its experts a token passes through
+    experts_per_token: int = 2  # number of experts that each token passes through
     # pyrefly: ignore[bad-override]
     expert_mlp_dim: int = 0  # width of one expert; 0: mlp_dim
     balance_loss: float = 0.0  # coefficient of the load-balance loss of each row and layer: docs/parallelism.md
     router_z_loss: float = 0.0  # coefficient of the router logits' squared log-partition
     # pyrefly: ignore[bad-override]
-    capacity_factor: float = 0.0  # what an expert takes of a row, over its even share; 0: all (nothing is dropped)
+    # most tokens of a row for an expert, relative to an even share; 0: no limit (none dropped)
+    capacity_factor: float = 0.0
 
     # No fields: what a family without them has.
     shared_experts = 0
@@ -155,11 +158,11 @@ class ExpertsConfig(RoutedConfig, LlamaConfig):
     # pyrefly: ignore[bad-override]
     normalize_router: bool = True  # whether the weights of a token's experts are made to add up to 1
     # pyrefly: ignore[bad-override]
-    router_scale: float = 1.0  # what the weights are then multiplied by
+    router_scale: float = 1.0  # factor of these weights
     # pyrefly: ignore[bad-override]
-    expert_groups: int = 1  # a token's experts come from
+    expert_groups: int = 1  # groups into which the experts are divided
     # pyrefly: ignore[bad-override]
-    expert_groups_used: int = 1  # so many of so many groups: those whose two best experts score highest
+    expert_groups_used: int = 1  # groups that a token may choose from: those whose two best experts score highest
     # pyrefly: ignore[bad-override]
     router_bias_rate: float = 0.0  # step of the bias that evens out expert load (DeepSeek-V3); 0: no bias
 
@@ -236,12 +239,12 @@ class Gemma3Config(DecoderConfig):
     """Gemma 3: layers with a sliding window, and among them layers that attend to everything, with two rotary bases."""
 
     name: str = "gemma3"
-    window: int = 512  # of the local layers, in tokens
+    window: int = 512  # sliding window of the local layers, in tokens
     # pyrefly: ignore[bad-override]
-    global_every: int = 6  # every so many layers the last one is global
-    rope_theta: float = 1_000_000.0  # of the global layers
-    local_rope_theta: float = 10_000.0  # of the layers with a window
-    rope_factor: float = 1.0  # what positions are divided by in the global layers: 8 from 4B on, 1 in 1B
+    global_every: int = 6  # the last of every so many layers is global
+    rope_theta: float = 1_000_000.0  # base of the rotary positions in the global layers
+    local_rope_theta: float = 10_000.0  # base of the rotary positions in the layers with a window
+    rope_factor: float = 1.0  # divisor of positions in the global layers: 8 from 4B on, 1 in 1B
     query_scale: int = 0  # scores are divided by its square root; 0: head_dim
     norm_eps: float = 1e-6
 
@@ -260,12 +263,12 @@ class GptOssConfig(RoutedConfig):
     """gpt-oss: experts with biases in all layers, of which every second one has a sliding window, and sinks."""
 
     name: str = "gpt_oss"
-    window: int = 128  # of the local layers, in tokens
+    window: int = 128  # sliding window of the local layers, in tokens
     # pyrefly: ignore[bad-override]
-    global_every: int = 2  # every so many layers the last one is global
+    global_every: int = 2  # the last of every so many layers is global
     rope_theta: float = 150_000.0  # base of the rotary positions
     num_experts: int = 32  # routed experts of a layer
-    experts_per_token: int = 4  # how many of its experts a token passes through
+    experts_per_token: int = 4  # number of experts that each token passes through
     swiglu_limit: float = 7.0  # gate and up of an expert are clamped to it, the gate only from above
     swiglu_alpha: float = 1.702  # the gate is multiplied by the sigmoid of so many times itself
     tied_embeddings: bool = False  # whether the output projection is the embedding table

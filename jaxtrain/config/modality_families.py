@@ -44,7 +44,7 @@ class EventsConfig(ModelConfig):
 
     @property
     def vocab_size(self) -> int:  # pyrefly: ignore[bad-override]
-        """How many ids the predicted column's table has room for."""
+        """The number of ids that the predicted column's table has room for."""
         return self.rows(self.predict)
 
     def rows(self, category: str) -> int:
@@ -57,7 +57,7 @@ class ClipsConfig(ModelConfig):
     """Audio clips with labels: an encoder of their frames that says which label a clip has."""
 
     name: str = "clips"
-    labels: int = 0  # how many there are: the folders of prepare_sequences audio --target=folder
+    labels: int = 0  # number of labels: the folders of prepare_sequences audio --target=folder
     rope_theta: float = 10_000.0  # base of the rotary positions
     causal = False
     rows_cut = True  # pyrefly: ignore[bad-override]
@@ -76,7 +76,7 @@ class WhisperConfig(ModelConfig):
     vocab_size: int = 51_865  # rows of the embedding table: at least the tokenizer's
     max_seq_len: int = 448  # the longest row of tokens, with model.prefix and model.end; each has a learned position
     encoder_layers: int = 0  # blocks of the encoder; 0: num_layers, which are those of the decoder
-    audio_positions: int = 1500  # of the encoder, for two frames each: 1500 are 30 seconds
+    audio_positions: int = 1500  # positions of the encoder, for two frames each: 1500 are 30 seconds
     mask_padding: bool = True  # nothing attends to padding of audio; False: it is silence to the model, as published
     mels: int = 80  # bands of a frame: 80, or 128 in large-v3
     audio_chunk: int = 0  # streaming: positions of the encoder see their own chunk of so many, and earlier ones; 0: all
@@ -84,11 +84,11 @@ class WhisperConfig(ModelConfig):
     # Tokens in front of every transcript: its start and, where they are the same for all, language, task and timestamps
     prefix: list[int] = dataclasses.field(default_factory=lambda: [50258], hash=False)
     end: int = 50257  # the token after a transcript
-    ctc_weight: float = 0.0  # of the CTC loss of the encoder, in place of that share of the cross-entropy; 0: no head
-    # SpecAugment (arXiv 1904.08779): frames and bands of training rows that are set to 0
-    time_masks: int = 0  # how many stretches of frames
+    ctc_weight: float = 0.0  # weight of the encoder's CTC loss, in place of that share of the cross-entropy; 0: no head
+    # SpecAugment (arXiv 1904.08779), which sets frames and bands of training rows to 0:
+    time_masks: int = 0  # number of masked stretches of frames
     time_mask: int = 100  # with time_masks, the most frames of a stretch
-    mel_masks: int = 0  # how many ranges of bands
+    mel_masks: int = 0  # number of masked ranges of bands
     mel_mask: int = 27  # with mel_masks, the most bands of a range
 
     tied_embeddings = True
@@ -103,12 +103,13 @@ class WhisperConfig(ModelConfig):
         not_negative(self, "model", "encoder_layers audio_chunk audio_chunks_back ctc_weight time_masks mel_masks end")
         derive(self, "encoder_layers", self.num_layers)
         if self.mup_base:
-            raise UserError("model.mup_base", "whisper has no rules for widths", "leave it out")
+            raise UserError("model.mup_base", "whisper does not support muP", "leave it out")
         if self.num_kv_heads != self.num_heads:
             raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",
                             "leave it 0: whisper has as many")
         if self.embed_dim % 2 or self.embed_dim < 4:
-            raise UserError("model.embed_dim", f"{self.embed_dim} has no sines and cosines", "give an even one from 4")
+            raise UserError("model.embed_dim", f"{self.embed_dim} is not a width for sines and cosines",
+                            "give an even one from 4")
         if self.audio_chunks_back and not self.audio_chunk:
             raise UserError("model.audio_chunks_back", "it is read with model.audio_chunk only", "set that, too")
         if self.ctc_weight > 1:
@@ -133,7 +134,7 @@ class WhisperConfig(ModelConfig):
 
     @property
     def staged_layers(self) -> int:
-        """How many layers the stages of a pipeline share: those of the encoder, then those of the decoder."""
+        """The number of layers that pipeline stages share: those of the encoder, then those of the decoder."""
         return self.encoder_layers + self.num_layers
 
     def other_rows(self, seq_len: int) -> list[tuple[str, int, str, bool]]:

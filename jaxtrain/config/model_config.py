@@ -1,4 +1,4 @@
-"""What the configs of all model families have in common."""
+"""The base class of the configs of all model families."""
 
 import dataclasses
 from dataclasses import dataclass, fields
@@ -84,7 +84,7 @@ class ModelConfig:
 
     @property
     def growth(self) -> dict[str, float]:
-        """How many times as wide as in `mup_base` each logical axis is that grows with the model; {} without one.
+        """The width of each logical axis that grows with the model, relative to `mup_base`; {} without one.
 
         What it does not name grows like embed_dim, but all heads together do so, and num_kv_heads like num_heads.
         """
@@ -114,17 +114,17 @@ class ModelConfig:
 
     @property
     def windows(self) -> dict[int, int]:
-        """How many layers have each attention window; 0: none."""
+        """The number of layers for each attention window; 0: none."""
         everywhere = self.num_layers // self.global_every if self.global_every else 0
         return {self.window: self.num_layers - everywhere} | ({0: everywhere} if everywhere else {})
 
     @property
     def stacked_layers(self) -> int:
-        """How many entries the stacks of layers have; layers with experts are stacked with the dense ones before them.
+        """The number of stacked layers; layers with experts are stacked with the dense ones before them.
         """
         return self.dense_layers + (self.num_layers - self.dense_layers) // self.experts_every
 
     @property
     def staged_layers(self) -> int:
-        """How many entries of stacks the stages of a pipeline share."""
+        """The number of entries of stacks that the pipeline stages share."""
         return self.stacked_layers

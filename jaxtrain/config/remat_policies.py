@@ -1,4 +1,4 @@
-"""What `train.remat` says: which results of a layer are kept for its backward pass, by name and by layer."""
+"""The policies of `train.remat`: which results of a layer are kept for its backward pass, by name and by layer."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _HOST = "@host"
 
 @dataclass(frozen=True)
 class Policy:
-    """What some layers keep: all results, or those of these kinds only."""
+    """The results that some layers keep: all of them, or only these kinds."""
 
     # "attention", "dots" (of all products, and what is named so because it serves gradients in a product's place or
     # takes next to no memory), or the logical axis that a product results in.

@@ -25,7 +25,7 @@ AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")  # as in mesh.py
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How many devices each mesh axis spans (one may be -1: the rest), and the rules that map names onto them."""
+    """The section `mesh`: the size of each axis (one may be -1: the rest), and the rules that map names to axes."""
 
     auto: bool = False  # the planner chooses the sizes; written mesh=auto
     hsdp: bool = False  # data: one part for each node, fsdp: within a node; written mesh=hsdp
@@ -35,7 +35,7 @@ class MeshConfig:
     context: int = 1  # context parallelism: each part holds a part of every sequence
     expert: int = 1  # expert parallelism: each part holds some of the experts
     tensor: int = 1  # tensor parallelism: heads, MLPs and the vocabulary are split, and the sequence between them
-    context_strategy: str = "auto"  # how attention crosses the parts of a sequence
+    context_strategy: str = "auto"  # how attention communicates between the parts of a sequence
     rules: str = "fsdp_tp"  # how logical axis names map onto these axes: data, fsdp or fsdp_tp
     overrides: dict[str, str] = field(default_factory=dict, hash=False)  # logical name -> "axis", "a+b" or "none"
 
@@ -58,13 +58,13 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How micro-batches pass the stages, where mesh.stage is more than 1."""
+    """The section `pipeline`: how micro-batches pass through the stages, where mesh.stage is more than 1."""
 
     schedule: str = "1f1b"  # the order of forward and backward passes of micro-batches
-    microbatches: int = 0  # of each batch, or of each part of it under train.accumulation; 0: chosen, or the table's
-    chunks: int = 0  # of layers on each stage; 0: 2 for interleaved and zb_v, else 1, or the table's
+    microbatches: int = 0  # micro-batches of each batch, or of each train.accumulation part; 0: chosen, or the table's
+    chunks: int = 0  # chunks of layers on each stage; 0: 2 for interleaved and zb_v, else 1, or the table's
     overlap: bool = False  # give transfers between stages a tick of their own: hidden, for a longer bubble
-    table: str = ""  # a file with a schedule of one's own, CSV or JSON
+    table: str = ""  # a file with your own schedule, CSV or JSON
 
     def __post_init__(self):
         one_of("pipeline.schedule", self.schedule, ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"))
@@ -75,11 +75,12 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which text, how it becomes tokens, and how many of them make a step."""
+    """The section `data`: the source, its tokenizer, and the size and order of batches."""
 
     source: str = "stdlib"  # the running interpreter's own library; else a prepared corpus, or a file or folder of text
-    tokenizer: str = "bytes"  # of text that is not a prepared corpus
-    mixture: dict[str, Any] = field(default_factory=dict, hash=False)  # for source: name -> {source, weight, epochs}
+    tokenizer: str = "bytes"  # tokenizer of text that is not a prepared corpus
+    # several sources instead of source: name -> {source, weight, epochs}
+    mixture: dict[str, Any] = field(default_factory=dict, hash=False)
     stages: list[Any] = field(default_factory=list, hash=False)  # what changes at which step: docs/data-mixtures.md
     # Documents end to end, cut at rows; "best_fit": few are cut; "bucket": one a row, which sequences of a prepared
     # corpus always are; "pairs", "answers": whole ones.
@@ -89,13 +90,14 @@ class DataConfig:
     cross_document_attention: bool = False  # attend to all earlier tokens of a row, as many published recipes do
     seq_len: int = 256  # tokens in a row
     global_batch_size: int = 16  # rows in a step, over all devices
-    seed: int = 0  # of the order of the data
-    eval_fraction: float = 0.05  # of the files; a single file is split by position
+    seed: int = 0  # seed of the order of the data
+    eval_fraction: float = 0.05  # share of the files for evaluation; a single file is split by position
     cache_dir: str = ""  # "": $JAXTRAIN_CACHE or ~/.cache/jaxtrain
-    cache_bytes: int = 2**36  # of a corpus in object storage that the local disk keeps, at most
-    corrupt: str = "fail"  # or "skip_and_count": rows that need what is corrupt carry no loss
+    cache_bytes: int = 2**36  # most bytes of a corpus in object storage that are cached on disk
+    corrupt: str = "fail"  # about corrupt data: fail, or "skip_and_count": affected rows carry no loss
     prefetch: int = 2  # batches prepared ahead, on a background thread
-    augment: list[str] = field(default_factory=list, hash=False)  # of training pictures: "flip", "crop", "colour"
+    # random changes of training pictures: "flip", "crop", "colour"
+    augment: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self):
         positive(self, "data", "seq_len global_batch_size prefetch")
@@ -140,16 +142,16 @@ class OptimizerConfig:
     schedule: str = "cosine"  # how the learning rate decays
     warmup_steps: int = 0  # in which the learning rate rises linearly; or a fraction of train.steps
     decay_fraction: float = 0.2  # the last part of a "wsd" schedule
-    final_fraction: float = 0.1  # of learning_rate, where the decay ends: behind the last step
-    weight_decay: float = 0.1  # of matrices, times the learning rate
+    final_fraction: float = 0.1  # fraction of learning_rate at the end of the decay
+    weight_decay: float = 0.1  # weight decay of matrices, times the learning rate
     clip_norm: float = 1.0  # 0: no clipping
     b1: float = 0.9  # decay of the first moment; of adamw, lion, sgd (its momentum) and muon
     b2: float = 0.95  # decay of the second moment; of adamw, lion and muon
-    momentum: float = 0.95  # of the matrices that muon updates; b1 and b2 are for what it leaves to AdamW
+    momentum: float = 0.95  # momentum of the matrices that muon updates; AdamW updates the rest with b1 and b2
     eps: float = 1e-8  # added to the root of the second moment, of adamw and muon
-    moment_dtype: str = "float32"  # of matrices' moments between steps; int8: with a scale for each 128 elements
+    moment_dtype: str = "float32"  # dtype of matrices' moments between steps; int8: with a scale for each 128 elements
     zero_stage: int = 0  # over mesh.data, spread the optimizer's state (1), gradients too (2), parameters too (3)
-    offload: bool = False  # between steps its state lies in the hosts' memory: slower, and less of the devices'
+    offload: bool = False  # keep its state in host memory between steps: slower, but saves device memory
 
     def __post_init__(self):
         one_of("optimizer.name", self.name, tuple(READ_BY))
@@ -176,31 +178,37 @@ class TrainConfig:
     """The loop and the compiled step."""
 
     steps: int = 100  # the length of the run in optimizer steps
-    seed: int = 0  # of the initial parameters
+    seed: int = 0  # seed of the initial parameters
     init_from: str = ""  # a folder in Hugging Face's format, or WORKDIR[@STEP], to begin with its parameters
-    init_encoder_from: str = ""  # of vision_language, likewise: a published SigLIP or CLIP, or a run with an encoder
+    # initial encoder of vision_language: a published SigLIP or CLIP, or a run with an encoder
+    init_encoder_from: str = ""
     accumulation: int = 1  # micro-batches per step
     precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, layers' products in 8 bits
     attention: str = "auto"  # the kernel: auto chooses by device, dtype and shapes; docs/training.md
     check_memory: bool = True  # refuse, before anything is compiled, what the planner says cannot fit
     expert_exchange: str = "auto"  # how tokens reach their experts: "gather" all, or "ragged" all-to-all
-    expert_buffer: float = 2.0  # of the rows of experts' buffers at an even load: more take further passes; 0: no limit
+    # size of experts' buffers relative to an even load; more rows take further passes; 0: no limit
+    expert_buffer: float = 2.0
     grouped_matmul: str = "auto"  # the kernel of experts: auto chooses by device, dtype and shapes
-    remat: str = "none"  # kept of a layer: "none" all; "full" its input, "dots" matmuls too, "attention" its output too
+    # kept of a layer: "none": all; "full": its input; "dots": also matmuls; "attention": also its output
+    remat: str = "none"
     unroll: int = -1  # layers per scan iteration; 0: all of them; -1: all on GPUs where that pays, else 1
     loss_chunks: int = 0  # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
     z_loss: float = 0.0  # coefficient of the squared log-partition of the logits
-    ema_decay: float = 0.0  # of the moving average of the weights, evaluated and saved beside them; 0: none
+    ema_decay: float = 0.0  # decay of the moving average of the weights, which is evaluated and saved; 0: none
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int = 0  # steps between evaluations, or a fraction of train.steps; 0: at the end only
-    eval_batches: int = 8  # of each evaluation
+    eval_batches: int = 8  # batches of each evaluation
     sample_tokens: int = 0  # length of the text sampled at the end
     progress: bool = True  # show a progress line
-    freeze: list[str] = field(default_factory=list, hash=False)  # paths with wildcards, or logical axes, of parameters
-    trainable: list[str] = field(default_factory=list, hash=False)  # the same, of the only ones that are trained
-    frozen_dtype: str = ""  # in which frozen parameters rest; "": as the others
+    # parameters that are not trained, by paths with wildcards or logical axes
+    freeze: list[str] = field(default_factory=list, hash=False)
+    # the only parameters that are trained, named in the same way
+    trainable: list[str] = field(default_factory=list, hash=False)
+    frozen_dtype: str = ""  # dtype of frozen parameters; "": as the others
     deterministic: bool = False  # a step gives the same bits each time on GPUs too; resilience.replay_every needs it
-    compiler_options: dict[str, Any] = field(default_factory=dict, hash=False)  # of XLA, beside the preset; "": none
+    # XLA options in addition to the preset; "": leave an option to XLA
+    compiler_options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self):
         for key in ("freeze", "trainable"):
@@ -228,19 +236,20 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save and how many to keep; the last step is always saved."""
+    """The section `checkpoint`: when to save and how many to keep; the last step is always saved."""
 
     every: int = 500  # steps between saves, or a fraction of train.steps; 0: at the end only. A run advises better
-    keep: int = 2  # the last so many that were read back and found good; nothing newer than them is ever deleted
-    keep_every: int = 0  # those of every so many steps stay for ever; 0: none
+    keep: int = 2  # how many of the newest good checkpoints stay; nothing newer than them is ever deleted
+    keep_every: int = 0  # checkpoints at multiples of this step stay forever; 0: none
     best: str = ""  # a metric, such as eval_loss, whose lowest checkpoint stays too, or highest:METRIC; "": none
-    verify: str = "full"  # before one is loaded: "full" reads and hashes every file, "sizes" looks at their sizes only
-    mtbf_hours: float = 0.0  # expected between failures, for advice about `every`; 0: 3,692 divided by the processes
+    verify: str = "full"  # check before loading: "full" reads and hashes every file, "sizes" compares only sizes
+    mtbf_hours: float = 0.0  # expected hours between failures, for advice about `every`; 0: 3,692 / processes
     mirror: str = ""  # a path or URL (s3://bucket/run) to which good ones are copied too, and fetched from; "": none
     # A second, faster tier: every so many steps each process keeps its part in this machine's memory, and a peer's.
     # 0: off, since it takes up to three times the state of host memory, and as much for the peer.
     local_checkpoint_every: int = 0
-    local_dir: str = ""  # "": in /dev/shm or where temporary files go; may name variables: "$SLURM_TMPDIR"
+    # folder for these snapshots; "": /dev/shm or the folder for temporary files; may name variables
+    local_dir: str = ""
 
     def __post_init__(self):
         not_negative(self, "checkpoint", "every mtbf_hours keep_every local_checkpoint_every")
@@ -250,22 +259,23 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ResilienceConfig:
-    """What is done about what goes wrong."""
+    """The section `resilience`: what is watched for, and what is done about failures, hangs and anomalies."""
 
-    elastic: bool = False  # another mesh where the declared one does not fit the devices; set by the supervisor
-    meshes: list[str] = field(default_factory=list, hash=False)  # such as "data=2,tensor=2", best first; none: derived
+    elastic: bool = False  # use another mesh if the declared one does not fit the devices; set by the supervisor
+    # meshes to use then, best first, such as "data=2,tensor=2"; none: derived
+    meshes: list[str] = field(default_factory=list, hash=False)
     hang_factor: float = 20.0  # a step that takes so many times the median counts as hung; 0: nothing does
-    hang_floor: float = 120.0  # but none does before so many seconds
-    start_limit: float = 3600.0  # the same for what is not a step: start, compilation, evaluation, saving
-    spikes: str = "record"  # of loss or gradient norm; or "skip" the update, or "rollback" to before them
+    hang_floor: float = 120.0  # but no step counts as hung before so many seconds
+    start_limit: float = 3600.0  # limit in seconds for everything else: start, compilation, evaluation, saving
+    spikes: str = "record"  # on spikes of loss or gradient norm: "record" them, "skip" the update, or "rollback"
     spike_z: float = 20.0  # robust standard deviations above the median of the last 128 steps that make a spike
     max_skips: int = 10  # updates left out in a row before the run stops (with "rollback": goes back)
     skip_batches: int = 16  # batches that a rollback skips: the spike's, and those before it
-    max_rollbacks: int = 10  # of the whole run, before it stops
+    max_rollbacks: int = 10  # rollbacks of the whole run before it stops
     check_every: int = 200  # steps between comparisons of devices that hold the same; before saves too; 0: never
     replay_every: int = 0  # steps between ones that run twice and must give the same bits; 0: never
     probe_every: float = 60.0  # seconds between comparisons of how fast processes and devices are; 0: never
-    straggler_factor: float = 1.25  # a process is named that makes steps so many times as long as its peers would
+    straggler_factor: float = 1.25  # a process this many times as slow as its peers is reported
 
     def __post_init__(self):
         not_negative(self, "resilience", "check_every replay_every probe_every")
@@ -323,7 +333,7 @@ class Config:
             section.check(self)
 
     def _check_kind(self):
-        """Refuse keys of text for models that are no decoders of it, and the other way round."""
+        """Refuse keys of text for models that are not decoders of it, and the other way round."""
         pictures = self.model.rows_of == "pictures"
         if self.data.augment and not pictures:
             raise UserError("data.augment", f"{self.model.name} reads no pictures", "leave it out")

@@ -16,7 +16,7 @@ class PatchesConfig(ModelConfig):
 
     patch_size: int = 16  # side of a patch in pixels
     patches_per_side: int = 64  # the longest side of a picture in patches, each with a learned position
-    pictures_per_row: int = 8  # the most that share a row
+    pictures_per_row: int = 8  # most pictures in a row
     rows_of = "pictures"
     flops_known = False
 
@@ -31,17 +31,17 @@ class PatchesConfig(ModelConfig):
         super().__post_init__()
         positive(self, "model", "patch_size patches_per_side pictures_per_row")
         if self.mup_base:
-            raise UserError("model.mup_base", f"{self.name} has an encoder of pictures, which it does not scale",
+            raise UserError("model.mup_base", f"{self.name} has an encoder of pictures, for which muP is not supported",
                             "leave it out")
 
     @property
     def grid(self) -> int:
-        """How many places a side the table of learned positions has; 0: there is none."""
+        """The side of the table of learned positions; 0: there is no table."""
         return self.picture_size // self.patch_size
 
     @property
     def patch_values(self) -> int:
-        """How many values a patch has."""
+        """The number of values in a patch."""
         return self.patch_size**2 * CHANNELS
 
 
@@ -50,10 +50,10 @@ class PictureConfig(PatchesConfig):
     """An encoder of pictures beside a model of text."""
 
     picture_layers: int = 4  # transformer blocks of the encoder of pictures
-    picture_embed_dim: int = 128  # its width
-    picture_heads: int = 4  # its attention heads
-    picture_mlp_dim: int = 0  # its MLP's width; 0: 4 x picture_embed_dim
-    picture_norm_eps: float = 0.0  # its norm_eps; 0: norm_eps
+    picture_embed_dim: int = 128  # width of the encoder of pictures
+    picture_heads: int = 4  # attention heads of the encoder of pictures
+    picture_mlp_dim: int = 0  # MLP width of the encoder of pictures; 0: 4 x picture_embed_dim
+    picture_norm_eps: float = 0.0  # norm_eps of the encoder of pictures; 0: norm_eps
     # Pixels a side of the square pictures whose places have a learned position each, as in published encoders; pictures
     # of other shapes get what lies between these. 0: a position is a vector for the row plus one for the column
     # pyrefly: ignore[bad-override]
@@ -82,8 +82,8 @@ class PictureConfig(PatchesConfig):
         for key in ("pixel_mean", "pixel_std"):
             value = getattr(self, key)
             if len(value) != CHANNELS or (key == "pixel_std" and min(value) <= 0):
-                raise UserError(f"model.{key}", f"{value} has not {'a positive' if key == 'pixel_std' else 'a'} number "
-                                f"for each of {CHANNELS} channels", "give one such as [0.5, 0.5, 0.5]")
+                raise UserError(f"model.{key}", f"{value} does not have {'a positive' if key == 'pixel_std' else 'a'} "
+                                f"number for each of {CHANNELS} channels", "give one such as [0.5, 0.5, 0.5]")
         if self.picture_embed_dim % self.picture_heads:
             raise UserError("model.picture_heads", f"{self.picture_heads} does not divide model.picture_embed_dim="
                             f"{self.picture_embed_dim}", "choose a divisor of it")
@@ -111,7 +111,7 @@ class DualEncoderConfig(PictureConfig):
     # both without (as published with CLIP)
     projections: str = "both"
     text_begin: int = -1  # the token in front of each text; -1: none
-    text_end: int = -1  # the one behind it; -1: none
+    text_end: int = -1  # the token after each text; -1: none
     text_pad: int = -1  # what texts are filled up with to text_len, and the encoder sees; -1: they are not
 
     def __post_init__(self):
@@ -135,7 +135,7 @@ class DualEncoderConfig(PictureConfig):
 
     @property
     def staged_layers(self) -> int:
-        """How many layers the stages of a pipeline share: those of both encoders side by side, here of the longer."""
+        """The number of layers that pipeline stages share: the longer encoder's, as both are computed together."""
         return max(self.picture_layers, self.num_layers)
 
     def other_rows(self, seq_len: int) -> list[tuple[str, int, str, bool]]:

@@ -70,7 +70,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     """Return the parsed flags and the dotted config overrides."""
     parser = parser_of("inspect", __doc__)
     parser.add_argument("--config", required=True, help="FILE[:variant]; --config.data.KEY=VALUE changes a key of it")
-    parser.add_argument("--step", type=int, default=0, help="which batch; default: 0")
+    parser.add_argument("--step", type=int, default=0, help="the batch of this step; default: 0")
     parser.add_argument("--workdir", help="a run's folder: skip the batches that its rollbacks skip")
     parser.add_argument("--row", type=int, help="one row only")
     parser.add_argument("--split", choices=("train", "eval"), default="train", help="default: train")

@@ -1,4 +1,4 @@
-"""What the environment says of the other processes of a run, whatever started them.
+"""The processes of a run and this one's place among them, read from the environment of whatever launcher started them.
 
 The sources in order of precedence, of which an inner launcher comes before the one that started it: flags, variables of
 JAX, of torchrun, of Open MPI, of Slurm, of PMIx, of Kubernetes. The first that is complete is used. What flags and
@@ -26,7 +26,7 @@ _FIRST_PORT, _PORTS = 61440, 4096  # above those that Linux gives to outgoing co
 
 @dataclass(frozen=True)
 class Place:
-    """What a source says of this process: None, it does not say."""
+    """The place of this process, according to one source; None: the source does not say."""
 
     source: str
     coordinator: str | None = None  # host:port of process 0
@@ -125,7 +125,7 @@ def known_to_the_network(coordinator: str, address_of: Callable[[str], str] | No
 
 # --------------------------------------------------------------------------------------------------------- the sources
 def _given(environ: Environ, flags: Flags) -> Place | None:
-    """What flags say, and JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in place of missing ones."""
+    """Return the place from flags, and from JAX_COORDINATOR_ADDRESS and its like where a flag is missing."""
     coordinator, processes, rank = flags
     coordinator = coordinator or environ.get("JAX_COORDINATOR_ADDRESS") or None
     processes = _whole(environ, "JAX_NUM_PROCESSES", "num_processes") if processes is None else processes
@@ -141,7 +141,7 @@ def _given(environ: Environ, flags: Flags) -> Place | None:
 
 
 def _torchrun(environ: Environ) -> Place | None:
-    """What torchrun, and what imitates it, sets. A shell in which some of it is left was started by no launcher."""
+    """Return the place that torchrun and its likes set. A shell with only some of it was not started by a launcher."""
     source, names = _TORCHRUN, ("WORLD_SIZE", "RANK")
     if not any(name in environ for name in names):
         return None
@@ -179,7 +179,7 @@ def _open_mpi(environ: Environ) -> Place | None:
 
 
 def _slurm(environ: Environ) -> Place | None:
-    """What srun sets. What is in a job but not in a step that srun made, as a shell of salloc, is alone."""
+    """Return the place that srun sets. A process of a job outside any step of srun, as in salloc's shell, is alone."""
     source = "Slurm"
     if "SLURM_JOB_ID" not in environ and "SLURM_STEP_NODELIST" not in environ:
         return None
@@ -207,7 +207,7 @@ def first_host(hosts: str) -> str:
 
 
 def _pmix(environ: Environ) -> Place | None:
-    """What PMIx sets, such as prterun: the rank, but not how many there are."""
+    """Return the place that PMIx sets, as under prterun: the rank, but not the number of processes."""
     rank = _number(environ, "PMIX_RANK")
     if rank is None or "OMPI_COMM_WORLD_SIZE" in environ or "SLURM_STEP_NODELIST" in environ:
         return None
@@ -216,7 +216,7 @@ def _pmix(environ: Environ) -> Place | None:
 
 
 def _kubernetes(environ: Environ) -> Place | None:
-    """What a Job with completionMode Indexed sets: the rank of a pod."""
+    """Return the place that a Job with completionMode Indexed sets: the rank of a pod."""
     rank = _number(environ, "JOB_COMPLETION_INDEX")
     if rank is None:
         return None

@@ -84,8 +84,8 @@ class Peers:
         self._ended.set()
         self._send({"kind": "bye", "process": self._process, "why": ""})
 
-    def see_off(self, seconds: float | None = None) -> None:
-        """In process 0, wait for the others to end, since JAX aborts them as soon as process 0 is gone."""
+    def wait_for_others(self, seconds: float | None = None) -> None:
+        """Wait, in process 0, for the others to end, since JAX aborts them as soon as process 0 is gone."""
         end = time.monotonic() + (_PATIENCE if seconds is None else seconds)
         while self._process == 0 and time.monotonic() < end:
             if all(line.silent for line in list(self._lines.values())):
@@ -225,7 +225,7 @@ class Peers:
             _record(self.workdir, message, name)
         sys.stdout.flush()
         os.write(2, f"{sentence}\n".encode())
-        self.see_off()
+        self.wait_for_others()
         self._leave(status)
 
 

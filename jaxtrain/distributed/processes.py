@@ -148,10 +148,10 @@ def hang(why: str) -> None:
         _peers.hang(why)
 
 
-def see_off(seconds: float) -> None:
-    """In process 0, wait for the others to end."""
+def wait_for_others(seconds: float) -> None:
+    """Wait, in process 0, for the others to end."""
     if _peers:
-        _peers.see_off(seconds)
+        _peers.wait_for_others(seconds)
 
 
 def leave(status: int) -> int:
@@ -184,7 +184,7 @@ def fail(status: int, error: BaseException) -> int:
     sys.stderr.flush()
     if _peers:
         _peers.fail(status, _first_line(error))
-        _peers.see_off()
+        _peers.wait_for_others()
     os._exit(status)
 
 

@@ -1,4 +1,4 @@
-"""Find out why training would not work on this machine, or be slow.
+"""Check this machine for what would make training fail or slow.
 
     jaxtrain doctor
     jaxtrain doctor --workdir=DIR --json

@@ -1,1 +1,1 @@
-"""What is done with a trained model: generating text."""
+"""Uses of a trained or published model: generation, evaluation, adapters, merging and export."""

@@ -177,7 +177,7 @@ class Decoding:
 
     @functools.cached_property
     def lay_out_program(self):
-        """Of one array, and its dtype."""
+        """The compiled function that lays out one array for decoding; its arguments: the array and its dtype."""
         def whole(w, dtype):
             kept = (tuple(axis for axis in sharding.axes_of(part) if axis in ("tensor", "expert"))
                     for part in jax.typeof(w).sharding.spec)
@@ -187,7 +187,7 @@ class Decoding:
 
     @functools.cached_property
     def start_program(self):
-        """Of what `start` takes, placed, and the numbers of slots and new tokens."""
+        """The compiled function behind `start`; arguments: the same, placed, and numbers of slots and new tokens."""
         return jax.jit(self._prefilled, static_argnums=(5, 6))
 
     def _prefilled(self, params, prompts_BP, begins_B, done_B, chosen_BR, slots, new):
@@ -228,7 +228,7 @@ class Decoding:
 
     @functools.cached_property
     def go_on_program(self):
-        """Of what `go_on` takes."""
+        """The compiled function behind `go_on`, with the same arguments."""
         def go_on(params, state, until, enough, limits_B, stops, seeds_B, numbers, filters, penalizes):
             made, c, apart = self._for_a_loop(params), self.run.config.model, _layers_apart()
             pick = partial(_pick, filters=filters, penalizes=penalizes)

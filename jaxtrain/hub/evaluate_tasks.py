@@ -54,20 +54,20 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser = parser_of("evaluate", __doc__)
     parser.add_argument("workdir", metavar="WORKDIR", help="the folder of a run, or a published one")
     parser.add_argument("--tasks", required=True, help="names of tasks or groups of tasks, separated by commas")
-    parser.add_argument("--include", metavar="FOLDER", help="where YAML files with tasks of your own are")
+    parser.add_argument("--include", metavar="FOLDER", help="folder with YAML files of your own tasks")
     parser.add_argument("--num_fewshot", type=int, help="examples in front of each; default: as the task says")
     parser.add_argument("--limit", type=float, help="so many examples of each task, or this share of them below 1")
     parser.add_argument("--gen_kwargs", help="such as temperature=0.7,max_gen_toks=100, in place of the task's own")
     parser.add_argument("--chat", action="store_true", help="put prompts through the chat template")
     parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: that of the run's data")
-    parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest that was found good")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest good one")
     parser.add_argument("--ema", action="store_true",
                         help="the moving average of the weights (train.ema_decay); into STEP-ema.json")
     parser.add_argument("--batch_size", type=int, default=64, help="texts at once; default: 64")
-    parser.add_argument("--seed", type=int, default=0, help="of few-shot examples and sampling; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of few-shot examples and sampling; default: 0")
     parser.add_argument("--adapters", metavar="NAME=FOLDER,...",
                         help="folders in PEFT's format, with each of which the model is evaluated")
-    parser.add_argument("--output", metavar="FILE", help="where the results go; default: WORKDIR/evaluations/STEP.json")
+    parser.add_argument("--output", metavar="FILE", help="file for the results; default: WORKDIR/evaluations/STEP.json")
     parser.add_argument("--samples", action="store_true", help="write every prompt and answer too")
     parser.add_argument("--watch", action="store_true", help="evaluate each new good checkpoint of a run that trains")
     add_process_flags(parser)
@@ -115,7 +115,7 @@ class Tasks:
         except ImportError as error:
             raise UserError("--tasks", f"they need the package lm_eval ({error})", install_extra("eval")) from error
         if flags.include and not Path(flags.include).is_dir():
-            raise UserError("--include", f"{flags.include} is no folder", "name the one with the tasks' YAML files")
+            raise UserError("--include", f"{flags.include} is not a folder", "name the one with the tasks' YAML files")
         manager = TaskManager(include_path=flags.include)
         names = [name for name in flags.tasks.split(",") if name]
         if unknown := [name for name in names if not manager.match_tasks([name])]:
@@ -157,7 +157,7 @@ def _watch(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks) -
     sections = sections_of(flags.workdir)
     last = sections.get("train", {}).get("steps")
     if last is None:
-        raise UserError("--watch", f"{flags.workdir} is no run's workdir", "leave it out")
+        raise UserError("--watch", f"{flags.workdir} is not the workdir of a run", "leave it out")
     with _results_log(flags, sections, overrides) as log:
         while True:
             step, ended = exchange(None, lambda _: _next(flags, last, log))

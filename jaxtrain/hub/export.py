@@ -31,16 +31,16 @@ RECORD = "export.json"
 def main(argv: list[str] | None = None) -> None:
     """Parse the flags and export."""
     parser = parser_of("export", __doc__)
-    parser.add_argument("workdir", help="of the run")
+    parser.add_argument("workdir", help="workdir of the run")
     parser.add_argument("--to", required=True, help="the folder to make; it must not be there yet")
-    parser.add_argument("--step", type=int, help="of the checkpoint; by default the newest good one")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest good one")
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights (train.ema_decay)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the weights")
     parser.add_argument("--file_gb", type=float, default=4.0, help="the largest file of weights, in 10^9 bytes")
-    parser.add_argument("--licence", "--license", default="", help="of the model, for its card, such as apache-2.0")
+    parser.add_argument("--licence", "--license", default="", help="licence for the model card, such as apache-2.0")
     parser.add_argument("--gates", metavar="FILE", nargs="+", default=[],
                         help="JSON lines of prompts with must_match or must_not_match, which answers are searched for")
-    parser.add_argument("--gate_share", type=float, default=1.0, help="of each suite of gates that has to pass")
+    parser.add_argument("--gate_share", type=float, default=1.0, help="share of each suite of gates that has to pass")
     add_process_flags(parser)
     flags = parser.parse_args(argv)
     if flags.gate_share != 1 and not flags.gates:
@@ -83,9 +83,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     """
     import jax
 
-    from jaxtrain.config.published_config import FILE, config_json
-    from jaxtrain.config.published_towers import PREPROCESSOR, preprocessor
-    from jaxtrain.config.vision_keys import DualEncoderConfig
+    from jaxtrain.config.published_config import config_json
     from jaxtrain.distributed.coordination import exchange
     from jaxtrain.files import atomic_files
     from jaxtrain.hub import trained_model
@@ -112,12 +110,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
                                lora.scale(run.config.lora))
         exchange(None)  # all files are written
         if first:
-            _write_tokenizer(workdir, partial, described, run.config.model)
-            if reward_head and "eos_token_id" in described:
-                described["pad_token_id"] = described["eos_token_id"]  # rewards are read at the last token that is none
-            atomic_files.write_json(partial / FILE, described)
-            if isinstance(run.config.model, DualEncoderConfig):
-                atomic_files.write_json(partial / PREPROCESSOR, preprocessor(run.config.model))
+            _write_configs(workdir, partial, described, run.config)
         record: dict[str, Any] = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
                                   "averaged": averaged}
         del params  # the model is loaded again, as it was written
@@ -132,6 +125,21 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
             finish(partial, to, record)
         exchange(None)
     return record
+
+
+def _write_configs(workdir: Path, folder: Path, described: dict[str, Any], config: Any) -> None:
+    """Write the tokenizer, config.json and, for encoders of pictures, their preprocessor's file."""
+    from jaxtrain.config.published_config import FILE
+    from jaxtrain.config.published_towers import PREPROCESSOR, preprocessor
+    from jaxtrain.config.vision_keys import DualEncoderConfig
+    from jaxtrain.files import atomic_files
+
+    _write_tokenizer(workdir, folder, described, config.model)
+    if config.preference.reward_head and "eos_token_id" in described:
+        described["pad_token_id"] = described["eos_token_id"]  # rewards are read at the last token that is none
+    atomic_files.write_json(folder / FILE, described)
+    if isinstance(config.model, DualEncoderConfig):
+        atomic_files.write_json(folder / PREPROCESSOR, preprocessor(config.model))
 
 
 def _asked(checks: Sequence[Any], workdir: Path, folder: Path, step: int, averaged: bool) -> list[dict[str, Any]]:

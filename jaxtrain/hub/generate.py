@@ -26,7 +26,7 @@ CHUNK = 32  # tokens between looks for stop strings, which are found on the host
 
 @dataclass(frozen=True)
 class Generated:
-    """What followed a prompt."""
+    """The continuation of a prompt."""
 
     text: str  # without the stop string
     tokens: tuple[int, ...]  # without the stop token; they end with the token in which a stop string begins
@@ -42,28 +42,28 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
              adapters: Sequence[str | None] | None = None) -> list[Generated]:
     """Continue prompts with a key-value cache; return a record for each.
 
-    What follows a prompt depends on `seed` and on its place among the prompts, not on the other prompts, the size of
-    batches or the mesh.
+    The continuation depends on `seed` and on the prompt's position among the prompts, not on the other prompts, the
+    size of batches or the mesh.
 
     Args:
-        run: its mesh is used: rows are split over every axis but `tensor`, heads over `tensor`.
-        state: whose parameters are used.
+        run: the run whose mesh is used: rows are split over every axis except `tensor`, heads over `tensor`.
+        state: the state whose parameters are used.
         prompts: texts, or lists of token ids.
-        max_new_tokens: at most so many, and as many as `model.max_seq_len` has room for.
-        temperature: 0 for the most probable token each time.
-        top_k: choose among so many most probable tokens; 0: among all.
-        top_p: choose among the fewest tokens that are together at least so probable.
-        min_p: choose among tokens that are at least so probable compared with the most probable one.
-        repetition_penalty: above 1 makes tokens less likely that the prompt or the text has.
+        max_new_tokens: the most tokens to generate, limited by the room in `model.max_seq_len`.
+        temperature: 0 always picks the most probable token.
+        top_k: sample from this many of the most probable tokens; 0: from all.
+        top_p: sample from the smallest set of tokens whose probabilities add up to at least this.
+        min_p: sample from tokens at least this many times as probable as the most probable one.
+        repetition_penalty: above 1, tokens already in the prompt or the text become less likely.
         stop: texts or token ids before which a text ends. So does the tokenizer's end of a document.
-        ignore_end: go on behind the end of a document.
-        seed: other numbers give other texts.
+        ignore_end: continue after the end of a document.
+        seed: another seed gives another text.
         logprobs: also return the log-probability of each token.
-        batch_size: how many prompts are continued at once; others take the places of those that are finished.
-        tokenizer: one, or the folder of one, or of a run or a published model that has one; by default that of the
-            run's data. Without one, where all prompts are token ids, the records have no text.
-        adapters: the name of one for each prompt, of those that `jt.load_model` or `jt.with_adapters` gave the state;
-            None: the model itself, as for all prompts by default.
+        batch_size: the number of prompts continued at once; others take the places of finished ones.
+        tokenizer: a tokenizer, or the folder of one, of a run or of a published model; by default that of the
+            run's data. Without a tokenizer, if all prompts are token ids, the records have no text.
+        adapters: the name of an adapter for each prompt, among those that `jt.load_model` or `jt.with_adapters` loaded;
+            None: the base model, which is the default for all prompts.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     check(prompts, max_new_tokens, stop, batch_size, seed)
@@ -276,4 +276,4 @@ def check(prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[str | i
     if wrong := [one for one in stop if not isinstance(one, str) and not 0 <= one < 2**31]:
         raise UserError("stop", f"{wrong[0]} is not a token", "give texts or token ids")
     if "" in stop:
-        raise UserError("stop", "an empty text is everywhere", "leave it out")
+        raise UserError("stop", "an empty text matches everywhere", "leave it out")

@@ -65,9 +65,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--prompts", metavar="FILE", help='JSON lines: texts, or objects with a "prompt"')
     parser.add_argument("--adapters", metavar="NAME=FOLDER,...",
                         help="folders in PEFT's format, of which each prompt may name one as its \"adapter\"")
-    parser.add_argument("--adapter", metavar="NAME", help="of all prompts that name none")
-    parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest that was found good")
-    parser.add_argument("--ema", action="store_true", help="with the moving average of the weights (train.ema_decay)")
+    parser.add_argument("--adapter", metavar="NAME", help="adapter for all prompts that name none")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest good one")
+    parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (train.ema_decay)")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the most probable token; default: 1")
     parser.add_argument("--top_k", type=int, default=0, help="choose among so many most probable tokens; default: all")

@@ -54,7 +54,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells prompts of one tokenizer and chat template from others."""
+        """The name that distinguishes prompts of different tokenizers and chat templates."""
         return f"{self.words.name}-{self.words.fingerprint}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

@@ -35,13 +35,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="a published folder, or WORKDIR[@STEP]")
     parser.add_argument("--to", required=True, metavar="FOLDER", help="the folder to make; it must not be there yet")
     parser.add_argument("--method", choices=METHODS, default="average", help="default: average")
-    parser.add_argument("--weights", help="how much each source counts, for average and slerp; default: all alike")
+    parser.add_argument("--weights", help="weight of each source, for average and slerp; default: all equal")
     parser.add_argument("--base", metavar="SOURCE", help="for ties: the model that the sources were tuned from")
     parser.add_argument("--density", type=float, help="for ties: the share of each tensor's changes that is kept, the "
                                                       "largest; default: 0.2")
-    parser.add_argument("--scale", type=float, help="for ties: of the merged changes; default: 1")
+    parser.add_argument("--scale", type=float, help="for ties: the factor of the merged changes; default: 1")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"),
-                        help="of the weights; default: as in the first source")
+                        help="dtype of the weights; default: as in the first source")
     parser.add_argument("--file_gb", type=float, default=4.0, help="the largest file of weights, in 10^9 bytes")
     flags = parser.parse_args(argv)
     _check(flags)

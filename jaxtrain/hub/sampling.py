@@ -13,7 +13,7 @@ from jaxtrain.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; at temperature 0 always the most probable one."""
+    """The settings for choosing tokens; at temperature 0 the most probable one is always chosen."""
 
     temperature: float = 1.0
     top_k: int = 0  # choose among so many most probable tokens; 0: among all

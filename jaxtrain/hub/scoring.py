@@ -27,7 +27,7 @@ Pair = tuple[Sequence[int], Sequence[int]]  # what is given, and what is scored 
 
 @dataclass(frozen=True)
 class Score:
-    """What a model says of a text behind another."""
+    """The log-probability of a text after another one, and whether it is the greedy continuation."""
 
     logprobs: np.ndarray  # of each of its tokens
     greedy: bool  # whether each of them was the most probable one
@@ -117,7 +117,7 @@ class Scorer:
 
     @functools.cached_property
     def readouts_program(self):
-        """Of parameters, tokens, targets and the rows' lengths."""
+        """The compiled function of parameters, tokens, targets and the rows' lengths."""
         name = self.programs.run.config.scalar_head
         return self._program(lambda model, x_BTD, _: (getattr(model, name)(x_BTD),))
 

@@ -150,12 +150,12 @@ def load_with_origin(folder: str | Path, overrides: Mapping[str, Any] | None = N
 
 
 def with_adapters(run: Run, state: TrainState, adapters: Folders) -> tuple[Run, TrainState]:
-    """Return a model with these adapters in place of those that it has; all other weights are the same arrays.
+    """Return the model with these adapters instead of its current ones; all other weights are the same arrays.
 
     Args:
-        run: of `jt.load_model` with `adapters`.
-        state: of that run.
-        adapters: folders in PEFT's format by the names of the adapters; those to keep as well.
+        run: the run that `jt.load_model` returned with `adapters`.
+        state: the state of that run.
+        adapters: folders in PEFT's format by the names of the adapters, including those to keep.
     """
     c = run.config
     section = stacked_adapters.keys(adapters, c.model, c.lora.quantize)

@@ -1,4 +1,4 @@
-"""Let islands meet: serve the log of their updates, make certificates, and look into it.
+"""Coordinate islands: serve the log of their updates, make certificates, show its state.
 
     jaxtrain islands keys --to=DIR --islands=4
     jaxtrain islands serve --folder=DIR --address=HOST:PORT --keys=DIR --islands=4 --quorum=3
@@ -43,17 +43,17 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="what", required=True, metavar="COMMAND", parser_class=Parser)
     keys = add_subcommand(commands, "islands", "keys --to=DIR --islands=4",
                           "make certificates for the coordinator and for each island, or for further islands")
-    keys.add_argument("--to", required=True, metavar="DIR", help="where they go; private keys have mode 0600")
-    keys.add_argument("--islands", type=int, required=True, help="how many islands, numbered from 0")
-    keys.add_argument("--days", type=int, default=3650, help="how long new ones are valid; default: 3650")
+    keys.add_argument("--to", required=True, metavar="DIR", help="folder for them; private keys have mode 0600")
+    keys.add_argument("--islands", type=int, required=True, help="number of islands, which are numbered from 0")
+    keys.add_argument("--days", type=int, default=3650, help="validity of new certificates in days; default: 3650")
     serve = add_subcommand(commands, "islands", "serve --folder=DIR --address=0.0.0.0:7000 --keys=DIR --islands=4",
-                           "decide of which offers the log is made, and serve it")
+                           "make the log of the islands' offers, and serve it")
     serve.add_argument("--folder", required=True, metavar="DIR", help="the log: on a disk that survives this process")
-    serve.add_argument("--address", metavar="HOST:PORT", help="where islands reach it by TCP")
+    serve.add_argument("--address", metavar="HOST:PORT", help="address at which islands reach it by TCP")
     serve.add_argument("--keys", metavar="DIR", help="certificates of the coordinator, for --address")
     serve.add_argument("--store", metavar="DIR", help="a folder or URL for islands that cannot reach the port")
     serve.add_argument("--store_every", type=float, default=1.0, metavar="SECONDS",
-                       help="how often to look into --store; default: 1")
+                       help="seconds between looks into --store; default: 1")
     serve.add_argument("--mode", choices=MODES, default="sync",
                        help="sync: one entry of the offers of all islands; async: one of each offer; default: sync")
     for field in dataclasses.fields(Policy)[1:]:

@@ -1,4 +1,4 @@
-"""What the coordinator decides: of which offers the next entry of the log is made, and when.
+"""The coordinator's decisions: which offers form the next entry of the log, and when.
 
 Nothing here reads a clock, a file or a network. Offers, signs of life and the time come in; what comes out is records,
 which are to be written down before anything is told, and are then applied. What is kept in memory alone (who is there,
@@ -21,7 +21,7 @@ COUNTS = "entries", "steps", "tokens", "refused"  # of an island
 
 @dataclass(frozen=True)
 class Policy:
-    """When offers become an entry."""
+    """The rules by which offers become an entry."""
 
     mode: str = "sync"
     islands: int = 1  # sync: the first round waits for as many

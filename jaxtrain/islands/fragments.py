@@ -1,7 +1,7 @@
 """The fragments in which parameters are exchanged: layers in strides, so that each has some of every depth.
 
-Streaming DiLoCo (arXiv 2501.18512) sends one fragment after the other. What is no layer, such as an embedding, goes to
-the fragment that is smallest so far.
+Streaming DiLoCo (arXiv 2501.18512) sends one fragment after the other. Whatever is not a layer, such as an embedding,
+goes to the fragment that is smallest so far.
 """
 
 from collections.abc import Sequence

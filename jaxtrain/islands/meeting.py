@@ -1,4 +1,4 @@
-"""What islands share: an ordered log of outer updates, and the offers of the islands from which its entries are made.
+"""The state that islands share: an ordered log of outer updates, and the islands' offers from which entries are made.
 
 An island is an ordinary run with its own mesh and workdir. After some inner steps it offers how far it came, for one
 fragment of its parameters. A coordinator makes entries of offers, numbered from 1 on without a gap; nothing in the log
@@ -25,7 +25,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, order=True)
 class Offer:
-    """How far an island came; its content, of bytes that only islands understand, goes beside it."""
+    """An island's progress since its last exchange; its content, bytes for islands alone, is sent beside it."""
 
     island: int
     base: int  # the number of the last entry that the island had applied when it computed this
@@ -74,7 +74,7 @@ class Stopped(Exception):
 
 
 class Meeting(Protocol):
-    """What an island sees of the others. Calls may wait and retry; what they raise in the end is an OSError."""
+    """An island's connection to the others. Calls may wait and retry; what they raise in the end is an OSError."""
 
     def offer(self, offer: Offer, content: bytes) -> None:
         """Offer progress; returns once the offer cannot get lost, which is not yet its entry."""

@@ -1,4 +1,4 @@
-"""Where an island meets the others, as its config names it: a coordinator that is reached by TCP, a folder or a store.
+"""The place where an island meets the others, as configured: a coordinator reached by TCP, a folder or a store.
 
 A run of several processes has one meeting: that of its first process, which tells the others what it learns there. The
 contents of an entry are fetched as soon as the entry is there, while the devices make steps.

@@ -49,7 +49,7 @@ _Made = tuple[Offer, bytes, np.ndarray | None, np.ndarray | None]  # with its co
 
 
 class Exchange:
-    """What an island does at the exchanges; every process of it makes all calls, at the same steps."""
+    """An island's part in the exchanges; every process of it makes all calls, at the same steps."""
 
     def __init__(self, config: IslandsConfig, abstract: TrainState, axes: Any, meeting: BackgroundMeeting,
                  tokens: Callable[[int], int] = lambda step: step, kind: str = ""):

@@ -1,4 +1,4 @@
-"""What an island sends: one vector as bytes, whole, rounded, or by a lossy codec that remembers what it lost."""
+"""The encoding of an island's vector: whole, rounded, or by a lossy codec whose losses are kept and sent later."""
 
 import contextlib
 from collections.abc import Iterator

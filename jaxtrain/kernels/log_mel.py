@@ -14,7 +14,7 @@ def log_mel(samples_BN: jax.Array, mels: int = MELS) -> jax.Array:
     """Return the frames [B, N // 160, mels] of samples at 16 kHz, clipped 8 decades below the loudest of each row.
 
     The spectrum is two products with matrices of cosines and sines: accelerators multiply faster than they transform
-    windows of 400, which is no power of 2.
+    windows of 400, which is not a power of 2.
     """
     frames = samples_BN.shape[1] // HOP
     padded_BN = jnp.pad(samples_BN.astype(jnp.float32), ((0, 0), (WINDOW // 2, WINDOW // 2)), mode="reflect")

@@ -1,4 +1,4 @@
-"""The cross-entropy of each token, for losses that are no weighted sum over tokens, without holding all logits.
+"""The cross-entropy of each token, for losses that are not a weighted sum over tokens, without holding all logits.
 
 Shape suffixes: B batch, T sequence, D embedding, V vocabulary.
 """

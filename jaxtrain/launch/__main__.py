@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("config", nargs="?", default=argparse.SUPPRESS, help="a config file such as "
                         "configs/gpt.py, or configs/gpt.py:124m; --config.SECTION.KEY=VALUE overrides its keys")
     parser.add_argument("--on", required=True, help=f"the engine: {', '.join(ENGINES)}")
-    parser.add_argument("--workdir", required=True, help="of the run, where all machines see it")
-    parser.add_argument("--job", metavar="FILE", help="what the job needs, in TOML (docs/launch.md)")
+    parser.add_argument("--workdir", required=True, help="workdir of the run, which all machines see")
+    parser.add_argument("--job", metavar="FILE", help="resources of the job, in TOML (docs/launch.md)")
     parser.add_argument("--array", metavar="TASKS", help="several jobs, such as 0-3 or 1,5,7: each of these numbers "
                                                          "stands for {task}, in --workdir and in any key")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="show what would be submitted, and stop")

@@ -1,4 +1,4 @@
-"""What a job costs, by the planner's prices: at most, from its time limit; so far, and to the end of its run."""
+"""The cost of a job, by the planner's prices: at most, from its time limit; so far; and to the end of its run."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What runs jobs: one small interface, and an engine by its name."""
+"""The engines that run jobs: one small interface, and a registry by name."""
 
 import importlib
 from typing import Protocol
@@ -57,7 +57,7 @@ class Engine(Protocol):
 def engine_of(name: str) -> Engine:
     """Return an engine."""
     if name not in _HOME:
-        raise UserError("--on", f"{name!r} is no engine that jaxtrain knows", nearest(name, _HOME))
+        raise UserError("--on", f"{name!r} is not a known engine", nearest(name, _HOME))
     module, kind = _HOME[name]
     return getattr(importlib.import_module(f"jaxtrain.launch.{module}"), kind)()
 

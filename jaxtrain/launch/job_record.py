@@ -54,7 +54,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Status:
-    """What an engine says of a job."""
+    """The status of a job, as its engine reports it."""
 
     state: str  # waiting, running, paused, done, failed, cancelled or unknown; to people also stopped, by a sweep
     detail: str = ""  # in the engine's words: why it waits, how it ended
@@ -134,7 +134,7 @@ def under(root: Path) -> Iterator[Job]:
 def provenance(directory: Path) -> tuple[dict[str, Any], str]:
     """Return the commit that a folder is a checkout of, with files that git does not know, and how it was edited since.
 
-    Of such files only names, since there may be secrets among them. ({}, ""): it is no checkout.
+    Of such files only names, since there may be secrets among them. ({}, ""): it is not a checkout.
     """
     def git(*words: str) -> str:
         return subprocess.run(["git", "--no-optional-locks", "-C", str(directory), *words], capture_output=True,

@@ -1,4 +1,4 @@
-"""What a job needs, whatever runs it: machines, time, priority, environment; a TOML file, or flags of the same names.
+"""The specification of a job for any engine: machines, time, priority, environment; a TOML file, or flags alike.
 
     name = "gpt-8b"
     nodes = 4
@@ -32,7 +32,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVAT
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What a job needs."""
+    """The resources and settings that a job needs."""
 
     name: str = ""  # of the job, for people; by default the workdir's
     nodes: int = 1  # machines

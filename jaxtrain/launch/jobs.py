@@ -1,4 +1,4 @@
-"""See jobs, and pause, resume and cancel them, on whatever engine they are.
+"""List, pause, resume and cancel jobs, on whatever engine they run.
 
     jaxtrain jobs list runs
     jaxtrain jobs show runs/big
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         if name == "list":
             sub.add_argument("workdir", nargs="?", default="runs", metavar="ROOT", help="default: runs")
         else:
-            sub.add_argument("workdir", metavar="WORKDIR", help="of the run")
+            sub.add_argument("workdir", metavar="WORKDIR", help="workdir of the run")
     made["logs"].add_argument("--follow", "-f", action="store_true", help="go on until the job ends")
     made["resume"].add_argument("--nodes", type=int, help="another number of machines than before")
     made["cancel"].add_argument("--now", action="store_true", help="do not save first")

@@ -21,7 +21,7 @@ _READ = ("name", "nodes", "processes_per_node", "accelerators_per_node", "accele
 
 
 class LocalEngine:
-    """This machine."""
+    """The engine that runs jobs on this machine."""
 
     name = "local"
 

@@ -62,7 +62,7 @@ class Process:
 
 @dataclass
 class Driver:
-    """What starts the gang and watches it."""
+    """The driver of a Ray job: starts the gang and watches it."""
 
     folder: Path
     ray: Any

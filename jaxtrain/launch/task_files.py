@@ -16,7 +16,7 @@ _BUCKETS = ("s3://", "gs://", "r2://")
 
 
 class _TaskFile(ABC):
-    """What writes the file and does no more."""
+    """An engine that only writes the file, for the user to submit."""
 
     name = file = by_hand = ""
 
@@ -81,7 +81,7 @@ class SkyPilotFile(_TaskFile):
         refuse_unread(job, "time")
         for path, what in job.spec.mounts.items():
             if not what.startswith(_BUCKETS):
-                raise UserError(f"mounts.{path}", f"{what!r} is no bucket", f"give {', '.join(_BUCKETS)}...")
+                raise UserError(f"mounts.{path}", f"{what!r} is not a bucket", f"give {', '.join(_BUCKETS)}...")
 
     def task(self, job: Job) -> dict[str, Any]:
         """Return what is in the file."""

@@ -12,10 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
-from jaxtrain.models.ahead import MTPHead
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.models.experts.moe import MoE, totals
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
+from jaxtrain.models.multi_token_prediction import MTPHead
 from jaxtrain.models.rematerialization import cut, layers_at_once, wraps
 from jaxtrain.models.scalar_head import ScalarHead
 from jaxtrain.parallel.experts import DEFAULT, Options
@@ -24,7 +24,7 @@ from jaxtrain.sharding import rules as sharding
 
 @dataclass(frozen=True)
 class Compute:
-    """How a model is computed; these options never change the result."""
+    """The options of how a model is computed; they never change the result."""
 
     attention: str = "auto"
     experts: Options = DEFAULT

@@ -6,13 +6,13 @@ from functools import partial
 from flax import nnx
 
 from jaxtrain.config.families import ExpertsConfig, LlamaConfig, RotaryConfig
-from jaxtrain.models.ahead import MTPHead
 from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute, Decoder
 from jaxtrain.models.experts.moe import MoE
 from jaxtrain.models.layer_groups import Group
 from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
+from jaxtrain.models.multi_token_prediction import MTPHead
 from jaxtrain.models.rematerialization import wraps
 
 

@@ -1,4 +1,4 @@
-"""Which of a model's parameters a config trains."""
+"""The selection of the parameters that a config trains."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a train step can minimise: objectives, which a `Run` takes as they are and knows nothing else about."""
+"""The objectives that a train step can minimise; `Run` takes one as it is and knows nothing else about it."""
 
 from jaxtrain.config.schema import Config
 from jaxtrain.objectives.captioning import Captioning

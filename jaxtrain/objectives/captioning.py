@@ -22,13 +22,13 @@ class Captioning(NextToken):
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "Captioning":
-        """As a config describes it."""
+        """Return the objective that a config describes."""
         assert isinstance(config.model, VisionLanguageConfig)
         return cls(**vars(NextToken.of(config, model)), shape=config.model)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:
-        """Those of next-token prediction, and the patches in the places of tokens."""
+        """The arrays of next-token prediction, and the patches in the places of tokens."""
         return {**super().batch_spec, **patches_spec(self.shape)}
 
     def begin(self, params: Any, batch: Any) -> jax.Array:

@@ -29,7 +29,7 @@ class ClipLabel(OfTheModelAlone):
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "ClipLabel":
-        """As a config describes it."""
+        """Return the objective that a config describes."""
         assert isinstance(config.model, ClipsConfig)
         without_z_loss(config)
         return cls(model, config.model.labels)
@@ -47,7 +47,7 @@ class ClipLabel(OfTheModelAlone):
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:
-        """How often the likeliest label is right."""
+        """The accuracy: how often the most probable label is right."""
         return ("accuracy",)
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -45,7 +45,7 @@ class Contrastive(OfTheModelAlone):
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "Contrastive":
-        """As a config describes it."""
+        """Return the objective that a config describes."""
         assert isinstance(config.model, DualEncoderConfig)
         without_z_loss(config)
         if config.compression.method:
@@ -69,7 +69,7 @@ class Contrastive(OfTheModelAlone):
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:
-        """How often the nearest text of the batch is a picture's own: of equal texts any counts."""
+        """The accuracy of retrieval: how often the nearest text is the picture's own, or one equal to it."""
         return ("accuracy",)
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -109,20 +109,20 @@ class Distillation(NextToken):
         step, fingerprint = (identity["checkpoint"][key] for key in ("step", "fingerprint"))
         found = find_good(self.workdir, step)
         if not found or found[1] != fingerprint:
-            raise UserError("teacher", f"{self.workdir} has not the checkpoint of step {step} any more with which this "
-                            "run began", "bring it back, or begin with another teacher in another --workdir")
+            raise UserError("teacher", f"{self.workdir} no longer has the checkpoint of step {step} that this run "
+                            "began with", "bring it back, or begin with another teacher in another --workdir")
         return {TEACHER: load_params(self.workdir, abstract[TEACHER], step)}
 
 
 def distillation(teacher: Config, *, workdir: str | Path | None = None, soft: float = 0.5,
                  temperature: float = 1.0) -> MakeObjective:
-    """Return what makes the objective of a run: pass it to `build` as `objective`.
+    """Return a factory of distillation objectives: pass it to `build` as `objective`.
 
     Args:
-        teacher: the config of the teacher, of which the model counts.
-        workdir: where the teacher was trained; None: it keeps its initial parameters.
+        teacher: the config of the teacher, of which only the model is used.
+        workdir: the workdir in which the teacher was trained; None: it keeps its initial parameters.
         soft: the share of the loss that is the divergence from the teacher; the rest is the cross-entropy.
-        temperature: what the logits of both are divided by for the divergence.
+        temperature: the divisor of both models' logits in the divergence.
     """
     if not 0 <= soft <= 1:
         raise UserError("soft", f"{soft} is not a share of the loss", "give a number from 0 to 1")

@@ -37,7 +37,7 @@ class FlowMatching(OfTheModelAlone):
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "FlowMatching":
-        """As a config describes it."""
+        """Return the objective that a config describes."""
         assert isinstance(config.model, PictureFlowConfig)
         without_z_loss(config)
         return cls(model, config.model)
@@ -57,7 +57,7 @@ class FlowMatching(OfTheModelAlone):
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:
-        """None but the loss."""
+        """No metric but the loss."""
         return ()
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:

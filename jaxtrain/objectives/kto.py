@@ -36,12 +36,12 @@ class Kto(WithReference):
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "Kto":
-        """As a config describes it."""
+        """Return the objective that a config describes."""
         return cls(**cls.fields_of(config, model, True), settings=config.preference)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:
-        """Those of next-token prediction, labels, and prompts with the answers of others."""
+        """The arrays of next-token prediction, labels, and prompts with the answers of others."""
         return {**super().batch_spec, **COLUMNS}
 
     @property
@@ -56,7 +56,7 @@ class Kto(WithReference):
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:
-        """By how much desirable answers have higher rewards, and the divergence from the reference."""
+        """The margin by which desirable answers have higher rewards, and the divergence from the reference."""
         return "reward_margin", "kl"
 
     def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:

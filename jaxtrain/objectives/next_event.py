@@ -31,7 +31,7 @@ class NextEvent(NextToken):
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "NextEvent":
-        """As a config describes it."""
+        """Return the objective that a config describes."""
         assert isinstance(config.model, EventsConfig)
         return cls(model, config.train.loss_chunks, config.train.z_loss, columns=config.model)
 
@@ -49,7 +49,7 @@ class NextEvent(NextToken):
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:
-        """How often the likeliest id is right, and the error of the time where it is predicted."""
+        """The accuracy of the most probable id, and the error of the time where it is predicted."""
         return ("accuracy", "perplexity", *["time_error"] * (self.columns.time_loss > 0))
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtrain.config.schema import Config
 from jaxtrain.kernels.cross_entropy import cross_entropy, penalized_cross_entropy
 from jaxtrain.models import Decoder
-from jaxtrain.models.ahead import with_second_targets
 from jaxtrain.models.experts import moe
+from jaxtrain.models.multi_token_prediction import with_second_targets
 from jaxtrain.objectives.objective import OfTheModelAlone
 from jaxtrain.observe.own_parts import describe
 from jaxtrain.parallel.context import arrange
@@ -36,7 +36,7 @@ class NextToken(OfTheModelAlone):
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "NextToken":
-        """As a config describes it."""
+        """Return the objective that a config describes."""
         t, m = config.train, config.model
         return cls(model, t.loss_chunks, t.z_loss, m.mtp_loss_weight, m.experts_per_token,
                    config.data.cross_document_attention)
@@ -113,7 +113,7 @@ class NextToken(OfTheModelAlone):
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:
-        """None: an evaluation reports the loss per token and what follows from it."""
+        """No metric: an evaluation reports the loss per token and what follows from it."""
         return ()
 
     def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:

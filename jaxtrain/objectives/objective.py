@@ -43,7 +43,7 @@ class Objective(Protocol):
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:
-        """Which of `metrics` an evaluation reports, where the loss is no cross-entropy per token; else none."""
+        """The entries of `metrics` that an evaluation reports; none if the loss is a cross-entropy per token."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class Objective(Protocol):
 
 
 class OfTheModelAlone:
-    """What an objective that needs no parameters but the model's says of others: the last part of the protocol."""
+    """The part of the protocol about other parameters, for an objective that needs only the model's."""
 
     @property
     def frozen_axes(self) -> dict:

@@ -38,17 +38,17 @@ class PolicyGradient(WithReference):
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "PolicyGradient":
-        """As a config describes it."""
+        """Return the objective that a config describes."""
         return cls(**cls.fields_of(config, model, config.reinforce.kl > 0), settings=config.reinforce)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:
-        """Those of next-token prediction, and what is known of the answers."""
+        """The arrays of next-token prediction, and what is known of the answers."""
         return {**super().batch_spec, **dict.fromkeys(self.arrays, np.float32)}
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """What a batch has of its answers."""
+        """The names of a batch's arrays about its answers."""
         return ARRAYS + VALUES if self.settings.value_head else ARRAYS
 
     @property

@@ -29,7 +29,7 @@ class Preference(WithReference):
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "Preference":
-        """As a config describes it."""
+        """Return the objective that a config describes."""
         loss = LOSSES.get(config.preference.loss)  # a subclass has others
         return cls(**cls.fields_of(config, model, loss is not None and loss.reference), settings=config.preference)
 
@@ -40,7 +40,7 @@ class Preference(WithReference):
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:
-        """How often and by how much rewards agree with the choices, and how far the policy is from its reference."""
+        """The rate and margin of agreement with the choices, and the policy's distance from its reference."""
         return "reward_accuracy", "reward_margin", *(("kl",) if self.reference is not None else ())
 
     def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
@@ -79,7 +79,7 @@ class Pairs:
 
     @property
     def margin(self) -> jax.Array:
-        """How much more the policy prefers the chosen answer than the reference does."""
+        """The margin by which the policy prefers the chosen answer more than the reference does."""
         chosen, rejected = self.ratios
         return chosen - rejected
 
@@ -125,7 +125,7 @@ def _hinge(c: PreferenceConfig, p: Pairs) -> jax.Array:
 
 
 def _simpo(c: PreferenceConfig, p: Pairs) -> jax.Array:
-    """Without a reference, per token, with a margin: SimPO (arXiv 2405.14734)."""
+    """Return the loss of SimPO (arXiv 2405.14734): without a reference, per token, with a margin."""
     chosen, rejected = p.means
     return _smoothed(c.beta * (chosen - rejected) - c.margin, c.label_smoothing)
 

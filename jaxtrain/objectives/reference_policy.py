@@ -55,12 +55,12 @@ class WithReference(NextToken):
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:
-        """Those of next-token prediction, and the reference's sums over answers if there is no copy of it."""
+        """The arrays of next-token prediction, and the reference's sums over answers if there is no copy of it."""
         return {**super().batch_spec, **dict.fromkeys(map(self.sums_of, self.prefixes * self.precomputed), np.float32)}
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """What is in front of the names of columns that make rows, of each kind of rows that the reference reads."""
+        """The prefix of the column names of each kind of rows that the reference reads."""
         return ("",)
 
     @staticmethod
@@ -149,7 +149,7 @@ class Segments:
 
     @property
     def devices(self) -> int:
-        """How many devices share each row."""
+        """The number of devices that share each row."""
         return lax.psum(1, self.axes) if self.axes else 1
 
     def sums(self, x_BT: jax.Array) -> jax.Array:

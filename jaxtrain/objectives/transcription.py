@@ -1,4 +1,4 @@
-"""What is said in audio: the cross-entropy of each token of its transcript, and CTC's loss of the encoder alone.
+"""Transcription of speech: the cross-entropy of each token of the transcript, and CTC's loss of the encoder alone.
 
 Both are weighed as in Kim et al. (arXiv 1609.06773): (1 - w) x cross-entropy + w x CTC, each in nats per token.
 
@@ -35,7 +35,7 @@ class Transcription(NextToken):
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "Transcription":
-        """As a config describes it."""
+        """Return the objective that a config describes."""
         assert isinstance(config.model, WhisperConfig)
         return cls(model, config.train.loss_chunks, config.train.z_loss, audio=config.model)
 
@@ -49,7 +49,7 @@ class Transcription(NextToken):
 
     @property
     def pipeline_parts(self) -> Parts:
-        """What both stacks read, their layers, those of the encoder first, and the losses at their ends."""
+        """The parts for pipeline stages: the input of both stacks, their layers, the encoder's first, the losses."""
         return replace(super().pipeline_parts, stacks=stacks(self.model.params(), Whisper.STACKS),
                        shared=("encoder_norm",))
 

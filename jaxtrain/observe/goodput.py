@@ -54,7 +54,7 @@ class Incarnation:
 
     @property
     def sign(self) -> float:
-        """Its last sign of life: the wall clock at its start, plus seconds counted by a clock that nobody sets."""
+        """The last heartbeat of this start: the wall clock at its beginning, plus the seconds of a monotonic clock."""
         return self.began + sum(self.seconds.values())
 
     def lost(self, resumed: int) -> float:

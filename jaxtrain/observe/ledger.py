@@ -114,7 +114,7 @@ class Ledger:
 
     @property
     def began(self) -> float:
-        """When this start of the run began, in seconds since 1970."""
+        """The time at which this start of the run began, in seconds since 1970."""
         return self._own.began
 
     def goodput(self) -> float:

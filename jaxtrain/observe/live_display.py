@@ -1,4 +1,4 @@
-"""What the training command shows on a terminal: a panel where there is room for it, or one line.
+"""The display of a training run on a terminal: a panel where there is room for it, or one line.
 
 Drawn at most ten times a second, on the thread that writes metrics.
 """

@@ -1,4 +1,4 @@
-"""What a run has of its user's own, described in plain JSON: run.json keeps it, so that a workdir is not resumed with
+"""The user's own parts of a run, described in plain JSON: run.json keeps it, so that a workdir is not resumed with
 another loss, optimizer or data than it was begun with.
 
 A description says what a part is by the name of its class or function and by its plain settings (numbers, text, lists
@@ -98,7 +98,7 @@ def _short(value: Any) -> str:
 
 
 def _plain(settings: Mapping[str, Any]) -> Description:
-    """Those of them that JSON can hold as they are."""
+    """Return those of the settings that JSON can hold as they are."""
     def plain(x):
         if isinstance(x, Mapping):
             return all(isinstance(key, str) and plain(each) for key, each in x.items())

@@ -18,7 +18,7 @@ STYLES = {"running": "green", "finished": "cyan", "failed": "red", "silent": "ye
 
 @dataclass
 class Reading:
-    """What a panel shows of a run."""
+    """The numbers of a run that a panel shows."""
 
     title: str
     step: int = 0

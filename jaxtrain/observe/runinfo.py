@@ -1,4 +1,4 @@
-"""Which run a workdir holds: config.json and run.json, and the refusal to continue it as another one."""
+"""The identity of a run in its workdir: config.json and run.json, and the refusal to continue it as another one."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What this machine and this process use: processor, memory, disk, network, and NVIDIA GPUs where NVML is installed.
+"""Use of this machine and this process: CPU, memory, disk, network, and NVIDIA GPUs where NVML is installed.
 
 Names end with their unit; those that end with `_total` only grow. It needs no JAX, and no device waits for it.
 """

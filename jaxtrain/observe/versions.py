@@ -1,4 +1,4 @@
-"""Which code this is: versions of packages, and the commit of a checkout."""
+"""The versions of installed packages, and the commit of a checkout."""
 
 import importlib.metadata
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def version_of(package: str) -> str | None:
-    """None: not installed."""
+    """Return the installed version of a package; None: it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

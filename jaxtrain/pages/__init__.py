@@ -1,1 +1,1 @@
-"""What pages, pictures and printed tables have in common: the style, tables, what a notebook shows, and words."""
+"""The common parts of pages, pictures and printed tables: style, tables, notebook display and words."""

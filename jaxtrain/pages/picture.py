@@ -1,4 +1,4 @@
-"""What a notebook shows as a picture and a terminal as text."""
+"""Objects that a notebook shows as a picture and a terminal as text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

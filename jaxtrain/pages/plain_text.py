@@ -1,4 +1,4 @@
-"""What commands print for people: aligned tables, sizes and ages in words, and text of others made harmless."""
+"""Text for terminals: aligned tables, sizes and ages in words, and escaping of untrusted text."""
 
 from collections.abc import Sequence
 

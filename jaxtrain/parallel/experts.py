@@ -44,7 +44,7 @@ from jaxtrain.train_step import precision
 
 @dataclass(frozen=True)
 class Options:
-    """How experts are computed; nothing here changes the result."""
+    """The options of how experts are computed; none of them changes the result."""
 
     exchange: str = "auto"
     grouped_matmul: str = "auto"
@@ -155,7 +155,7 @@ def filled(c: ModelConfig, devices: int, factor: float) -> float:
 # --------------------------------------------------------------------------------------------------- rows in passes
 @dataclass(frozen=True)
 class _Passes:
-    """How rows pass through a buffer: from each token to rows sorted by expert, and back."""
+    """The passage of rows through a buffer: from each token to rows sorted by expert, and back."""
 
     how: dict[str, Any]  # grouped matmuls are computed
     rows: int  # of the buffer

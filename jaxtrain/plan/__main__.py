@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
                       help="tokens to train on, for days and cost; default: 1e12")
     made.add_argument("--precisions", default="", metavar="NAME,...",
                       help=f"also rank these precisions, besides the config's own: {', '.join(PRECISIONS)}")
-    made.add_argument("--top", type=int, default=10, help="how many layouts to show; default: 10")
+    made.add_argument("--top", type=int, default=10, help="number of layouts to show; default: 10")
     made.add_argument("--html", metavar="FILE", help="also write the ranking as a page, with memory and time drawn")
     made.add_argument("--scaling", metavar="FILE",
                       help="also say what loss the run reaches, by the fit that jaxtrain scaling --save wrote")

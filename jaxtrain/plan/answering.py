@@ -1,4 +1,4 @@
-"""What a device holds while a run answers prompts, as reinforcement learning does between its steps.
+"""The memory that a device needs while a run answers prompts, as reinforcement learning does between its steps.
 
 The programs are those that answer, traced for the target like the step: so grouped heads, windows and latent caches are
 counted as the model has them. Prompts are taken as long as `data.seq_len` and `reinforce.max_new_tokens` allow, since a

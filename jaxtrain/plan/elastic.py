@@ -1,4 +1,4 @@
-"""List the numbers of processes with which a run could go on.
+"""List the numbers of processes with which a run could continue.
 
     jaxtrain elastic --least=2 --full=4 --workdir=WORKDIR -- --config=FILE
 

@@ -45,7 +45,7 @@ class Estimate:
 
     @property
     def worst(self) -> tuple[str, Counter]:
-        """What needs the most memory, "" for the step or a phase of answering, and its memory by part."""
+        """The phase that needs the most memory ("": the step; or a phase of answering), and its memory by part."""
         return max([("", self.memory), *self.answering.items()], key=lambda one: one[1].total())
 
     @property

@@ -56,13 +56,13 @@ class Instruction:
 
     @property
     def path(self) -> str:
-        """Where in the model it comes from: JAX's scopes, such as "jit(step)/jvp()/attention/mul"."""
+        """The place in the model that it comes from: JAX's scopes, such as "jit(step)/jvp()/attention/mul"."""
         found = re.search(r'op_name="([^"]*)"', self.text)
         return found[1] if found else ""
 
     @property
     def useful(self) -> list[Array]:
-        """Its results without the workspace, as bytes, that library kernels also return."""
+        """The results without the workspace, as bytes, that library kernels also return."""
         if self.opcode != "custom-call":
             return self.arrays
         return self.arrays[:1] + [array for array in self.arrays[1:] if array[0] not in ("s8", "u8")]

@@ -1,4 +1,4 @@
-"""What `jaxtrain plan` does: rank layouts, explain one, and compile the best for the real target."""
+"""The command `jaxtrain plan`: rank layouts, explain one, and compile the best for the real target."""
 
 import argparse
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.config.hybrid_mesh import with_hybrid_mesh
 from jaxtrain.config.load import load_config
-from jaxtrain.config.schema import PRECISIONS
+from jaxtrain.config.schema import PRECISIONS, Config
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files.work_progress import Work
 from jaxtrain.plan import targets
@@ -27,47 +27,15 @@ GB = 1e9
 
 def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
     """Do what the flags ask for; raises `SystemExit` with status 1 if nothing fits."""
-    config = load_config(flags.config, overrides)
-    for name in ("global_batch", "seq_len", "top", "tokens"):
-        if (value := getattr(flags, name)) is not None and not 1 <= value < math.inf:
-            raise UserError(f"--{name}", f"{value} is too few", "give 1 or more")
-    asked = {"data.global_batch_size": flags.global_batch, "data.seq_len": flags.seq_len}
-    config = change(config, {key: value for key, value in asked.items() if value})
-    if flags.link is not None and (flags.link <= 0 or not config.islands.count):
-        raise UserError("--link", "it is the rate of a link between islands, and above 0",
-                        "set islands.count too, or leave it out")
-    if not 1 <= flags.slowest < math.inf or (flags.slowest > 1 and flags.link is None):
-        raise UserError("--slowest", "it is how many times as long the slowest of islands takes for a step: 1 or more",
-                        "give --link too, or leave it out")
+    config = _config_of(flags, overrides)
     target, devices = place(flags)
     if config.mesh.hsdp and not flags.explain:
         raise UserError("mesh.hsdp", "without --explain the planner compares many meshes, and mesh=hsdp is one",
                         "add --explain, or leave out mesh=hsdp")
     config = with_hybrid_mesh(config, devices, target.links[0].devices)
-    precisions = [name.strip() for name in flags.precisions.split(",") if name.strip()]
-    if unknown := [name for name in precisions if name not in PRECISIONS]:
-        raise UserError("--precisions", f"{unknown[0]} is not a precision", nearest(unknown[0], PRECISIONS))
-    if precisions and (flags.explain or config.mesh.auto):
-        raise UserError("--precisions", f"{'--explain' if flags.explain else 'mesh=auto'} keeps the config's precision",
-                        "leave one of them out, or set train.precision")
-    if flags.html:
-        if flags.explain:
-            raise UserError("--html", "--explain covers only one layout", "leave one of them out")
-        html.writable(flags.html)
-    if (flags.roofline or flags.timeline) and not flags.verify:
-        raise UserError("--roofline" if flags.roofline else "--timeline", "it reads a compiled step, and none is asked "
-                        "for", "add --verify=1")
-    if flags.timeline:
-        html.writable(flags.timeline, "--timeline")
-    law = None
-    if flags.scaling:
-        from jaxtrain.plan.scaling_laws import saved_fit
-
-        law = saved_fit.load(flags.scaling)
-        saved_fit.budget(flags, 0.0)  # reports mistakes before the search
-    elif flags.flops is not None or flags.dollars is not None:
-        raise UserError("--flops" if flags.flops is not None else "--dollars", "it is read with --scaling only",
-                        "give that too, or leave it out")
+    precisions = _precisions_of(flags, config)
+    _check_outputs(flags)
+    law = _law_of(flags)
     if flags.verify:
         from jaxtrain.plan.compiler import devices_of
 
@@ -94,6 +62,61 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
         print(verified(guess, flags.roofline, flags.timeline if rank == 0 else None))
     if not chosen or not chosen[0].fits:
         raise SystemExit(1)
+
+
+def _config_of(flags: argparse.Namespace, overrides: dict[str, str]) -> Config:
+    """Return the config with what the flags change in it, or refuse a flag's number."""
+    config = load_config(flags.config, overrides)
+    for name in ("global_batch", "seq_len", "top", "tokens"):
+        if (value := getattr(flags, name)) is not None and not 1 <= value < math.inf:
+            raise UserError(f"--{name}", f"{value} is too few", "give 1 or more")
+    asked = {"data.global_batch_size": flags.global_batch, "data.seq_len": flags.seq_len}
+    config = change(config, {key: value for key, value in asked.items() if value})
+    if flags.link is not None and (flags.link <= 0 or not config.islands.count):
+        raise UserError("--link", "it is the rate of a link between islands, and above 0",
+                        "set islands.count too, or leave it out")
+    if not 1 <= flags.slowest < math.inf or (flags.slowest > 1 and flags.link is None):
+        raise UserError("--slowest", "it is how many times as long the slowest of islands takes for a step: 1 or more",
+                        "give --link too, or leave it out")
+    return config
+
+
+def _precisions_of(flags: argparse.Namespace, config: Config) -> list[str]:
+    """Return the further precisions to rank."""
+    precisions = [name.strip() for name in flags.precisions.split(",") if name.strip()]
+    if unknown := [name for name in precisions if name not in PRECISIONS]:
+        raise UserError("--precisions", f"{unknown[0]} is not a precision", nearest(unknown[0], PRECISIONS))
+    if precisions and (flags.explain or config.mesh.auto):
+        raise UserError("--precisions", f"{'--explain' if flags.explain else 'mesh=auto'} keeps the config's precision",
+                        "leave one of them out, or set train.precision")
+    return precisions
+
+
+def _check_outputs(flags: argparse.Namespace) -> None:
+    """Refuse files that cannot be written, or have nothing to show, before the search."""
+    if flags.html:
+        if flags.explain:
+            raise UserError("--html", "--explain covers only one layout", "leave one of them out")
+        html.writable(flags.html)
+    if (flags.roofline or flags.timeline) and not flags.verify:
+        raise UserError("--roofline" if flags.roofline else "--timeline", "it reads a compiled step, and none is asked "
+                        "for", "add --verify=1")
+    if flags.timeline:
+        html.writable(flags.timeline, "--timeline")
+
+
+def _law_of(flags: argparse.Namespace) -> Any:
+    """Return the scaling law that `--scaling` names; None without one."""
+    if flags.scaling:
+        from jaxtrain.plan.scaling_laws import saved_fit
+
+        law = saved_fit.load(flags.scaling)
+        saved_fit.budget(flags, 0.0)  # reports mistakes before the search
+        return law
+    if flags.flops is not None or flags.dollars is not None:
+        raise UserError("--flops" if flags.flops is not None else "--dollars", "it is read with --scaling only",
+                        "give that too, or leave it out")
+    return None
 
 
 def reached(law: Any, guess: Estimate, flags: argparse.Namespace) -> str:

@@ -167,7 +167,7 @@ class _Looker:
 
     def between(self, fits: Choice, larger: Choice) -> Choice | None:
         """Return the layout between these two whose first layers keep what `fits` keeps, and as many as possible of the
-        others what `larger` keeps; None where all layers have one policy, or that would be no layer.
+        others what `larger` keeps; None where all layers have one policy, or there would be no such layer.
         """
         layers, room = self.found.config.model.stacked_layers, self.found.target.room
         one_policy = fits.mesh["mesh.stage"] > 1 or self.found.config.model.experts_every > 1

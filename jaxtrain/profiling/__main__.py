@@ -20,11 +20,11 @@ def main(argv: list[str] | None) -> None:
     """Ask for a profile if need be, and print its summary."""
     parser = parser_of("profile", __doc__)
     parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of a run, or a folder in its profiles")
-    parser.add_argument("--steps", type=int, default=5, help="how many steps to trace; default: 5")
+    parser.add_argument("--steps", type=int, default=5, help="number of steps to trace; default: 5")
     parser.add_argument("--processes", type=int, default=8, metavar="COUNT",
                         help="trace in the first COUNT processes of the run; default: 8")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS",
-                        help="how long to wait for the run's answer; default: 600")
+                        help="seconds to wait for the run's answer; default: 600")
     flags = parser.parse_args(argv)
     from jaxtrain.profiling.summary import ask, summarise  # imports JAX, which --help does without
 

@@ -41,7 +41,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Slow:
-    """How much slower than its peers' median a process is, and why."""
+    """A slow process: how many times as slow as the median of its peers, and why."""
 
     ratio: float
     why: str

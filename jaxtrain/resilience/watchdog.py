@@ -162,7 +162,7 @@ class Watchdog:
         writing = threading.Thread(target=self._write_down, args=(why, where, cause), daemon=True)
         writing.start()
         writing.join(timeout=PATIENCE)
-        distributed.see_off(PATIENCE)
+        distributed.wait_for_others(PATIENCE)
         self._leave(exit_codes.RESTART)
         return True
 

@@ -1,1 +1,1 @@
-"""What the folders of runs say, while these run and afterwards."""
+"""Reading the folders of runs, while these run and afterwards."""

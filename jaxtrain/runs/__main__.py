@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         subs[name].add_argument("root", nargs="?", default="runs", metavar="ROOT", help="default: runs")
         subs[name].add_argument("--depth", type=int, default=4, help="folders below ROOT that are looked into")
     for name in ("show", "tag", "reproduce"):
-        subs[name].add_argument("workdir", metavar="WORKDIR", help="of the run")
+        subs[name].add_argument("workdir", metavar="WORKDIR", help="workdir of the run")
     lists, compares, tagging, frees, again = (
         subs[name] for name in ("list", "compare", "tag", "gc", "reproduce"))
     lists.add_argument("--state", action="extend", type=lambda text: text.split(","), default=[], metavar="STATE,...",
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
                        help="good checkpoints that a finished run keeps, besides those that its config keeps forever")
     frees.add_argument("--tagged", action="store_true", help="tagged runs too, which are left alone otherwise")
     frees.add_argument("--delete", action="store_true", help="delete it; without this nothing is changed")
-    again.add_argument("--workdir", dest="into", metavar="DIR", help="of the run to come; default: WORKDIR-again")
+    again.add_argument("--workdir", dest="into", metavar="DIR", help="workdir of the new run; default: WORKDIR-again")
     again.add_argument("--checkout", metavar="DIR", help="make a git worktree of the run's commit there")
     again.add_argument("--no_data", action="store_true", help="do not read the data to compare it")
     return made

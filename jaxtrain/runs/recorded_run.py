@@ -72,7 +72,7 @@ class Columns:
 
 
 def _floats(values: Sequence[Any], numbers: bool) -> np.ndarray:
-    """Return values as floats, NaN for None and for what is no number, or one too large; `numbers`: all are numbers."""
+    """Return values as floats, NaN for None and for what is not a number, or too large; `numbers`: all are numbers."""
     with contextlib.suppress(OverflowError):
         if numbers:
             return np.array(values, float)

@@ -49,7 +49,7 @@ class Found:
 
     @property
     def patch(self) -> Path | None:
-        """How that commit was edited, where the run was submitted as a job."""
+        """The patch of edits to that commit, where the run was submitted as a job."""
         edited = (self.run.run.get("git_commit") or "").endswith(_DIRTY)
         found = sorted(self.run.workdir.glob("jobs/*/checkout.patch"), key=lambda path: path.stat().st_mtime)
         return found[-1].absolute() if edited and found else None

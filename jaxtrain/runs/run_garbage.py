@@ -52,7 +52,7 @@ class Garbage:
 
 @dataclass
 class Found:
-    """What can be deleted below a root, and the runs that are left alone."""
+    """The files that can be deleted below a root, and the runs that are left alone."""
 
     workdirs: list[Path] = field(default_factory=list)  # that have garbage
     garbage: list[Garbage] = field(default_factory=list)

@@ -38,7 +38,7 @@ _META = {"time?": int | float, "loss?": int | float | None, "config?": {str: dic
 
 @dataclass
 class Summary:
-    """What is known of a run at a glance; None and "": it is not."""
+    """The summary of a run; None and "": not known."""
 
     place: str  # its workdir, or the URL of its copy
     state: str = ""  # as RecordedRun.state, "damaged", or "mirror": only its checkpoints are there

@@ -228,7 +228,7 @@ def _memory(beat: dict[str, Any]) -> int | None:
 def main(argv: list[str] | None = None) -> None:
     """Draw until q or Ctrl-C."""
     parser = parser_of("top", __doc__)
-    parser.add_argument("places", nargs="+", metavar="WORKDIR", help="of a run, or a folder with workdirs below it")
+    parser.add_argument("places", nargs="+", metavar="WORKDIR", help="workdir of a run, or a folder with workdirs")
     parser.add_argument("--once", action="store_true", help="print one picture and end")
     flags = parser.parse_args(argv)
     watch = Watch(flags.places)

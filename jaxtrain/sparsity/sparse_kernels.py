@@ -1,4 +1,4 @@
-"""Which of a model's kernels become 2:4 sparse (optimizers/structured_sparsity.py), by the paths of linear layers."""
+"""The choice of kernels that become 2:4 sparse (optimizers/structured_sparsity.py), by the paths of linear layers."""
 
 from fnmatch import fnmatchcase
 from typing import Any

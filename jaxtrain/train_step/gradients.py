@@ -1,4 +1,4 @@
-"""From a loss and a state to the gradient of a batch: compute dtypes, loss scaling, gradient accumulation."""
+"""The gradient of a batch from a loss and a state: compute dtypes, loss scaling, gradient accumulation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +45,7 @@ def make_gradient(loss: WeightedLoss, layout: Layout, *, accumulation: int = 1, 
         return precisions.cast(params, precision, None if dtypes is None else partition.like(dtypes, like))
 
     def gradient(params, frozen, batch, scale, *key):
-        """Of the mean loss of one micro-batch, times `scale`."""
+        """Return the gradient of the mean loss of one micro-batch, times `scale`."""
         frozen = computing(frozen, frozen)
         if differentiate is not None:
             sums, grads = differentiate(computing(params, params), frozen, batch, 1.0 if scale is None else scale)

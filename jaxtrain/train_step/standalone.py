@@ -47,7 +47,7 @@ from jaxtrain.train_step.step import make_step
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weighted:
-    """What a loss function returns where its examples do not weigh the same, or where it has more to say.
+    """The result of a loss function whose examples do not weigh the same, or which returns metrics besides the loss.
 
     The loss is `total / weight`, over all micro-batches and devices; so is each of `metrics`, which are sums too.
     """
@@ -66,7 +66,7 @@ def make_train_step(
     axes: Any = None, accumulation: int = 1, clip_norm: float = 0.0, precision: str = "float32", zero_stage: int = 0,
     gather: bool = True, seed: int | None = None, compiler_options: Options | None = None,
 ) -> "TrainStep":
-    """A train step for any mesh with the numbers of one device.
+    """Return a train step for any mesh, with the numbers of one device.
 
     Args:
         loss_fn: called with the NNX module or the pytree of parameters that `init` was given, and a batch. It returns
@@ -86,15 +86,15 @@ def make_train_step(
         precision: the dtype the parameters are cast to for `loss_fn`: "float32", "bfloat16", "float16" (with a dynamic
             loss scale) or "auto". The state keeps their own. The batch is left as it is.
         zero_stage: over the mesh axis `data`, spread the optimizer's state (1), gradients (2), parameters (3).
-        gather: hand `loss_fn` each parameter whole over the mesh axes that split the batch, so that activations stay
+        gather: give `loss_fn` each parameter whole over the mesh axes that split the batch, so that activations stay
             split as the batch is. A module that scans over a stack of layers would have the whole stack gathered at
             once: where that is too large give False and `jt.constrain` the activations between layers.
         seed: call `loss_fn(x, batch, key)` with a key for dropout and the like, which follows from the seed, the number
-            of the step and the micro-batch: a run that resumes draws what it would have drawn.
+            of the step and the micro-batch: a run that resumes draws the same numbers.
         compiler_options: XLA's options for the step beside jaxtrain's preset for the platform; "" leaves one to XLA.
     """
     if not set(AXES) <= set(getattr(mesh, "axis_names", ())):
-        raise UserError("mesh", f"{mesh} has not the axes {', '.join(AXES)}", "make it by jt.make_mesh(...)")
+        raise UserError("mesh", f"{mesh} lacks the axes {', '.join(AXES)}", "make it by jt.make_mesh(...)")
     if not isinstance(rules, Rules | None):
         raise UserError("rules", f"{rules!r} is not a table of rules", "make it by jt.rules(...)")
     known = ("auto", *precisions.DTYPES)
@@ -132,7 +132,7 @@ class TrainStep:
 
         `x` may be a function without arguments that returns either: it is compiled with sharded outputs, so that
         nothing is ever whole on one device. Leaves of a pytree that are not arrays, such as an Equinox module's
-        functions and rates, are no parameters; `loss_fn` gets them as they are.
+        functions and rates, are not parameters; `loss_fn` gets them as they are.
         """
         abstract = self.abstract(x)
         finish = partial(initial_state, optimizer=self.optimizer, loss_scaling=self.precision == "float16",
@@ -146,7 +146,7 @@ class TrainStep:
             return jax.jit(finish, out_shardings=self.layout.state)(params)
 
     def abstract(self, x: Any) -> TrainState:
-        """What `init(x)` returns as shapes, dtypes and shardings, nothing allocated: to lower, report or restore."""
+        """Return the result of `init(x)` as shapes, dtypes and shardings, nothing allocated."""
         plan = self._make_plan(x)
         if self._plan is None or self._plan.identity != plan.identity:  # equal plans run the same executables
             self._plan = plan
@@ -155,12 +155,12 @@ class TrainStep:
 
     @property
     def sharded(self) -> ShardedStep:
-        """What compiles the step and places its batches, once `init` or `abstract` were given the parameters."""
+        """The part that compiles the step and places its batches, once `init` or `abstract` has had the parameters."""
         return self._planned.sharded
 
     @property
     def layout(self) -> Layout:
-        """Where everything lives."""
+        """The shardings of the state, the gradients and the batch."""
         return self.sharded.layout
 
     @property
@@ -328,7 +328,7 @@ class TrainStep:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What follows from the parameters' shapes and names."""
+    """The compiled parts that follow from the parameters' shapes and names."""
 
     name: str  # of the class of what is trained
     skeleton: Skeleton | None  # of an NNX module; None for a pytree, which is its own
@@ -352,7 +352,7 @@ def _parameters(x: Any) -> Any:
 
 
 def _without_arrays(skeleton: Skeleton) -> Skeleton:
-    """With shapes for values, so that the caller's arrays can be freed."""
+    """Return the skeleton with shapes for values, so that the caller's arrays can be freed."""
     shapes = {path: v.replace(_abstract(v.get_value())) for path, v in skeleton.variables.items()}
     return dataclasses.replace(skeleton, variables=shapes)
 

@@ -44,7 +44,7 @@ class TrainState:
 
     @property
     def averaged(self) -> "TrainState":
-        """This state with the moving average in place of the trained parameters: to evaluate, not to train further."""
+        """Return this state with the moving average in place of the trained parameters: for evaluation only."""
         if ema.NAME not in self.extras:
             raise UserError("train.ema_decay", "the state keeps no average of its parameters", "set it, such as 0.999")
         params = jax.tree.map(lambda p, average: average.astype(p.dtype), self.params, self.extras[ema.NAME])
@@ -107,7 +107,7 @@ class Skeleton:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything lives: trees of shardings that match a `TrainState`."""
+    """The layout of everything: trees of shardings that match a `TrainState`."""
 
     mesh: AnyMesh
     rules: Rules
@@ -118,7 +118,7 @@ class Layout:
     layerwise: bool = False  # the optimizer's state is updated one layer at a time (offload.py)
 
     def batch(self, ndim: int) -> NamedSharding:
-        """Of a batch array whose first dimension is the example."""
+        """Return the sharding of a batch array whose first dimension is the example."""
         spec = sharding.without_trivial_axes(P(self.rules.batch), self.mesh)
         return NamedSharding(self.mesh, P(*spec, *(None,) * (ndim - 1)))
 
@@ -159,7 +159,7 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
     replicated = NamedSharding(mesh, P())
 
     def at_rest(tree, axes):
-        """-> paths and leaves, the structure, their names and shardings."""
+        """Return paths and leaves, the structure, their names and shardings."""
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
         names = treedef.flatten_up_to(axes)
         found = [_parameter(path, leaf, name, rules, mesh) for (path, leaf), name in zip(flat, names, strict=True)]

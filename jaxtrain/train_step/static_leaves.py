@@ -12,7 +12,7 @@ _ARRAY = object()  # in place of a leaf that is one
 
 @dataclass(frozen=True)
 class StaticLeaves:
-    """What a pytree has besides its arrays: functions, flags, numbers of its classes, and its structure."""
+    """The parts of a pytree besides its arrays: functions, flags, numbers of its classes, and its structure."""
 
     treedef: Any
     leaves: tuple[Any, ...]  # those that are not arrays, between marks for those that are

@@ -69,7 +69,7 @@ def make_step(gradient: StateGradient, optimizer: optax.GradientTransformation, 
 
     @jax.named_scope("optimizer")  # where jaxtrain.bench looks for its time
     def advance(state: TrainState, sums: tuple[Any, ...], grads: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """From gradients to the next state: norm, clipping, the judgement of anomalies, the update."""
+        """Return the next state from gradients: norm, clipping, the judgement of anomalies, the update."""
         total, weight, further = sums
         scale = state.loss_scale.scale if state.loss_scale is not None else None
         whole = state.params

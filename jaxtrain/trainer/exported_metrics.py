@@ -1,4 +1,4 @@
-"""What a run exports to Prometheus: the metrics of this process, at a port or in a file of its own."""
+"""The export of a run's metrics to Prometheus: those of this process, at a port or in a file of its own."""
 
 import contextlib
 import socket

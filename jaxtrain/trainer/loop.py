@@ -50,14 +50,14 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
     Args:
         config: a config, or a run from `build`, which may have a model and loss function of your own.
         workdir: the folder of metrics and checkpoints.
-        objective: what is minimised, as `build` takes it; likewise `optimizer` and `data`.
+        objective: the objective, as `build` takes it; likewise `optimizer` and `data`.
         observers: objects whose methods are called at each step, and trackers of your own.
         may_change: keys such as "train.steps" that may differ from those that the run in `workdir` was begun with.
         adopt: go on from the newest checkpoint in `workdir` even if it belongs to another run.
 
     Raises:
-        Interrupted: SIGINT or SIGTERM came; everything done so far is saved.
-        GivenUp: anomalies went on beyond a limit of `resilience`.
+        Interrupted: SIGINT or SIGTERM was received; everything done so far is saved.
+        GivenUp: anomalies exceeded a limit of `resilience`.
         Corrupted: a device computes wrongly; what it computed is not saved.
     """
     if isinstance(config, Run):
@@ -84,7 +84,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
 
 @dataclass(frozen=True)
 class Begun:
-    """What an attempt begins with, besides the state, whose memory the first step takes."""
+    """The inputs of an attempt besides the state, whose memory the first step takes."""
 
     found: Start
     data: BatchSource

@@ -1,4 +1,4 @@
-"""What watches a run from outside: observers are told of each step and change nothing."""
+"""Observers of a run: they are told of each step and change nothing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from jaxtrain.observe.metrics import Record
 
 
 class Observer:
-    """Told of a run's steps; a subclass overrides what it wants to know.
+    """An observer of a run's steps; a subclass overrides the methods that it needs.
 
     Observers are told in no particular order, and none of them may keep the loop waiting: until `on_complete` the
     metrics are futures. An exception in one of them ends the run as an error. After a rollback steps come again, with

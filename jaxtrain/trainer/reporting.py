@@ -1,4 +1,4 @@
-"""What a run reports: its summary, its sinks of metrics, and the constants behind throughput and MFU."""
+"""Reports of a run: its summary, its sinks of metrics, and the constants behind throughput and MFU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From a workdir to the state to go on from: the newest checkpoint, whether it belongs to this run, its restoration."""
+"""Resuming from a workdir: find the newest checkpoint, check that it belongs to this run, and restore it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from jaxtrain.trainer.session import Session
 
 @dataclass(frozen=True)
 class Start:
-    """Where an attempt begins."""
+    """The state and step at which an attempt begins."""
 
     step: int  # 0: nothing is saved
     recovered: tuple[int, Any, dict[str, Any]] | None  # from memory, where that is newer than what is on disk

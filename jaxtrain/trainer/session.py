@@ -1,4 +1,4 @@
-"""What accompanies a run from its first moment to its last: watchdog, ledger, signals and the lock on its workdir."""
+"""The session of a run, from its first moment to its last: watchdog, ledger, signals and the lock on its workdir."""
 
 import contextlib
 import signal

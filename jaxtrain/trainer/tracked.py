@@ -1,4 +1,4 @@
-"""What the trackers of a run get besides its lines: histograms, samples of text, checkpoints, and how it ended."""
+"""Uploads to a run's trackers besides its lines: histograms, samples of text, checkpoints, and how it ended."""
 
 import contextlib
 import hashlib

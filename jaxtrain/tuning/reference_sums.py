@@ -1,4 +1,4 @@
-"""What the reference gives to answers, computed before the first step (`preference.reference=precomputed`).
+"""The reference's sums over answers, computed before the first step (`preference.reference=precomputed`).
 
 The sums of log-probabilities of a row's answers are found by a hash of the row, whatever step, epoch or source it comes
 from. So each row is computed once, and a row of another corpus, tokenizer or packing is never taken for it.
@@ -81,7 +81,7 @@ class ReferenceSums:
         return {**batch, **made}
 
     def _check(self, batch: Any) -> tuple[int, ...]:
-        """Refuse a batch that has not the arrays, without sums, that it should have; return its shape."""
+        """Refuse a batch whose arrays, without sums, are not those that it should have; return its shape."""
         spec = self.run.batch_spec
         return replace(spec, dtypes={name: spec.dtypes[name] for name in self.names}).check(batch)
 

@@ -1,4 +1,4 @@
-"""What answers are worth: a function of the user's, and advantages of answers over others to the same prompt."""
+"""Rewards of answers: a function of the user's, and advantages of answers over others to the same prompt."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence

@@ -60,7 +60,7 @@ def assert_same(theirs, ours):
 
 
 def gradients(run):
-    """-> parameters that are nowhere 0 or 1, a batch, and the gradient of its mean loss."""
+    """Return parameters that are nowhere 0 or 1, a batch, and the gradient of its mean loss."""
     draw = np.random.default_rng(0)
     params = jax.tree.map(lambda p: np.asarray(p) + draw.normal(0, 0.1, p.shape).astype(np.float32), run.init().params)
     batch = run.train_batches[0]

@@ -71,7 +71,7 @@ def damage(work, step):
 
 
 def test_verify_tells_how_far_it_is(made, monkeypatch):
-    """What is read adds up to what there is to read; the line is for people, on stderr."""
+    """The bytes read add up to the bytes there are to read; the line is for people, on stderr."""
     counted = []
     monkeypatch.setattr(Work, "add", lambda work, amount: counted.append((work.total, amount)))
     assert all(good for _, good in commands.verified(made, [10]))

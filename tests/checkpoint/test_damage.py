@@ -121,7 +121,7 @@ def put(name, make):
 
 
 def mark(change):
-    """Of good.json, written as if it were right."""
+    """Return a damage that changes good.json and leaves it well-formed."""
     def do(folder):
         record = json.loads((folder / "30" / "good.json").read_text())
         del record["sha256"]
@@ -157,7 +157,7 @@ DAMAGE = {
     "good.json empty": lambda f: os.truncate(f / "30" / "good.json", 0),
     "good.json of another step": lambda f: shutil.copy(f / "20" / "good.json", f / "30" / "good.json"),
     "good.json that forgets a file": mark(lambda record: record["files"].popitem()),
-    "good.json with a file that is no pair": mark(lambda record: record["files"].update({"a": 3})),
+    "good.json with a file that is not a pair": mark(lambda record: record["files"].update({"a": 3})),
     "good.json without files": mark(lambda record: record.pop("files")),
     "good.json without a step": mark(lambda record: record.pop("step")),
     "good.json with metadata that is a list": mark(lambda record: record.update(meta=[])),
@@ -283,7 +283,7 @@ def test_a_step_that_was_damaged_counts_again_once_it_is_saved_again(copy):
 
 
 def test_one_that_cannot_be_renamed_is_passed_over_once(copy, monkeypatch):
-    """With sizes alone it looks good again and again."""
+    """Judged by sizes alone, it looks good again and again."""
     flip(data(copy))
     rename = Path.rename
     monkeypatch.setattr(Path, "rename", lambda self, to: rename(self, to) if self.name != "30" else os.rename("", ""))

@@ -39,7 +39,7 @@ def small(tmp_path):
 
 @pytest.fixture
 def unseen(monkeypatch):
-    """As with a quota: the file system says that there is room."""
+    """The file system reports free space, as it does where a quota is what limits it."""
     monkeypatch.setattr(step_folders.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
 
 
@@ -138,7 +138,7 @@ def test_what_may_go_makes_room(tmp_path, monkeypatch, capfd):
 
 @pytest.mark.parametrize("movable", [True, False])
 def test_what_an_earlier_save_left_and_cannot_be_deleted(tmp_path, monkeypatch, capfd, movable):
-    """As a folder of another user's; Orbax would wait for it for five minutes."""
+    """The folder belongs to another user, for example; Orbax would wait for it for five minutes."""
     left = tmp_path / "c" / f"2{step_folders.TEMPORARY}"
     (left / "state").mkdir(parents=True)
     remove, rename = step_folders.shutil.rmtree, step_folders.rename
@@ -181,7 +181,7 @@ def test_a_file_in_the_place_of_a_checkpoint(tmp_path, capfd, kind):
 
 
 def test_a_limit_on_file_sizes(tmp_path, capfd):
-    """Another refusal of the operating system, in the midst of a file."""
+    """A limit on file sizes is another refusal of the operating system, in the midst of a file."""
     checkpoints = CheckpointManager(tmp_path / "c")
     checkpoints.save(1, {"step": jnp.int32(1)})
     checkpoints.wait()

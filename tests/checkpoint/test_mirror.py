@@ -131,7 +131,7 @@ def test_a_copy_with_further_files_is_not_taken(work, place):
 
 
 def test_a_copy_that_grew_is_not_fetched(work, tmp_path):
-    """Of a sparse file of a terabyte not a byte is written."""
+    """Nothing is written of a sparse file of a terabyte."""
     place = str(tmp_path / "place")
     ours = Mirror(work / "checkpoints", place)
     ours.send(2), ours.send(3)

@@ -1,4 +1,4 @@
-"""What goes, and what never does."""
+"""The checkpoints that are deleted, and those that never are."""
 
 import json
 
@@ -111,7 +111,7 @@ def test_new_good_ones_are_announced_before_old_ones_go(tmp_path):
 
 
 def test_one_that_was_taken_for_failed_and_is_whole_counts(tmp_path):
-    """As when a network file system renames a folder and says that it did not."""
+    """A network file system may rename a folder and report that it did not."""
     with CheckpointManager(tmp_path / "c") as store:
         store.save(1, {"w": jnp.ones(3)}, {})
         store.wait()

@@ -188,7 +188,7 @@ def batch_of(packing: bool, empty: str = "", whole: bool = False, shape: tuple[i
 
 @functools.lru_cache(maxsize=32)
 def _truth(model: Any, batch: tuple[Any, ...], z_loss: float, lora: Any, targets: tuple[str, ...]) -> tuple[Any, ...]:
-    """Of the plain model: initial parameters, loss, gradient, its norm, cross-entropy, and the new biases of routers.
+    """Return of the plain model: initial parameters, loss, gradient, its norm, cross-entropy, new biases of routers.
 
     `batch`: what `batch_of` takes.
     """

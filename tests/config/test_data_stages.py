@@ -216,7 +216,7 @@ PRODUCTS = {
     pytest.param(product, rows, marks=slow_if(one == other == 1))
     for one, product in enumerate(PRODUCTS) for other, rows in enumerate(("best_fit and a mask", "stages", "bucket"))])
 def test_rows_that_change_have_the_gradients_of_one_device(keys, tmp_path, rows, product):
-    """By gradient descent, so that the parameters' way is the sum of all gradients: every leaf is compared."""
+    """Gradient descent makes the parameters' change the sum of all gradients: every leaf is compared."""
     more = {"model.num_layers": 2, "optimizer.name": "sgd", "optimizer.schedule": "constant", "optimizer.clip_norm": 0,
             "optimizer.weight_decay": 0, "optimizer.warmup_steps": 0, "optimizer.learning_rate": 0.1,
             "train.precision": "float32", "data.stages": [{"from_step": 2, "seq_len": 64, "global_batch_size": 8,

@@ -19,7 +19,7 @@ def section(folder, config) -> dict:
 
 @pytest.mark.parametrize("name", published.CASES)
 def test_what_is_written_says_what_was_read(name, tmp_path):
-    """Of the newer way to write it, which transformers 5 has, and of the older one, in which ours is written."""
+    """Both ways of writing it are read: that of transformers 5, and the older one, in which ours is written."""
     kind, given = published.CASES[name]
     newer = section(tmp_path, published.truth()[name]["config"])
     older = section(tmp_path, given | {"model_type": kind})
@@ -76,7 +76,7 @@ def test_what_is_left_out_has_the_default_of_its_type(name, left_out, expected, 
 
 
 def test_the_published_gpt_oss_is_the_shipped_config(tmp_path):
-    """With the older way to write rotary positions, packed experts, and without a key of the activation."""
+    """The published file has the older form of rotary positions, packed experts, and no key for the activation."""
     wanted = jt.load_config("configs/gpt_oss_20b.py").model
     layers = ["sliding_attention", "full_attention"] * 12
     found = section(tmp_path, {

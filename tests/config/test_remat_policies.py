@@ -1,4 +1,4 @@
-"""What `train.remat` may say, by name and by layer."""
+"""The values of `train.remat`, by name and by layer."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where a corpus came from is in its manifest, and its datasheet is one that others can read."""
+"""The origin of a corpus is in its manifest, and its datasheet is one that others can read."""
 
 import base64
 import hashlib

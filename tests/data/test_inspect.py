@@ -1,4 +1,4 @@
-"""What `inspect` prints is what a run is fed."""
+"""The batches that `inspect` prints are those that a run gets."""
 
 import json
 from pathlib import Path

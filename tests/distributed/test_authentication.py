@@ -72,7 +72,7 @@ def test_a_secret_that_is_none_is_refused(tmp_path, monkeypatch, content, mode, 
 
 
 def test_a_run_uses_the_secret_in_its_workdir(tmp_path, monkeypatch):
-    """So that a run started by hand reads the snapshots that a supervised one left."""
+    """A run started by hand can read the snapshots that a supervised one left."""
     monkeypatch.delenv("JAXTRAIN_SECRET", raising=False)
     monkeypatch.setenv("JAXTRAIN_SECRET_FILE", "")  # undone afterwards
     monkeypatch.delenv("JAXTRAIN_SECRET_FILE")

@@ -1,4 +1,4 @@
-"""What the environment says of the other processes, over dictionaries of variables; and processes that really start."""
+"""The environment's description of the processes, from dictionaries of variables; and processes that really start."""
 
 import os
 import shutil

@@ -54,7 +54,7 @@ def started(forked):
 
 @contextlib.contextmanager
 def _started(forked, flags, workdir, processes=2, devices=1, what="pass", at=6, slow=0, of=None, **environment):
-    """Those in `of` (all); none is left behind."""
+    """Start processes, with the code `what` in those of `of` (None: all); none is left behind."""
     address, run = free_address(), []
     try:
         for i in range(processes) if of is None else of:

@@ -1,4 +1,4 @@
-"""When one process ends, the others hear of it by name: connections on loopback, within this process."""
+"""The end of one process is reported to the others by name: connections on loopback, within this process."""
 
 import ast
 import contextlib
@@ -42,7 +42,7 @@ class Store(dict):
 
 
 class Run:
-    """Some processes that know each other; `ends` are their exit statuses."""
+    """A run of some processes that know each other; `ends` are their exit statuses."""
 
     def __init__(self, processes=3, timeout=30):
         self.ends, self.peers, store = {}, {}, Store()
@@ -58,7 +58,7 @@ class Run:
             thread.join()
 
     def die(self, process):
-        """As a kernel closes the connections of a process that was killed."""
+        """Close the connections of a process as the kernel does when it is killed."""
         with self.peers[process]._lock:  # all at once: the dead tell nobody of what they see of it
             for line in list(self.peers[process]._lines.values()):
                 with contextlib.suppress(OSError):  # the other end may be closed already
@@ -96,7 +96,7 @@ def test_a_killed_process_ends_all_by_name(victim, tmp_path, capfd):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_silent_process_ends_all_by_name(victim, monkeypatch, capfd):
-    """As one that was stopped: its connections are open, and nothing comes through them."""
+    """A stopped process looks like this: its connections are open, and nothing comes through them."""
     send = Peers._send
     monkeypatch.setattr(Peers, "_send", lambda self, message, but=None: None if (
         self._process, message["kind"]) == (victim, "alive") else send(self, message, but))

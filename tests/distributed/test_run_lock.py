@@ -27,7 +27,7 @@ with locked(sys.argv[1], 0):
 
 @pytest.fixture
 def other(tmp_path):
-    """Another process that works in `tmp_path`."""
+    """Start another process that works in `tmp_path`."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                text=True)
     with process:
@@ -60,7 +60,7 @@ def test_deleting_the_lock_file_lets_nobody_in(other, tmp_path):
 
 
 def test_a_folder_that_cannot_be_locked(other, tmp_path, capsys, monkeypatch):
-    """As over NFS, where the file alone can be."""
+    """Over NFS only the file can be locked."""
     def file_only(handle, how, flock=fcntl.flock):
         if stat.S_ISDIR(os.fstat(handle).st_mode):
             raise OSError(errno.EBADF, "Bad file descriptor")

@@ -1,4 +1,4 @@
-"""What is said while work goes on: right figures, seldom enough, and nothing beside an error."""
+"""The display of progress: right figures, seldom enough, and nothing beside an error."""
 
 import io
 import threading

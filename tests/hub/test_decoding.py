@@ -1,4 +1,4 @@
-"""What the cache gives is what the whole forward pass gives, for every family, on any mesh, in any company."""
+"""Decoding with the cache gives the numbers of a whole forward pass, for every family, on any mesh, in any batch."""
 
 import functools
 import math
@@ -91,7 +91,7 @@ def test_tokens_and_logits_are_those_of_the_whole_forward_pass(family):
 @pytest.mark.parametrize(("family", "sizes"), [
     *slow(("gpt2", {"tensor": 2})), *exhaustive(("deepseek_v3", {"tensor": 2, "fsdp": 2}))])
 def test_adapters_are_part_of_the_model(family, sizes):
-    """Of latents, too, whose projections are absorbed while one token at a time is computed."""
+    """Adapters of latents count too, whose projections are absorbed while one token at a time is computed."""
     run = build(family, lora__rank=3, lora__alpha=6.0, **{f"mesh__{axis}": size for axis, size in sizes.items()})
     whole = at_random(jax.device_get(run.compiled_init(0).all_params))
     plain = build(family)
@@ -104,7 +104,7 @@ def test_adapters_are_part_of_the_model(family, sizes):
 
 
 def check_all_logits(run, family):
-    """Not of the chosen tokens alone: after the prompts, and after some steps."""
+    """Check the logits of all tokens, not of the chosen ones alone: after the prompts, and after some steps."""
     programs, weights = decoding(run), state(run, family).all_params
     tokens, begins = np.zeros((4, 16), np.int32), np.zeros(4, int)
     for row, prompt in enumerate(PROMPTS):
@@ -138,7 +138,7 @@ def test_any_mesh_gives_the_same_tokens(family, sizes):
                                model__rope_mscale=1.0, model__rope_mscale_all_dim=1.0, model__capacity_factor=0.0))),
     *exhaustive(("llama", dict(model__rope_scaling=4.0, model__rope_original_len=8)))], ids=str)
 def test_scaled_positions_are_those_of_the_whole_forward_pass(family, keys):
-    """With DeepSeek's factor of all scores, which is another one for absorbed latents."""
+    """DeepSeek's factor of all scores is included, which differs for absorbed latents."""
     run = build(family, **keys)
     held = state(run, family, **keys)
     found = jt.generate(run, held, PROMPTS[:2], max_new_tokens=NEW, temperature=0, logprobs=True)
@@ -182,7 +182,7 @@ NO_WORK = {"parameter", "get-tuple-element", "tuple", "while", "bitcast", "fusio
     *(pytest.param(family, dict(train__precision="bfloat16"), marks=pytest.mark.exhaustive)
       for family in ("gpt2", "alternating"))], ids=str)
 def test_a_cpu_changes_the_cache_in_place(family, keys, monkeypatch):
-    """By one update of each array for a token; none is copied, converted or taken out of a stack."""
+    """Each array is updated once for a token; none is copied, converted or taken out of a stack."""
     run, slots = build(family, **keys), 52  # no other array has this dimension before the last
     programs = decoding(run)
     go_on = programs.go_on_program
@@ -200,7 +200,7 @@ def test_a_cpu_changes_the_cache_in_place(family, keys, monkeypatch):
 @pytest.mark.parametrize("family", [
     *slow("gpt_oss"), *exhaustive("alternating", "deepseek_v3")])
 def test_stacked_layers_give_the_same(family, monkeypatch):
-    """As accelerators have them: there a loop takes weights and entries of the cache out of stacks."""
+    """Accelerators have stacked layers: there a loop takes weights and entries of the cache out of stacks."""
     run = build.__wrapped__(family)
     monkeypatch.setattr("jaxtrain.hub.decoding._layers_apart", lambda: False)
     found = jt.generate(run, state(run, family), PROMPTS, max_new_tokens=NEW, temperature=1.0, logprobs=True, seed=3)
@@ -311,7 +311,7 @@ def test_finished_rows_are_replaced_on_a_mesh(family, sizes, monkeypatch):
 @pytest.mark.parametrize(("family", "sizes"), [
     *slow(("llama", dict(data=2, tensor=2))), *exhaustive(("mixtral", {}))], ids=str)
 def test_stop_strings_in_rows_that_are_replaced(family, sizes, monkeypatch):
-    """Which are found on the host, after some tokens more."""
+    """Stop strings are found on the host, some tokens later."""
     monkeypatch.setattr("jaxtrain.hub.generate.CHUNK", 5)
     keys = VARIED | dict(tokenizer=ByteTokenizer(), stop=["%", "(", "+", 46])
     plain, run = build(family), build(family, **{f"mesh__{axis}": size for axis, size in sizes.items()})

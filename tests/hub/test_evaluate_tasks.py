@@ -157,7 +157,7 @@ def test_every_kind_of_task_gives_what_the_logits_say(workdir, tasks, capsys):
 
 @pytest.mark.slow
 def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, tasks, tmp_path, capsys, monkeypatch):
-    """And tells the run's trackers each result once."""
+    """The run's trackers get each result once."""
     backend, copy = Backend(), tmp_path / "copy"
     monkeypatch.setattr(trackers, "made", lambda name: Fake(backend))
     monkeypatch.setattr(trackers, "check", lambda names: None)
@@ -196,7 +196,7 @@ def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, 
 
 @pytest.mark.slow
 def test_a_run_is_asked_while_it_trains_and_keeps_the_best_checkpoint(workdir, tasks, tmp_path):
-    """On its own mesh, with the numbers of the command; the steps are those of a run that is not asked."""
+    """The evaluation uses the run's own mesh and has the command's numbers; it does not change the steps."""
     config = jt.load_config(workdir / "config.json", {
         "evaluation.tasks": ["choose", "go_on", "roll"], "evaluation.include": f"{tasks}", "evaluation.limit": 4,
         "train.steps": 15, "train.eval_every": 5, "train.precision": "float32", "mesh.data": 2, "mesh.fsdp": 2,
@@ -254,7 +254,7 @@ def test_a_run_asks_as_its_config_says(workdir, tasks, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("keys", "message"), [
     ({"tasks": ["nothing"]}, "evaluation.tasks: there is no task 'nothing'"),
-    ({"tasks": ["choose"], "include": "nowhere"}, "evaluation.include: nowhere is no folder"),
+    ({"tasks": ["choose"], "include": "nowhere"}, "evaluation.include: nowhere is not a folder"),
     ({"limit": 3}, "evaluation.limit: it is read with evaluation.tasks only"),
     ({"tasks": ["choose"], "batch_size": 0}, "evaluation.batch_size: "),
 ])
@@ -325,7 +325,7 @@ def test_a_conversation_is_asked_as_the_template_has_it(workdir):
          "max_gen_toks: 64 leaves no room for a prompt in model.max_"),
     ),
     *exhaustive(
-        (["--tasks=choose", "--include=nowhere"], "--include: nowhere is no folder; name the one with the tasks' YAML"),
+        (["--tasks=choose", "--include=nowhere"], "--include: nowhere is not a folder; name the one with the"),
         (["--tasks=choose", "--watch", "--step=3"], "--step: --watch evaluates all checkpoints to come; leave it out"),
         (["--tasks=choose", "--watch", "--adapters=a=b"],
          "--adapters: --watch evaluates all checkpoints to come; leave"),

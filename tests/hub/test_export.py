@@ -1,4 +1,4 @@
-"""From a run to a published folder and back, and runs that begin with the parameters of either."""
+"""Exporting a run to a published folder and back, and runs that begin with the parameters of either."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_a_published_run_begins_another_with_the_same_parameters(workdir, publis
 
 @pytest.mark.slow
 def test_a_run_begins_another_and_a_resumed_one_goes_on_with_its_own(workdir, tmp_path):
-    """With another optimizer, and from the command line's config of the run itself."""
+    """The other run has another optimizer, and the run itself is continued by the same command line."""
     keys = dict(train__init_from=f"{workdir}@2", optimizer__name="muon")
     jax.tree.map(np.testing.assert_array_equal, begun(workdir / "config.json", **keys).init().params, trained(workdir))
     config = begun(workdir / "config.json", **keys).config
@@ -146,7 +146,7 @@ def test_adapters_of_a_run_are_tuned_resumed_and_merged(workdir, published, tmp_
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("along", [0, 1, 2])
 def test_a_slice_of_a_quantized_weight_is_made_of_whole_blocks(along, kind):
-    """Also where shards cut a block."""
+    """Blocks stay whole where shards cut a block, too."""
     rng = np.random.default_rng(0)
     weight = rng.standard_normal([128 if d == along else 6 for d in range(3)]).astype(np.float32)
     both = quantization.quantize(weight, kind, along)
@@ -291,7 +291,7 @@ def test_what_surrounds_texts_and_answers_is_published(answers, monkeypatch, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize(("pattern", "status"), [("", 0), ("no such answer", 1)])
 def test_gates_decide_whether_a_folder_is_releasable(answers, tmp_path, pattern, status, capsys):
-    """They are asked of the weights that are written, which bfloat16 may have made answer otherwise."""
+    """The gates test the weights that are written, since bfloat16 may have changed the answers."""
     check = {"prompt": "Hello 3", "must_match": pattern, "max_new_tokens": 4}
     (tmp_path / "gates.jsonl").write_text("".join(
         json.dumps(check | {"chat": chat}) + "\n" for chat in (True, False)))
@@ -330,7 +330,7 @@ def test_nothing_is_left_of_a_refused_export(workdir, tmp_path, monkeypatch, cap
 
 @pytest.mark.slow
 def test_the_token_that_begins_texts_is_published(answers, tmp_path):
-    """In the tokenizer's own template, so that others put it there too."""
+    """It is in the tokenizer's own template, so that other programs put it there too."""
     import tokenizers
 
     from jaxtrain.data.tokenizers import tokenizer_folder

@@ -57,7 +57,7 @@ def merged(models, to: Path, *flags: str) -> dict[str, np.ndarray]:
 
 
 def plain_ties(base, models, density, scale):
-    """As the paper's algorithm 1 says it, element by element."""
+    """Return the merge by the paper's algorithm 1, element by element."""
     changes = []
     for model in models:
         change = (model - base).ravel()
@@ -137,7 +137,7 @@ def test_a_model_merged_with_itself_has_its_bytes(tmp_path, method, dtype):
 
 
 def test_files_and_dtype_are_as_asked_for(tmp_path):
-    """But a tensor that is float32 whatever the others are stays so."""
+    """A tensor that is float32 whatever the others are stays so."""
     folder = variant(tmp_path / "in", 1, "deepseek_v3", torch_dtype="float32")
     merged([folder] * 2, tmp_path / "out", "--dtype=bfloat16", "--file_gb=0.000008")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -246,7 +246,7 @@ def test_nothing_is_left_of_a_folder_that_could_not_be_finished(models, tmp_path
 
 @pytest.mark.slow
 def test_runs_are_merged_and_the_result_begins_another(tmp_path):
-    """Of a run's workdir and step, with what the first one has beside weights; the run that begins has its logits."""
+    """A run's workdir and step are merged with the first one's other files; the run that begins has its logits."""
     (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times.\n" * 200)
     keys = {"model.vocab_size": 264, "data.source": f"{tmp_path / 'text.txt'}", "data.seq_len": 32,
             "model.max_seq_len": 32, "data.global_batch_size": 8, "train.steps": 2, "optimizer.warmup_steps": 1,

@@ -39,7 +39,7 @@ def test_new_tokens_begin_as_the_mean_of_the_others(folder, capsys):
 
 @pytest.mark.slow
 def test_a_run_of_ones_own_begins_with_more_tokens_too(folder, tmp_path):
-    """Also one with frozen parameters in few bits, and one whose vocabulary would not divide over the mesh."""
+    """The same holds with frozen parameters in few bits, and with a vocabulary that would not divide over the mesh."""
     (tmp_path / "text.txt").write_text("It was the best of times.\n" * 50)
     model = model_section(folder) | {"vocab_size": 261}
     keys = {"data.source": str(tmp_path / "text.txt"), "data.seq_len": 8, "data.global_batch_size": 8,

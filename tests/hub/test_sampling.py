@@ -1,4 +1,4 @@
-"""Which tokens may be chosen, against plain numpy."""
+"""The tokens that may be chosen, against plain numpy."""
 
 import jax
 import numpy as np

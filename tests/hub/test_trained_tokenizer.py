@@ -1,4 +1,4 @@
-"""Which tokens begin and end a text, as a published folder tells it."""
+"""The tokens that begin and end a text, as declared in a published folder."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_a_folder_without_one_is_refused(tmp_path):
 
 
 def test_a_token_that_begins_texts_survives_an_export(folder):
-    """As transformers read it: from the tokenizer's own template."""
+    """Transformers reads it from the tokenizer's own template."""
     import tokenizers
 
     plain = folder(None, eos_token="</s>")

@@ -10,7 +10,7 @@ from jaxtrain.train_step.optimizers import outer
 
 
 class Archipelago:
-    """Some islands around one meeting; `runs` may be the same run several times."""
+    """A group of islands around one meeting; `runs` may be the same run several times."""
 
     def __init__(self, runs, steps, starts, meeting, batch, **keys):
         """`steps`: the compiled step of each run; `batch`: of (step, island); `keys`: of the config's section."""
@@ -23,7 +23,7 @@ class Archipelago:
             self.states[i] = exchange.begin(0, self.states[i])
 
     def train(self, steps):
-        """So many steps of every island, with the exchanges that are due."""
+        """Run so many steps of every island, with the exchanges that are due."""
         for _ in range(steps):
             self.done += 1
             losses = []

@@ -19,7 +19,7 @@ def inner(config):
 
 
 def train(step, start, batch, *, steps, islands, every, rate, momentum, masks=(1,), overlap=0, blend=0.5):
-    """-> the islands' parameters after the last step, the outer parameters, and the losses [step, island].
+    """Return the islands' parameters after the last step, the outer parameters, and the losses [step, island].
 
     Args:
         step: from `inner`.

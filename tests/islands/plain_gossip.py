@@ -6,13 +6,13 @@ import numpy as np
 
 
 def pairs(number, islands):
-    """Those that came to a round, two by two: who comes first when numbers are drawn by a hash."""
+    """Return the islands of a round in pairs, in the order of numbers drawn by a hash."""
     drawn = sorted(islands, key=lambda island: hashlib.sha256(f"{number} {island}".encode()).hexdigest())
     return [drawn[at:at + 2] for at in range(0, len(drawn), 2)]
 
 
 def train(inner, start, *, rounds, rate, momentum, pull):
-    """-> the islands' parameters after the last round.
+    """Return the islands' parameters after the last round.
 
     Args:
         inner: of (island, round, parameters): the parameters after an island's steps.

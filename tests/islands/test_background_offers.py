@@ -90,7 +90,7 @@ def trained(codec, attempts, saves=STEPS, meeting=None):
 
 @functools.cache
 def waited_for(codec, saves=STEPS):
-    """What comes of offers in the foreground, and what was saved and measured meanwhile."""
+    """The result of offers in the foreground, and what was saved and measured meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
         found = trained(codec, lambda one, meeting: train(with_meeting(one, meeting, kind=Foreground), folder), saves)
         return *found, lines(folder), checkpoints(codec, folder, saves)

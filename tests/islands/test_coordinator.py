@@ -65,7 +65,7 @@ def test_a_round_waits_for_all_islands_and_closes_with_the_last():
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_an_island_that_differs_from_another_is_refused(mode):
-    """Of offers that follow one entry, open or settled; one that is known already does nothing."""
+    """Offers that follow one entry are compared, open or settled; one that is known already does nothing."""
     world, one, other = World(Policy(mode, islands=2)), "1" * 64, "2" * 64
     world.offer(0, 0, same=one)
     with pytest.raises(UserError, match=r"^island 1: its outer parameters after entry 0, or its config, are"):

@@ -168,12 +168,12 @@ def test_what_goes_on_failing_is_told_once(tmp_path, monkeypatch, capsys):
 
 
 def test_an_island_says_that_nobody_serves_its_place_and_how_to(log, tmp_path, capsys):
-    """At once, then with every third sign of life that finds no new one of a coordinator."""
+    """It says so at once, then at every third heartbeat without a new one of a coordinator."""
     place = str(tmp_path / "meeting")
     far, bridge = FolderMeeting(place, 1, 2, sign=1e9), Bridge(log, place)
 
     def said():
-        """What was said of this place: a thread of another test may still say something."""
+        """Return the messages about this place: a thread of another test may still print some."""
         return "".join(line for line in capsys.readouterr().err.splitlines() if line.startswith(place))
 
     while not (first := said()):

@@ -32,7 +32,7 @@ def flat(tree):
 
 
 def inner(island, number, vector):
-    """What an island's steps do, without a model: each island goes to a place of its own, with noise of each round."""
+    """Simulate an island's steps without a model: each island goes to a place of its own, with noise of each round."""
     rng = np.random.default_rng([island, number])
     place = np.linspace(-1, 1, vector.size) * (1 + island)
     return vector + 0.3 * (place - vector) + 0.01 * rng.normal(size=vector.size)
@@ -49,7 +49,7 @@ def moved(state, island, number):
 
 
 class Islands:
-    """Some islands around one meeting, that come to rounds as they are told."""
+    """A group of islands around one meeting, which come to rounds as they are told."""
 
     def __init__(self, count=COUNT, into=None, **keys):
         run = tiny(**keys)
@@ -107,7 +107,7 @@ def impatient(monkeypatch):
 @pytest.mark.parametrize("keys", [
     dict(momentum=0.5), pytest.param(dict(momentum=0.0, pull=0.7, learning_rate=1.0), marks=pytest.mark.slow)])
 def test_it_is_the_paper_s(keys):
-    """With islands that do not come to some rounds, so that there are odd ones, and progress of several rounds."""
+    """Islands miss some rounds, so that there are odd ones, and progress of several rounds."""
     found = Islands(**keys)
     for number, came in enumerate(ROUNDS):
         found.round(number, came)
@@ -148,7 +148,7 @@ def test_the_pull_brings_two_islands_together():
 
 @pytest.mark.parametrize("momentum", [0.5, *(pytest.param(value, marks=pytest.mark.slow) for value in (0.0, 0.9))])
 def test_islands_stay_together_below_the_largest_pull_and_best_at_half_of_it(momentum):
-    """Of 400 islands that only noise moves, as the docs say; just above the limit the config refuses the pull."""
+    """The docs say so of 400 islands that only noise moves; the config refuses a pull just above the limit."""
     def spread(pull):
         rng = np.random.default_rng(0)
         optimizer = OuterOptimizer(1.0, momentum, 400, pull=pull)

@@ -184,7 +184,7 @@ FIRST = [("offer", 2, "int4"), ("content", 2, "sync"), ("offer", 4, "sync"), ("e
 @pytest.mark.parametrize("call, offers, mode", [
     pytest.param(*case, marks=slow_if(case in FIRST)) for case in UNANSWERED])
 def test_an_island_that_is_stopped_while_nobody_answers_goes_on_to_the_same_bits(tmp_path, call, offers, mode):
-    """At any exchange, also at the last one, which it does again from the checkpoint before; and stopped once more."""
+    """It stops at any exchange, the last one too, which it repeats from the checkpoint before; and once more."""
     def attempts(one, meeting):
         away = OutOfReach(meeting, call, offers, lambda: signal.raise_signal(signal.SIGTERM))
         for _ in range(2):

@@ -87,7 +87,7 @@ def test_an_island_that_joins_begins_at_the_end_of_the_log(trimmed):
 
 
 def test_an_island_that_begins_again_makes_its_first_offers_again():
-    """As after a kill before its first checkpoint: its first steps are in the log once, whatever came since."""
+    """After a kill before the first checkpoint, its first steps are in the log once, whatever came since."""
     found = few(2, snapshot_every=2)
     found.train(9)
     again = few(2, into=found.meeting, snapshot_every=2)
@@ -129,7 +129,7 @@ def test_the_average_of_an_island_that_joins_begins_with_its_parameters():
 
 @pytest.mark.parametrize("rate, kind, start", [(0.5, "", 0.0), (0.7, "llama", 0.0), (0.7, "", 1.0)])
 def test_an_island_of_another_config_or_beginning_is_refused(rate, kind, start):
-    """By itself where others' offers come with its own; by the coordinator before (test_coordinator.py)."""
+    """It refuses itself where others' offers come with its own; the coordinator does before (test_coordinator.py)."""
     found, run = few(2), tiny()[0]
     other = replace(found.config, index=1, learning_rate=rate)
     found.exchanges[1] = Exchange(other, run.abstract, run.layout.axes, found.meeting, kind=kind)
@@ -211,7 +211,7 @@ def test_an_exchange_that_is_left_open_goes_on_after_a_restart():
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "overlap"), [("sync", 0), ("sync", 1), ("gossip", 1)])
 def test_one_that_is_late_and_stopped_offers_again_what_it_would_have(mode, overlap):
-    """With what its codec lost before; nobody answers when it reads the second entry without it, or offers again, or
+    """Its codec's earlier losses count; nobody answers when it reads the second entry without it, or offers again, or
     waits for the entry of that offer, which is not blended with steps that went on: there were none."""
     def late(call="", number=0):
         found, here = few(2, mode, compression="int4", overlap=overlap), 6 + overlap
@@ -265,7 +265,7 @@ def test_an_asynchronous_island_waits_for_its_own_entry_however_many_come_before
 
 
 def offered_by(found, island):
-    """What an island would offer now."""
+    """Return what an island would offer now."""
     taken = []
 
     class Taker:

@@ -129,7 +129,7 @@ def with_snapshots(folder):
 
 
 def test_a_kill_in_a_compaction_leaves_the_same_log(tmp_path, monkeypatch):
-    """At any of its calls to the file system; what was told before a summary does nothing after it.
+    """The kill is at each of its calls to the file system; records before a summary do nothing after it.
 
     What is not served any more goes when it starts again, if it did not before.
     """

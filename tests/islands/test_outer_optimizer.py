@@ -71,7 +71,7 @@ def test_islands_with_meshes_of_their_own():
 
 @pytest.mark.slow
 def test_adapters_in_float16_with_an_average_are_those_of_plain_training_to_the_bit():
-    """Of one island that talks after every step: the loss scale, moments and average are not the exchange's."""
+    """One island exchanges after every step: the loss scale, moments and average are not the exchange's."""
     keys = dict(lora__rank=2, train__precision="float16", train__accumulation=2, train__ema_decay=0.9,
                 data__global_batch_size=8, model__num_layers=1)
     talks = dict(islands__count=1, islands__every=1, islands__learning_rate=1.0, islands__momentum=0.0)
@@ -126,7 +126,7 @@ def test_an_update_of_each_island_as_it_arrives_makes_the_step_of_all_together()
 
 
 def test_what_blending_and_overlap_leave_of_the_outer_step():
-    """Of steady progress outer parameters make a (1 - (1 - b) t) / (1 + b (a - 1)) times as much: docs/islands.md."""
+    """Outer parameters turn steady progress into (1 - (1 - b) t) / (1 + b (a - 1)) times as much: docs/islands.md."""
     for blend, times in ((0.0, 1.5 * 0.5), (0.25, 1.5 * 0.625 / 1.125)):
         found = few(1, every=2, overlap=1, blend=blend, momentum=0.5, learning_rate=0.75)
         state, exchange = found.states[0], found.exchanges[0]

@@ -1,4 +1,4 @@
-"""What crosses in few bits: the same on all islands, and what a codec loses is sent later."""
+"""Compressed progress is the same on all islands, and what a codec loses is sent later."""
 
 import jax
 import numpy as np
@@ -37,9 +37,9 @@ def test_parameters_of_another_model_or_compressed_otherwise_are_refused_in_one_
 
 @pytest.mark.parametrize("compression", ["top_k", "random_k"])
 def test_what_a_codec_loses_is_sent_later(compression):
-    """Of one island that sends few values: its parameters are the outer ones but for what is remembered.
+    """One island that sends few values: its parameters are the outer ones except for what is remembered.
 
-    With random_k these are others in each exchange.
+    With random_k it sends other values in each exchange.
     """
     found = few(1, compression=compression, learning_rate=1.0, momentum=0.0)
     exchange, state, before, sent = found.exchanges[0], found.states[0], 0.0, []

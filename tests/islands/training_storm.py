@@ -38,7 +38,7 @@ class TrainingStorm(Storm):
         super().__init__(*given, **keys)
 
     def fault(self, kind):
-        """As in every storm; `stop`: an island is told to, half of the time with the coordinator out of reach."""
+        """Inject a fault, as in every storm; `stop`: signal an island, half of the time without a coordinator."""
         if kind != "stop":
             return super().fault(kind)
         names = [self.rng.choice(running)] if (running := self.running()) else []

@@ -74,7 +74,7 @@ def test_the_weight_may_be_laid_out_as_in_use(mesh):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_statistics_in_one_pass_are_the_same(mesh, monkeypatch):
-    """As on GPUs and TPUs."""
+    """GPUs and TPUs compute them in one pass."""
     monkeypatch.setattr(sharding, "platform", lambda: "cuda")
     close(value_and_grad(inputs(), MESHES[mesh], chunks=4, z_loss=1e-2), plain(1e-2), 1e-5)
 

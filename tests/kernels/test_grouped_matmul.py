@@ -96,7 +96,7 @@ def test_values_of_8_bits_are_multiplied_as_they_are(sizes, interpreted):
 
 @needs_mosaic
 def test_rows_behind_the_last_group_do_not_count(interpreted):
-    """Not even where they are not finite: buffers hold whatever was sent before."""
+    """Values that are not finite do not matter there: buffers hold whatever was sent before."""
     sizes = np.asarray([64, 0, 30, 0, 0])
     rows, weights, pull = arrays(jnp.float32)
     behind = jnp.arange(ROWS)[:, None] >= sizes.sum()
@@ -106,7 +106,7 @@ def test_rows_behind_the_last_group_do_not_count(interpreted):
 
 
 def test_gradients_alone_are_those_of_the_product():
-    """With XLA; with kernels they are the same function."""
+    """XLA computes them here; with kernels they are the same function."""
     rows, weights, pull = arrays(jnp.float32)
     sizes = jnp.asarray(SIZES[0])
     got = jax.jit(kernels.grouped_matmul_gradients)(rows, weights, sizes, pull)

@@ -1,4 +1,4 @@
-"""What the tests launch in place of a run: it saves when it is told to stop, and ends when the file `end` says how.
+"""A program that tests launch in place of a run: it saves when told to stop, and ends as the file `end` says.
 
 Each process writes `began-ATTEMPT-RANK`, and `saved-ATTEMPT-RANK` when it saves, into the folder that it is given.
 """

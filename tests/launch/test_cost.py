@@ -1,4 +1,4 @@
-"""What a job has cost: by the engine's accounts, or by the run's ledger."""
+"""The cost of a job so far: by the engine's accounts, or by the run's ledger."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a job may not need: each mistake is told in one line, and the workdir stays as it was."""
+"""The refusals of a job: each mistake is reported in one line, and the workdir stays as it was."""
 
 import pytest
 
@@ -46,7 +46,7 @@ WRONG = [  # the engine, the spec, how its line begins, and a part of the rest
     ("slurm", 'image = "a.sqsh"\nmounts = {"/b" = "/c,d"}', "mounts./b", "is not a folder that nodes have"),
     ("slurm", PODS, "mounts.{workdir}", "is not a folder that nodes have"),
     ("slurm", 'extra = ["--constraint=[a*2&b*2]"]', "extra", "machines of several kinds"),
-    ("nomad", "", "--on", "no engine that jaxtrain knows"),
+    ("nomad", "", "--on", "is not a known engine"),
     ("kubernetes", "", "image", "there is none"),
     ("kubernetes", 'image = "i"', "--workdir", "is not on a mount"),
     ("kubernetes", 'image = "i"\nmounts = {"/mnt" = "pvc:runs"}', "--workdir", "is not on a mount"),
@@ -62,7 +62,7 @@ WRONG = [  # the engine, the spec, how its line begins, and a part of the rest
     ("kubernetes", f'{PODS}extra = ["--exclusive"]', "extra", "LABEL=VALUE"),
     ("kubernetes", PODS + TPU, "topology", "set it, such as 2x2x4"),
     ("kubernetes", f'{PODS}{TPU}topology = "2x2"\nprocesses_per_node = 4', "processes_per_node", "leave it out"),
-    ("skypilot", PODS, "mounts.{workdir}", "is no bucket"),
+    ("skypilot", PODS, "mounts.{workdir}", "is not a bucket"),
     ("skypilot", PODS.replace("pvc:", "gs://") + "accelerators_per_node = 8", "accelerator", "such as H100"),
     ("skypilot", PODS.replace("pvc:", "gs://") + 'queue = "q"', "queue", "skypilot does not read it"),
     ("dstack", PODS, "mounts.{workdir}", "neither a volume"),

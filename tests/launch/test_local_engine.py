@@ -32,7 +32,7 @@ PROGRAM = textwrap.dedent("""\
 @pytest.fixture
 def workdir(tmp_path, monkeypatch):
     """The program, submitted and begun."""
-    monkeypatch.chdir(tmp_path)  # which is no checkout
+    monkeypatch.chdir(tmp_path)  # which is not a checkout
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "key").write_text("s3cret\n")
     (tmp_path / "job.toml").write_text(f'[env]\nKIND = "a b"\n[secrets]\nKEY = "file:{tmp_path}/key"\n')

@@ -1,4 +1,4 @@
-"""What the batch script does at the end of a run, by commands that stand in for Slurm's."""
+"""The batch script at the end of a run, with commands that stand in for Slurm's."""
 
 import os
 import subprocess
@@ -79,7 +79,7 @@ def test_a_run_uses_as_many_of_its_nodes_as_its_mesh_can(tmp_path, given, counts
 
 
 def test_sbatch_reads_any_workdir():
-    """What Slurm 22.05 was seen to read; tests/launch/slurm has a job in such a folder."""
+    """Slurm 22.05 was seen to read them so; tests/launch/slurm has a job in such a folder."""
     lines = [line for line in script(Job(Path("""/a b/c's "d" #5%j/jobs/1"""), "slurm", "name", ["true"], "/",
                                          JobSpec())).splitlines() if "--output" in line]
     assert lines == ['#SBATCH --output="/a b/c\'s \\"d\\" #5%%j/jobs/1/output.log"']
@@ -104,7 +104,7 @@ def test_what_squeue_says(tmp_path, monkeypatch, said, state, detail, why):
 @pytest.mark.parametrize("image, mounted", [("registry.example/jaxtrain:1", "docker://registry.example/jaxtrain:1"),
                                             ("docker://jaxtrain", "docker://jaxtrain"), ("{}/own.sif", "{}/own.sif")])
 def test_a_run_in_a_container_has_its_folders_and_variables(tmp_path, image, mounted):
-    """With a stand-in for apptainer; what it does itself is not tested here."""
+    """A program stands in for apptainer; what it does itself is not tested here."""
     (data := tmp_path / "data").mkdir()
     (tmp_path / "own.sif").touch()
     (tmp_path / "apptainer").write_text(f"#!{sys.executable}{APPTAINER}")

@@ -1,4 +1,4 @@
-"""What published families vary: biases on queries, keys and values alone, and layers with experts by turns."""
+"""The variations of published families: biases on queries, keys and values alone, and experts in some layers."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from tests.numerics import reference
 
 
 def differs(family, **keys):
-    """How far the model's logits are from the plain model's, where no parameter has its initial value."""
+    """Return the distance of the model's logits from the plain model's, where no parameter has its initial value."""
     c, b = reference.tiny(family, **keys).model, reference.batch(0, rows=4)
     model = make_model(c, rngs=nnx.Rngs(params=0))
     params, rng = Skeleton.of(model).params(), np.random.default_rng(0)
@@ -51,7 +51,7 @@ def test_qwen2_has_biases_on_queries_keys_and_values_alone():
 
 @pytest.mark.parametrize(("layers", "dense", "every"), [(6, 0, 2), (7, 1, 3), (4, 0, 4), (5, 2, 1)])
 def test_every_nth_layer_has_experts(layers, dense, every):
-    """As decoder_sparse_step of Qwen's models and interleave_moe_layer_step of Llama 4 count them."""
+    """The count is that of decoder_sparse_step of Qwen's models and interleave_moe_layer_step of Llama 4."""
     run = reference.build("mixtral", model__num_layers=layers, model__dense_layers=dense, model__experts_every=every,
                           model__mlp_dim=48)
     having = [(layer - dense + 1) % every == 0 and layer >= dense for layer in range(layers)]

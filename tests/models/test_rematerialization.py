@@ -1,4 +1,4 @@
-"""What a layer keeps changes memory and no number; which layers leave their loop."""
+"""The results that a layer keeps change memory and no number; some layers leave their loop."""
 
 import functools
 from collections import Counter
@@ -72,7 +72,7 @@ def test_names_and_layers_say_what_is_kept():
 
 
 def kept(program):
-    """How many arrays of each shape the forward loop keeps of a layer."""
+    """Return the number of arrays of each shape that the forward loop keeps of a layer."""
     loop = next(one for one in program.jaxpr.eqns if one.primitive.name == "scan")
     return Counter(one.aval.shape[1:] for one in loop.outvars[1:])
 

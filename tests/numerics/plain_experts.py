@@ -37,7 +37,7 @@ def choice(c, router, h, segments):
 
 
 def fits(c, hit):
-    """Those of the chosen that an expert has room for: the first of each row."""
+    """Return those of the chosen that an expert has room for: the first of each row."""
     room = math.ceil(c.capacity_factor * hit.shape[1] * c.experts_per_token / c.num_experts)
     return hit & (jnp.cumsum(hit, 1) <= room) if c.capacity_factor else hit
 
@@ -51,7 +51,7 @@ def activation(c, gate, up):
 
 
 def experts(c, m, h, segments):
-    """-> the layer's result, each row's penalty, and each row's excess of load per expert."""
+    """Return the layer's result, each row's penalty, and each row's excess of load per expert."""
     logits, scores, weights, hit = choice(c, m["router"], h, segments)
     weights = jnp.where(fits(c, hit), weights, 0)
     gate, up = (jnp.einsum("btd,edf->btef", h, m[n]) + m.get(f"{n}_bias", 0) for n in ("gate", "up"))

@@ -1,4 +1,4 @@
-"""What adapters of low rank amount to, in plain operations: other matrices in the same model."""
+"""The effect of low-rank adapters, in plain operations: other matrices in the same model."""
 
 import jax
 import jax.numpy as jnp

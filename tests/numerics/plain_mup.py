@@ -1,4 +1,4 @@
-"""What muP multiplies by, written out from the definition of the base model (arXiv 2203.03466, tables 3 and 8)."""
+"""The factors of muP, written out from the definition of the base model (arXiv 2203.03466, tables 3 and 8)."""
 
 import re
 
@@ -27,7 +27,7 @@ ADAPTER = {"out/adapter/down": ("attention", ""), "out/adapter/up": ("", "embed"
 
 
 def times(c) -> dict[str, float]:
-    """How many times as wide as in the base the sizes of a model are."""
+    """Return how many times as wide as in the base the sizes of a model are."""
     base = c.mup_base or {"embed_dim": c.embed_dim, "num_heads": c.num_heads}
     embed, heads = c.embed_dim / base["embed_dim"], c.num_heads / base["num_heads"]
     head = c.head_dim / base["head_dim"] if "head_dim" in base else embed / heads
@@ -38,7 +38,7 @@ def times(c) -> dict[str, float]:
 
 
 def sides(c, path: str) -> tuple[float, float]:
-    """How many times as many inputs and outputs the parameter at a path has."""
+    """Return how many times as many inputs and outputs the parameter at a path has."""
     table = (LATENT if c.name == "deepseek_v3" else {}) | ADAPTER | SIDES
     reads, writes = next(found for end, found in table.items() if re.search(f"(^|/){end}$", path))
     return times(c)[reads], times(c)[writes]
@@ -62,10 +62,10 @@ def step(c, path: str, optimizer: str, shape: tuple[int, ...]) -> float:
 
 
 def scores(c) -> float:
-    """What scores are multiplied by, beside 1 / sqrt(head_dim)."""
+    """Return the factor of scores, beside 1 / sqrt(head_dim)."""
     return times(c)["head"] ** -0.5
 
 
 def logits(c) -> float:
-    """What logits are multiplied by."""
+    """Return the factor of logits."""
     return 1 / times(c)["embed"] if c.tied_embeddings else 1.0

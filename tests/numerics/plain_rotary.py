@@ -6,7 +6,7 @@ import numpy as np
 
 
 def frequencies(c, width):
-    """-> the angle of each pair per position, and the factor of cosine and sine."""
+    """Return the angle of each pair per position, and the factor of cosine and sine."""
     out = []
     for i in range(width // 2):
         plain = 1.0 / c.rope_theta ** (2 * i / width)
@@ -61,5 +61,5 @@ def mscale(c, weight):
 
 
 def score_factor(c):
-    """What DeepSeek's models multiply all scores by."""
+    """Return the factor of all scores in DeepSeek's models."""
     return mscale(c, c.rope_mscale_all_dim) ** 2 if c.rope_mscale_all_dim else 1.0

@@ -1,4 +1,4 @@
-"""What the numbers should be: GPT-2, Llama, Qwen3, experts, loss, clipping, AdamW, in plain float32 `jnp` from scratch.
+"""The right numbers: GPT-2, Llama, Qwen3, experts, loss, clipping, AdamW, in plain float32 `jnp` from scratch.
 
 Nothing of jaxtrain computes here; only its names of parameters are used. And the tiny runs that tests compare with it.
 """
@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 EIGHT = [(d, f, 8 // d // f) for d in (8, 4, 2, 1) for f in (1, 2, 4, 8) if d * f in (1, 2, 4, 8)]  # data, fsdp, tensor
 
-# Everything that a mesh of 8 cuts divides by 8; heads and mlp are no multiples of each other, so no size is met twice.
+# Everything that a mesh of 8 cuts divides by 8; heads and mlp are not multiples of each other, so no size is met twice.
 FAMILIES = {
     "gpt2": dict(name="gpt2", num_heads=8),
     "llama": dict(name="llama", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, tied_embeddings=False,
@@ -308,7 +308,7 @@ def loss(c, p, b, z_loss=0.0):
 
 
 def loss_and_excess(c, p, b, z_loss=0.0):
-    """And the weighted mean over rows of experts' excess of load, [layers with experts, experts], `ahead` the last."""
+    """Return the loss, and experts' excess of load, a weighted mean over rows, [layers, experts], `ahead` the last."""
     told = []
     x = through(c, p, b, told)
     total = entropy(c, p, last_norm(c, p, x), b["targets"], b["weights"], z_loss)
@@ -347,7 +347,7 @@ def adamw(c, p, g, m, v, rate, n):
 
 
 def trained(family: str = "gpt2", z_loss: float = 0.0, layers: int = 0, steps: int = STEPS, rows: int = BATCH):
-    """-> the losses of all steps; and of step 0 the gradient (not yet clipped) and its norm."""
+    """Return the losses of all steps; and of step 0 the gradient (not yet clipped) and its norm."""
     return _trained(family, z_loss, layers, steps, rows)[:3]
 
 

@@ -33,7 +33,7 @@ def cases():
 
 
 def some(every):
-    """Of each mesh one case, spread over the other choices."""
+    """Return one case of each mesh, spread over the other choices."""
     chosen = []
     for i, mesh in enumerate(reference.EIGHT, 2):
         own = [case for case in every if case[0] == mesh]
@@ -83,7 +83,7 @@ def test_any_mesh_gives_the_numbers_of_one_device_everywhere(case):
 @pytest.mark.parametrize("layers", [
     *exhaustive(4), *slow(5)])
 def test_layers_unrolled_in_twos_give_the_numbers_of_one_device(layers):
-    """On a mesh where activations are typed `reduced`; five layers leave a rest."""
+    """The mesh is one where activations are typed `reduced`; five layers leave a rest."""
     reference.check(reference.build("gpt2", (1, 1, 2), train__unroll=2, model__num_layers=layers), "gpt2", steps=2)
 
 
@@ -131,7 +131,7 @@ def test_the_cases_cover_every_choice_on_several_meshes(cases, number, least):
 @pytest.mark.parametrize("mesh", [
     (2, 2, 2), *exhaustive(*((mesh,) for mesh in reference.EIGHT if mesh != (2, 2, 2)))], ids=str)
 def test_initial_values_do_not_depend_on_the_mesh(mesh):
-    """To the last bit, and laid out as the state is from the start: compiled as users compile it."""
+    """They are equal to the last bit, laid out as the state is from the start, and compiled as users compile them."""
     run = reference.build("gpt2", mesh, optimizer__zero_stage=3)
     state = run.init()
     leaves = jax.tree_util.tree_flatten_with_path(state.params)[0]

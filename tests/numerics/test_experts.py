@@ -79,7 +79,7 @@ def by_xla():
 @needs_mosaic
 @pytest.mark.parametrize("keys", [*slow(dict(train__remat="full")), *exhaustive(dict(train__accumulation=2))], ids=str)
 def test_the_kernels_of_gpus_give_the_same_gradients_in_the_real_step(keys, interpreted):
-    """On one device: Pallas's interpreter cannot run on several at once."""
+    """The test has one device: Pallas's interpreter cannot run on several at once."""
     run = build("mixtral", WIDE | dict(train__grouped_matmul="mosaic") | keys)
     assert "grouped_matmul_" in f"{run.trace().jaxpr}"
     (loss, gradients), (want, wanted) = jax.device_get(run.value_and_grad(run.init(), reference.batch(0, 16))), by_xla()

@@ -1,4 +1,4 @@
-"""What devices say to each other in one step, to the byte, and what the compiled step may hold.
+"""The communication between devices in one step, to the byte, and the operations that the compiled step may hold.
 
 Each mesh has a closed form from the model's shapes; a collective that nobody asked for fails here and is printed. This
 is XLA for CPU, where a sum whose result is then split stays an all-reduce (accelerators make it a reduce-scatter) and
@@ -35,7 +35,7 @@ def step(family, mesh, **keys):
 
 
 def parameters(run):
-    """Of each parameter: path, whether it is a layer's, bytes in use on one device, whether fsdp splits it at rest."""
+    """Return for each parameter: path, whether a layer's, bytes in use on a device, whether fsdp splits it at rest."""
     sizes = run.mesh.shape
     leaves = jax.tree_util.tree_flatten_with_path(run.abstract.params)[0]
     names = jax.tree.structure(run.abstract.params).flatten_up_to(run.layout.axes)

@@ -15,7 +15,7 @@ F32 = 4
 
 
 def config(family="llama", nodes=2, **keys):
-    """With `mesh=hsdp` on nodes of two devices, times those of other axes among the keys."""
+    """Return a config with `mesh=hsdp` on nodes of two devices, times those of other axes among the keys."""
     node = 2 * keys.get("mesh__tensor", 1)
     return with_hybrid_mesh(reference.tiny(family, mesh="hsdp", **keys), nodes * node, node)
 
@@ -44,7 +44,7 @@ def test_what_is_refused(keys, reason):
 
 
 def test_nodes_are_those_of_the_devices():
-    """On one machine of CPUs there is one."""
+    """One machine of CPUs is one node."""
     asked = reference.tiny("llama", mesh="hsdp")
     assert dict(jt.build(asked, devices=jax.devices()[:4]).mesh.shape)["fsdp"] == 4
     with pytest.raises(jt.UserError, match=r"^mesh\.hsdp: the nodes of devices that are not here"):

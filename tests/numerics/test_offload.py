@@ -82,7 +82,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
 @pytest.mark.usefixtures("cache")
 @devices(4)
 def test_a_run_goes_on_with_its_state_elsewhere(tmp_path, tmp_path_factory):
-    """From hosts to devices and back, through checkpoints; replicas and replays are looked at on the way."""
+    """The state goes from hosts to devices and back, through checkpoints; replicas and replays are checked, too."""
     flags = tiny_flags(tmp_path_factory, [
         "model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "mesh.data=2", "mesh.fsdp=2", "data.global_batch_size=8", "checkpoint.every=3", "checkpoint.keep=9",

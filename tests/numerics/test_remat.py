@@ -29,7 +29,7 @@ TOKENS = LAYERS * ROWS * SEQ * F32
     *slow(("full", 2)),
     *exhaustive(("attention_and_dots", 1), ("full", 1), ("dots", 1), ("attention", 1), ("full", 0))])
 def test_policy_saves_at_least_the_attention_scores(policy, unroll):
-    """Without a loop too, where a compiler would find both computations equal and do away with the second."""
+    """It does so without a loop too, where a compiler would merge both equal computations into one."""
     saved = temporary("none", unroll) - temporary(policy, unroll)
     assert saved > 0.8 * SCORES, f"{policy} saves {saved:,} bytes; the scores alone are {SCORES:,}"
 

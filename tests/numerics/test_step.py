@@ -23,7 +23,7 @@ def sgd(mesh=(1, 1, 1), **keys):
 
 
 def descend(batch, **keys):
-    """-> the gradient that was applied, and the metrics."""
+    """Return the gradient that was applied, and the metrics."""
     run, step = sgd(**keys)
     state, metrics = step(reference.start(run), run.place(batch))
     gradient = jax.tree.map(lambda old, new: old - np.asarray(new), reference.initial(), jax.device_get(state.params))

@@ -52,7 +52,7 @@ def test_stage_2_splits_the_accumulated_gradients():
 
 @pytest.mark.exhaustive  # test_equality.py compares losses and gradients of each stage with plain ones
 def test_losses_are_the_same_in_every_stage():
-    """To the last bit where the order of sums is the same; 1e-6 allows for the compiler to choose another."""
+    """They are equal to the last bit where sums have the same order; 1e-6 allows for the compiler to choose another."""
     losses = []
     for stage in range(4):
         run, compiled = step(stage)

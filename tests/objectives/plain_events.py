@@ -33,7 +33,7 @@ def batch(seed=0, rows=ROWS, seq=SEQ):
 
 
 def activations(c, p, b):
-    """What the head reads, after the last norm."""
+    """Return the activations that the head reads, after the last norm."""
     e, other = p["embed"], "shop" if c.predict == "item" else "item"
     x = e["table"][b[c.predict]] + e["category_0"]["table"][b[other]]
     numbers = [f(2 * np.pi * np.log1p(b["elapsed"]) / period) for f in (np.sin, np.cos)
@@ -68,6 +68,6 @@ def metrics(c, p, b):
 
 
 def loss(c, p, b):
-    """What training minimises."""
+    """Return the loss that training minimises."""
     found = metrics(c, p, b)
     return found["cross_entropy"] + c.time_loss * found.get("time_error", 0)

@@ -67,8 +67,7 @@ def loss(c, model, params, frozen, batch):
 
 
 def rewards(model, params, batch, masks, told):
-    """Of chosen and rejected answers: the head's product with the activation at the last token that predicts theirs.
-    """
+    """Return the rewards of both answers: the head's product with the activation that predicts their last token."""
     x = reference.last_norm(model, params, reference.through(model, params, batch, told))
     ends = [[max(zip(*np.nonzero(one), strict=True)) for one in mask] for mask in masks]
     return [jnp.array([x[end] @ params["reward_head"]["kernel"][:, 0] for end in some]) for some in ends]

@@ -78,7 +78,7 @@ def begin(p, values, places):
 
 
 def curve(at, size, side):
-    """What each of `side` numbers counts for the at-th of `size` that are drawn between them: cubic convolution."""
+    """Return the weight of the at-th of `size` numbers in each of `side` drawn between them: cubic convolution."""
     weights, x = np.zeros(side), (at + 0.5) * side / size - 0.5
     for i in range(math.floor(x) - 1, math.floor(x) + 3):
         t, a = abs(x - i), -0.75
@@ -92,7 +92,7 @@ def is_class(c, one):
 
 
 def stretched(c, one):
-    """What each place of the table counts for each patch."""
+    """Return the weight of each place of the table for each patch."""
     found = np.zeros((*one["there"].shape, c.grid**2 + c.class_token), np.float32)
     for n, t in np.argwhere(one["there"]):
         if is_class(c, one)[n, t]:

@@ -71,7 +71,7 @@ def test_batches_have_frames_and_labels(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_learns_and_goes_on_with_the_same_bits(cache, tmp_path):
-    """Of clips that are a low or a high note, with their frames on two devices."""
+    """Clips of a low or a high note, with their frames on two devices."""
     rng = np.random.default_rng(0)
     for i in range(40):
         folder = tmp_path / "clips" / "ab"[i % 2]

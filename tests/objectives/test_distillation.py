@@ -46,7 +46,7 @@ def plain(config, teacher_config, params, teacher, batch, z_loss):
 
 @functools.cache
 def teacher():
-    """Its config, and parameters that predict something: a little noise on the initial ones."""
+    """Return a teacher's config, and parameters that predict something: a little noise on the initial ones."""
     config = reference.tiny("llama", **TEACHER)
     draw = np.random.default_rng(0)
     params = jax.device_get(jt.build(config, devices=jax.devices()[:1]).init().params)
@@ -118,7 +118,7 @@ def test_bad_numbers_are_refused(keys, match):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_teacher_with_experts_and_as_many_layers_as_stages_divide(stages):
-    """Its layers are never split over stages, and its routers compute in float32."""
+    """The teacher's layers are never split over stages, and its routers compute in float32."""
     of_teacher = reference.tiny("deepseek_v3", model__num_layers=8, model__dense_layers=0, model__num_experts=4)
     make = distillation(of_teacher)
     losses = []
@@ -181,7 +181,7 @@ def equal(a, b):
 
 @pytest.mark.slow
 def test_a_run_keeps_the_teacher_that_it_began_with(teachers, tmp_path):
-    """It was killed before its first checkpoint, and meanwhile the teacher has trained on."""
+    """The run is killed before its first checkpoint, and meanwhile the teacher trains on."""
     workdir, config, student, latest = teachers
     shutil.copytree(workdir / "checkpoints" / "2", tmp_path / "teacher/checkpoints/2")
     run = on_two(student, objective=distillation(config, workdir=tmp_path / "teacher"))
@@ -197,7 +197,7 @@ def test_a_run_keeps_the_teacher_that_it_began_with(teachers, tmp_path):
 
     shutil.rmtree(tmp_path / "teacher/checkpoints/2")
     assert run.own_parts(parts) == parts  # what the run has saved holds the teacher too
-    with pytest.raises(jt.UserError, match="has not the checkpoint of step 2 any more with which this run began"):
+    with pytest.raises(jt.UserError, match="no longer has the checkpoint of step 2 that this run began with"):
         run.init(parts=parts)
     assert "with objective.checkpoint.workdir=" in difference(parts, on_two(student, objective=distillation(
         config, workdir=shutil.copytree(tmp_path / "teacher", tmp_path / "other"))).own_parts(parts))

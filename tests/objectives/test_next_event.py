@@ -101,7 +101,7 @@ def test_a_run_learns_and_goes_on_with_the_same_bits(corpus, cache, tmp_path):
 
 
 def batches(config, split="train"):
-    """What a run of this config trains or is evaluated on, without building it."""
+    """Return the batches that a run of this config trains or is evaluated on, without building it."""
     declared = BatchSpec(NextEvent(None, columns=config.model).batch_spec, "NextEvent")
     return sequence_batches(config.data, load_sequences(config.data), split, declared.arrays), declared
 

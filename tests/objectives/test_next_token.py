@@ -1,4 +1,4 @@
-"""What the steps of next-token prediction say beside the loss: the cross-entropy without what is added to it."""
+"""The metrics of next-token prediction beside the loss: the cross-entropy without what is added to it."""
 
 import functools
 import types
@@ -52,7 +52,7 @@ def test_a_row_as_one_text():
 
 @pytest.mark.slow
 def test_padding_of_a_row_as_one_text_reaches_no_expert():
-    """What stands in padding changes neither the loss nor the experts' load."""
+    """Tokens in padding change neither the loss nor the experts' load."""
     run = reference.build("mixtral", data__cross_document_attention=True)
     batch = reference.batch(0)
     for name in ("segments", "weights"):

@@ -70,7 +70,7 @@ def test_loss_and_gradients_are_those_of_the_formula(name):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_each_loss_and_its_gradient_are_those_of_the_formula_of_a_pair(loss):
-    """From sums over answers alone, so that all are quick."""
+    """Only sums over answers are needed, so that all cases are quick."""
     c, rng = SimpleNamespace(loss=loss, beta=0.3, margin=0.2, label_smoothing=0.1), np.random.default_rng(0)
     policy, before = (tuple(-rng.uniform(1, 9, (2, 16)).astype(np.float32)) for _ in range(2))
     sizes = tuple(rng.integers(2, 9, (2, 16)).astype(np.float32))
@@ -171,7 +171,7 @@ def text_of(corpus):
 
 @pytest.mark.slow
 def test_a_reward_model_gives_answers_their_rewards(corpus, rewarded):
-    """In training by reinforcement, what its module gives at the last token before the one that ends an answer."""
+    """The reward is what its module gives at the last token before the one that ends an answer."""
     folder, _, _, state = rewarded
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "say 1:"}) + "\n")
     keys = text_of(corpus) | dict(train__init_from=str(folder / "base"), data__global_batch_size=8,
@@ -201,7 +201,7 @@ def test_a_reward_model_gives_answers_their_rewards(corpus, rewarded):
 
 @pytest.mark.slow
 def test_a_reward_model_begins_with_a_language_model_and_is_published_as_a_classifier(corpus, rewarded, tmp_path):
-    """Its head begins anew, is trained beside adapters, saved, resumed, begun another run with, and exported."""
+    """Its head begins anew, is trained beside adapters, saved, resumed, used to begin another run, and exported."""
     config, text, tuned = partial(tiny, corpus), text_of(corpus), SCORED
     folder, run, base, whole = rewarded
     parts = jt.train(run, resumed(folder / "whole", tmp_path / "parts", last=6))

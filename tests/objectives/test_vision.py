@@ -142,7 +142,7 @@ def test_pictures_are_made_by_eulers_method():
     ("clip", dict(model__pooling="class"), "model.pooling: 'class' does not go with model.class_token=False; set po"),
     ("siglip", dict(model__projections="text"), "model.joint_dim: 24 differs from model.picture_embed_dim=40, and mo"),
     ("siglip", dict(model__picture_size=1), "model.picture_size: 1 has no whole patch of 2 pixels; give the side of"),
-    ("clip", dict(model__pixel_std=[1.0, 0.0, 1.0]), "model.pixel_std: [1.0, 0.0, 1.0] has not a positive number fo"),
+    ("clip", dict(model__pixel_std=[1.0, 0.0, 1.0]), "model.pixel_std: [1.0, 0.0, 1.0] does not have a positive numb"),
     ("clip", dict(model__text_end=64), "model.text_end: 64 is not a token below model.vocab_size=64; give an id of"),
     ("picture_flow", dict(train__init_encoder_from="a"), "train.init_encoder_from: it is read with vision_language on"),
     ("siglip", dict(mesh__stage=2, pipeline__schedule="interleaved", pipeline__chunks=4, model__picture_layers=3),

@@ -14,7 +14,7 @@ def numbers(rows):
 
 
 def values(rows):
-    """What a critic expected at each token of these answers, and what it expects now."""
+    """Return the values that a critic expected at each token of these answers, and those that it expects now."""
     mask, rng = numbers(rows)[0], np.random.default_rng(4)
     before, moved = (np.where(mask, rng.normal(0, size, mask.shape), 0) for size in (0.5, 0.3))
     return before, before + moved

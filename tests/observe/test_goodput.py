@@ -345,7 +345,7 @@ def test_a_file_in_place_of_the_ledger_ends_no_run(tmp_path):
 
 
 def test_two_that_start_at_once_have_files_of_their_own(tmp_path, monkeypatch):
-    """As where locks do not work: neither overwrites the other's seconds."""
+    """Neither overwrites the other's seconds where locks do not work."""
     monkeypatch.setattr(type(tmp_path), "glob", lambda self, pattern: [])  # neither sees the other's file
     with Ledger(tmp_path, every=0) as one, Ledger(tmp_path, every=0) as two:
         one.open(10)

@@ -66,7 +66,7 @@ def test_averages_between_lines(tmp_path, clock):
 
 
 def test_idle_time_is_from_the_end_of_a_step_to_the_dispatch_of_the_next(tmp_path, clock):
-    """None where that began while the step before still ran, or where there is no step before."""
+    """There is none where the dispatch came while the step before still ran, or where there is no step before."""
     with open_writer(tmp_path) as writer:
         for step, (began, ended) in enumerate(((0.0, 1.0), (0.5, 3.0), (3.25, 5.0)), start=1):
             clock.now = ended
@@ -231,7 +231,7 @@ def test_torn_last_line_goes_even_if_nothing_else_does(tmp_path, torn):
 @pytest.mark.parametrize("damage", [b"\0" * 40 + b"\n", b"\0" * 9 + b'{"step": 2}\n', b"\xff\n", b'{"step": null}\n'],
                          ids=["NULs", "NULs and a line", "no text", "no number"])
 def test_lines_behind_damaged_ones_stay(tmp_path, capsys, damage):
-    """As after a power failure, or on a bad disk: what can still be read is not taken away for it."""
+    """Lines that can still be read are kept after a power failure or on a bad disk."""
     text = b'{"step": 1}\n' + damage + b'{"step": 3}\n'
     (tmp_path / "metrics.jsonl").write_bytes(text + damage + b'{"step": 4}\n')
     open_writer(tmp_path, start_step=3).close()

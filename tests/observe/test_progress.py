@@ -1,4 +1,4 @@
-"""What a person sees of a run."""
+"""The display of a run on a terminal."""
 
 import io
 import json
@@ -71,7 +71,7 @@ def test_live_line_on_a_terminal(terminal, size):
 
 
 def test_panel_on_a_wide_terminal(terminal, tmp_path):
-    """With what the workdir tells of saves and events, however odd; a run that goes on shows its losses so far."""
+    """It shows what the workdir has of saves and events, however odd; a run that goes on shows its losses so far."""
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (
         {"kind": "checkpoint", "step": 8, "time": time.time() - 300}, {"kind": "checkpoint", "step": "x"},
         {"kind": "spike[red]", "time": "now", "reason": "\x1b[2J"})) + "no json\n")
@@ -141,7 +141,7 @@ def test_start_up_imports_nothing_heavy():
 
 
 def test_a_line_is_written_whole(monkeypatch):
-    """In one call, so that lines of several threads do not run into each other."""
+    """It is one call, so that lines of several threads do not run into each other."""
     written = []
     stream = SimpleNamespace(write=written.append, flush=lambda: None, isatty=lambda: False)
     Progress(4, stream=stream).write({"step": 1, "loss": 2.0})

@@ -1,4 +1,4 @@
-"""What is drawn of a run, on terminals of several widths."""
+"""The picture of a run, on terminals of several widths."""
 
 import io
 import math
@@ -69,7 +69,7 @@ def test_figures_are_those_that_are_known():
 
 
 def test_a_picture_takes_milliseconds():
-    """Of a run's ten thousand losses; the limit is for a machine that others use, too."""
+    """The run has ten thousand losses; the limit is for a machine that others use, too."""
     reading = Reading("runs/big", 7, 50_000, "running", "", np.linspace(5, 2, 10_000), figures_of(LINE))
     drawn(reading, 120)
     began = time.process_time()

@@ -103,7 +103,7 @@ def test_the_rest_may_change(tmp_path):
 
 
 def test_exact_sums_may_cross_once_a_step_from_here_on_and_lossy_ones_may_not(tmp_path):
-    """As when a run with mesh=hsdp goes on within one node."""
+    """A run with mesh=hsdp may go on within one node, for example."""
     write(tmp_path, {"compression.method": "exact", "optimizer.zero_stage": 2})
     write(tmp_path)
     write(tmp_path, {"compression.method": "exact"})
@@ -117,7 +117,7 @@ def test_constant_schedule_may_be_extended(tmp_path):
 
 
 def test_a_warm_up_that_is_over_may_have_another_length(tmp_path):
-    """Where a config gives it as a part of train.steps, a constant schedule can still be extended."""
+    """A constant schedule can still be extended if its warm-up is given as a part of train.steps."""
     keys = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 5}
     write(tmp_path, keys)
     longer = make_config({}, keys | {"train.steps": 200, "optimizer.warmup_steps": 10})

@@ -1,4 +1,4 @@
-"""What a machine uses: names with units, what grows never shrinks, and GPUs through a stand-in for NVML."""
+"""The metrics of a machine: names with units, counters that never shrink, and GPUs through a stand-in for NVML."""
 
 import re
 import subprocess

@@ -101,7 +101,7 @@ def test_without_the_key_nothing_is_traced(tmp_path):
 
 @pytest.fixture
 def receiver():
-    """Where OTLP is spoken on loopback, and what came."""
+    """A server that speaks OTLP on loopback, and the list of what it received."""
     came = []
 
     class Receiver(http.server.BaseHTTPRequestHandler):

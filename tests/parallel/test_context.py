@@ -39,7 +39,7 @@ def mesh_of(**sizes):
 
 
 def order(n, tokens):
-    """Which token stands where: device i has chunks i and 2n-1-i of 2n."""
+    """Return the order of tokens: device i has chunks i and 2n-1-i of 2n."""
     chunks = np.arange(tokens).reshape(2 * n, -1)
     return np.concatenate([chunks[[i, 2 * n - 1 - i]].ravel() for i in range(n)])
 
@@ -54,7 +54,7 @@ def arrays(heads, kv_heads, seed=0):
 
 
 def gradients(q, k, v, pull, segments, **keys):
-    """-> output, dq, dk, dv."""
+    """Return output, dq, dk, dv."""
     out, back = jax.vjp(lambda q, k, v: attend(q, k, v, segments_BT=segments, **keys), q, k, v)
     return out, *back(pull.astype(out.dtype))
 
@@ -321,7 +321,7 @@ def equations(jaxpr):
 
 
 def flops(jaxpr):
-    """Of all matmuls. Of a branch that may be passed over, the work if it is not; others must cost the same."""
+    """Return the FLOPs of all matmuls. A branch that may be skipped counts as if it is not; others must be alike."""
     total = 0
     for eqn in jaxpr.eqns:
         subs = inside(eqn)
@@ -403,7 +403,7 @@ def whole_sequence(collective):
 
 @pytest.mark.slow
 def test_a_model_gathers_its_sequence_nowhere():
-    """Not for the head, the embeddings, the positions or the norms: what travels is blocks of keys and values."""
+    """Head, embeddings, positions and norms need no gather: only blocks of keys and values travel."""
     run = reference.build("gpt2", (1, 1, 2), mesh__context=4, mesh__context_strategy="ring")
     found = hlo.collectives(reference.compiled(run).as_text())
     assert found and not (bad := [c for c in found if whole_sequence(c)]), hlo.table(bad)

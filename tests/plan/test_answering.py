@@ -1,4 +1,4 @@
-"""What a device holds while a run answers prompts: counted by hand, and compared with what compilers said."""
+"""The memory of a device while a run answers prompts: counted by hand, and compared with the compiler's figures."""
 
 import dataclasses
 import json
@@ -98,7 +98,7 @@ def test_answers_that_do_not_fit_say_what_makes_room():
 
 @pytest.mark.exhaustive
 def test_weights_are_not_gathered_where_their_copy_does_not_fit(monkeypatch):
-    """By a search, by --explain and by what refuses a run."""
+    """A search, --explain and the check before a run all take it into account."""
     keys = {"mesh__fsdp": 8, "data__global_batch_size": 16, "data__seq_len": 32, "train__remat": "full",
             "model__num_layers": 8, "model__embed_dim": 512, "model__mlp_dim": 2048}
     config = learning(GROUPED, reinforce__gather_weights=True, **keys)
@@ -125,7 +125,7 @@ def test_weights_are_not_gathered_where_their_copy_does_not_fit(monkeypatch):
         (GPT, {"data": 2, "fsdp": 2}), (GROUPED, {"fsdp": 2, "tensor": 2}), (WINDOWS, {"data": 2, "fsdp": 2}),
         (LATENT, {"fsdp": 2, "expert": 2}))) for gathered in (False, True)])
 def test_near_what_the_compiler_of_cpus_says(config, mesh, gathered):
-    """Of models of a width at which products, rather than their smallest parts, decide."""
+    """The models have a width at which products, rather than their smallest parts, decide."""
     wider = {"model__embed_dim": 256, "model__mlp_dim": 1024, "model__num_layers": 4}
     config = learning(config, reinforce__gather_weights=gathered, data__global_batch_size=128,
                       **wider, **{f"mesh__{axis}": size for axis, size in mesh.items()})
@@ -156,7 +156,7 @@ def test_the_table_in_the_docs_is_of_these_programs():
 
 @pytest.mark.slow
 def test_a_reward_model_rests_beside_the_run(tmp_path):
-    """Its weights, over all devices, in each phase and in the step, and the program that scores answers."""
+    """Each phase and the step count its weights, over all devices, and the program that scores answers."""
     judge = jt.load_config("configs/llama3_1b.py:tiny", {
         "preference.loss": "reward", "data.packing": "pairs", "train.init_from": "elsewhere"})
     (tmp_path / "checkpoints").mkdir()

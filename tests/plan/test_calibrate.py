@@ -1,4 +1,4 @@
-"""What is measured here goes into a file that the planner takes; which figures it changes, and which it leaves."""
+"""The measurements of this machine as a file for the planner, and the figures that it changes and leaves."""
 
 import json
 import os

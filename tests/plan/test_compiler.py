@@ -1,4 +1,4 @@
-"""What is asked of the compiler for devices that are not here, and how its figures are read."""
+"""The calls of the compiler for devices that are not here, and the reading of its figures."""
 
 import types
 

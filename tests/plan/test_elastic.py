@@ -1,4 +1,4 @@
-"""Another number of devices: which mesh, and how many micro-batches."""
+"""The mesh and the number of micro-batches for another number of devices."""
 
 import itertools
 import math
@@ -56,7 +56,7 @@ def test_choice(declared, keys, devices, expected, accumulation):
 
 
 def test_the_rest_of_a_full_run():
-    """Where an axis is -1, its declared size is what it has when no process is lost."""
+    """The declared size of an axis of -1 is the one that it has when no process is lost."""
     chosen = elastic.choose(config("data=-1,tensor=2"), 4, full=8)
     assert (mesh_of(chosen), chosen.train.accumulation) == ("data=2,tensor=2", 2)
     assert elastic.choose(config("data=-1"), 4, full=4) == config("data=-1")
@@ -73,7 +73,7 @@ def test_a_mesh_that_is_decided_later():
 
 
 def test_no_more_rows_than_declared(monkeypatch):
-    """And no smaller accumulation would do: over many declared meshes and numbers of devices."""
+    """No smaller accumulation would do, over many declared meshes and numbers of devices."""
     def divides(config, devices):
         if 24 % (devices * config.train.accumulation):
             raise UserError("data.global_batch_size", "it does not divide", "make it")

@@ -70,7 +70,7 @@ def test_the_rough_sum_counts_what_is_traced(target, factor, mesh, every):
 @pytest.mark.parametrize("factor", [0.0, 1.25])
 @pytest.mark.parametrize("buffer", [0.0, 2.0])
 def test_rows_that_hold_tokens(devices, factor, buffer):
-    """Of the buffer that is made, where every expert is chosen as often as every other."""
+    """The buffer's rows are counted where every expert is chosen as often as every other."""
     choices, count, tokens = 2, 8, 64
     model = load_config("configs/mixtral_8x7b.py", {"model.num_experts": count, "model.experts_per_token": choices,
                                                     "model.capacity_factor": factor}).model

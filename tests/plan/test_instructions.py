@@ -17,7 +17,7 @@ def compiled(f, *shapes):
 
 
 def executed(code):
-    """What runs by itself: neither a container nor inside of another instruction."""
+    """Return the instructions that run by themselves: neither containers nor inside of another instruction."""
     inside = {name for one in code.instructions.values() if one.opcode not in CONTAINERS for name in one.called}
     return [one for one in code.instructions.values()
             if one.opcode not in CONTAINERS and one.computation not in inside]
@@ -199,7 +199,7 @@ ENTRY %main (r: bf16[256,64], s: bf16[9,4,64,192], a: s32[], o: s32[3,6], d: bf1
 
 
 def test_a_grouped_matmul_counts_the_rows_that_exist():
-    """Those that its kernel is named after, and a block for each of four groups: 128 rows, or 64 of a sum over rows."""
+    """The rows in the kernel's name count, and a block for each of four groups: 128 rows, or 64 of a sum over rows."""
     code = program(GROUPED)
     forward, weights = code.instructions["forward"], code.instructions["weights"]
     assert (forward.flops, weights.flops) == (2 * (100 + 4 * 128) * 64 * 192, 2 * (100 + 4 * 64) * 64 * 192)

@@ -1,4 +1,4 @@
-"""What the compilers of accelerators make of the step is no slower and no larger than recorded (tools/bench_hlo.py)."""
+"""The compilers' steps for accelerators are no slower and no larger than recorded (tools/bench_hlo.py)."""
 
 import importlib.util
 import json

@@ -66,7 +66,7 @@ def test_splash_attention_computes_the_blocks_that_show_something(T, window):
     ({"fsdp": 8}, "h200"), pytest.param({"fsdp": 4, "stage": 2}, "h200", marks=pytest.mark.slow),
     pytest.param({"fsdp": 8}, "v5p", marks=pytest.mark.exhaustive)], ids=str)
 def test_attention_takes_the_time_of_the_mean_layer(mesh, target):
-    """Of 26 layers 22 are local."""
+    """22 of the 26 layers are local."""
     far, mixed, near = (estimated(mesh, target, global_every=every)[2].time.parts["attention"] for every in (1, 6, 27))
     assert mixed == pytest.approx((22 * near + 4 * far) / 26) and near < far / 5
 

@@ -1,4 +1,4 @@
-"""Where time goes: overlapping events divided, and traces of GPUs and TPUs as their profilers write them, read."""
+"""The accounting of time: overlapping events divided, and the traces that profilers of GPUs and TPUs write, read."""
 
 import jax
 import pytest
@@ -178,7 +178,7 @@ def test_kernels_of_libraries(kernel, kind):
 
 
 def test_a_kernel_that_is_launched_four_times_for_one_operation_counts_once():
-    """As in cuDNN's attention on an H200, where the rate of the others would be four times too high."""
+    """cuDNN's attention on an H200 is so launched; the rate of the others would be four times too high."""
     once = [trace.Event(name, name, 0, 1) for name in ("custom-call.1", "loop_add_fusion.7")]
     four = [trace.Event("custom-call.2", "sdpa", 100 + n, 101 + n) for n in range(4)]
     for steps in (1, 3):

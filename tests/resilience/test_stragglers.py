@@ -1,4 +1,4 @@
-"""Who is slow is named, after some windows and not before; who is well is not."""
+"""A slow process is named, after some windows and not before; a healthy one is not."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def test_one_process_on_cpu_is_not_measured(tmp_path, monkeypatch):
 
 
 def test_one_process_with_several_devices(tmp_path, monkeypatch, capfd):
-    """As on a machine with eight accelerators, one of them throttled: made windows, the real thread."""
+    """One of a machine's eight accelerators may be throttled: made windows, the real thread."""
     monkeypatch.setattr(stragglers.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(stragglers, "_Probe", lambda: type("Probe", (), {
         "seconds": lambda self: {"0": 0.01, "1": 0.01, "2": 0.02, "3": 0.01}})())

@@ -1,4 +1,4 @@
-"""What the folder of a run says, read again as it grows and as lines are taken back."""
+"""Reading the folder of a run, again as it grows and as lines are taken back."""
 
 import json
 import math

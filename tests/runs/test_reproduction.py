@@ -1,4 +1,4 @@
-"""What a run was trained with and what is here; and a run that is trained again by the command that is printed."""
+"""The versions a run was trained with and those here; and a run that is trained again by the printed command."""
 
 import json
 import os
@@ -112,7 +112,7 @@ def test_a_worktree_is_made_of_the_commit(recorded, capsys):
 
 @pytest.mark.slow
 def test_a_run_is_reproduced_to_the_last_bit(tmp_path, tmp_path_factory, cache, forked):
-    """On a mesh of two devices, by the command that is printed; and with another seed it is not."""
+    """The printed command reproduces it on a mesh of two devices; another seed does not."""
     keys = ["model.num_layers=1", "model.embed_dim=32", "train.steps=6", "train.eval_every=3", "mesh.fsdp=2",
             "train.sample_tokens=0", "checkpoint.every=3"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}", "XLA_FLAGS": virtual_devices(2)}

@@ -1,4 +1,4 @@
-"""What may be deleted of runs, and above all what may not."""
+"""The files of runs that may be deleted, and above all those that may not."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def test_of_runs_that_did_not_finish_all_checkpoints_stay(tmp_path):
 
 @pytest.mark.parametrize(("keep_every", "best", "old"), [(2, "", (1, 3)), (0, "loss", (1, 3)), (0, "accuracy", ())])
 def test_what_the_config_keeps_forever_stays(tmp_path, keep_every, best, old):
-    """Where the best one cannot be told, all of them."""
+    """All of them stay where the best one cannot be told."""
     run = make(tmp_path / "run", checkpoints=(1, 2, 3, 4), config={
         "checkpoint": {"keep_every": keep_every, "best": best}})
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace('"loss": 3.0', '"loss": 0.5'))

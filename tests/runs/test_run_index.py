@@ -70,7 +70,7 @@ def test_a_damaged_run_is_a_line_with_the_reason(tmp_path, capsys, damage, reaso
 
 
 def test_only_the_end_of_a_log_is_read(tmp_path, monkeypatch):
-    """So that a run of a million lines is listed in milliseconds."""
+    """A run of a million lines is listed in milliseconds."""
     run = make(tmp_path / "long")
     with open(run / "metrics.jsonl", "wb") as file:
         file.truncate(4 * 10**8)  # of holes, in which no line ends
@@ -119,7 +119,7 @@ def test_two_runs_are_compared(tmp_path, capsys):
 
 
 def test_copies_elsewhere_are_listed_with_what_is_known(tmp_path, capsys):
-    """By a path as by a URL; the mirror of checkpoints says less than a workdir that was copied."""
+    """A path and a URL work alike; the mirror of checkpoints says less than a workdir that was copied."""
     run = make(tmp_path / "run", checkpoints=(2, 4))
     place = f"file://{tmp_path}/store"
     Mirror(run / "checkpoints", f"{place}/team/mirror").send(4)

@@ -1,4 +1,4 @@
-"""What `jaxtrain top` draws of one run and of many, and that it ends when it should."""
+"""The display of `jaxtrain top` for one run and for many, and that it ends when it should."""
 
 import io
 import json

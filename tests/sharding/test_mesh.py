@@ -81,7 +81,7 @@ def test_axes_that_cannot_be_laid_over_the_islands_are_refused():
 
 @dataclass(frozen=True)
 class Device:
-    """As much of a device as laying out a mesh looks at."""
+    """A device with the attributes that laying out a mesh reads."""
 
     id: int
     process_index: int

@@ -1,4 +1,4 @@
-"""What a notebook shows: who holds which part of an array, meshes, schedules, runs and plans."""
+"""The pictures in a notebook: the device of each part of an array, meshes, schedules, runs and plans."""
 
 import jax
 import numpy as np

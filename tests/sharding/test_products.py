@@ -33,7 +33,7 @@ def float32_elsewhere(monkeypatch):
 
 
 def rounded(x, dtype, most):
-    """By another library, whose conversion is not XLA's."""
+    """Return the array rounded by another library, whose conversion is not XLA's."""
     peak = np.abs(x).max()
     scale = np.float32(peak / most if peak else 1)
     return np.clip(x / scale, -most, most).astype(dtype).astype(np.float32), scale
@@ -64,7 +64,7 @@ def test_a_product_and_its_gradients_are_those_of_rounded_factors(size):
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_gradients_keep_the_precision_of_sums(fp8):
-    """Those of float32, where a pipeline computes the two gradients apart; those of fp8 are exact in any case."""
+    """Gradients of float32 keep it where a pipeline computes the two apart; those of fp8 are exact in any case."""
     a = jnp.ones((8, 8))
     for gradient in (products.input_gradient, products.weight_gradient):
         with jax.default_matmul_precision("default" if fp8 else "highest"), products.in_fp8(fp8):

@@ -18,7 +18,7 @@ BATCH, FSDP = ("data", "fsdp", "expert"), ("fsdp", "context", "expert")
 
 
 def build(**keys):
-    """On an abstract mesh of 8: refusals come before anything is allocated."""
+    """Build on an abstract mesh of 8: refusals come before anything is allocated."""
     config = jt.make_config({
         "model": dict(vocab_size=64, num_layers=2, embed_dim=32, num_heads=8, max_seq_len=16), "mesh": CUBE,
         "data": dict(seq_len=16, global_batch_size=16)}, {key.replace("__", "."): value for key, value in keys.items()})

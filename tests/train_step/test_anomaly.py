@@ -1,4 +1,4 @@
-"""What counts as a spike, and that asking costs the numbers of a run nothing: not one bit."""
+"""The definition of a spike, and that detection changes no number of a run: not one bit."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def judge(history, loss, norm, finite=True, overflow=False, skip=False):
 
 
 def fed(losses, norms, **keys):
-    """-> the history behind these steps, and what was told of each."""
+    """Return the history behind these steps, and what was told of each."""
     history, seen = History.empty(), []
     for loss, norm in zip(losses, norms, strict=True):
         taken, history, told = judge(history, np.float32(loss), np.float32(norm), **keys)

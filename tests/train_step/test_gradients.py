@@ -1,4 +1,4 @@
-"""What the loop over micro-batches computes each time, and what once."""
+"""The work that the loop over micro-batches does each time, and once."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a step says of a state that it cannot take."""
+"""The refusal of a state that a step cannot take."""
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ def run():
 
 
 def test_a_state_that_was_used_up_is_refused(run):
-    """On eight virtual devices XLA would end the process."""
+    """XLA would end the process on eight virtual devices."""
     state, batch = run.init(), reference.batch(0)
     after, _ = run.step(state, batch)
     for again in (run, run.sharded):

@@ -410,7 +410,7 @@ class Scaled:
 
 @pytest.mark.parametrize("as_function", [True, False])
 def test_leaves_that_are_no_arrays_stay_as_they_are(as_function):
-    """On a mesh, with the gradient of the arrays alone, and more steps than one."""
+    """They stay on a mesh, with the gradient of the arrays alone, and for more steps than one."""
     def model():
         one, two = jax.random.split(jax.random.key(0))
         return Scaled([jax.random.normal(one, (4, 8)), jax.random.normal(two, (8, 2))], jnp.tanh, 0.5, True, "net")
@@ -531,7 +531,7 @@ def pair(second):
     (dict(precision="bf16"), "precision: 'bf16' is not supported; did you mean 'bfloat16'"),
     (dict(zero_stage=4), "zero_stage: 4 is not supported"),
     (dict(rules="fsdp"), "rules: 'fsdp' is not a table of rules"),
-    (dict(mesh=jax.sharding.AbstractMesh((8,), ("x",))), "mesh: .* has not the axes"),
+    (dict(mesh=jax.sharding.AbstractMesh((8,), ("x",))), "mesh: .* lacks the axes"),
 ])
 def test_mistakes_in_one_sentence(arguments, message):
     with pytest.raises(jt.UserError, match=message) as error:

@@ -43,7 +43,7 @@ def losses(run, watched, last=8, before=lambda step: None):
 
 
 def asked_at(step, watched, workdir, **request):
-    """What asks for a profile before a step."""
+    """Return the requests for a profile before a step."""
     def before(now):
         if now == step:
             profile_requests.request_profile(workdir, **request)
@@ -70,7 +70,7 @@ def test_a_profile_changes_no_loss_and_says_where_the_time_goes(two, plain, tmp_
 
 
 def test_a_trace_ends_with_the_last_step(two, tmp_path):
-    """What follows, such as the last save, is no part of a step."""
+    """Later work, such as the last save, is not part of a step."""
     last = two.config.train.steps
     with Capture(two, tmp_path) as watched:
         profile_requests.request_profile(tmp_path, steps=5)
@@ -202,7 +202,7 @@ def test_who_asks_learns_why_there_is_no_profile(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("count", [*exhaustive(1), *slow(2)])
 def test_a_run_is_profiled_while_it_trains(count, tmp_path_factory, tmp_path):
-    """By the command, from outside; in one process the losses are those of a run that nobody asked."""
+    """A command outside requests it; in one process the losses are those of a run that was not profiled."""
     keys = [*TWO, f"train.steps={100 + 20 * count}", "resilience.check_every=0"]
     words = [*tiny_flags(tmp_path_factory, keys), f"--workdir={tmp_path}/work"]
     several = [f"--coordinator={free_address()}", f"--num_processes={count}"] if count > 1 else []

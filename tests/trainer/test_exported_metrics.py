@@ -68,7 +68,7 @@ class Prometheus:
         return [(one["metric"], float(one["value"][1])) for one in found["data"]["result"]]
 
     def until(self, query, seconds=120):
-        """Its first answer that is not empty."""
+        """Return its first answer that is not empty."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             with contextlib.suppress(OSError):

@@ -63,7 +63,7 @@ def wait_for_step(workdir, step, process):
 
 @pytest.mark.slow
 def test_the_ledger_of_a_run_that_is_killed_stopped_and_finished_adds_up(flags, tmp_path):
-    """To what this test saw of it from outside, up to the moments between a process and its ledger."""
+    """The total is what this test saw from outside, up to the moments between a process and its ledger."""
     every = [*flags, "--config.checkpoint.every=10"]
     began = time.time()
     with start(every) as killed:

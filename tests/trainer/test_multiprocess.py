@@ -88,12 +88,12 @@ def two_of(words, by_environment=False, devices=4, start=None):
 
 
 def ended(processes, seconds=400):
-    """What each of them wrote to stderr, when all have ended."""
+    """Return what each of them wrote to stderr, when all have ended."""
     return [process.communicate(timeout=seconds)[1] for process in processes]
 
 
 def told(workdir):
-    """What metrics.jsonl says, but for the times."""
+    """Return the lines of metrics.jsonl without the times."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if not key.endswith(("_s", "goodput"))
              and not key.startswith("slowest")} for line in lines]
@@ -206,7 +206,7 @@ def test_several_hosts_of_a_tpu_are_left_to_jax(monkeypatch, hosts, joins):
     slices = {"MEGASCALE_NUM_SLICES": "1"} if joins else {}
     monkeypatch.setattr(os, "environ", {"TPU_WORKER_HOSTNAMES": hosts} | slices)
     distributed.initialize()
-    assert joined == []  # this is no TPU
+    assert joined == []  # this is not a TPU
     tpu = jax._src.clusters.cloud_tpu_cluster
     for module in (jax._src.cloud_tpu_init, tpu):
         monkeypatch.setattr(module, "running_in_cloud_tpu_vm", True)

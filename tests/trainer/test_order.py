@@ -55,7 +55,7 @@ LOOKS = ("anomaly look", "all anomalies looked at", "seen")  # the places of the
 # ------------------------------------------------------------------------------------------------------- the recorder
 
 class Recorder:
-    """What happened in a run, in order; and what a test does when something happens."""
+    """A recorder of the events in a run, in order, which can call a function at an event."""
 
     def __init__(self):
         self.all: list[Event] = []
@@ -209,7 +209,7 @@ def test_evaluations_and_saves(straight):
 
 
 def test_the_state_is_donated_to_the_step(straight):
-    """On CPU JAX keeps what a save or an evaluation still reads, so the steps that follow these do not count."""
+    """On CPU, JAX keeps what a save or an evaluation still reads, so the steps that follow these do not count."""
     recorder, _ = straight
     assert recorder.donated >= {1, *(step for step in range(2, STEPS + 1)
                                      if (step - 1) % SAVE_EVERY and (step - 1) % EVAL_EVERY)}

@@ -1,4 +1,4 @@
-"""When a device's memory runs out: what is said, from real texts of the error and a real program."""
+"""The report when a device's memory runs out, from real texts of the error and a real program."""
 
 import dataclasses
 import re
@@ -120,7 +120,7 @@ def test_lines_of_metrics_have_the_memory_where_devices_tell(tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_the_advice_takes_less_than_the_run_does(two):
-    """And where nothing does, it says that too."""
+    """The report says so where nothing takes less."""
     *_, planned, advice = memory_report.report(two).splitlines()
     now = float(re.match(r"  the step, by the planner: ([\d.e-]+) GB: .*parameters", planned)[1])
     keys, then = re.match(r"  use (\w+\.\w+=\S+(?: \w+\.\w+=\S+)*), predicted to take ([\d.e-]+) GB", advice).groups()

@@ -1,4 +1,4 @@
-"""What a run says when it ends."""
+"""The report of a run when it ends."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,18 +1,13 @@
 """Nothing committed is lost: stopped, killed or failed, a run goes on as if it had not been."""
 
-import contextlib
 import errno
-import gc
 import importlib
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -28,11 +23,9 @@ from jaxtrain.observe.events import events
 from jaxtrain.run import Run
 from jaxtrain.train_step.optimizers import make_schedule
 from jaxtrain.trainer.rollback import AnomalyGuard
-from jaxtrain.trainer.shutdown import Interrupt, before_the_loop
 from tests.tiers import exhaustive, slow
-from tests.tiny import SLOW, TWO_DEVICES, tiny_flags, wait_for_checkpoint, wait_for_lines
+from tests.tiny import slow_process, tiny_flags, wait_for_checkpoint, wait_for_lines
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("cache", "on_two", "built_once")  # programs are traced and compiled once
 STEPS = 12
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
@@ -83,19 +76,8 @@ def test_longer_on_purpose(flags, straight, tmp_path, capsys):
     assert main(again[:-1]) == 2  # back again would be a change, too
 
 
-@contextlib.contextmanager
-def process(flags, workdir, seconds=0.25):
-    command = [sys.executable, "-c", TWO_DEVICES + SLOW % seconds, *flags, f"--workdir={workdir}"]
-    started = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True)
-    try:
-        yield started
-    finally:
-        started.kill()
-        started.communicate()
-
-
 def told(workdir):
-    """What metrics.jsonl says, but for the times."""
+    """Return the lines of metrics.jsonl without the times."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     times = ("_s", "_wait", "mfu", "goodput")
     return [{key: value for key, value in line.items() if not key.endswith(times)} for line in lines]
@@ -145,7 +127,7 @@ def test_stopped(flags, straight, tmp_path, capfd, monkeypatch, number):
 @pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_killed(flags, straight, tmp_path, capsys, kills):
     for lines, newest in ((7, 3), (12, 6))[:kills]:  # lines of 3 steps and an evaluation for each checkpoint
-        with process(flags, tmp_path) as started:
+        with slow_process(flags, tmp_path) as started:
             wait_for_lines(tmp_path, lines, started)
             wait_for_checkpoint(tmp_path, newest, started)
             started.kill()
@@ -154,19 +136,6 @@ def test_killed(flags, straight, tmp_path, capsys, kills):
     assert main([*flags, f"--workdir={tmp_path}", "--config.checkpoint.every=5", "--config.checkpoint.keep=9"]) == 0
     assert "resumed from step " in capsys.readouterr().err
     assert_same_run(flags, tmp_path, straight)
-
-
-@pytest.mark.slow
-def test_second_interrupt_ends_at_once(flags, tmp_path):
-    with process(flags, tmp_path, seconds=10) as started:
-        wait_for_lines(tmp_path, 1, started)
-        started.send_signal(signal.SIGINT)
-        while "stopping after this step" not in (line := started.stderr.readline()):
-            assert line, "it ended without a word of the first one"
-        started.send_signal(signal.SIGINT)
-        _, err = started.communicate(timeout=60)
-    assert started.returncode == 130 and err.endswith("stopped at once; what was saved before is kept\n")
-    assert "Traceback" not in err and CheckpointManager(tmp_path / "checkpoints").latest() is None
 
 
 @pytest.mark.parametrize("times, status", [
@@ -281,7 +250,7 @@ def test_other_shapes_are_refused(flags, straight, tmp_path, capsys):
 
 
 def test_a_run_that_failed_before_its_first_step_begins_anew(flags, tmp_path, monkeypatch, capsys):
-    """With corrected keys; one that has trained a step is kept, though it has saved nothing."""
+    """Keys may be corrected; a run that has trained a step is kept, though it has saved nothing."""
     def failing(*_, **__):
         raise RuntimeError("out of memory")
 
@@ -394,7 +363,7 @@ def test_a_copy_from_the_mirror_knows_its_run(flags, straight, halfway, tmp_path
     (["fingerprint"], "checkpoint 11 is damaged (it is the checkpoint of step 9)"),
     (["fingerprint", "meta"], "halfway holds the state of step 9; move it away")], ids=["seal", "one", "both"])
 def test_a_checkpoint_under_another_step(flags, halfway, capsys, edited, told):
-    """Its folder was renamed, and its files were edited to fit."""
+    """The folder was renamed, and its files were edited to fit."""
     folder = (halfway / "checkpoints" / "9").rename(halfway / "checkpoints" / "11")
     record = json.loads((folder / "good.json").read_text())
     (folder / "good.json").unlink()
@@ -439,7 +408,7 @@ def test_a_damaged_checkpoint_is_passed_over(flags, straight, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_one_that_loads_as_another_is_passed_over(flags, straight, tmp_path, capsys, monkeypatch):
-    """Its files are whole, and still it is not what was saved, as when a device's memory is bad."""
+    """The files are whole, and still the state is not what was saved, as when a device's memory is bad."""
     shutil.copytree(straight, tmp_path / "work")
     right = verify.saved_fingerprint
 
@@ -488,7 +457,7 @@ def test_seconds_held_up_are_in_the_metrics(straight):
 @pytest.mark.parametrize("error", [
     *exhaustive(RuntimeError("the disk is gone")), *slow(UserError("data.source", "it is gone", "find it"))])
 def test_an_error_in_the_data_thread(flags, tmp_path, monkeypatch, capsys, error):
-    """It surfaces as itself, and what was saved before it is whole."""
+    """The error itself is raised, and what was saved before it is whole."""
     def failing(self, batches, step, placed=Run.placed):
         if step == 7:
             raise error
@@ -516,198 +485,3 @@ def test_an_error_in_the_metrics_thread(flags, tmp_path, monkeypatch):
     monkeypatch.setattr(observe.Progress, "write", full)
     with pytest.raises(OSError, match="No space left"):
         main([*flags, f"--workdir={tmp_path}"])
-
-
-@pytest.fixture
-def uncollected():
-    """What a handler raises would be lost in a callback of the garbage collector, as JAX has one."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def test_interrupt_leaves_handlers_as_they_were(uncollected):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with Interrupt() as interrupt:
-        assert not interrupt.requested(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert interrupt.requested(2) and interrupt.signal == signal.SIGTERM
-        os.kill(os.getpid(), signal.SIGTERM)  # impatient launchers send it twice
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-@pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_an_early_signal_is_not_lost_with_what_it_raised(number, raised):
-    with before_the_loop():
-        with contextlib.suppress(raised):
-            os.kill(os.getpid(), number)
-        with pytest.raises(raised), Interrupt():
-            pytest.fail("the loop began")
-    with Interrupt():
-        pass
-
-
-@pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_an_early_signal_is_not_lost_in_an_error_that_it_becomes(number, raised, uncollected):
-    with pytest.raises(raised), before_the_loop():
-        try:
-            os.kill(os.getpid(), number)
-        except BaseException as stopped:
-            raise ImportError("an error in initializing the extension") from stopped
-    with pytest.raises(ImportError), before_the_loop():
-        raise ImportError("of another cause")
-
-
-def test_interrupt_on_another_thread():
-    """In a notebook's or a server's thread there are no signals to take; training works all the same."""
-    seen = []
-
-    def work():
-        with Interrupt() as interrupt:
-            seen.append(interrupt.requested(1))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [False]
-
-
-@pytest.mark.exhaustive  # one during an import ends alike
-def test_sigterm_before_the_loop(flags, tmp_path):
-    """Nothing is there to save, and launchers are told to start it again all the same."""
-    waiting = """
-import importlib, pathlib, sys, time
-from jaxtrain.main import main
-
-def build(config, **parts):
-    pathlib.Path(sys.argv[-1].partition("=")[2], "here").touch()
-    time.sleep(100)
-
-importlib.import_module("jaxtrain.trainer.loop").build = build
-sys.exit(main())
-"""
-    started = subprocess.Popen([sys.executable, "-c", waiting, *flags, f"--workdir={tmp_path}"], text=True,
-                               env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
-    try:
-        end = time.monotonic() + 90
-        while not (tmp_path / "here").exists() and time.monotonic() < end and started.poll() is None:
-            time.sleep(0.02)
-        started.send_signal(signal.SIGTERM)
-        err = started.communicate(timeout=60)[1]
-    finally:
-        started.kill()
-    assert started.returncode == exit_codes.SAVED
-    assert err == "stopped outside of the loop; run the same command again to resume\n"
-
-
-INSIDE = {  # a module that is about to be imported, as part of what
-    "json": "jaxtrain.main", "jaxtrain.flags": "jaxtrain.main", "jaxtrain.trainer.shutdown": "jaxtrain.main",
-    "numpy._core._multiarray_umath": "jaxlib, which is not written in Python", "contextvars": "numpy, likewise",
-    "jax._src.xla_bridge": "jax", "tensorstore._tensorstore": "tensorstore", "flax.nnx": "flax", "optax": "the loop",
-    "grain": "the loop", "jaxtrain.trainer.session": "the loop", "jaxtrain.run": "the loop",
-}
-
-
-@pytest.mark.parametrize("module", [
-    name if name == "numpy._core._multiarray_umath" else pytest.param(name, marks=pytest.mark.exhaustive)
-    for name in INSIDE])
-def test_ten_sigterms_during_an_import_end_with_75(tmp_path, module):
-    """Not by a signal: an exception in the middle of an import may crash a module that is not written in Python."""
-    code = f"""
-import os, runpy, signal, sys
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == {module!r}:
-            os.write(1, b"here")
-            for _ in range(10):
-                signal.raise_signal(signal.SIGTERM)
-
-for name in ("json", "contextvars"):
-    sys.modules.pop(name, None)
-sys.meta_path.insert(0, Finder())
-runpy.run_module("jaxtrain.main", run_name="__main__")
-"""
-    ended = subprocess.run([sys.executable, "-c", code, f"--config={ROOT}/configs/gpt.py:tiny",
-                            f"--config.data.source={__file__}", f"--workdir={tmp_path}"],
-                           env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
-    assert ended.stdout == "here", ended.stderr
-    assert ended.returncode == exit_codes.SAVED, ended.stderr
-    # Tensorstore is imported after the first step, where the loop ends at its next one.
-    where = "saved at step 1" if module.startswith("tensorstore") else "stopped outside of the loop"
-    assert ended.stderr.count(f"{where}; run the same command again to resume\n") == 1
-    assert "Traceback" not in ended.stderr
-
-
-def test_a_signal_waits_for_the_end_of_an_import(tmp_path, monkeypatch, uncollected):
-    (tmp_path / "held_module.py").write_text(
-        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nos.kill(os.getpid(), signal.SIGTERM)\nwhole = True\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SystemExit) as ended, before_the_loop():
-        held = importlib.import_module("held_module")
-        threading.Event().wait(60)
-        pytest.fail("the signal is lost")
-    assert ended.value.code == exit_codes.SAVED and held.whole
-
-
-def test_a_signal_whose_exception_python_discards_is_sent_again(capfd):
-    """As in JAX's callback of the garbage collector."""
-    def callback(*_):
-        gc.callbacks.remove(callback)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(SystemExit) as ended, before_the_loop():
-        gc.callbacks.append(callback)
-        gc.collect()
-        threading.Event().wait(60)
-        pytest.fail("the signal is lost")
-    assert ended.value.code == exit_codes.SAVED
-    assert capfd.readouterr().err == "stopped outside of the loop; run the same command again to resume\n"
-
-
-def test_a_second_interrupt_whose_exception_python_discards_is_sent_again(uncollected):
-    def callback(*_):
-        gc.callbacks.remove(callback)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt), before_the_loop(), Interrupt() as interrupt:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupt.requested(1)
-        gc.callbacks.append(callback)
-        gc.collect()
-        threading.Event().wait(60)
-        pytest.fail("the signal is lost")
-    with before_the_loop(), Interrupt() as interrupt:  # a later run in this process is not ended by it
-        assert not interrupt.requested(1)
-
-
-def test_a_held_signal_is_forgotten_with_what_it_was_to_end(monkeypatch):
-    """It is looked at again after the import, but not when the run has ended."""
-    shutdown, sent = importlib.import_module("jaxtrain.trainer.shutdown"), []
-    monkeypatch.setattr(shutdown, "_is_importing", lambda frame: True)
-    with before_the_loop():
-        os.kill(os.getpid(), signal.SIGTERM)
-        timer = next(thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert sum(isinstance(thread, threading.Timer) for thread in threading.enumerate()) == 1
-        assert not sent
-    timer.join(60)
-    assert timer.finished.is_set()
-
-
-@pytest.mark.slow
-def test_sigterm_behind_the_last_step_changes_nothing(flags, tmp_path, monkeypatch):
-    """As from a supervisor that has just decided to start with more processes: there is nothing to start again."""
-    sample = importlib.import_module("jaxtrain.hub.generate")
-    monkeypatch.setattr(sample, "sample", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM) or "")
-    assert main([*flags, "--config.train.sample_tokens=1", f"--workdir={tmp_path / 'work'}"]) == 0
-
-
-def test_sigterm_at_exit_changes_nothing():
-    code = ("import atexit, os, runpy, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGTERM); "
-            "runpy.run_module('jaxtrain.main', run_name='__main__')")
-    ended = subprocess.run([sys.executable, "-c", code, f"--config={ROOT}/configs/gpt.py:tiny", "--print_config"],
-                           env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr

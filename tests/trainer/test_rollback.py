@@ -1,4 +1,4 @@
-"""Steps that are no good are left out, or gone back from; what comes of it is a run that never saw their data."""
+"""Bad steps are skipped or rolled back; the result is a run that never saw their data."""
 
 import contextlib
 import dataclasses
@@ -65,7 +65,7 @@ def words(**keys):
 
 
 def told(workdir, name="metrics.jsonl"):
-    """What it says, but for the times."""
+    """Return its lines without the times."""
     lines = [json.loads(line) for line in (workdir / name).read_text().splitlines()]
     return [{key: value for key, value in line.items() if not key.endswith(("_s", "_wait", "mfu", "goodput"))
              and not key.startswith("slowest")} for line in lines]
@@ -137,7 +137,7 @@ def assert_went_as(flags, workdir, never_saw):
 
 
 def assert_went_nearly_as(flags, workdir, never_saw):
-    """Where sums are made in another order."""
+    """Assert nearly equal results, since sums are made in another order."""
     assert SkippedBatches.read(workdir) == SkippedBatches((37, 38, 39, 40), 1)
     ours, theirs = told(workdir), told(never_saw)
     assert [(line["step"], line.get("tokens")) for line in ours] == [
@@ -267,7 +267,7 @@ def test_on_any_mesh_the_same_is_decided(flags, never_saw, poison, tmp_path, dev
 
 @pytest.mark.slow
 def test_recorded_and_stopped(flags, poison, tmp_path, capsys):
-    """By default a spike is only told; but a run that is not finite for long is stopped, for a person to look."""
+    """By default a spike is only reported; but a run that is not finite for long is stopped, for a person to look."""
     poison("strange", {35})
     assert main([*flags, *words(train__steps=40, optimizer__schedule="constant", optimizer__warmup_steps=1),
                  f"--workdir={tmp_path}"]) == 0

@@ -1,4 +1,4 @@
-"""What trackers get of a run besides its lines; and what is refused before anything is compiled."""
+"""The uploads to trackers besides a run's lines; and refusals before anything is compiled."""
 
 import contextlib
 from pathlib import Path
@@ -132,7 +132,7 @@ def test_what_is_refused(flags, tmp_path, capsys, keys, refused):
     ({"histograms": ["gradients"]}, "histograms: it is read with observe.histograms_every only"),
     ({"histograms_every": 2, "histograms": []}, "histograms: it is empty")])
 def test_what_is_refused_of_a_run_whose_batches_are_given(keys, refused):
-    """As in a run of one's own model, which does not read train.sample_tokens either."""
+    """A run of the user's own model is such, and does not read train.sample_tokens either."""
     run = SimpleNamespace(config=SimpleNamespace(observe=ObserveConfig(**keys)), data=object())
     with pytest.raises(UserError, match=refused):
         tracked.check(run, SimpleNamespace(trackers=[Collector()]))
@@ -168,7 +168,7 @@ def test_histograms_are_waited_for_and_compiled_for_each_shape(two, monkeypatch)
 
 
 def test_what_counts_gradients_is_compiled_in_its_phase(two, monkeypatch):
-    """They may lie on the devices otherwise than the parameters do, as those of a model of one's own."""
+    """Gradients may be laid out otherwise than the parameters, as those of the user's own model."""
     monkeypatch.setattr(histograms, "_programs", {})
     programs = []
 

@@ -88,7 +88,7 @@ def lines_of(workdir):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """How many rows each call of a compiled pass was for."""
+    """The numbers of rows in each call of a compiled pass."""
     found = []
     before = reference_sums.ReferenceSums._dispatched
 
@@ -159,7 +159,7 @@ def test_batches_of_ones_own_are_trained_on_alike(corpus, whole, tmp_path):
 
 @pytest.mark.parametrize("goes_on", [*slow(True), *exhaustive(False)])
 def test_two_processes_compute_what_one_does(corpus, whole, tmp_path, computed, goes_on):
-    """From the first step, or where a run goes on whose numbers are lost."""
+    """They do from the first step, and where a run resumes whose numbers are lost."""
     folder, _ = whole
     if goes_on:
         tuned.resumed(folder, tmp_path / "two", 8).joinpath(reference_sums.FILE).unlink()

@@ -23,7 +23,7 @@ ANSWERS, RECORDS = ["a", "bb", "\ud800é", ""], [{"prompt": "p", "number": n} fo
 
 
 def right(_, asked):
-    """As the function of the other tests."""
+    """Return the rewards of the other tests' function."""
     return 200, {"rewards": [sum(map(ord, answer)) % 2 + 0.1 * record["number"]
                              for answer, record in zip(asked["answers"], asked["records"], strict=True)]}
 

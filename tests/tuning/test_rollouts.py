@@ -104,7 +104,7 @@ def made(files, **keys):
 
 @pytest.fixture(scope="module")
 def made_by_rows_alone(files):
-    """On a mesh that splits rows and nothing else."""
+    """The files made on a mesh that splits rows and nothing else."""
     return made(files, mesh__data=4, mesh__tensor=1)
 
 
@@ -113,7 +113,7 @@ def made_by_rows_alone(files):
     # test_values.py has all three axes without a layout for decoding.
     *exhaustive(dict(mesh__data=1, mesh__fsdp=2), dict(mesh__data=2, mesh__stage=2))], ids=str)
 def test_any_mesh_makes_the_same_batch(files, made_by_rows_alone, keys):
-    """With weights that are laid out for decoding, too: whole over all axes but `tensor`."""
+    """Weights that are laid out for decoding give it too: whole over all axes but `tensor`."""
     other = made(files, **keys)
     for name, column in made_by_rows_alone.items():
         np.testing.assert_allclose(other[name], column, rtol=1e-4, atol=1e-5, err_msg=name)

@@ -15,25 +15,25 @@ class AsyncSaver:
 
     @cached_property
     def barrier(self) -> Barrier:
-        """What the processes wait at before a save counts as committed."""
+        """The barrier at which processes wait before a save counts as committed."""
         return Barrier()
 
     @cached_property
     def _orbax(self):
-        from jaxtrain.checkpoint.orbax.deferred_json import LateJson
+        from jaxtrain.checkpoint.orbax.deferred_json import DeferredJson
 
         ocp = orbax()
         handler = ocp.CompositeCheckpointHandler(
-            state=ocp.StandardCheckpointHandler(), meta=ocp.JsonCheckpointHandler(), fingerprint=LateJson())
+            state=ocp.StandardCheckpointHandler(), meta=ocp.JsonCheckpointHandler(), fingerprint=DeferredJson())
         return ocp.AsyncCheckpointer(handler, async_options=ocp.AsyncOptions(barrier_sync_fn=self.barrier))
 
     def save(self, folder: Path, flat: dict[str, Any], meta: dict[str, Any], sums: Callable[[], Any]) -> None:
         """Start a save; `flat` is copied off the devices, and `sums` is called at the end of the write."""
-        from jaxtrain.checkpoint.orbax.deferred_json import LateJsonSave
+        from jaxtrain.checkpoint.orbax.deferred_json import DeferredJsonSave
 
         args = orbax().args
         self._orbax.save(folder, args=args.Composite(
-            state=args.StandardSave(flat), meta=args.JsonSave(meta), fingerprint=LateJsonSave(sums)))
+            state=args.StandardSave(flat), meta=args.JsonSave(meta), fingerprint=DeferredJsonSave(sums)))
 
     def wait(self) -> None:
         """Wait until the save is committed; raises what it failed with."""

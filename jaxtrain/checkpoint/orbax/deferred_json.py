@@ -8,7 +8,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 
-class LateJson(ocp.JsonCheckpointHandler):
+class DeferredJson(ocp.JsonCheckpointHandler):
     """An Orbax handler that writes what a function returns, in process 0, just before the commit."""
 
     async def async_save(self, directory: Any, item: Any = None, args: Any = None) -> Any:
@@ -20,9 +20,9 @@ class LateJson(ocp.JsonCheckpointHandler):
         (directory / "metadata").write_text(json.dumps(self._content()))
 
 
-@ocp.args.register_with_handler(LateJson, for_save=True, for_restore=True)  # Orbax requires both
+@ocp.args.register_with_handler(DeferredJson, for_save=True, for_restore=True)  # Orbax requires both
 @dataclass
-class LateJsonSave(ocp.args.CheckpointArgs):
+class DeferredJsonSave(ocp.args.CheckpointArgs):
     """The save arguments: a function that returns what to write."""
 
     content: Callable[[], Any]

@@ -13,13 +13,13 @@ READ_BY = {"exact": "", "int8": "block", "int4": "block", "top_k": "block ratio"
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """How gradients are summed over one mesh axis, by compressed messages with error feedback; off by default."""
+    """The compression of gradient sums over one mesh axis, with error feedback; off by default."""
 
     method: str = ""  # exact (float32, once a step), int8, int4, top_k, random_k or power_sgd; "": as everywhere else
     axis: str = "data"  # the mesh axis that is the slow link: one that splits the batch, and no parameters
-    block: int = 0  # values with one scale, or of which the largest are kept; 0: 256 (int8), 64 (int4), 4096 (top_k)
-    ratio: float = 0.01  # of the values that are sent, of top_k and random_k
-    rank: int = 4  # of both factors of a matrix, of power_sgd
+    block: int = 0  # size of a block of values; 0: 256 (int8), 64 (int4), 4096 (top_k)
+    ratio: float = 0.01  # top_k, random_k: the share of values that is sent
+    rank: int = 4  # power_sgd: rank of both factors of a matrix
 
     def __post_init__(self):
         one_of("compression.method", self.method, ("", *READ_BY))

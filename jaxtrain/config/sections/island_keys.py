@@ -16,20 +16,21 @@ class IslandsConfig:
     """Islands and their outer updates (docs/islands.md); off by default. All islands need equal keys but for index."""
 
     count: int = 0  # islands among which each batch is divided: together they train on count x data.global_batch_size
-    index: int = 0  # which of them this run is, from 0 on
+    index: int = 0  # number of this run's island, from 0
     meeting: str = ""  # where islands meet: tcp://HOST:PORT of `jaxtrain islands serve`, or its --store
-    keys: str = ""  # of tcp://: the folder with this island's certificates, from `jaxtrain islands keys`
-    mode: str = "sync"  # an outer update of all islands' progress together; "async": one of each; "gossip": of pairs
+    keys: str = ""  # with tcp://: the folder with this island's certificates, from `jaxtrain islands keys`
+    mode: str = "sync"  # outer updates: "sync": of all islands together; "async": of each; "gossip": of pairs
     every: int = 50  # inner steps between exchanges of the same parameters
     learning_rate: float = 0.7  # of the outer optimizer; 1 with momentum=0 averages parameters (local SGD)
-    momentum: float = 0.9  # Nesterov's, of the outer optimizer
-    pull: float = 0.0  # of gossip: towards the mean of two islands, below 2 - 2 * momentum ** 2; 0: half of that
-    fragments: int = 1  # parameters are exchanged in so many parts, one after the other (streaming)
+    momentum: float = 0.9  # Nesterov momentum of the outer optimizer
+    pull: float = 0.0  # gossip: pull towards the mean of two islands, below 2 - 2 * momentum ** 2; 0: half of that
+    fragments: int = 1  # number of parts in which parameters are exchanged, one after the other (streaming)
     overlap: int = 0  # inner steps that go on while an exchange is under way
-    blend: float = 0.5  # with overlap: how much of a parameter stays the island's own when the update comes
-    compression: str = "none"  # of what is sent: bfloat16, or, what they lose sent later, int8, int4, top_k, random_k
-    max_age: int = 16  # outer updates that may come without an island's progress before it is dropped
-    age_decay: float = 0.5  # of async: what is a rounds older than at equal speed counts (1 + a) ** -age_decay
+    blend: float = 0.5  # with overlap: the share of the island's own parameters kept when the update arrives
+    # format of what is sent: bfloat16; int8, int4, top_k or random_k with error feedback; none: float32
+    compression: str = "none"
+    max_age: int = 16  # outer updates without an island's progress before that progress is dropped
+    age_decay: float = 0.5  # async: progress a rounds older than at equal speed has weight (1 + a) ** -age_decay
     snapshot_every: int = 20  # outer updates between snapshots of the outer state, from which others join
 
     def __post_init__(self):
@@ -73,7 +74,7 @@ class IslandsConfig:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """What the outer optimizer keeps for a parameter besides its value; but for gossip, alike on all islands."""
+        """The outer optimizer's state for a parameter besides its value; except with gossip, equal on all islands."""
         return () if not self.momentum else ("momentum", "arrived") if self.mode == "async" else ("momentum",)
 
     @property

@@ -13,18 +13,19 @@ TRACES = ("", "otlp", "file")
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """What shows a run elsewhere; none of it changes a number, so that a run that resumes may change all of it."""
+    """The services that show a run; they change none of its numbers, so a resumed run may change all of these keys."""
 
-    # that get all metrics: tensorboard, wandb, mlflow, trackio
+  # services that get all metrics: tensorboard, wandb, mlflow, trackio
     trackers: list[str] = field(default_factory=list, hash=False)
-    project: str = "jaxtrain"  # under which trackers list the run
-    name: str = ""  # of the run in trackers; "": that of the workdir
+    project: str = "jaxtrain"  # the project under which trackers list the run
+    name: str = ""  # the run's name in trackers; "": that of the workdir
     histograms_every: int = 0  # steps between histograms for the trackers; 0: none
-    histograms: list[str] = field(default_factory=lambda: ["weights"], hash=False)  # of what: weights, gradients
+    # kinds of histograms: weights, gradients
+    histograms: list[str] = field(default_factory=lambda: ["weights"], hash=False)
     samples_every: int = 0  # steps between samples of train.sample_tokens tokens for the trackers; 0: none
-    traces: str = ""  # OpenTelemetry's, a span a phase: otlp (sent where OTEL_EXPORTER_OTLP_... say), file; "": none
-    prometheus_port: int = 0  # of the exporter for Prometheus; a host's other processes take the next ones; 0: none
-    prometheus_host: str = "127.0.0.1"  # its address; with 0.0.0.0 whoever reaches this machine can read
+    traces: str = ""  # OpenTelemetry spans of phases: otlp (sent to OTEL_EXPORTER_OTLP_...), file; "": none
+    prometheus_port: int = 0  # port of the Prometheus exporter; a host's other processes use the next ones; 0: none
+    prometheus_host: str = "127.0.0.1"  # its address; 0.0.0.0 lets anyone who can reach this machine read it
     prometheus_textfile: str = ""  # a folder that node_exporter's textfile collector reads
 
     def __post_init__(self):

@@ -14,8 +14,8 @@ class SparsityConfig:
     targets: list[str] = field(default_factory=list, hash=False)  # paths with wildcards of linear layers; none: off
     start: int = 1  # the step after which weights become sparse; or a fraction of train.steps
     every: int = 100  # steps between choices of the weights that stay
-    stop: int = 0  # the step behind which none are chosen any more; or a fraction of train.steps; 0: start
-    decay: float = 0.0  # of weights that are zero for now, added to their gradient (SR-STE)
+    stop: int = 0  # the last step at which weights are chosen; or a fraction of train.steps; 0: start
+    decay: float = 0.0  # decay of masked weights, added to their gradient (SR-STE)
 
     def __post_init__(self):
         if not all(isinstance(pattern, str) for pattern in self.targets):

@@ -17,13 +17,14 @@ PREFERENCE_LOSSES = {"dpo": "beta label_smoothing reference", "robust": "beta la
 class LoraConfig:
     """Adapters of low rank beside frozen linear layers (docs/tuning.md); none by default."""
 
-    rank: int = 0  # of the adapters, which are all that is trained; 0: no adapters
+    rank: int = 0  # rank of the adapters, which alone are trained; 0: no adapters
     alpha: float = 16.0  # adapters are multiplied by alpha / rank
-    rank_stabilized: bool = False  # by alpha / sqrt(rank) instead, which lets higher ranks learn as fast
-    targets: list[str] = field(default_factory=lambda: ["*"], hash=False)  # paths with wildcards of linear layers
-    experts: bool = False  # targets are matrices of routed experts too
-    dora: bool = False  # adapters turn the weights' columns, and their lengths are trained apart (DoRA)
-    quantize: str = ""  # the bits in which frozen linear layers rest: int8 or nf4 (QLoRA); "": as they are
+    rank_stabilized: bool = False  # multiply by alpha / sqrt(rank) instead, so that higher ranks learn as fast
+    # the linear layers that get adapters, by paths with wildcards
+    targets: list[str] = field(default_factory=lambda: ["*"], hash=False)
+    experts: bool = False  # the matrices of routed experts are targets too
+    dora: bool = False  # DoRA: adapters change the direction of columns; their lengths are trained separately
+    quantize: str = ""  # quantization of frozen linear layers: int8 or nf4 (QLoRA); "": none
 
     def __post_init__(self):
         not_negative(self, "lora", "rank")
@@ -40,13 +41,13 @@ class PreferenceConfig:
     """Learning from pairs of a chosen and a rejected answer, or from labels (docs/tuning.md); off by default."""
 
     loss: str = ""  # dpo, robust, ipo, hinge, simpo, orpo, reward (a reward model) or kto; "": next-token prediction
-    beta: float = 0.1  # how far the policy may leave the reference: less for higher values
-    label_smoothing: float = 0.0  # the share of pairs that may be swapped; of dpo, robust and simpo
-    margin: float = 0.0  # by how much the chosen answer's reward is to be higher; of simpo, per token, and of reward
-    center: float = 0.0  # of reward: coefficient of the square of both rewards' sum, which keeps them around 0
-    desirable_weight: float = 1.0  # of kto: what desirable answers weigh in the loss
-    undesirable_weight: float = 1.0  # of kto: what undesirable ones weigh
-    reference: str = "copy"  # what the policy is compared with: a "copy", or its numbers, "precomputed" at the start
+    beta: float = 0.1  # higher values keep the policy closer to the reference
+    label_smoothing: float = 0.0  # dpo, robust, simpo: the share of pairs that may be swapped
+    margin: float = 0.0  # simpo (per token), reward: the margin by which the chosen answer's reward should be higher
+    center: float = 0.0  # reward: coefficient of the square of both rewards' sum, which keeps them around 0
+    desirable_weight: float = 1.0  # kto: weight of desirable answers in the loss
+    undesirable_weight: float = 1.0  # kto: weight of undesirable answers in the loss
+    reference: str = "copy"  # the reference policy: a "copy", or its sums, "precomputed" at the start
 
     def __post_init__(self):
         one_of("preference.loss", self.loss, ("", *PREFERENCE_LOSSES))
@@ -76,23 +77,25 @@ class ReinforceConfig:
     """Learning from rewards of the model's own answers (docs/reinforce.md); off by default."""
 
     prompts: str = ""  # JSON lines with a "prompt" each; "": no reinforcement learning
-    reward: str = ""  # FILE.py:FUNCTION, of an answer and the prompt's record; model:WORKDIR, or the URL of a scorer
-    reward_timeout_s: float = 20.0  # for a scorer to answer a request
+    reward: str = ""  # FILE.py:FUNCTION(answer, record), model:WORKDIR of a reward model, or the URL of a scorer
+    reward_timeout_s: float = 20.0  # seconds for a scorer to answer a request
     group_size: int = 8  # answers to each prompt, whose rewards are compared with each other
-    max_new_tokens: int = 64  # of an answer
+    max_new_tokens: int = 64  # most tokens of an answer
     reuse: int = 1  # steps that are trained on the same answers, before others are made
-    staleness: int = 0  # answers are made so many steps before they are trained on, and rewarded beside these steps
+    staleness: int = 0  # steps between generating answers and training on them, during which they are scored
     gather_weights: bool = False  # weights are gathered and cast once for the answers of a step, not for each token
-    loss: str = "dapo"  # how tokens are weighed: "dapo" all alike; "grpo" answers alike; "dr_grpo" by a fixed length
-    baseline: str = "mean"  # the group's mean, that of the "others" in it (RLOO), or "value": a value head's (PPO)
-    scale: str = "group"  # what divides advantages: the spread in a "group" (value: the batch), "batch" or "none"
-    gamma: float = 1.0  # of value: what a reward counts one token earlier
-    gae_lambda: float = 0.95  # of value: 1 compares with the reward that came, 0 with the value of the next token
-    value_loss: float = 0.1  # of value: coefficient of the squared error of values
-    value_clip: float = 0.2  # of value: how far values may move before they have no gradient; 0: any way
+    loss: str = "dapo"  # weights of tokens: "dapo": all equal; "grpo": answers equal; "dr_grpo": by a fixed length
+    # subtracted from rewards: the group's "mean", that of the "others" (RLOO), or a head's "value" (PPO)
+    baseline: str = "mean"
+    # divisor of advantages: the deviation in the "group" (value: the batch), the "batch", or "none"
+    scale: str = "group"
+    gamma: float = 1.0  # value: discount of a reward for each token before it
+    gae_lambda: float = 0.95  # value: 1 compares with the actual reward, 0 with the value of the next token
+    value_loss: float = 0.1  # value: coefficient of the squared error of values
+    value_clip: float = 0.2  # value: how far values may move before their gradient is cut off; 0: no limit
     clip: float = 0.2  # an answer's probability may fall to this much below what it was, where that lowers the loss
     clip_high: float = 0.28  # and rise to this much above; 0: as clip
-    ratio: str = "token"  # of probabilities: of each "token", or their geometric mean over a "sequence" (GSPO)
+    ratio: str = "token"  # probability ratio: of each "token", or the geometric mean over a "sequence" (GSPO)
     kl: float = 0.0  # coefficient of the divergence from the policy that the run began with; 0: without
 
     def __post_init__(self):
@@ -130,8 +133,8 @@ class EvaluationConfig:
     """Tasks of lm-evaluation-harness that are asked with each evaluation (docs/evaluate.md); none by default."""
 
     tasks: list[str] = field(default_factory=list, hash=False)  # names of tasks or of groups of tasks
-    include: str = ""  # the folder with YAML files of tasks of one's own
-    limit: int = 0  # so many questions of each task; 0: all
+    include: str = ""  # a folder with YAML files of your own tasks
+    limit: int = 0  # number of questions of each task; 0: all
     num_fewshot: int = -1  # examples in front of each question; -1: as the task says
     chat: bool = False  # questions go through the chat template of the data
     batch_size: int = 64  # texts at once

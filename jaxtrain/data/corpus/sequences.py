@@ -154,7 +154,7 @@ class SequenceCorpus:
 
     @property
     def manifests(self) -> dict[str, str]:
-        """That hash, under the name of the only source."""
+        """The manifest's hash, under the name of the only source."""
         return {"": self.manifest_hash}
 
 

@@ -20,7 +20,7 @@ ORIGIN = np.dtype([("piece", "<u4"), ("place", "<u8")])  # input piece; line, by
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Where a document came from: the input piece and the place within it."""
+    """The origin of a document: the input piece and the place within it."""
 
     piece: int
     place: int

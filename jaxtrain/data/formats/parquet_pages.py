@@ -18,7 +18,7 @@ _TRUE, _FALSE, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _STRUCT = 1, 2, 3, (4, 5, 6),
 
 @dataclass(frozen=True)
 class Page:
-    """What the header of a page claims."""
+    """The sizes that the header of a page declares."""
 
     size: int  # bytes, decompressed
     stored: int  # bytes in the file

@@ -18,7 +18,7 @@ def place_batch(batches: BatchSource, step: int, where: Callable[[int], NamedSha
 
     Args:
         where: the sharding of an array of so many dimensions, of which only the first is split.
-        check: refuses a batch, or some rows of one, that has not the arrays that it should have.
+        check: refuses a batch, or some rows of one, that lacks arrays, or has others.
     """
     if jax.process_count() == 1:
         batch = batches[step]

@@ -1,1 +1,1 @@
-"""How documents become rows of one length: concatenated, best fit, whole pairs, or one document each."""
+"""Packing documents into rows of one length: concatenated, best fit, whole pairs, or one document each."""

@@ -320,8 +320,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         ".tiktoken[:SCHEME] or .model, or tiktoken:NAME")
     parser.add_argument("--eod", default="", help="the token that ends a document; found for well-known vocabularies")
     parser.add_argument("--bos", default="none", help="the token to put before each document, or none")
-    parser.add_argument("--field", default=Options.field, help="which field of a JSON record or Parquet row is text")
-    parser.add_argument("--token_dtype", default="", help="of files of tokens without a header: uint16, uint32, ...")
+    parser.add_argument("--field", default=Options.field, help="the field of a JSON record or Parquet row that is text")
+    parser.add_argument("--token_dtype", default="", help="dtype of token files without a header: uint16, uint32, ...")
     parser.add_argument("--format", default=Options.format, help=f"of records: auto, {', '.join(FORMATS)}")
     parser.add_argument("--chat_template", default="", help=f"a jinja file, or {', '.join(BUILT_IN)}; default: the "
                         "tokenizer's own")
@@ -363,7 +363,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if getattr(flags, name) and flags.engine != engine:
             raise UserError(f"--{name}", f"--engine={flags.engine} has no such flag", f"add --engine={engine}")
     if flags.engine == "slurm" and (flags.part or flags.stage != "tokens"):
-        raise UserError("--engine", "the script itself deals out parts", "leave --part and --stage out")
+        raise UserError("--engine", "the script assigns the parts itself", "leave --part and --stage out")
     if flags.sample < 0 or (flags.sample and not flags.dry_run):
         raise UserError("--sample", f"{flags.sample} has no use here", "give a positive number with --dry_run")
     if not flags.output and not flags.dry_run:

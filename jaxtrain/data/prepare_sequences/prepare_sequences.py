@@ -167,12 +167,12 @@ Prepare audio clips as log-mel frames.
     jaxtrain prepare_sequences audio --input=FOLDER --output=FOLDER
 """)
     audio.add_argument("--target", default=Audio.target, help=f"{', '.join(TARGETS)}: the target of a clip")
-    audio.add_argument("--tokenizer", default=Audio.tokenizer, help="of texts: 'bytes' or a tokenizer.json")
+    audio.add_argument("--tokenizer", default=Audio.tokenizer, help="tokenizer of texts: 'bytes' or a tokenizer.json")
     audio.add_argument("--clip_hours", type=float, default=Audio.clip_hours,
                        help=f"leave out longer clips; default: {Audio.clip_hours:g}")
     audio.add_argument("--mels", type=int, default=Audio.mels, help="bands of a frame; 128 for large-v3")
-    audio.add_argument("--audio_column", default=Audio.audio_column, help="of Parquet, with the bytes of files")
-    audio.add_argument("--text_column", default=Audio.text_column, help="of Parquet, with transcripts")
+    audio.add_argument("--audio_column", default=Audio.audio_column, help="column of Parquet with the bytes of files")
+    audio.add_argument("--text_column", default=Audio.text_column, help="column of Parquet with transcripts")
     audio.add_argument("--special_tokens", action="store_true",
                        help="tokens such as <|de|> in transcripts are those of the tokenizer")
     events = kinds.add_parser("events", help="tables of events to one sequence per user", text="""\
@@ -197,8 +197,8 @@ Prepare pictures, of files, tar archives or Parquet, as patches.
         pictures.add_argument(f"--{name}", type=int, default=getattr(Pictures, name), help=what)
     pictures.add_argument("--square", type=int, default=Pictures.square, help="pixels a side of the square that every "
                           "picture becomes, as published encoders read it; default: pictures keep their shapes")
-    pictures.add_argument("--crop_square", action="store_true", help="as CLIP: of what is longer than a square the "
-                          "middle is kept, in place of squeezing it as SigLIP does")
+    pictures.add_argument("--crop_square", action="store_true", help="keep the middle square of a picture, as CLIP "
+                          "does, instead of squeezing it, as SigLIP does")
     pictures.add_argument("--picture_field", default=Pictures.picture_field, help="the pictures' column of Parquet")
     pictures.add_argument("--text_field", default=Pictures.text_field, help="the captions' column of Parquet")
     for kind, default in ((audio, Audio), (events, Events), (pictures, Pictures)):

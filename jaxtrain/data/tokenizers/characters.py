@@ -67,7 +67,7 @@ def from_file(path: Path, eod: str = "", bos: str = "") -> CharacterTokenizer:
     """Open the file of a character tokenizer."""
     try:
         characters = parsed(read_file(path), {"characters": str})["characters"]
-        characters.encode()  # lone surrogates are no characters
+        characters.encode()  # lone surrogates are not characters
     except ValueError as error:
         if isinstance(error, UserError):
             raise

@@ -1,4 +1,4 @@
-"""Which tokens end and begin a text, as the folder of a published tokenizer says."""
+"""The tokens that begin and end a text, as declared in the folder of a published tokenizer."""
 
 import contextlib
 import json

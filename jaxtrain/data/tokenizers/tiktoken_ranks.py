@@ -20,7 +20,7 @@ from jaxtrain.errors import UserError, nearest
 
 @dataclass(frozen=True)
 class Scheme:
-    """How text is split, and the ids of special tokens, counted from the last rank on."""
+    """A pattern that splits text, and the ids of special tokens, counted from the last rank on."""
 
     pattern: str
     special: dict[str, int]

@@ -48,25 +48,27 @@ def parser() -> argparse.ArgumentParser:
 
     add = partial(add_subcommand, commands, "adapters")
     exports = add("export WORKDIR --to=FOLDER", "write the adapters that a run has trained")
-    exports.add_argument("workdir", metavar="WORKDIR", help="of the run")
+    exports.add_argument("workdir", metavar="WORKDIR", help="workdir of the run")
     exports.add_argument("--to", required=True, help="the folder to make; it must not be there yet")
-    exports.add_argument("--step", type=int, help="of the checkpoint; by default the newest good one")
+    exports.add_argument("--step", type=int, help="step of the checkpoint; default: the newest good one")
     exports.add_argument("--ema", action="store_true", help="their moving average (train.ema_decay)")
     exports.add_argument("--base", default="", help="the name or folder of the model they are for; by default the "
                                                     "published folder that the run began with")
     add_process_flags(exports)
     lists = add("list FOLDER", "show the adapters in a folder and in those below it")
-    lists.add_argument("folder", metavar="FOLDER", help="of adapters, or a store of them")
+    lists.add_argument("folder", metavar="FOLDER", help="folder of adapters, or a store of them")
     adds = add("add STORE FOLDER --name=NAME", "keep adapters as the next version of a name")
     adds.add_argument("store", metavar="STORE", help="the folder of all; it is made if it is not there")
-    adds.add_argument("folder", metavar="FOLDER", help="of the adapters")
-    adds.add_argument("--name", required=True, help="what they are called")
+    adds.add_argument("folder", metavar="FOLDER", help="folder of the adapters")
+    adds.add_argument("--name", required=True, help="name of the adapters in the store")
     merges = add("merge BASE FOLDER=0.5 --to=MERGED", "add adapters, each times a weight, to weights")
     merges.add_argument("base", metavar="BASE", help="the published folder of the model")
-    merges.add_argument("adapters", metavar="FOLDER[=WEIGHT]", nargs="+", action="store", help="by default times 1")
+    merges.add_argument("adapters", metavar="FOLDER[=WEIGHT]", nargs="+", action="store",
+                        help="folder of adapters and their factor; default: 1")
     merges.add_argument("--to", required=True, help="the folder to make; it must not be there yet")
-    merges.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights; default: as in BASE")
-    exports.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="of the adapters")
+    merges.add_argument("--dtype", choices=("bfloat16", "float32"), help="dtype of the weights; default: as in BASE")
+    exports.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32",
+                         help="dtype of the adapters")
     return made
 
 

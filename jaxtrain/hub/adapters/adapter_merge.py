@@ -23,7 +23,7 @@ from jaxtrain.hub.weights.safetensors_files import DTYPES, OTHERS, Tensor
 
 @dataclass(frozen=True)
 class Product:
-    """What an adapter makes of a matrix [out, in]: W + scale x up down; with a magnitude its rows have that norm."""
+    """A matrix [out, in] with an adapter: W + scale x up down; with a magnitude its rows have that norm."""
 
     down: Tensor
     up: Tensor
@@ -33,7 +33,7 @@ class Product:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """The shape of the matrix."""
         return self.up.shape[0], self.down.shape[1]
 
     def added_to(self, whole: np.ndarray) -> np.ndarray:

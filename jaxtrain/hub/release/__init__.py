@@ -1,1 +1,1 @@
-"""What a published model is released with: gates that its answers have to pass, and its card."""
+"""The release of a published model: gates that its answers have to pass, and its card."""

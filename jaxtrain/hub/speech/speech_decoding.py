@@ -1,4 +1,4 @@
-"""From audio to tokens: the encoder once, then beam search with a key-value cache, a token of all beams at a time.
+"""Decoding audio into tokens: the encoder once, then beam search with a key-value cache, one token of all beams a step.
 
 One beam is greedy decoding. A model is whole on one device. Programs are compiled once for each number of rows and
 beams.

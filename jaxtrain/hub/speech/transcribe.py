@@ -1,4 +1,4 @@
-"""Write down what is said in audio files.
+"""Transcribe speech in audio files.
 
     jaxtrain transcribe WORKDIR talk.wav
     jaxtrain transcribe FOLDER talks --timestamps --language=de --beams=5 --to=said.jsonl
@@ -27,7 +27,7 @@ START, NO_TIMES, FIRST_TIME = "<|startoftranscript|>", "<|notimestamps|>", "<|0.
 
 @dataclass(frozen=True)
 class Segment:
-    """What is said between two times, in seconds."""
+    """The text spoken between two times, in seconds."""
 
     begin: float
     end: float
@@ -36,7 +36,7 @@ class Segment:
 
 @dataclass
 class _Reading:
-    """How far a file has been read."""
+    """The position up to which a file has been transcribed."""
 
     frames: np.ndarray
     at: int = 0
@@ -47,11 +47,11 @@ class _Reading:
 def main(argv: list[str] | None = None) -> None:
     """Parse the flags, transcribe, and print or write what was said."""
     parser = parser_of("transcribe", __doc__)
-    parser.add_argument("workdir", help="of the run, or a published folder")
+    parser.add_argument("workdir", help="workdir of the run, or a published folder")
     parser.add_argument("files", nargs="+", help="audio files, or folders of them")
-    parser.add_argument("--step", type=int, help="of the checkpoint; by default the newest good one")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest good one")
     parser.add_argument("--beams", type=int, default=1, help="transcripts that are followed at once; 1: greedily")
-    parser.add_argument("--language", default="", help="that is spoken, such as en; default: what model.prefix says")
+    parser.add_argument("--language", default="", help="spoken language, such as en; default: what model.prefix says")
     parser.add_argument("--task", default="", help="transcribe, or translate into English")
     parser.add_argument("--timestamps", action="store_true", help="say when each segment is said")
     parser.add_argument("--batch_size", type=int, default=8, help="windows that are transcribed at once")

@@ -1,4 +1,4 @@
-"""Which published tensor each parameter is, by family: names as they are in safetensors files, and layouts.
+"""The published tensor of each parameter, by family: names as they are in safetensors files, and layouts.
 
 One declaration serves both directions. A layout such as "(hk)d->dhk" says that the published matrix has heads times
 head width as its rows, and that the parameter has the dimensions d, h and k; letters in parentheses are one dimension.

@@ -19,7 +19,7 @@ _FORMAT = b"JTi1"
 
 
 class Damaged(ConnectionError):
-    """Raised for bytes that are no frame, or another one than was sent; the connection is of no more use."""
+    """Raised for bytes that are not a frame, or not the one that was sent; the connection cannot be used any more."""
 
 
 def send(line: socket.socket, header: dict[str, Any], body: bytes = b"") -> None:

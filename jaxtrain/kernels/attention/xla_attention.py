@@ -41,7 +41,7 @@ def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_
     scores = jnp.einsum("bgnk,bgsk->bgns", q_BGNK, k_BGSK, preferred_element_type=jnp.float32)
     if soft_cap:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    # A large finite number masks as well as -inf where a query sees a key, and is no NaN where it sees none.
+    # A large finite number masks as well as -inf where a query sees a key, and gives no NaN where it sees none.
     if (mask_BTS := visible(T, S, segments_BT, window, key_segments_BS)) is not None:
         mask_BTS = jnp.where(mask_BTS, 0.0, -1e30)
         scores += (jnp.tile(mask_BTS, (1, R, 1)) if R > 1 and mask_BTS.shape[1] > 1 else mask_BTS)[:, None]

@@ -47,7 +47,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the supervisor's own flags; return them and those of the run."""
     parser = parser_of("supervise", __doc__,
                        usage="%(prog)s [--processes=N ...] -- --config=FILE [flags of jaxtrain train]")
-    parser.add_argument("--processes", type=int, default=1, help="how many, on this host; default: 1")
+    parser.add_argument("--processes", type=int, default=1, help="number of processes on this host; default: 1")
     parser.add_argument("--min_processes", type=int, help="fewest to go on with when others keep dying; default: all")
     parser.add_argument("--max_restarts", type=int, default=5,
                         help="restarts in a row without a new step until it gives up; default: 5")
@@ -61,7 +61,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
                         help="seconds until one that was left out is taken back; default: 600")
     parser.add_argument("--coordinator", help="host:port of node 0, in a run on several hosts")
     parser.add_argument("--nodes", type=int, default=1, help="hosts, each with a supervisor of its own; default: 1")
-    parser.add_argument("--node_rank", type=int, default=0, help="which of the hosts this is, from 0")
+    parser.add_argument("--node_rank", type=int, default=0, help="number of this host, from 0")
     parser.add_argument("--program", nargs="+", help=argparse.SUPPRESS)  # for tests: instead of jaxtrain.main
     words = list(argv)
     split = words.index("--") if "--" in words else len(words)
@@ -91,7 +91,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 class End:
-    """How an attempt ended."""
+    """The outcome of an attempt."""
 
     def __init__(self, team: list[Child], silent: Child | None, mute: Child | None, resized: str, jumped: float = 0.0):
         failures = filter(None, [failure_report.first(team)])
@@ -379,7 +379,7 @@ class Supervisor:
         self.asked = self.asked or number
 
     def _record(self, kind: str, **fields) -> None:
-        with contextlib.suppress(OSError):  # a full disk is no reason to stop monitoring
+        with contextlib.suppress(OSError):  # a full disk is not a reason to stop monitoring
             record(self.workdir, kind, **{"process": "supervisor", **fields})
 
 

@@ -1,4 +1,4 @@
-"""What needs the user's config file or devices is done by a process of its own, which then leaves the devices alone."""
+"""A separate process for work that needs the user's config file or devices, and releases the devices when it ends."""
 
 import concurrent.futures
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Which GPUs of this machine a trial gets, so that trials that run side by side share none."""
+"""The assignment of this machine's GPUs to trials, so that trials that run at the same time share none."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""What a sweep found: its points from the best to the worst, and how much each key matters."""
+"""The results of a sweep: its points from best to worst, and how much each key matters."""
 
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev

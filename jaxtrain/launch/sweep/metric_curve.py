@@ -1,4 +1,4 @@
-"""What a run has written of one metric so far."""
+"""The values of one metric that a run has written so far."""
 
 import math
 from pathlib import Path

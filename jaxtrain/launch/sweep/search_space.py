@@ -1,4 +1,4 @@
-"""What a sweep searches: the values that each key may take, and the points that a grid or a random search tries."""
+"""The search space of a sweep: the values that each key may take, and the points of a grid or a random search."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ FIELDS = ("values", "low", "high", "log", "int")
 
 @dataclass(frozen=True)
 class Range:
-    """What one key may be: one of some values, or a number between two."""
+    """The values of one key: some given ones, or the numbers between two."""
 
     values: tuple[Any, ...] = ()
     low: float = 0.0

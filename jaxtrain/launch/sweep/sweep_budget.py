@@ -1,4 +1,4 @@
-"""What a sweep has spent, and what it would cost at most."""
+"""The budget of a sweep: what it has spent, and what it would cost at most."""
 
 import time
 from collections.abc import Sequence

@@ -80,7 +80,7 @@ class Sweep:
 
     @property
     def sign(self) -> int:
-        """What a value is multiplied with, so that lower is better."""
+        """The factor for a value such that lower is better."""
         return -1 if self.maximise else 1
 
     def overrides(self, point: Point, seed: int | None) -> Point:
@@ -165,7 +165,7 @@ def sweep_of(content: Mapping[str, Any], values: Mapping[str, Any]) -> Sweep:
 
 
 def check_form(content: Mapping[str, Any]) -> None:
-    """Refuse what is no description of a sweep."""
+    """Refuse a file that does not describe a sweep."""
     for section, form in _FORMS.items():
         said = content.get(section, {}) if section else content
         if section != "stop" or ("stop" in content and "pruner" not in said):
@@ -211,7 +211,7 @@ def _check_numbers(sweep: Sweep) -> None:
     if goal not in _GOALS:
         raise UserError("objective.goal", f"{goal!r} is neither minimise nor maximise", "write one of them")
     if sweep.parallel < 1:
-        raise UserError("parallel", f"{sweep.parallel} trials at a time never end", "give 1 or more")
+        raise UserError("parallel", f"{sweep.parallel} is not a valid number of trials at a time", "give 1 or more")
     if seeds in (0, []) or (isinstance(seeds, int) and seeds < 1) or any(
             type(seed) is not int for seed in sweep.seeds) or len({*sweep.seeds}) < len(sweep.seeds):
         raise UserError("seeds", f"{seeds} are not different seeds", "give how many, or a list of whole numbers")

@@ -48,7 +48,7 @@ class Trial:
 
     @property
     def state(self) -> str:
-        """How it ended: complete, stopped or failed; "": not yet."""
+        """The outcome of the trial: complete, stopped or failed; "": it has not ended."""
         return self.ended["state"] if self.ended else ""
 
     def record(self) -> None:
@@ -113,7 +113,7 @@ class Tried:
 
     @property
     def sampler(self) -> Mapping[str, Any]:
-        """What a sampler of Optuna keeps of it."""
+        """The data that a sampler of Optuna keeps of it."""
         return self.trials[0].sampler if self.trials else {}
 
 

@@ -119,7 +119,7 @@ class Whisper(nnx.Module):
         self.norm = _norm(c, rngs)
 
     def encode(self, features_BMC: jax.Array, valid_BM: jax.Array | None = None) -> jax.Array:
-        """Return the memory [B, ceil(M / 2), D] of log-mel frames, of which `valid_BM` are no padding.
+        """Return the memory [B, ceil(M / 2), D] of log-mel frames, of which `valid_BM` are not padding.
 
         Padding has no influence on it, or is silence to a model that does not mask it.
         """

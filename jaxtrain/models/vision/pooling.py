@@ -1,4 +1,4 @@
-"""From one vector a token to one a segment: by attention, as a mean, or the last token's.
+"""Pooling of token vectors into one vector a segment: by attention, as a mean, or the last token's.
 
 Segments are numbered from 1 on within a row. Results have as many places as `slots` says, of which those after the
 last segment mean nothing.

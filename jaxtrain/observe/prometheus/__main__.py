@@ -26,7 +26,7 @@ def files() -> dict[str, str]:
 def main(argv: list[str] | None = None) -> None:
     """Write the files, and print their paths."""
     parser = parser_of("dashboards", __doc__)
-    parser.add_argument("--folder", required=True, help="where they are written; files of these names are replaced")
+    parser.add_argument("--folder", required=True, help="folder for the files; files of these names are replaced")
     folder = Path(parser.parse_args(argv).folder)
     for name, content in files().items():
         try:

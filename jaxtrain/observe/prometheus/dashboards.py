@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Panel:
-    """Some queries and their legends, as a graph, or as the last number of each."""
+    """A panel: queries and their legends, as a graph, or as the last number of each."""
 
     title: str
     unit: str  # as Grafana names it

@@ -132,7 +132,7 @@ class _Server(http.server.ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request, client_address) -> None:
-        """Say nothing: what a client does is no concern of the run's log."""
+        """Log nothing: requests of clients do not belong in the run's log."""
 
 
 def _hang_up(request: socket.socket) -> None:

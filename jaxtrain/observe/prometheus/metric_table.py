@@ -25,7 +25,8 @@ class Metric:
     first: bool = False  # only the first process of a run has it
 
 
-def _metrics() -> Iterator[Metric]:
+def _run() -> Iterator[Metric]:
+    """Yield the run itself and its steps."""
     yield from (
         Metric("jaxtrain_run_info", "gauge", "Always 1; the labels tell what runs.", "run", "info",
                ("version", "jax_version", "device_kind")),
@@ -44,6 +45,10 @@ def _metrics() -> Iterator[Metric]:
         Metric("jaxtrain_step_duration_seconds", "histogram", "Seconds for which a step was in flight on the devices, "
                "without waits for data, saves and evaluations.", "steps", "duration"),
     )
+
+
+def _lines() -> Iterator[Metric]:
+    """Yield the numbers of the newest lines of metrics."""
     yield from (
         Metric(f"jaxtrain_{name}", "gauge", about, "line", key) for name, key, about in (
             ("loss", "loss", "Training loss of the newest line of metrics; NaN if it was not finite."),
@@ -66,7 +71,12 @@ def _metrics() -> Iterator[Metric]:
                "of metrics, with those of steps done again.", "line", "tokens_done"),
         Metric("jaxtrain_line_value", "gauge", "Any other number of the newest lines of metrics, by its name.",
                "line", "others", ("key",)),
+    )
 
+
+def _ledger() -> Iterator[Metric]:
+    """Yield where time went: this process by category, and goodput of the whole run."""
+    yield from (
         Metric("jaxtrain_time_seconds_total", "counter", "Seconds of this process by what it did; the categories add "
                "up to its age.", "ledger", "seconds", ("category",)),
         Metric("jaxtrain_lost_work_seconds_total", "counter", "Those seconds of category step that rollbacks of this "
@@ -80,6 +90,10 @@ def _metrics() -> Iterator[Metric]:
             ("failures", "Starts of the run that ended by a failure."),
             ("remaining_seconds", "Estimated seconds to the last step, failures included."),
         ))
+
+
+def _checkpoints() -> Iterator[Metric]:
+    """Yield the newest checkpoint and how long it took."""
     yield from (
         Metric("jaxtrain_checkpoint_last_step", "gauge", "Step of the newest checkpoint that was read back; before the "
                "first save, the step from which this process started.", "checkpoint", "step", first=True),
@@ -94,6 +108,10 @@ def _metrics() -> Iterator[Metric]:
             ("verify_seconds", "verified_s", "Seconds that it took to read the last checkpoint back."),
             ("size_bytes", "bytes", "Bytes of the arrays in a checkpoint."),
         ))
+
+
+def _events() -> Iterator[Metric]:
+    """Yield counts of the lines in events.jsonl."""
     yield from (
         Metric(f"jaxtrain_{name}_total", "counter", about, "events", kinds) for name, kinds, about in (
             ("checkpoints", "checkpoint", "Checkpoints that were written and read back."),
@@ -104,6 +122,10 @@ def _metrics() -> Iterator[Metric]:
         ))
     yield Metric("jaxtrain_events_total", "counter", "Lines of events.jsonl from this process, by kind.",
                  "events", "all", ("kind",))
+
+
+def _machine() -> Iterator[Metric]:
+    """Yield what devices, host and process use."""
     yield from (
         Metric(f"jaxtrain_device_memory_{name}_bytes", "gauge", about, "devices", key, ("device",))
         for name, key, about in (
@@ -132,6 +154,10 @@ def _metrics() -> Iterator[Metric]:
             ("process_memory_bytes", "process_memory_bytes", 1.0, "Resident memory of this process."),
             ("process_threads", "process_threads", 1.0, "Threads of this process."),
         ))
+
+
+def _gpus() -> Iterator[Metric]:
+    """Yield what NVIDIA's GPUs report, and whether the sources of all these answered."""
     yield from (
         Metric(f"jaxtrain_gpu_{name}", "counter" if name.endswith("_total") else "gauge", about, "gpus", key, ("gpu",),
                scale) for name, key, scale, about in (
@@ -147,7 +173,7 @@ def _metrics() -> Iterator[Metric]:
                  "system, which is the machine and its GPUs.", "sources", "up", ("source",))
 
 
-METRICS = tuple(_metrics())
+METRICS = (*_run(), *_lines(), *_ledger(), *_checkpoints(), *_events(), *_machine(), *_gpus())
 
 
 def names() -> set[str]:

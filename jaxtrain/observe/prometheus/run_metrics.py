@@ -1,4 +1,4 @@
-"""What a process of a run exports, collected when it is asked for: a step costs one lock and a few additions."""
+"""The metrics that a process of a run exports, collected on request: a step costs one lock and a few additions."""
 
 import bisect
 import math

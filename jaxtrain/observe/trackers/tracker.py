@@ -16,7 +16,7 @@ IMPORTING = threading.Lock()  # large packages with circular imports fail in two
 
 @dataclass(frozen=True)
 class About:
-    """What a run is; without credentials, which are hidden in all URLs."""
+    """The description of a run for trackers; without credentials, which are hidden in all URLs."""
 
     id: str  # that of run.json, kept in the workdir
     name: str

@@ -1,4 +1,4 @@
-"""What Weights & Biases has of a run while offline: the rows in its files, which nothing else tells after a crash.
+"""The rows that Weights & Biases has of an offline run, read from its files, the only record of them after a crash.
 
 A file is a log as LevelDB writes it: blocks of 32 KiB, records with a header of checksum, length and kind, of which
 long ones are cut into parts; behind a header of 7 bytes. Each record is a message of wandb's own protocol.

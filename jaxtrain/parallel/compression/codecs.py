@@ -30,7 +30,7 @@ F32 = jnp.float32
 
 @dataclass(frozen=True)
 class Codec:
-    """How an array becomes a payload and again an array; this one is exact."""
+    """A codec that turns an array into a payload and back; this one is exact."""
 
     name: ClassVar[str] = "exact"
 

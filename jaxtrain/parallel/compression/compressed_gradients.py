@@ -113,7 +113,7 @@ class CompressedGradients:
 
     @cached_property
     def shardings(self) -> Any:
-        """Where it lies."""
+        """The shardings of the state that is kept between exchanges."""
         specs = jax.tree.map(lambda where, state: {key: self._spec(key, where.spec) for key in state},
                              self.crossing, jax.eval_shape(self.begin, None))
         return jax.tree.map(lambda spec: NamedSharding(self.layout.mesh, spec), specs)
@@ -180,7 +180,7 @@ class CompressedGradients:
         return lax.psum_scatter(g, self.axis, scatter_dimension=at[0], tiled=True) if at else lax.psum(g, self.axis)
 
     def _exchanged(self, sums: Any, grads: Any, remembered: Any) -> tuple[Any, Any, Any]:
-        """On one device: the sums of all peers, the mean gradient by weight, and what this device remembers."""
+        """Return, on one device, the sums of all peers, the mean gradient by weight, and the state to be kept."""
         whole = jax.tree.map(lambda x: lax.psum(x, self.axis), sums)
         share = sums[1] / jnp.maximum(whole[1], 1e-8)
         given = [g.astype(jnp.float32) * share for g in jax.tree.leaves(grads)]

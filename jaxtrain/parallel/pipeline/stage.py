@@ -38,7 +38,7 @@ class Parts:
     # those arrays of all rows, batch -> summed loss and further sums: for a loss that compares rows with one another
     together: Callable[[Any, Any], tuple[jax.Array, Sums]] | None = None
     side_by_side: bool = False  # activations are a pair or more, of which each passes through a stack of its own
-    shared: tuple[str, ...] = ()  # the parameter keys that are no stacks and that `middle` uses
+    shared: tuple[str, ...] = ()  # the parameter keys that are not stacks and that `middle` uses
 
     def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
         """Run all parts without a pipeline; return the summed loss, its weight and further sums."""

@@ -26,7 +26,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Placement:
-    """For each stack: the layer in each slot of each chunk of each stage, or -1 where the slot is empty."""
+    """The placement of layers, for each stack: the layer in each slot of each chunk of each stage, or -1 (empty)."""
 
     layers: Mapping[str, np.ndarray]  # [stages, chunks, slots]
 

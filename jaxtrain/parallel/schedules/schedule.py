@@ -44,7 +44,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage does at every tick, and in which order a micro-batch passes the chunks."""
+    """A pipeline schedule: the work of every stage at every tick, and the order of chunks for a micro-batch."""
 
     name: str
     stages: int

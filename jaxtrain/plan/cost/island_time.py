@@ -1,4 +1,4 @@
-"""How long a step takes when islands are joined by a slow link: by synchronous training, and by each mode of islands.
+"""The time of a step when islands are joined by a slow link: by synchronous training, and by each mode of islands.
 
 A closed form. An island's link carries its bytes a second in each direction at once; every exchange also waits for a
 few ways there and back. Steps that overlap hide an island's own offer and what comes after it. Where islands meet at a

@@ -1,4 +1,4 @@
-"""What a run has cost, and what the rest of it would cost on machines that are there to stay and on spot machines.
+"""The money that a run has cost, and an estimate for the rest of it on on-demand and on spot machines.
 
 A run's goodput ledger says how often it failed and was stopped, how long it takes to start, and what its saves cost. A
 failure loses the work since the last save (the formula of checkpoint/save_policy.py) and a start; a stop, as by a spot

@@ -28,7 +28,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Look:
-    """How parts are shown: the colour of each by name, by group of the legend; and how amounts are written."""
+    """The look of bars: the colour of each part by name, by group of the legend, and the format of amounts."""
 
     groups: dict[str, list[str]]
     colours: dict[str, str]

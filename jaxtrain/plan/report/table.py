@@ -23,7 +23,7 @@ class Choice:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Those of its keys that define the mesh."""
+        """The keys among the overrides that define the mesh."""
         return {key: value for key, value in self.overrides.items() if key.startswith("mesh.")}
 
     def __str__(self) -> str:

@@ -50,8 +50,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("runs", nargs="+", metavar="RUNS", action="store",
                       help="workdirs of runs, and folders of sweeps or their results.jsonl")
     made.add_argument("--metric", default="eval_loss", help="the loss, by its key in metrics.jsonl; default: eval_loss")
-    made.add_argument("--samples", type=int, default=200, help="of the runs, for the bands; default: 200")
-    made.add_argument("--seed", type=int, default=0, help="of the samples; default: 0")
+    made.add_argument("--samples", type=int, default=200, help="samples of the runs, for the bands; default: 200")
+    made.add_argument("--seed", type=int, default=0, help="seed of the samples; default: 0")
     made.add_argument("--flops", type=float, help="a budget to spend on training: the best size for it")
     made.add_argument("--save", metavar="FILE", help="write the fit, for jaxtrain plan --scaling=FILE")
     made.add_argument("--html", metavar="FILE", help="draw the runs, the fit and the best sizes, as a page")

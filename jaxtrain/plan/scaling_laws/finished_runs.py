@@ -1,4 +1,4 @@
-"""What a scaling law is fitted to: the size, the tokens and the last loss of finished runs, from their workdirs."""
+"""The data that a scaling law is fitted to: size, tokens and last loss of finished runs, from their workdirs."""
 
 from collections.abc import Sequence
 from pathlib import Path

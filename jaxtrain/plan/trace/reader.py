@@ -198,7 +198,7 @@ class _Reader(Placing):
         """Emit each row times its expert's matrix.
 
         Except on TPUs, XLA turns it into one product with every expert, masked. TPUs have a kernel that computes only
-        rows that hold tokens; for H100 and H200 jaxtrain has one, which is no `ragged_dot`.
+        rows that hold tokens; for H100 and H200 jaxtrain has one, which is not a `ragged_dot`.
         """
         work = 2.0 * inputs[0].bytes / np.dtype(inputs[0].dtype).itemsize * outputs[0].shape[-1]  # forward or backward
         if self.platform == "tpu":

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
                                                      "several runs, in this folder")
     parser.add_argument("--live", action="store_true", help="serve the page on this machine alone (127.0.0.1), and "
                                                             "renew it while runs go on, until Ctrl-C")
-    parser.add_argument("--port", type=int, default=0, help="of --live; default: one that is free")
+    parser.add_argument("--port", type=int, default=0, help="port of --live; default: any free one")
     flags = parser.parse_args(argv)
     if flags.live and flags.to:
         raise UserError("--to", "--live writes no file", "leave one of them out")

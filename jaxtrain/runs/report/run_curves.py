@@ -66,7 +66,7 @@ class RunCurves:
 
     @property
     def count_of_events(self) -> int:
-        """How many events the run has."""
+        """The number of events of the run."""
         return len(self.run.events)
 
     def _axes(self, lines: Columns) -> dict[str, np.ndarray]:

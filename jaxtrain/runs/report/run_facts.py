@@ -1,4 +1,4 @@
-"""What the page says of runs in words and tables: each function returns facts, a table's head and rows, or texts."""
+"""The text and tables of a report: each function returns facts, a table's head and rows, or texts."""
 
 import json
 import math

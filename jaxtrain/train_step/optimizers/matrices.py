@@ -1,4 +1,4 @@
-"""Which parameters are matrices, and which dimensions are their sides, by the parameters' logical names."""
+"""The parameters that are matrices, and the dimensions that are their sides, by the parameters' logical names."""
 
 from dataclasses import dataclass
 from typing import Any

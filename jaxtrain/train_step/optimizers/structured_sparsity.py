@@ -24,7 +24,7 @@ GROUP = 4  # neighbouring inputs, of which half are kept
 
 @dataclass(frozen=True)
 class Sparsity:
-    """Which kernels become sparse, and when."""
+    """The kernels that become sparse, and the step at which they do."""
 
     inputs: Any  # of each kernel that does: the dimension along which four are neighbours; a part of the parameters
     start: int

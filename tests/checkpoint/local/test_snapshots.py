@@ -101,7 +101,7 @@ def test_two_are_kept(workdir):
 
 
 def test_a_peer_that_is_ahead_keeps_what_it_sent(workdir):
-    """Its pieces of a step may be here before ours of the same one are."""
+    """Pieces of a step may arrive from a peer before this process has its own pieces of that step."""
     with contextlib.closing(opened(workdir)) as ours:
         ours.take(4, state_of(4), {"step": 4})
         ours.wait()
@@ -352,7 +352,7 @@ def alone(flags, tmp_path_factory):
 
 
 def assert_went_on_as(calm, flags, work):
-    """To the bit, and without snapshots when all is done."""
+    """Assert that the run ended with the same bits, and without snapshots when all is done."""
     assert numbers(work) == numbers(calm)
     for ours, theirs in zip(final(flags, work), final(flags, calm), strict=True):
         np.testing.assert_array_equal(ours, theirs)

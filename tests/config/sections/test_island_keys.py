@@ -1,4 +1,4 @@
-"""What the section of islands refuses."""
+"""The refusals of the section of islands."""
 
 import pytest
 

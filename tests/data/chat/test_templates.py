@@ -82,7 +82,7 @@ def merging(request, tmp_path_factory) -> Path:
         pieces.train_from_iterator(text, trainers.BpeTrainer(vocab_size=420, show_progress=False, special_tokens=[
             "<unk>", "<|endoftext|>", *SPECIALS, *(f"<0x{i:02X}>" for i in range(256))]))
         made = json.loads(pieces.to_str())
-        # Bytes that stand for unknown characters are no special tokens.
+        # Bytes that stand for unknown characters are not special tokens.
         made["added_tokens"] = [token for token in made["added_tokens"] if not token["content"].startswith("<0x")]
     return write(tmp_path_factory.mktemp(request.param), json.dumps(made))
 
@@ -116,7 +116,7 @@ def shown(of: Chat, learnt) -> str:
 
 
 def byte_names() -> dict[str, bytes]:
-    """How byte-level vocabularies spell bytes."""
+    """Return the characters by which byte-level vocabularies spell bytes."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): bytes([byte]) for byte in plain} | {chr(256 + i): bytes([byte]) for i, byte in enumerate(others)}
@@ -133,7 +133,7 @@ def test_each_token_is_learnt_as_written_by_hand(characters, style):
 
 @pytest.mark.parametrize("style", list(TEMPLATES))
 def test_ids_are_those_of_the_whole_text(merging, style):
-    """As any program has them that renders the template and gives the text to the tokenizer."""
+    """Any program that renders the template and passes the text to the tokenizer has these ids."""
     import jinja2
     from tokenizers import Tokenizer
 
@@ -154,7 +154,7 @@ def test_ids_are_those_of_the_whole_text(merging, style):
 
 @pytest.mark.parametrize("style", list(TEMPLATES))
 def test_all_that_the_assistant_says_is_learnt_spaces_too(merging, style):
-    """With tokens that reach over many characters, and offsets that do not count spaces."""
+    """The tokenizers have tokens that span many characters, and offsets that do not count spaces."""
     of = chat(merging, TEMPLATES[style])
     found = one(of, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello\n\n    bye    there"}])
     learnt = of.tokenizer.raw.decode(found.ids[found.trained[:-1].astype(bool)].tolist(), skip_special_tokens=True)
@@ -214,7 +214,7 @@ SAID = TEMPLATES["chatml"].replace("{{ '<|im_start|>' + m['role'] + '\\n' + m['c
     ("assistant", LEARNT["chatml"]), ("all", "‹" + LEARNT["chatml"].replace("‹", "").replace("›", "") + "›"),
     ("last", LEARNT["chatml"].replace("‹", "", 1).replace("›", "", 1))])
 def test_train_on(characters, template, train_on, want):
-    """With blocks in the template that say so, which here leave out the token that ends the turn, and without."""
+    """Templates are tried with blocks that mark these parts, here without the token ending the turn, and without."""
     of = Chat(load_tokenizer(str(characters)), "chatml", train_on) if template == "chatml" \
         else chat(characters, template, train_on)
     assert shown(of, one(of, TALK)) == want
@@ -290,7 +290,7 @@ def test_prompt_and_completion_as_text(characters):
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(characters):
-    """It leaves out the thoughts of all turns but the last one."""
+    """The template leaves out the thoughts of all turns but the last one."""
     template = TEMPLATES["chatml"].replace(
         "m['content']", "(m['content'][:2] if m['role'] == 'assistant' and not loop.last else m['content'])")
     with pytest.raises(UserError, match=r"does not only add .*, or learn the last turn only with --train_on=last"):
@@ -329,7 +329,7 @@ def test_a_template_cannot_reach_out(characters):
     ("{% set n = namespace(x='x') %}{% for _ in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}", "too large"),
 ], ids=lambda value: value[:30])
 def test_a_template_without_end_leaves_its_record_out(characters, source, why):
-    """By a count, not by the clock: the same records on every machine."""
+    """Operations are counted, rather than seconds: the same records on every machine."""
     reason = in_time(lambda: one(chat(characters, source), TALK), 60)
     assert reason.startswith("the chat template fails") and why in reason
 

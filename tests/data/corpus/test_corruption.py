@@ -109,7 +109,7 @@ def test_rows_that_touch_what_is_lost_carry_no_loss_and_others_stay(place, whole
 
 
 def touching(rows, first: int, last: int) -> set[int]:
-    """Which rows read a token of [first, last): their inputs and the target behind them."""
+    """Return the rows that read a token of [first, last): their inputs and the target behind them."""
     if hasattr(rows, "_plan"):
         pieces = [rows._plan.pieces(np.array([i])) for i in range(len(rows))]
         return {i for i, (_, starts, lengths) in enumerate(pieces)
@@ -209,7 +209,7 @@ def test_values_that_cannot_be_are_refused(keys, words):
 
 @pytest.mark.parametrize("whole_length", [40, 5000])
 def test_a_source_that_is_corrupt_all_over_is_refused(whole_length):
-    """In object storage this is seen when rows are read, unlike in files of this machine."""
+    """Object storage shows this when rows are read, unlike files of this machine."""
 
     class Corrupt(list):
         def __len__(self):

@@ -57,7 +57,7 @@ def files(folder: Path) -> dict[str, str]:
 
 
 def entries(folder: Path) -> int:
-    """In it and below, of which some may go meanwhile."""
+    """Return the number of entries in a folder and below, of which some may go meanwhile."""
     return sum(len(folders) + len(names) for _, folders, names in os.walk(folder))
 
 

@@ -1,4 +1,4 @@
-"""What a shard's entry says of its files is true, whatever the sizes of documents and chunks."""
+"""The entry of a shard describes its files correctly, whatever the sizes of documents and chunks."""
 
 import base64
 import hashlib

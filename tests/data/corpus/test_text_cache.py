@@ -28,7 +28,7 @@ def config(tmp_path) -> DataConfig:
 
 
 def folders(config) -> list[Path]:
-    """What the cache holds and would be opened: everything but unfinished work."""
+    """Return the folders in the cache that would be opened: everything but unfinished work."""
     return [path for path in Path(config.cache_dir, "data").glob("*") if path.suffix != ".partial"]
 
 

@@ -18,7 +18,7 @@ def varint(number: int) -> bytes:
 
 
 def field(number: int, content: bytes) -> bytes:
-    """Of a protobuf message: a string or a message."""
+    """Return a field of a protobuf message: a string or a message."""
     return varint(number << 3 | 2) + varint(len(content)) + content
 
 

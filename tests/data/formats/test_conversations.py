@@ -50,7 +50,7 @@ def talks(count: int) -> list[dict]:
 
 
 def plain(messages) -> list[tuple[int, bool]]:
-    """What our template for bytes has to give, written again: ids and whether they are learnt, the end included."""
+    """Return the result of our template for bytes, written again: ids and whether they are learnt, the end included."""
     found = []
     for i, message in enumerate(messages):
         learnt = message["role"] == "assistant"
@@ -381,7 +381,7 @@ def test_inspect_shows_what_is_learnt(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_loss_is_that_of_the_assistants_tokens_and_no_others(tmp_path):
-    """From prepare to a step: against the model's own logits and the records, read again by hand."""
+    """A step from prepared data is compared with the model's own logits and the records, read again by hand."""
     made = prepare([str(EXAMPLES / "conversations.jsonl")], tmp_path / "out", Options(eval_fraction=0))
     config = jt.load_config("configs/gpt.py:tiny", {
         "data.source": str(made.path), "data.packing": "best_fit", "data.seq_len": 256, "model.max_seq_len": 256,

@@ -1,4 +1,4 @@
-"""What input may hold beside good text: each is read as it is, counted, or refused in one sentence."""
+"""Odd content in input files: each kind is read as it is, counted, or refused in one sentence."""
 
 import gzip
 import itertools

@@ -32,7 +32,7 @@ def opened(documents=DOCUMENTS) -> list[int]:
 
 
 def npy(path: Path):
-    """As numpy saves it."""
+    """Return an array of the file as numpy saves it."""
     head = b"{'descr': '<u4', 'fortran_order': False, 'shape': (%d,), }" % len(closed())
     head = head.ljust(128 - 11) + b"\n"
     path.with_suffix(".npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head

@@ -1,4 +1,4 @@
-"""What a batch must be is told in one sentence, before anything is computed."""
+"""The description of a batch: a wrong batch is refused in one sentence, before anything is computed."""
 
 import jax
 import numpy as np

@@ -193,7 +193,7 @@ def test_what_is_not_there_is_an_error():
 
 # -------------------------------------------------------------------------------------------------------------- text
 def tokens_of(documents: list[list[int]]) -> Tokens:
-    """In shards of two documents each, every document closed by 256; tokens above 200 are not learnt."""
+    """Return tokens in shards of two documents each, every document closed by 256; tokens above 200 are not learnt."""
     shards = []
     for pair in zip(documents[::2], documents[1::2], strict=True):
         closed = [[*document, 256] for document in pair]

@@ -197,7 +197,7 @@ def test_a_process_that_forgets_to_close_still_ends():
 
 
 def test_batches_are_drawn_without_the_rest_of_grain():
-    """Which takes long to import; whoever imports it later gets what is in use."""
+    """Importing all of grain takes long; code that imports it later gets the module that is in use."""
     run("""
         import sys
         from jaxtrain.data import prefetch

@@ -24,7 +24,7 @@ def test_every_block_has_the_shares_that_the_weights_say():
 
 
 def test_any_stretch_has_nearly_these_shares():
-    """Not only a whole block: that is what spreading is for. A random order would be off by dozens."""
+    """Shares hold within blocks too, which is the purpose of spreading. A random order would be off by dozens."""
     sources, _ = Mixture("abc", [(0, [5, 3, 2])], ENDLESS, seed=1).locate(np.arange(3 * BLOCK))
     for start in range(0, 2 * BLOCK, 97):
         for length in (16, 100, 1000):

@@ -45,7 +45,7 @@ def test_a_sample_comes_from_all_over(tmp_path, capsys):
 
 
 def test_counts_are_those_of_prepare(tmp_path, capsys):
-    """Also where documents meet in a band that are not alike, and equal ones stand among them."""
+    """Counts agree even where documents that are not alike share a band, and equal ones are among them."""
     rng = random.Random(0)
     texts = [" ".join(rng.choices("abcdefghij", k=12)) for _ in range(200)]
     texts += rng.choices(texts, k=100)

@@ -48,7 +48,7 @@ def firsts(near: Near, documents: list[list[str]]) -> np.ndarray:
 
 @pytest.mark.parametrize("threshold", [0.6, 0.8])
 def test_pairs_are_found_as_by_brute_force(threshold):
-    """With few edits and many, so that pairs lie on both sides of the threshold."""
+    """Documents have few edits and many, so that pairs lie on both sides of the threshold."""
     near = Near(threshold)
     pairs = [(base, edited(base, edits)) for edits in range(0, 24) for base in [fresh() for _ in range(20)]]
     similarity = np.array([jaccard(*pair) for pair in pairs])

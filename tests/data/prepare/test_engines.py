@@ -1,4 +1,4 @@
-"""Who does the tasks makes no difference; a worker that is killed is told in one line."""
+"""The choice of engine makes no difference; a worker that is killed is reported in one line."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Who holds a folder while it is filled: one alone, or several with the same plan; others are refused in one line."""
+"""Locking of a folder while it is filled: by one job, or several with the same plan; others are refused in one line."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def write(tmp_path: Path, count: int = 6) -> list[str]:
 
 
 def other(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess:
-    """Another process, which prepares into the same folder."""
+    """Run another process that prepares into the same folder."""
     command = [sys.executable, "-m", "jaxtrain.data.prepare", f"--input={tmp_path / 'in'}", "--task_bytes=1",
                f"--output={tmp_path / 'out'}", "--workers=1", *flags]
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.slow
 def test_killed_workers_and_a_mistake_on_one_cluster(tmp_path):
-    """In a process of its own, for Ray changes the one that it starts from."""
+    """The test has a process of its own, since Ray changes the process that it is started from."""
     with tempfile.TemporaryDirectory(prefix="ray") as short:  # Ray's sockets need a short path
         environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": short}
         code = f"from tests.data.prepare.test_on_ray import *; chores({str(tmp_path)!r})"
@@ -32,7 +32,7 @@ def test_killed_workers_and_a_mistake_on_one_cluster(tmp_path):
 
 
 def chores(folder: str) -> None:
-    """What is asserted, after one start of a cluster."""
+    """Assert everything after one start of a cluster."""
     os.chdir(folder)
     write(Path("a.jsonl"))
     options = Options(eval_fraction=0.1, task_bytes=3000)

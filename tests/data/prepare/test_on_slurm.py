@@ -38,7 +38,7 @@ def rendered(tmp_path: Path, *flags: str) -> Path:
 
 
 def job(script: Path, *words: str, part: int | None = None) -> subprocess.Popen:
-    """What Slurm does with a job of the script."""
+    """Start a job of the script as Slurm does."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "SLURM_CPUS_PER_TASK": "1"}
     if part is not None:
         environment["SLURM_ARRAY_TASK_ID"] = str(part)
@@ -109,7 +109,7 @@ def test_a_part_that_comes_too_late_says_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("deduplicate", [False, True])
 def test_each_stage_waits_for_the_one_before(tmp_path, deduplicate):
-    """What is handed to sbatch, kept by a program of that name."""
+    """A program named sbatch keeps what it is given."""
     script = rendered(tmp_path, *["--deduplicate"] * deduplicate)
     (tmp_path / "sbatch").write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/calls\n'
                                      f'echo "$(wc -l < {tmp_path}/calls);cluster"\n')
@@ -142,7 +142,7 @@ def test_without_a_file_the_script_is_printed(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(("flags", "words"), [
     (["--part=3/3"], "--part: '3/3' is not one of 3 parts"), (["--part=x"], "--part: 'x' is not one of 16 parts"),
     (["--stage=duplicates"], "--deduplicate only"), (["--parts=2"], "--parts: --engine=local has no such flag"),
-    (["--engine=slurm", "--part=0/2"], "deals out parts"), (["--engine=slurm", "--parts=-1"], "--parts: -1 is not a"),
+    (["--engine=slurm", "--part=0/2"], "assigns the parts"), (["--engine=slurm", "--parts=-1"], "--parts: -1 is not a"),
     (["--engine=slurm", "--script=/no/such/folder/a"], "cannot be written"),
     (["--engine=slurm", "--input=none"], "none does not exist")])
 def test_a_mistake_is_one_line(tmp_path, capsys, flags, words):

@@ -47,7 +47,7 @@ def jsonl(documents) -> bytes:
 
 
 def write(path: Path, documents=DOCUMENTS) -> Path:
-    """In the form that the name says."""
+    """Write documents in the form that the file's name says."""
     content = jsonl(documents)
     if path.suffix == ".gz":
         content = gzip.compress(content)
@@ -120,7 +120,7 @@ def test_equal_documents_are_kept_once_wherever_they_are(tmp_path):
 
 
 def test_deduplication_notices_input_that_changed_between_two_runs(tmp_path, monkeypatch):
-    """Of the same size, in another task than the document that it makes the first of its kind."""
+    """The input changes without changing its size, in another task than the first document of its kind."""
     first, second = write(tmp_path / "a.jsonl", ["one", "two"]), write(tmp_path / "b.jsonl", ["six", "ten"])
     sources = [str(first), str(second)]
     options = Options(eval_fraction=0, task_bytes=first.stat().st_size, deduplicate=True)

@@ -1,4 +1,4 @@
-"""What is said while a preparation goes on."""
+"""The messages while a preparation goes on."""
 
 import re
 

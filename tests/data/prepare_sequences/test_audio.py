@@ -237,7 +237,7 @@ def test_a_sparse_clip_is_left_out(tmp_path):
 
 
 def test_clips_of_files_tars_and_parquet_are_the_same(tmp_path):
-    """With what is said in each, and in a tar in any order."""
+    """The clips have transcripts, and a tar may hold them in any order."""
     for name in ("plain", "tar", "table"):
         (tmp_path / name).mkdir()
     rows = []

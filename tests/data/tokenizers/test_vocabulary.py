@@ -1,4 +1,4 @@
-"""What begins and ends a document: ours alone, the same for text and tokens, and missed when it goes missing."""
+"""The tokens that begin and end a document: ours alone, the same for text and tokens, and missed when they are lost."""
 
 import json
 import sys

@@ -243,7 +243,7 @@ def test_dora_of_some_layers_alone_is_refused(tmp_path, said, kept, message):
 @SLOW
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_dora_beside_a_layer_that_looks_ahead_is_written_without_that_layer(family, tmp_path):
-    """Which published models do not have."""
+    """Published models have no such layer."""
     run, rng = reference.build(family, model__mtp_loss_weight=0.3, lora__rank=3, lora__dora=True, **(
         {"model__window": 0} if family == "qwen3" else {"model__norm_eps": 1e-6})), np.random.default_rng(0)
     whole = jax.tree.map(lambda leaf: jax.device_put(0.3 * rng.standard_normal(leaf.shape, np.float32), leaf.sharding),

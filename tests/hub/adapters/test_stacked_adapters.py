@@ -45,7 +45,7 @@ def write(folder, case, name):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """-> the folder of a case's model, and those of adapters for it by name."""
+    """Return the folder of a case's model, and those of adapters for it by name."""
     @functools.cache
     def made(case):
         base, _ = published_adapters.written(tmp_path_factory.mktemp("stacked"), case)
@@ -65,7 +65,7 @@ def check(found, wanted):
 
 @pytest.fixture(scope="module")
 def alone(folders):
-    """-> what each adapter, loaded alone, makes of all prompts; of the model itself under None."""
+    """Return what each adapter, loaded alone, makes of all prompts; of the model itself under None."""
     @functools.cache
     def made(case, name):
         base, adapters = folders(case)

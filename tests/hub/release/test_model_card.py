@@ -48,7 +48,7 @@ def test_it_says_what_the_records_say(workdir):
 
 
 def test_an_average_a_reward_model_and_a_mixture_are_told_as_such(workdir):
-    """And an evaluation that was not finite is left out."""
+    """An evaluation that was not finite is left out of the card, too."""
     line = {"step": 20, "eval_loss": None, "eval_perplexity": 3.5, "eval_loss_ema": 1.125}
     (workdir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (workdir / "evaluations" / "20-ema.json").write_text(json.dumps({"results": {"arc": {"acc,none": 0.75}}}))

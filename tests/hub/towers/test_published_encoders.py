@@ -106,7 +106,7 @@ def test_embeddings_loss_gradients_and_bytes_are_those_of_transformers(name, mes
 
 @pytest.mark.parametrize("name", TRUTH)
 def test_configs_go_both_ways(name, tmp_path):
-    """Of pixels, tokens and sizes, too; an end of 2 is the last token of the vocabulary."""
+    """Pixels, tokens and sizes are included; an end of 2 is the last token of the vocabulary."""
     section = model_section(write(tmp_path / "in", name))
     kind, size = name.partition("_")[0], tiny.CONFIGS[name]["vision_config"]["image_size"]
     mean, std = tiny.mean_and_std(kind)
@@ -157,7 +157,7 @@ def test_what_cannot_be_expressed_is_refused(name, keys, processor, message, tmp
 
 
 def test_tokens_that_fill_texts_up_are_named_as_they_are_read(tmp_path):
-    """Where those of an end and of padding differ, which config.json cannot say."""
+    """The tokens of an end and of padding may differ, which config.json cannot say."""
     model = FAMILIES["siglip"](**model_section(write(tmp_path, "siglip")) | {"text_end": 3, "text_pad": 0})
     added = [{"id": number, "content": f"<{number}>", "special": True} for number in (0, 2, 3)]
     told = published_towers.named_fillers(model, {"added_tokens": added})
@@ -168,7 +168,7 @@ def test_tokens_that_fill_texts_up_are_named_as_they_are_read(tmp_path):
 
 
 def test_a_tokenizer_goes_out_with_the_template_that_it_came_with(tmp_path):
-    """Which puts a token behind a text, too."""
+    """The template puts a token behind a text, too."""
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "<eos>": 1, "<bos>": 2, "cat": 3}))
     made.add_special_tokens(["<pad>", "<eos>", "<bos>"])
     made.post_processor = tokenizers.processors.TemplateProcessing(

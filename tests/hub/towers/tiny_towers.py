@@ -31,6 +31,6 @@ def tokens(kind: str, ids: list[int]) -> list[int]:
 
 
 def mean_and_std(kind: str) -> tuple[list[float], list[float]]:
-    """What is subtracted from pixels between 0 and 1, and what they are divided by."""
+    """Return the numbers subtracted from pixels between 0 and 1, and those that they are divided by."""
     return ([0.5] * 3, [0.5] * 3) if kind == "siglip" else (
         [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])

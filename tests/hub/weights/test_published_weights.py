@@ -93,7 +93,7 @@ def test_what_is_exported_has_the_same_bytes_from_any_mesh(name, mesh, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_adapters_of_experts_are_added_to_what_is_exported(name, tmp_path):
-    """Of tensors that hold one expert, and of those that hold all of them."""
+    """Both forms are tested: tensors that hold one expert, and tensors that hold all of them."""
     folder = published.write(tmp_path / "in", published.truth()[name])
     config = {"model": model_section(folder), "data": {"seq_len": 8}, "mesh": {"data": 1},
               "lora": {"rank": 2, "alpha": 6.0, "experts": True}}
@@ -110,7 +110,7 @@ def test_adapters_of_experts_are_added_to_what_is_exported(name, tmp_path):
 
 
 def test_any_slice_is_that_of_the_whole(tmp_path):
-    """Of parameters in every kind of layout: stacked, split into heads, fused, transposed, and with rotary pairs."""
+    """Parameters have every kind of layout: stacked, split into heads, fused, transposed, and with rotary pairs."""
     rng = np.random.default_rng(0)
     for name in ("gpt2", "deepseek_v3"):
         run = built(folder := published.write(tmp_path / name, published.truth()[name]))

@@ -277,7 +277,7 @@ def test_an_island_gives_signs_of_life_while_it_trains(island, served):
 
 
 def test_a_coordinator_that_stays_away_is_an_oserror(island, served, monkeypatch, capsys):
-    """And the island says how to start it, again and again."""
+    """The island also says how to start it, again and again."""
     looks = itertools.count()  # a hundredth of a second each: its patience is some attempts, however long they take
     monkeypatch.setattr(tcp_meeting, "time", SimpleNamespace(monotonic=lambda: next(looks) / 100))
     monkeypatch.setattr(tcp_meeting, "TELL_S", 0.0)

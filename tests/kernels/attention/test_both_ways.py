@@ -46,7 +46,7 @@ class Case:
 
     @property
     def visible(self):
-        """Which keys each query sees, [B, T, S]."""
+        """Return the keys that each query sees, [B, T, S]."""
         if not self.lengths:
             return np.ones((2, self.T, self.S or self.T), bool)
         keys = self.ids(self.S or self.T)[:, None]

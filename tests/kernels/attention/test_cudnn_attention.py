@@ -1,4 +1,4 @@
-"""Which policies run cuDNN's attention again in the backward pass, by the program that is lowered for NVIDIA GPUs.
+"""The policies that run cuDNN's attention again in the backward pass, by the program lowered for NVIDIA GPUs.
 
 Lowering needs no GPU, only a version of cuDNN that is never loaded.
 """

@@ -80,7 +80,7 @@ def arrays(c, dtype=np.float32):
 
 
 def visible(c):
-    """Which keys each query sees, [B, T, T]."""
+    """Return the keys that each query sees, [B, T, T]."""
     behind = np.arange(c.T)[:, None] - np.arange(c.T)
     return (behind >= 0) & (behind < (c.window or c.T)) & (c.segments[:, :, None] == c.segments[:, None, :])
 
@@ -130,7 +130,7 @@ def test_scores_of_bfloat16_are_summed_and_normalised_in_float32(interpreted):
 
 @needs_mosaic
 def test_other_documents_are_not_read(interpreted):
-    """Not even where they are not finite: tiles without a visible pair are left out, and their arrays not touched."""
+    """Values that are not finite do not matter there: tiles without a visible pair are left out and not touched."""
     c = Case([[128, 128]], T=256, H=1)
     q, k, v, pull = arrays(c)
     got = gradients(mosaic(c), *(x.at[:, 128:].set(jnp.nan) for x in (q, k, v, pull)))
@@ -292,7 +292,7 @@ def h100(monkeypatch):
     (128, 0.0, BF16), *(pytest.param(*given, marks=SLOW) for given in (
         (64, 0.0, BF16), (64, 30.0, BF16), (128, 30.0, BF16), (128, 0.0, F16)))])
 def test_it_compiles_for_an_h100(K, soft_cap, dtype, h100, capfd):
-    """Without spilled registers, and without an array of T x T."""
+    """It spills no registers and has no array of T x T."""
     T, G = 1536, 2
 
     def loss(q, k, v, segments):

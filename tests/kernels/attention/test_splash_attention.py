@@ -52,7 +52,7 @@ CASES = {
 
 @functools.cache
 def gradients(name, backend):
-    """-> output, dq, dk, dv."""
+    """Return output, dq, dk, dv."""
     c = CASES[name]
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, c.T, heads, width)).astype(np.float32)

@@ -35,7 +35,7 @@ WORKLOAD = {"items": [
 
 
 class Cluster:
-    """What kubectl answers, and what it was asked."""
+    """A cluster: the answers of kubectl, and the questions that it was asked."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -51,7 +51,7 @@ class Cluster:
         (self.folder / f"fails-{verb}").write_text(said)
 
     def asked(self) -> list[str]:
-        """What it was asked to change since the last call."""
+        """Return the changes that it was asked for since the last call."""
         calls = self.folder / "calls"
         found = [line for line in calls.read_text().splitlines() if not line.startswith("get ")]
         calls.write_text("")

@@ -68,7 +68,7 @@ def test_a_mistake_does_not_start_again(begun):
 
 
 def test_cancelling_saves_first(begun, tmp_path):
-    """In a folder whose name sbatch has to be told carefully."""
+    """The folder's name has to be quoted for sbatch."""
     workdir = begun("--nodes=2", workdir=tmp_path / """it's 5%j of "all" #1""")
     told("cancel", workdir)
     until(workdir, lambda status: status.state == "cancelled")

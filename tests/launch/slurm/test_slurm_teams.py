@@ -66,7 +66,7 @@ def forgotten(cluster, teams, tmp_path_factory):
 
 
 def test_a_job_with_what_is_idle_gives_way_and_goes_on(forgotten, begun, cluster, tmp_path, capsys):
-    """Its team is not sure of its nodes; the other one is, of half of them, and no more."""
+    """Its team has no nodes guaranteed; the other team has half of them, and no more."""
     spare = begun("--nodes=4", *SPARE, *WHOLE, workdir=tmp_path / "spare")
     own = begun("--nodes=2", *RESEARCH, *WHOLE, workdir=tmp_path / "own")
     assert len(list(spare.glob("saved-0-*"))) == 4

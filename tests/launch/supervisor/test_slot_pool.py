@@ -1,4 +1,4 @@
-"""Which slots work."""
+"""The slots that work."""
 
 import pytest
 

@@ -131,7 +131,7 @@ def test_what_is_not_started_again(run, tmp_path, code):
 
 @pytest.mark.slow
 def test_a_crash_starts_all_again(run, tmp_path):
-    """Who does not die by itself is ended, and tells where it stands; time from death to steps is told."""
+    """Processes that do not die by themselves are ended and report where they are; the time without steps is told."""
     plan = {"1:0": ["stacks", "deaf", "step 1", "step 2", "await never"], "1:1": ["await ready-1-0", "raise a cable"],
             "2:0": ["step 3"]}
     code, err = ended(run(plan))
@@ -261,7 +261,7 @@ def test_a_full_disk_is_waited_for(tmp_path, monkeypatch, capsys):
 
 
 def test_nobody_is_left_behind(run, tmp_path):
-    """Not even those that are stopped, when the supervisor is killed."""
+    """All processes end, even stopped ones, when the supervisor is killed."""
     process = run({"0": ["await never"], "1": ["mute", "deaf", "await never"]})
     wait_for(lambda: all((tmp_path / f"ready-1-{rank}").exists() for rank in range(2)))
     pids = [int((tmp_path / f"pid-1-{rank}").read_text()) for rank in range(2)]
@@ -271,7 +271,7 @@ def test_nobody_is_left_behind(run, tmp_path):
 
 
 def test_the_heartbeat_alone_ends_a_process(tmp_path):
-    """Where there is no prctl: when the other end of the socket is gone."""
+    """Without prctl, processes end when the other end of the socket is gone."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(child_processes, "die_with_parent", lambda: None)
         child = child_processes.start([sys.executable, "-c", "from jaxtrain.distributed import heartbeat; import time; "

@@ -17,11 +17,11 @@ RATE = "optimizer.learning_rate"
 
 
 class Killed(BaseException):
-    """In place of SIGKILL."""
+    """Raised in place of SIGKILL."""
 
 
 def loss(rate: float, seed: int, step: int) -> float:
-    """What a run has after a step: the best rate is 0.01, and what is far from it diverges."""
+    """Return the loss of a run after a step: the best rate is 0.01, and rates far from it diverge."""
     return abs(rate - 0.01) + 1 / step + 0.001 * seed if rate < 1 else float("nan")
 
 

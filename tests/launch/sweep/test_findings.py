@@ -1,4 +1,4 @@
-"""What is told of a sweep: the order of its points, what its keys explain, and the page."""
+"""The report of a sweep: the order of its points, what its keys explain, and the page."""
 
 import html
 import json

@@ -10,7 +10,7 @@ TRIALS = 60
 
 
 def table(seed: int) -> list[dict[int, float]]:
-    """What each trial has at each rung and at its end; the order of trials changes along the way."""
+    """Return the values of each trial at each rung and at its end; the order of trials changes along the way."""
     chance = random.Random(seed)
     finals = [chance.random() for _ in range(TRIALS)]
     return [{step: final + chance.gauss(0, 1) / step for step in (*RUNGS, STEPS)} for final in finals]

@@ -1,4 +1,4 @@
-"""What a sweep's file may not say: each mistake is told in one line, before anything is written."""
+"""The refusals of a sweep's file: each mistake is reported in one line, before anything is written."""
 
 import json
 import math
@@ -43,7 +43,7 @@ WRONG = [  # what is said otherwise, how the line begins, and a part of the rest
     ({"objective": {"goal": "best"}}, "objective.goal", "neither minimise nor maximise"),
     ({"objective": {"metric": "eval_loss_ema"}}, "objective.metric", "train.ema_decay=0.0"),
     ({"objective": {"metric": "eval_loss"}, "fixed": {"train.eval_every": 0}}, "objective.metric", "eval_every=0"),
-    ({"parallel": 0}, "parallel", "never end"), ({"seeds": 0}, "seeds", "not different seeds"),
+    ({"parallel": 0}, "parallel", "is not a valid number of trials"), ({"seeds": 0}, "seeds", "not different seeds"),
     ({"seeds": [1, 1]}, "seeds", "not different seeds"), ({"seeds": ["a"]}, "seeds", "whole numbers"),
     ({"seeds": 2, "keys": {"train.seed": [1, 2]}}, "train.seed", "set for every trial by seeds"),
     ({"seeds": 2, "budget": {"trials": 3}}, "budget.trials", "a multiple of 2"),

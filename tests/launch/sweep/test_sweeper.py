@@ -251,7 +251,7 @@ def test_trials_get_gpus_of_their_own(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_what_a_config_refuses_is_told_to_the_sampler(tmp_path, monkeypatch, capsys):
-    """Of a grid such a point is a mistake; a sampler may draw some, and goes on."""
+    """Such a point of a grid is a mistake; a sampler may draw some, and goes on."""
     pytest.importorskip("optuna")
     keys = {RATE: {"low": 0.001, "high": 0.1}, "model.num_heads": {"low": 1, "high": 8, "int": True}}
     with pytest.raises(UserError, match=r"does not divide .*in the point optimizer"):

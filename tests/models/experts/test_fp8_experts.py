@@ -23,7 +23,7 @@ E4M3, E5M2 = (ml_dtypes.float8_e4m3fn, 448), (ml_dtypes.float8_e5m2, 57344)
 
 
 def rounded(a, kind):
-    """By another library, whose conversion is not XLA's; as numbers of float64."""
+    """Return the array rounded by another library, whose conversion is not XLA's; as numbers of float64."""
     dtype, most = kind
     scale = np.float32(np.abs(a).max() / most)
     return np.clip(a.astype(np.float32) / scale, -most, most).astype(dtype).astype(np.float64) * scale

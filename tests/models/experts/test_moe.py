@@ -86,7 +86,7 @@ def close(got, want, tolerance=1e-5):
 
 
 def order(mesh):
-    """Which token stands where in arrays whose sequence is spread over `context`."""
+    """Return the order of tokens in arrays whose sequence is spread over `context`."""
     n = mesh.shape["context"]
     return np.concatenate([balanced_order(i, n, SEQ // n) for i in range(n)])
 

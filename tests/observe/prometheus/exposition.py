@@ -27,7 +27,7 @@ def made(workdir, clock=None):
 
 
 def values(text, run="run"):
-    """Of each line, by its name and its own labels."""
+    """Return the value of each line, by its name and its own labels."""
     found = {}
     for line in text.splitlines():
         if not line.startswith("#"):

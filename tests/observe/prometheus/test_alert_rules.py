@@ -91,7 +91,7 @@ CASES = {
 
 
 def series(given, run="big"):
-    """As promtool has them; a process's labels are there unless others are given."""
+    """Return series as promtool has them; a process's labels are there unless others are given."""
     found = []
     for what, values in given.items():
         name, *more = what.split(";")

@@ -1,4 +1,4 @@
-"""What a process exports: the numbers of its lines, its time, its events, in a form that Prometheus reads."""
+"""The metrics that a process exports: its lines' numbers, its time, its events, in the form that Prometheus reads."""
 
 import math
 import shutil

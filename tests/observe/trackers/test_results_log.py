@@ -53,7 +53,7 @@ def test_each_result_once_over_restarts(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("restarted", [False, True])
 def test_results_that_are_replaced(tmp_path, kind, restarted):
-    """As those of other tasks, or of a step that a run came to again with other parameters; later ones are void."""
+    """Results are replaced by those of other tasks, or of the same step after a rollback; later ones are void."""
     watch = Watcher(tmp_path, kind)
     watch.results |= {step: {"eval_acc": step / 100} for step in (10, 20, 30)}
 

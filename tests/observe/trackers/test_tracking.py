@@ -17,7 +17,7 @@ def line(step, loss=1.0, key="loss"):
 
 
 class Backend:
-    """What a service has: it survives the process."""
+    """The content of a service, which survives the process."""
 
     def __init__(self):
         self.runs, self.ended, self.down, self.extras = {}, [], False, []
@@ -79,7 +79,7 @@ class Attempt:
 
 
 def rolled_back(workdir, step):
-    """What MetricsWriter does when a run resumes from this step."""
+    """Do what MetricsWriter does when a run resumes from this step."""
     lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
     kept = [one for one in lines if json.loads(one)["step"] <= step]
     (workdir / "metrics.jsonl").write_text("".join(kept))
@@ -94,7 +94,7 @@ KINDS = [{}, {"tells": False}, {"forgets": True}]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_line_once_over_a_crash(tmp_path, kind):
-    """It resumes from step 2; what came after was sent, and comes again."""
+    """The run resumes from step 2; later lines were sent, and come again."""
     backend = Backend()
     Attempt(tmp_path, Fake(backend, **kind)).write(*STEPS[:5]).end("failed")
     rolled_back(tmp_path, 2)
@@ -199,7 +199,7 @@ def test_lines_that_were_taken_back_before_they_were_sent(tmp_path):
 
 
 def test_several_rollbacks_while_it_is_down(tmp_path):
-    """What was sent counts, not what came in between."""
+    """Only lines that were sent count, not those in between."""
     backend = Backend()
     Attempt(tmp_path, Fake(backend)).write(*STEPS[:4]).end("rolled_back")
     backend.down = True

@@ -1,4 +1,4 @@
-"""What each codec sends and what arrives, in plain NumPy, one block after the other."""
+"""The codecs, what each sends and what arrives, in plain NumPy, one block after the other."""
 
 import math
 
@@ -33,7 +33,7 @@ def arrived(codec, x, count=0, right=None):
 
 
 def places(codec, size, count):
-    """Where random-k looks: one place in each group. The random numbers are JAX's own."""
+    """Return the places that random-k picks: one in each group. The random numbers are JAX's own."""
     import jax
 
     group = min(int(1 / codec.ratio), size)

@@ -6,14 +6,14 @@ from tests.parallel.compression import plain_codecs
 
 
 class Devices:
-    """What the devices on one axis remember of one array."""
+    """The state that the devices on one axis remember of one array."""
 
     def __init__(self, codec, shape, peers, right=None):
         self.codec, self.right, self.count = codec, right, 0
         self.errors = [np.zeros(shape, np.float32) for _ in range(peers)]
 
     def summed(self, given):
-        """What all of them get when each gives its array."""
+        """Return what all of them get when each gives its array."""
         peers = len(given)
         wanted = [x + error for x, error in zip(given, self.errors, strict=True)]
         if self.codec.name == "exact":
@@ -39,7 +39,7 @@ class Devices:
 
 
 def low_rank(codec, wanted, rights):
-    """-> the sum, the right factors, what each device remembers."""
+    """Return the sum, the right factors, what each device remembers."""
     shape, out, factors, errors = wanted[0].shape, [], [], [[] for _ in wanted]
     matrices = [np.float64(x).reshape(codec.matrices(shape)) for x in wanted]
     for number, right in enumerate(rights):

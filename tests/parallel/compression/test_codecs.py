@@ -21,7 +21,7 @@ BYTES = {
 
 
 def arrays(many):
-    """That do not average out: one part is the same in all."""
+    """Return arrays that do not average out: one part is the same in all."""
     rng = np.random.default_rng(0)
     same = rng.normal(size=SHAPE)
     return [(same + rng.normal(size=SHAPE) * 10 ** rng.uniform(-1, 1, SHAPE)).astype(np.float32) for _ in range(many)]

@@ -48,7 +48,7 @@ def plain_gradient():
 
 
 def given(params, batch):
-    """What each peer has to send: the gradient of its rows, by their share of the batch's weight."""
+    """Return what each peer has to send: the gradient of its rows, by their share of the batch's weight."""
     rows = ROWS // PEERS
     for peer in range(PEERS):
         own = {key: x[peer * rows:(peer + 1) * rows] for key, x in batch.items()}
@@ -57,7 +57,7 @@ def given(params, batch):
 
 
 def parts(run):
-    """Of each parameter: its codec, and where its parts lie that the devices of one peer hold, by device."""
+    """Return for each parameter its codec, and the parts that the devices of one peer hold, by device."""
     own = compressed(run)
     peer = run.mesh.devices.reshape(PEERS, -1)[0]
     for (codec, shape), leaf, where in zip(own.parts, *map(jax.tree.leaves, (own.params, own.crossing)), strict=True):
@@ -66,7 +66,7 @@ def parts(run):
 
 @pytest.mark.parametrize("method", BY_TIER)
 def test_gradients_are_those_of_the_plain_simulation(method):
-    """Of three steps, on a mesh of two peers whose parameters are split in two, from plain float32 gradients."""
+    """Three steps on two peers, whose parameters are split in two, are compared, from plain float32 gradients."""
     run, step = training(method)
     state = reference.start(run)
     remembered = jax.tree.structure(run.abstract.params).flatten_up_to(state.extras[NAME])

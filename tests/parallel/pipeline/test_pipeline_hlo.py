@@ -1,4 +1,4 @@
-"""What devices of a pipeline say to each other in a step, to the byte, and that no stage waits for one that is absent.
+"""The communication in a pipeline's step, to the byte, and that no stage waits for one that is absent.
 
 A is one micro-batch's activation on one device [B, T, D].
 """
@@ -98,7 +98,7 @@ def test_stages_exchange_two_activations_a_tick(schedule, mesh, overlap):
 
 
 def weight_bytes(run):
-    """Of the parameters that fsdp splits and that it does not, one stage's layers and the rest: bytes in use."""
+    """Return the bytes in use of parameters that fsdp splits and does not split, one stage's layers and the rest."""
     sizes = {}
     names = jax.tree.structure(run.abstract.params).flatten_up_to(run.layout.axes)
     for leaf, axes in zip(jax.tree.leaves(run.abstract.params), names, strict=True):
@@ -125,7 +125,7 @@ def test_gradients_are_summed_once_a_step(schedule, mesh, microbatches):
     for (split, _), size in weight_bytes(run).items():  # of one stage's layers, and of what all stages have
         part = size // 2 if split else size
         want["reduce-scatter"] += part if split else 0  # over fsdp, split as at rest
-        want["all-reduce"] += part  # then over what is left: data, and stages for what is no stage's own
+        want["all-reduce"] += part  # then over what is left: data, and stages for what belongs to no single stage
     for kind, size in want.items():
         got = hlo.total(over, kind)
         assert abs(got - size) <= 1024, (  # the loss, norms, whether all is finite

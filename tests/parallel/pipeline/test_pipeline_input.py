@@ -11,7 +11,7 @@ from tests.numerics import reference
 
 
 def build(**keys):
-    """On an abstract mesh of 8: 16 rows on each of two devices of a stage."""
+    """Build on an abstract mesh of 8: 16 rows on each of two devices of a stage."""
     keys = dict(mesh__fsdp=2, mesh__stage=2, mesh__tensor=2) | {
         key if "__" in key else f"pipeline__{key}": value for key, value in keys.items()}
     return jt.build(reference.tiny(**keys), devices=8)

@@ -51,7 +51,7 @@ def test_the_command_line_trains_a_pipeline_and_one_stage_goes_on(flags, tmp_pat
 @pytest.mark.exhaustive  # the test above goes on from a checkpoint of stages
 @pytest.mark.parametrize("schedule", ["zb_v", "1f1b"])
 def test_a_checkpoint_fits_any_number_of_stages(tmp_path, schedule):
-    """To the bit, from stages to one device and back, layers evenly spread or not, moments too."""
+    """The bits are equal from stages to one device and back, layers evenly spread or not, moments too."""
     keys = dict(model__num_layers=4, pipeline__schedule=schedule)
     staged, single = reference.build("gpt2", (1, 1, 2), mesh__stage=2, **keys), reference.build("gpt2", **keys)
     state, random = reference.start(staged), np.random.default_rng(0)

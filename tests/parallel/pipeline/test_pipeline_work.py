@@ -1,4 +1,4 @@
-"""How much a stage multiplies: nothing twice but the forward pass in B, and nothing in W but its weight gradients.
+"""The products of a stage: nothing twice but the forward pass in B, and nothing in W but its weight gradients.
 
 Counted in the program that JAX hands to the compiler, in units of a chunk's forward pass over one micro-batch.
 """
@@ -78,7 +78,7 @@ def forward(run):
 
 
 def in_forwards(run, jaxpr):
-    """In units of a forward pass."""
+    """Return the work of a program in units of a forward pass."""
     one, found = forward(run), work(run, jaxpr)
     return {what: found[what] / one[what] for what in one}
 

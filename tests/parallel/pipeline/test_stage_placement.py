@@ -22,7 +22,7 @@ def positions():
 
 
 def in_order(placement, position):
-    """Of each chunk in the order in which a micro-batch passes them: its layers as (stack, layer)."""
+    """Return the layers of each chunk as (stack, layer), in the order in which a micro-batch passes the chunks."""
     place = {at: (stage, chunk) for stage, row in enumerate(position) for chunk, at in enumerate(row)}
     return [[(key, int(layer)) for key, layers in placement.layers.items() for layer in layers[place[at]] if layer >= 0]
             for at in sorted(place)]
@@ -59,7 +59,7 @@ def test_what_needs_no_exchange(layers, position, even):
 @pytest.mark.parametrize("layers", [1, 2, 4, 5, 8])
 @pytest.mark.parametrize("mesh", [dict(stage=2, fsdp=2), dict(stage=2, data=2)], ids=str)
 def test_there_and_back_is_exact(layers, position, mesh):
-    """On 4 devices, from where the build lays weights at rest, and each stage then has its own layers."""
+    """On 4 devices, weights go from their layout at rest to stages, each of which then has its own layers."""
     placement = Placement.of({"a": layers}, position)
     over = "stage" if placement.even else None
     rest = P(over, "fsdp", None if over else "stage") if "fsdp" in mesh else P(over, "data", None if over else "stage")

@@ -1,4 +1,4 @@
-"""What the steps to go cost, against runs that are played out second by second."""
+"""The cost of the remaining steps, against runs that are simulated second by second."""
 
 import random
 import re

@@ -154,7 +154,7 @@ def test_what_users_write_down_counts(config, tmp_path):
 
 
 def test_products_in_fp8_are_computed_at_its_rate():
-    """Those of layers: that of the loss head, and attention, stay in bfloat16."""
+    """Products of layers are; that of the loss head, and attention, stay in bfloat16."""
     def matmuls(**keys):
         config = load_config(CONFIGS / "llama3_1b.py", {"train.accumulation": 1, "mesh.fsdp": 1, **keys})
         found = estimate(config, targets.TARGETS["h100"], 1)

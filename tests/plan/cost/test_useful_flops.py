@@ -73,7 +73,7 @@ def test_of_pictures_among_text_it_is_not_known():
 @pytest.mark.parametrize(("name", "more"), [("siglip_b16.py:tiny", 0.001), ("picture_flow.py:tiny", 0.001),
                                             ("whisper.py:words", 0.04)])
 def test_a_step_that_repeats_nothing_has_little_else(name, more):
-    """Of rows of one picture, so that none of its attention is masked.
+    """Rows have one picture each, so that none of its attention is masked.
 
     Whisper computes its first convolution three times, and the half of its decoder's attention that causality masks.
     """

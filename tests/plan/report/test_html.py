@@ -32,7 +32,7 @@ LAYOUTS = [{"mesh.data": 1, "mesh.fsdp": 8, "train.remat": "full"},
 
 
 class Page(HTMLParser):
-    """What a browser would make of it: every element with its attributes, and all text by the element it is in."""
+    """The page as a browser sees it: every element with its attributes, and all text by the element it is in."""
 
     def __init__(self, text):
         super().__init__()
@@ -143,7 +143,7 @@ def test_all_layouts_and_parts_appear(page, found):
 
 
 def charts(page):
-    """Of every chart its bars: solid parts and hidden parts, with their amounts and widths."""
+    """Return the bars of every chart: solid parts and hidden parts, with their amounts and widths."""
     found = []
     for tag, attributes in page.elements:
         if attributes.get("class") == "chart":

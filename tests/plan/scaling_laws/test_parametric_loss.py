@@ -53,7 +53,7 @@ def test_one_run_that_failed_hardly_counts():
 
 
 def test_powers_beyond_all_numbers_are_no_traceback():
-    """Of a few noisy runs, samples have them; such a law of all runs is refused."""
+    """Samples of a few noisy runs have such powers; such a law of all runs is refused."""
     rng = np.random.default_rng(11)
     points = [Point(10.0**(7 + i % 3), 10.0**(9 + (i // 3 + i) % 3), rng.lognormal(1, 0.1)) for i in range(6)]
     assert all(np.isfinite(law.A) and np.isfinite(law.B) for law in fit(points, samples=25, seed=11).samples)

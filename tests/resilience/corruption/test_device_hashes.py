@@ -31,7 +31,7 @@ def test_every_bit_counts(dtype):
 
 
 def test_two_signs_do_not_cancel():
-    """As they would in a sum of words times places: 2^31 times any odd number is 2^31."""
+    """They would in a sum of words times places: 2^31 times any odd number is 2^31."""
     x = np.ones((64,), np.float32)
     seen = set()
     for place in range(1, 64):
@@ -49,7 +49,7 @@ def test_parts_give_parts_of_the_sum():
 
 @pytest.mark.slow
 def test_arrays_in_the_hosts_memory_hash_alike():
-    """Of layers, of whatever is no layer, and spread over devices by either dimension."""
+    """Layers and other arrays are tested, spread over devices by either dimension."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     specs = {"a": P(None, "fsdp"), "b": P("fsdp", "tensor"), "c": P(), "d": P(None, "tensor", None), "e": P("tensor")}
     shapes = {"a": (3, 8), "b": (8, 4), "c": (6,), "d": (5, 4, 3), "e": (2,)}

@@ -52,7 +52,7 @@ def test_the_same_bits_twice(run, tmp_path):
 
 
 def test_a_step_is_run_twice_when_it_is_due(tmp_path):
-    """On eight devices: one that computes the same is taken, and one that does not is refused."""
+    """There are eight devices: one that computes the same is accepted, and one that does not is refused."""
     mesh = jax.make_mesh((8,), ("data",))
     state = {"w": jax.device_put(np.arange(16, dtype=np.float32), NamedSharding(mesh, PartitionSpec("data")))}
     step = jax.jit(lambda state, batch: ({"w": state["w"] + batch}, {"loss": batch}), donate_argnums=0)

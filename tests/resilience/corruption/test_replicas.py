@@ -78,7 +78,7 @@ def test_read_late_and_at_the_same_step(mesh, tmp_path):
 
 
 def test_several_wrong_copies(mesh, tmp_path):
-    """Of one piece two of four are wrong in different ways, so none has a majority; of the other piece one is wrong."""
+    """Two of four copies of one piece are wrong in different ways, so none has a majority; of another piece one is."""
     tree = {"x": placed(mesh, (None, "tensor")), "y": placed(mesh, ())}
     wrong = tree["x"]
     for device, bits in ((0, 1), (2, 2), (5, 1)):

@@ -63,7 +63,7 @@ def browsed(address, width, dark, shot=None):
 
 
 def looked(page, folder, width, dark):
-    """What the probe sees of a page in a frame of this width, since a window has at least 500 pixels."""
+    """Return what the probe sees of a page in a frame of this width, since a window has at least 500 pixels."""
     (folder / "page.html").write_text(page.replace("</body>", f"{PROBE}</body>"))
     (folder / "frame.html").write_text('<body style="margin:0"><iframe src="page.html" style="border:0;'
                                        f'width:{width}px;height:2400px"></iframe>')

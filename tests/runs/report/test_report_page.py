@@ -23,7 +23,7 @@ SECRET = "s3://key:hunter2@bucket/corpus?token=sesame"
 
 
 def parts(page: str) -> tuple[str, dict]:
-    """What is seen of a page, and the data of its figures."""
+    """Return the visible part of a page, and the data of its figures."""
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
     return re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.S), json.loads(data)
 

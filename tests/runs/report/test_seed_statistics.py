@@ -59,7 +59,7 @@ def test_names_are_as_long_as_they_must_be(tmp_path):
 
 
 def test_hours_begin_where_the_run_began(tmp_path):
-    """With one step of 36 s a hundredth of an hour; not with the steps before the checkpoint that a run adopted."""
+    """One step of 36 s is a hundredth of an hour; the steps before an adopted checkpoint do not count."""
     workdir = recorded(tmp_path / "run", 10)
     assert RunCurves(RecordedRun(workdir), "run").at([10])["hours"] == pytest.approx([0.1])
     (workdir / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 1.0, "step_time_s": 36.0}}\n'

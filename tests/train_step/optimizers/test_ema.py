@@ -80,7 +80,7 @@ def made(case):
 @pytest.mark.parametrize("case", [
     pytest.param(case, marks=slow_if(case in ("zero 3, offloaded", "adapters, float16"))) for case in CASES])
 def test_it_is_the_recurrence_on_any_mesh(case):
-    """And lies as the parameters do, and begins at those that are there where a checkpoint has none."""
+    """The average is laid out as the parameters are, and begins at them where a checkpoint has none."""
     run, step = made(case)
     assert run.layout.state.extras[ema.NAME] == run.layout.state.params
     state = run.init()

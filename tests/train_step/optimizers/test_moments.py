@@ -91,7 +91,7 @@ MESHES = [((2, 2, 2), {"optimizer__zero_stage": 1}), ((1, 2, 4), {}), ((8, 1, 1)
     for name, dtype in [("adamw", "int8"), ("adamw", "bfloat16"), ("lion", "int8"), ("sgd", "bfloat16")]
     for i, (mesh, keys) in enumerate(MESHES[:None if name == "adamw" else 1])])
 def test_the_same_bits_on_any_mesh(name, dtype, mesh, keys):
-    """Also where a device's part of a dimension is not a whole number of blocks, as with 288 and 32 columns here.
+    """They are equal even where a device's part of a dimension is not whole blocks, as with 288 and 32 columns here.
 
     Parameters are float32, and compilers fuse their update in several ways, which may differ in the last bit.
     """
@@ -184,7 +184,7 @@ def test_the_peak_of_a_step_falls_too():
     ("adamw", "float32", False), ("adamw", "bfloat16", False), ("adamw", "int8", True), ("muon", "bfloat16", True),
     ("muon", "float32", False)])
 def test_which_are_updated_layer_by_layer(name, dtype, layerwise):
-    """Those that pass through float32 as whole arrays."""
+    """Parameters that pass through float32 as whole arrays are."""
     run = reference.build("gpt2", optimizer__name=name, optimizer__moment_dtype=dtype)
     assert run.layout.layerwise == layerwise
 

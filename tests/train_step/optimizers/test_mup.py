@@ -66,7 +66,7 @@ def test_initial_values_are_scaled_by_the_kind_of_parameter(family):
 
 
 def test_a_reward_head_is_as_many_times_smaller_as_the_model_is_wide():
-    """Than that of the base: its own formula has the width in it."""
+    """The factor is relative to the base: the head's own formula has the width in it."""
     keys = {"model__embed_dim": 512, "model__num_heads": 4, "model__mlp_dim": 8, "model__vocab_size": 8}
     c = reference.tiny("gpt2", model__mup_base={"embed_dim": 32, "num_heads": 4}, **keys).model
     head = jax.jit(lambda: nnx.state(make_model(c, scalar_head="reward_head", rngs=nnx.Rngs(0)))["reward_head"])()
@@ -182,7 +182,7 @@ def test_a_model_as_wide_as_its_base_is_the_same_program():
 
 @pytest.mark.exhaustive
 def test_gradients_of_heads_go_with_the_root_of_the_width():
-    """So clipping by the norm of all gradients is not the same in all widths, which SGD's steps show."""
+    """Clipping by the norm of all gradients therefore differs between widths, which SGD's steps show."""
     for family, path, power in (("gpt2_untied", "output", 0.5), ("gpt2", "embed", -0.5)):
         sizes = []
         for width in (32, 512):
@@ -194,7 +194,7 @@ def test_gradients_of_heads_go_with_the_root_of_the_width():
 
 
 def off(family, number, mesh=(1, 1, 1), **keys):
-    """How far loss and gradients of a run are from the plain model in float32, relative to the largest element."""
+    """Return the distance of a run's loss and gradients from the plain model in float32, relative to the largest."""
     run = reference.build(family, mesh, **base_of(family, number), **keys)
     params = made(family, number)[1]
     params = reference.with_biases(params) if family == "gpt_oss" else params
@@ -308,7 +308,7 @@ def losses_by_rate(optimizer, width, transfer):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", GRIDS)
 def test_the_best_learning_rate_is_that_of_a_narrow_model(optimizer):
-    """Of a model that is 8 times as wide; without muP it is lower by a factor of 2 at least."""
+    """The model is 8 times as wide; without muP its best rate is lower by a factor of 2 at least."""
     found = {name: losses_by_rate(optimizer, *of) for name, of in (
         ("narrow", (32, False)), ("wide", (256, True)), ("wide without", (256, False)))}
     best = {name: int(np.argmin(losses)) for name, losses in found.items()}

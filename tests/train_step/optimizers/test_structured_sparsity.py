@@ -20,7 +20,7 @@ INPUTS = {"q": 1, "k": 1, "v": 1, "out": 2, "gate": 1, "up": 1, "down": 1}
 
 
 def plain_mask(x, dimension):
-    """Of each four, one after the other."""
+    """Return the mask, computed for each four values, one after the other."""
     rows = np.moveaxis(np.asarray(x), dimension, -1)
     mask = np.zeros(rows.shape, bool)
     for place in np.ndindex(rows.shape[:-1]):
@@ -101,7 +101,7 @@ def test_training_is_that_of_the_plain_formula():
 
 
 def zeros_of_four(x, dimension):
-    """How many of each four are zero."""
+    """Return the number of zeros in each four values."""
     x = np.moveaxis(np.asarray(x, np.float32), dimension, -1)
     return set((x.reshape(-1, 4) == 0).sum(-1).tolist())
 

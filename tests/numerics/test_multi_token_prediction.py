@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.models.ahead import with_second_targets
+from jaxtrain.models.multi_token_prediction import with_second_targets
 from jaxtrain.sharding import rules as sharding
 from tests.composition import fuzz
 from tests.numerics import reference
@@ -38,7 +38,7 @@ def test_the_last_two_tokens_of_a_document_have_no_second_target():
 
 @pytest.mark.slow
 def test_targets_that_are_ignored_may_be_negative():
-    """On any mesh alike, though a vocabulary that is split looks up otherwise."""
+    """The result is the same on any mesh, though a vocabulary that is split is looked up in another way."""
     values, batch = [], reference.batch(0)
     batch["targets"][batch["weights"] == 0] = -100
     for mesh in (1, 1, 1), (1, 1, 2):
