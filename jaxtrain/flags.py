@@ -4,6 +4,7 @@ import argparse
 import functools
 import os
 import re
+import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable
@@ -64,7 +65,10 @@ in one line; 75: asked to stop, and saved; 76: gave up, start it again; 77: stop
 
 
 def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], None]], Callable[..., int]]:
-    """Return a decorator for a command's main: exit status 0, 2 on a user error (told in one line), 130 on Ctrl-C."""
+    """Return a decorator for a command's main: exit status 0, 2 on a user error (told in one line), 130 on Ctrl-C.
+
+    Other processes of the command, if any, are told of its end.
+    """
     def wrap(do: Callable[[list[str] | None], None]) -> Callable[..., int]:
         @functools.wraps(do)
         def main(argv: list[str] | None = None) -> int:
@@ -72,20 +76,34 @@ def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], 
             warn_in_one_line()
             try:
                 do(argv)
-                return 0
+                return exit_process(0)
             except UserError as mistake:
                 say(mistake)
-                return 2
-            except KeyboardInterrupt:
+                return exit_process(2, mistake)
+            except KeyboardInterrupt as stop:
                 say(stopped)
-                return 130
+                return exit_process(130, stop)
             except BrokenPipeError:  # the reader closed the pipe, as `head` does
                 discard_output()
-                return 0
+                return exit_process(0)
+            except SystemExit:  # raised in all processes alike
+                exit_process(0)
+                raise
+            except Exception as error:
+                exit_process(1, error)  # returns in a single-process run
+                raise
 
         return main
 
     return wrap
+
+
+def exit_process(status: int, error: BaseException | None = None) -> int:
+    """Disconnect from the other processes, if any: in agreement, or alone after an error."""
+    processes = sys.modules.get("jaxtrain.distributed.processes")
+    if processes is None:  # it failed before they were imported
+        return status
+    return processes.leave(status) if error is None else processes.fail(status, error)
 
 
 def warn_in_one_line() -> None:

@@ -26,7 +26,7 @@ import sys
 from jaxtrain.distributed import exit_codes, heartbeat
 from jaxtrain.doctor.xla_flags import check_xla_flags
 from jaxtrain.errors import UserError, say
-from jaxtrain.flags import discard_output, training_flags, warn_in_one_line, workdir_of
+from jaxtrain.flags import discard_output, exit_process, training_flags, warn_in_one_line, workdir_of
 from jaxtrain.redaction import hide_in_tracebacks
 
 
@@ -53,14 +53,6 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         exit_process(1, error)  # returns in a single-process run
         raise
-
-
-def exit_process(status: int, error: BaseException | None = None) -> int:
-    """Disconnect from the other processes, if any: in agreement, or alone after an error."""
-    processes = sys.modules.get("jaxtrain.distributed.processes")
-    if processes is None:  # it failed before they were imported
-        return status
-    return processes.leave(status) if error is None else processes.fail(status, error)
 
 
 def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:

@@ -51,7 +51,7 @@ def agree(config: Config, rules: Rules) -> None:
         if rules[name] not in ((), (axis,)):
             raise UserError(f"mesh.overrides.{name}", f"it cannot be split over {'+'.join(rules[name])}",
                             f"use none or {axis}")
-    for name in ("act_embed", "act_head_dim"):
+    for name in ("act_embed", "act_head_dim", "every_layer"):
         if rules[name]:
             raise UserError(f"mesh.overrides.{name}", f"no model splits it over {'+'.join(rules[name])}", "use none")
     for name in ("embed", "norm", "head_dim", "positions", "expert_embed", "rank", "latent", "router",

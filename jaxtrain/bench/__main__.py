@@ -67,17 +67,12 @@ def main(argv: list[str] | None) -> None:
     from jaxtrain.bench import records
     from jaxtrain.distributed import processes
 
-    try:
-        record = measured(flags, overrides, argv)
-    except Exception as error:  # without this, other processes would wait for this one
-        processes.fail(2 if isinstance(error, UserError) else 1, error)
-        raise
+    record = measured(flags, overrides, argv)
     if processes.process() == 0:
         if "failed" not in record:
             print(shown(record), end="", flush=True)
         if flags.json:
             records.append(flags.json, record)
-    processes.leave(0)
     if "failed" in record:
         say(record["failed"])
         raise SystemExit(1)

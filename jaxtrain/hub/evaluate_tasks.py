@@ -46,7 +46,6 @@ def main(argv: list[str] | None) -> None:
         _watch(flags, overrides, tasks)
     else:
         _evaluate(flags, overrides, tasks, flags.step)
-    processes.leave(0)
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:

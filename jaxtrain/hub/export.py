@@ -54,7 +54,6 @@ def main(argv: list[str] | None = None) -> None:
     processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
     record = export(flags.workdir, flags.to, flags.step, dtype=flags.dtype, file_bytes=int(flags.file_gb * 1e9),
                     averaged=flags.ema, licence=flags.licence, gates=flags.gates, gate_share=flags.gate_share)
-    processes.leave(0)
     say(f"{flags.to} has the model of step {record['step']} of {flags.workdir}")
     for suite, counts in record.get("gates", {}).get("suites", {}).items():
         say(f"gates: {suite}: {counts['passed']} of {counts['checks']} passed")

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.redaction import redacted
 
 ENGINES = ("local", "slurm", "kubernetes", "ray", "skypilot", "dstack")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?")  # that of a Kubernetes object, which is the narrowest
@@ -27,7 +28,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):(\d\d):(\d\d)")
 _TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
 _OURS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # what engines set
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.I)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|HEADERS", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +103,13 @@ class JobSpec:
             raise UserError("env", f"{both[0]} is under secrets too", "leave one of them out")
         if wrong := next((path for path in self.mounts if not path.startswith("/") or path == "/"), None):
             raise UserError("mounts", f"{wrong!r} is not a path in the container", "begin it with /")
-        for variable in self.env:
-            if _SECRET.search(variable):
+        for variable, value in self.env.items():
+            if _SECRET.search(variable) or redacted(value) != value:
                 raise UserError(f"env.{variable}", "its value would stand in files that others may read",
                                 f'name where it is instead: secrets.{variable} = "file:PATH"')
+        if any(redacted(line) != line for line in self.setup):
+            raise UserError("setup", "a URL has credentials in it, which would stand in files that others may read",
+                            "let it take them from a variable under secrets")
         for variable, where in self.secrets.items():
             kind, _, place = where.partition(":")
             if kind not in ("file", "secret") or not place or (kind == "secret" and place.count("/") != 1):

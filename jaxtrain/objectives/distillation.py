@@ -23,6 +23,7 @@ from jaxtrain.kernels.cross_entropy import distillation_loss
 from jaxtrain.models import Compute, Decoder, make_model
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import MakeObjective
+from jaxtrain.sharding.rules import on_every_stage
 from jaxtrain.train_step.state import Skeleton
 
 TEACHER = "teacher"  # the key of its parameters among the frozen ones
@@ -63,9 +64,7 @@ class Distillation(NextToken):
     @property
     def frozen_axes(self) -> dict:
         """The teacher's logical names. Its layers are not a stage's own: the student's layers are."""
-        axes = jax.tree.map(lambda names: tuple(None if name == "layers" else name for name in names),
-                            self.teacher.axes(), is_leaf=lambda x: isinstance(x, tuple))
-        return {TEACHER: axes}
+        return {TEACHER: jax.tree.map(on_every_stage, self.teacher.axes(), is_leaf=lambda x: isinstance(x, tuple))}
 
     def frozen_metadata(self, key: str) -> dict:
         """Return the teacher's metadata: its routers compute in float32, whatever the precision."""

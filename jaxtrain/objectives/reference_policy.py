@@ -114,8 +114,7 @@ class WithReference(NextToken):
         """The reference's logical names. Its layers are not a stage's own: the policy's layers are."""
         if self.reference is None or self.precomputed:
             return {}
-        return {REFERENCE: jax.tree.map(lambda names: tuple(None if name == "layers" else name for name in names),
-                                        self.trained, is_leaf=lambda x: isinstance(x, tuple))}
+        return {REFERENCE: jax.tree.map(sharding.on_every_stage, self.trained, is_leaf=lambda x: isinstance(x, tuple))}
 
     def frozen_metadata(self, key: str) -> dict:
         """Return the metadata of what it is a copy of."""

@@ -29,6 +29,7 @@ PARAMETER_NAMES = {
     "layers": "model.num_layers", "vocab": "model.vocab_size", "embed": "model.embed_dim", "mlp": "model.mlp_dim",
     "heads": "model.num_heads", "kv_heads": "model.num_kv_heads", "head_dim": "model.head_dim",
     "positions": "model.max_seq_len", "norm": "model.embed_dim",
+    "every_layer": "model.num_layers",  # of a stack that all stages compute, such as a teacher's
     "experts": "model.num_experts", "expert_embed": "model.embed_dim", "expert_mlp": "model.expert_mlp_dim",
     "latent": "model.kv_rank", "rank": "model.kv_rank",  # as an output, and as an input
     "router": "model.num_experts", "router_bias": "model.num_experts",
@@ -58,6 +59,11 @@ _FSDP_TP = _FSDP | {name: ("tensor",) for name in (
     "block_seq": ("context", "tensor"),
 }
 PRESETS = {"data": _DATA, "fsdp": _FSDP, "fsdp_tp": _FSDP_TP}
+
+
+def on_every_stage(names: Names) -> Names:
+    """Return the names of a parameter for a stack that no stage has layers of."""
+    return tuple("every_layer" if name == "layers" else name for name in names)
 
 
 @dataclass(frozen=True)

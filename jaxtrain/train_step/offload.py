@@ -37,6 +37,10 @@ def by_pieces(layout: Layout, updates: Any, optimizer: Callable[[Any, Any], opta
             stacks[path.partition("]")[0]].append(path)
     stacked = {path for paths in stacks.values() for path in paths}
 
+    def owner(key):
+        """Return the parameter of a part of the state; the end of a path may be that of another one."""
+        return max((path for path in where if key.endswith(path)), key=len, default="")
+
     def update(params, opt_state, grads, factors, taken):
         flat, state, slopes, factors = _flat(params), _flat(opt_state), _flat(grads), _flat(factors)
         after = dict(state)
@@ -59,7 +63,7 @@ def by_pieces(layout: Layout, updates: Any, optimizer: Callable[[Any, Any], opta
             flat |= new
             after |= back
         for paths in stacks.values():
-            theirs = [key for key in state if any(key.endswith(path) for path in paths)]
+            theirs = [key for key in state if owner(key) in paths]
 
             def one(i, carry, paths=paths):
                 mine = [{key: jax.lax.dynamic_slice_in_dim(x, i, 1) for key, x in tree.items()}

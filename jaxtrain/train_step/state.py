@@ -164,15 +164,15 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
         names = treedef.flatten_up_to(axes)
         found = [_parameter(path, leaf, name, rules, mesh) for (path, leaf), name in zip(flat, names, strict=True)]
         if pipeline:  # what is not a stage's own is not on every stage either, at rest
-            # A first dimension without a name is one of layers that no single stage holds: they are taken one by one.
-            found = [sharding.spread(s, leaf.shape, "stage", first=int((name or ("",))[0] is None))
+            # Layers that all stages compute are taken one by one.
+            found = [sharding.spread(s, leaf.shape, "stage", first=int("every_layer" in (name or ())))
                      for s, (_, leaf), name in zip(found, flat, names, strict=True)]
         return flat, treedef, names, found
 
     flat, treedef, names, base = at_rest(abstract.params, axes)
     frozen_flat, frozen_treedef, frozen_names, frozen = at_rest(abstract.frozen, frozen_axes or {})
     if zero_stage >= 3:
-        frozen = [sharding.spread(s, leaf.shape, first=int((name or ("",))[0] in ("layers", None)))
+        frozen = [sharding.spread(s, leaf.shape, first=int(not {"layers", "every_layer"}.isdisjoint(name or ())))
                   for s, (_, leaf), name in zip(frozen, frozen_flat, frozen_names, strict=True)]
     # Layers are taken from their stack one by one: of parameters always, of the optimizer's state if it is elsewhere.
     split = [sharding.spread(s, leaf.shape, first=int("layers" in (name or ())))

@@ -39,6 +39,48 @@ def late(self, abstract, below=None, restore=CheckpointManager.restore_newest):
 Run.placed, CheckpointManager.restore_newest = odd, late
 sys.exit(main())
 """
+# The command's work is left out. Process 1 does not end before process 0 has ended and what that causes is done.
+COMMAND = """
+import os, sys, time
+import jax
+from jaxtrain.distributed import processes
+from jaxtrain.errors import UserError
+
+def late(shutdown=jax._src.distributed.shutdown):
+    shutdown()  # waits for the other process, which does this at its exit, too
+    peers = processes._peers
+    while peers._lines:
+        time.sleep(0.01)
+    if peers._follower.is_alive():
+        peers._follower.join()
+
+def work(*args, **keys):
+    {what}
+
+if os.environ["JAX_PROCESS_ID"] == "1":
+    jax._src.distributed.shutdown = late
+{command}
+"""
+COMMANDS = {
+    "export": """
+from jaxtrain.hub import export
+export.export = work
+sys.exit(export.main(["workdir", "--to=folder"]))""",
+    "evaluate": """
+from jaxtrain.hub import evaluate_tasks
+evaluate_tasks.Tasks.of, evaluate_tasks._evaluate = work, work
+sys.exit(evaluate_tasks.main(["workdir", "--tasks=mine"]))""",
+    "adapters": """
+from jaxtrain.hub.adapters import __main__ as adapters, adapter_commands
+adapter_commands.export = work
+sys.exit(adapters.main(["export", "workdir", "--to=folder"]))""",
+    "bench": """
+from jaxtrain.bench import __main__ as bench
+bench.measured = lambda flags, *_: processes.initialize(flags.coordinator) or work()
+bench.shown = lambda record: "measured"
+sys.exit(bench.main(["--config=config.py"]))""",
+}
+DONE = "return {'step': 0}"
 NAME = socket.gethostname()
 
 
@@ -53,7 +95,8 @@ def started(forked):
 
 
 @contextlib.contextmanager
-def _started(forked, flags, workdir, processes=2, devices=1, what="pass", at=6, slow=0, of=None, **environment):
+def _started(forked, flags, workdir, processes=2, devices=1, what="pass", at=6, slow=0, of=None, command="",
+             **environment):
     """Start processes, with the code `what` in those of `of` (None: all); none is left behind."""
     address, run = free_address(), []
     try:
@@ -62,7 +105,8 @@ def _started(forked, flags, workdir, processes=2, devices=1, what="pass", at=6, 
                        "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes),
                        "XLA_FLAGS": virtual_devices(devices), **environment}
             mine = [flag.format(i=i) for flag in flags]
-            program = RUN.format(what=what, at=at, slow=slow)
+            program = COMMAND.format(what=what, command=COMMANDS[command]) if command else RUN.format(
+                what=what, at=at, slow=slow)
             run.append(forked.start(["-c", program, *mine, f"--workdir={workdir}"], ROOT, environ))
         yield run
     finally:
@@ -156,3 +200,33 @@ def test_one_never_comes(started, flags, tmp_path, who):
     reason = ("process 1 cannot reach process 0 at 127", "not all of the 2 processes came to 127")[who == 0]
     assert status == exit_codes.RESTART and said.startswith(f"--coordinator: {reason}")
     assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_one_that_ends_later_does_not_take_the_other_for_lost(started, tmp_path, command):
+    with started([], tmp_path, what=DONE, command=command) as run:
+        ends = ended(run)
+    assert [status for status, _ in ends] == [0, 0], ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "status", "told"), [
+    ("raise UserError('--to', 'it is there', 'name another')", 2, "--to: it is there; name another\n"),
+    ("raise SystemExit(1)", 1, "")])
+def test_a_command_that_stops_in_all_processes_ends_alike(started, tmp_path, what, status, told):
+    with started([], tmp_path, what=what, command="export") as run:
+        assert ended(run) == [(status, told)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("error", "statuses", "words"), [
+    ("UserError('--to', 'it is there', 'name another')", (2, 2), "--to: it is there; name another"),
+    ("OSError('the disk is on fire')", (exit_codes.RESTART, 1), "OSError: the disk is on fire")])
+def test_an_error_of_one_process_ends_the_command_in_the_other(started, tmp_path, error, statuses, words):
+    """Which waits for it."""
+    what = f"processes.meet('work', 1000) if os.environ['JAX_PROCESS_ID'] == '0' else ()\n    raise {error}"
+    with started([], tmp_path, what=what, command="export") as run:
+        (first, said), (second, told) = ended(run)
+    assert (first, second) == statuses and told.rstrip().endswith(words)
+    assert f"process 1 ({NAME}) failed (" in said and "Traceback" not in said

@@ -335,10 +335,10 @@ def learning_rate(config, n: int) -> float:
 
 
 def adamw(c, p, g, m, v, rate, n):
-    """Loshchilov and Hutter's; norms and biases do not decay. -> parameters and both moments."""
+    """Loshchilov and Hutter's; norms, biases and other vectors do not decay. -> parameters and both moments."""
     def one(path, p, g, m, v):
-        keys = [k.key for k in path]
-        decay = c.weight_decay * (keys[-1] not in ("scale", "bias"))
+        name = path[-1].key
+        decay = c.weight_decay * (name not in ("scale", "sinks", "query", "token") and not name.endswith("bias"))
         m, v = c.b1 * m + (1 - c.b1) * g, c.b2 * v + (1 - c.b2) * g**2
         step = (m / (1 - c.b1 ** (n + 1))) / (jnp.sqrt(v / (1 - c.b2 ** (n + 1))) + c.eps)
         return p - rate * (step + decay * p), m, v

@@ -12,6 +12,7 @@ from typing import Any
 from tests.composition.fuzz import AXES, OVERRIDES, TOLERANCE, from_moments
 
 ROWS, STEPS = 16, 20  # after so many steps frozen leaves have the same bits
+RATE = 1e-3  # decay is a tenth of what a step changes
 SHAPES: dict[str, list[dict[str, Any]]] = {
     "events": [dict(num_layers=2), dict(num_layers=1, predict="shop", tied_embeddings=False, time_loss=0.0, window=5),
                dict(num_layers=3, num_kv_heads=8, tied_embeddings=False, window=5)],
@@ -107,7 +108,9 @@ def plain_of(family: str) -> tuple[Any, Any, Any]:
 def config_of(keys: dict[str, Any]) -> Any:
     """The case's config; raises UserError where it is refused."""
     rest = {key.replace(".", "__"): value for key, value in keys.items() if key not in ("family", "batch")}
-    return plain_of(keys["family"])[0](**rest, data__global_batch_size=ROWS, optimizer__clip_norm=0.7)
+    return plain_of(keys["family"])[0](**rest, data__global_batch_size=ROWS, optimizer__clip_norm=0.7,
+                                     optimizer__learning_rate=RATE, optimizer__warmup_steps=0,
+                                     optimizer__weight_decay=0.5)
 
 
 @functools.lru_cache(maxsize=64)
@@ -173,6 +176,9 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     off["gradient"], leaf = reference.worst(got, want, floor)
     if by_call is not None:
         off["value"] = abs(float(by_call[0]) / float(loss) - 1)
+    if c.name == "adamw":
+        error, leaf = decay_error(c, partition.like(params, after.params), after)
+        assert error < 0.01, f"decay is off by {error:.1e} at {leaf}"
     if c.name != "adamw":
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.params)), "a parameter is lost"
     if config.train.ema_decay:
@@ -186,6 +192,21 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
         limit = 2 * TOLERANCE[precision] / (1 if what == "gradient" or precision == "float32" else 5)
         assert error < limit, f"{what} is off by {error:.1e}{f', at {leaf}' if what == 'gradient' else ''}"
     return off
+
+
+def decay_error(c: Any, before: Any, after: Any) -> tuple[float, str]:
+    """Return how far what AdamW's first step took off the parameters is from the formula's, and of which the most."""
+    import jax
+    import numpy as np
+
+    from tests.numerics import reference
+
+    first, none = reference.moments(after), jax.tree.map(np.zeros_like, before)
+    grads = jax.tree.map(lambda m: m / (1 - c.b1), first)
+    both = [reference.adamw(dataclasses.replace(c, weight_decay=decay), before, grads, none, none, RATE, 0)[0]
+            for decay in (0, c.weight_decay)]
+    return reference.worst(*(jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), both[0], moved)
+                             for moved in (after.params, both[1])), floor=RATE * c.weight_decay * 0.01)
 
 
 def state_of(run: Any, params: Any, step: Any) -> Any:

@@ -49,7 +49,7 @@ CASES = {
     "clip": [dict(mesh__fsdp=2, mesh__context=2, mesh__tensor=2), dict(mesh__data=8),
              dict(mesh__fsdp=2, mesh__stage=2, mesh__context=2)],
     "vision_language": [dict(mesh__stage=2, mesh__context=2, mesh__tensor=2), dict(mesh__fsdp=2, mesh__tensor=4),
-                        dict(mesh__fsdp=4, mesh__context=2)],
+                        dict(mesh__fsdp=4, mesh__context=2), dict(mesh__fsdp=2, optimizer__offload=True)],
     "picture_flow": [dict(mesh__data=2, mesh__context=2, mesh__tensor=2), dict(mesh__fsdp=8),
                      dict(mesh__stage=2, mesh__context=2, mesh__tensor=2)],
     "siglip published": [dict(mesh__fsdp=2, mesh__context=2, mesh__tensor=2)],
@@ -61,8 +61,8 @@ EXHAUSTIVE = ("siglip", "clip", "clip published", "vision_language published")
 
 
 @pytest.mark.parametrize(("kind", "mesh"), [
-    pytest.param(kind, mesh, marks=slow_if(number == 0 and kind not in EXHAUSTIVE),
-                 id=f"{kind} {' '.join(f'{key[6:]}={size}' for key, size in mesh.items())}")
+    pytest.param(kind, mesh, marks=slow_if((number == 0 or "optimizer__offload" in mesh) and kind not in EXHAUSTIVE),
+                 id=" ".join([kind, *(f"{key.partition('__')[2]}={size}" for key, size in mesh.items())]))
     for kind, meshes in CASES.items() for number, mesh in enumerate(meshes)])
 def test_loss_and_gradients_are_those_of_one_picture_at_a_time(kind, mesh, truth):
     params, batch, (loss, accuracy), want = truth(kind)

@@ -54,6 +54,7 @@ def test_presets_build_on_each_other_and_overrides_win():
     (lambda: jt.rules("fsdp", mlp="tensr"), "mesh.overrides.mlp", "did you mean 'tensor'"),
     (lambda: jt.rules("fsdp_tp").spec(("heads", "mlp")), "rules for ['heads', 'mlp']", "both map onto mesh axis"),
     (lambda: build(mesh__overrides__embed="tensor"), "mesh.overrides.embed", "no model splits it over tensor"),
+    (lambda: build(mesh__overrides__every_layer="fsdp"), "mesh.overrides.every_layer", "no model splits it over fsdp"),
     (lambda: build(mesh__overrides__mpl="tensor"), "mesh.overrides.mpl", "did you mean 'mlp'"),
     (lambda: build(mesh__overrides__mlp="tensro"), "mesh.overrides.mlp", "did you mean 'tensor'"),
     (lambda: build(model__name="llama", mesh__overrides__positions="fsdp"), "mesh.overrides.positions", "no such axis"),

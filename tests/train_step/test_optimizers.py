@@ -9,12 +9,15 @@ import numpy as np
 import optax
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.train_step.optimizers import make_optimizer, make_schedule
 from tests.numerics import reference
-from tests.tiers import slow_if
+from tests.objectives import fuzz_modalities
+from tests.tiers import slow, slow_if
 
 OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd", "muon")
+PLAIN = fuzz_modalities.SHAPES
 RATES = {"lion": 3e-3, "sgd": 0.3}
 # Adafactor factors only dimensions of 128 and more.
 SHAPES = {"adafactor": dict(model__embed_dim=128, model__vocab_size=128, model__mlp_dim=256)}
@@ -96,9 +99,8 @@ def test_an_end_at_zero_is_zero():
 
 # ------------------------------------------------------------------------------------- which parameters are treated how
 
-def updates(name, family, gradient, **keys):
+def updates(name, run, gradient, **keys):
     """The first update of each parameter, by path; parameters are drawn, so that a vector that decays is seen to."""
-    run = reference.build(family)
     optimizer = make_optimizer(OptimizerConfig(name=name, **keys), lambda n: PEAK, run.layout.axes)
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), run.abstract.params)
@@ -112,14 +114,27 @@ def updates(name, family, gradient, **keys):
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_matrices_decay_and_vectors_do_not(name, family):
-    for path, (param, update) in updates(name, family, gradient=0.0, weight_decay=0.5).items():
-        want = -PEAK * 0.5 * param if path.endswith(("kernel", "table")) else np.zeros_like(param)
+    decays(name, reference.build(family))
+
+
+def decays(name, run):
+    for path, (param, update) in updates(name, run, gradient=0.0, weight_decay=0.5).items():
+        want = -PEAK * 0.5 * param if path.endswith(("kernel", "table", "labels")) else 0 * param
         np.testing.assert_allclose(update, want, rtol=1e-5, atol=1e-8, err_msg=f"{name}, gradient of zero: {path}")
+
+
+@pytest.mark.parametrize("family", [
+    "clips", "vision_language", *slow(*sorted({*PLAIN} - {"clips", "vision_language"}))])
+def test_the_embedding_of_patches_convolutions_and_read_outs_decay(family):
+    """They have a side without a logical name; the biases of vision_language's encoder, layers that all stages have."""
+    for shape in PLAIN[family]:
+        config = fuzz_modalities.plain_of(family)[0](**{f"model__{key}": value for key, value in shape.items()})
+        decays("sgd", jt.build(config, devices=1))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_muon_turns_hidden_matrices_into_orthogonal_ones_and_leaves_the_rest_to_adam(family):
-    for path, (_, update) in updates("muon", family, gradient=1.0, weight_decay=0.0).items():
+    for path, (_, update) in updates("muon", reference.build(family), gradient=1.0, weight_decay=0.0).items():
         update = update / PEAK
         if not (path.startswith("blocks") and path.endswith("kernel")):
             np.testing.assert_allclose(np.abs(update), 1, rtol=1e-3, err_msg=f"{path} is not moved as by Adam")
@@ -145,8 +160,10 @@ def newton_schulz(matrix):
 
 def test_muon_is_the_published_one_in_float64():
     axes = {"matrix": ("mlp", "embed"), "heads": ("layers", "embed", "heads", "head_dim"), "table": ("vocab", "embed"),
-            "scale": ("norm",)}
-    shapes = {"matrix": (20, 8), "heads": (3, 8, 2, 6), "table": (11, 8), "scale": (8,)}
+            "whole": ("every_layer", "mlp", "embed"), "whole_biases": ("every_layer", "embed"), "scale": ("norm",),
+            "patches": (None, "embed"), "convolution": (None, None, "embed"), "read_out": ("embed", None)}
+    shapes = {"matrix": (20, 8), "heads": (3, 8, 2, 6), "table": (11, 8), "whole": (3, 20, 8), "whole_biases": (3, 8),
+              "scale": (8,), "patches": (12, 8), "convolution": (3, 5, 8), "read_out": (8, 5)}
     config = OptimizerConfig(name="muon", weight_decay=0.1, b1=0.8, b2=0.9, momentum=0.7)
     optimizer = make_optimizer(config, lambda n: PEAK, axes)
     rng = np.random.default_rng(0)
@@ -159,16 +176,17 @@ def test_muon_is_the_published_one_in_float64():
         moved, state = update(jax.tree.map(jnp.float32, grads), state, params)
         params = optax.apply_updates(params, moved)
         for key, grad in grads.items():
-            if key in ("matrix", "heads"):
+            if key in ("matrix", "heads", "whole"):
                 first[key] = 0.7 * first[key] + 0.3 * grad
                 nesterov = 0.7 * first[key] + 0.3 * grad
-                by_layer = nesterov.reshape(-1, *((20, 8) if key == "matrix" else (8, 12)))
+                by_layer = nesterov.reshape(-1, *((8, 12) if key == "heads" else (20, 8)))
                 step = 0.2 * np.sqrt(max(by_layer.shape[1:])) * np.stack([*map(newton_schulz, by_layer)])
             else:
                 first[key] = 0.8 * first[key] + 0.2 * grad
                 second[key] = 0.9 * second[key] + 0.1 * grad**2
                 step = first[key] / (1 - 0.8**n) / (np.sqrt(second[key] / (1 - 0.9**n)) + config.eps)
-            want[key] = want[key] - PEAK * (step.reshape(grad.shape) + 0.1 * want[key] * (key != "scale"))
+            want[key] = want[key] - PEAK * (
+                step.reshape(grad.shape) + 0.1 * want[key] * (key not in ("scale", "whole_biases")))
             np.testing.assert_allclose(params[key], want[key], rtol=0, atol=2e-6, err_msg=f"{key} after step {n}")
 
 

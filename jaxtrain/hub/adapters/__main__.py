@@ -37,7 +37,6 @@ def main(argv: list[str] | None) -> None:
         processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
         step = adapter_commands.export(Path(flags.workdir), Path(flags.to), flags.step, base=flags.base,
                                        dtype=flags.dtype, averaged=flags.ema)
-        processes.leave(0)
         say(f"{flags.to} has the adapters of step {step} of {flags.workdir}")
 
 

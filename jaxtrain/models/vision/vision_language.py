@@ -40,8 +40,7 @@ def vision_language(c: VisionLanguageConfig, compute: Compute, *, rngs: nnx.Rngs
     model.connector = Connector(c.picture_embed_dim, c.embed_dim, rngs=rngs)
     for _, weight in nnx.iter_graph(model.picture):  # its layers are not a pipeline stage's own
         if isinstance(weight, nnx.Param):
-            names = weight.get_metadata()["axes"]
-            weight.set_metadata(axes=tuple(None if name == "layers" else name for name in names))
+            weight.set_metadata(axes=sharding.on_every_stage(weight.get_metadata()["axes"]))
     return model
 
 

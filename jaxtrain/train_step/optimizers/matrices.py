@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-_STACKED = ("layers", "experts", "every_expert")  # each has a matrix, or a vector, of its own
+_STACKED = ("layers", "every_layer", "experts", "every_expert")  # each has a matrix, or a vector, of its own
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Dimensions:
 
 
 def is_matrix(names: tuple) -> bool:
-    """Return whether a parameter is a matrix, which decays; biases, norms and other vectors do not."""
-    return "norm" not in names and sum(name not in (None, "head_dim", *_STACKED) for name in names) > 1
+    """Return whether a parameter is a matrix or a convolution, which decays; biases, norms and other vectors do not."""
+    return "norm" not in names and sum(name not in ("head_dim", *_STACKED) for name in names) > 1
 
 
 def map_names(function: Any, axes: Any) -> Any:

@@ -33,8 +33,11 @@ def scale_by_muon(c: OptimizerConfig, axes: Any) -> optax.GradientTransformation
 
 
 def muon_dimensions(names: tuple) -> Any:
-    """Return how a parameter is orthogonalized (hidden matrices, heads flattened), or None to use Adam."""
-    if not is_matrix(names) or "vocab" in names or "positions" in names:
+    """Return how a parameter is orthogonalized (hidden matrices, heads flattened), or None to use Adam.
+
+    A side without a name is the model's input, as of the embedding of patches, or its output.
+    """
+    if not is_matrix(names) or not {None, "vocab", "positions"}.isdisjoint(names):
         return None
     found = Dimensions.of(names)
     return optax.contrib.MuonDimensionNumbers(reduction_axis=found.rows, output_axis=found.columns)

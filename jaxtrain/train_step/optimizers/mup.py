@@ -77,10 +77,6 @@ def _fans(names: tuple, growth: Growth) -> tuple[float, float]:
 
 def _sides(names: tuple, sizes: Any) -> tuple[float, float]:
     found = Dimensions.of(names)
-    if found.rows:
-        rows, columns = found.rows, found.columns
-    else:  # the last dimension of a read-out of one number has no name
-        own = tuple(i for i in range(len(names)) if i not in found.stacked)
-        rows, columns = (own, ()) if names and names[-1] is None else ((), own)
-    inputs, outputs = (math.prod(sizes[i] for i in side) for side in (rows, columns))
+    columns = found.columns or tuple(i for i in range(len(names)) if i not in found.stacked)
+    inputs, outputs = (math.prod(sizes[i] for i in side) for side in (found.rows, columns))
     return inputs, outputs

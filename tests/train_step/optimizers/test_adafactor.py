@@ -24,6 +24,11 @@ LEAVES = {
     "narrow": (("embed", "mlp"), (127, 300), 1, None),
     "many_norms": (("layers", "norm"), (130, 140), 130, None),  # vectors, however many
     "biases": (("layers", "heads", "head_dim"), (2, 128, 130), 2, None),
+    "whole": (("every_layer", "mlp", "embed"), (3, 160, 128), 3, (160, 128)),
+    "whole_biases": (("every_layer", "embed"), (130, 140), 130, None),
+    "patches": ((None, "embed"), (130, 128), 1, (130, 128)),
+    "convolution": ((None, None, "embed"), (3, 50, 128), 1, (150, 128)),
+    "read_out": (("embed", None), (128, 5), 1, None),
 }
 
 
@@ -62,7 +67,7 @@ def test_it_is_the_published_one_in_float64_layer_by_layer():
         for key, (names, shape, many, sides) in LEAVES.items():
             each = grads[key].reshape(many, *(sides or (-1,)))
             steps = np.stack([r.step(g, t, sides) for r, g in zip(references[key], each, strict=True)]).reshape(shape)
-            decays = "norm" not in names and key != "biases"
+            decays = "norm" not in names and not key.endswith("biases")
             want[key] = want[key] - RATE * (steps + DECAY * want[key] * decays)
             np.testing.assert_allclose(params[key], want[key], rtol=1e-6, atol=2e-6, err_msg=f"{key} after step {t}")
 

@@ -117,6 +117,7 @@ def check_steps(name, family, number, **keys):
     (("layers", "heads", "head_dim", "embed"), 1 / 2, 1 / 4, 1),
     (("experts", "expert_embed", "expert_mlp"), 1 / 4, 1 / 4, 1 / 4), (("embed", "router"), 1 / 4, 1 / 4, 1 / 4),
     (("embed", "vocab"), 1 / 4, 1 / 4, 1 / 4), (("embed", None), 1 / 4, 1 / 4, 1 / 4), (("lora", "embed"), 1, 1, 4),
+    ((None, "embed"), 1, 1, 4), ((None, None, "embed"), 1, 1, 4), ((None,), 1, 1, 1),
     (("heads", "head_dim", "lora"), 1 / 4, 1 / 4, 1 / 4)])
 def test_factors_of_each_kind_of_parameter(names, initial, adamw, sgd):
     growth = {"embed": 4.0, "expert_embed": 4.0, "expert_mlp": 1.0, "norm": 4.0, "heads": 2.0, "head_dim": 2.0}
