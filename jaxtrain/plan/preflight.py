@@ -11,6 +11,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
 from jaxtrain.plan import targets
+from jaxtrain.plan.targets import gigabytes
 from jaxtrain.run import Run
 from jaxtrain.sharding.mesh import islands_of
 from jaxtrain.train_step.report import total
@@ -48,7 +49,6 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
     if isinstance(devices, int):
         raise UserError(chosen, "there are no devices to choose for", "use python -m jaxtrain.plan --target=...")
     from jaxtrain.plan import search
-    from jaxtrain.plan.estimate import gigabytes
 
     target = _target(list(devices))
     if not config.mesh.auto:
@@ -85,7 +85,7 @@ def check(run: Run) -> str:
         if target.platform == "cpu" and total(run.abstract) < target.room / 10:
             return ""
         from jaxtrain.plan import search
-        from jaxtrain.plan.estimate import estimate, gigabytes
+        from jaxtrain.plan.estimate import estimate
         from jaxtrain.plan.report.answers_room import room_for_answers
 
         guess = estimate(config, target, devices)
@@ -129,8 +129,6 @@ def _target(devices: list[Any]) -> targets.Target:
 
 def shown(guess: "Estimate") -> str:
     """Summarise an estimate in one line."""
-    from jaxtrain.plan.estimate import gigabytes
-
     largest = ", ".join(f"{name} {gigabytes(size)}" for name, size in guess.worst[1].most_common(3))
     return (f"{gigabytes(guess.bytes)} of {gigabytes(guess.target.room)} GB a device ({largest}), "
             f"{guess.seconds:.3g} s a step, {guess.tokens_per_second:,.0f} tokens/s" +
