@@ -12,7 +12,7 @@ from jaxtrain import builder, own_run
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
-from jaxtrain.hub.initial_params import with_initial_params
+from jaxtrain.hub import with_initial_params
 from jaxtrain.objectives import MakeObjective, configured
 from jaxtrain.pages.picture import Picture
 from jaxtrain.parallel.schedules import drawing

@@ -80,7 +80,7 @@ class Run:
         """The state at step 0, sharded from the first byte; the values do not depend on the mesh.
 
         `parts`: what `own_parts` returned for the workdir of this run. `meanwhile`: called while what makes random
-        values is compiled, if anything has to be.
+        values is compiled and runs, if it has not been compiled yet.
         """
         self.check_devices()
         beside = partition.like(self.abstract.frozen, self.objective.frozen_axes)
@@ -91,13 +91,19 @@ class Run:
             state = self._around(self.load_initial(self), number)
         elif meanwhile is None:
             state = self.compiled_init(number)
-        else:
-            if not self._compiled_beside:
-                with ThreadPoolExecutor(1, "compile") as thread:
-                    compiled = thread.submit(self.compiled_init.lower(number).compile)
-                    meanwhile()
-                self._compiled_beside.append(compiled.result())
+        elif self._compiled_beside:
             state = self._compiled_beside[0](number)
+        else:
+            lowered = self.compiled_init.lower(number)
+
+            def compile_and_run() -> TrainState:
+                self._compiled_beside.append(lowered.compile())
+                return self._compiled_beside[0](number)
+
+            with ThreadPoolExecutor(1, "compile") as thread:
+                made = thread.submit(compile_and_run)
+                meanwhile()
+            state = made.result()
         return state if loaded is None else replace(state, frozen=state.frozen | loaded)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:

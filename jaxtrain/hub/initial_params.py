@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES, ModelConfig
 from jaxtrain.config.load import load_config
-from jaxtrain.config.schema import TrainConfig
+from jaxtrain.config.schema import Config, TrainConfig
 from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
@@ -35,17 +35,15 @@ ENCODER = ("patch_size", "picture_layers", "picture_embed_dim", "picture_heads",
            "picture_size", "class_token", "gelu", "pixel_mean", "pixel_std")
 
 
-def with_initial_params(run: Run) -> Run:
-    """Return a run whose `init` does as its `train.init_from` says."""
-    source, encoder = run.config.train.init_from, run.config.train.init_encoder_from
-    if not (source or encoder):
-        return run
-    if encoder and run.config.model.name != "vision_language":
-        raise UserError(ENCODER_KEY, f"it is read with vision_language only, and the model is {run.config.model.name}",
+def initial_params(config: Config) -> Callable[[Run], Any]:
+    """Return what loads the parameters that `train.init_from` names."""
+    source, encoder = config.train.init_from, config.train.init_encoder_from
+    if encoder and config.model.name != "vision_language":
+        raise UserError(ENCODER_KEY, f"it is read with vision_language only, and the model is {config.model.name}",
                         f"give {KEY}")
     loads = [partial(load, *source_and_step(source, key)) for source, key, load in (
         (source, KEY, _loaded), (encoder, ENCODER_KEY, _encoder)) if source]
-    return replace(run, load_initial=lambda run: {name: x for load in loads for name, x in load(run).items()})
+    return lambda run: {name: x for load in loads for name, x in load(run).items()}
 
 
 def origins(train: TrainConfig) -> dict[str, Any]:

@@ -49,7 +49,8 @@ def memory_warning(config: Config, spec: JobSpec) -> str:
     if target is None or config.mesh.auto or config.train.remat == remat_policies.AUTO:  # it chooses what fits
         return ""
     from jaxtrain.plan import elastic
-    from jaxtrain.plan.estimate import estimate, gigabytes
+    from jaxtrain.plan.estimate import estimate
+    from jaxtrain.plan.targets import gigabytes
 
     devices = spec.nodes * spec.devices_per_node
     config = with_hybrid_mesh(config, devices, spec.devices_per_node)

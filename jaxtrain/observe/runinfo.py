@@ -7,7 +7,7 @@ import platform
 import secrets
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -235,10 +235,10 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
                     parts: Mapping[str, Any] | None = None, keys: Mapping[str, Any] | None = None,
                     saved: Mapping[str, Any] | None = None, known: Mapping[str, Any] | None = None,
                     may_change: Collection[str] = (), compiler_options: Mapping[str, Any] | None = None,
-                    ) -> dict[str, Any]:
+                    commit: Callable[[], str | None] | None = None) -> dict[str, Any]:
     """Check `workdir` as `check_workdir` does, then (in process 0) write `config.json` and `run.json` into it.
 
-    `known`: the identity of the run.
+    `known`: the identity of the run. `commit`: returns the commit of the code; git is asked by default.
 
     Returns:
         what `run.json` says of this run.
@@ -251,7 +251,7 @@ def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[
     run = {
         **(known or {}),
         "config_hash": hash_of(written),
-        "git_commit": git_commit(),
+        "git_commit": (commit or git_commit)(),
         "packages": {name: version_of(package) for name, package in PACKAGES.items()},
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -149,12 +149,6 @@ def change(config: Config, overrides: dict[str, Any]) -> Config:
         section: dataclasses.replace(getattr(config, section), **keys) for section, keys in sections.items()})
 
 
-def gigabytes(size: float) -> str:
-    """Format bytes as gigabytes, with enough digits for small amounts."""
-    amount = size / 1e9
-    return f"{amount:.1f}" if amount >= 9.95 else f"{amount:.2f}" if amount >= 0.995 else f"{amount:.2g}"
-
-
 def divisors(n: int) -> list[int]:
     """Return all divisors of a number, in order."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]

@@ -1,7 +1,7 @@
 """Plan for the available devices: choose the mesh of `mesh=auto`, and refuse runs that cannot fit."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -10,12 +10,14 @@ from jaxtrain.config.remat_policies import AUTO, KEY
 from jaxtrain.config.schema import Config
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
-from jaxtrain.plan import search, targets
-from jaxtrain.plan.estimate import Estimate, estimate, gigabytes
-from jaxtrain.plan.report.answers_room import room_for_answers
+from jaxtrain.plan import targets
+from jaxtrain.plan.targets import gigabytes
 from jaxtrain.run import Run
 from jaxtrain.sharding.mesh import islands_of
 from jaxtrain.train_step.report import total
+
+if TYPE_CHECKING:  # the planner is imported where something is planned: few runs on CPU need it
+    from jaxtrain.plan.estimate import Estimate
 
 SURELY = 1.15  # of the memory: beyond the largest error of a prediction (docs/planner.md)
 
@@ -46,6 +48,8 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
                         "set sizes for the mesh axes" if config.mesh.auto else "name a policy, such as full")
     if isinstance(devices, int):
         raise UserError(chosen, "there are no devices to choose for", "use python -m jaxtrain.plan --target=...")
+    from jaxtrain.plan import search
+
     target = _target(list(devices))
     if not config.mesh.auto:
         choice = search.remat_that_fits(config, target, len(devices))
@@ -80,6 +84,10 @@ def check(run: Run) -> str:
         target = _target(list(run.mesh.devices.flat))
         if target.platform == "cpu" and total(run.abstract) < target.room / 10:
             return ""
+        from jaxtrain.plan import search
+        from jaxtrain.plan.estimate import estimate
+        from jaxtrain.plan.report.answers_room import room_for_answers
+
         guess = estimate(config, target, devices)
     except Exception as error:
         return f"no prediction for this run: {f'{error}'.splitlines()[0] if f'{error}' else type(error).__name__}"
@@ -119,7 +127,7 @@ def _target(devices: list[Any]) -> targets.Target:
                                peak={dtype: rate * share for dtype, rate in mine.peak.items()})
 
 
-def shown(guess: Estimate) -> str:
+def shown(guess: "Estimate") -> str:
     """Summarise an estimate in one line."""
     largest = ", ".join(f"{name} {gigabytes(size)}" for name, size in guess.worst[1].most_common(3))
     return (f"{gigabytes(guess.bytes)} of {gigabytes(guess.target.room)} GB a device ({largest}), "

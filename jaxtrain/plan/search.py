@@ -16,10 +16,10 @@ from jaxtrain.config.remat_policies import AUTO
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.plan.cost import rough
-from jaxtrain.plan.estimate import change, divisors, estimate, gigabytes
+from jaxtrain.plan.estimate import change, divisors, estimate
 from jaxtrain.plan.report.answers_room import GATHER
 from jaxtrain.plan.report.table import Choice, Found
-from jaxtrain.plan.targets import Target
+from jaxtrain.plan.targets import Target, gigabytes
 from jaxtrain.train_step import precision
 
 CAREFUL = 0.95  # of the memory is filled by train.remat=auto: predictions err by some percent

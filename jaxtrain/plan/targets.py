@@ -211,6 +211,12 @@ def here(devices: list[Any] | None = None, more: str | Path | None = None) -> Ta
     raise UserError("--target", f"nothing is known of {kind!r}", "name a target, such as one in a file for --targets")
 
 
+def gigabytes(size: float) -> str:
+    """Format bytes as gigabytes, with enough digits for small amounts."""
+    amount = size / 1e9
+    return f"{amount:.1f}" if amount >= 9.95 else f"{amount:.2f}" if amount >= 0.995 else f"{amount:.2g}"
+
+
 def read(path: str | Path) -> dict[str, Target]:
     """Read targets from a JSON file: {"NAME": {"like": "h100", "price": 2.1, ...}}; its values override the base's."""
     fix = 'write {"NAME": {"like": "h100", "price": 2.1}}'

@@ -18,7 +18,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.skipped_batches import remaining
 from jaxtrain.distributed import processes
-from jaxtrain.hub.initial_params import with_initial_params
+from jaxtrain.hub import with_initial_params
 from jaxtrain.islands import with_exchange
 from jaxtrain.objectives import MakeObjective, configured
 from jaxtrain.observe.trackers.tracker import Tracker

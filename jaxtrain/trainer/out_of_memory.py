@@ -8,7 +8,7 @@ import jax
 
 from jaxtrain.observe import events
 from jaxtrain.observe.device_memory import device_memory
-from jaxtrain.plan.estimate import gigabytes
+from jaxtrain.plan.targets import gigabytes
 from jaxtrain.redaction import redacted
 from jaxtrain.run import Run
 

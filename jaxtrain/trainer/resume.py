@@ -1,6 +1,7 @@
 """Resuming from a workdir: find the newest checkpoint, check that it belongs to this run, and restore it."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,8 @@ from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
-from jaxtrain.hub.initial_params import origins, other_tokenizer
 from jaxtrain.observe.runinfo import OtherRun, nothing_trained, withdraw_run_files
+from jaxtrain.observe.versions import git_commit
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer.reporting import describe_changes, say
@@ -63,13 +64,19 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
         raise UserError("train.init_from", f"the run in {session.workdir} began with other parameters and has no "
                         "checkpoint yet", "give it again, or another --workdir")
     if begins and not start.step:
-        known["init_from"] = origins(t)
+        from jaxtrain.hub import initial_params
+
+        known["init_from"] = initial_params.origins(t)
     parts = run.own_parts(observe.recorded_parts(session.workdir, saved) or {})
     changes = observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved,
                                     may_change=session.may_change)
-    run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
+    with ThreadPoolExecutor(1, "git") as thread:
+        commit = thread.submit(git_commit)  # a program of its own, which looks at every file of a checkout
+        run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
     if t.init_from and not start.step and run.data is None and config.model.text:
-        say(other_tokenizer(t.init_from, run))
+        from jaxtrain.hub import initial_params
+
+        say(initial_params.other_tokenizer(t.init_from, run))
     run.check_shapes(reach, start.skipped.reach(t.steps))
     batches = remaining(run.train_batches, start.skipped).num_batches
     if batches is not None and batches < t.steps:
@@ -80,7 +87,7 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
         session.workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
         data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash, manifests=run.manifests,
         done=reach, parts=parts, keys=run.settings, saved=saved, known=known, may_change=session.may_change,
-        compiler_options=run.sharded.compiler_options)
+        compiler_options=run.sharded.compiler_options, commit=commit.result)
     source = run.corpus if run.data is None else run.data
     if (tokenizer := getattr(source, "tokenizer", None)) is not None and jax.process_index() == 0:
         tokenizer_folder.save(tokenizer, session.workdir / "tokenizer", getattr(source, "chat", None))

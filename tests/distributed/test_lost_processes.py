@@ -224,7 +224,7 @@ def test_a_command_that_stops_in_all_processes_ends_alike(started, tmp_path, wha
     ("UserError('--to', 'it is there', 'name another')", (2, 2), "--to: it is there; name another"),
     ("OSError('the disk is on fire')", (exit_codes.RESTART, 1), "OSError: the disk is on fire")])
 def test_an_error_of_one_process_ends_the_command_in_the_other(started, tmp_path, error, statuses, words):
-    """Which waits for it."""
+    """The other one waits for it."""
     what = f"processes.meet('work', 1000) if os.environ['JAX_PROCESS_ID'] == '0' else ()\n    raise {error}"
     with started([], tmp_path, what=what, command="export") as run:
         (first, said), (second, told) = ended(run)

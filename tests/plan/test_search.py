@@ -13,8 +13,9 @@ from jaxtrain.config.load import load_config
 from jaxtrain.plan import preflight, search, targets
 from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.cost.time import COPIES
-from jaxtrain.plan.estimate import change, estimate, gigabytes
+from jaxtrain.plan.estimate import change, estimate
 from jaxtrain.plan.report.table import Choice, Found, explained, keys, milliseconds
+from jaxtrain.plan.targets import gigabytes
 
 TINY = {"mesh.fsdp": 1, "train.accumulation": 1, "data.global_batch_size": 16}
 

@@ -203,6 +203,19 @@ def test_the_step_is_compiled_while_what_makes_the_first_state_is(run, monkeypat
     assert jax.tree.all(jax.tree.map(np.array_equal, first, second)) and int(second.step) == 0
 
 
+def test_the_first_state_is_computed_while_the_step_is_compiled(run, monkeypatch):
+    dispatched, seen, call = threading.Event(), [], jax.stages.Compiled.__call__
+
+    def call_and_tell(compiled, *args):
+        state = call(compiled, *args)
+        dispatched.set()
+        return state
+
+    monkeypatch.setattr(jax.stages.Compiled, "__call__", call_and_tell)
+    dataclasses.replace(run).init(meanwhile=lambda: seen.append(dispatched.wait(60)))
+    assert seen == [True]
+
+
 def test_evaluations_and_saves(straight):
     recorder, _ = straight
     assert recorder.events == turns(1) + at(STEPS, *END)

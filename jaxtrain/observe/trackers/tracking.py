@@ -20,7 +20,7 @@ from typing import Any
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import json_lines, read_json
 from jaxtrain.files.log_tail import LogTail
-from jaxtrain.observe import events, system_metrics
+from jaxtrain.observe import events
 from jaxtrain.observe.trackers.tracker import NOTHING, About, Position, Tracker, position
 
 _AT_ONCE = 200  # lines
@@ -108,7 +108,9 @@ class _Follower:
         self._earlier: dict[Position, dict[str, Any]] = {}  # lines that it has and that were taken back since
         self._rolled_back = 0  # how many lines were, in all
         self._evaluations: list[dict[str, Any]] = []
-        self._looked = -math.inf
+        from jaxtrain.observe import system_metrics  # which takes a while, and few runs have a tracker
+
+        self._system, self._looked = system_metrics.read, -math.inf
         self._busy_since: float | None = None
         self._down = ""  # why, if it is
         self._status = ""  # how the run ended, once it has
@@ -211,7 +213,7 @@ class _Follower:
             if time.monotonic() - self._looked >= _SYSTEM_S:
                 self._looked = time.monotonic()
                 lines[-1] |= {f"system/{name}": value
-                              for name, value in system_metrics.read(self._about.workdir).items()}
+                              for name, value in self._system(self._about.workdir).items()}
             self._tracker.log(lines)
             self._have = self._sent = position(lines[-1])
             self._compared = self._rolled_back

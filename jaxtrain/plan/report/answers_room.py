@@ -1,7 +1,8 @@
 """Say what makes room for the answers of a run that learns from them, where they do not fit."""
 
 from jaxtrain.plan.cost.memory_parts import CACHE, LOGITS
-from jaxtrain.plan.estimate import Estimate, change, estimate, gigabytes
+from jaxtrain.plan.estimate import Estimate, change, estimate
+from jaxtrain.plan.targets import gigabytes
 
 GATHER = "reinforce.gather_weights"
 

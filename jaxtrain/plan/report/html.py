@@ -9,13 +9,14 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.pages.page_parts import document, facts, fragment, html_table, paragraph
 from jaxtrain.plan.cost.time import said
-from jaxtrain.plan.estimate import Estimate, gigabytes
+from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.report import scaling
 from jaxtrain.plan.report.bars import Bar, Look, chart
 from jaxtrain.plan.report.command import command
 from jaxtrain.plan.report.curves import curves
 from jaxtrain.plan.report.reasons import duration, reasons
 from jaxtrain.plan.report.table import Found, keys, shown
+from jaxtrain.plan.targets import gigabytes
 
 HIDDEN = "hidden: the same collective, at no cost"
 

@@ -10,10 +10,11 @@ import jax
 from jaxtrain.errors import UserError
 from jaxtrain.plan import kinds, search, targets
 from jaxtrain.plan.compiler import memory_of
-from jaxtrain.plan.estimate import Estimate, estimate, gigabytes
+from jaxtrain.plan.estimate import Estimate, estimate
 from jaxtrain.plan.instructions import Instruction, Program, program, size
 from jaxtrain.plan.report.answers_room import room_for_answers
 from jaxtrain.plan.source_lines import source_lines
+from jaxtrain.plan.targets import gigabytes
 from jaxtrain.run import Run
 
 TOP = 8  # arrays that are listed

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from jaxtrain.plan.estimate import Estimate, gigabytes
+from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.report.table import Choice, Found, many
+from jaxtrain.plan.targets import gigabytes
 
 SAID, SMALL = 3, 0.05  # parts named at most; a part below this share of the whole difference is not named
 

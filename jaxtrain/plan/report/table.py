@@ -7,9 +7,9 @@ from typing import Any
 from jaxtrain.config.schema import Config
 from jaxtrain.plan.cost import links
 from jaxtrain.plan.cost.time import said
-from jaxtrain.plan.estimate import Estimate, gigabytes
+from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.report.answers_room import GATHER, answers_at_once, room_for_answers
-from jaxtrain.plan.targets import Target
+from jaxtrain.plan.targets import Target, gigabytes
 
 WIDTHS = (3, 68, 7, 9, 12, 6, 8, 14)
 

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from jaxtrain.observe import events
+from jaxtrain.observe import events, system_metrics
 from jaxtrain.observe.trackers import tracking
 from jaxtrain.observe.trackers.tracker import NOTHING, About, Tracker, position
 from jaxtrain.observe.trackers.tracking import Tracking
@@ -316,7 +316,7 @@ def test_texts_come_once_and_evaluations_as_a_table(tmp_path):
 
 
 def test_the_machine_is_looked_at_now_and_then(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracking.system_metrics, "read", lambda folder: {"host_cpu_percent": 50.0})
+    monkeypatch.setattr(system_metrics, "read", lambda folder: {"host_cpu_percent": 50.0})
     backend = Backend()
     Attempt(tmp_path, Fake(backend)).write(*STEPS).end()
     assert [one["system/host_cpu_percent"] for one in backend.runs["r1"] if "system/host_cpu_percent" in one] == [50.0]
