@@ -10,8 +10,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.data.prepare import prepare
-from jaxtrain.hub import export, generate_texts
-from jaxtrain.hub.initial_params import with_initial_params
+from jaxtrain.hub import export, generate_texts, with_initial_params
 from jaxtrain.hub.weights import safetensors_files
 from jaxtrain.models.lora import scale
 from jaxtrain.objectives.preference import LOSSES, Pairs

@@ -10,10 +10,9 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.config.sections.tuning_keys import ReinforceConfig
-from jaxtrain.hub import export, generate_texts, trained_model
+from jaxtrain.hub import export, generate_texts, trained_model, with_initial_params
 from jaxtrain.hub.adapters import adapter_commands
 from jaxtrain.hub.generate import Generated
-from jaxtrain.hub.initial_params import with_initial_params
 from jaxtrain.models.scalar_head import without_heads
 from jaxtrain.tuning.values import Valued, known_of
 from tests.objectives.tuned import resumed

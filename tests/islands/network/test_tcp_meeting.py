@@ -316,7 +316,7 @@ def test_a_silent_line_is_left_for_another(island, served):
     with CuttingProxy(served.port) as proxy:
         meeting = island(0, proxy.port, silence=0.3)
         proxy.silent = [True, False]  # the first connection gets no answers
-        assert meeting.entries(0, 0) == [] and proxy.connections == 2
+        assert meeting.entries(0, 0) == [] and proxy.connections >= 2  # of slow answers more are given up
 
 
 def test_one_coordinator_at_a_time_and_a_folder_that_can_be_written(served, tmp_path):
