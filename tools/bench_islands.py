@@ -81,7 +81,7 @@ def config_of(args, rows, keys, rate):
         "optimizer.learning_rate": str(rate), "optimizer.warmup_steps": str(args.steps // 20),
         "optimizer.final_fraction": "0.0", "train.steps": str(args.steps), "train.eval_every": "0",
         "train.seed": str(args.seed), "data.seed": str(args.seed), "data.global_batch_size": str(rows),
-        **args.overrides, **{f"islands.{key}": str(value) for key, value in keys.items()}})
+        **args.overrides, **{key if "." in key else f"islands.{key}": str(value) for key, value in keys.items()}})
 
 
 class Training:
@@ -146,7 +146,8 @@ def trained(made, state, first, end):
 
 def alone(args, keys, begin):
     """Return what is measured of an island that exchanges nothing: what the others' tokens are worth."""
-    made = Training(args, args.rows, {}, keys.get("rate", args.inner))
+    keys = {key: value for key, value in keys.items() if key != "alone"}
+    made = Training(args, args.rows, keys, keys.pop("rate", args.inner))
     batches = jt_part(made.run.config.data, made.run.corpus, 0)
     state = made.run.adopt(jax.tree.map(np.array, begin))
     for first in range(args.warm, args.steps, EVERY):
@@ -257,7 +258,8 @@ def main():
     parser.add_argument("--only", nargs="*", choices=MODES, default=list(MODES),
                         help="these modes, or none of them")
     parser.add_argument("--also", nargs="+", default=[], metavar="'KEY=VALUE ...'",
-                        help="modes of islands.* keys, and rate, which is that of an island's steps")
+                        help="modes of islands.* keys; rate is that of an island's steps, and names with a dot, such as "
+                             "optimizer.b2, are keys of its config")
     args, words = parser.parse_known_args()
     args.overrides = overrides_of(words, vars(args))
     modes = {name: MODES[name] for name in args.only}
