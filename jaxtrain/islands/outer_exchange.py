@@ -106,7 +106,8 @@ class Exchange:
         if not step and not self._position:
             return self._catch_up(state)
         if self._open == DUE:
-            state = self._sent_again(state) or self.offer(step, state)
+            # At the step of the offer the state has all to make it again, and does not know yet what the offer lacks.
+            state = (self._sent_again(state) if step > self._offered else None) or self.offer(step, state)
         if self._open and step % self.islands.interval >= self.islands.overlap:
             state = self.finish(step, state, stopping)
             self._check_ended()

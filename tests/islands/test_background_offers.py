@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import shutil
 import signal
 import tempfile
 import threading
@@ -223,6 +224,21 @@ def test_an_island_that_is_stopped_meanwhile_saves_and_sends_the_same_offer_late
 
     ends_alike(codec, *trained(codec, attempts, meeting=HeldMeeting()))
     assert sent(lines(tmp_path)) == sent(waited_for(codec)[2])
+
+
+@pytest.mark.parametrize("codec", ["int4", *slow("gossip")])
+def test_a_checkpoint_of_the_step_of_the_offer_makes_it_again_though_a_file_has_it(codec, tmp_path):
+    """As where the run is killed between the file and its checkpoint, or that one is damaged."""
+    def attempts(one, meeting):
+        with pytest.raises(Interrupted):
+            held(one, meeting, tmp_path, lambda: signal.raise_signal(signal.SIGTERM))
+        released(meeting, False)
+        assert (tmp_path / KEPT).exists()
+        shutil.rmtree(tmp_path / "checkpoints" / f"{EVERY + 2}")
+        assert list(checkpoints(codec, tmp_path, EVERY)) == [EVERY]
+        return train(with_meeting(one, meeting), tmp_path)
+
+    ends_alike(codec, *trained(codec, attempts, EVERY, HeldMeeting()))
 
 
 @pytest.mark.slow
