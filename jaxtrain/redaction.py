@@ -6,7 +6,7 @@ import traceback
 from typing import Any
 
 HIDDEN = "***"
-_NAMED = ("abfs", "abfss", "wasb", "wasbs", "hdfs", "sftp", "ssh")  # schemes whose name before @ is not a secret
+_NAMED = ("abfs", "abfss", "wasb", "wasbs", "hdfs", "sftp", "ssh", "git+ssh")  # a name before @ is not a secret
 _SCHEME = r"[a-zA-Z][a-zA-Z0-9+.-]*://"
 _URL = re.compile(rf"\b({_SCHEME})((?:(?!{_SCHEME})\S)*)")
 _SPACED = re.compile(rf"^{_SCHEME}[^\s/?#@:\[]*:(?!\d{{1,5}}(?:\W|$))[^@\n]*\s[^@\n]*@")

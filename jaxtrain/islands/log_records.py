@@ -46,19 +46,21 @@ def as_json(entry: Entry) -> dict[str, Any]:
             "refused": [asdict(offer) for offer in entry.refused]}
 
 
-def write_offer(path: Path, offer: Offer, content: bytes) -> None:
-    """Write an offer and its content to a file, in place of the one before."""
+def write_offer(path: Path, offer: Offer, content: bytes, unsent: bytes = b"") -> None:
+    """Write an offer, its content and what that lacks to a file, in place of the one before."""
+    head = {"offer": asdict(offer), "size": len(content), "sha256": hashlib.sha256(content + unsent).hexdigest()}
     with atomic_files.written(path, shared=False) as file:
-        file.write(json.dumps(asdict(offer)).encode() + b"\n" + content)
+        file.write(json.dumps(head).encode() + b"\n" + content + unsent)
 
 
-def read_offer(path: Path, island: int, base: int) -> tuple[Offer, bytes] | None:
-    """Return the offer of this island and base with its content, if the file has that one, whole."""
+def read_offer(path: Path, island: int, base: int) -> tuple[Offer, bytes, bytes] | None:
+    """Return the offer of this island and base, its content and what that lacks, if the file has these, whole."""
     with contextlib.suppress(OSError, ValueError):
-        line, _, content = path.read_bytes().partition(b"\n")
-        offer = offer_of(parsed(line))
-        if (offer.island, offer.base, offer.sha256) == (island, base, hashlib.sha256(content).hexdigest()):
-            return offer, content
+        line, _, rest = path.read_bytes().partition(b"\n")
+        head = parsed(line, {"offer": dict, "size": int, "sha256": str})
+        offer = offer_of(head["offer"])
+        if (offer.island, offer.base, head["sha256"]) == (island, base, hashlib.sha256(rest).hexdigest()):
+            return offer, rest[:head["size"]], rest[head["size"]:]
     return None
 
 

@@ -12,7 +12,8 @@ same offers, and goes on with the same bits.
 
 With `islands.overlap` a thread encodes and sends the offer while steps go on. Until it is confirmed the state says that
 it is due: saved at the step of the offer, it has all to make the same one again. Later saves wait for it, or, if the
-run is to stop before, keep it in a file from which the resumed island sends it.
+run is to stop before, keep it, with what it lacks, in a file from which the resumed island sends it. The state knows
+nothing of that: without the file, the island offers what it has by then.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
 from jaxtrain.islands import gossip, log_records
 from jaxtrain.islands.fragments import fragments
-from jaxtrain.islands.host_arrays import HostArrays
+from jaxtrain.islands.host_arrays import HostArrays, of_first
 from jaxtrain.islands.meeting import BackgroundMeeting, Entry, Offer, Stopped, Trimmed, Unanswered
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
 from jaxtrain.islands.payload import make_payload
@@ -106,7 +107,8 @@ class Exchange:
         if not step and not self._position:
             return self._catch_up(state)
         if self._open == DUE:
-            state = self._sent_again(state) or self.offer(step, state)
+            # At the step of the offer the state has all to make it again; a file may be of another checkpoint.
+            state = (self._sent_again(state) if step > self._offered else None) or self.offer(step, state)
         if self._open and step % self.islands.interval >= self.islands.overlap:
             state = self.finish(step, state, stopping)
             self._check_ended()
@@ -164,12 +166,9 @@ class Exchange:
         if not self._folder:
             raise Stopped
         offer, content, _, unsent = self._made.result()
-        path = self._folder / KEPT
-        exchange(None, lambda _: log_records.write_offer(path, offer, content))
-        work = self._work(state)
-        if unsent is not None:
-            work.set("unsent", self._fragments[offer.fragment], unsent)
-        return self._state(state, work)
+        path, lacking = self._folder / KEPT, b"" if unsent is None else unsent.tobytes()
+        exchange(None, lambda _: log_records.write_offer(path, offer, content, lacking))
+        return state
 
     def pop_fields(self) -> dict[str, float]:
         """Return what the next line of metrics says of the exchanges since the last one."""
@@ -317,11 +316,17 @@ class Exchange:
         kept = log_records.read_offer(self._folder / KEPT, *name) if self._folder else None
         if not exchange(kept is not None, lambda found: found[0]):
             return None
-        offer, content = kept or (Offer(*name, 0, 0.0, ""), b"")
+        offer, content, unsent = kept or (Offer(*name, 0, 0.0, ""), b"", b"")
         self._asked(self._meeting.offer, offer, content)  # that of the first process
-        self._open = self._position + 1
+        self._open, work = self._position + 1, self._work(state)
+        if "unsent" in self.islands.kept:
+            number = self._fragment(self._position)
+            before = work.get("unsent", self._fragments[number])
+            lacking = np.frombuffer(unsent, np.float32) if kept else np.zeros_like(before)
+            work.set("unsent", self._fragments[number], of_first(lacking))
+            self._unsent = number, before
         self._count("island_sent_bytes", len(content))
-        return self._state(state, self._work(state))
+        return self._state(state, work)
 
     def _take_back(self, work: HostArrays) -> None:
         """Undo that what an offer lacked is remembered, since nobody took the offer; after a restart all of it is lost.

@@ -29,6 +29,9 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):(\d\d):(\d\d)")
 _TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
 _OURS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # what engines set
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|HEADERS", re.I)
+# What in a URL of a line of bash is not a secret: variables in the places of secrets, and what pip reads behind a URL.
+_OPEN = re.compile(r"""(?<=://)(?:[\w.-]*:)?\$(?:\w+|\{\w+\})@|=\$(?:\w+|\{\w+\})(?=[&#\s'"]|$)"""
+                   r"""|[#&](?:egg|subdirectory|md5|sha\d+)=[^\s&'"]*""")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +106,6 @@ class JobSpec:
             raise UserError("env", f"{both[0]} is under secrets too", "leave one of them out")
         if wrong := next((path for path in self.mounts if not path.startswith("/") or path == "/"), None):
             raise UserError("mounts", f"{wrong!r} is not a path in the container", "begin it with /")
-        for variable, value in self.env.items():
-            if _SECRET.search(variable) or redacted(value) != value:
-                raise UserError(f"env.{variable}", "its value would stand in files that others may read",
-                                f'name where it is instead: secrets.{variable} = "file:PATH"')
-        if any(redacted(line) != line for line in self.setup):
-            raise UserError("setup", "a URL has credentials in it, which would stand in files that others may read",
-                            "let it take them from a variable under secrets")
         for variable, where in self.secrets.items():
             kind, _, place = where.partition(":")
             if kind not in ("file", "secret") or not place or (kind == "secret" and place.count("/") != 1):
@@ -121,6 +117,16 @@ class JobSpec:
         for name, text in said.items():
             if any(not letter.isprintable() for letter in text) or (name != "extra" and " " in text):
                 raise UserError(name, f"{text!r} has spaces or line breaks", "leave them out")
+
+    def check_secrets(self) -> None:
+        """Refuse secrets where they would be written down; a job that was submitted before is read without this."""
+        for variable, value in self.env.items():
+            if _SECRET.search(variable) or redacted(value) != value:
+                raise UserError(f"env.{variable}", "its value would stand in files that others may read",
+                                f'name where it is instead: secrets.{variable} = "file:PATH"')
+        if any(redacted(line) != line for line in (_OPEN.sub("", line) for line in self.setup)):
+            raise UserError("setup", "a URL has credentials in it, which would stand in files that others may read",
+                            "let it take them from a variable under secrets")
 
     @property
     def processes(self) -> int:
@@ -165,7 +171,9 @@ def read_spec(path: str | Path | None, overrides: Mapping[str, str]) -> JobSpec:
 def spec_of(table: Mapping[str, Any], overrides: Mapping[str, str] = MappingProxyType({})) -> JobSpec:
     """Return the spec that a table of TOML says, and overrides as a command line gives them."""
     values = {key: _converted(key, value, text=False) for key, value in table.items()}
-    return JobSpec(**values | {key: _converted(key, value, text=True) for key, value in overrides.items()})
+    spec = JobSpec(**values | {key: _converted(key, value, text=True) for key, value in overrides.items()})
+    spec.check_secrets()
+    return spec
 
 
 def _converted(key: str, value: Any, text: bool) -> Any:

@@ -3,11 +3,13 @@
 import functools
 import hashlib
 import json
+import shutil
 import signal
 import tempfile
 import threading
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -225,19 +227,38 @@ def test_an_island_that_is_stopped_meanwhile_saves_and_sends_the_same_offer_late
     assert sent(lines(tmp_path)) == sent(waited_for(codec)[2])
 
 
+@pytest.mark.parametrize("codec", ["int4", *slow("gossip")])
+def test_a_checkpoint_of_the_step_of_the_offer_makes_it_again_though_a_file_has_it(codec, tmp_path):
+    """As where the run is killed between the file and its checkpoint, or that one is damaged."""
+    def attempts(one, meeting):
+        with pytest.raises(Interrupted):
+            held(one, meeting, tmp_path, lambda: signal.raise_signal(signal.SIGTERM))
+        released(meeting, False)
+        assert (tmp_path / KEPT).exists()
+        shutil.rmtree(tmp_path / "checkpoints" / f"{EVERY + 2}")
+        assert list(checkpoints(codec, tmp_path, EVERY)) == [EVERY]
+        return train(with_meeting(one, meeting), tmp_path)
+
+    ends_alike(codec, *trained(codec, attempts, EVERY, HeldMeeting()))
+
+
 @pytest.mark.slow
-def test_without_its_file_a_stopped_island_offers_what_it_has(tmp_path):
+@pytest.mark.parametrize("codec", ["none", "int4"])
+def test_without_its_file_a_stopped_island_offers_what_it_has(codec, tmp_path):
     """As where only the mirror's checkpoints are left; other bits, and every exchange."""
     def attempts(one, meeting):
         with pytest.raises(Interrupted):
             held(one, meeting, tmp_path, lambda: signal.raise_signal(signal.SIGTERM))
         released(meeting, False)
         (tmp_path / KEPT).unlink()
+        (saved,) = checkpoints(codec, tmp_path, STEPS).values()
+        # What the first offer lacked is part of the island's progress still, which is offered once.
+        assert not any(map(np.any, jax.tree.leaves(saved.extras[outer.NAME].get("unsent"))))
         return train(with_meeting(one, meeting), tmp_path)
 
-    (state, others), log = trained("none", attempts, meeting=HeldMeeting())
+    (state, others), log = trained(codec, attempts, meeting=HeldMeeting())
     assert_same_bits(state.params, others)
-    assert [len(entry.contributions) for entry in log] == [2] * len(waited_for("none")[1])
+    assert [len(entry.contributions) for entry in log] == [2] * len(waited_for(codec)[1])
 
 
 @pytest.mark.slow
@@ -273,8 +294,8 @@ def test_what_an_offer_fails_with_ends_the_run_where_the_exchange_ends(error, tm
 def test_an_offer_in_a_file_is_read_whole_or_not_at_all(tmp_path):
     content = np.arange(5, dtype=np.uint8).tobytes() + b"\n\n"
     offer = Offer(1, 7, 0, 2.5, hashlib.sha256(content).hexdigest(), 3, 4, same="0" * 64)
-    log_records.write_offer(tmp_path / KEPT, offer, content)
-    assert log_records.read_offer(tmp_path / KEPT, 1, 7) == (offer, content)
+    log_records.write_offer(tmp_path / KEPT, offer, content, b"what it lacks")
+    assert log_records.read_offer(tmp_path / KEPT, 1, 7) == (offer, content, b"what it lacks")
     assert log_records.read_offer(tmp_path / KEPT, 1, 8) is log_records.read_offer(tmp_path / KEPT, 0, 7) is None
     whole = (tmp_path / KEPT).read_bytes()
     for damaged in (b"", whole[:-1], whole[1:], whole + b"\0"):

@@ -4,7 +4,8 @@ import pytest
 
 from jaxtrain.errors import UserError
 from jaxtrain.launch import __main__ as launch
-from jaxtrain.launch.job_spec import JobSpec, read_spec
+from jaxtrain.launch.job_record import Job, read, record
+from jaxtrain.launch.job_spec import JobSpec, read_spec, spec_of
 
 PODS = 'image = "i"\nmounts = {{"{workdir}" = "pvc:runs"}}\n'  # {workdir} is the run's
 TPU = 'accelerator = "tpu-v5p-slice"\naccelerators_per_node = 4\n'
@@ -35,6 +36,8 @@ WRONG = [  # the engine, the spec, how its line begins, and a part of the rest
     ("local", 'env = {HTTPS_PROXY = "http://me:word@proxy:80"}', "env.HTTPS_PROXY", "secrets.HTTPS_PROXY ="),
     ("local", 'env = {OTLP_HEADERS = "authorization=Bearer x"}', "env.OTLP_HEADERS", "secrets.OTLP_HEADERS ="),
     ("local", 'setup = ["pip install --index-url=https://me:word@host/simple mine"]', "setup", "under secrets"),
+    ("local", 'setup = ["curl -O https://host/data?token=word"]', "setup", "under secrets"),
+    ("local", 'setup = ["git clone https://me:${TOKEN:-word}@host/mine"]', "setup", "under secrets"),
     ("local", 'secrets = {HF_TOKEN = "hf_1"}', "secrets.HF_TOKEN", "where the secret is"),
     ("local", 'secrets = {HF_TOKEN = "secret:hub"}', "secrets.HF_TOKEN", "where the secret is"),
     ("local", 'queue = "a b"', "queue", "has spaces"),
@@ -97,6 +100,22 @@ def test_wrong_flags_are_refused_in_a_line(tmp_path, capsys, flags, key):
     assert launch.main(["--on=local", f"--workdir={tmp_path}", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(key) and "pass@" not in line and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("line", [
+    "git clone https://$TOKEN@host/mine", "git clone https://me:${TOKEN}@host/mine", "curl -O 'https://host/a?key=$KEY'",
+    "pip install 'mine @ git+https://host/mine.git@v1#egg=mine&subdirectory=python'",
+    "pip install https://host/mine.whl#sha256=0123", "pip install git+ssh://git@host/mine"])
+def test_setup_may_name_variables_in_urls_and_parts_of_packages(line):
+    assert spec_of({"setup": [line]}).setup == (line,)
+
+
+def test_a_job_of_before_is_read_whatever_is_refused_today(tmp_path):
+    """It may run still, and has to be shown and cancelled."""
+    spec = JobSpec(env={"HF_TOKEN": "hf_1"}, setup=("curl https://host/?token=word",))
+    job = Job(tmp_path, "local", "mine", ["true"], f"{tmp_path}", spec, {}, "1", 1.0)
+    record(job)
+    assert read(tmp_path).spec == spec
 
 
 def test_flags_win_over_the_file_and_a_spec_survives_its_record(tmp_path):

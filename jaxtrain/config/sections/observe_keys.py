@@ -15,7 +15,7 @@ TRACES = ("", "otlp", "file")
 class ObserveConfig:
     """The services that show a run; they change none of its numbers, so a resumed run may change all of these keys."""
 
-  # services that get all metrics: tensorboard, wandb, mlflow, trackio
+    # services that get all metrics: tensorboard, wandb, mlflow, trackio
     trackers: list[str] = field(default_factory=list, hash=False)
     project: str = "jaxtrain"  # the project under which trackers list the run
     name: str = ""  # the run's name in trackers; "": that of the workdir
