@@ -258,7 +258,7 @@ def main():
     parser.add_argument("--only", nargs="*", choices=MODES, default=list(MODES),
                         help="these modes, or none of them")
     parser.add_argument("--also", nargs="+", default=[], metavar="'KEY=VALUE ...'",
-                        help="modes of islands.* keys; rate is that of an island's steps, and names with a dot, such as "
+                        help="modes of islands.* keys; rate is that of an island's steps, and names with a dot, as "
                              "optimizer.b2, are keys of its config")
     args, words = parser.parse_known_args()
     args.overrides = overrides_of(words, vars(args))
