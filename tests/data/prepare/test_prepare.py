@@ -225,15 +225,14 @@ def test_a_run_reads_the_corpus_with_its_tokenizer(tmp_path, tokenizer):
 
 # --------------------------------------------------------------------------------------------------- what is refused
 
-def test_an_unfinished_corpus_is_refused_and_a_finished_one_is_kept(tmp_path, monkeypatch):
+def test_an_unfinished_corpus_is_refused_and_a_finished_one_is_kept(tmp_path):
     source, output, options = str(write(tmp_path / "a.jsonl")), tmp_path / "out", Options(task_bytes=900)
     prepare_part([source], output, options)  # all but the manifest
     with pytest.raises(UserError, match="is not finished; run the same prepare command again"):
         load_corpus(DataConfig(source=str(output)))
     prepare([source], output, options)
     before = files(output)
-    monkeypatch.setattr("jaxtrain.data.prepare.prepare.tokenize_shard", lambda *_: pytest.fail("done again"))
-    prepare([source], output, options)
+    prepare([source], output, options, say=lambda line: pytest.fail(f"done again: {line}"))
     assert files(output) == before
     with pytest.raises(UserError, match="holds another corpus"):
         prepare([source], output, Options(task_bytes=1000))
