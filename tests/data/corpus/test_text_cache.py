@@ -94,7 +94,7 @@ def test_identity_does_not_know_where_the_text_lies(config, tmp_path):
 
 
 def test_sources_are_read_once_per_process(config):
-    """Where size and time of a file are those that they were, it is not read to learn that it has changed."""
+    """A file whose size and time are as before is not read again to learn whether it has changed."""
     first, path = load_corpus(config), Path(config.source, "a.txt")
     before = path.stat()
     path.write_bytes(path.read_bytes()[::-1])
