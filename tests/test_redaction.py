@@ -226,7 +226,7 @@ def test_no_run_however_it_fails_writes_or_says_a_password(vault, tmp_path, monk
     monkeypatch.setattr(jax._src.distributed.global_state, "client", service)
     config = make_config({}, {"checkpoint.mirror": MIRROR, "data.source": SOURCE})
     processes.agree(config)
-    monkeypatch.setattr(processes, "process", lambda: 1)
+    monkeypatch.setattr(jax._src.distributed.global_state, "process_id", 1)
     with pytest.raises(UserError, match=r"vault://\*\*\*@store/runs/a") as caught:
         processes.agree(make_config({}, {"checkpoint.mirror": f"{MIRROR}/b", "data.source": SOURCE}))
     said += [str(caught.value), *service.kept.values()]

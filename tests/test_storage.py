@@ -19,7 +19,7 @@ from jaxtrain import storage
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.data import open_corpus
 from jaxtrain.data.formats.inputs import find_tasks
-from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -264,16 +264,13 @@ def test_several_processes_read_from_there(bucket, tmp_path):
 
 
 @pytest.mark.slow
-def test_input_that_changes_between_two_runs_is_read_again(bucket, tmp_path, monkeypatch):
+def test_input_that_changes_between_two_runs_is_read_again(bucket, tmp_path):
     def write(text):
         (tmp_path / "a.txt").write_text(text)
         storage.put(tmp_path / "a.txt", f"{bucket}/a.txt")
 
     write("one")
-    with monkeypatch.context() as killed:
-        killed.setattr("jaxtrain.data.prepare.prepare._finish", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            prepare([f"{bucket}/a.txt"], tmp_path / "out", Options(eval_fraction=0))
+    prepare_part([f"{bucket}/a.txt"], tmp_path / "out", Options(eval_fraction=0))  # all but the manifest
     write("two")
     corpus = prepare([f"{bucket}/a.txt"], tmp_path / "out", Options(eval_fraction=0))
     assert bytes(corpus.train.read(0, 3).astype(np.uint8)) == b"two"

@@ -105,7 +105,7 @@ def test_a_profile_that_fails_does_not_cost_the_measurement(flags, monkeypatch, 
     def broken(*_, **__):
         raise RuntimeError("no trace today")
 
-    monkeypatch.setattr(measurement, "profile", broken)
+    monkeypatch.setattr(jax.profiler, "start_trace", broken)
     file = tmp_path / "measured.jsonl"
     assert bench.main([*flags, "--steps=1", "--warmup=1", "--profile", f"--json={file}"]) == 0
     line = json.loads(file.read_text())

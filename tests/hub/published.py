@@ -82,7 +82,7 @@ def truth() -> dict:
     return json.loads(TRUTH.read_text())["cases"]
 
 
-def write(folder: Path, case: dict, dtype=np.float32) -> Path:
+def write(folder: Path, case: dict, dtype=np.float32, weight=weight) -> Path:
     """Write the folder of a case as transformers does."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(case["config"]))

@@ -61,10 +61,12 @@ def test_what_cannot_be_written_is_not_decided(tmp_path, monkeypatch):
     log = OuterLog(tmp_path, Policy(islands=1))
     log.offer(*offered(0, 0))
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(file, sync=os.fsync):
+        if os.path.samestat(os.fstat(file), os.stat(tmp_path / "journal.jsonl")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(file)
 
-    monkeypatch.setattr(log._journal, "append", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         log.offer(*offered(0, 1))
     assert log.position == 1 and "No space left on device" in log.failed

@@ -1,6 +1,7 @@
 """The batch script at the end of a run, with commands that stand in for Slurm's."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from jaxtrain.launch import slurm_engine
 from jaxtrain.launch.job_record import Job, Status
 from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.launch.slurm_script import script
+from tests.launch.slurm_commands import stand_in
 from tests.launch.waiting import LIMIT
 
 STAND_INS = {
@@ -93,8 +95,9 @@ def test_sbatch_reads_any_workdir():
     ("PENDING|Priority|", "waiting", "Priority", "jobs of a higher priority wait too, and come first (Priority)")])
 def test_what_squeue_says(tmp_path, monkeypatch, said, state, detail, why):
     """The last one has begun when it is looked for among those who wait."""
-    monkeypatch.setattr(slurm_engine, "_run", lambda *words, missing=None: f"{said}\n" if "--states=all" in words else
-                        "5 research research\n")
+    stand_in(tmp_path / "slurm", monkeypatch, squeue=f"""case "$*" in
+        *--states=all*) echo {shlex.quote(said)} ;;
+        *) echo "5 research research" ;; esac""")
     job = Job(tmp_path / "jobs" / "1", "slurm", "name", ["true"], "/", JobSpec(), id="7")
     engine = slurm_engine.SlurmEngine()
     assert engine.status(job) == Status(state, detail) and engine.why(job).startswith(why)
@@ -118,31 +121,30 @@ def test_a_run_in_a_container_has_its_folders_and_variables(tmp_path, image, mou
 
 
 def test_what_has_ended_is_neither_paused_nor_resumed(tmp_path, monkeypatch):
-    job, engine, said = Job(tmp_path, "slurm", "a", ["true"], "/", JobSpec(), id="7"), slurm_engine.SlurmEngine(), []
-    monkeypatch.setattr(slurm_engine, "_run", lambda *words, **_: (said.append(words), answer)[1])
-    answer = "CANCELLED|BeginTime|"
+    job, engine = Job(tmp_path, "slurm", "a", ["true"], "/", JobSpec(), id="7"), slurm_engine.SlurmEngine()
+    slurm = tmp_path / "slurm"
+    stand_in(slurm, monkeypatch, sacct="", squeue="echo squeue >> said; cat answer",
+             scontrol='echo scontrol "$*" >> said')
+    (slurm / "answer").write_text("CANCELLED|BeginTime|")
     assert engine.status(job) == Status("cancelled")  # why it had waited counts no more
-    answer = "PENDING|None|"
+    (slurm / "answer").write_text("PENDING|None|")
     assert engine.why(job) == "it waits, and Slurm does not say yet for what"
     for answer, ask, line in (
             ("CANCELLED|BeginTime|", engine.pause, "its job is cancelled; to go on from its last checkpoint, launch"),
             ("COMPLETED|None|n1", lambda job: engine.resume(job, None), "its job is done; to go on"),
             ("RUNNING|None|n1", lambda job: engine.resume(job, None), "its job is running, and goes on by"),
             ("RUNNING|None|n1", lambda job: engine.resume(job, 2), ".*; for other nodes pause it first")):
+        (slurm / "answer").write_text(answer)
         with pytest.raises(UserError, match=f"^WORKDIR: {line}"):
             ask(job)
-    assert {words[0] for words in said} == {"squeue"} and not job.pause_file.exists()
-    def silent(*words, **_):
-        raise UserError("squeue", reason, "see")
-
-    reason = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
-    monkeypatch.setattr(slurm_engine, "_run", silent)
-    monkeypatch.setattr(engine, "_past", lambda job: Status("unknown"))
+    assert {*(slurm / "said").read_text().split()} == {"squeue"} and not job.pause_file.exists()
+    stand_in(slurm, monkeypatch, squeue="cat answer >&2; exit 1")
+    (slurm / "answer").write_text("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
     with pytest.raises(UserError, match="Unable to contact"):  # which says nothing about the job
         engine.status(job)
-    reason = "slurm_load_jobs error: Invalid job id specified"
-    assert engine.status(job) == Status("unknown")
-    monkeypatch.setattr(slurm_engine, "_run", lambda *words, **_: (said.append(words), answer)[1])
+    (slurm / "answer").write_text("slurm_load_jobs error: Invalid job id specified")
+    assert engine.status(job) == Status("unknown", "Slurm does not know it any more")
+    stand_in(slurm, monkeypatch, squeue="echo RUNNING\\|None\\|n1")
     job.pause_file.write_text("pause")  # it is told to pause, and still saves
     engine.resume(job, None)
-    assert said[-1] == ("scontrol", "release", "7") and not job.pause_file.exists()
+    assert (slurm / "said").read_text().splitlines()[-1] == "scontrol release 7" and not job.pause_file.exists()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -69,10 +70,13 @@ def test_named_after_some_windows_running_and_once():
 
 
 def test_one_process_on_cpu_is_not_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(stragglers, "_Probe", None)  # would fail
+    clock = [0.0]
+    monkeypatch.setattr(stragglers.time, "time", lambda: clock[0])
     with stragglers.Stragglers(tmp_path, 1.25, 60.0) as alone:
-        alone.step({}, 0.0, 0.0)
+        for clock[0] in (0.0, 61.0, 122.0):
+            alone.step({}, 0.0, 0.0)
         assert alone.fields == {}
+        assert "stragglers" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_one_process_with_several_devices(tmp_path, monkeypatch, capfd):

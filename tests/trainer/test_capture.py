@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -117,12 +118,11 @@ def test_a_signal_asks_for_a_profile(two, tmp_path):
 
 
 def test_processes_trace_the_same_steps(two, tmp_path, monkeypatch, capsys):
-    first, second = Capture(two, tmp_path), Capture(two, tmp_path)
-    begun = []
-    for number, each in enumerate((first, second)):
-        each._alone, each._process = False, number
-        monkeypatch.setattr(each, "_begin", lambda request, batch, n=number: begun.append((n, request["first"])))
-        each._begun = 100
+    first, second, late = (Capture(two, tmp_path) for _ in range(3))
+    begun, batch = [], two.batch(0)
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, **_: begun.append(Path(folder)))
+    for number, each in enumerate((first, second, late)):
+        each._alone, each._process, each._begun = False, number, 100
     wanted = profile_requests.request_profile(tmp_path, 2)
     second._look(2.0)  # the first process has not decided yet
     assert second._wanted is None
@@ -131,11 +131,11 @@ def test_processes_trace_the_same_steps(two, tmp_path, monkeypatch, capsys):
     assert first._wanted["first"] == second._wanted["first"] == 111  # at two steps a second, five seconds later
     for step in (110, 111):
         for each in (first, second):
-            each.on_batch(step, {})
-    assert begun == [(0, 111), (1, 111)]
-    second._known, second._begun = "", 112  # had it learned of it later, it would trace nothing
-    second._look(2.0)
-    second.on_batch(113, {})
+            each.on_batch(step, batch)
+    assert begun == [tmp_path / "profiles" / "111" / f"process-{number}" for number in range(2)]
+    late._begun = 112  # one that learns of it later traces nothing
+    late._look(2.0)
+    late.on_batch(113, batch)
     assert len(begun) == 2 and events.events(tmp_path)[-1]["request"] == wanted
     assert "was to begin with step 111, and step 113 comes next" in capsys.readouterr().err
 
@@ -194,7 +194,7 @@ def test_who_asks_learns_why_there_is_no_profile(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=why):
             ask(tmp_path, 2, 8, 60.0, tick=0)
         assert profile_requests.pending(tmp_path) is None
-    monkeypatch.setattr(events, "_process", lambda: 1)
+    monkeypatch.setattr(jax._src.distributed.global_state, "process_id", 1)
     Run.ends, Run.states = False, iter(())
     with pytest.raises(UserError, match=r"has not answered for 0\.1 seconds"):
         ask(tmp_path, 2, 8, 0.1, tick=0)

@@ -22,7 +22,7 @@ from jaxtrain.data.loading.loader import Batches
 from jaxtrain.data.loading.skipped_batches import FILE, SkippedBatches
 from jaxtrain.distributed import exit_codes
 from jaxtrain.main import main
-from jaxtrain.observe.events import events
+from jaxtrain.observe.events import events, listeners
 from jaxtrain.resilience.watchdog import Watchdog
 from jaxtrain.train_step.anomaly import History
 from jaxtrain.trainer.loop import train
@@ -212,15 +212,18 @@ def test_a_save_that_failed_does_not_end_the_run_that_goes_back(flags, never_saw
 
 
 @pytest.mark.exhaustive
-def test_asked_to_stop_while_it_goes_back(flags, never_saw, poison, tmp_path, monkeypatch):
-    def stopped(self, *args, roll_back=AnomalyGuard._roll_back):
-        os.kill(os.getpid(), signal.SIGTERM)
-        roll_back(self, *args)
+def test_asked_to_stop_while_it_goes_back(flags, never_saw, poison, tmp_path):
+    def heard(event):
+        if event["kind"] == "rollback":
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(AnomalyGuard, "_roll_back", stopped)
     poison("strange", {BAD})
     keys = words(resilience__spikes="rollback")
-    assert main([*flags, *keys, f"--workdir={tmp_path}"]) == exit_codes.SAVED
+    listeners.append(heard)
+    try:
+        assert main([*flags, *keys, f"--workdir={tmp_path}"]) == exit_codes.SAVED
+    finally:
+        listeners.remove(heard)
     assert CheckpointManager(tmp_path / "checkpoints").latest() == 33
     assert main([*flags, *keys, f"--workdir={tmp_path}"]) == 0
     assert_went_as(flags, tmp_path, never_saw)

@@ -69,10 +69,12 @@ def test_manifest_tokens_and_offsets_say_the_same(config):
 
 
 def test_tokenised_once_and_again_only_when_something_changes(config, monkeypatch):
+    def kept():
+        return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in Path(config.cache_dir).rglob("*")}
+
     first = load_corpus(config)
-    with monkeypatch.context() as patch:
-        patch.setattr(text_cache, "_build", lambda *_: pytest.fail("built again"))
-        assert load_corpus(config).manifest_hash == first.manifest_hash
+    before = kept()
+    assert load_corpus(config).manifest_hash == first.manifest_hash and kept() == before
     seen = {first.path}
     for change in (lambda: Path(config.source, "a.txt").write_text("changed"),
                    lambda: Path(config.source, "a.txt").rename(Path(config.source, "renamed.txt")),
@@ -91,10 +93,13 @@ def test_identity_does_not_know_where_the_text_lies(config, tmp_path):
     assert load_corpus(moved).manifest_hash == first.manifest_hash
 
 
-def test_sources_are_read_once_per_process(config, monkeypatch):
-    load_corpus(config)
-    monkeypatch.setattr("jaxtrain.data.corpus.text_source._read", lambda *_: pytest.fail("read again"))
-    load_corpus(config)
+def test_sources_are_read_once_per_process(config):
+    """A file whose size and time are as before is not read again to learn whether it has changed."""
+    first, path = load_corpus(config), Path(config.source, "a.txt")
+    before = path.stat()
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert load_corpus(config).path == first.path
 
 
 @pytest.mark.parametrize("call", ["rename", "fsync"])

@@ -11,7 +11,7 @@ import pytest
 
 from jaxtrain.data.formats import token_files
 from jaxtrain.data.formats.inputs import find_tasks, read
-from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
 from jaxtrain.errors import UserError
 
 EOD = 256
@@ -216,12 +216,9 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, names, flags, word
 
 
 @pytest.mark.parametrize(("write", "beside"), [(megatron, "a.bin"), (datatrove, "a.ds.index")])
-def test_what_lies_beside_is_watched_and_hashed_too(tmp_path, monkeypatch, write, beside):
+def test_what_lies_beside_is_watched_and_hashed_too(tmp_path, write, beside):
     source, options = folder(tmp_path, write), Options(eval_fraction=0, task_bytes=2**26)
-    with monkeypatch.context() as killed:
-        killed.setattr("jaxtrain.data.prepare.prepare._finish", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            prepare([source], tmp_path / "out", options)
+    prepare_part([source], tmp_path / "out", options)  # as far as a run that was killed before the manifest
     path = tmp_path / "in" / beside
     ends = np.frombuffer(path.read_bytes(), "<u8").tolist() if beside.endswith(".index") else []
     path.write_bytes(packed([ends[0] + 1, *ends[1:]], "Q") if ends else bytes(path.stat().st_size))  # as long as before

@@ -80,14 +80,11 @@ def test_rows_are_nearly_full():
     assert best_fit.plan(tokens, 2048).fill > 0.999
 
 
-def test_a_plan_is_kept_and_a_broken_one_made_again(tmp_path, monkeypatch):
+def test_a_plan_is_kept_and_a_broken_one_made_again(tmp_path):
     tokens, _ = split(range(1, 40))
     first = best_fit.cached_plan(tokens, 16, tmp_path, "them")
     path, = tmp_path.iterdir()
-    with monkeypatch.context() as once:
-        once.setattr(best_fit, "plan", lambda *_: pytest.fail("planned again"))
-        once.setattr(best_fit, "_sort", lambda *_: pytest.fail("planned again"))
-        again = best_fit.cached_plan(tokens, 16, tmp_path, "them")
+    again = best_fit.cached_plan(None, 16, tmp_path, "them")  # without the tokens nothing can be planned
     rows = np.arange(len(first))
     assert all(map(np.array_equal, first.pieces(rows), again.pieces(rows))) and first.cut == again.cut
     assert all(map(np.array_equal, first.pieces(rows), best_fit.plan(tokens, 16).pieces(rows)))

@@ -31,16 +31,14 @@ def test_an_engine_of_ones_own_gives_the_same_bytes(tmp_path, deduplicate):
     assert files(got.path) == files(prepare(source, tmp_path / "want", options).path)
 
 
-def test_tasks_called_one_by_one_are_not_done_again(tmp_path, monkeypatch):
+def test_tasks_called_one_by_one_are_not_done_again(tmp_path):
     source, options = [str(write(tmp_path / "a.jsonl"))], Options(eval_fraction=0.1, task_bytes=3000)
     tasks, plan, options = plan_tasks(source, options)
     assert plan_tasks(source, options) == (tasks, plan, options) != plan_tasks(source, Options(eval_fraction=0.2))
     assert begin(tmp_path / "got", options, plan)
     for number in (5, 1, 1, 0, 3, 6, 2, 4):
         assert tokenize_shard(number, tasks[number], tmp_path / "got", options, plan) == number
-    with monkeypatch.context() as done:
-        done.setattr("jaxtrain.data.prepare.prepare.tokenize_shard", lambda *_: pytest.fail("done again"))
-        got = prepare(source, tmp_path / "got", options)
+    got = prepare(source, tmp_path / "got", options, say=lambda line: pytest.fail(f"done again: {line}"))
     assert files(got.path) == files(prepare(source, tmp_path / "want", options).path)
     assert not begin(tmp_path / "got", options, plan)
     with pytest.raises(UserError, match="holds another corpus"):
@@ -69,17 +67,23 @@ def test_a_machine_with_another_tokenizer_is_found(tmp_path):
         prepare(source, tmp_path / "out", options)
 
 
-def die(number, *_):
-    os.kill(os.getpid(), signal.SIGKILL)
-    return number
+DIES = """
+import os, signal
+def step(document):
+    if os.path.exists({kill!r}):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return document
+"""
 
 
 def test_a_killed_worker_is_one_line_and_nothing_is_lost(tmp_path, monkeypatch, capsys):
     flags = [f"--input={write(tmp_path / 'a.jsonl')}", f"--output={tmp_path / 'out'}", "--task_bytes=3000",
-             "--workers=2"]
-    with monkeypatch.context() as broken:
-        broken.setattr("jaxtrain.data.prepare.prepare.tokenize_shard", die)
-        assert main(flags) == 2
+             "--workers=2", "--steps=step_that_dies:step"]
+    (tmp_path / "step_that_dies.py").write_text(DIES.format(kill=f"{tmp_path / 'kill'}"))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "kill").touch()
+    assert main(flags) == 2
+    (tmp_path / "kill").unlink()
     error = capsys.readouterr().err
     assert error.startswith("--workers: a worker was killed") and error.count("\n") == 1
     assert main(flags) == 0
@@ -121,4 +125,4 @@ def test_workers_end_with_a_killed_parent(tmp_path):
 
 
 def test_nothing_to_do_needs_no_engine(tmp_path):
-    assert list(engines.run(die, [], [], tmp_path, Options(), "", 2)) == []
+    assert list(engines.run(tokenize_shard, [], [], tmp_path, Options(), "", 2)) == []

@@ -18,7 +18,7 @@ from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import PackedRows, load_corpus, open_corpus
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import find_tasks, read
-from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError
 
@@ -119,15 +119,13 @@ def test_equal_documents_are_kept_once_wherever_they_are(tmp_path):
     assert both.train.num_documents == one.train.num_documents + 12
 
 
-def test_deduplication_notices_input_that_changed_between_two_runs(tmp_path, monkeypatch):
+def test_deduplication_notices_input_that_changed_between_two_runs(tmp_path):
     """The input changes without changing its size, in another task than the first document of its kind."""
     first, second = write(tmp_path / "a.jsonl", ["one", "two"]), write(tmp_path / "b.jsonl", ["six", "ten"])
     sources = [str(first), str(second)]
     options = Options(eval_fraction=0, task_bytes=first.stat().st_size, deduplicate=True)
-    with monkeypatch.context() as killed:
-        killed.setattr("jaxtrain.data.prepare.prepare._finish", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            prepare(sources, tmp_path / "out", options)
+    for stage in ("duplicates", "tokens"):  # all but the manifest
+        prepare_part(sources, tmp_path / "out", options, stage=stage)
     write(first, ["one", "ten"])
     corpus = prepare(sources, tmp_path / "out", options)
     assert stream(corpus)[0] == [id for text in ("one", "ten", "six") for id in [*text.encode(), 256]]
@@ -227,18 +225,14 @@ def test_a_run_reads_the_corpus_with_its_tokenizer(tmp_path, tokenizer):
 
 # --------------------------------------------------------------------------------------------------- what is refused
 
-def test_an_unfinished_corpus_is_refused_and_a_finished_one_is_kept(tmp_path, monkeypatch):
+def test_an_unfinished_corpus_is_refused_and_a_finished_one_is_kept(tmp_path):
     source, output, options = str(write(tmp_path / "a.jsonl")), tmp_path / "out", Options(task_bytes=900)
-    with monkeypatch.context() as broken:
-        broken.setattr("jaxtrain.data.prepare.prepare._finish", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            prepare([source], output, options)
+    prepare_part([source], output, options)  # all but the manifest
     with pytest.raises(UserError, match="is not finished; run the same prepare command again"):
         load_corpus(DataConfig(source=str(output)))
     prepare([source], output, options)
     before = files(output)
-    monkeypatch.setattr("jaxtrain.data.prepare.prepare.tokenize_shard", lambda *_: pytest.fail("done again"))
-    prepare([source], output, options)
+    prepare([source], output, options, say=lambda line: pytest.fail(f"done again: {line}"))
     assert files(output) == before
     with pytest.raises(UserError, match="holds another corpus"):
         prepare([source], output, Options(task_bytes=1000))

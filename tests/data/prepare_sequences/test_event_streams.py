@@ -1,6 +1,7 @@
 """Tables of events: one sequence a user in the order of time, whatever the order of the rows and files."""
 
 import datetime
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -109,12 +110,19 @@ def test_missing_values(tmp_path):
     assert [row["item"].tolist() for row in corpus.train] == [[1, 0]]
 
 
-def test_a_changed_input_is_read_again(tmp_path, monkeypatch):
+def killed(at):
+    """Return a `say` that raises at the first line like this."""
+    def say(line):
+        if re.match(at, line):
+            raise ZeroDivisionError
+    return say
+
+
+def test_a_changed_input_is_read_again(tmp_path):
     table = random_table(4)
-    with monkeypatch.context() as killed:
-        killed.setattr("jaxtrain.data.prepare.job.complete", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            prepare_sequences([write(tmp_path / "in", table)], tmp_path / "out", EVENTS)
+    with pytest.raises(ZeroDivisionError):
+        prepare_sequences([write(tmp_path / "in", table)], tmp_path / "out", EVENTS,
+                          say=killed(r"sequences: (\d+) of \1 "))  # before the manifest
     table["item"] = [item.replace("i", "j") for item in table["item"]]  # of the same size
     corpus = prepare_sequences([write(tmp_path / "in", table)], tmp_path / "out", EVENTS)
     assert {item[0] for item in corpus.manifest["vocabularies"]["item"]["values"]} == {"j"}
@@ -122,14 +130,12 @@ def test_a_changed_input_is_read_again(tmp_path, monkeypatch):
     assert rows(corpus.train) == rows(fresh.train)
 
 
-def test_what_was_spread_before_a_kill_is_not_read_again(tmp_path, monkeypatch):
-    source = write(tmp_path / "in", random_table(5))
-    with monkeypatch.context() as killed:
-        killed.setattr("jaxtrain.data.prepare_sequences.prepare_sequences.make_shard", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            prepare_sequences([source], tmp_path / "out", EVENTS)
-    monkeypatch.setattr("jaxtrain.data.prepare_sequences.event_streams.spread_task", lambda *_: 1 / 0)
-    assert len(prepare_sequences([source], tmp_path / "out", EVENTS).train) > 20
+def test_what_was_spread_before_a_kill_is_not_read_again(tmp_path):
+    source, said = write(tmp_path / "in", random_table(5)), []
+    with pytest.raises(ZeroDivisionError):
+        prepare_sequences([source], tmp_path / "out", EVENTS, say=killed("sequences: 0 of"))
+    assert len(prepare_sequences([source], tmp_path / "out", EVENTS, say=said.append).train) > 20
+    assert not [line for line in said if line.startswith("spread")]
 
 
 @pytest.mark.parametrize(("options", "table", "reason"), [

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.errors import UserError
 from jaxtrain.kernels import attention
 from jaxtrain.plan import instructions, targets
@@ -165,9 +166,11 @@ def test_auto_takes_what_can(platform, shape, keys, choice):
 
 
 @needs_mosaic
-def test_mosaic_is_for_packed_rows_of_their_own_keys(monkeypatch):
-    monkeypatch.setattr(sharding, "compute_capability", lambda: 9.0)
-    choose = functools.partial(attention.choose_backend, platform="cuda", dtype=BF16, seq_len=1024)
+def test_mosaic_is_for_packed_rows_of_their_own_keys():
+    def choose(asked, **keys):
+        with sharding.use(jt.make_mesh(devices=1), sharding.rules(), "cuda:9"):
+            return attention.choose_backend(asked, "cuda", BF16, 1024, **keys)
+
     assert choose("auto", head_dim=72, packed=True) == "mosaic"
     assert choose("auto", head_dim=72, packed=True, key_len=2048) == choose("auto", head_dim=72) == "cudnn"
     with pytest.raises(UserError, match="the mosaic backend cannot do this: its keys are those of the queries' own"):

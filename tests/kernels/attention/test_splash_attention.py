@@ -142,7 +142,7 @@ def test_steps_have_the_numbers_of_one_device(name):
 
 @pytest.mark.parametrize(("policy", "forwards"), [
     ("none", 1), ("attention", 1), ("attention_and_dots", 1), ("full", 2), ("dots", 2)])
-def test_what_policies_compute_again(monkeypatch, policy, forwards):
+def test_what_policies_compute_again(policy, forwards):
     """Kernels in the program as it is lowered for TPUs, of a stack of layers on a mesh."""
     def kernels(jaxpr):
         for eqn in jaxpr.eqns:
@@ -152,7 +152,6 @@ def test_what_policies_compute_again(monkeypatch, policy, forwards):
                 for inner in subjaxprs(jaxpr.replace(eqns=[eqn])):
                     yield from kernels(inner)
 
-    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
     mesh, rules = jt.make_mesh(data=2, tensor=2, devices=jax.devices()[:4]), jt.rules("fsdp_tp")
 
     def layer(x, segments):
@@ -163,7 +162,7 @@ def test_what_policies_compute_again(monkeypatch, policy, forwards):
         kept = wrap(remat_policies.policy(policy))(layer)
         return jax.lax.scan(lambda x, _: (kept(x, segments), None), x, length=3)[0].astype(jnp.float32).sum()
 
-    with sharding.use(mesh, rules, "tpu"):
+    with sharding.use(mesh.abstract_mesh, rules, "tpu"):
         at = jax.sharding.NamedSharding(mesh, sharding.activation_spec(*attention.HEADS))
         x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16, sharding=at)
         segments = jax.ShapeDtypeStruct((2, 256), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, jax.P("data")))

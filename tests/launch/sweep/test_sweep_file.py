@@ -1,5 +1,6 @@
 """The refusals of a sweep's file: each mistake is reported in one line, before anything is written."""
 
+import concurrent.futures
 import json
 import math
 
@@ -117,7 +118,9 @@ def test_what_it_costs_at_most():
 
 @pytest.mark.slow
 def test_a_metric_that_no_run_has(monkeypatch):
-    monkeypatch.setattr(config_process, "_apart", lambda do, *words: do(*words))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor",  # a process of its own imports JAX again
+                        lambda workers, context: concurrent.futures.ThreadPoolExecutor(workers))
     for metric, nearest in (("grad_normz", "'grad_norm_z'"), ("eval_accuracyy", "known: cross_entropy, eval_b")):
         with pytest.raises(UserError, match=f"objective.metric: runs have no '{metric}'; .*{nearest}"):
             config_process.check_metric(sweep_of({**BASE, "objective": {"metric": metric}}, VALUES))

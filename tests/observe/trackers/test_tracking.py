@@ -146,7 +146,7 @@ def test_another_mesh_gives_other_last_digits(tmp_path):
 
 
 def test_down_costs_one_warning_and_no_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tracking._Follower, "_rest", lambda self, failures, spent: self._news.wait())
+    monkeypatch.setattr(tracking, "_LONGEST_S", 0.01)  # between two tries
     backend, well = Backend(), Backend()
     backend.down = True
     attempt = Attempt(tmp_path, Fake(backend), Fake(well))
@@ -168,7 +168,7 @@ def test_down_costs_one_warning_and_no_line(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("arrives", [True, False])
 def test_a_call_that_fails(tmp_path, monkeypatch, arrives):
     """Whether the service has the lines it says when it is asked again."""
-    monkeypatch.setattr(tracking._Follower, "_rest", lambda self, failures, spent: failures or self._news.wait())
+    monkeypatch.setattr(tracking, "_LONGEST_S", 0.0)  # between two tries
 
     class Loses(Fake):
         lost = False
@@ -288,7 +288,7 @@ def test_an_end_that_comes_just_before_a_look_is_seen(tmp_path, monkeypatch):
 
 
 def test_what_a_tracker_refuses_does_not_keep_the_rest(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracking._Follower, "_rest", lambda self, failures, spent: failures or self._news.wait())
+    monkeypatch.setattr(tracking, "_LONGEST_S", 0.0)  # between two tries
     backend = Backend()
     attempt = Attempt(tmp_path, Fake(backend))
     for name in ("weights/a", "weights/b"):
