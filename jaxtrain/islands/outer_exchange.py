@@ -1,11 +1,9 @@
 """The exchange of an island with the others: after some of its steps, the only thing that changes its state.
 
 Progress is what the island's parameters moved from the outer ones since both were last equal. The island offers it, and
-applies the log's entries to its copy of the outer state until one has its offer; then its parameters become the outer
-ones. An entry without it moves its parameters by as much as the outer ones, so that no progress is lost, and the
-island offers again for the next entry.
-
-Of gossip the outer parameters are the island's own. They change by an entry that has its offer, and by no other.
+applies the log's entries to its copy of the outer state (outer_replica.py) until one has its offer; then its parameters
+become the outer ones. After an entry without it, which moves its parameters by as much as the outer ones, the island
+offers again for the next entry.
 
 All of this depends on the log and the state alone: an island that is killed and resumed gets the same entries for the
 same offers, and goes on with the same bits.
@@ -19,12 +17,11 @@ nothing of that: without the file, the island offers what it has by then.
 import contextlib
 import dataclasses
 import hashlib
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,20 +29,17 @@ import numpy as np
 from jaxtrain.config.schema import hash_of
 from jaxtrain.config.sections.island_keys import OWN, IslandsConfig
 from jaxtrain.distributed.coordination import exchange
-from jaxtrain.errors import UserError, say
 from jaxtrain.islands import gossip, log_records
 from jaxtrain.islands.fragments import fragments
 from jaxtrain.islands.host_arrays import HostArrays, of_first
-from jaxtrain.islands.meeting import BackgroundMeeting, Entry, Offer, Stopped, Trimmed, Unanswered
-from jaxtrain.islands.outer_optimizer import OuterOptimizer
-from jaxtrain.islands.payload import make_payload
+from jaxtrain.islands.meeting import BackgroundMeeting, Offer, Stopped, Trimmed, Unanswered
+from jaxtrain.islands.outer_replica import OuterReplica
 from jaxtrain.train_step.optimizers import ema
 from jaxtrain.train_step.optimizers.outer import DUE, NAME
 from jaxtrain.train_step.state import TrainState
 
 KEPT = "island_offer"  # in the workdir: the last offer that a stopped run could not send
 PATIENCE_S = 1.0  # of one question for entries, after which the island looks whether it is to stop
-T = TypeVar("T")
 _Made = tuple[Offer, bytes, np.ndarray | None, np.ndarray | None]  # with its content; unsent before it, and after it
 
 
@@ -65,20 +59,15 @@ class Exchange:
         """
         self.islands, self._meeting, self._tokens = config, meeting, tokens
         self._fragments = fragments(abstract.params, axes, config.fragments)
-        self._optimizer = OuterOptimizer(config.learning_rate, config.momentum, config.count, config.age_decay,
-                                         config.pull)
+        self._replica = OuterReplica(config, self._fragments, self._asked, self._count)
         self._gossips = config.mode == "gossip"
-        self._exact = config.mode == "sync" and config.compression == "none"
-        self._payload = make_payload(config.compression)
         self._fields: dict[str, float] = {}
-        self._position, self._leaving = 0, False
+        self._leaving = False
         self._open = 0  # the round of the offer that is under way; 0: none is; DUE: one is to be made
         self._stop: Callable[[], bool] = lambda: False  # whether not to wait for a meeting that does not answer
         self._offered = 0  # after which step the open offer was made
         alike = {key: value for key, value in dataclasses.asdict(config).items() if key not in OWN}
         self._kind = hash_of({"islands": alike, "kind": {"": kind}}).encode()
-        self._offer_made: Offer | None = None  # the last one of this process
-        self._sent = "", b""  # the last offer's content, by its hash
         self._unsent: tuple[int, np.ndarray | None] = 0, None  # its fragment, and what was unsent of it before
         self._thread = ThreadPoolExecutor(1, "island-offer")
         self._made: Future[_Made] | None = None  # the offer that it makes; None: none is under way
@@ -101,10 +90,11 @@ class Exchange:
             wait([self._made])
             self._made = None
         outer = state.extras[NAME]
-        self._position, self._open = int(jax.device_get(outer["position"])), int(jax.device_get(outer["open"]))
+        position, self._open = int(jax.device_get(outer["position"])), int(jax.device_get(outer["open"]))
+        self._replica.position = position
         self._offered = step - step % self.islands.interval
-        self._unsent = self._fragment(self._position), None
-        if not step and not self._position:
+        self._unsent = self._fragment(position), None
+        if not step and not position:
             return self._catch_up(state)
         if self._open == DUE:
             # At the step of the offer the state has all to make it again; a file may be of another checkpoint.
@@ -192,26 +182,30 @@ class Exchange:
         state = self._settled(state)
         if self._open == DUE:  # the run is to stop
             return state
-        work, began, first = self._work(state), time.perf_counter(), self._position
+        work, began, replica = self._work(state), time.perf_counter(), self._replica
+        first = replica.position
         blend = self.islands.blend if step > self._offered else 0.0  # steps went on meanwhile
         while self._open:
             try:
-                entries = list(self._asked(self._meeting.entries, self._position, PATIENCE_S))
+                entries = list(self._asked("entries", replica.position, PATIENCE_S))
                 for entry, following in zip(entries, [*entries[1:], None], strict=False):
-                    if self._apply(entry, work, blend):
-                        self._keep_snapshot(entry, work)
+                    if replica.apply(entry, work, self._open - 1, blend):
+                        self._open = 0
+                        replica.keep_snapshot(entry, work)
                         break
                     if self.islands.mode != "async":  # its offer came too late for this entry
                         blend, self._open = 0.0, DUE
                         self._take_back(work)
-                        if self._position - first > self.islands.max_age:
-                            self._adopt(work, entry)
+                        if replica.position - first > self.islands.max_age:
+                            replica.adopt(work, entry)
+                            self._open = 0
                             break
-                        if following is None or following.has(self.islands.index, self._position):
+                        if following is None or following.has(self.islands.index, replica.position):
                             self._offer(step, work)
             except Trimmed:
                 with contextlib.suppress(Stopped):
-                    self._adopt_snapshot(work)
+                    if replica.adopt_snapshot(work):
+                        self._open = 0
                 break
             except Stopped:
                 break
@@ -219,15 +213,15 @@ class Exchange:
                 break
         self._leave_open(step, work)
         self._count("island_wait_s", time.perf_counter() - began)
-        self._fields["island_entry"] = self._position
+        self._fields["island_entry"] = replica.position
         return self._state(state, work)
 
     # -------------------------------------------------------------------------------------------------------- the parts
-    def _asked(self, call: Callable[..., T], *given: Any) -> T:
-        """Return what the meeting answers; raises Stopped if the run is to stop before that."""
+    def _asked(self, call: str, *given: Any) -> Any:
+        """Return what the meeting answers to a call; raises Stopped if the run is to stop before that."""
         while True:
             try:
-                return call(*given)
+                return getattr(self._meeting, call)(*given)
             except Unanswered:
                 if self._stop():
                     raise Stopped from None
@@ -255,23 +249,23 @@ class Exchange:
         trees, outer = work.trees(), state.extras[NAME]
         own = trees.pop("own")
         numbers = {name: _scalar(value, outer[name])
-                   for name, value in (("position", self._position), ("open", self._open))}
+                   for name, value in (("position", self._replica.position), ("open", self._open))}
         return dataclasses.replace(state, params=own, extras=state.extras | {NAME: {**outer, **trees, **numbers}})
 
     def _fragment(self, position: int) -> int:
         return position % len(self._fragments)  # of the entry that follows
 
     def _offer(self, step: int, work: HostArrays, background: bool = False) -> None:
-        number = self._fragment(self._position)
+        base, leaving = self._replica.position, self._leaving
+        number = self._fragment(base)
         fragment = self._fragments[number]
         own = work.get("own", fragment)
         before = work.get("unsent", fragment) if "unsent" in self.islands.kept else None
         outer = work.get("params", fragment)
         tokens = self._tokens(step) - self._tokens(max(0, step - self.islands.every))
-        base, leaving = self._position, self._leaving
 
         def made() -> _Made:
-            content, unsent = self._payload.encode(own if self._exact else outer - own, before, base)
+            content, unsent = self._replica.payload.encode(own if self._replica.exact else outer - own, before, base)
             if self._gossips:
                 content = gossip.packed(content, outer)
             alike = b"" if self._gossips and base else outer.tobytes()
@@ -291,9 +285,9 @@ class Exchange:
     def _confirm(self, work: HostArrays, offer: Offer, content: bytes, before: np.ndarray | None,
                  unsent: np.ndarray | None) -> None:
         """Return once an offer is made."""
-        self._offer_made, self._sent = offer, (offer.sha256, content)
-        self._asked(self._meeting.offer, offer, content)
-        self._open = self._position + 1
+        self._replica.remember(offer, content)
+        self._asked("offer", offer, content)
+        self._open = self._replica.position + 1
         if unsent is not None:  # only now: until then the offer can be made again, of the same state
             self._unsent = offer.fragment, before
             work.set("unsent", self._fragments[offer.fragment], unsent)
@@ -312,15 +306,15 @@ class Exchange:
 
     def _sent_again(self, state: TrainState) -> TrainState | None:
         """Send the due offer from the file in which a stopped run kept it; return None if there is no such file."""
-        name = self.islands.index, self._position
+        name = self.islands.index, self._replica.position
         kept = log_records.read_offer(self._folder / KEPT, *name) if self._folder else None
         if not exchange(kept is not None, lambda found: found[0]):
             return None
         offer, content, unsent = kept or (Offer(*name, 0, 0.0, ""), b"", b"")
-        self._asked(self._meeting.offer, offer, content)  # that of the first process
-        self._open, work = self._position + 1, self._work(state)
+        self._asked("offer", offer, content)  # that of the first process
+        self._open, work = self._replica.position + 1, self._work(state)
         if "unsent" in self.islands.kept:
-            number = self._fragment(self._position)
+            number = self._fragment(self._replica.position)
             before = work.get("unsent", self._fragments[number])
             lacking = np.frombuffer(unsent, np.float32) if kept else np.zeros_like(before)
             work.set("unsent", self._fragments[number], of_first(lacking))
@@ -336,134 +330,15 @@ class Exchange:
             fragment = self._fragments[number]
             work.set("unsent", fragment, before if before is not None else np.zeros_like(work.get("own", fragment)))
 
-    def _apply(self, entry: Entry, work: HostArrays, blend: float = 0.0) -> bool:
-        """Apply the entry that follows; return whether the island's open offer is settled in it."""
-        if entry.number != self._position + 1:
-            raise OSError(f"the islands' log has entry {entry.number} where {self._position + 1} is next")
-        for other in entry.contributions:
-            if self._offer_made and self._offer_made.differs(other):
-                raise UserError("islands.index", f"island {other.island} has other outer parameters after entry "
-                                f"{other.base} than this one, or another config", "give all islands equal configs, but "
-                                "for islands.index, and equal first parameters")
-        fragment = self._fragments[entry.fragment]
-        old = {name: work.get(name, fragment) for name in ("params", *self.islands.shared)}
-        new = self._updated(entry, old)
-        for name, vector in new.items():
-            work.set(name, fragment, vector)
-        self._position = entry.number
-        if mine := self._open > 0 and entry.has(self.islands.index, self._open - 1):
-            self._open = 0
-            self._warn_of_twin(entry)
-            came = new.get("params", old["params"])
-            work.set("own", fragment, came if not blend else
-                     np.float32(blend) * work.get("own", fragment) + np.float32(1 - blend) * came)
-        elif "params" in new:
-            work.set("own", fragment, work.get("own", fragment) + (new["params"] - old["params"]))
-        return mine
-
-    def _warn_of_twin(self, entry: Entry) -> None:
-        """Say so if an entry has another offer of this island than the one that was made here."""
-        others = [offer for offer in entry.contributions if offer.island == self.islands.index]
-        if self._sent[0] and any(offer.sha256 != self._sent[0] for offer in others) and not jax.process_index():
-            say(f"islands.index: entry {entry.number} has an offer of island {self.islands.index} that this run did "
-                "not make, and what it did since the last one is lost; give each island an index of its own (after a "
-                "restart on devices that do not repeat their bits this is as it has to be)")
-
-    def _updated(self, entry: Entry, old: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        size, came, slow, mode = old["params"].size, [], [], self.islands.mode
-        if (len(entry.contributions) > 1 if mode == "async" else
-                any(offer.base != entry.number - 1 for offer in entry.contributions)):
-            raise UserError("islands.mode", f"it is {mode}, and the coordinator made entry {entry.number} in the other "
-                            "one", f"start jaxtrain islands serve with --mode={'async' if mode == 'async' else 'sync'},"
-                            " a new log and new workdirs")
-        offers: Sequence[Offer] = entry.contributions
-        if self._gossips:
-            offers = gossip.of(self.islands.index, entry) if entry.has(self.islands.index, self._open - 1) else ()
-        for offer in offers:
-            if offer.sha256 == self._sent[0]:
-                content = self._sent[1]
-            else:
-                content = self._asked(self._meeting.content, offer.sha256)
-                self._count("island_received_bytes", len(content))
-            if self._gossips:
-                content, outer = gossip.unpacked(content, size)
-                slow.append(outer)
-            came.append(self._payload.decode(content, size))
-        if not came:
-            return {}
-        if mode == "async":
-            return self._optimizer.arrived(dict(old), came[0], entry.number,
-                                           entry.number - 1 - entry.contributions[0].base)
-        weights = [offer.weight for offer in offers]
-        if self._gossips:
-            return self._optimizer.paired(dict(old), came, slow, weights)
-        return self._optimizer.together(dict(old), came, weights, self._exact)
-
     def _catch_up(self, state: TrainState) -> TrainState:
-        """Return the state of a new island, without progress of its own: at the end of the log.
-
-        If its first offer is in the log, as after a kill before its first checkpoint, it begins where it did then: it
-        makes the same steps and offers again, which do nothing.
-        """
-        work, end, entry = self._work(state), self._first_base(), None
-        self._adopt_snapshot(work, end)
-        while entries := [one for one in self._asked(self._meeting.entries, self._position, 0) if one.number <= end]:
-            for entry in entries:
-                self._apply(entry, work)
-        if not self._position:
-            return self._state(state, work)
-        self._adopt(work, entry)
+        """Return the state of a new island, without progress of its own: at the end of the log."""
+        work = self._work(state)
+        adopted = self._replica.catch_up(work)
         state = self._state(state, work)
-        if ema.NAME in state.extras:  # the average begins with the parameters that the island begins with
+        if adopted and ema.NAME in state.extras:  # the average begins with the parameters that the island begins with
             average = jax.jit(ema.begin, out_shardings=jax.tree.map(lambda a: a.sharding, state.extras[ema.NAME]))
             state = dataclasses.replace(state, extras=state.extras | {ema.NAME: average(state.params)})
         return state
-
-    def _first_base(self) -> float:
-        """Return the entry that the island's first offer in the log follows; infinity without one, or if it is gone."""
-        after = 0
-        with contextlib.suppress(Trimmed):
-            while entries := self._asked(self._meeting.entries, after, 0):
-                for offer in (one for entry in entries for one in entry.contributions + entry.refused):
-                    if offer.island == self.islands.index:
-                        return offer.base
-                after = entries[-1].number
-        return math.inf
-
-    def _adopt(self, work: HostArrays, entry: Entry | None = None) -> None:
-        """Give up the island's own progress; of gossip, its outer parameters too, for those of an island of this entry.
-        """
-        if entry and self._gossips:
-            (fragment,), content = self._fragments, self._asked(self._meeting.content, entry.contributions[0].sha256)
-            work.set("params", fragment, gossip.unpacked(content, work.get("params", fragment).size)[1])
-        for fragment in self._fragments:
-            work.set("own", fragment, work.get("params", fragment))
-        self._open = 0
-
-    # -------------------------------------------------------------------------------------------------------- snapshots
-    def _keep_snapshot(self, entry: Entry, work: HostArrays) -> None:
-        """Leave a snapshot for others every some entries: the entry's first island does, whose state is as good as any.
-        """
-        if (entry.number % self.islands.snapshot_every == 0 and entry.contributions
-                and entry.contributions[0].island == self.islands.index):
-            self._asked(self._meeting.put_snapshot, self._position, b"".join(
-                work.get(name, fragment).tobytes() for name in ("params", *self.islands.shared)
-                for fragment in self._fragments))
-
-    def _adopt_snapshot(self, work: HostArrays, end: float = math.inf) -> None:
-        """Take the newest snapshot of the outer state, if it is ahead of this island's, and not behind entry `end`."""
-        position, content = self._asked(self._meeting.snapshot) or (0, b"")
-        if not self._position < position <= end:
-            return
-        kept = [(name, fragment) for name in ("params", *self.islands.shared) for fragment in self._fragments]
-        ends = np.cumsum([work.get(*one).size for one in kept])
-        if len(content) != 4 * ends[-1]:
-            raise UserError("islands.meeting", "its snapshot is of another model or outer optimizer",
-                            "give all islands equal configs, but for islands.index")
-        for one, vector in zip(kept, np.split(np.frombuffer(content, "<f4"), ends[:-1]), strict=True):
-            work.set(*one, vector)
-        self._position = position
-        self._adopt(work)
 
     def _count(self, name: str, by: float) -> None:
         self._fields[name] = self._fields.get(name, 0) + by

@@ -292,7 +292,7 @@ def test_asynchronous_islands_apply_the_same_entries_and_drop_what_is_refused():
 def test_a_coordinator_of_the_other_mode_is_refused(mode, number, islands):
     offers = tuple(Offer(island, 0, 0, 1.0, "") for island in islands)
     with pytest.raises(UserError, match=f"islands.mode: it is {mode}, and the coordinator made entry {number} in"):
-        few(2, mode, momentum=0.0).exchanges[0]._updated(Entry(number, 0, offers), {"params": np.zeros(2)})
+        few(2, mode, momentum=0.0).exchanges[0]._replica.updated(Entry(number, 0, offers), {"params": np.zeros(2)})
 
 
 def test_two_islands_of_one_index_are_told(capsys):
