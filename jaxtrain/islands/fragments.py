@@ -26,6 +26,10 @@ class Piece:
         """Return the part, as a view."""
         return array[self.start::self.stride] if self.stride else array
 
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part of an array of this shape."""
+        return (len(range(self.start, whole[0], self.stride)), *whole[1:]) if self.stride else whole
+
 
 Fragment = tuple[Piece, ...]
 
@@ -37,10 +41,9 @@ def fragments(params: Any, axes: Any, count: int) -> list[Fragment]:
         params: a tree of arrays, or of their shapes.
         axes: the logical names of each array, as a tuple, or None.
     """
-    leaves, treedef = jax.tree.flatten(params)
+    leaves, names = _named(params, axes)
     found: list[list[Piece]] = [[] for _ in range(count)]
     sizes = [0] * count
-    names = treedef.flatten_up_to(axes) if axes is not None else [None] * len(leaves)
     whole = [i for i, name in enumerate(names) if count == 1 or not name or name[0] != "layers"]
     for i in sorted(set(range(len(leaves))) - set(whole)):
         layers = leaves[i].shape[0]
@@ -54,6 +57,17 @@ def fragments(params: Any, axes: Any, count: int) -> list[Fragment]:
     if not all(found):
         raise UserError("islands.fragments", f"the model does not divide into {count} parts", "use fewer")
     return [tuple(sorted(pieces, key=lambda piece: piece.leaf)) for pieces in found]
+
+
+def shapes(fragment: Fragment, params: Any, axes: Any) -> list[tuple[Any, tuple[int, ...]]]:
+    """Return the logical names and the shape of each piece."""
+    leaves, names = _named(params, axes)
+    return [(names[piece.leaf], piece.shape(leaves[piece.leaf].shape)) for piece in fragment]
+
+
+def _named(params: Any, axes: Any) -> tuple[list[Any], list[Any]]:
+    leaves, treedef = jax.tree.flatten(params)
+    return leaves, treedef.flatten_up_to(axes) if axes is not None else [None] * len(leaves)
 
 
 def flat(fragment: Fragment, arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -30,7 +30,6 @@ from jaxtrain.config.schema import hash_of
 from jaxtrain.config.sections.island_keys import OWN, IslandsConfig
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.islands import gossip, log_records
-from jaxtrain.islands.fragments import fragments
 from jaxtrain.islands.host_arrays import HostArrays, of_first
 from jaxtrain.islands.meeting import BackgroundMeeting, Offer, Stopped, Trimmed, Unanswered
 from jaxtrain.islands.outer_replica import OuterReplica
@@ -58,8 +57,8 @@ class Exchange:
             kind: identifies what else all islands have to have in common, such as the model.
         """
         self.islands, self._meeting, self._tokens = config, meeting, tokens
-        self._fragments = fragments(abstract.params, axes, config.fragments)
-        self._replica = OuterReplica(config, self._fragments, self._asked, self._count)
+        self._replica = OuterReplica(config, abstract.params, axes, self._asked, self._count)
+        self._fragments = self._replica.fragments
         self._gossips = config.mode == "gossip"
         self._fields: dict[str, float] = {}
         self._leaving = False
@@ -256,7 +255,8 @@ class Exchange:
         return position % len(self._fragments)  # of the entry that follows
 
     def _offer(self, step: int, work: HostArrays, background: bool = False) -> None:
-        base, leaving = self._replica.position, self._leaving
+        replica, leaving = self._replica, self._leaving
+        base = replica.position
         number = self._fragment(base)
         fragment = self._fragments[number]
         own = work.get("own", fragment)
@@ -265,7 +265,7 @@ class Exchange:
         tokens = self._tokens(step) - self._tokens(max(0, step - self.islands.every))
 
         def made() -> _Made:
-            content, unsent = self._replica.payload.encode(own if self._replica.exact else outer - own, before, base)
+            content, unsent = replica.payloads[number].encode(own if replica.exact else outer - own, before, base)
             if self._gossips:
                 content = gossip.packed(content, outer)
             alike = b"" if self._gossips and base else outer.tobytes()
@@ -285,6 +285,10 @@ class Exchange:
     def _confirm(self, work: HostArrays, offer: Offer, content: bytes, before: np.ndarray | None,
                  unsent: np.ndarray | None) -> None:
         """Return once an offer is made."""
+        if self._replica.payloads[offer.fragment].from_first:
+            content = of_first(np.frombuffer(content, np.uint8)).tobytes()
+            offer = dataclasses.replace(offer, sha256=hashlib.sha256(content).hexdigest())
+            unsent = None if unsent is None else of_first(unsent)
         self._replica.remember(offer, content)
         self._asked("offer", offer, content)
         self._open = self._replica.position + 1

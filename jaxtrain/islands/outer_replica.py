@@ -15,7 +15,7 @@ import numpy as np
 from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.errors import UserError, say
 from jaxtrain.islands import gossip
-from jaxtrain.islands.fragments import Fragment
+from jaxtrain.islands.fragments import fragments, shapes
 from jaxtrain.islands.host_arrays import HostArrays
 from jaxtrain.islands.meeting import Entry, Offer, Trimmed
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
@@ -25,19 +25,21 @@ from jaxtrain.islands.payload import make_payload
 class OuterReplica:
     """The outer state after the entry `position`; its arrays are in the `work` of each call."""
 
-    def __init__(self, config: IslandsConfig, parts: Sequence[Fragment], asked: Callable[..., Any],
+    def __init__(self, config: IslandsConfig, params: Any, axes: Any, asked: Callable[..., Any],
                  count: Callable[[str, float], None]):
         """Begin before the first entry.
 
         Args:
-            parts: the fragments of the parameters.
+            params: the shapes of the trained parameters.
+            axes: their logical names.
             asked: returns what the meeting answers to a call, given its name and arguments.
             count: adds to a field of the next line of metrics.
         """
         self.islands, self.position = config, 0
         self.exact = config.mode == "sync" and config.compression == "none"  # offers are parameters
-        self.payload = make_payload(config.compression)
-        self._fragments, self._asked, self._count = parts, asked, count
+        self.fragments = fragments(params, axes, config.fragments)
+        self.payloads = [make_payload(config, shapes(fragment, params, axes)) for fragment in self.fragments]
+        self._asked, self._count = asked, count
         self._gossips = config.mode == "gossip"
         self._optimizer = OuterOptimizer(config.learning_rate, config.momentum, config.count, config.age_decay,
                                          config.pull)
@@ -62,7 +64,7 @@ class OuterReplica:
                 raise UserError("islands.index", f"island {other.island} has other outer parameters after entry "
                                 f"{other.base} than this one, or another config", "give all islands equal configs, but "
                                 "for islands.index, and equal first parameters")
-        fragment, mine = self._fragments[entry.fragment], entry.has(self.islands.index, base)
+        fragment, mine = self.fragments[entry.fragment], entry.has(self.islands.index, base)
         old = {name: work.get(name, fragment) for name in ("params", *self.islands.shared)}
         new = self.updated(entry, old, mine)
         for name, vector in new.items():
@@ -93,7 +95,7 @@ class OuterReplica:
             if self._gossips:
                 content, outer = gossip.unpacked(content, size)
                 slow.append(outer)
-            came.append(self.payload.decode(content, size))
+            came.append(self.payloads[entry.fragment].decode(content))
         if not came:
             return {}
         if mode == "async":
@@ -150,9 +152,9 @@ class OuterReplica:
         """Give up the island's own progress; of gossip, its outer parameters too, for those of an island of this entry.
         """
         if entry and self._gossips:
-            (fragment,), content = self._fragments, self._asked("content", entry.contributions[0].sha256)
+            (fragment,), content = self.fragments, self._asked("content", entry.contributions[0].sha256)
             work.set("params", fragment, gossip.unpacked(content, work.get("params", fragment).size)[1])
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             work.set("own", fragment, work.get("params", fragment))
 
     # -------------------------------------------------------------------------------------------------------- snapshots
@@ -163,7 +165,7 @@ class OuterReplica:
                 and entry.contributions[0].island == self.islands.index):
             self._asked("put_snapshot", self.position, b"".join(
                 work.get(name, fragment).tobytes() for name in ("params", *self.islands.shared)
-                for fragment in self._fragments))
+                for fragment in self.fragments))
 
     def adopt_snapshot(self, work: HostArrays, end: float = math.inf) -> bool:
         """Take the newest snapshot of the outer state, if it is ahead of this island's, and not behind entry `end`.
@@ -173,7 +175,7 @@ class OuterReplica:
         position, content = self._asked("snapshot") or (0, b"")
         if not self.position < position <= end:
             return False
-        kept = [(name, fragment) for name in ("params", *self.islands.shared) for fragment in self._fragments]
+        kept = [(name, fragment) for name in ("params", *self.islands.shared) for fragment in self.fragments]
         ends = np.cumsum([work.get(*one).size for one in kept])
         if len(content) != 4 * ends[-1]:
             raise UserError("islands.meeting", "its snapshot is of another model or outer optimizer",

@@ -18,13 +18,15 @@ def inner(config):
     return lambda p, m, v, n, b: step(p, m, v, jnp.float32(reference.learning_rate(config, n)), jnp.float32(n), b)
 
 
-def train(step, start, batch, *, steps, islands, every, rate, momentum, masks=(1,), overlap=0, blend=0.5):
+def train(step, start, batch, *, steps, islands, every, rate, momentum, masks=(1,), overlap=0, blend=0.5,
+          arrives=lambda island, moved: moved):
     """Return the islands' parameters after the last step, the outer parameters, and the losses [step, island].
 
     Args:
         step: from `inner`.
         batch: of (step, island).
         masks: for each fragment a tree of arrays, or a number, that is 1 where a parameter is in it and 0 elsewhere.
+        arrives: what of an island's progress arrives when it is sent.
     """
     def zip_map(f, *trees):
         return jax.tree.map(f, *trees)
@@ -43,7 +45,7 @@ def train(step, start, batch, *, steps, islands, every, rate, momentum, masks=(1
         losses.append(now)
         if (n + 1) % between == 0:
             mask = masks[((n + 1) // between - 1) % len(masks)]
-            moved = [zip_map(lambda o, p: o - p, outer, p) for p, _, _ in local]
+            moved = [arrives(i, zip_map(lambda o, p: o - p, outer, p)) for i, (p, _, _) in enumerate(local)]
             mean = zip_map(lambda *d: sum(d) / islands, *moved)
             new_speed = zip_map(lambda s, g: momentum * s + g, speed, mean)
             new_outer = zip_map(lambda o, g, s: o - rate * (g + momentum * s), outer, mean, new_speed)

@@ -18,6 +18,8 @@ def tiny():
 
 def few(count=3, mode="sync", max_age=None, dropped=16, into=None, **section):
     """Islands of a tiny model."""
+    if section.get("compression") == "power_sgd":
+        section = dict(rank=1) | section  # with a higher one, no matrix would become smaller
     runs, steps = zip(*[tiny() if not section.get("compression") else lossy(section["compression"])] * count,
                       strict=True)
     return Archipelago(runs, steps, [run.init() for run in runs], into or MemoryMeeting(count, mode, max_age), rows_of,

@@ -8,7 +8,7 @@ from jaxtrain.errors import UserError
 
 MODES = ("sync", "async", "gossip")
 OWN = ("index", "meeting", "keys", "max_age", "snapshot_every")  # keys that need not be equal on all islands
-LOSSY = ("int8", "int4", "top_k", "random_k")  # what is lost is remembered, and sent with what comes next
+LOSSY = ("int8", "int4", "top_k", "random_k", "power_sgd")  # what is lost is remembered, and sent with what comes next
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class IslandsConfig:
     fragments: int = 1  # number of parts in which parameters are exchanged, one after the other (streaming)
     overlap: int = 0  # inner steps that go on while an exchange is under way
     blend: float = 0.5  # with overlap: the share of the island's own parameters kept when the update arrives
-    # format of what is sent: bfloat16; int8, int4, top_k or random_k with error feedback; none: float32
+    # format of what is sent: bfloat16; int8, int4, top_k, random_k or power_sgd with error feedback; none: float32
     compression: str = "none"
+    rank: int = 4  # power_sgd: rank of both factors of a matrix
     max_age: int = 16  # outer updates without an island's progress before that progress is dropped
     age_decay: float = 0.5  # async: progress a rounds older than at equal speed has weight (1 + a) ** -age_decay
     snapshot_every: int = 20  # outer updates between snapshots of the outer state, from which others join
@@ -37,7 +38,7 @@ class IslandsConfig:
         one_of("islands.mode", self.mode, MODES)
         one_of("islands.compression", self.compression, ("none", "bfloat16", *LOSSY))
         not_negative(self, "islands", "count index overlap age_decay max_age pull")
-        positive(self, "islands", "every learning_rate fragments snapshot_every")
+        positive(self, "islands", "every learning_rate fragments snapshot_every rank")
         for key in () if self.count else (spec.name for spec in fields(self)):
             if getattr(self, key) != getattr(IslandsConfig, key):
                 raise UserError(f"islands.{key}", "it is read with islands.count only", "set that, or leave it out")
@@ -60,6 +61,9 @@ class IslandsConfig:
             raise UserError("islands.blend", "it is read with islands.overlap only", "set that, or leave it out")
         if self.mode != "sync" and self.fragments > 1:
             raise UserError("islands.fragments", f"an update of islands.mode={self.mode} has all parameters", "use 1")
+        if self.compression != "power_sgd" and self.rank != IslandsConfig.rank:
+            raise UserError("islands.rank", f"islands.compression={self.compression} does not read it",
+                            "leave it out, or use power_sgd")
         for key, mode in (("age_decay", "async"), ("pull", "gossip")):
             if self.mode != mode and getattr(self, key) != getattr(IslandsConfig, key):
                 raise UserError(f"islands.{key}", f"only islands.mode={mode} reads it", "set that, or leave it out")

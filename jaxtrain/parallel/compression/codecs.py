@@ -13,7 +13,7 @@ Letters: N blocks, B values in a block, K values kept of each; PowerSGD has its 
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ Payload = dict[str, Any]  # the arrays that are sent
 State = dict[str, Any]  # what a sender keeps
 Shape = tuple[int, ...]
 F32 = jnp.float32
+LAYERS = frozenset(("layers", "every_layer"))  # logical names of the dimension that counts a stack's layers
 
 
 @dataclass(frozen=True)
@@ -286,6 +287,15 @@ def make(method: str, settings: Mapping[str, Any] | None = None, *, stacked: int
 def for_shape(codec: Codec, shape: Shape) -> Codec:
     """Return the codec, or the exact one for an array that it would not make smaller."""
     return codec if codec.size(shape) < 4 * math.prod(shape) else Codec()
+
+
+def for_parameter(method: str, settings: Mapping[str, Any], names: Sequence[str | None] | None, shape: Shape) -> Codec:
+    """Return the codec of a parameter of this shape, or of a part of it, by its logical names.
+
+    A stack has a matrix for each of its layers, which follow one after the other along its first dimension.
+    """
+    stacked = int(not LAYERS.isdisjoint((names or ())[:1]))
+    return for_shape(make(method, settings, stacked=stacked), shape)
 
 
 def _check_ratio(ratio: float) -> None:

@@ -95,8 +95,7 @@ class CompressedGradients:
             entries = (*where.spec, *(None,) * (len(leaf.shape) - len(where.spec)))
             shape = tuple(size // sharding.shards(entry, self.layout.mesh)
                           for size, entry in zip(leaf.shape, entries, strict=True))
-            codec = codecs.make("exact" if rule else c.method, settings, stacked=int("layers" in (axes or ())[:1]))
-            found.append((codecs.for_shape(codec, shape), shape))
+            found.append((codecs.for_parameter("exact" if rule else c.method, settings, axes, shape), shape))
         return found
 
     # ---------------------------------------------------------------------------------------------- what is remembered

@@ -10,8 +10,12 @@ make on average as many steps as each can.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
 
 from jaxtrain.config.sections.island_keys import IslandsConfig
+from jaxtrain.parallel.compression import codecs
 
 BYTES = {"none": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64, "top_k": 0.01 * 6,
          "random_k": 0.01 * 4}  # of a parameter
@@ -29,8 +33,23 @@ class Mode:
     received: float
 
 
-def modes(islands: IslandsConfig, step: float, parameters: int, link: float, *, port: float = math.inf,
-          latency: float = 0.05, slowest: float = 1.0) -> list[Mode]:
+def progress_bytes(islands: IslandsConfig, params: Any, axes: Any) -> float:
+    """Return the bytes of an island's progress as it is compressed, without headers.
+
+    Args:
+        params: the shapes of the trained parameters.
+        axes: their logical names.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    if islands.compression != codecs.PowerSGD.name:
+        return BYTES[islands.compression] * sum(leaf.size for leaf in leaves)
+    names = [None] * len(leaves) if axes is None else structure.flatten_up_to(axes)
+    return sum(codecs.for_parameter(islands.compression, {"rank": islands.rank}, name, leaf.shape).size(leaf.shape)
+               for name, leaf in zip(names, leaves, strict=True))
+
+
+def modes(islands: IslandsConfig, step: float, parameters: int, link: float, *, progress: float | None = None,
+          port: float = math.inf, latency: float = 0.05, slowest: float = 1.0) -> list[Mode]:
     """Return what a step takes in each mode, the fastest first.
 
     Args:
@@ -38,6 +57,7 @@ def modes(islands: IslandsConfig, step: float, parameters: int, link: float, *, 
         step: seconds of an island's step by itself.
         parameters: that are trained.
         link: bytes a second, each way, of an island to the others.
+        progress: the bytes of an island's progress as it is compressed, for `power_sgd`, whose depend on shapes.
         port: bytes a second, each way, of the coordinator to all islands; infinity where they meet at a store.
         latency: seconds of a way there and back.
         slowest: how many times as long the slowest island takes for a step.
@@ -48,8 +68,10 @@ def modes(islands: IslandsConfig, step: float, parameters: int, link: float, *, 
     talk = ring / link + 2 * others * latency / 2
     found = [Mode("synchronous", step * slowest + max(0.0, talk - BACKWARD * step), ring, ring)]
 
+    size = BYTES[islands.compression] * parameters if progress is None else progress
+
     def add(name: str, section: IslandsConfig, pace: float) -> None:
-        found.append(_exchanging(name, section, step * pace, parameters, link, port, latency))
+        found.append(_exchanging(name, section, step * pace, size, 4 * parameters, link, port, latency))
 
     add("DiLoCo", apart, slowest)
     if others:
@@ -61,12 +83,11 @@ def modes(islands: IslandsConfig, step: float, parameters: int, link: float, *, 
     return sorted(found, key=lambda mode: mode.seconds)
 
 
-def _exchanging(name: str, islands: IslandsConfig, step: float, parameters: int, link: float, port: float,
+def _exchanging(name: str, islands: IslandsConfig, step: float, size: float, whole: float, link: float, port: float,
                 latency: float) -> Mode:
-    size = BYTES[islands.compression] * parameters
     received = size * (islands.count - 1)
     if islands.mode == "gossip":  # one partner's, and the outer parameters in float32 with it
-        received = size = size + 4 * parameters
+        received = size = size + whole
     crowd = 1 if islands.mode == "async" else islands.count  # so many at the port at once
     byte_s = max(1 / link, crowd / port)
     offered, answered = (part / islands.fragments * byte_s for part in (size, received))
