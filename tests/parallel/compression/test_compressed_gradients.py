@@ -10,11 +10,12 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import CheckpointManager
-from jaxtrain.parallel.compression import exchange
+from jaxtrain.parallel.compression import codecs, exchange
 from jaxtrain.parallel.compression.compressed_gradients import NAME, CompressedGradients
 from jaxtrain.plan import hlo
 from jaxtrain.sharding import rules as sharding
 from tests.numerics import reference
+from tests.objectives import plain_vision
 from tests.parallel.compression.plain_exchange import Devices
 
 PEERS, INNER, ROWS = 2, 2, 8
@@ -88,6 +89,31 @@ def test_gradients_are_those_of_the_plain_simulation(method):
         # A value half-way between two levels may go to either, and so may the scale of its block; what that loses is
         # remembered, and both catch up. The same is true of the smallest of the largest.
         assert off <= values * (0.005 if method in ("int8", "int4", "top_k") else 0), (n, off, values)
+
+
+@pytest.mark.slow
+def test_layers_of_an_encoder_that_all_stages_compute_are_matrices_of_their_own():
+    """A step of a decoder that reads pictures, whose encoder has such a stack, from plain gradients of each peer."""
+    run = jt.build(plain_vision.config("vision_language", mesh__data=PEERS, compression__method="power_sgd",
+                                       compression__rank=2, optimizer__b1=0.0, optimizer__clip_norm=0.0),
+                   devices=jax.devices()[:PEERS])
+    rng, batch, sent = np.random.default_rng(0), plain_vision.batch("vision_language"), []
+    params = jax.tree.map(lambda a: rng.normal(0, 0.15, a.shape).astype(np.float32), run.abstract.params)
+    state = reference.start_from(run, params)
+    before = jax.tree.structure(params).flatten_up_to(jax.device_get(state.extras[NAME]))
+    for part in np.split(np.arange(len(batch["weights"])), PEERS):
+        own = {key: x[part] for key, x in batch.items()}
+        share = own["weights"].sum() / batch["weights"].sum()
+        gradient = jax.jit(jax.grad(lambda p, own=own: plain_vision.loss(run.config.model, p, own)))
+        found = gradient.lower(params).compile(reference.QUICKLY)(params)
+        sent.append([np.asarray(g) * share for g in jax.tree.leaves(found)])
+    state, _ = reference.compiled(run)(state, run.place(batch))
+    for got, given, own, (path, x) in zip(jax.tree.leaves(reference.moments(state)), zip(*sent, strict=True), before,
+                                          jax.tree_util.tree_leaves_with_path(params), strict=True):
+        codec = codecs.for_shape(codecs.make("power_sgd", {"rank": 2}, stacked=int("blocks" in str(path))), x.shape)
+        right = own["right"][0] if codec.name == "power_sgd" else None
+        want = Devices(codec, x.shape, PEERS, right).summed(list(given))
+        np.testing.assert_allclose(got, want, atol=1e-4 * max(np.abs(want).max(), 1e-2), err_msg=str(path))
 
 
 @pytest.mark.parametrize("method", BY_TIER)
