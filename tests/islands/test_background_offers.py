@@ -28,8 +28,9 @@ from tests.islands.test_island_runs import STEPS, Beside, built, islands, with_m
 from tests.tiers import slow
 
 EVERY, OVERLAP = 4, 3
-CODECS = {"none": {}, "int4": dict(compression="int4"), "gossip": dict(mode="gossip", fragments=1, every=EVERY)}
-ALL = ["int4", *slow("none", "gossip")]
+CODECS = {"none": {}, "int4": dict(compression="int4"), "power_sgd": dict(compression="power_sgd", rank=1),
+          "gossip": dict(mode="gossip", fragments=1, every=EVERY)}
+ALL = ["int4", *slow("none", "gossip", "power_sgd")]
 
 
 class HeldMeeting(MemoryMeeting):

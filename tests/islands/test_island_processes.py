@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("cache")
 STEPS = 8
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=2",
         "data.global_batch_size=8", f"train.steps={STEPS}", "checkpoint.every=4", "islands.count=2", "islands.every=4",
-        "islands.compression=int4", "islands.overlap=1"]
+        "islands.overlap=1"]
+INT4, FACTORS = ["islands.compression=int4"], ["islands.compression=power_sgd", "islands.rank=2"]
 
 
 def params(flags, workdir, step=STEPS):
@@ -34,8 +35,9 @@ def params(flags, workdir, step=STEPS):
 
 
 @pytest.mark.exhaustive
-def test_an_island_of_two_processes_and_one_of_one(tmp_path_factory, tmp_path):
-    flags = [*tiny_flags(tmp_path_factory, TINY), f"--config.islands.meeting={tmp_path}/meeting"]
+@pytest.mark.parametrize("codec", [INT4, FACTORS], ids=["int4", "power_sgd"])
+def test_an_island_of_two_processes_and_one_of_one(codec, tmp_path_factory, tmp_path):
+    flags = [*tiny_flags(tmp_path_factory, [*TINY, *codec]), f"--config.islands.meeting={tmp_path}/meeting"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": virtual_devices(1)}
     serve = subprocess.Popen([sys.executable, "-m", "jaxtrain.islands", "serve", f"--folder={tmp_path}/log",
                               f"--store={tmp_path}/meeting", "--islands=2", "--store_every=0.1"], env=environment)
@@ -61,7 +63,7 @@ def test_an_island_of_two_processes_that_is_stopped_while_it_sends(tmp_path_fact
     certificates.make(tmp_path / "keys", range(1))
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    flags = [*tiny_flags(tmp_path_factory, [*TINY, "train.steps=24", "checkpoint.every=50", "islands.count=1",
+    flags = [*tiny_flags(tmp_path_factory, [*TINY, *INT4, "train.steps=24", "checkpoint.every=50", "islands.count=1",
                                             "islands.every=12", "islands.overlap=10"]),
              f"--config.islands.meeting=tcp://{address}", f"--config.islands.keys={tmp_path}/keys"]
 

@@ -126,13 +126,14 @@ class Dies:
 
 
 MODES = {"sync": {}, "streaming": dict(every=4, fragments=2, overlap=1), "int4": dict(compression="int4"),
+         "power_sgd": dict(compression="power_sgd", rank=1, every=4, fragments=2, overlap=1),
          "gossip": dict(mode="gossip", overlap=1)}
 
 
 KILLED = [(4, "on_batch"), (6, "on_batch"), (6, "on_dispatch"), (8, "on_batch"), (9, "on_dispatch")]
 # The first one dies before its first checkpoint. All others are more of the same.
 SLOW = [((4, "on_batch"), "sync"), ((6, "on_batch"), "int4"), ((8, "on_batch"), "streaming"),
-        ((8, "on_batch"), "gossip")]
+        ((8, "on_batch"), "gossip"), ((9, "on_dispatch"), "power_sgd")]
 
 
 @functools.cache

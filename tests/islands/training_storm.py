@@ -1,6 +1,6 @@
 """Storms over islands that train: killed, told to stop, cut off and restarted, they end where calm ones do.
 
-    python -m tests.islands.training_storm FIRST_SEED LAST_SEED [--mode=gossip] [--overlap=4]
+    python -m tests.islands.training_storm FIRST_SEED LAST_SEED [--mode=gossip] [--overlap=4] [--compression=power_sgd]
 
 The first run is calm, and its losses are what those of the storms are compared with. Rounds repeat to the bit: islands
 that come to all of them end with the calm ones' losses exactly, and others within 1 %. Asynchronous islands do not: the
@@ -15,13 +15,18 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 
+from jaxtrain.builder import build
+from jaxtrain.config.load import load_config
 from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.distributed import exit_codes
 from jaxtrain.islands.coordinator import Coordinator, Policy
+from jaxtrain.islands.fragments import fragments, shapes
 from jaxtrain.islands.outer_log import read_journal
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
+from jaxtrain.islands.payload import make_payload
 from tests.islands.storm import FAULTS, ROOT, Storm
 
 STEPS, EVERY, ROWS = 120, 10, 4
@@ -33,8 +38,8 @@ class TrainingStorm(Storm):
 
     kinds, pace, timeouts, lease, refused = (*FAULTS, "stop"), 20.0, (300,), 300, 0
 
-    def __init__(self, *given, overlap=0, **keys):
-        self.overlap = overlap
+    def __init__(self, *given, overlap=0, compression="none", **keys):
+        self.overlap, self.compression = overlap, compression
         super().__init__(*given, **keys)
 
     def fault(self, kind):
@@ -60,7 +65,7 @@ class TrainingStorm(Storm):
                 "checkpoint.every": 7 if self.overlap else EVERY,  # before, in and after exchanges
                 "data.global_batch_size": ROWS, "optimizer.warmup_steps": 5, "islands.count": self.islands,
                 "islands.index": index, "islands.every": EVERY, "islands.mode": mode, "islands.snapshot_every": 5,
-                "islands.overlap": self.overlap,
+                "islands.overlap": self.overlap, "islands.compression": self.compression,
                 "islands.meeting": store or f"tcp://127.0.0.1:{self.proxy.port}",
                 **({} if store else {"islands.keys": self.folder / "keys"})}
         return ["-m", "jaxtrain.main", f"--config={ROOT / 'configs/gpt.py'}:tiny",
@@ -93,18 +98,31 @@ class TrainingStorm(Storm):
                                                         strict=True)))
             for path in sorted((self.folder / "log" / "snapshots").iterdir())[-2:])
         for entry in entries:
-            came = [np.fromfile(self.folder / "log" / "contents" / offer.sha256, "<f4")
+            came = [self.arrived(self.folder / "log" / "contents" / offer.sha256)
                     for offer in entry.contributions] if first < entry.number <= last else []
             if came and self.mode == "sync":
-                old |= optimizer.together(old, came, [offer.weight for offer in entry.contributions], exact=True)
+                old |= optimizer.together(old, came, [offer.weight for offer in entry.contributions],
+                                          exact=self.compression == "none")
             elif came:
                 old |= optimizer.arrived(old, *came, entry.number, entry.number - 1 - entry.contributions[0].base)
         for name in kept:
             np.testing.assert_array_equal(old[name], new[name])
 
 
-def storm(folder: Path, seed: int, faults: int, mode="sync", with_store=False, overlap=0) -> TrainingStorm:
-    made = TrainingStorm(folder, seed, islands=ISLANDS[mode], mode=mode, with_store=with_store, overlap=overlap)
+    def arrived(self, path):
+        """Return the vector that an offer's content stands for."""
+        if self.compression == "none":
+            return np.fromfile(path, "<f4")
+        if not hasattr(self, "payload"):
+            run = build(load_config(f"{ROOT / 'configs/gpt.py'}:tiny"), devices=jax.devices("cpu")[:1])
+            section = IslandsConfig(count=self.islands, compression=self.compression)
+            (fragment,) = fragments(run.abstract.params, run.layout.axes, 1)
+            self.payload = make_payload(section, shapes(fragment, run.abstract.params, run.layout.axes))
+        return self.payload.decode(path.read_bytes())
+
+
+def storm(folder: Path, seed: int, faults: int, mode="sync", with_store=False, **keys) -> TrainingStorm:
+    made = TrainingStorm(folder, seed, islands=ISLANDS[mode], mode=mode, with_store=with_store, **keys)
     made.run(faults, patience=1200)
     return made
 
@@ -117,13 +135,15 @@ def main():
     parser.add_argument("--mode", choices=ISLANDS, default="sync", help="islands.mode")
     parser.add_argument("--store", action="store_true", help="island 0 meets the others at a folder")
     parser.add_argument("--overlap", type=int, default=0, help="islands.overlap")
+    parser.add_argument("--compression", default="none", help="islands.compression")
     parser.add_argument("--faults", type=int, default=6, help="of a storm; 0: all are calm")
     args = parser.parse_args()
     calm = None
     for number in [-1, *range(args.first, args.last + 1)]:
         with tempfile.TemporaryDirectory() as place:
             began = time.monotonic()
-            done = storm(Path(place), number, 0 if number < 0 else args.faults, args.mode, args.store, args.overlap)
+            done = storm(Path(place), number, 0 if number < 0 else args.faults, args.mode, args.store,
+                         overlap=args.overlap, compression=args.compression)
             losses, entries = done.check()
         calm = calm or (losses, entries)
         away = max(abs(one / other - 1) for one, other in zip(losses, calm[0], strict=True))

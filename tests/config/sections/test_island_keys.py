@@ -17,6 +17,8 @@ from jaxtrain.errors import UserError
     (dict(count=2, age_decay=1.0), r"islands.age_decay: only islands.mode=async reads it"),
     (dict(count=2, pull=0.5), r"islands.pull: only islands.mode=gossip reads it"),
     (dict(count=2, mode="gossip", pull=0.4), r"islands.pull: with islands.momentum=0.9, islands drift apart from 0.38"),
+    (dict(count=2, compression="int4", rank=2), r"islands.rank: islands.compression=int4 does not read it; leave it"),
+    (dict(count=2, compression="power_sgd", rank=0), r"islands.rank: 0 is not positive"),
     (dict(count=2, compression="int2"), r"islands.compression: 'int2' is not supported"),
     (dict(count=2, meeting="tcp://host:7000"), r"islands.keys: tcp://host:7000 needs certificates; give"),
     (dict(count=2, meeting="/shared", keys="keys"), r"islands.keys: /shared takes no certificates; leave it out, or"),

@@ -1,9 +1,10 @@
 """The closed form for islands, by hand."""
 
+import numpy as np
 import pytest
 
 from jaxtrain.config.sections.island_keys import IslandsConfig
-from jaxtrain.plan.cost.island_time import modes
+from jaxtrain.plan.cost.island_time import modes, progress_bytes
 
 
 def seconds(islands, **keys):
@@ -46,6 +47,23 @@ def test_a_fragment_hides_behind_the_steps_that_overlap_it():
     assert found["gossip"] == pytest.approx(1 + (2 * 4.5625 + 0.3 - 2) / 100)  # behind as many
     found = seconds(IslandsConfig(count=4, every=100, fragments=4, overlap=2))
     assert found["streaming"] == pytest.approx(1 + (4 + 0.3 - 2) / 25)
+
+
+def test_factors_have_bytes_by_the_shapes_of_matrices():
+    def shape(*sizes):
+        return np.zeros(sizes, np.float32)
+
+    params = {"a": shape(3, 100, 40), "b": shape(40), "c": shape(50, 60), "d": shape(4, 5), "e": shape(2, 80, 6, 7)}
+    axes = {"a": ("layers", "embed", "mlp"), "b": ("norm",), "c": None, "d": None,
+            "e": ("every_layer", "embed", "heads", "head_dim")}
+    islands = IslandsConfig(count=4, every=100, compression="power_sgd", rank=3)
+    want = 4 * (3 * 3 * (100 + 40) + 40 + 3 * (50 + 60) + 4 * 5 + 2 * 3 * (80 + 6 * 7))
+    assert progress_bytes(islands, params, axes) == want
+    found = {mode.name: mode.sent * 100 for mode in modes(islands, 1.0, 10**6, 1e9, progress=want)}
+    assert found["DiLoCo"] == found["asynchronous"] == pytest.approx(want)
+    assert found["gossip"] == pytest.approx(want + 4 * 10**6)
+    assert progress_bytes(IslandsConfig(count=4, compression="int4"), params, axes) == pytest.approx(
+        0.5625 * (3 * 100 * 40 + 40 + 50 * 60 + 4 * 5 + 2 * 80 * 6 * 7))
 
 
 def test_which_mode_is_fastest_depends_on_link_and_straggler():
