@@ -1,4 +1,4 @@
-"""What an island sends by PowerSGD with error feedback, in plain NumPy: one matrix after the other, in float64."""
+"""PowerSGD with error feedback as an island sends by it, in plain NumPy: one matrix after the other, in float64."""
 
 import math
 

@@ -8,7 +8,7 @@ from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.errors import UserError
 from jaxtrain.islands import outer_exchange
 from jaxtrain.islands.payload import LowRank, make_payload
-from jaxtrain.parallel.compression import codecs
+from jaxtrain.parallel.compression import codecs, payload_bytes
 from jaxtrain.plan.cost import island_time
 from tests.islands import plain_power_sgd
 from tests.islands.archipelago import assert_same_bits, numbers, outer_state
@@ -104,6 +104,18 @@ def test_factors_of_full_rank_lose_no_more_than_float32_does():
     assert np.abs(unsent).max() < 2e-6
 
 
+def test_factors_are_multiplied_and_added_one_after_the_other():
+    """Each operation is rounded by itself, so that no processor makes other bits of them."""
+    rng = np.random.default_rng(0)
+    payload = LowRank([(codecs.make("power_sgd", {"rank": 5}, stacked=1), (2, 50, 40))])
+    content, _ = payload.encode(rng.normal(size=2 * 50 * 40).astype(np.float32))
+    (_, factors, _), = payload_bytes.from_bytes(content).values()
+    want = np.zeros((2, 50, 40), np.float32)
+    for rank in range(5):
+        want = want + factors["left"][:, :, None, rank] * factors["right"][:, None, :, rank]
+    np.testing.assert_array_equal(payload.decode(content), want.ravel())
+
+
 def test_at_full_rank_islands_are_those_that_compress_nothing():
     """Their matrices would not become smaller, and are sent whole: progress is, instead of parameters."""
     found, exact = few(compression="power_sgd", rank=8), few()
@@ -130,7 +142,7 @@ def test_the_bytes_of_factors_are_those_that_are_planned(section):
 
 
 def test_all_processes_of_an_island_take_what_the_first_one_made(monkeypatch):
-    """Whose host may round a product of matrices otherwise."""
+    """The hosts of others may round a product of matrices otherwise."""
     first, other = (few(1, compression="power_sgd") for _ in range(2))
     (payload,), told = other.exchanges[0]._replica.payloads, []
     encode = payload.encode
