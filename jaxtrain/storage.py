@@ -47,6 +47,10 @@ class Gone(UserError):
     """Raised when there is no such object."""
 
 
+class Unreachable(UserError):
+    """Raised when a store failed in all attempts, in a way that may be temporary."""
+
+
 @dataclass(frozen=True)
 class Found:
     """A file in a listing."""
@@ -303,8 +307,8 @@ def _tried(url: str | Path, do: Callable[[], T], what: str = "read") -> T:
             if _lasts(error):
                 raise _refusal(url, error, what) from cause
             if attempt == TRIES - 1:
-                raise UserError(str(url), f"cannot be {what}: {_words(url, error)}, in {TRIES} attempts",
-                                "check that the store is up, then run again") from cause
+                raise Unreachable(str(url), f"cannot be {what}: {_words(url, error)}, in {TRIES} attempts",
+                                  "check that the store is up, then run again") from cause
         time.sleep(min(longest, first * 2**attempt) * _random.uniform(0.5, 1))
     raise AssertionError
 

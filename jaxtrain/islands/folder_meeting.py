@@ -41,18 +41,32 @@ T = TypeVar("T")
 class FolderMeeting:
     """The log as it stands in a folder or store, for one island."""
 
-    def __init__(self, place: str, island: int, islands: int = 1, *, patience: float = 3600.0, sign: float = SIGN_S):
+    def __init__(self, place: str, island: int, islands: int = 1, *, patience: float = 3600.0, sign: float = SIGN_S,
+                 unserved: Callable[[], str] | None = None):
         """Take a path or URL, and how many islands meet there.
 
-        A call raises an OSError when the store did not answer for `patience` seconds.
+        Args:
+            place: a folder, or a URL of object storage.
+            island: the number of this island.
+            islands: how many meet there.
+            patience: seconds without an answer of the store after which a call raises an OSError.
+            sign: seconds between two signs of life.
+            unserved: where the store is somewhere to fall back to only: what to say while no coordinator serves it. The
+                caller says then, too, that the store is out of reach.
         """
         self._store, self._island, self._patience = _Store(place), island, patience
+        self._unserved, self._is_spare = unserved or self._waits, unserved is not None
         self._names: dict[str, str] = {}  # of contents, by hash: those of the entries that were read
         self._closed = threading.Event()
         self._served: bytes | None = None  # the coordinator's newest sign of life
         self._quiet = 0  # looks since it changed, or since the first one without any
         self._fix = f"jaxtrain islands serve --folder=DIR --store={place} --islands={islands}"
-        self._store.names("entries")  # what cannot work at all is said at once
+        try:
+            self._store.names("entries")  # what cannot work at all is said at once
+        except storage.Unreachable as error:
+            if not self._is_spare:
+                raise
+            say(f"{error}; island {island} goes on without it meanwhile")
         threading.Thread(target=self._live, args=(sign,), name="islands", daemon=True).start()
 
     def close(self) -> None:
@@ -64,6 +78,15 @@ class FolderMeeting:
         name = f"{offer.island}-{offer.base}"
         self._tried(lambda: self._store.write(f"contents/{offer.sha256}-{name}", content))
         self._tried(lambda: self._store.write(f"offers/{name}.json", json.dumps(asdict(offer)).encode()))
+
+    def has_taken(self, offer: Offer) -> bool:
+        """Return whether the coordinator has taken an offer that was made here."""
+        return self._tried(lambda: not self._store.exists(f"offers/{offer.island}-{offer.base}.json"))
+
+    @property
+    def is_unserved(self) -> bool:
+        """Whether a coordinator was looked for, and none has given a sign of life of late."""
+        return self._quiet > QUIET or (self._quiet > 0 and self._served is None)
 
     def entries(self, after: int, wait: float) -> Sequence[Entry]:
         """Return the entries after this one, as `Meeting` says."""
@@ -120,14 +143,17 @@ class FolderMeeting:
         """Say so at once if none was ever here, and every minute while none is."""
         sign = self._store.read(SERVED)
         if sign != self._served:
-            if self._quiet > QUIET or (self._quiet and self._served is None):
+            if self.is_unserved:
                 say(f"{self._store.place}: a coordinator serves it now")
             self._served, self._quiet = sign, 1
             return
         self._quiet += 1
-        if self._quiet % QUIET == 1:
-            say(f"{self._store.place}: no coordinator serves it, so island {self._island} waits for the others at "
-                f"its next exchange; start one with {self._fix}")
+        if self._quiet % QUIET == 1 and (text := self._unserved()):
+            say(text)
+
+    def _waits(self) -> str:
+        return (f"{self._store.place}: no coordinator serves it, so island {self._island} waits for the others at its "
+                f"next exchange; start one with {self._fix}")
 
     def _tried(self, do: Callable[[], T]) -> T:
         end, said = time.monotonic() + self._patience, ""
@@ -137,7 +163,7 @@ class FolderMeeting:
             except (UserError, OSError, ValueError) as error:
                 if time.monotonic() > end or self._closed.is_set():
                     raise OSError(str(error)) from error
-                if said != (said := f"{error}"):
+                if said != (said := f"{error}") and not self._is_spare:
                     say(f"{said}; trying again")
             self._closed.wait(PAUSE[1])
 

@@ -1,4 +1,4 @@
-"""The place where an island meets the others, as configured: a coordinator reached by TCP, a folder or a store.
+"""The place where an island meets the others, as configured: a coordinator reached by TCP, a store, or both.
 
 A run of several processes has one meeting: that of its first process, which tells the others what it learns there. The
 contents of an entry are fetched as soon as the entry is there, while the devices make steps.
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtrain.config.sections.island_keys import IslandsConfig
+from jaxtrain.config.sections.island_keys import TCP, IslandsConfig
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.islands import gossip
@@ -29,11 +29,12 @@ def open_meeting(config: IslandsConfig) -> BackgroundMeeting:
     """Return the meeting of an island; every process of it makes this call."""
     if not config.meeting:
         raise UserError("islands.meeting", "it is missing", "give tcp://HOST:PORT, or the --store, of "
-                        "`jaxtrain islands serve`")
-    host, _, port = config.meeting.rpartition(":")
-    if config.meeting.startswith("http") or Path(config.meeting).is_file() or (port.isdecimal() and "/" not in host):
-        raise UserError("islands.meeting", f"{config.meeting} is not a coordinator, a folder or object storage",
-                        "give tcp://HOST:PORT, a folder, or a URL such as s3://BUCKET/islands")
+                        "`jaxtrain islands serve`, or both with a comma between them")
+    for place in config.places:
+        host, _, port = place.rpartition(":")
+        if place.startswith("http") or Path(place).is_file() or (port.isdecimal() and "/" not in host):
+            raise UserError("islands.meeting", f"{place} is not a coordinator, a folder or object storage",
+                            "give tcp://HOST:PORT, a folder, or a URL such as s3://BUCKET/islands")
     first = _of(config) if jax.process_index() == 0 else None
     if jax.process_count() > 1:
         return SharedMeeting(first)
@@ -42,15 +43,19 @@ def open_meeting(config: IslandsConfig) -> BackgroundMeeting:
 
 
 def _of(config: IslandsConfig) -> BackgroundMeeting:
-    if config.meeting.startswith("tcp://"):
+    first, *spare = config.places
+    if spare:
+        from jaxtrain.islands.network.fallback_meeting import FallbackMeeting
+
+        reached: Meeting = FallbackMeeting(first.removeprefix(TCP), config.keys, *spare, config.index, config.count)
+    elif first.startswith(TCP):
         from jaxtrain.islands.network.tcp_meeting import TcpMeeting
 
-        reached: Meeting = TcpMeeting(config.meeting.removeprefix("tcp://"), config.keys, config.index,
-                                      config.count)
+        reached = TcpMeeting(first.removeprefix(TCP), config.keys, config.index, config.count)
     else:
         from jaxtrain.islands.folder_meeting import FolderMeeting
 
-        reached = FolderMeeting(config.meeting, config.index, config.count)
+        reached = FolderMeeting(first, config.index, config.count)
     if config.overlap:
         read = functools.partial(gossip.of, config.index) if config.mode == "gossip" else all_of
         reached = MeetingAhead(reached, read)
