@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtrain.config.sections.island_keys import TCP, IslandsConfig
+from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.islands import gossip
@@ -22,6 +22,7 @@ from jaxtrain.islands.log_records import as_json, entry_of
 from jaxtrain.islands.meeting import BackgroundMeeting, Entry, Meeting, Offer, Trimmed, Unanswered
 from jaxtrain.islands.waiting_meeting import WaitingMeeting
 
+TCP = "tcp://"
 AHEAD_S = 600.0  # after which a thread that waits for an entry ahead of time gives up
 
 
@@ -30,24 +31,43 @@ def open_meeting(config: IslandsConfig) -> BackgroundMeeting:
     if not config.meeting:
         raise UserError("islands.meeting", "it is missing", "give tcp://HOST:PORT, or the --store, of "
                         "`jaxtrain islands serve`, or both with a comma between them")
-    for place in config.places:
-        host, _, port = place.rpartition(":")
-        if place.startswith("http") or Path(place).is_file() or (port.isdecimal() and "/" not in host):
-            raise UserError("islands.meeting", f"{place} is not a coordinator, a folder or object storage",
-                            "give tcp://HOST:PORT, a folder, or a URL such as s3://BUCKET/islands")
-    first = _of(config) if jax.process_index() == 0 else None
+    found = places(config.meeting)
+    first = _of(config, found) if jax.process_index() == 0 else None
     if jax.process_count() > 1:
         return SharedMeeting(first)
     assert first is not None
     return first
 
 
-def _of(config: IslandsConfig) -> BackgroundMeeting:
-    first, *spare = config.places
-    if spare:
+def places(meeting: str) -> list[str]:
+    """Return the places that `islands.meeting` names: one, or a port and the store to fall back to."""
+    found, reason = [place.strip() for place in meeting.split(",")], ""
+    if "" in found:
+        reason = f"{meeting!r} has an empty part"
+    elif len(found) > 1 and not found[0].startswith(TCP):
+        reason = f"a comma divides two places, and the first one, {found[0]}, is not tcp://HOST:PORT"
+    elif len(found) > 1 and found[1].startswith(TCP):
+        reason = "it names two ports, and a coordinator has one"
+    elif len(found) > 2:
+        reason = f"it names {len(found)} places"
+    if reason:
+        raise UserError("islands.meeting", reason,
+                        "give tcp://HOST:PORT,STORE, with the coordinator's --store, or one of the two alone")
+    for place in found:
+        host, _, port = place.rpartition(":")
+        if place.startswith("http") or Path(place).is_file() or (port.isdecimal() and "/" not in host):
+            raise UserError("islands.meeting", f"{place} is not a coordinator, a folder or object storage",
+                            "give tcp://HOST:PORT, a folder, or a URL such as s3://BUCKET/islands")
+    return found
+
+
+def _of(config: IslandsConfig, found: list[str]) -> BackgroundMeeting:
+    first = found[0]
+    if len(found) > 1:
         from jaxtrain.islands.network.fallback_meeting import FallbackMeeting
 
-        reached: Meeting = FallbackMeeting(first.removeprefix(TCP), config.keys, *spare, config.index, config.count)
+        reached: Meeting = FallbackMeeting(first.removeprefix(TCP), config.keys, found[1], config.index,
+                                             config.count)
     elif first.startswith(TCP):
         from jaxtrain.islands.network.tcp_meeting import TcpMeeting
 

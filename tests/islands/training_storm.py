@@ -1,6 +1,6 @@
 """Storms over islands that train: killed, told to stop, cut off and restarted, they end where calm ones do.
 
-    python -m tests.islands.training_storm FIRST_SEED LAST_SEED [--mode=gossip] [--overlap=4]
+    python -m tests.islands.training_storm FIRST_SEED LAST_SEED [--mode=gossip] [--overlap=4] [--fallback]
 
 The first run is calm, and its losses are what those of the storms are compared with. Rounds repeat to the bit: islands
 that come to all of them end with the calm ones' losses exactly, and others within 1 %. Asynchronous islands do not: the
@@ -13,6 +13,7 @@ import json
 import signal
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,8 @@ class TrainingStorm(Storm):
                 "data.global_batch_size": ROWS, "optimizer.warmup_steps": 5, "islands.count": self.islands,
                 "islands.index": index, "islands.every": EVERY, "islands.mode": mode, "islands.snapshot_every": 5,
                 "islands.overlap": self.overlap,
-                "islands.meeting": store or f"tcp://127.0.0.1:{self.proxy.port}",
+                "islands.meeting": store or f"tcp://127.0.0.1:{self.proxy.port}" + (
+                    f",{self.folder / 'store'}" if self.fallback else ""),
                 **({} if store else {"islands.keys": self.folder / "keys"})}
         return ["-m", "jaxtrain.main", f"--config={ROOT / 'configs/gpt.py'}:tiny",
                 f"--workdir={self.folder / f'run{index}'}", *(f"--config.{key}={value}" for key, value in keys.items())]
@@ -72,6 +74,10 @@ class TrainingStorm(Storm):
         log = Coordinator(Policy(), records)
         names = [(offer.island, offer.base) for entry in log.entries for offer in entry.contributions + entry.refused]
         assert len(names) == len(set(names)) and log.begins > 0
+        self.returns = Counter()
+        for path in self.folder.glob("island *.out"):
+            text = path.read_text()
+            self.returns += Counter({"to the store": text.count("goes on at"), "back": text.count("returns to it")})
         losses = []
         for index in range(self.islands):
             lines = (self.folder / f"run{index}" / "metrics.jsonl").read_text().splitlines()
@@ -103,8 +109,10 @@ class TrainingStorm(Storm):
             np.testing.assert_array_equal(old[name], new[name])
 
 
-def storm(folder: Path, seed: int, faults: int, mode="sync", with_store=False, overlap=0) -> TrainingStorm:
-    made = TrainingStorm(folder, seed, islands=ISLANDS[mode], mode=mode, with_store=with_store, overlap=overlap)
+def storm(folder: Path, seed: int, faults: int, mode="sync", with_store=False, overlap=0, fallback=False
+          ) -> TrainingStorm:
+    made = TrainingStorm(folder, seed, islands=ISLANDS[mode], mode=mode, with_store=with_store, overlap=overlap,
+                         fallback=fallback)
     made.run(faults, patience=1200)
     return made
 
@@ -116,6 +124,7 @@ def main():
     parser.add_argument("last", type=int, help="seed")
     parser.add_argument("--mode", choices=ISLANDS, default="sync", help="islands.mode")
     parser.add_argument("--store", action="store_true", help="island 0 meets the others at a folder")
+    parser.add_argument("--fallback", action="store_true", help="islands have a store besides, and the port is shut")
     parser.add_argument("--overlap", type=int, default=0, help="islands.overlap")
     parser.add_argument("--faults", type=int, default=6, help="of a storm; 0: all are calm")
     args = parser.parse_args()
@@ -123,12 +132,14 @@ def main():
     for number in [-1, *range(args.first, args.last + 1)]:
         with tempfile.TemporaryDirectory() as place:
             began = time.monotonic()
-            done = storm(Path(place), number, 0 if number < 0 else args.faults, args.mode, args.store, args.overlap)
+            done = storm(Path(place), number, 0 if number < 0 else args.faults, args.mode, args.store, args.overlap,
+                         args.fallback)
             losses, entries = done.check()
         calm = calm or (losses, entries)
         away = max(abs(one / other - 1) for one, other in zip(losses, calm[0], strict=True))
         print(f"{'calm' if number < 0 else f'seed {number}'}: loss {losses}, {away:.2%} from calm, {entries} entries, "
-              f"{done.refused} refused, {dict(done.faults)}, {time.monotonic() - began:.0f} s", flush=True)
+              f"{done.refused} refused, {dict(done.faults + done.returns)}, {time.monotonic() - began:.0f} s",
+              flush=True)
         if args.mode != "async":
             assert losses == calm[0] if entries == calm[1] else away < 0.01
 

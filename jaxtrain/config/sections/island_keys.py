@@ -7,7 +7,6 @@ from jaxtrain.config.field_checks import not_negative, one_of, positive
 from jaxtrain.errors import UserError
 
 MODES = ("sync", "async", "gossip")
-TCP = "tcp://"
 OWN = ("index", "meeting", "keys", "max_age", "snapshot_every")  # keys that need not be equal on all islands
 LOSSY = ("int8", "int4", "top_k", "random_k")  # what is lost is remembered, and sent with what comes next
 
@@ -18,8 +17,8 @@ class IslandsConfig:
 
     count: int = 0  # islands among which each batch is divided: together they train on count x data.global_batch_size
     index: int = 0  # number of this run's island, from 0
-    # where islands meet: tcp://HOST:PORT of `jaxtrain islands serve`, or its --store, or tcp://HOST:PORT,STORE: the store
-    # while the port is out of reach
+    # where islands meet: tcp://HOST:PORT of `jaxtrain islands serve`, or its --store, or both as tcp://HOST:PORT,STORE:
+    # the store while the port is out of reach
     meeting: str = ""
     keys: str = ""  # with tcp://: the folder with this island's certificates, from `jaxtrain islands keys`
     mode: str = "sync"  # outer updates: "sync": of all islands together; "async": of each; "gossip": of pairs
@@ -47,8 +46,7 @@ class IslandsConfig:
         if self.count and self.index >= self.count:
             raise UserError("islands.index", f"there are {self.count} islands, counted from 0",
                             f"use {self.count - 1} or less, or raise islands.count")
-        self._check_places()
-        if bool(self.keys) != (tcp := self.meeting.startswith(TCP)):
+        if bool(self.keys) != (tcp := "tcp://" in self.meeting):
             raise UserError("islands.keys", f"{self.meeting} {'needs' if tcp else 'takes no'} certificates",
                             "give the folder of this island's" if tcp else "leave it out, or meet at tcp://HOST:PORT")
         for key in ("momentum", "blend"):
@@ -70,25 +68,6 @@ class IslandsConfig:
         if self.pull >= (limit := 2 - 2 * self.momentum**2):
             raise UserError("islands.pull", f"with islands.momentum={self.momentum:g}, islands drift apart from "
                             f"{limit:.4g} on", f"use less, such as {limit / 2:.4g}, or leave it out")
-
-    def _check_places(self) -> None:
-        places, fix = self.places, "give tcp://HOST:PORT,STORE, with the coordinator's --store, or one of the two alone"
-        reason = ""
-        if "" in places:
-            reason = f"{self.meeting!r} has an empty part"
-        elif len(places) > 1 and not places[0].startswith(TCP):
-            reason = f"a comma divides two places, and the first one, {places[0]}, is not tcp://HOST:PORT"
-        elif len(places) > 1 and places[1].startswith(TCP):
-            reason = "it names two ports, and a coordinator has one"
-        elif len(places) > 2:
-            reason = f"it names {len(places)} places"
-        if reason:
-            raise UserError("islands.meeting", reason, fix)
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        """The places of `meeting`: one, or a port and the store to fall back to; none, if it is missing."""
-        return tuple(map(str.strip, self.meeting.split(","))) if self.meeting else ()
 
     @property
     def interval(self) -> int:

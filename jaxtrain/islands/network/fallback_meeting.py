@@ -1,15 +1,15 @@
 """An island's two ways to one log: the coordinator's port and, while that is out of reach, the coordinator's store.
 
-The store may be behind the log that the port shows: what the coordinator decided is there some moments later. So what an
-island does at the store with what it read at the port waits for that to be there. An offer counts as made at the store
-once the coordinator has taken it, since the island may go on at the port, or be restarted, before that. Made at both, it
-is one offer, as one that is made again after a restart is.
+What the coordinator decided is at its store some moments later than at its port. So what an island does at the store
+with what it read at the port waits until that is there. An offer counts as made at the store once the coordinator has
+taken it, since the island may go on at the port, or be restarted, before that. Made at both, it is one offer, as one
+that is made again after a restart is.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -104,7 +104,7 @@ class FallbackMeeting:
         """Keep the outer state after an entry, as `Meeting` says."""
         def at_store() -> None:
             with contextlib.suppress(Trimmed):  # there are newer ones
-                self._wait_for(position)  # whoever finds a snapshot there takes the entries before it to be there, too
+                self._wait_for(position)  # who finds a snapshot there expects its entry to be there
                 self._store.put_snapshot(position, content)
 
         self._tried(lambda: self._port.put_snapshot(position, content), at_store)
@@ -118,7 +118,7 @@ class FallbackMeeting:
 
         return self._tried(self._port.snapshot, at_store)
 
-    # ------------------------------------------------------------------------------------------------------ at the store
+    # ----------------------------------------------------------------------------------------------------- at the store
     def _wait_for(self, number: int) -> None:
         """Return once the store has this entry; raises Trimmed if it was there once."""
         while True:
@@ -130,16 +130,18 @@ class FallbackMeeting:
     def _check_away(self, seconds: float = 0.0) -> None:
         if self._at_port.wait(seconds):
             raise _Returned
+        if self._closed.is_set():
+            raise OSError(f"{self._place} is closed")
 
     @contextlib.contextmanager
-    def _noting(self, after: int):
+    def _noting(self, after: int) -> Iterator[None]:
         try:
             yield
         except Trimmed:
             self._lacks = max(self._lacks, after)
             raise
 
-    # ----------------------------------------------------------------------------------------------- from one to the other
+    # ------------------------------------------------------------------------------------------- from one to the other
     def _tried(self, at_port: Callable[[], T], at_store: Callable[[], T]) -> T:
         """Return what the port answers, or, while that is out of reach, what the store does."""
         begun = time.monotonic()
@@ -154,14 +156,14 @@ class FallbackMeeting:
             except _Returned:
                 continue
             except OSError as error:
+                if self._closed.is_set():
+                    raise
                 if not is_away:
                     self._fall_back(error)
                 elif time.monotonic() - max(begun, self._heard) > PATIENCE_S:
                     raise
                 else:
                     self._tell_neither(error)
-            if self._closed.is_set():
-                raise OSError(f"{self._address} and {self._place} are closed")
 
     def _fall_back(self, error: OSError) -> None:
         with self._lock:
