@@ -4,6 +4,7 @@
     contents/SHA256-ISLAND-BASE       the content of that offer
     entries/NUMBER.json               the log, as the coordinator decided it
     snapshots/POSITION-SHA256
+    log                         the name of the log that is here
     alive/ISLAND                      changes as long as the island lives
     alive/coordinator                 changes as long as a coordinator looks into this place
 
@@ -34,7 +35,7 @@ from jaxtrain.islands.outer_log import OuterLog
 PAUSE = 0.05, 2.0  # seconds between two looks at what is not there yet: the first, growing, and the longest
 SIGN_S = 20.0  # between two signs of life
 QUIET = 3  # signs of life of an island without one of a coordinator after which it says so, again and again
-SERVED = "alive/coordinator"
+SERVED, LOG = "alive/coordinator", "log"
 T = TypeVar("T")
 
 
@@ -58,6 +59,7 @@ class FolderMeeting:
         self._unserved, self._is_spare = unserved or self._waits, unserved is not None
         self._names: dict[str, str] = {}  # of contents, by hash: those of the entries that were read
         self._closed = threading.Event()
+        self.log = ""  # the name of the log here; "": not known yet
         self._served: bytes | None = None  # the coordinator's newest sign of life
         self._quiet = 0  # looks since it changed, or since the first one without any
         self._fix = f"jaxtrain islands serve --folder=DIR --store={place} --islands={islands}"
@@ -82,6 +84,10 @@ class FolderMeeting:
     def has_taken(self, offer: Offer) -> bool:
         """Return whether the coordinator has taken an offer that was made here."""
         return self._tried(lambda: not self._store.exists(f"offers/{offer.island}-{offer.base}.json"))
+
+    def find_log(self) -> None:
+        """Look for the name of the log, until it is there."""
+        self.log = self.log or self._tried(lambda: self._store.read(LOG) or b"").decode(errors="replace")
 
     @property
     def is_unserved(self) -> bool:
@@ -142,6 +148,7 @@ class FolderMeeting:
     def _look_for_coordinator(self) -> None:
         """Say so at once if none was ever here, and every minute while none is."""
         sign = self._store.read(SERVED)
+        self.log = self.log or (self._store.read(LOG) or b"").decode(errors="replace")
         if sign != self._served:
             if self.is_unserved:
                 say(f"{self._store.place}: a coordinator serves it now")
@@ -175,9 +182,12 @@ class Bridge:
         self._log, self._store, self._alive = log, _Store(place), {}
         self._published: int | None = None  # not known until the store was read
         self._signed = -math.inf  # when it gave its last sign of life
+        self._is_own = False  # whether the store is known to have this log, or none
 
     def look(self) -> None:
         """Take what came and publish what was decided; the store may be in any state that a kill left."""
+        if not self._is_own:
+            self._claim()
         if time.monotonic() - self._signed >= SIGN_S:
             self._store.write(SERVED, uuid.uuid4().hex.encode())
             self._signed = time.monotonic()
@@ -190,6 +200,17 @@ class Bridge:
         self._publish()
         self._snapshots()
         self._trim()
+
+    def _claim(self) -> None:
+        """Refuse a store that has another log: islands would take its entries for those of this one."""
+        there, name = self._store.read(LOG), self._log.name.encode()
+        newest = max([0, *(int(entry[:12]) for entry in self._store.names("entries"))])
+        if there not in (None, name) or (there is None and newest > self._log.position):
+            raise UserError("--store", f"{self._store.place} has another log than {self._log.folder}",
+                            "give a place of its own to each log")
+        if there is None:
+            self._store.write(LOG, name)
+        self._is_own = True
 
     def _take(self, name: str) -> None:
         text = self._store.read(f"offers/{name}")

@@ -74,7 +74,7 @@ class Storm:
                 for number in range(faults):
                     time.sleep(self.rng.uniform(0.05, 0.7) * self.pace)
                     first = self.fallback and not number
-                    self.fault("port" if first else self.rng.choice((*self.kinds, *["port"] * self.fallback)))
+                    self.fault("port" if first else self.rng.choice((*self.kinds, *["port"] * bool(self.fallback))))
                 while running := self.running():
                     assert time.monotonic() < end, f"{running} are not done after {patience:.0f} s"
                     time.sleep(0.05)

@@ -1,6 +1,6 @@
 """Storms over islands that train: killed, told to stop, cut off and restarted, they end where calm ones do.
 
-    python -m tests.islands.training_storm FIRST_SEED LAST_SEED [--mode=gossip] [--overlap=4] [--fallback]
+    python -m tests.islands.training_storm FIRST_SEED LAST_SEED [--mode=gossip] [--overlap=4] [--fallback=45]
 
 The first run is calm, and its losses are what those of the storms are compared with. Rounds repeat to the bit: islands
 that come to all of them end with the calm ones' losses exactly, and others within 1 %. Asynchronous islands do not: the
@@ -65,7 +65,8 @@ class TrainingStorm(Storm):
                 "islands.meeting": store or f"tcp://127.0.0.1:{self.proxy.port}" + (
                     f",{self.folder / 'store'}" if self.fallback else ""),
                 **({} if store else {"islands.keys": self.folder / "keys"})}
-        return ["-m", "jaxtrain.main", f"--config={ROOT / 'configs/gpt.py'}:tiny",
+        words = ["tests.islands.falling_back", f"{self.fallback}"] if self.fallback else ["jaxtrain.main"]
+        return ["-m", *words, f"--config={ROOT / 'configs/gpt.py'}:tiny",
                 f"--workdir={self.folder / f'run{index}'}", *(f"--config.{key}={value}" for key, value in keys.items())]
 
     def check(self):
@@ -109,7 +110,7 @@ class TrainingStorm(Storm):
             np.testing.assert_array_equal(old[name], new[name])
 
 
-def storm(folder: Path, seed: int, faults: int, mode="sync", with_store=False, overlap=0, fallback=False
+def storm(folder: Path, seed: int, faults: int, mode="sync", with_store=False, overlap=0, fallback=0.0
           ) -> TrainingStorm:
     made = TrainingStorm(folder, seed, islands=ISLANDS[mode], mode=mode, with_store=with_store, overlap=overlap,
                          fallback=fallback)
@@ -124,7 +125,8 @@ def main():
     parser.add_argument("last", type=int, help="seed")
     parser.add_argument("--mode", choices=ISLANDS, default="sync", help="islands.mode")
     parser.add_argument("--store", action="store_true", help="island 0 meets the others at a folder")
-    parser.add_argument("--fallback", action="store_true", help="islands have a store besides, and the port is shut")
+    parser.add_argument("--fallback", type=float, default=0, metavar="SECONDS",
+                        help="islands have a store, too; the port is shut, and given up after so many seconds")
     parser.add_argument("--overlap", type=int, default=0, help="islands.overlap")
     parser.add_argument("--faults", type=int, default=6, help="of a storm; 0: all are calm")
     args = parser.parse_args()

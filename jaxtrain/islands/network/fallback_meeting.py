@@ -42,7 +42,6 @@ class FallbackMeeting:
         self._at_port, self._lock, self._closed = threading.Event(), threading.Lock(), threading.Event()
         self._at_port.set()
         self._why = ""  # the port is out of reach
-        self._refused: UserError | None = None  # for good
         self._has_told = False  # that nobody serves the store, while it was not in use
         self._told = self._heard = time.monotonic()
         self._numbers: dict[str, int] = {}  # of entries, by the hashes of their contents
@@ -146,10 +145,11 @@ class FallbackMeeting:
         """Return what the port answers, or, while that is out of reach, what the store does."""
         begun = time.monotonic()
         while True:
-            if self._refused:
-                raise self._refused
             is_away = not self._at_port.is_set()
             try:
+                if is_away:
+                    self._store.find_log()
+                self._check_log()
                 done = at_store() if is_away else at_port()
                 self._heard = time.monotonic()
                 return done
@@ -165,6 +165,12 @@ class FallbackMeeting:
                 else:
                     self._tell_neither(error)
 
+    def _check_log(self) -> None:
+        """Refuse a store of another log, as of an earlier coordinator, as soon as both are known."""
+        if self._port.log and self._store.log and self._port.log != self._store.log:
+            raise UserError("islands.meeting", f"{self._place} has another log than the coordinator at {self._address}",
+                            "give the --store of that coordinator")
+
     def _fall_back(self, error: OSError) -> None:
         with self._lock:
             if not self._at_port.is_set():  # another thread did
@@ -178,14 +184,14 @@ class FallbackMeeting:
         threading.Thread(target=self._return, name="islands-return", daemon=True).start()
 
     def _return(self) -> None:
-        """Go back to the port as soon as it answers; what it refuses ends the next call."""
+        """Go back to the port as soon as it answers, also if it refuses this island, as the next call then reports."""
         while not self._closed.wait(AGAIN_S):
             try:
                 self._port.reach()
             except (OSError, EOFError):
                 continue
-            except UserError as error:
-                self._refused = error
+            except UserError:
+                pass
             else:
                 say(f"{self._address}: the coordinator of the islands answers again, and island {self._island} returns "
                     f"to it from {self._place}")

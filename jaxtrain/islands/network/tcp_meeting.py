@@ -54,6 +54,7 @@ class TcpMeeting:
         self._tls = certificates.context(keys, f"island-{island}")
         self._patience, self._silence, self._quiet = patience, silence, quiet
         self._fix = f"jaxtrain islands serve --folder=DIR --address=0.0.0.0:{port} --keys=DIR --islands={islands}"
+        self.log = ""  # the name of the coordinator's log; "": not known yet
         self._unused: list[ssl.SSLSocket] = []
         self._closed, self._heard = threading.Event(), time.monotonic()
         threading.Thread(target=self._live, args=(sign,), name="islands", daemon=True).start()
@@ -186,6 +187,7 @@ class TcpMeeting:
             if hello.get("version") != VERSION:
                 raise UserError(self._address, f"the coordinator speaks version {hello.get('version')} of the "
                                 f"protocol, and this island {VERSION}", "use one version of jaxtrain everywhere")
+            self.log = f"{hello.get('log', '')}"
             return line
         except BaseException:
             plain.close()

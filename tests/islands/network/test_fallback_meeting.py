@@ -35,6 +35,7 @@ def _quickly(monkeypatch):
     monkeypatch.setattr(fallback_meeting, "FALL_BACK_S", 0.2)
     monkeypatch.setattr(fallback_meeting, "AGAIN_S", 0.1)
     monkeypatch.setattr(fallback_meeting, "LOOK_S", (0.02, 0.05))
+    monkeypatch.setitem(FolderMeeting.__init__.__kwdefaults__, "sign", 1e9)  # one look for a coordinator, at once
 
 
 @pytest.fixture
@@ -165,7 +166,7 @@ def test_an_offer_that_nobody_takes_at_the_store_is_made_at_the_port_once_that_a
     assert said.has(AWAY) == said.has(BACK) == 1
 
 
-def test_an_entry_that_was_read_at_the_port_is_waited_for_at_the_store(site):
+def test_an_entry_that_was_read_at_the_port_is_waited_for_at_the_store(site, said):
     """So are its contents, and what follows from it: whoever finds a snapshot there expects its entry, too."""
     meeting, far = site.island(), FolderMeeting(site.place, 2, sign=1e9)
     meeting.offer(*offered(0, 0, b"mine"))
@@ -181,6 +182,7 @@ def test_an_entry_that_was_read_at_the_port_is_waited_for_at_the_store(site):
     assert answer(getting) == b"others" and list(far.entries(0, 60)) == [entry]
     answer(keeping)
     far.close()
+    assert said.has(AWAY) == 1, "not once a thread"
 
 
 def test_a_snapshot_that_the_port_has_is_waited_for_at_the_store(site):
@@ -198,7 +200,7 @@ def test_a_snapshot_that_the_port_has_is_waited_for_at_the_store(site):
     asking[0].join(0.3)
     assert asking[0].is_alive(), "the store has none yet"
     site.carry()
-    assert answer(asking) == (3, b"state 2")
+    assert answer(asking) in [(2, b"state 1"), (3, b"state 2")], "both are newer, and both are there soon"
 
 
 def test_a_call_at_the_store_goes_back_to_the_port(site):
@@ -271,6 +273,25 @@ def test_an_island_says_that_nobody_serves_the_store_and_tries_both(tmp_path, ke
         assert said.has(f"{store}: a coordinator serves it now\n") == 1
     finally:
         made.close()
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_store_of_another_log_is_refused(site, away):
+    """At the port as soon as it is known, and at the store before anything is read there."""
+    meeting = site.island()
+    wait_until(lambda: meeting._store.log)
+    assert meeting._store.log == site.log.name and meeting.entries(0, 0) == []
+    with open(f"{site.place}/log", "w") as file:
+        file.write("0" * 32)
+    if away:
+        meeting._store.log = ""  # it was out of reach until now
+        site.proxy.close_port()
+    else:
+        meeting._store.log = "0" * 32
+    with pytest.raises(UserError) as error:
+        meeting.entries(0, 60)
+    assert f"{error.value}" == (f"islands.meeting: {site.place} has another log than the coordinator at "
+                                f"{site.address}; give the --store of that coordinator")
 
 
 def failing(*given):
