@@ -47,10 +47,6 @@ class Gone(UserError):
     """Raised when there is no such object."""
 
 
-class Unreachable(UserError):
-    """Raised when a store failed in all attempts, in a way that may be temporary."""
-
-
 @dataclass(frozen=True)
 class Found:
     """A file in a listing."""
@@ -63,6 +59,12 @@ class Found:
 def is_url(path: str | Path) -> bool:
     """Return whether a path is a URL, for fsspec."""
     return "://" in str(path)
+
+
+def refuse_unusable(url: str | Path) -> None:
+    """Raise a UserError for a URL of a kind that cannot be used here; the store itself is not asked."""
+    if is_url(url):
+        _filesystem(url)
 
 
 def is_web(path: str | Path) -> bool:
@@ -307,8 +309,8 @@ def _tried(url: str | Path, do: Callable[[], T], what: str = "read") -> T:
             if _lasts(error):
                 raise _refusal(url, error, what) from cause
             if attempt == TRIES - 1:
-                raise Unreachable(str(url), f"cannot be {what}: {_words(url, error)}, in {TRIES} attempts",
-                                  "check that the store is up, then run again") from cause
+                raise UserError(str(url), f"cannot be {what}: {_words(url, error)}, in {TRIES} attempts",
+                                "check that the store is up, then run again") from cause
         time.sleep(min(longest, first * 2**attempt) * _random.uniform(0.5, 1))
     raise AssertionError
 

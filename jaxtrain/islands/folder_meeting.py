@@ -63,12 +63,11 @@ class FolderMeeting:
         self._served: bytes | None = None  # the coordinator's newest sign of life
         self._quiet = 0  # looks since it changed, or since the first one without any
         self._fix = f"jaxtrain islands serve --folder=DIR --store={place} --islands={islands}"
-        try:
+        self._is_lost = False  # whether it was said that a sign of life could not be given
+        if self._is_spare:
+            storage.refuse_unusable(place)  # an island can begin without it
+        else:
             self._store.names("entries")  # what cannot work at all is said at once
-        except storage.Unreachable as error:
-            if not self._is_spare:
-                raise
-            say(f"{error}; island {island} goes on without it meanwhile")
         threading.Thread(target=self._live, args=(sign,), name="islands", daemon=True).start()
 
     def close(self) -> None:
@@ -139,9 +138,14 @@ class FolderMeeting:
 
     def _live(self, sign: float) -> None:
         while True:
-            with contextlib.suppress(UserError, OSError):
+            try:
                 self._store.write(f"alive/{self._island}", uuid.uuid4().hex.encode())
                 self._look_for_coordinator()
+                self._is_lost = False
+            except (UserError, OSError) as error:
+                if self._is_spare and not self._is_lost and not self._closed.is_set():
+                    self._is_lost = True
+                    say(f"{error}; trying again")
             if self._closed.wait(sign):
                 return
 

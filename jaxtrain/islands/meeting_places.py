@@ -109,7 +109,7 @@ class MeetingAhead:
                 for offer in self._needed(entry):
                     if offer.sha256 != own.sha256:
                         self._contents[offer.sha256] = self._meeting.content(offer.sha256)
-        except (OSError, LookupError, Unanswered):  # whoever asks in earnest gets the same, and reports it
+        except (OSError, LookupError, UserError, Unanswered):  # whoever asks in earnest gets the same, and reports it
             return
 
     def entries(self, after: int, wait: float) -> Sequence[Entry]:

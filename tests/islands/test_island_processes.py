@@ -34,8 +34,16 @@ def params(flags, workdir, step=STEPS):
 
 
 @pytest.mark.exhaustive
-def test_an_island_of_two_processes_and_one_of_one(tmp_path_factory, tmp_path):
+@pytest.mark.parametrize("port", [False, True], ids=["at a store", "without their port"])
+def test_an_island_of_two_processes_and_one_of_one(tmp_path_factory, tmp_path, port):
     flags = [*tiny_flags(tmp_path_factory, TINY), f"--config.islands.meeting={tmp_path}/meeting"]
+    if port:  # at which nobody listens
+        certificates = pytest.importorskip("jaxtrain.islands.network.certificates")
+        certificates.make(tmp_path / "keys", range(2))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        flags[-1:] = [f"--config.islands.meeting=tcp://{address},{tmp_path}/meeting",
+                      f"--config.islands.keys={tmp_path}/keys"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": virtual_devices(1)}
     serve = subprocess.Popen([sys.executable, "-m", "jaxtrain.islands", "serve", f"--folder={tmp_path}/log",
                               f"--store={tmp_path}/meeting", "--islands=2", "--store_every=0.1"], env=environment)
@@ -45,6 +53,7 @@ def test_an_island_of_two_processes_and_one_of_one(tmp_path_factory, tmp_path):
         with two_processes([*flags, "--config.mesh.fsdp=8"], tmp_path / "two") as both:
             said = ended([*both, one])
         assert [process.returncode for process in (*both, one)] == [0, 0, 0], "".join(said)
+        assert "".join(said).count("goes on at") == 2 * port, "each island says so once"
     finally:
         serve.kill()
         one.kill()

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from jaxtrain import storage
 from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.errors import UserError
 from jaxtrain.islands import folder_meeting, waiting_meeting
@@ -295,13 +294,14 @@ def test_a_store_of_another_log_is_refused(site, away):
 
 
 def failing(*given):
-    raise storage.Unreachable("s3://bucket", "cannot be read: TimeoutError, in 8 attempts",
-                              "check that the store is up")
+    raise UserError("s3://bucket", "cannot be read: TimeoutError, in 8 attempts",
+                    "check that the store is up")
 
 
 def test_where_both_are_out_of_reach_an_island_says_so_and_tries_both(site, said, monkeypatch):
     meeting = site.island()
     assert meeting.entries(0, 0) == []
+    wait_until(lambda: meeting._store._quiet)  # its only look for a coordinator is over
     monkeypatch.setattr(fallback_meeting, "TELL_S", 0.0)
     monkeypatch.setattr(meeting._store._store, "read", failing)
     site.proxy.close_port()
@@ -321,14 +321,22 @@ def test_where_both_are_out_of_reach_an_island_says_so_and_tries_both(site, said
         meeting.entries(1, 1e6)
 
 
-def test_a_store_that_is_down_when_an_island_starts_is_said_and_tried_again(site, said, monkeypatch):
+def test_a_store_that_is_down_while_the_port_answers_is_said_once(site, said, monkeypatch):
+    """And an island begins without it; what cannot work at all is refused at once."""
+    monkeypatch.setattr(folder_meeting._Store, "write", failing)
     monkeypatch.setattr(folder_meeting._Store, "names", failing)
+    monkeypatch.setitem(FolderMeeting.__init__.__kwdefaults__, "sign", 0.01)
     meeting = site.island()
     assert meeting.entries(0, 0) == []
-    assert said.has("s3://bucket: cannot be read: TimeoutError, in 8 attempts; check that the store is up; island 0 "
-                    "goes on without it meanwhile\n") == 1
+    down = "s3://bucket: cannot be read: TimeoutError, in 8 attempts; check that the store is up; trying again\n"
+    wait_until(lambda: said.has(down))
+    looks = []
+    monkeypatch.setattr(folder_meeting._Store, "write", lambda *given: looks.append(given) or failing())
+    wait_until(lambda: len(looks) > 2)
+    assert said.has(down) == 1
     monkeypatch.undo()
-    with pytest.raises(UserError, match="cannot be used"):  # what cannot work at all
+    wait_until(lambda: not meeting._store._is_lost)
+    with pytest.raises(UserError, match="cannot be used"):
         FallbackMeeting(site.address, site.keys, "gibberish://bucket", 0, 2)
 
 
