@@ -52,8 +52,8 @@ class Carried:
 class Site:
     """A log that is reached through a proxy and at a store; island 0 uses both, island 1 the port alone."""
 
-    def __init__(self, folder, keys, mode="sync"):
-        self.keys, self.place = keys, str(folder / "store")
+    def __init__(self, folder, keys, mode="sync", place=None):
+        self.keys, self.place = keys, place or str(folder / "store")
         policy = Policy(mode=mode, islands=2 if mode == "sync" else 1, lease=1e9, timeout=1e9)
         self.served = Served(folder / "log", keys, policy)
         self.proxy = CuttingProxy(self.served.port).__enter__()

@@ -126,6 +126,25 @@ def test_an_island_goes_on_at_the_store_while_the_port_is_out_of_reach_and_retur
         "offers": 0, "contents": 2, "entries": 1, "snapshots": 2})
 
 
+@pytest.mark.slow
+def test_the_store_may_be_object_storage_that_fails_now_and_then(tmp_path, keys, bucket, network, said):
+    network.shake(3, share=0.1, faults=("error", "busy", "reset"), methods=("GET", "PUT", "HEAD"))
+    made = Site(tmp_path, keys, place=f"{bucket}/islands")
+    made.carry()
+    try:
+        meeting = made.island()
+        exchanged(made, meeting, 0)
+        made.proxy.close_port()
+        exchanged(made, meeting, 1)
+        exchanged(made, meeting, 2)
+        made.proxy.close_port(False)
+        wait_until(lambda: said.has(BACK))
+        exchanged(made, meeting, 3)
+        assert said.has(AWAY) == 1 and len(network.faults) > 5
+    finally:
+        made.close()
+
+
 def test_an_offer_whose_answer_was_lost_is_made_at_the_store_again_and_is_one(site, monkeypatch):
     meeting, take = site.island(), meeting_server.MeetingServer._offer
 
