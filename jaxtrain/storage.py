@@ -61,6 +61,12 @@ def is_url(path: str | Path) -> bool:
     return "://" in str(path)
 
 
+def refuse_unusable(url: str | Path) -> None:
+    """Raise a UserError for a URL of a kind that cannot be used here; the store itself is not asked."""
+    if is_url(url):
+        _filesystem(url)
+
+
 def is_web(path: str | Path) -> bool:
     """Return whether a path is a URL of the web, which may have a query."""
     return str(path).lower().startswith(("http://", "https://"))

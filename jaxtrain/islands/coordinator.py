@@ -83,7 +83,8 @@ class Coordinator:
             raise UserError(f"island {offer.island}", f"its outer parameters after entry {offer.base}, or its config, "
                             f"are not those of island {other.island}", "give all islands equal configs, but for "
                             "islands.index, and equal first parameters")
-        self.there[offer.island] = now
+        if not known or offer.island not in self.left:  # the last offer of one that left may come by another way again
+            self.there[offer.island] = now
         if known:
             return []
         if self.policy.mode == "async":

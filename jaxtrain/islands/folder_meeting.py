@@ -4,6 +4,7 @@
     contents/SHA256-ISLAND-BASE       the content of that offer
     entries/NUMBER.json               the log, as the coordinator decided it
     snapshots/POSITION-SHA256
+    log                         the name of the log that is here
     alive/ISLAND                      changes as long as the island lives
     alive/coordinator                 changes as long as a coordinator looks into this place
 
@@ -34,25 +35,39 @@ from jaxtrain.islands.outer_log import OuterLog
 PAUSE = 0.05, 2.0  # seconds between two looks at what is not there yet: the first, growing, and the longest
 SIGN_S = 20.0  # between two signs of life
 QUIET = 3  # signs of life of an island without one of a coordinator after which it says so, again and again
-SERVED = "alive/coordinator"
+SERVED, LOG = "alive/coordinator", "log"
 T = TypeVar("T")
 
 
 class FolderMeeting:
     """The log as it stands in a folder or store, for one island."""
 
-    def __init__(self, place: str, island: int, islands: int = 1, *, patience: float = 3600.0, sign: float = SIGN_S):
+    def __init__(self, place: str, island: int, islands: int = 1, *, patience: float = 3600.0, sign: float = SIGN_S,
+                 unserved: Callable[[], str] | None = None):
         """Take a path or URL, and how many islands meet there.
 
-        A call raises an OSError when the store did not answer for `patience` seconds.
+        Args:
+            place: a folder, or a URL of object storage.
+            island: the number of this island.
+            islands: how many meet there.
+            patience: seconds without an answer of the store after which a call raises an OSError.
+            sign: seconds between two signs of life.
+            unserved: where the store is somewhere to fall back to only: what to say while no coordinator serves it. The
+                caller says then, too, that the store is out of reach.
         """
         self._store, self._island, self._patience = _Store(place), island, patience
+        self._unserved, self._is_spare = unserved or self._waits, unserved is not None
         self._names: dict[str, str] = {}  # of contents, by hash: those of the entries that were read
         self._closed = threading.Event()
+        self.log = ""  # the name of the log here; "": not known yet
         self._served: bytes | None = None  # the coordinator's newest sign of life
         self._quiet = 0  # looks since it changed, or since the first one without any
         self._fix = f"jaxtrain islands serve --folder=DIR --store={place} --islands={islands}"
-        self._store.names("entries")  # what cannot work at all is said at once
+        self._is_lost = False  # whether it was said that a sign of life could not be given
+        if self._is_spare:
+            storage.refuse_unusable(place)  # an island can begin without it
+        else:
+            self._store.names("entries")  # what cannot work at all is said at once
         threading.Thread(target=self._live, args=(sign,), name="islands", daemon=True).start()
 
     def close(self) -> None:
@@ -64,6 +79,19 @@ class FolderMeeting:
         name = f"{offer.island}-{offer.base}"
         self._tried(lambda: self._store.write(f"contents/{offer.sha256}-{name}", content))
         self._tried(lambda: self._store.write(f"offers/{name}.json", json.dumps(asdict(offer)).encode()))
+
+    def has_taken(self, offer: Offer) -> bool:
+        """Return whether the coordinator has taken an offer that was made here."""
+        return self._tried(lambda: not self._store.exists(f"offers/{offer.island}-{offer.base}.json"))
+
+    def find_log(self) -> None:
+        """Look for the name of the log, until it is there."""
+        self.log = self.log or self._tried(lambda: self._store.read(LOG) or b"").decode(errors="replace")
+
+    @property
+    def is_unserved(self) -> bool:
+        """Whether a coordinator was looked for, and none has given a sign of life of late."""
+        return self._quiet > QUIET or (self._quiet > 0 and self._served is None)
 
     def entries(self, after: int, wait: float) -> Sequence[Entry]:
         """Return the entries after this one, as `Meeting` says."""
@@ -110,24 +138,33 @@ class FolderMeeting:
 
     def _live(self, sign: float) -> None:
         while True:
-            with contextlib.suppress(UserError, OSError):
+            try:
                 self._store.write(f"alive/{self._island}", uuid.uuid4().hex.encode())
                 self._look_for_coordinator()
+                self._is_lost = False
+            except (UserError, OSError) as error:
+                if self._is_spare and not self._is_lost and not self._closed.is_set():
+                    self._is_lost = True
+                    say(f"{error}; trying again")
             if self._closed.wait(sign):
                 return
 
     def _look_for_coordinator(self) -> None:
         """Say so at once if none was ever here, and every minute while none is."""
         sign = self._store.read(SERVED)
+        self.log = self.log or (self._store.read(LOG) or b"").decode(errors="replace")
         if sign != self._served:
-            if self._quiet > QUIET or (self._quiet and self._served is None):
+            if self.is_unserved:
                 say(f"{self._store.place}: a coordinator serves it now")
             self._served, self._quiet = sign, 1
             return
         self._quiet += 1
-        if self._quiet % QUIET == 1:
-            say(f"{self._store.place}: no coordinator serves it, so island {self._island} waits for the others at "
-                f"its next exchange; start one with {self._fix}")
+        if self._quiet % QUIET == 1 and (text := self._unserved()):
+            say(text)
+
+    def _waits(self) -> str:
+        return (f"{self._store.place}: no coordinator serves it, so island {self._island} waits for the others at its "
+                f"next exchange; start one with {self._fix}")
 
     def _tried(self, do: Callable[[], T]) -> T:
         end, said = time.monotonic() + self._patience, ""
@@ -137,7 +174,7 @@ class FolderMeeting:
             except (UserError, OSError, ValueError) as error:
                 if time.monotonic() > end or self._closed.is_set():
                     raise OSError(str(error)) from error
-                if said != (said := f"{error}"):
+                if said != (said := f"{error}") and not self._is_spare:
                     say(f"{said}; trying again")
             self._closed.wait(PAUSE[1])
 
@@ -149,9 +186,12 @@ class Bridge:
         self._log, self._store, self._alive = log, _Store(place), {}
         self._published: int | None = None  # not known until the store was read
         self._signed = -math.inf  # when it gave its last sign of life
+        self._is_own = False  # whether the store is known to have this log, or none
 
     def look(self) -> None:
         """Take what came and publish what was decided; the store may be in any state that a kill left."""
+        if not self._is_own:
+            self._claim()
         if time.monotonic() - self._signed >= SIGN_S:
             self._store.write(SERVED, uuid.uuid4().hex.encode())
             self._signed = time.monotonic()
@@ -164,6 +204,17 @@ class Bridge:
         self._publish()
         self._snapshots()
         self._trim()
+
+    def _claim(self) -> None:
+        """Refuse a store that has another log: islands would take its entries for those of this one."""
+        there, name = self._store.read(LOG), self._log.name.encode()
+        newest = max([0, *(int(entry[:12]) for entry in self._store.names("entries"))])
+        if there not in (None, name) or (there is None and newest > self._log.position):
+            raise UserError("--store", f"{self._store.place} has another log than {self._log.folder}",
+                            "give a place of its own to each log")
+        if there is None:
+            self._store.write(LOG, name)
+        self._is_own = True
 
     def _take(self, name: str) -> None:
         text = self._store.read(f"offers/{name}")

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from jaxtrain.islands.meeting import Entry, Offer
 
 _OFFER = {"island": int, "base": int, "fragment": int, "weight": int | float, "sha256": str, "steps?": int,
           "tokens?": int, "last?": bool, "same?": str}
+_KEPT = {"step": int, "offer": dict, "size": int, "sha256": str}  # the first line of a file with an offer
+_LINE = 2**16  # bytes of that line at most
 _ENTRY = {"number": int, "fragment": int, "contributions": [_OFFER], "refused": [_OFFER]}
 
 
@@ -46,9 +49,10 @@ def as_json(entry: Entry) -> dict[str, Any]:
             "refused": [asdict(offer) for offer in entry.refused]}
 
 
-def write_offer(path: Path, offer: Offer, content: bytes, unsent: bytes = b"") -> None:
-    """Write an offer, its content and what that lacks to a file, in place of the one before."""
-    head = {"offer": asdict(offer), "size": len(content), "sha256": hashlib.sha256(content + unsent).hexdigest()}
+def write_offer(path: Path, step: int, offer: Offer, content: bytes, unsent: bytes = b"") -> None:
+    """Write an offer, its content and what that lacks to a file, for the checkpoint of this step."""
+    head = {"step": step, "offer": asdict(offer), "size": len(content),
+            "sha256": hashlib.sha256(content + unsent).hexdigest()}
     with atomic_files.written(path, shared=False) as file:
         file.write(json.dumps(head).encode() + b"\n" + content + unsent)
 
@@ -57,11 +61,23 @@ def read_offer(path: Path, island: int, base: int) -> tuple[Offer, bytes, bytes]
     """Return the offer of this island and base, its content and what that lacks, if the file has these, whole."""
     with contextlib.suppress(OSError, ValueError):
         line, _, rest = path.read_bytes().partition(b"\n")
-        head = parsed(line, {"offer": dict, "size": int, "sha256": str})
+        head = parsed(line, _KEPT)
         offer = offer_of(head["offer"])
         if (offer.island, offer.base, head["sha256"]) == (island, base, hashlib.sha256(rest).hexdigest()):
             return offer, rest[:head["size"]], rest[head["size"]:]
     return None
+
+
+def remove_offer(path: Path, position: int, steps: Container[int]) -> None:
+    """Remove such a file once its offer is settled by an entry up to `position`, but not while one of `steps` needs it.
+
+    `steps`: those whose checkpoints are there, from which the run may yet begin again.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        with path.open("rb") as file:
+            head = parsed(file.readline(_LINE), _KEPT)
+        if offer_of(head["offer"]).round <= position and head["step"] not in steps:
+            path.unlink()
 
 
 def is_hash(text: Any) -> bool:

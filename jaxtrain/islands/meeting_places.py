@@ -1,4 +1,4 @@
-"""The place where an island meets the others, as configured: a coordinator reached by TCP, a folder or a store.
+"""The place where an island meets the others, as configured: a coordinator reached by TCP, a store, or both.
 
 A run of several processes has one meeting: that of its first process, which tells the others what it learns there. The
 contents of an entry are fetched as soon as the entry is there, while the devices make steps.
@@ -22,6 +22,7 @@ from jaxtrain.islands.log_records import as_json, entry_of
 from jaxtrain.islands.meeting import BackgroundMeeting, Entry, Meeting, Offer, Trimmed, Unanswered
 from jaxtrain.islands.waiting_meeting import WaitingMeeting
 
+TCP = "tcp://"
 AHEAD_S = 600.0  # after which a thread that waits for an entry ahead of time gives up
 
 
@@ -29,28 +30,52 @@ def open_meeting(config: IslandsConfig) -> BackgroundMeeting:
     """Return the meeting of an island; every process of it makes this call."""
     if not config.meeting:
         raise UserError("islands.meeting", "it is missing", "give tcp://HOST:PORT, or the --store, of "
-                        "`jaxtrain islands serve`")
-    host, _, port = config.meeting.rpartition(":")
-    if config.meeting.startswith("http") or Path(config.meeting).is_file() or (port.isdecimal() and "/" not in host):
-        raise UserError("islands.meeting", f"{config.meeting} is not a coordinator, a folder or object storage",
-                        "give tcp://HOST:PORT, a folder, or a URL such as s3://BUCKET/islands")
-    first = _of(config) if jax.process_index() == 0 else None
+                        "`jaxtrain islands serve`, or both with a comma between them")
+    found = places(config.meeting)
+    first = _of(config, found) if jax.process_index() == 0 else None
     if jax.process_count() > 1:
         return SharedMeeting(first)
     assert first is not None
     return first
 
 
-def _of(config: IslandsConfig) -> BackgroundMeeting:
-    if config.meeting.startswith("tcp://"):
+def places(meeting: str) -> list[str]:
+    """Return the places that `islands.meeting` names: one, or a port and the store to fall back to."""
+    found, reason = [place.strip() for place in meeting.split(",")], ""
+    if "" in found:
+        reason = f"{meeting!r} has an empty part"
+    elif len(found) > 1 and not found[0].startswith(TCP):
+        reason = f"a comma divides two places, and the first one, {found[0]}, is not tcp://HOST:PORT"
+    elif len(found) > 1 and found[1].startswith(TCP):
+        reason = "it names two ports, and a coordinator has one"
+    elif len(found) > 2:
+        reason = f"it names {len(found)} places"
+    if reason:
+        raise UserError("islands.meeting", reason,
+                        "give tcp://HOST:PORT,STORE, with the coordinator's --store, or one of the two alone")
+    for place in found:
+        host, _, port = place.rpartition(":")
+        if place.startswith("http") or Path(place).is_file() or (port.isdecimal() and "/" not in host):
+            raise UserError("islands.meeting", f"{place} is not a coordinator, a folder or object storage",
+                            "give tcp://HOST:PORT, a folder, or a URL such as s3://BUCKET/islands")
+    return found
+
+
+def _of(config: IslandsConfig, found: list[str]) -> BackgroundMeeting:
+    first = found[0]
+    if len(found) > 1:
+        from jaxtrain.islands.network.fallback_meeting import FallbackMeeting
+
+        reached: Meeting = FallbackMeeting(first.removeprefix(TCP), config.keys, found[1], config.index,
+                                             config.count)
+    elif first.startswith(TCP):
         from jaxtrain.islands.network.tcp_meeting import TcpMeeting
 
-        reached: Meeting = TcpMeeting(config.meeting.removeprefix("tcp://"), config.keys, config.index,
-                                      config.count)
+        reached = TcpMeeting(first.removeprefix(TCP), config.keys, config.index, config.count)
     else:
         from jaxtrain.islands.folder_meeting import FolderMeeting
 
-        reached = FolderMeeting(config.meeting, config.index, config.count)
+        reached = FolderMeeting(first, config.index, config.count)
     if config.overlap:
         read = functools.partial(gossip.of, config.index) if config.mode == "gossip" else all_of
         reached = MeetingAhead(reached, read)
@@ -84,7 +109,7 @@ class MeetingAhead:
                 for offer in self._needed(entry):
                     if offer.sha256 != own.sha256:
                         self._contents[offer.sha256] = self._meeting.content(offer.sha256)
-        except (OSError, LookupError, Unanswered):  # whoever asks in earnest gets the same, and reports it
+        except (OSError, LookupError, UserError, Unanswered):  # whoever asks in earnest gets the same, and reports it
             return
 
     def entries(self, after: int, wait: float) -> Sequence[Entry]:

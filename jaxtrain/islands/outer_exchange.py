@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.checkpoint import verify
 from jaxtrain.config.schema import hash_of
 from jaxtrain.config.sections.island_keys import OWN, IslandsConfig
 from jaxtrain.distributed.coordination import exchange
@@ -130,6 +131,8 @@ class Exchange:
             state = self.offer(step, state, background=self.islands.overlap > 0)
             if not self.islands.overlap:
                 state = self.finish(step, state, stopping)
+        if self._folder and not jax.process_index() and (path := self._folder / KEPT).exists():
+            log_records.remove_offer(path, self._position, verify.steps(self._folder / "checkpoints"))
         return state
 
     def due(self, step: int, last: bool = False, stopping: Callable[[int], bool] = lambda step: False) -> bool:
@@ -156,8 +159,13 @@ class Exchange:
             raise Stopped
         offer, content, _, unsent = self._made.result()
         path, lacking = self._folder / KEPT, b"" if unsent is None else unsent.tobytes()
-        exchange(None, lambda _: log_records.write_offer(path, offer, content, lacking))
+        exchange(None, lambda _: log_records.write_offer(path, step, offer, content, lacking))
         return state
+
+    def ended(self, folder: Path) -> None:
+        """Remove what was kept in the workdir for checkpoints before the last one, which is on disk."""
+        if not jax.process_index():
+            (folder / KEPT).unlink(missing_ok=True)
 
     def pop_fields(self) -> dict[str, float]:
         """Return what the next line of metrics says of the exchanges since the last one."""

@@ -4,6 +4,7 @@
     contents/SHA256         contents of offers in the log, or in the open round
     partial/ISLAND-SHA256   what has come of a content so far
     snapshots/POSITION-SHA256
+    name                    of the log, by which a store is known to be its own
     lock                    one coordinator at a time
 
 Entries up to the older snapshot are not served: they go, with their contents, and the journal begins with a summary of
@@ -18,6 +19,7 @@ import json
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ class OuterLog:
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
             if other := self._held.enter_context(locked(self.folder, 0)):
                 raise UserError("--folder", f"another coordinator works in {folder} ({other})", "end that one first")
+            self.name = _name(self.folder / "name")
             self._journal = _Journal(self.folder / "journal.jsonl")
             self._coordinator, self.failed = Coordinator(policy, self._journal.records), ""  # why it decides no more
             if self.trimmed < self._coordinator.begins:
@@ -248,6 +251,12 @@ class OuterLog:
 
     def _snapshot(self, position: int, sha256: str) -> Path:
         return self.folder / "snapshots" / f"{position:012d}-{_hash(sha256)}"
+
+
+def _name(path: Path) -> str:
+    if not path.exists():
+        atomic_files.write(path, uuid.uuid4().hex, durable=True)
+    return bounded_files.read(path).decode(errors="replace").strip()
 
 
 class _Journal:

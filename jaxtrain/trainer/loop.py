@@ -216,6 +216,8 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         if done == t.steps:
             with session.phase("checkpoint"):  # the last one is read back, however long that takes
                 saver.finish(done, state, lambda seconds: session.pause(done, seconds))
+                if run.exchange is not None:
+                    run.exchange.ended(workdir)
                 # The first process copies it to the mirror; at their exit JAX gives the others five minutes only.
                 processes.meet("end", r.start_limit)
 

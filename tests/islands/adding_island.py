@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxtrain.files import atomic_files
 from jaxtrain.islands import folder_meeting
 from jaxtrain.islands.meeting import Offer, Trimmed, Unanswered
-from jaxtrain.islands.network import tcp_meeting
+from jaxtrain.islands.network import fallback_meeting, tcp_meeting
 
 
 class Island:
@@ -22,15 +22,23 @@ class Island:
         self.index, self.units, self.workdir = settings["index"], settings["units"], Path(settings["workdir"])
         self.rng = random.Random()  # different after each restart
         tcp_meeting.PAUSE = folder_meeting.PAUSE = (0.02, 0.3)
+        fallback_meeting.FALL_BACK_S, fallback_meeting.SILENCE_S = 0.5, 3.0
+        fallback_meeting.AGAIN_S, fallback_meeting.LOOK_S = 0.3, (0.05, 0.3)
         self.mode = settings["mode"]
-        self.meeting = (folder_meeting.FolderMeeting(settings["store"], self.index, sign=0.5) if settings.get("store")
-                        else tcp_meeting.TcpMeeting(settings["address"], settings["keys"], self.index, silence=3.0,
-                                                    sign=0.5))
+        self.meeting = self.reached(settings)
         self.checkpoint = self.workdir / f"{self.index}.json"
         self.position, self.done, self.tally = 0, 0, []
         if self.checkpoint.exists():
             self.position, self.done, self.tally = json.loads(self.checkpoint.read_text())
         self.sent = []
+
+    def reached(self, settings):
+        if settings.get("store"):
+            return folder_meeting.FolderMeeting(settings["store"], self.index, sign=0.5)
+        if settings.get("fallback"):
+            return fallback_meeting.FallbackMeeting(settings["address"], settings["keys"], settings["fallback"],
+                                                    self.index)
+        return tcp_meeting.TcpMeeting(settings["address"], settings["keys"], self.index, silence=3.0, sign=0.5)
 
     def run(self):
         while self.done < self.units:

@@ -2,7 +2,7 @@
 
 The coordinator is killed in some of its compactions besides.
 
-    python -m tests.islands.storm FIRST_SEED LAST_SEED
+    python -m tests.islands.storm FIRST_SEED LAST_SEED [--fallback]
 """
 
 import json
@@ -39,14 +39,15 @@ class Storm:
     pace = 1.0  # times 0.05 to 0.7 seconds pass between faults
     timeouts, lease = (0.1, 0.5, 2), 4
 
-    def __init__(self, folder: Path, seed: int, islands=3, units=20, mode="sync", with_store=False):
+    def __init__(self, folder: Path, seed: int, islands=3, units=20, mode="sync", with_store=False, fallback=False):
+        """`with_store`: island 0 meets the others at a store; `fallback`: all have one, and the port is shut."""
         self.folder, self.rng, self.mode = folder, random.Random(seed), mode
-        self.islands, self.units = islands, units
+        self.islands, self.units, self.fallback = islands, units, fallback
         certificates.make(folder / "keys", range(islands))
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.proxy = CuttingProxy(port)
-        store = [f"--store={folder / 'store'}", "--store_every=0.05"] if with_store else []
+        store = [f"--store={folder / 'store'}", "--store_every=0.05"] if with_store or fallback else []
         timeout = self.rng.choice(self.timeouts)
         self.words = {"coordinator": [
             "-m", "tests.islands.crashing_coordinator", "serve", f"--folder={folder / 'log'}",
@@ -60,7 +61,8 @@ class Storm:
 
     def island(self, index, store, mode):
         settings = {"index": index, "units": self.units, "workdir": str(self.folder), "mode": mode, "store": store,
-                    "keys": str(self.folder / "keys"), "address": f"127.0.0.1:{self.proxy.port}"}
+                    "keys": str(self.folder / "keys"), "address": f"127.0.0.1:{self.proxy.port}",
+                    "fallback": self.fallback and str(self.folder / "store")}
         return ["-m", "tests.islands.adding_island", json.dumps(settings)]
 
     def run(self, faults: int, patience=240.0):
@@ -69,9 +71,10 @@ class Storm:
             with self.proxy:
                 for name in self.words:
                     self.start(name)
-                for _ in range(faults):
+                for number in range(faults):
                     time.sleep(self.rng.uniform(0.05, 0.7) * self.pace)
-                    self.fault(self.rng.choice(self.kinds))
+                    first = self.fallback and not number
+                    self.fault("port" if first else self.rng.choice((*self.kinds, *["port"] * bool(self.fallback))))
                 while running := self.running():
                     assert time.monotonic() < end, f"{running} are not done after {patience:.0f} s"
                     time.sleep(0.05)
@@ -96,6 +99,10 @@ class Storm:
         self.processes[name] = started(self.words[name], self.folder, name)
 
     def fault(self, kind):
+        if kind == "port":  # for good, or until it is drawn again
+            self.proxy.close_port(not self.proxy.closed)
+            self.faults["port shut" if self.proxy.closed else "port opened"] += 1
+            return
         if kind == "cut":
             self.proxy.cut()
             self.faults[kind] += 1
@@ -129,8 +136,9 @@ class Storm:
         return log.position
 
 
-def storm(folder: Path, seed: int, faults=10) -> Storm:
-    made = Storm(folder, seed, mode="async" if seed % 3 == 2 else "sync", with_store=seed % 2 == 1)
+def storm(folder: Path, seed: int, faults=10, fallback=False) -> Storm:
+    made = Storm(folder, seed, mode="async" if seed % 3 == 2 else "sync", with_store=seed % 2 == 1 and not fallback,
+                 fallback=fallback)
     made.run(faults)
     made.check()
     return made
@@ -140,6 +148,6 @@ if __name__ == "__main__":
     for number in range(int(sys.argv[1]), int(sys.argv[2]) + 1):
         with tempfile.TemporaryDirectory() as place:
             begun = time.monotonic()
-            done = storm(Path(place), number)
+            done = storm(Path(place), number, fallback="--fallback" in sys.argv)
             print(f"seed {number}: {done.check()} entries, {dict(done.faults)}, {time.monotonic() - begun:.1f} s",
                   flush=True)

@@ -23,7 +23,7 @@ from jaxtrain.train_step.optimizers import outer
 from jaxtrain.trainer.loop import train
 from jaxtrain.trainer.session import Interrupted
 from tests.islands.archipelago import assert_same_bits, numbers
-from tests.islands.memory_meeting import MemoryMeeting
+from tests.islands.memory_meeting import MemoryMeeting, wait_until
 from tests.islands.test_island_runs import STEPS, Beside, built, islands, with_meeting
 from tests.tiers import slow
 
@@ -243,6 +243,33 @@ def test_a_checkpoint_of_the_step_of_the_offer_makes_it_again_though_a_file_has_
     ends_alike(codec, *trained(codec, attempts, EVERY, HeldMeeting()))
 
 
+def test_the_file_of_an_offer_is_removed_once_no_checkpoint_needs_it(tmp_path):
+    """Killed before that, the island goes on from it once more; killed at the end, the next start removes it."""
+    def gone():
+        """As retention does, some saves later."""
+        wait_until(lambda: EVERY + 4 in checkpoints("int4", tmp_path, EVERY))
+        shutil.rmtree(tmp_path / "checkpoints" / f"{EVERY + 2}", ignore_errors=True)
+
+    def attempts(one, meeting):
+        with pytest.raises(Interrupted):
+            held(one, meeting, tmp_path, lambda: signal.raise_signal(signal.SIGTERM))
+        released(meeting, True)
+        there = []
+        look = At({step: lambda: there.append((tmp_path / KEPT).exists()) for step in range(1, STEPS + 1)})
+        drop = At({EVERY + 6: gone})
+        with pytest.raises(RuntimeError, match="killed"):  # with the entry applied, and no checkpoint since
+            train(with_meeting(one, meeting), tmp_path, observers=[At({EVERY + OVERLAP + 1: killed})])
+        assert (tmp_path / KEPT).exists() and max(checkpoints("int4", tmp_path, EVERY)) == EVERY + 2
+        state = train(with_meeting(one, meeting), tmp_path, observers=[look, drop])
+        assert there == [True] * 5 + [False]
+        (tmp_path / KEPT).touch()
+        train(with_meeting(one, meeting), tmp_path)
+        assert not (tmp_path / KEPT).exists()
+        return state
+
+    ends_alike("int4", *trained("int4", attempts, EVERY, HeldMeeting()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["none", "int4"])
 def test_without_its_file_a_stopped_island_offers_what_it_has(codec, tmp_path):
@@ -295,10 +322,16 @@ def test_what_an_offer_fails_with_ends_the_run_where_the_exchange_ends(error, tm
 def test_an_offer_in_a_file_is_read_whole_or_not_at_all(tmp_path):
     content = np.arange(5, dtype=np.uint8).tobytes() + b"\n\n"
     offer = Offer(1, 7, 0, 2.5, hashlib.sha256(content).hexdigest(), 3, 4, same="0" * 64)
-    log_records.write_offer(tmp_path / KEPT, offer, content, b"what it lacks")
+    log_records.write_offer(tmp_path / KEPT, 9, offer, content, b"what it lacks")
     assert log_records.read_offer(tmp_path / KEPT, 1, 7) == (offer, content, b"what it lacks")
     assert log_records.read_offer(tmp_path / KEPT, 1, 8) is log_records.read_offer(tmp_path / KEPT, 0, 7) is None
     whole = (tmp_path / KEPT).read_bytes()
+    for position, steps in ((7, ()), (8, (9,)), (8, (7, 9, 11))):
+        log_records.remove_offer(tmp_path / KEPT, position, steps)
+        assert (tmp_path / KEPT).exists(), "it is not in the log, or its checkpoint is there"
+    log_records.remove_offer(tmp_path / KEPT, 8, (11,))
+    assert not (tmp_path / KEPT).exists()
+    log_records.remove_offer(tmp_path / KEPT, 8, ())
     for damaged in (b"", whole[:-1], whole[1:], whole + b"\0"):
         (tmp_path / KEPT).write_bytes(damaged)
         assert log_records.read_offer(tmp_path / KEPT, 1, 7) is None

@@ -53,6 +53,21 @@ class World:
         return [[offer.island for offer in entry.contributions] for entry in self.mind.entries]
 
 
+def test_an_island_that_left_is_not_waited_for_because_its_last_offer_comes_again():
+    world = World(Policy(islands=2))
+    for base, last in ((0, False), (1, True)):
+        world.offer(0, base)
+        world.offer(1, base, last=last)
+    world.offer(1, 1, last=True)
+    world.offer(0, 2)
+    assert world.islands() == [[0, 1], [0, 1], [0]]
+    world.offer(1, 2)  # its run became longer
+    world.offer(0, 3)
+    assert len(world.islands()) == 3
+    world.offer(1, 3)
+    assert world.islands()[3:] == [[0, 1]]
+
+
 def test_a_round_waits_for_all_islands_and_closes_with_the_last():
     world = World(Policy(islands=3, quorum=2))
     for island in (2, 0):

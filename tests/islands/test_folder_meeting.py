@@ -103,6 +103,28 @@ def test_islands_meet_in_object_storage_that_fails_now_and_then(log, bucket, net
     assert len(network.faults) > 5
 
 
+def test_a_store_has_one_log(log, tmp_path):
+    """Islands would take the entries of an earlier one for those of the coordinator's."""
+    place = tmp_path / "meeting"
+    for island in range(2):
+        log.offer(*offered(island, 0, b"%d" % island))
+    Bridge(log, str(place)).look()
+    before = sorted(path for path in place.rglob("*"))
+    other = OuterLog(tmp_path / "other", Policy())
+    with pytest.raises(UserError, match=f"--store: {place} has another log than {tmp_path / 'other'}; give a place of"):
+        Bridge(other, str(place)).look()
+    (place / "log").unlink()  # by an older version of the coordinator
+    with pytest.raises(UserError, match="has another log than"):
+        Bridge(other, str(place)).look()
+    other.close()
+    log.close()
+    again = OuterLog(tmp_path / "log", Policy())
+    assert again.name == log.name
+    Bridge(again, str(place)).look()
+    again.close()
+    assert sorted(path for path in place.rglob("*")) == before
+
+
 def test_an_entry_ends_the_wait(log, tmp_path):
     far, bridge, found = FolderMeeting(str(tmp_path / "meeting"), 0), Bridge(log, str(tmp_path / "meeting")), []
     far.offer(*offered(0, 0, b"far"))

@@ -35,9 +35,17 @@ def params(flags, workdir, step=STEPS):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("codec", [INT4, FACTORS], ids=["int4", "power_sgd"])
-def test_an_island_of_two_processes_and_one_of_one(codec, tmp_path_factory, tmp_path):
+@pytest.mark.parametrize("codec, port", [(INT4, False), (FACTORS, False), (INT4, True)],
+                         ids=["int4", "power_sgd", "without their port"])
+def test_an_island_of_two_processes_and_one_of_one(codec, port, tmp_path_factory, tmp_path):
     flags = [*tiny_flags(tmp_path_factory, [*TINY, *codec]), f"--config.islands.meeting={tmp_path}/meeting"]
+    if port:  # at which nobody listens
+        certificates = pytest.importorskip("jaxtrain.islands.network.certificates")
+        certificates.make(tmp_path / "keys", range(2))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        flags[-1:] = [f"--config.islands.meeting=tcp://{address},{tmp_path}/meeting",
+                      f"--config.islands.keys={tmp_path}/keys"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": virtual_devices(1)}
     serve = subprocess.Popen([sys.executable, "-m", "jaxtrain.islands", "serve", f"--folder={tmp_path}/log",
                               f"--store={tmp_path}/meeting", "--islands=2", "--store_every=0.1"], env=environment)
@@ -47,6 +55,7 @@ def test_an_island_of_two_processes_and_one_of_one(codec, tmp_path_factory, tmp_
         with two_processes([*flags, "--config.mesh.fsdp=8"], tmp_path / "two") as both:
             said = ended([*both, one])
         assert [process.returncode for process in (*both, one)] == [0, 0, 0], "".join(said)
+        assert "".join(said).count("goes on at") == 2 * port, "each island says so once"
     finally:
         serve.kill()
         one.kill()

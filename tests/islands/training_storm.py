@@ -1,6 +1,7 @@
 """Storms over islands that train: killed, told to stop, cut off and restarted, they end where calm ones do.
 
     python -m tests.islands.training_storm FIRST_SEED LAST_SEED [--mode=gossip] [--overlap=4] [--compression=power_sgd]
+    python -m tests.islands.training_storm FIRST_SEED LAST_SEED --fallback=45
 
 The first run is calm, and its losses are what those of the storms are compared with. Rounds repeat to the bit: islands
 that come to all of them end with the calm ones' losses exactly, and others within 1 %. Asynchronous islands do not: the
@@ -13,6 +14,7 @@ import json
 import signal
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -66,9 +68,11 @@ class TrainingStorm(Storm):
                 "data.global_batch_size": ROWS, "optimizer.warmup_steps": 5, "islands.count": self.islands,
                 "islands.index": index, "islands.every": EVERY, "islands.mode": mode, "islands.snapshot_every": 5,
                 "islands.overlap": self.overlap, "islands.compression": self.compression,
-                "islands.meeting": store or f"tcp://127.0.0.1:{self.proxy.port}",
+                "islands.meeting": store or f"tcp://127.0.0.1:{self.proxy.port}" + (
+                    f",{self.folder / 'store'}" if self.fallback else ""),
                 **({} if store else {"islands.keys": self.folder / "keys"})}
-        return ["-m", "jaxtrain.main", f"--config={ROOT / 'configs/gpt.py'}:tiny",
+        words = ["tests.islands.falling_back", f"{self.fallback}"] if self.fallback else ["jaxtrain.main"]
+        return ["-m", *words, f"--config={ROOT / 'configs/gpt.py'}:tiny",
                 f"--workdir={self.folder / f'run{index}'}", *(f"--config.{key}={value}" for key, value in keys.items())]
 
     def check(self):
@@ -77,6 +81,10 @@ class TrainingStorm(Storm):
         log = Coordinator(Policy(), records)
         names = [(offer.island, offer.base) for entry in log.entries for offer in entry.contributions + entry.refused]
         assert len(names) == len(set(names)) and log.begins > 0
+        self.returns = Counter()
+        for path in self.folder.glob("island *.out"):
+            text = path.read_text()
+            self.returns += Counter({"to the store": text.count("goes on at"), "back": text.count("returns to it")})
         losses = []
         for index in range(self.islands):
             lines = (self.folder / f"run{index}" / "metrics.jsonl").read_text().splitlines()
@@ -134,6 +142,8 @@ def main():
     parser.add_argument("last", type=int, help="seed")
     parser.add_argument("--mode", choices=ISLANDS, default="sync", help="islands.mode")
     parser.add_argument("--store", action="store_true", help="island 0 meets the others at a folder")
+    parser.add_argument("--fallback", type=float, default=0, metavar="SECONDS",
+                        help="islands have a store, too; the port is shut, and given up after so many seconds")
     parser.add_argument("--overlap", type=int, default=0, help="islands.overlap")
     parser.add_argument("--compression", default="none", help="islands.compression")
     parser.add_argument("--faults", type=int, default=6, help="of a storm; 0: all are calm")
@@ -143,12 +153,13 @@ def main():
         with tempfile.TemporaryDirectory() as place:
             began = time.monotonic()
             done = storm(Path(place), number, 0 if number < 0 else args.faults, args.mode, args.store,
-                         overlap=args.overlap, compression=args.compression)
+                         overlap=args.overlap, compression=args.compression, fallback=args.fallback)
             losses, entries = done.check()
         calm = calm or (losses, entries)
         away = max(abs(one / other - 1) for one, other in zip(losses, calm[0], strict=True))
         print(f"{'calm' if number < 0 else f'seed {number}'}: loss {losses}, {away:.2%} from calm, {entries} entries, "
-              f"{done.refused} refused, {dict(done.faults)}, {time.monotonic() - began:.0f} s", flush=True)
+              f"{done.refused} refused, {dict(done.faults + done.returns)}, {time.monotonic() - began:.0f} s",
+              flush=True)
         if args.mode != "async":
             assert losses == calm[0] if entries == calm[1] else away < 0.01
 

@@ -17,7 +17,9 @@ class IslandsConfig:
 
     count: int = 0  # islands among which each batch is divided: together they train on count x data.global_batch_size
     index: int = 0  # number of this run's island, from 0
-    meeting: str = ""  # where islands meet: tcp://HOST:PORT of `jaxtrain islands serve`, or its --store
+    # where islands meet: tcp://HOST:PORT of `jaxtrain islands serve`, or its --store, or both as tcp://HOST:PORT,STORE:
+    # the store while the port is out of reach
+    meeting: str = ""
     keys: str = ""  # with tcp://: the folder with this island's certificates, from `jaxtrain islands keys`
     mode: str = "sync"  # outer updates: "sync": of all islands together; "async": of each; "gossip": of pairs
     every: int = 50  # inner steps between exchanges of the same parameters
@@ -45,7 +47,7 @@ class IslandsConfig:
         if self.count and self.index >= self.count:
             raise UserError("islands.index", f"there are {self.count} islands, counted from 0",
                             f"use {self.count - 1} or less, or raise islands.count")
-        if bool(self.keys) != (tcp := self.meeting.startswith("tcp://")):
+        if bool(self.keys) != (tcp := "tcp://" in self.meeting):
             raise UserError("islands.keys", f"{self.meeting} {'needs' if tcp else 'takes no'} certificates",
                             "give the folder of this island's" if tcp else "leave it out, or meet at tcp://HOST:PORT")
         for key in ("momentum", "blend"):

@@ -78,7 +78,8 @@ class MeetingServer:
         try:
             with plain, self._greeted(plain) as line:
                 island = certificates.island_of(line)
-                frames.send(line, {"version": VERSION})  # only now does the client know that it was let in
+                # Only now does the client know that it was let in.
+                frames.send(line, {"version": VERSION, "log": self._log.name})
                 while not self._stopped.is_set():
                     header, body = frames.receive(line)
                     self._log.alive(island)

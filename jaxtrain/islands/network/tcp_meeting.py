@@ -34,7 +34,7 @@ class TcpMeeting:
     """
 
     def __init__(self, address: str, keys: str | Path, island: int, islands: int = 1, *, patience: float = 3600.0,
-                 silence: float = 60.0, sign: float = 5.0):
+                 silence: float = 60.0, sign: float = 5.0, quiet: bool = False):
         """Connect when first used.
 
         Args:
@@ -45,14 +45,16 @@ class TcpMeeting:
             patience: seconds without any answer after which a call raises an OSError.
             silence: seconds without a byte after which a connection counts as lost.
             sign: seconds between two signs of life while nothing else is said.
+            quiet: whether the caller says that the coordinator is out of reach.
         """
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
             raise UserError("islands.meeting", f"tcp://{address} has no port or no host", "give tcp://HOST:PORT")
         self._address, self._host, self._port, self._island = address, host.strip("[]"), int(port), island
         self._tls = certificates.context(keys, f"island-{island}")
-        self._patience, self._silence = patience, silence
+        self._patience, self._silence, self._quiet = patience, silence, quiet
         self._fix = f"jaxtrain islands serve --folder=DIR --address=0.0.0.0:{port} --keys=DIR --islands={islands}"
+        self.log = ""  # the name of the coordinator's log; "": not known yet
         self._unused: list[ssl.SSLSocket] = []
         self._closed, self._heard = threading.Event(), time.monotonic()
         threading.Thread(target=self._live, args=(sign,), name="islands", daemon=True).start()
@@ -62,6 +64,22 @@ class TcpMeeting:
         self._closed.set()
         while line := self._idle():
             line.close()
+
+    def reach(self) -> None:
+        """Ask the coordinator for an answer, once; raises an OSError or EOFError if none comes."""
+        try:
+            line = self._connected()
+            try:
+                _ask(line, {"op": "alive"})
+            except BaseException:
+                line.close()
+                raise
+        except (OSError, EOFError) as error:
+            if why := certificates.refused(error):
+                raise certificates.wrong(self._address, why) from error
+            raise
+        self._heard = time.monotonic()
+        self._unused.append(line)
 
     def offer(self, offer: Offer, content: bytes) -> None:
         """Offer progress, as `Meeting` says."""
@@ -140,7 +158,7 @@ class TcpMeeting:
                     raise ConnectionError(f"{self._address}: the coordinator of the islands is out of reach "
                                           f"({_words(error)})") from error
                 now = time.monotonic()
-                if pause >= min(1.6, PAUSE[1]) and now - self._told >= TELL_S:
+                if not self._quiet and pause >= min(1.6, PAUSE[1]) and now - self._told >= TELL_S:
                     self._told = now
                     say(f"{self._address}: the coordinator of the islands is out of reach ({_words(error)}); trying "
                         f"again for {self._patience:.0f} s; if it does not run, start it with {self._fix}")
@@ -169,6 +187,7 @@ class TcpMeeting:
             if hello.get("version") != VERSION:
                 raise UserError(self._address, f"the coordinator speaks version {hello.get('version')} of the "
                                 f"protocol, and this island {VERSION}", "use one version of jaxtrain everywhere")
+            self.log = f"{hello.get('log', '')}"
             return line
         except BaseException:
             plain.close()

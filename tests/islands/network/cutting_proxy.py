@@ -12,6 +12,7 @@ class CuttingProxy:
         self.target, self.cut_after, self.silent = port, [], []
         self.cuts = self.up = self.down = self.connections = 0
         self.open = set()
+        self.closed = False  # whether new connections are cut at once
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
 
@@ -21,6 +22,11 @@ class CuttingProxy:
 
     def __exit__(self, *_):
         self.listener.close()
+        self.cut()
+
+    def close_port(self, closed=True):
+        """Let no connection through any more, or again."""
+        self.closed = closed
         self.cut()
 
     def cut(self):
@@ -34,6 +40,9 @@ class CuttingProxy:
             while True:
                 line = self.listener.accept()[0]
                 self.connections += 1
+                if self.closed:
+                    line.close()
+                    continue
                 left = [self.cut_after.pop(0) if self.cut_after else None]
                 silent = self.silent.pop(0) if self.silent else False
                 try:
@@ -44,6 +53,8 @@ class CuttingProxy:
                 self.open |= {line, other}
                 for way in ((line, other, "up"), (other, line, "down")):
                     threading.Thread(target=self.forward, args=(*way, left, silent), daemon=True).start()
+                if self.closed:  # since just now
+                    self.cut()
 
     def forward(self, source, target, name, left, silent):
         try:

@@ -16,13 +16,14 @@ from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.errors import UserError
 from jaxtrain.islands import waiting_meeting
 from jaxtrain.islands.coordinator import Policy
-from jaxtrain.islands.meeting import Offer, Trimmed, Unanswered
+from jaxtrain.islands.meeting import Trimmed, Unanswered
 from jaxtrain.islands.meeting_places import open_meeting
 from jaxtrain.islands.network import certificates, frames, meeting_server, tcp_meeting
 from jaxtrain.islands.network.meeting_server import MeetingServer
 from jaxtrain.islands.network.tcp_meeting import TcpMeeting
 from jaxtrain.islands.outer_log import OuterLog
 from tests.islands.network.cutting_proxy import CuttingProxy
+from tests.islands.network.served_log import Served, offered
 
 pytest.importorskip("cryptography", reason="comes with the extra .[islands]")
 
@@ -37,25 +38,6 @@ def keys(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
     monkeypatch.setattr(tcp_meeting, "PAUSE", (0.01, 0.05))
-
-
-class Served:
-    """A log and its server, in this process; `stop` and `start` are what a restart is."""
-
-    def __init__(self, folder, keys, policy):
-        self.folder, self.keys, self.policy, self.port = folder, keys, policy, 0
-        self.start()
-
-    def start(self):
-        self.log = OuterLog(self.folder, self.policy)
-        self.server = MeetingServer(self.log, f"127.0.0.1:{self.port}",
-                                    certificates.context(self.keys, certificates.COORDINATOR), largest=2**25)
-        self.port = self.server.port
-        threading.Thread(target=self.server.accept, daemon=True).start()
-
-    def stop(self):
-        self.server.stop()
-        self.log.close()
 
 
 @pytest.fixture
@@ -77,10 +59,6 @@ def island(served, keys):
     yield make
     for meeting in meetings:
         meeting.close()
-
-
-def offered(island, base, content, **keys):
-    return Offer(island, base, 0, 1.0, hashlib.sha256(content).hexdigest(), **keys), content
 
 
 def test_islands_read_the_log_that_their_offers_make(island, served):
