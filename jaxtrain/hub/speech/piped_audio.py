@@ -27,8 +27,11 @@ OTHERS = {b"fLaC": "FLAC", b"OggS": "Ogg", b"ID3": "MP3", b"\x1aE\xdf\xa3": "Mat
 
 
 def samples_of_pipe(pipe: BinaryIO) -> Iterator[np.ndarray]:
-    """Yield the samples at 16 kHz, averaged over channels, as they come."""
-    head = pipe.read(4)
+    """Yield the samples at 16 kHz, averaged over channels, as they come.
+
+    `pipe` has no buffer: its lock would be held while a thread waits for bytes, at the end of the program too.
+    """
+    head = _exactly(pipe, 4)
     if kind := next((kind for magic, kind in OTHERS.items() if head.startswith(magic)), ""):
         raise UserError("-", f"it is {kind}, and standard input is read as WAV or samples only", DECODE_FIRST)
     if head != b"RIFF":
@@ -42,12 +45,12 @@ def samples_of_pipe(pipe: BinaryIO) -> Iterator[np.ndarray]:
 def _header(pipe: BinaryIO) -> tuple[int, int, float]:
     """Return the channels, the rate and the bytes of samples of WAV, which begin where reading goes on."""
     found = None
-    if pipe.read(8)[4:] == b"WAVE":
-        while len(head := pipe.read(8)) == 8:
+    if _exactly(pipe, 8)[4:] == b"WAVE":
+        while len(head := _exactly(pipe, 8)) == 8:
             name, size = head[:4], struct.unpack("<I", head[4:])[0]
             if name == b"data" and found:
                 return *found, float("inf") if size == 0 or size >= ENDLESS else size
-            content = pipe.read(min(size + size % 2, 2**24))
+            content = _exactly(pipe, min(size + size % 2, 2**24))
             if name == b"fmt " and len(content) >= 16:
                 found = _format(content)
     raise UserError("-", "its header is not that of a WAV file", DECODE_FIRST)
@@ -66,11 +69,19 @@ def _format(content: bytes) -> tuple[int, int]:
     return channels, rate
 
 
+def _exactly(pipe: BinaryIO, count: int) -> bytes:
+    """Return so many bytes, or fewer at the end."""
+    found = b""
+    while len(found) < count and (new := pipe.read(count - len(found))):
+        found += new
+    return found
+
+
 def _bytes(pipe: BinaryIO, first: bytes, size: float = float("inf")) -> Iterator[bytes]:
     left = size - len(first)
     if first:
         yield first
-    while left > 0 and (new := pipe.read1(int(min(BYTES, left)))):  # pyrefly: ignore[missing-attribute]
+    while left > 0 and (new := pipe.read(int(min(BYTES, left)))):
         left -= len(new)
         yield new
 

@@ -16,14 +16,15 @@ when its window is over, the whole line follows as "corrected: ...". This takes 
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxtrain import compile_cache, storage
+from jaxtrain import storage
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import command, parser_of
 from jaxtrain.hub.speech.transcript_windows import Segment, silence_of, text_of, window
@@ -37,16 +38,18 @@ class _Reading:
 
     frames: np.ndarray
     silence: float
+    found: list[Segment]
     at: int = 0
-    found: list[Segment] = field(default_factory=list)
 
 
 @command()
 def main(argv: list[str] | None = None) -> None:
     """Parse the flags, transcribe, and print or write what was said."""
+    from jaxtrain.compile_cache import enable_compilation_cache
+
     flags = _flags(argv)
     how = {"beams": flags.beams, "language": flags.language, "task": flags.task, "timestamps": flags.timestamps}
-    compile_cache.enable_compilation_cache()
+    enable_compilation_cache()
     if flags.stream:
         found = stream(flags.workdir, flags.files, flags.step, **how)
     else:
@@ -121,25 +124,33 @@ def transcribe(folder: str | Path, files: Sequence[str], step: int | None = None
         batch_size: how many windows are transcribed at once.
     """
     from jaxtrain.hub.speech.speech_model import open_model
-    from jaxtrain.kernels.log_mel import log_mel_of_file
 
     sources = _sources(folder, files)
     model = open_model(folder, step, beams=beams, language=language, task=task, timestamps=timestamps)
-    c, readings = model.c, {}
-    for name, source in sources.items():
-        frames = log_mel_of_file(np.concatenate([*_piped()]) if source is None else _samples(source), c.mels)
-        readings[name] = _Reading(frames, silence_of(frames.max(initial=-np.inf)))
-    while waiting := [one for one in readings.values() if one.at < len(one.frames)][:batch_size]:
+    return transcribed(model, ((name, np.concatenate([np.zeros(0, np.float32), *_piped()]) if source is None
+                                else _samples(source)) for name, source in sources.items()), batch_size)
+
+
+def transcribed(model: Any, sounds: Iterable[tuple[str, np.ndarray]], batch_size: int) -> dict[str, list[Segment]]:
+    """Return the segments of recordings, each a name and its samples, of which `batch_size` at most are in memory."""
+    from jaxtrain.kernels.log_mel import log_mel_of_file
+
+    c, found, active = model.c, dict[str, list[Segment]](), list[_Reading]()
+    all_frames = ((found.setdefault(name, []), log_mel_of_file(samples, c.mels)) for name, samples in sounds)
+    readings = (_Reading(frames, silence_of(frames.max()), said) for said, frames in all_frames if len(frames))
+    while active := [*active, *islice(readings, batch_size - len(active))]:
         windows, valid = zip(*(window(one.frames[one.at:one.at + 2 * c.audio_positions], one.silence, c)
-                               for one in waiting), strict=True)
-        rows = [*range(len(waiting)), *[0] * (batch_size - len(waiting))]  # one number of rows, for one program
+                               for one in active), strict=True)
+        rows = [*range(len(active)), *[0] * (batch_size - len(active))]  # one number of rows, for one program
         tokens, _ = model.decoding.decode(np.stack(windows)[rows], np.stack(valid)[rows] if c.mask_padding else None,
-                                          model.prompts(batch_size), model.new, beams)
-        for reading, ids in zip(waiting, tokens, strict=False):
+                                          model.prompts(batch_size), model.new, model.beams)
+        for reading, ids in zip(active, tokens, strict=False):
             size = min(2 * c.audio_positions, len(reading.frames) - reading.at)
             segments, moved = model.read(model.said(ids), reading.at, size)
-            reading.found, reading.at = [*reading.found, *segments], reading.at + moved
-    return {name: reading.found for name, reading in readings.items()}
+            reading.found += segments
+            reading.at += moved
+        active = [one for one in active if one.at < len(one.frames)]
+    return found
 
 
 def stream(folder: str | Path, files: Sequence[str], step: int | None = None, *, beams: int = 1, language: str = "",
@@ -149,12 +160,13 @@ def stream(folder: str | Path, files: Sequence[str], step: int | None = None, *,
     from jaxtrain.hub.speech.live_printing import print_live
     from jaxtrain.hub.speech.piped_audio import as_it_comes
     from jaxtrain.hub.speech.speech_model import open_model
+    from jaxtrain.hub.trained_model import sections_of
 
     sources = _sources(folder, files)
-    model = open_model(folder, step, beams=beams, language=language, task=task, timestamps=timestamps)
-    if not (chunk := 2 * HOP * model.c.audio_chunk):
+    if not (chunk := 2 * HOP * sections_of(folder)["model"].get("audio_chunk", 0)):
         raise UserError("--stream", "the encoder of this model attends to what comes later, too",
                         "leave it out, or train with model.audio_chunk=50: a second")
+    model = open_model(folder, step, beams=beams, language=language, task=task, timestamps=timestamps)
 
     def blocks(source):
         if source is None:
@@ -168,7 +180,7 @@ def stream(folder: str | Path, files: Sequence[str], step: int | None = None, *,
 def _sources(folder: str | Path, files: Sequence[str]) -> dict[str, Any]:
     """Return the audio files among these and in the folders among these, by path; None: standard input."""
     from jaxtrain.data.formats import inputs
-    from jaxtrain.data.prepare_sequences.audio import CLIPS
+    from jaxtrain.data.prepare_sequences.audio import CLIPS, unusable
     from jaxtrain.hub import trained_model
 
     if (name := trained_model.sections_of(folder)["model"]["name"]) != "whisper":
@@ -179,6 +191,9 @@ def _sources(folder: str | Path, files: Sequence[str]) -> dict[str, Any]:
     pieces = inputs.find_pieces(named, 2**62, ends=CLIPS)
     if named and not pieces:
         raise UserError("FILES", f"{', '.join(files)} has no audio", fix)
+    for piece in pieces:  # before anything is transcribed
+        if reason := unusable(piece):
+            raise UserError("FILES", f"{piece.path} is {reason}", "leave it out")
     return {**{piece.path: piece for piece in pieces}, **({PIPE: None} if PIPE in files else {})}
 
 
@@ -197,7 +212,7 @@ def _piped() -> Iterator[np.ndarray]:
 
     if sys.stdin.isatty():
         raise UserError(PIPE, "standard input is a terminal", "write audio into it, as in: arecord ... | jaxtrain ...")
-    return samples_of_pipe(sys.stdin.buffer)
+    return samples_of_pipe(open(sys.stdin.fileno(), "rb", buffering=0, closefd=False))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,122 @@
+"""python tools/bench_live_speech.py WORKDIR: how late jaxtrain transcribe --stream prints words, and how fast it is.
+
+WORKDIR is of `python examples/spoken_words.py --stream --folder=FOLDER`: FOLDER/run. Recordings of chords, in each
+window one clip of two to four words, are heard as a microphone would give them, 20 ms at a time in real time, and then
+at once. A word's delay is from the end of its sound to its print, wherever its window has the right words.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import time
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.data.prepare_sequences.audio import RATE, log_mel
+from jaxtrain.hub.speech import transcript_normalizer, word_errors
+from jaxtrain.hub.speech.live_transcript import LiveTranscript
+from jaxtrain.hub.speech.piped_audio import as_it_comes
+from jaxtrain.hub.speech.speech_model import open_model
+from jaxtrain.hub.speech.transcribe import text_of, transcribed
+from jaxtrain.kernels.log_mel import log_mel_of_file
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("workdir")
+    parser.add_argument("--windows", type=int, default=60)
+    parser.add_argument("--quiet", type=float, default=0, help="seconds of zeros in front of each clip")
+    flags = parser.parse_args()
+    model = open_model(flags.workdir)
+    said, ends, samples = recording(flags.windows, 2 * model.c.audio_positions / 100, flags.quiet)
+    for _ in range(2):  # the first time compiles
+        begun = time.perf_counter()
+        whole = transcribed(model, [("", samples)], 8)[""]
+        spent = time.perf_counter() - begun
+    print(f"as a whole: {rate(said, [one.text for one in whole])}; {len(samples) / RATE / spent:.0f} seconds a second")
+    live, chunk = LiveTranscript(model), 320 * model.c.audio_chunk
+    for _ in range(2):
+        begun, live.whole_windows = time.perf_counter(), 0
+        heard = [*live.of(samples[at:at + chunk] for at in range(0, len(samples), chunk))]
+        spent = time.perf_counter() - begun
+    final = [one.text for one in heard if one.segments is not None]
+    print(f"streamed: {rate(said, final)}; {len(samples) / RATE / spent:.0f} seconds a second; {live.whole_windows} of "
+          f"{flags.windows} windows encoded again; {sum(a == b.text for a, b in zip(final, whole, strict=True))} the same")
+    carried = [one.text for one in Carried(model).of(samples[at:at + chunk] for at in range(0, len(samples), chunk))
+               if one.segments is not None]
+    print(f"as clipped while heard: {rate(said, carried)}")
+    delays(said, ends, samples, live, 2 * model.c.audio_positions / 100)
+    for name, make in (("host", log_mel), ("device", log_mel_of_file)):
+        make(samples)
+        begun = time.perf_counter()
+        for _ in range(5):
+            make(samples)
+        print(f"log-mel frames, {name}: {5 * len(samples) / RATE / (time.perf_counter() - begun):.0f} seconds a second")
+
+
+class Carried(LiveTranscript):
+    """Windows are never encoded again, whatever their frames were clipped by."""
+
+    def _over(self):
+        frames, _ = self._frames()
+        self.now.features[:] = frames
+        return super()._over()
+
+
+def recording(windows: int, length: float, quiet: float) -> tuple[list[str], list[list[float]], np.ndarray]:
+    """Return what is said in each window, when each word ends, and the samples."""
+    spec = importlib.util.spec_from_file_location("spoken_words", ROOT / "examples/spoken_words.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    said, ends, parts = [], [], []
+    for n in itertools.count(2 * 10**6):
+        if len(said) == windows:
+            return said, ends, np.concatenate(parts).astype(np.float32)
+        rng = np.random.default_rng(n)
+        words = [example.WORDS[n] for n in rng.integers(10, size=rng.integers(2, 5))]
+        clip, at = example.chords(words, rng)
+        clip = np.concatenate([np.zeros(int(quiet * RATE)), clip])
+        if (behind := round(length * RATE) - len(clip)) >= 0:
+            begin = len(said) * length + quiet
+            said.append(" ".join(words))
+            ends.append([begin + end for end in at])
+            parts += [clip, 0.01 * rng.normal(size=behind)]
+
+
+def rate(said: list[str], heard: list[str]) -> str:
+    errors = word_errors.count(said, heard, transcript_normalizer.basic)
+    return f"word error rate {errors.rate:.2%} of {errors.words}"
+
+
+def delays(said: list[str], ends: list[list[float]], samples: np.ndarray, live: LiveTranscript, length: float) -> None:
+    """Hear the samples in real time, and print how late words come."""
+    def microphone():
+        for at in range(0, len(samples), RATE // 50):
+            block = samples[at:at + RATE // 50]
+            time.sleep(max(0, begun + (at + len(block)) / RATE - time.perf_counter()))
+            yield block
+
+    begun, late, corrected, wrong, window = time.perf_counter(), [], 0, 0, 0
+    printed, shown = [], ""
+    for one in live.of(as_it_comes(microphone())):
+        now = time.perf_counter() - begun
+        if not one.text.startswith(shown):
+            corrected, printed = corrected + 1, []
+        printed += [now] * (len(one.text.split()) - len(printed))
+        shown = one.text
+        if one.segments is not None:
+            if one.text == said[window]:
+                late += [(at - end, at > (window + 1) * length) for at, end in zip(printed, ends[window], strict=True)]
+            wrong += one.text != said[window]
+            window, printed, shown = window + 1, [], ""
+    seconds = sorted(second for second, _ in late)
+    print(f"in real time: {len(late)} words, {sum(after for _, after in late)} of them when their window was over; delay "
+          f"{seconds[len(late) // 2]:.2f} s (median), {seconds[len(late) * 19 // 20]:.2f} s (95 %), {seconds[-1]:.2f} s "
+          f"(most); {corrected} lines corrected, {wrong} wrong in the end")
+
+
+if __name__ == "__main__":
+    main()
