@@ -6,7 +6,8 @@
 
 The clips are made here: by espeak-ng where it is installed, in several voices, speeds and pitches; else each word is a
 chord of its own. docs/speech.md says how long it takes and what it reaches. With --stream the encoder attends by chunks
-of 0.32 seconds, so that it can transcribe while it hears: then each clip is also transcribed like that.
+of 0.32 seconds, so that it can transcribe while it hears: then each clip is also transcribed like that. Chords then
+have pauses behind them.
 """
 
 import argparse
@@ -30,8 +31,8 @@ VOICES = "en", "en-us", "en-gb-scotland", "en-gb-x-rp"
 ROOT = Path(__file__).parents[1]
 
 
-def write_clip(folder: Path, number: int) -> None:
-    """Write one clip of two to four words, and its transcript beside it."""
+def write_clip(folder: Path, number: int, seconds: float = 0) -> None:
+    """Write one clip of two to four words, up to so many seconds long by a pause behind, and its transcript."""
     rng = np.random.default_rng(number)
     words = [WORDS[n] for n in rng.integers(len(WORDS), size=rng.integers(2, 5))]
     clip = folder / f"{number:04}.wav"
@@ -40,12 +41,15 @@ def write_clip(folder: Path, number: int) -> None:
         subprocess.run(["espeak-ng", *(f"{x}" for pair in how.items() for x in pair), "-w", clip, " ".join(words)],
                        check=True)
     else:
-        soundfile.write(clip, chords(words, rng)[0], RATE)
+        soundfile.write(clip, chords(words, rng, rng.uniform(0, seconds) if seconds else 0)[0], RATE)
     clip.with_suffix(".txt").write_text(" ".join(words))
 
 
-def chords(words: list[str], rng: np.random.Generator) -> tuple[np.ndarray, list[float]]:
-    """Return a sound for each word, two notes at a time, with pauses between and noise, and when each word ends."""
+def chords(words: list[str], rng: np.random.Generator, length: float = 0) -> tuple[np.ndarray, list[float]]:
+    """Return a sound for each word, two notes at a time, with pauses and noise, and when each word ends.
+
+    There is a pause behind the last word, too, up to a `length` of so many seconds.
+    """
     sound, ends = [np.zeros(1600)], []
     for word in words:
         n, seconds = WORDS.index(word), np.arange(int(RATE * rng.uniform(0.2, 0.35))) / RATE
@@ -53,6 +57,7 @@ def chords(words: list[str], rng: np.random.Generator) -> tuple[np.ndarray, list
         sound.append(0.3 * np.sin(2 * np.pi * notes[:, None] * seconds).sum(0))
         ends.append(sum(map(len, sound)) / RATE)
         sound.append(np.zeros(int(RATE * rng.uniform(0.05, 0.2))))
+    sound.append(np.zeros(max(0, int(RATE * length) - sum(map(len, sound)))))
     return (samples := np.concatenate(sound)) + 0.01 * rng.normal(size=len(samples)), ends
 
 
@@ -69,7 +74,7 @@ def main() -> None:
     with ThreadPoolExecutor() as pool:
         for name, numbers in (("clips", range(flags.clips)), ("unheard", range(10**6, 10**6 + 60))):
             (folder / name).mkdir(parents=True)
-            list(pool.map(lambda number, name=name: write_clip(folder / name, number), numbers))
+            list(pool.map(lambda number, name=name: write_clip(folder / name, number, 2.5 * flags.stream), numbers))
     corpus = prepare_sequences([f"{folder}/clips"], folder / "corpus", Audio("text", eval_fraction=0.05))
     made = time.perf_counter()
     print(f"{len(corpus.train)} clips to learn from, {len(corpus.eval)} to evaluate, in {made - started:.0f} s")

@@ -77,13 +77,13 @@ def recording(windows: int, length: float, quiet: float) -> tuple[list[str], lis
             return said, ends, np.concatenate(parts).astype(np.float32)
         rng = np.random.default_rng(n)
         words = [example.WORDS[n] for n in rng.integers(10, size=rng.integers(2, 5))]
-        clip, at = example.chords(words, rng)
+        clip, at = example.chords(words, rng, length - quiet)
         clip = np.concatenate([np.zeros(int(quiet * RATE)), clip])
-        if (behind := round(length * RATE) - len(clip)) >= 0:
+        if len(clip) == round(length * RATE):
             begin = len(said) * length + quiet
             said.append(" ".join(words))
             ends.append([begin + end for end in at])
-            parts += [clip, 0.01 * rng.normal(size=behind)]
+            parts.append(clip)
 
 
 def rate(said: list[str], heard: list[str]) -> str:

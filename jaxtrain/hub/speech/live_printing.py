@@ -16,21 +16,24 @@ class _Line:
 
     before: str  # in front of every line
     shown: str = ""
+    begun: bool = False
 
     def show(self, text: str) -> None:
         """Add what is new in the text, or, where words that were shown are others now, begin a corrected line."""
         corrected = "" if text.startswith(self.shown) else "\ncorrected: "
-        if corrected or not self.shown:
-            print(corrected or self.before, end="")
+        if text and not self.begun:
+            print(self.before, end="")
+        if corrected:
+            print(corrected, end="")
             self.shown = ""
         print(text[len(self.shown):], end="", flush=True)
-        self.shown = text
+        self.shown, self.begun = text, self.begun or bool(text)
 
     def end(self) -> None:
         """Begin the next line, if there is anything in this one."""
-        if self.shown:
+        if self.begun:
             print(flush=True)
-        self.shown = ""
+        self.shown, self.begun = "", False
 
 
 def print_live(model: SpeechModel, sounds: Iterable[tuple[str, Iterable[np.ndarray]]],
@@ -43,8 +46,7 @@ def print_live(model: SpeechModel, sounds: Iterable[tuple[str, Iterable[np.ndarr
     for name, blocks in sounds:
         line, segments = _Line(f"{name}\t" if named else ""), found.setdefault(name, [])
         for said in live.of(blocks):
-            if said.text or line.shown:
-                line.show(said.text)
+            line.show(said.text)
             if said.segments is not None:
                 line.end()
                 segments += said.segments

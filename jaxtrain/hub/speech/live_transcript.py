@@ -13,7 +13,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from jaxtrain.hub.speech.live_encoder import LiveEncoder, State
+from jaxtrain.hub.speech.live_encoder import State
 from jaxtrain.hub.speech.live_frames import LiveFrames
 from jaxtrain.hub.speech.speech_model import SpeechModel
 from jaxtrain.hub.speech.transcript_windows import Segment, cut_at_times, silence_of, text_of, window
@@ -45,7 +45,7 @@ class LiveTranscript:
     """The transcription of recordings, one after the other, by a model whose encoder attends by chunks."""
 
     def __init__(self, model: SpeechModel):
-        self.model, self.encoder, self.size = model, LiveEncoder(model.model, model.c), 2 * model.c.audio_positions
+        self.model, self.encoder, self.size = model, model.encoder, 2 * model.c.audio_positions
         self.whole_windows = 0  # that were encoded once more, since something loud came after their first chunk
 
     def of(self, blocks: Iterable[np.ndarray]) -> Iterator[Said]:
@@ -123,8 +123,8 @@ class LiveTranscript:
         before = self.model.words.decode(ids[:n])
         after = self.model.words.decode(ids)[len(before):]
         # Scripts without spaces have letters without case, of which each is a word here.
-        return not before.endswith("\ufffd") and (
-            not after or after[0].isspace() or unicodedata.category(after[0]) == "Lo")
+        caseless = any(unicodedata.category(letter) == "Lo" for letter in before[-1:] + after[:1])
+        return not before.endswith("\ufffd") and (not after or after[0].isspace() or caseless)
 
     def _over(self) -> Said:
         """Return what was said in the window as a whole, and begin the next one."""

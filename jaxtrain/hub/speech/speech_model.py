@@ -42,6 +42,13 @@ class SpeechModel:
         return SpeechDecoding(self.model, self.c.end, known_tokens(self.words, self.c, self.first), silent,
                               Timestamps(self.first, self.c.end) if self.first else None)
 
+    @cached_property
+    def encoder(self) -> Any:
+        """The programs of an encoder that attends by chunks."""
+        from jaxtrain.hub.speech.live_encoder import LiveEncoder
+
+        return LiveEncoder(self.model, self.c)
+
     @property
     def new(self) -> int:
         """The most tokens of a transcript."""
