@@ -89,7 +89,7 @@ def main() -> None:
     if flags.stream:
         live = stream(folder / "run", [f"{folder}/unheard"])
         same = sum(text_of(live[name]) == text_of(found[name]) for name in found)
-        print(f"{same} of {len(found)} texts are the same while they are heard: {compared(live, folder, english=False)}")
+        print(f"{same} of {len(found)} texts are the same by --stream: {compared(live, folder, english=False)}")
 
 
 if __name__ == "__main__":

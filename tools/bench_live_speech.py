@@ -18,7 +18,7 @@ from jaxtrain.hub.speech import transcript_normalizer, word_errors
 from jaxtrain.hub.speech.live_transcript import LiveTranscript
 from jaxtrain.hub.speech.piped_audio import as_it_comes
 from jaxtrain.hub.speech.speech_model import open_model
-from jaxtrain.hub.speech.transcribe import text_of, transcribed
+from jaxtrain.hub.speech.transcribe import transcribed
 from jaxtrain.kernels.log_mel import log_mel_of_file
 
 ROOT = Path(__file__).parents[1]
@@ -43,8 +43,9 @@ def main() -> None:
         heard = [*live.of(samples[at:at + chunk] for at in range(0, len(samples), chunk))]
         spent = time.perf_counter() - begun
     final = [one.text for one in heard if one.segments is not None]
+    same = sum(a == b.text for a, b in zip(final, whole, strict=True))
     print(f"streamed: {rate(said, final)}; {len(samples) / RATE / spent:.0f} seconds a second; {live.whole_windows} of "
-          f"{flags.windows} windows encoded again; {sum(a == b.text for a, b in zip(final, whole, strict=True))} the same")
+          f"{flags.windows} windows encoded again; {same} the same")
     carried = [one.text for one in Carried(model).of(samples[at:at + chunk] for at in range(0, len(samples), chunk))
                if one.segments is not None]
     print(f"as clipped while heard: {rate(said, carried)}")
@@ -113,9 +114,9 @@ def delays(said: list[str], ends: list[list[float]], samples: np.ndarray, live: 
             wrong += one.text != said[window]
             window, printed, shown = window + 1, [], ""
     seconds = sorted(second for second, _ in late)
-    print(f"in real time: {len(late)} words, {sum(after for _, after in late)} of them when their window was over; delay "
-          f"{seconds[len(late) // 2]:.2f} s (median), {seconds[len(late) * 19 // 20]:.2f} s (95 %), {seconds[-1]:.2f} s "
-          f"(most); {corrected} lines corrected, {wrong} wrong in the end")
+    print(f"in real time: {len(late)} words, {sum(after for _, after in late)} of them when their window was over; "
+          f"delay {seconds[len(late) // 2]:.2f} s (median), {seconds[len(late) * 19 // 20]:.2f} s (95 %), "
+          f"{seconds[-1]:.2f} s (most); {corrected} lines corrected, {wrong} wrong in the end")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Shape suffixes: B batch, N samples, M frames, W samples of a window, F frequenci
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def logs_of(padded: np.ndarray, mels: int = MELS, piece: int = PIECE) -> np.ndar
     return logs
 
 
-def clipped(logs, loudest):
+def clipped(logs: Any, loudest: Any) -> Any:
     """Return the features of frames of log10, in a file or up to now as loud as `loudest`."""
     return ((jnp if isinstance(logs, jax.Array) else np).maximum(logs, loudest - DECADES) + 4) / 4
 

@@ -94,7 +94,8 @@ class LiveTranscript:
         state, model = self.now.state, self.model
         assert state is not None
         if model.c.mask_padding:
-            heard = (np.arange(model.c.audio_positions) < self.now.chunks * model.c.audio_chunk).astype(np.float32)[None]
+            ahead = np.arange(model.c.audio_positions) >= self.now.chunks * model.c.audio_chunk
+            heard = (~ahead).astype(np.float32)[None]
         else:  # the decoder reads a whole window, which is silent from here on
             heard = None
             state = self.encoder.encode(state, *self._frames(), self.now.chunks, self.encoder.chunks)

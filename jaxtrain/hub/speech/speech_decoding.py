@@ -117,7 +117,8 @@ class SpeechDecoding:
     def _searched(self, model, memory_BSD, heard_BS, prompts_BP, new, beams, begun_N=None, n=0):
         """Return the best transcripts. The first `n` tokens are those of `begun_N`, read at once with the prompt."""
         (B, P), room = prompts_BP.shape, prompts_BP.shape[1] + new
-        tokens = jnp.full((B * beams, new), self.end, jnp.int32) if begun_N is None else jnp.tile(begun_N, (B * beams, 1))
+        begun = jnp.full(new, self.end, jnp.int32) if begun_N is None else begun_N
+        tokens = jnp.tile(begun, (B * beams, 1))
         read = jnp.repeat(prompts_BP, beams, 0)
         if begun_N is not None:  # what is read behind the n tokens is never seen: each step writes before it reads
             read = jnp.concatenate([read, tokens[:, :-1]], 1)

@@ -1,4 +1,4 @@
-"""Transcripts while they are heard: those of whole files in the end, and until then of words that two readings share."""
+"""Transcripts while they are heard: in the end those of whole files, until then of words that two readings share."""
 
 from types import SimpleNamespace
 
@@ -73,7 +73,7 @@ def test_the_memory_of_chunks_is_that_of_the_whole_window(there, masked):
     np.testing.assert_allclose(encoder.memory(state)[:, :heard], whole[:, :heard], atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------- words that are stable
+# ------------------------------------------------------------------------------------------------ words that are stable
 def stable_of(readings, words, first=0):
     """Return what is stable after each reading, a list of tokens each."""
     live = LiveTranscript.__new__(LiveTranscript)

@@ -96,7 +96,7 @@ def test_an_error_of_the_pipe_comes_behind_what_was_read():
         raise jt.UserError("-", "it is broken", "mend it")
 
     heard = []
-    with pytest.raises(jt.UserError, match="^-: it is broken"):
+    with pytest.raises(jt.UserError, match=r"^-: it is broken"):
         for block in piped_audio.as_it_comes(broken()):
             heard += block.tolist()
     assert heard == [0, 1]

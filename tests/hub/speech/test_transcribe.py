@@ -76,8 +76,8 @@ def test_few_recordings_are_in_memory_at_once():
 
     decode, asked = model.decoding.decode, []
     counted = SimpleNamespace(decode=lambda *given: asked.append(len(read)) or decode(*given))
-    counting = SimpleNamespace(c=model.c, prompts=model.prompts, new=model.new, beams=1, said=model.said, read=model.read,
-                               decoding=counted)
+    counting = SimpleNamespace(c=model.c, prompts=model.prompts, new=model.new, beams=1, said=model.said,
+                               read=model.read, decoding=counted)
     found = transcribe.transcribed(counting, sounds(), 2)
     assert [len(said) for said in found.values()] == [1, 0, 4, 1, 1]
     assert asked == [3, 4, 5, 5]
