@@ -31,8 +31,11 @@ def log_mel_of_file(samples: np.ndarray, mels: int = MELS) -> np.ndarray:
     frames = len(samples) // HOP
     if not frames:
         return np.zeros((0, mels), np.float32)
-    logs = logs_of(np.pad(samples.astype(np.float32), WINDOW // 2, mode="reflect"), mels)[:frames]
-    return clipped(logs, logs.max())
+    logs = logs_of(np.pad(samples.astype(np.float32, copy=False), WINDOW // 2, mode="reflect"), mels)[:frames]
+    loudest = logs.max()
+    for at in range(0, frames, PIECE):  # in place
+        logs[at:at + PIECE] = clipped(logs[at:at + PIECE], loudest)
+    return logs
 
 
 def logs_of(padded: np.ndarray, mels: int = MELS, piece: int = PIECE) -> np.ndarray:
