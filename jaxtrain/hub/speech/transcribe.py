@@ -34,11 +34,12 @@ PIPE = "-"
 
 @dataclass
 class _Reading:
-    """The position up to which a file has been transcribed."""
+    """The position up to which a file, or a window that does not depend on the one before, has been transcribed."""
 
     frames: np.ndarray
     silence: float
     found: list[Segment]
+    begin: int  # of the frames, in the file
     at: int = 0
 
 
@@ -135,22 +136,29 @@ def transcribed(model: Any, sounds: Iterable[tuple[str, np.ndarray]], batch_size
     """Return the segments of recordings, each a name and its samples, of which `batch_size` at most are in memory."""
     from jaxtrain.kernels.log_mel import log_mel_of_file
 
-    c, found, active = model.c, dict[str, list[Segment]](), list[_Reading]()
-    all_frames = ((found.setdefault(name, []), log_mel_of_file(samples, c.mels)) for name, samples in sounds)
-    readings = (_Reading(frames, silence_of(frames.max()), said) for said, frames in all_frames if len(frames))
+    c, found, active, longest = model.c, dict[str, list[Segment]](), list[_Reading](), 2 * model.c.audio_positions
+    readings = (one for name, samples in sounds for one in _readings(
+        log_mel_of_file(samples, c.mels), found.setdefault(name, []), 0 if model.first else longest))
     while active := [*active, *islice(readings, batch_size - len(active))]:
-        windows, valid = zip(*(window(one.frames[one.at:one.at + 2 * c.audio_positions], one.silence, c)
+        windows, valid = zip(*(window(one.frames[one.at:one.at + longest], one.silence, c)
                                for one in active), strict=True)
         rows = [*range(len(active)), *[0] * (batch_size - len(active))]  # one number of rows, for one program
         tokens, _ = model.decoding.decode(np.stack(windows)[rows], np.stack(valid)[rows] if c.mask_padding else None,
                                           model.prompts(batch_size), model.new, model.beams)
         for reading, ids in zip(active, tokens, strict=False):
-            size = min(2 * c.audio_positions, len(reading.frames) - reading.at)
-            segments, moved = model.read(model.said(ids), reading.at, size)
+            size = min(longest, len(reading.frames) - reading.at)
+            segments, moved = model.read(model.said(ids), reading.begin + reading.at, size)
             reading.found += segments
             reading.at += moved
         active = [one for one in active if one.at < len(one.frames)]
     return found
+
+
+def _readings(frames: np.ndarray, found: list[Segment], window: int) -> Iterator[_Reading]:
+    """Yield what is read one after the other: a file, or, each for itself, its windows of so many frames."""
+    for begin in range(0, len(frames), window or len(frames) or 1):
+        part = frames[begin:begin + window] if window else frames
+        yield _Reading(part, silence_of(frames.max()), found, begin)
 
 
 def stream(folder: str | Path, files: Sequence[str], step: int | None = None, *, beams: int = 1, language: str = "",
@@ -191,7 +199,9 @@ def _sources(folder: str | Path, files: Sequence[str]) -> dict[str, Any]:
     pieces = inputs.find_pieces(named, 2**62, ends=CLIPS)
     if named and not pieces:
         raise UserError("FILES", f"{', '.join(files)} has no audio", fix)
-    for piece in pieces:  # before anything is transcribed
+    if PIPE in files and sys.stdin.isatty():
+        raise UserError(PIPE, "standard input is a terminal", "write audio into it, as in: arecord ... | jaxtrain ...")
+    for piece in pieces:
         if reason := unusable(piece):
             raise UserError("FILES", f"{piece.path} is {reason}", "leave it out")
     return {**{piece.path: piece for piece in pieces}, **({PIPE: None} if PIPE in files else {})}
@@ -210,8 +220,6 @@ def _piped() -> Iterator[np.ndarray]:
     """Return the samples of standard input."""
     from jaxtrain.hub.speech.piped_audio import samples_of_pipe
 
-    if sys.stdin.isatty():
-        raise UserError(PIPE, "standard input is a terminal", "write audio into it, as in: arecord ... | jaxtrain ...")
     return samples_of_pipe(open(sys.stdin.fileno(), "rb", buffering=0, closefd=False))
 
 

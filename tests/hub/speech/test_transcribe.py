@@ -66,7 +66,7 @@ def test_standard_input_is_transcribed(workdir, monkeypatch, capsys, head):
 
 
 def test_few_recordings_are_in_memory_at_once():
-    """A file is read when there is a row for it; one that has no frame says nothing."""
+    """A file is read when there is a row for it; one that has no frame says nothing, and all rows are full."""
     read, model = [], tiny.speech()
 
     def sounds():
@@ -77,10 +77,10 @@ def test_few_recordings_are_in_memory_at_once():
     decode, asked = model.decoding.decode, []
     counted = SimpleNamespace(decode=lambda *given: asked.append(len(read)) or decode(*given))
     counting = SimpleNamespace(c=model.c, prompts=model.prompts, new=model.new, beams=1, said=model.said,
-                               read=model.read, decoding=counted)
+                               read=model.read, first=0, decoding=counted)
     found = transcribe.transcribed(counting, sounds(), 2)
     assert [len(said) for said in found.values()] == [1, 0, 4, 1, 1]
-    assert asked == [3, 4, 5, 5]
+    assert asked == [3, 3, 4, 5]  # two windows each time
 
 
 @pytest.mark.parametrize(("argv", "message"), [
@@ -94,6 +94,8 @@ def test_few_recordings_are_in_memory_at_once():
     (["-", "--stream"], "-: standard input is a terminal; write audio into it, as in: arecord ... | jaxtrain ..."),
 ])
 def test_mistakes_are_told_in_one_line(workdir, monkeypatch, capsys, argv, message):
+    """Before anything is loaded."""
+    monkeypatch.setattr(speech_model, "open_model", None)
     (workdir / "broken.wav").write_bytes(b"RIFF")
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     argv = [f"{workdir}/{word}" if (workdir / word).is_file() else word for word in argv]
@@ -102,7 +104,8 @@ def test_mistakes_are_told_in_one_line(workdir, monkeypatch, capsys, argv, messa
 
 
 @pytest.mark.parametrize("model", [{}, {"audio_chunk": 0}])
-def test_a_model_that_attends_to_what_comes_later_cannot_stream(workdir, capsys, model):
+def test_a_model_that_attends_to_what_comes_later_cannot_stream(workdir, monkeypatch, capsys, model):
+    monkeypatch.setattr(speech_model, "open_model", None)
     (workdir / "config.json").write_text(json.dumps({"model": {"name": "whisper", **model}}))
     assert transcribe.main([f"{workdir}", f"{workdir}/a.wav", "--stream"]) == 2
     assert capsys.readouterr().err == (
