@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from jaxtrain.hub.speech import transcript_normalizer, word_errors
 from jaxtrain.hub.speech.live_transcript import LiveTranscript
 from jaxtrain.hub.speech.piped_audio import as_it_comes
 from jaxtrain.hub.speech.speech_model import open_model
-from jaxtrain.hub.speech.transcribe import transcribed
+from jaxtrain.hub.speech.transcribe import text_of, transcribed
 from jaxtrain.kernels.log_mel import log_mel_of_file
 
 ROOT = Path(__file__).parents[1]
@@ -28,27 +29,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("workdir")
     parser.add_argument("--windows", type=int, default=60)
-    parser.add_argument("--quiet", type=float, default=0, help="seconds of zeros in front of each clip")
     flags = parser.parse_args()
     model = open_model(flags.workdir)
-    said, ends, samples = recording(flags.windows, 2 * model.c.audio_positions / 100, flags.quiet)
+    said, ends, samples = recording(flags.windows, 2 * model.c.audio_positions / 100)
     for _ in range(2):  # the first time compiles
         begun = time.perf_counter()
         whole = transcribed(model, [("", samples)], 8)[""]
         spent = time.perf_counter() - begun
     print(f"as a whole: {rate(said, [one.text for one in whole])}; {len(samples) / RATE / spent:.0f} seconds a second")
-    live, chunk = LiveTranscript(model), 320 * model.c.audio_chunk
+    live = LiveTranscript(model)
     for _ in range(2):
-        begun, live.whole_windows = time.perf_counter(), 0
-        heard = [*live.of(samples[at:at + chunk] for at in range(0, len(samples), chunk))]
+        begun = time.perf_counter()
+        final = finals(live, samples)
         spent = time.perf_counter() - begun
-    final = [one.text for one in heard if one.segments is not None]
     same = sum(a == b.text for a, b in zip(final, whole, strict=True))
-    print(f"streamed: {rate(said, final)}; {len(samples) / RATE / spent:.0f} seconds a second; {live.whole_windows} of "
-          f"{flags.windows} windows encoded again; {same} the same")
-    carried = [one.text for one in Carried(model).of(samples[at:at + chunk] for at in range(0, len(samples), chunk))
-               if one.segments is not None]
-    print(f"as clipped while heard: {rate(said, carried)}")
+    print(f"streamed: {rate(said, final)}; {len(samples) / RATE / spent:.0f} seconds a second; {same} texts the same")
+    quiet = [np.concatenate([np.zeros(1600, np.float32), one])[:len(one)] for one in np.split(samples, flags.windows)]
+    for name, parts in (("as they are", np.split(samples, flags.windows)), ("with 0.1 s of zeros in front", quiet)):
+        clipping(model, said, name, parts)
     delays(said, ends, samples, live, 2 * model.c.audio_positions / 100)
     for name, make in (("host", log_mel), ("device", log_mel_of_file)):
         make(samples)
@@ -56,6 +54,23 @@ def main() -> None:
         for _ in range(5):
             make(samples)
         print(f"log-mel frames, {name}: {5 * len(samples) / RATE / (time.perf_counter() - begun):.0f} seconds a second")
+
+
+def finals(live: LiveTranscript, samples: np.ndarray) -> list[str]:
+    chunk = 320 * live.model.c.audio_chunk
+    parts = (samples[at:at + chunk] for at in range(0, len(samples), chunk))
+    return [one.text for one in live.of(parts) if one.segments is not None]
+
+
+def clipping(model: Any, said: list[str], name: str, recordings: list[np.ndarray]) -> None:
+    """Print what it matters that the loudest of a recording is not known while it is heard."""
+    named = ((f"{n}", one) for n, one in enumerate(recordings))
+    whole = [text_of(one) for one in transcribed(model, named, 8).values()]
+    live, carried = LiveTranscript(model), Carried(model)
+    streamed, once = ([finals(one, part)[0] for part in recordings] for one in (live, carried))
+    same = [sum(a == b for a, b in zip(whole, texts, strict=True)) for texts in (streamed, once)]
+    print(f"recordings of a window, {name}: as a whole {rate(said, whole)}; streamed {rate(said, streamed)}, {same[0]} "
+          f"the same, {live.whole_windows} encoded again; never encoded again {rate(said, once)}, {same[1]} the same")
 
 
 class Carried(LiveTranscript):
@@ -67,7 +82,7 @@ class Carried(LiveTranscript):
         return super()._over()
 
 
-def recording(windows: int, length: float, quiet: float) -> tuple[list[str], list[list[float]], np.ndarray]:
+def recording(windows: int, length: float) -> tuple[list[str], list[list[float]], np.ndarray]:
     """Return what is said in each window, when each word ends, and the samples."""
     spec = importlib.util.spec_from_file_location("spoken_words", ROOT / "examples/spoken_words.py")
     example = importlib.util.module_from_spec(spec)
@@ -78,12 +93,10 @@ def recording(windows: int, length: float, quiet: float) -> tuple[list[str], lis
             return said, ends, np.concatenate(parts).astype(np.float32)
         rng = np.random.default_rng(n)
         words = [example.WORDS[n] for n in rng.integers(10, size=rng.integers(2, 5))]
-        clip, at = example.chords(words, rng, length - quiet)
-        clip = np.concatenate([np.zeros(int(quiet * RATE)), clip])
+        clip, at = example.chords(words, rng, length)
         if len(clip) == round(length * RATE):
-            begin = len(said) * length + quiet
+            ends.append([len(said) * length + end for end in at])
             said.append(" ".join(words))
-            ends.append([begin + end for end in at])
             parts.append(clip)
 
 

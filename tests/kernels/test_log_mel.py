@@ -48,7 +48,7 @@ def test_files_of_any_length_are_one_program():
 
 
 def test_products_with_waves_are_the_transform():
-    """Of an accelerator and of a CPU."""
+    """An accelerator multiplies, and a CPU transforms."""
     windows = sound(audio.WINDOW * 9).reshape(1, 9, -1)
     multiplied, transformed = (np.asarray(jax.jit(power)(windows)) for power in (
         log_mel._multiplied, log_mel._transformed))

@@ -49,7 +49,7 @@ def test_a_window_is_encoded_chunk_by_chunk_where_nothing_louder_comes(monkeypat
 
 
 def test_frames_are_clipped_by_the_loudest_up_to_now():
-    """Where the loudest follows in a later window, those before are not what they are in the whole file."""
+    """If the loudest follows in a later window, those before are not what they are in the whole file."""
     live = LiveTranscript(tiny.speech())
     samples = tiny.sound(1.1, loud_from=0.7)
     before = [*live.of(blocks(samples[:10_000]))]
