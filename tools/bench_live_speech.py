@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.prepare_sequences.audio import RATE, log_mel
+from jaxtrain.data.prepare_sequences.audio import RATE
 from jaxtrain.hub.speech import transcript_normalizer, word_errors
 from jaxtrain.hub.speech.live_transcript import LiveTranscript
 from jaxtrain.hub.speech.piped_audio import as_it_comes
 from jaxtrain.hub.speech.speech_model import open_model
 from jaxtrain.hub.speech.transcribe import text_of, transcribed
-from jaxtrain.kernels.log_mel import log_mel_of_file
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,12 +47,6 @@ def main() -> None:
     for name, parts in (("as they are", np.split(samples, flags.windows)), ("with 0.1 s of zeros in front", quiet)):
         clipping(model, said, name, parts)
     delays(said, ends, samples, live, 2 * model.c.audio_positions / 100)
-    for name, make in (("host", log_mel), ("device", log_mel_of_file)):
-        make(samples)
-        begun = time.perf_counter()
-        for _ in range(5):
-            make(samples)
-        print(f"log-mel frames, {name}: {5 * len(samples) / RATE / (time.perf_counter() - begun):.0f} seconds a second")
 
 
 def finals(live: LiveTranscript, samples: np.ndarray) -> list[str]:
