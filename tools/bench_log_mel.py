@@ -43,8 +43,9 @@ def main() -> None:
         frames_of(samples)
         spent.append(time.perf_counter() - begun)
     more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    print(f"{flags.way}: {statistics.median(spent):.2f} s ({min(spent):.2f} to {max(spent):.2f}) for {flags.seconds} s; "
-          f"{more:.0f} MB beside the samples; {first:.2f} s for the first 40 s, with compilation", flush=True)
+    took = f"{statistics.median(spent):.2f} s ({min(spent):.2f} to {max(spent):.2f})"
+    print(f"{flags.way}: {took} for {flags.seconds} s; {more:.0f} MB beside the samples; "
+          f"{first:.2f} s for the first 40, with compilation", flush=True)
 
 
 if __name__ == "__main__":

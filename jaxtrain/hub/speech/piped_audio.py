@@ -110,7 +110,7 @@ def as_it_comes(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 
     A thread reads them, so that no recorder has to wait, or drops samples, while a chunk is transcribed.
     """
-    arrived: queue.Queue = queue.Queue()
+    arrived: queue.SimpleQueue = queue.SimpleQueue()  # into which a signal's handler may put something
 
     def read():
         try:
