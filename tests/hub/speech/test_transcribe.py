@@ -6,6 +6,7 @@ import os
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import soundfile
 
@@ -13,6 +14,9 @@ import jaxtrain as jt
 from jaxtrain.hub import trained_model
 from jaxtrain.hub.speech import speech_model, transcribe
 from tests.hub.speech import tiny_speech as tiny
+
+
+ONE_ROW = "--batch_size=1"  # the program that live transcripts take, too
 
 
 @pytest.fixture
@@ -44,23 +48,23 @@ def lines_of(path):
 
 def test_files_are_transcribed_as_they_come_and_as_a_whole_alike(workdir, capsys):
     told = [f"{workdir}/{name}.wav" for name in "ab"]
-    for more in ([], ["--stream"]):
-        assert transcribe.main([f"{workdir}", *told, *more, "--to", f"{workdir}/said{len(more)}", "--references"]) == 0
+    for how in (ONE_ROW, "--stream"):
+        assert transcribe.main([f"{workdir}", *told, how, "--to", f"{workdir}/said{how}", "--references"]) == 0
         assert "word error rate" in capsys.readouterr().err
-    whole, live = lines_of(workdir / "said0"), lines_of(workdir / "said1")
+    whole, live = lines_of(workdir / f"said{ONE_ROW}"), lines_of(workdir / "said--stream")
     assert whole == live and [one["file"] for one in whole] == told
     assert [len(one["segments"]) for one in whole] == [4, 1] and whole[0]["text"]
-    assert transcribe.main([f"{workdir}", f"{workdir}"]) == 0
+    assert transcribe.main([f"{workdir}", f"{workdir}", ONE_ROW]) == 0
     assert capsys.readouterr().out == "".join(f"{one['file']}\t{one['text']}\n" for one in whole)
 
 
 @pytest.mark.parametrize("head", [0, 44])  # WAV, and its samples alone
 def test_standard_input_is_transcribed(workdir, monkeypatch, capsys, head):
     content = (workdir / "a.wav").read_bytes()[head:]
-    transcribe.main([f"{workdir}", f"{workdir}/a.wav", "--to", f"{workdir}/file"])
-    for more in ([], ["--stream"]):
+    transcribe.main([f"{workdir}", f"{workdir}/a.wav", ONE_ROW, "--to", f"{workdir}/file"])
+    for how in (ONE_ROW, "--stream"):
         with standard_input(content, monkeypatch):
-            assert transcribe.main([f"{workdir}", "-", *more, "--to", f"{workdir}/piped"]) == 0
+            assert transcribe.main([f"{workdir}", "-", how, "--to", f"{workdir}/piped"]) == 0
         assert lines_of(workdir / "piped") == [lines_of(workdir / "file")[0] | {"file": "-"}]
     assert capsys.readouterr().out.splitlines()[-1]
 
@@ -74,8 +78,8 @@ def test_few_recordings_are_in_memory_at_once():
             read.append(n)
             yield f"{n}", tiny.sound(seconds, loud_from=0)
 
-    decode, asked = model.decoding.decode, []
-    counted = SimpleNamespace(decode=lambda *given: asked.append(len(read)) or decode(*given))
+    asked, nothing = [], np.full((2, 1), model.c.end)
+    counted = SimpleNamespace(decode=lambda *given: asked.append(len(read)) or (nothing, None))
     counting = SimpleNamespace(c=model.c, prompts=model.prompts, new=model.new, beams=1, said=model.said,
                                read=model.read, first=0, decoding=counted)
     found = transcribe.transcribed(counting, sounds(), 2)

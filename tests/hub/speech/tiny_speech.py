@@ -28,9 +28,10 @@ def speech(times=False, beams=1, **keys):
     """Windows of 0.34 seconds, in chunks of 0.08."""
     c = WhisperConfig(**(dict(vocab_size=FIRST_TIME + 18, num_layers=1, embed_dim=16, num_heads=4, max_seq_len=14,
                               audio_positions=17, audio_chunk=4, mels=20, prefix=[1, 2], end=3) | keys))
-    graphdef, params = nnx.split(make_model(c, rngs=nnx.Rngs(params=jax.random.key(0))))
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: make_model(c, rngs=nnx.Rngs(params=jax.random.key(0)))))
     rng = np.random.default_rng(1)  # whose texts differ most from sound to sound
-    params = jax.tree.map(lambda a: a + jnp.asarray(rng.normal(0, 0.6, a.shape), a.dtype), params)
+    params = jax.tree.map_with_path(lambda path, a: jnp.asarray(
+        ("scale" in jax.tree_util.keystr(path)) + rng.normal(0, 0.6, a.shape), a.dtype), params)
     return SpeechModel(c, nnx.merge(graphdef, params), WORDS, [1, 2], FIRST_TIME if times else 0, beams)
 
 
