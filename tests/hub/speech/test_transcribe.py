@@ -15,7 +15,6 @@ from jaxtrain.hub import trained_model
 from jaxtrain.hub.speech import speech_model, transcribe
 from tests.hub.speech import tiny_speech as tiny
 
-
 ONE_ROW = "--batch_size=1"  # the program that live transcripts take, too
 
 
