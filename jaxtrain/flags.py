@@ -29,7 +29,7 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
                     "Check whether activations grow with width: the coordinate check of muP."),
     "doctor": ("jaxtrain.doctor", "Check this machine for what would make training fail or slow."),
     "generate": ("jaxtrain.hub.generate_texts", "Continue prompts, or answer them, with what a run has trained."),
-    "transcribe": ("jaxtrain.hub.speech.transcribe", "Transcribe speech in audio files."),
+    "transcribe": ("jaxtrain.hub.speech.transcribe", "Transcribe speech in audio files, or while it is spoken."),
     "evaluate": ("jaxtrain.hub.evaluate_tasks", "Evaluate what a run has trained on tasks of lm-evaluation-harness."),
     "runs": ("jaxtrain.runs", "List, compare and tag runs, free what they no longer need, and reproduce one."),
     "top": ("jaxtrain.runs.top", "Watch runs in the terminal: loss, throughput, time left, events and processes."),

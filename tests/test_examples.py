@@ -77,7 +77,8 @@ def test_what_users_do_next_is_predicted(printed_by):
 @pytest.mark.slow
 def test_spoken_words_are_prepared_trained_on_and_transcribed(printed_by):
     """So few steps learn little: docs/speech.md has what all of them reach."""
-    printed = printed_by("spoken_words.py", "--clips=60", "--steps=4")
+    printed = printed_by("spoken_words.py", "--clips=60", "--steps=4", "--stream")
+    assert "60 of 60 texts are the same by --stream: word error rate" in printed
     assert re.search(r"^\d\d clips to learn from, \d+ to evaluate", printed)
     assert printed.count("heard ") == 5
     assert int(re.search(r"word error rate [\d.]+% of (\d+) words", printed)[1]) > 100

@@ -32,7 +32,7 @@ TAR, PARQUET = ".tar", ".parquet"
 TARGETS = ("none", "text", "folder")
 RATES = 1_000, 768_000  # Hz: others are those of damaged files
 CLIP_BYTES = 2**32  # the largest file of a clip
-_TOO_LARGE = f"larger than {CLIP_BYTES:,} bytes"
+_TOO_LARGE, _UNREADABLE = f"larger than {CLIP_BYTES:,} bytes", "not readable as audio"
 DECODED = 2**14  # frames decoded at a time, of each of up to 1024 channels
 BLOCK = 6_000  # frames transformed at a time, so that hours of audio need no more memory than their samples
 
@@ -242,6 +242,20 @@ def samples_of(piece: Piece, hours: float) -> np.ndarray | str:
     return _TOO_LARGE if piece.size > CLIP_BYTES else samples_in(_content(piece), hours)
 
 
+def unusable(piece: Piece) -> str:
+    """Return the reason why a clip is left out, as far as the beginning of its file says; "": none."""
+    soundfile = inputs.extra("soundfile", "audio", group="audio")
+    try:
+        with storage.open(piece.path) as file, soundfile.SoundFile(file) as clip:
+            return _wrong_rate(clip.samplerate)
+    except soundfile.LibsndfileError:
+        return _UNREADABLE
+
+
+def _wrong_rate(rate: int) -> str:
+    return "" if RATES[0] <= rate <= RATES[1] else f"a sampling rate of {rate:,} Hz"
+
+
 def samples_in(content: bytes, hours: float) -> np.ndarray | str:
     """Return the samples of a file with these bytes, as `samples_of` does.
 
@@ -251,8 +265,8 @@ def samples_in(content: bytes, hours: float) -> np.ndarray | str:
     parts, left, ended = [], int(hours * 3600 * RATE), False
     try:
         with soundfile.SoundFile(io.BytesIO(content)) as clip:
-            if not RATES[0] <= clip.samplerate <= RATES[1]:
-                return f"a sampling rate of {clip.samplerate:,} Hz"
+            if wrong := _wrong_rate(clip.samplerate):
+                return wrong
             soxr = None if clip.samplerate == RATE else inputs.extra("soxr", "audio", group="audio")
             resampled = soxr and soxr.ResampleStream(clip.samplerate, RATE, 1, dtype="float32")
             while not ended and left >= 0:
@@ -261,5 +275,5 @@ def samples_in(content: bytes, hours: float) -> np.ndarray | str:
                 parts.append(resampled.resample_chunk(mono, last=ended) if resampled else mono)
                 left -= len(parts[-1])
     except soundfile.LibsndfileError:
-        return "not readable as audio"
+        return _UNREADABLE
     return np.concatenate(parts) if left >= 0 else f"longer than {hours:g} hours (--clip_hours)"

@@ -79,7 +79,7 @@ class SpeechDecoding:
     def __post_init__(self):
         graphdef, params = nnx.split(self.model)
         object.__setattr__(self, "_params", params)
-        for name in ("_decoded",):
+        for name in ("_decoded", "_continued"):
             object.__setattr__(self, f"{name}_program", jax.jit(partial(getattr(self, name), graphdef),
                                                                 static_argnums=(4, 5)))
 
@@ -92,13 +92,39 @@ class SpeechDecoding:
         found = self._decoded_program(self._params, features_BMC, valid_BM, prompts_BP, new, beams)  # pyrefly: ignore
         return tuple(map(np.asarray, found))  # pyrefly: ignore[bad-return]
 
+    def continue_from(self, memory_BSD: jax.Array, heard_BS: np.ndarray | None, prompts_BP: np.ndarray, new: int,
+                      beams: int = 1, given: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """Return what `decode` does, of what an encoder returned already, for transcripts that begin with `given`.
+
+        `heard_BS` are the positions of the memory that are not padding. The program is one for any number of tokens
+        given; they are in what is returned, but not in the mean log-probability.
+        """
+        begun_N, n = np.full(new, self.end, np.int32), np.int32(len(given))
+        begun_N[:n] = given
+        found = self._continued_program(self._params, memory_BSD, heard_BS, prompts_BP,  # pyrefly: ignore
+                                        new, beams, begun_N, n)
+        return tuple(map(np.asarray, found))  # pyrefly: ignore[bad-return]
+
     def _decoded(self, graphdef, params, features_BMC, valid_BM, prompts_BP, new, beams):
-        model, (B, P) = nnx.merge(graphdef, params), prompts_BP.shape
-        memory = model.encode(features_BMC.astype(model.norm.scale[...].dtype), valid_BM)
-        valid_RS = None if valid_BM is None else jnp.repeat(valid_BM[:, ::2], beams, 0)
-        x, cache = model.decode(jnp.repeat(prompts_BP, beams, 0), jnp.repeat(memory, beams, 0), valid_RS, cache=Cache())
-        room = P + new
-        own = jax.tree.map(lambda a: jnp.pad(a, [(0, 0)] * 3 + [(0, room - P), (0, 0)]), cache["own"])
+        model = nnx.merge(graphdef, params)
+        memory_BSD = model.encode(features_BMC.astype(model.norm.scale[...].dtype), valid_BM)
+        heard_BS = None if valid_BM is None else valid_BM[:, ::2]
+        return self._searched(model, memory_BSD, heard_BS, prompts_BP, new, beams)
+
+    def _continued(self, graphdef, params, memory_BSD, heard_BS, prompts_BP, new, beams, begun_N, n):
+        return self._searched(nnx.merge(graphdef, params), memory_BSD, heard_BS, prompts_BP, new, beams, begun_N, n)
+
+    def _searched(self, model, memory_BSD, heard_BS, prompts_BP, new, beams, begun_N=None, n=0):
+        """Return the best transcripts. The first `n` tokens are those of `begun_N`, read at once with the prompt."""
+        (B, P), room = prompts_BP.shape, prompts_BP.shape[1] + new
+        begun = jnp.full(new, self.end, jnp.int32) if begun_N is None else begun_N
+        tokens = jnp.tile(begun, (B * beams, 1))
+        read = jnp.repeat(prompts_BP, beams, 0)
+        if begun_N is not None:  # what is read behind the n tokens is never seen: each step writes before it reads
+            read = jnp.concatenate([read, tokens[:, :-1]], 1)
+        valid_RS = None if heard_BS is None else jnp.repeat(heard_BS, beams, 0)
+        x, cache = model.decode(read, jnp.repeat(memory_BSD, beams, 0), valid_RS, cache=Cache())
+        own = jax.tree.map(lambda a: jnp.pad(a, [(0, 0)] * 3 + [(0, room - read.shape[1]), (0, 0)]), cache["own"])
         begins, memory = jnp.zeros(B * beams, jnp.int32), cache["memory"]
 
         def step(state):
@@ -120,10 +146,10 @@ class SpeechDecoding:
             return own, tokens, best.reshape(-1), self._logp(model, x[:, -1:]), done, count + 1
 
         scores = jnp.where(jnp.arange(B * beams) % beams == 0, 0.0, NEVER)  # all beams begin as the first one
-        state = (own, jnp.full((B * beams, new), self.end, jnp.int32), scores, self._logp(model, x[:, -1:]),
-                 jnp.zeros(B * beams, bool), jnp.int32(0))
+        last = x[:, -1:] if begun_N is None else jax.lax.dynamic_slice_in_dim(x, P - 1 + n, 1, 1)
+        state = (own, tokens, scores, self._logp(model, last), jnp.zeros(B * beams, bool), jnp.int32(n))
         _, tokens, scores, *_ = jax.lax.while_loop(lambda s: (s[5] < new) & ~s[4].all(), step, state)
-        lengths = jnp.minimum((tokens != self.end).sum(1) + 1, new)
+        lengths = jnp.maximum(jnp.minimum((tokens != self.end).sum(1) + 1, new) - n, 1)
         means = (scores / lengths).reshape(B, beams)
         return tokens.reshape(B, beams, new)[jnp.arange(B), means.argmax(1)], means.max(1)
 

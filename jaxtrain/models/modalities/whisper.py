@@ -192,22 +192,29 @@ class Whisper(nnx.Module):
         held = self.chunk * (self.chunks_back or -(-positions // self.chunk))  # of the past, of all layers
         past = jnp.zeros((stack.num_layers, len(first_B1C), held, *self.heads), first_B1C.dtype)
         return {"frames": jnp.pad(first_B1C, ((0, 0), (2, 0), (0, 0))), "at": jnp.int32(0),
+                "there": jnp.broadcast_to(np.arange(3) == 2, (len(first_B1C), 3)),
                 "past": {"keys": past, "values": past}}
 
-    def encode_next(self, state: dict[str, Any], frames_BMC: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+    def encode_next(self, state: dict[str, Any], frames_BMC: jax.Array,
+                    valid_BM: jax.Array | None = None) -> tuple[jax.Array, dict[str, Any]]:
         """Return the memory of the next chunk, and the state after it.
 
         `frames_BMC` are the two frames of each of its positions, from the second on, and the first of the next chunk;
-        zeros behind the end.
+        zeros behind the end. `valid_BM`: which of them are not padding, where audio ends within the chunk.
         """
-        frames, at = jnp.concatenate([state["frames"], frames_BMC], 1), state["at"]
+        valid_BM = jnp.ones(frames_BMC.shape[:2], bool) if valid_BM is None else valid_BM != 0
+        frames, there, at = *(jnp.concatenate([state[name], new], 1) for name, new in (
+            ("frames", frames_BMC * valid_BM[..., None].astype(frames_BMC.dtype)), ("there", valid_BM))), state["at"]
         read_S5 = 2 * np.arange(self.chunk)[:, None] + np.arange(READ)
         at_1S = at + jnp.arange(self.chunk)[None]
-        x_BSD = self.begin({"frames": frames[:, read_S5], "there": (read_S5 + 2 * at >= 2)[None], "audio_at": at_1S})
+        x_BSD = self.begin({"frames": frames[:, read_S5], "there": there[:, read_S5], "audio_at": at_1S})
         held = state["past"]["keys"].shape[2]
         to_S = jnp.arange(held + self.chunk) - held + at
-        x_BSD, told = self.encoder_blocks(x_BSD, self.visible(at_1S, to_S) & (to_S >= 0), cache=Cache(state["past"]))
-        return self.memory(x_BSD), {"frames": frames[:, -3:], "at": at + self.chunk, "past": told[CACHE]}
+        heard_BS = jnp.pad(there[:, 2:-1:2], ((0, 0), (held, 0)), constant_values=True)
+        seen_BSS = self.visible(at_1S, to_S) & (to_S >= 0) & heard_BS[:, None]
+        x_BSD, told = self.encoder_blocks(x_BSD, seen_BSS, cache=Cache(state["past"]))
+        return self.memory(x_BSD), {"frames": frames[:, -3:], "there": there[:, -3:], "at": at + self.chunk,
+                                    "past": told[CACHE]}
 
     def visible(self, of_BT: jax.Array, to_S: jax.Array) -> jax.Array:
         """Return which positions of the encoder see which others [B, T, S], where they attend by chunks."""

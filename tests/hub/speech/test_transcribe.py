@@ -1,61 +1,119 @@
-"""Windows of long files, what follows from times, and the tokens before and among those of a transcript."""
+"""Transcripts of files and of standard input, at once and while it comes, and the sentences about what is wrong."""
 
+import contextlib
 import json
+import os
+import threading
 from types import SimpleNamespace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import soundfile
 
 import jaxtrain as jt
-from jaxtrain.config.modality_families import SILENCE
-from jaxtrain.data.prepare_sequences.audio import log_mel
 from jaxtrain.hub import trained_model
-from jaxtrain.hub.speech import transcribe
-from jaxtrain.models.modalities.whisper import silent_after
+from jaxtrain.hub.speech import speech_model, transcribe
+from tests.hub.speech import tiny_speech as tiny
 
-FIRST = 20  # the token of 0 seconds
-C = SimpleNamespace(audio_positions=5, mels=80, end=3, prefix=[1])
-WORDS = SimpleNamespace(vocab_size=20, decode=lambda ids: " ".join(map(str, ids)),
-                        specials={"<|startoftranscript|>": 1, "<|en|>": 4, "<|transcribe|>": 5, "<|notimestamps|>": 19})
+ONE_ROW = "--batch_size=1"  # the program that live transcripts take, too
 
 
-@pytest.mark.parametrize(("ids", "whole", "rest"), [
-    ([20, 7, 22], [(0, 2, [7])], None),  # all was said
-    ([20, 7, 22, 22, 8], [(0, 2, [7])], [22, 8]), ([20, 7, 22, 22], [(0, 2, [7])], [22]),
-    ([20, 7, 22, 23, 8, 24], [(0, 2, [7]), (3, 4, [8])], None), ([20, 7, 8], [], [20, 7, 8]), ([20], [], [20]),
-    ([], [], None), ([7, 22], [(0, 2, [7])], None),
+@pytest.fixture
+def workdir(tmp_path, monkeypatch):
+    """A folder whose model is the tiny one, with two files: four windows and one of zeros."""
+    (tmp_path / "config.json").write_text(json.dumps({"model": {"name": "whisper", "audio_chunk": 4}}))
+    for name, seconds in (("a", 1.1), ("b", 0.3)):
+        soundfile.write(tmp_path / f"{name}.wav", tiny.sound(seconds), 16_000)
+        (tmp_path / f"{name}.txt").write_text("k k")
+    monkeypatch.setattr(speech_model, "open_model", lambda *_, beams, language, task, timestamps: tiny.speech())
+    return tmp_path
+
+
+@contextlib.contextmanager
+def standard_input(content, monkeypatch):
+    """A pipe into which something else writes."""
+    ours, theirs = os.pipe()
+    with os.fdopen(ours, "rb") as pipe, os.fdopen(theirs, "wb") as end:
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(fileno=pipe.fileno, isatty=lambda: False))
+        writer = threading.Thread(target=lambda: (end.write(content), end.close()))
+        writer.start()
+        yield
+        writer.join()
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_files_are_transcribed_as_they_come_and_as_a_whole_alike(workdir, capsys):
+    told = [f"{workdir}/{name}.wav" for name in "ab"]
+    for how in (ONE_ROW, "--stream"):
+        assert transcribe.main([f"{workdir}", *told, how, "--to", f"{workdir}/said{how}", "--references"]) == 0
+        assert "word error rate" in capsys.readouterr().err
+    whole, live = lines_of(workdir / f"said{ONE_ROW}"), lines_of(workdir / "said--stream")
+    assert whole == live and [one["file"] for one in whole] == told
+    assert [len(one["segments"]) for one in whole] == [4, 1] and whole[0]["text"]
+    assert transcribe.main([f"{workdir}", f"{workdir}", ONE_ROW]) == 0
+    assert capsys.readouterr().out == "".join(f"{one['file']}\t{one['text']}\n" for one in whole)
+
+
+@pytest.mark.parametrize("head", [0, 44])  # WAV, and its samples alone
+def test_standard_input_is_transcribed(workdir, monkeypatch, capsys, head):
+    content = (workdir / "a.wav").read_bytes()[head:]
+    transcribe.main([f"{workdir}", f"{workdir}/a.wav", ONE_ROW, "--to", f"{workdir}/file"])
+    for how in (ONE_ROW, "--stream"):
+        with standard_input(content, monkeypatch):
+            assert transcribe.main([f"{workdir}", "-", how, "--to", f"{workdir}/piped"]) == 0
+        assert lines_of(workdir / "piped") == [lines_of(workdir / "file")[0] | {"file": "-"}]
+    assert capsys.readouterr().out.splitlines()[-1]
+
+
+def test_few_recordings_are_in_memory_at_once():
+    """A file is read when there is a row for it; one that has no frame says nothing, and all rows are full."""
+    read, model = [], tiny.speech()
+
+    def sounds():
+        for n, seconds in enumerate((0.3, 0, 1.1, 0.3, 0.3)):
+            read.append(n)
+            yield f"{n}", tiny.sound(seconds, loud_from=0)
+
+    asked, nothing = [], np.full((2, 1), model.c.end)
+    counted = SimpleNamespace(decode=lambda *given: asked.append(len(read)) or (nothing, None))
+    counting = SimpleNamespace(c=model.c, prompts=model.prompts, new=model.new, beams=1, said=model.said,
+                               read=model.read, first=0, decoding=counted)
+    found = transcribe.transcribed(counting, sounds(), 2)
+    assert [len(said) for said in found.values()] == [1, 0, 4, 1, 1]
+    assert asked == [3, 3, 4, 5]  # two windows each time
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    (["gone.wav"], "FILES: gone.wav does not exist; name files or folders of .wav, .flac, .ogg, .mp3"),
+    (["b.txt"], "FILES: {0}/b.txt has no audio; name files or folders of .wav"),
+    (["a.wav", "broken.wav"], "FILES: {0}/broken.wav is not readable as audio; leave it out"),
+    (["a.wav", "--beams=0"], "--beams: 0 is below 1; give 1 or more"),
+    (["a.wav", "--english"], "--english: it is read with --references only; give that too, or leave it out"),
+    (["a.wav", "--stream", "--batch_size=2"], "--batch_size: with --stream windows come one after the other; leave it"),
+    (["-", "--references"], "--references: standard input has no text beside it; name a file, or leave the flag out"),
+    (["-", "--stream"], "-: standard input is a terminal; write audio into it, as in: arecord ... | jaxtrain ..."),
 ])
-def test_a_window_is_cut_at_its_times(ids, whole, rest):
-    found, left = transcribe.cut_at_times(ids, FIRST)
-    assert found == [(begin * 0.02, end * 0.02, part) for begin, end, part in whole] and left == rest
+def test_mistakes_are_told_in_one_line(workdir, monkeypatch, capsys, argv, message):
+    """Before anything is loaded."""
+    monkeypatch.setattr(speech_model, "open_model", None)
+    (workdir / "broken.wav").write_bytes(b"RIFF")
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    argv = [f"{workdir}/{word}" if (workdir / word).is_file() else word for word in argv]
+    assert transcribe.main([f"{workdir}", *argv]) == 2
+    assert capsys.readouterr().err.startswith(message.format(workdir))
 
 
-@pytest.mark.parametrize(("ids", "at", "said"), [
-    ([20, 7, 22, 22, 8], 4, [(0, 0.04, "7")]),  # what is not whole is read again
-    ([20, 7, 22], 10, [(0, 0.04, "7")]), ([20, 7], 10, [(0, 0.1, "7")]), ([20], 10, []),
-])
-def test_the_next_window_begins_where_the_last_whole_segment_ended(ids, at, said):
-    reading = transcribe._Reading(np.zeros((25, 80), np.float32))
-    transcribe._read_on(reading, ids, WORDS, C, FIRST)
-    assert reading.at == at and [(one.begin, one.end, one.text) for one in reading.found] == said
-
-
-@pytest.mark.parametrize("loud", [1.0, 1e-3])
-def test_behind_the_end_there_is_the_silence_of_frames_of_zeros(loud):
-    sound = loud * np.sin(np.arange(1600) * 0.3)
-    both = log_mel(np.concatenate([sound, np.zeros(4000)]))
-    frames, there = transcribe.window(both[:15], 10, C)
-    assert there.tolist() == [1] * 5 + [0] * 5 and np.array_equal(frames[:5], both[10:15])
-    assert np.all(frames[5:] == both[-1]) and both[-1, 0] == both.min() >= SILENCE
-    padded = silent_after(jnp.asarray(both[None]), jnp.arange(len(both))[None] < 15)
-    assert np.allclose(padded[0, 15:], both[-1])
-
-
-def test_times_may_be_chosen_where_the_tokenizer_does_not_list_them():
-    first = transcribe._times(WORDS, C)
-    assert first == FIRST and transcribe.known_tokens(WORDS, C, first) == FIRST + 6  # of 0 to 0.1 seconds
-    assert transcribe.known_tokens(WORDS, C, 0) == 20
+@pytest.mark.parametrize("model", [{}, {"audio_chunk": 0}])
+def test_a_model_that_attends_to_what_comes_later_cannot_stream(workdir, monkeypatch, capsys, model):
+    monkeypatch.setattr(speech_model, "open_model", None)
+    (workdir / "config.json").write_text(json.dumps({"model": {"name": "whisper", **model}}))
+    assert transcribe.main([f"{workdir}", f"{workdir}/a.wav", "--stream"]) == 2
+    assert capsys.readouterr().err == (
+        "--stream: the encoder of this model attends to what comes later, too; leave it out, or train with "
+        "model.audio_chunk=50: a second\n")
 
 
 def test_a_workdir_of_speech_is_opened_and_one_of_pictures_is_not(tmp_path):
@@ -65,11 +123,3 @@ def test_a_workdir_of_speech_is_opened_and_one_of_pictures_is_not(tmp_path):
     assert trained_model.sections_of(tmp_path / "whisper") == {"model": {"name": "whisper"}}
     with pytest.raises(jt.UserError, match=r"^WORKDIR: it trained picture_flow, which is not a decoder of text"):
         trained_model.sections_of(tmp_path / "picture_flow")
-
-
-def test_the_tokens_before_a_transcript_name_a_language():
-    assert transcribe.prompt_of(WORDS, C, "", "", False) == [1]
-    assert transcribe.prompt_of(WORDS, C, "en", "", False) == [1, 4, 5, 19]
-    assert transcribe.prompt_of(WORDS, SimpleNamespace(prefix=[1, 4]), "", "", True) == [1, 4, 5]
-    with pytest.raises(jt.UserError, match=r"^--language: the model knows several, and model\.prefix names none"):
-        transcribe.prompt_of(WORDS, C, "", "", True)

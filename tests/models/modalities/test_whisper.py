@@ -1,5 +1,7 @@
 """Whisper's encoder by chunks with a state, and decoding with a cache, against the passes over the whole."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +43,25 @@ def test_chunk_by_chunk_is_the_whole_pass(back):
     assert state["past"]["keys"].shape[2] == kept  # as long as what is attended to
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("masked", "positions"), [(True, 8), (True, 7), (False, 7)])
+def test_rows_that_end_within_a_chunk_are_the_whole_pass(masked, positions):
+    """In a window whose last chunk is not full, too."""
+    whisper = model(audio_chunk=3, audio_positions=positions, mask_padding=masked)
+    frames = FRAMES[:, :2 * positions]
+    there = np.arange(24)[None, 1:] < np.array([[14], [11], [4]] if masked else [[2 * positions]] * 3)
+    ahead = np.pad(frames[:, 1:], ((0, 0), (0, 24 - 2 * positions), (0, 0)), constant_values=9.0)  # padding is not 0
+    step = jax.jit(lambda state, frames, valid: whisper.encode_next(state, frames, valid))
+    state, found = whisper.begin_stream(frames[:, :1]), []
+    for at in range(0, 18, 6):
+        memory, state = step(state, ahead[:, at:at + 6], there[:, at:at + 6])
+        found.append(memory)
+    heard = np.arange(2 * positions)[None] < np.array([[14], [11], [4]])
+    whole = np.asarray(whisper.encode(frames, heard if masked else None))
+    kept = heard[:, ::2] if masked else np.ones((3, positions), bool)
+    np.testing.assert_allclose(np.concatenate(found, 1)[:, :positions][kept], whole[kept], atol=1e-5)
+
+
 def test_an_encoder_of_the_whole_cannot_stream():
     with pytest.raises(jt.UserError, match=r"^model\.audio_chunk: without it the encoder attends to what comes later"):
         nnx.eval_shape(model).begin_stream(FRAMES[:, :1])
@@ -48,7 +69,7 @@ def test_an_encoder_of_the_whole_cannot_stream():
 
 @pytest.mark.slow
 def test_decoding_with_a_cache_is_the_pass_without_one():
-    """Greedily, and with beams that search the same tree."""
+    """Greedily, and with beams that search the same tree, from its root or from where the first tokens are known."""
     whisper, new = model(), 6
     valid = (np.arange(16) < np.array([[16], [11], [7]])).astype(np.float32)
     prompts = np.array([[1, 2]] * 3, np.int32)
@@ -60,13 +81,20 @@ def test_decoding_with_a_cache_is_the_pass_without_one():
         return np.asarray(whole(tokens))[row, 1 + len(text)]
 
     def mean(beam):
-        return beam[1] / min(new, sum(token != END for token in beam[0]) + 1)
+        return beam[1] / (min(new, sum(token != END for token in beam[0]) + 1) - len(given))
 
-    for beams in (1, 3):
-        tokens, means = SpeechDecoding(whisper, END, KNOWN).decode(FRAMES, valid, prompts, new, beams)
+    decoding = SpeechDecoding(whisper, END, KNOWN)
+    memory = jax.jit(lambda: whisper.encode(FRAMES, valid))()
+    for beams, given in itertools.product((1, 3), ((), (5, 7))):
+        tokens, means = decoding.decode(FRAMES, valid, prompts, new, beams)
+        again = decoding.continue_from(memory, valid[:, ::2], prompts, new, beams, given)
+        if given:
+            tokens, means = again
+        else:
+            assert np.array_equal(tokens, again[0]) and np.allclose(means, again[1], atol=1e-5)
         for row in range(3):
-            held = [((), 0.0)]
-            for _ in range(new):
+            held = [(given, 0.0)]
+            for _ in range(new - len(given)):
                 longer = []
                 for text, total in held:
                     if END in text:
