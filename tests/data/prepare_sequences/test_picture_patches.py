@@ -183,7 +183,7 @@ def test_pictures_without_a_caption_are_left_out_and_counted(tmp_path):
     assert corpus.manifest["left_out"] == {"without a caption": 2, "not readable as a picture": 1}
     for path in tmp_path.glob("*.txt"):
         path.unlink()
-    with pytest.raises(jt.UserError, match="alone.png has no caption, nor"):
+    with pytest.raises(jt.UserError, match=r"alone\.png has no caption, nor"):
         source.find_tasks([f"{tmp_path}"])
 
 
