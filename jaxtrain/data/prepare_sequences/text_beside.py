@@ -13,7 +13,8 @@ def with_texts(pieces: Sequence[Piece], has_text: Callable[[str], bool], what: s
     `has_text`: whether a piece of this name has a file with its text. `what`: how a message calls that text. Texts
     that are all missing are an error, since they are then somewhere else; a piece without one is left out when read.
     """
-    groups = [(piece, *_text_of(piece)) if has_text(piece.name) else (piece,) for piece in pieces]
+    groups: list[tuple[Piece, ...]] = [
+        (piece, *_text_of(piece)) if has_text(piece.name) else (piece,) for piece in pieces]
     files = [group for group in groups if has_text(group[0].name)]
     if files and len(files) == len(pieces) and all(len(group) == 1 for group in files):
         name = files[0][0].name
