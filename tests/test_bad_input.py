@@ -1,5 +1,6 @@
 """A user's mistake is one line that names the key, the reason and the fix; status 2; nothing compiled, nothing left."""
 
+import json
 import os
 import signal
 import subprocess
@@ -157,8 +158,13 @@ def test_config_file(refused, tmp_path, content, line):
     assert refused(config="mine.py") == "--config: " + line.format(file="mine.py")
 
 
-def test_config_path_and_variant(refused):
+def test_config_path_and_variant(refused, tmp_path):
     fix = "give the path of a config such as configs/gpt.py"
+    for name, content, meant in (("run", {"model": {}}, "give run/config.json, the config of its run"),
+                                 ("published", {"model_type": "gpt2"}, "give hf:published")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+        assert refused(config=name) == f"--config: there is no file {name}.py; {meant}"
     assert refused(config="no/such.py") == f"--config: there is no file no/such.py; {fix}"
     assert refused(config="no/such.py:tiny") == f"--config: there is no file no/such.py; {fix}"
     assert refused(config=f"{ROOT}/configs/gpt.py:tyni") == (

@@ -41,6 +41,8 @@ _COMMON = {"vocab_size": "vocab_size", "num_hidden_layers": "num_layers", "hidde
            "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "head_dim": "head_dim",
            "intermediate_size": "mlp_dim", "max_position_embeddings": "max_seq_len", "rms_norm_eps": "norm_eps",
            "tie_word_embeddings": "tied_embeddings"}
+# Keys of ours that other programs ignore, where they differ from what is published.
+_WHISPER_MORE = {"ctc_weight": 0.0, "mask_padding": False}
 _OWN = {"gpt2": _GPT2, "whisper": _WHISPER}  # of types that share no keys with the others
 _MORE = {
     "mixtral": {"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
@@ -193,7 +195,8 @@ def _section(kind: str, given: Keys, path: Path) -> Keys:
         section |= {"router": "sigmoid", "router_bias_rate": _BIAS_RATE, "num_kv_heads": 0}
     if kind == "whisper":
         start = known.get("decoder_start_token_id")
-        section |= {"mask_padding": False} | ({} if start is None else {"prefix": [start]})
+        section |= {key: known.get(key, plain) for key, plain in _WHISPER_MORE.items()}
+        section |= {} if start is None else {"prefix": [start]}
     for key in ("attention_heads", "ffn_dim") if kind == "whisper" else ():
         if known.get(f"encoder_{key}") != known[f"decoder_{key}"]:
             raise refuse(f"encoder_{key}", f"cannot be expressed: only decoder_{key}={known[f'decoder_{key}']} can")
@@ -291,6 +294,7 @@ def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
         found |= {"encoder_attention_heads": c.num_heads, "encoder_ffn_dim": c.mlp_dim, "is_encoder_decoder": True,
                   "num_hidden_layers": c.encoder_layers, "tie_word_embeddings": True} | {
                       "pad_token_id": None, "bos_token_id": None, "decoder_start_token_id": c.prefix[0]}
+        found |= {key: value for key, plain in _WHISPER_MORE.items() if (value := getattr(c, key)) != plain}
     _check(c, kind, found)
     if reward_head:
         stem = {"gpt2": "GPT2", "gemma3_text": "Gemma3Text"}.get(kind, _TYPES[kind][1].removesuffix("ForCausalLM"))

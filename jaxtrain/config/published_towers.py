@@ -153,6 +153,10 @@ def named_fillers(c: DualEncoderConfig, tokenizer: Keys) -> Keys:
 
 def described(c: DualEncoderConfig) -> Keys:
     """Return what config.json says of a model."""
+    if not c.picture_size:
+        raise UserError("model.picture_size", f"without it positions are those of rows and columns, which published "
+                        f"{c.name} models do not have", "keep it in jaxtrain's format, or train one with the keys of "
+                        "docs/vision.md")
     halves: list[Keys] = [{"model_type": f"{c.name}_{half}_model", "hidden_act": next(
         theirs for theirs, ours in _GELUS.items() if ours == c.gelu)} | {
             key: getattr(c, ours) for key, ours in table.items()}

@@ -30,10 +30,10 @@ from jaxtrain.train_step.state import TrainState
 Sections = dict[str, Any]
 
 
-def sections_of(folder: str | Path, text: bool = False) -> Sections:
+def sections_of(folder: str | Path, text: bool = False, published: bool = True) -> Sections:
     """Return the sections of the config in a workdir, or that which a published folder amounts to.
 
-    `text`: refuse a run whose model is not a decoder of text. One that cannot be published either is always refused.
+    `text`: refuse a run whose model is not a decoder of text. `published`: and one that cannot be published either.
     """
     path = Path(folder) / published_config.FILE
     found = user_json(path, dict, "WORKDIR", "give the workdir of a run")
@@ -48,7 +48,7 @@ def sections_of(folder: str | Path, text: bool = False) -> Sections:
         raise UserError("WORKDIR", f"{path} is not the config of a run: {wrong} is not a section",
                         "give a run's workdir")
     family = FAMILIES.get(name := found["model"].get("name"))
-    if family and not family.text and (text or name not in published_config.PUBLISHED):
+    if family and not family.text and (text or (published and name not in published_config.PUBLISHED)):
         raise UserError("WORKDIR", f"it trained {name}, which is not a decoder of text",
                         "its run evaluates it: see metrics.jsonl")
     return found
@@ -135,7 +135,7 @@ def load_with_origin(folder: str | Path, overrides: Mapping[str, Any] | None = N
                      averaged: bool = False, adapters: Folders | None = None
                      ) -> tuple[Run, TrainState, tuple[int, str] | None]:
     """Return what `load_model` does, and the step and fingerprint of the checkpoint; None: a published model."""
-    sections, overrides = sections_of(folder), dict(overrides or {})
+    sections, overrides = sections_of(folder, published=False), dict(overrides or {})
     if adapters is not None:
         if sections.get("lora", {}).get("rank"):
             raise UserError("adapters", f"the model in {folder} has adapters already", "give the model they are for")

@@ -32,6 +32,7 @@ class Transcription(NextToken):
     """The mean over the tokens of all transcripts, each with its end token and without what `model.prefix` gives."""
 
     audio: WhisperConfig
+    evaluates: bool = False  # the loss is the cross-entropy; only without a decoder's loss is it CTC's
 
     @classmethod
     def of(cls, config: Config, model: Skeleton) -> "Transcription":
@@ -55,13 +56,14 @@ class Transcription(NextToken):
 
     @property
     def evaluation(self) -> "Transcription":
-        """The cross-entropy alone."""
-        return replace(self, z_loss=0.0, audio=replace(self.audio, ctc_weight=0.0))
+        """The cross-entropy alone, and CTC's loss beside it; or that alone, where nothing else is trained."""
+        return replace(self, z_loss=0.0, evaluates=True)
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:
-        """The perplexity of a token."""
-        return ("perplexity",)
+        """The perplexity of a token, and CTC's loss."""
+        share = self.audio.ctc_weight
+        return ("perplexity",) * (share < 1) + ("ctc",) * (share > 0)
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return both losses in nats per token, and the exponential of the cross-entropy."""
@@ -101,6 +103,7 @@ class Transcription(NextToken):
         logits_BSV = whole_rows(ctc_logits(model, model.memory(x_BSD)), None)
         each_B = ctc_loss(logits_BSV, lengths_B, batch["spoken"], counts_B, self.audio.end)
         ctc = each_B.sum() / row_copies()
+        share = float(share == 1) if self.evaluates else share
         return (1 - share) * loss + share * ctc, {"cross_entropy": plain, "ctc": ctc}
 
 

@@ -3,17 +3,21 @@
 import contextlib
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from jaxtrain.observe.metrics import Record
+
+_OF_STEPS, _OF_TIME = ("step_time_s", "data_wait_s"), ("tokens_per_s", "mfu")  # means over steps, over their time
 
 
 class Progress:
     """A sink that shows step, loss, throughput, time left and data wait.
 
     On a terminal it is redrawn at most ten times a second. Elsewhere a line is printed at the first step and
-    about every tenth of the run, and for every evaluation.
+    about every tenth of the run, and for every evaluation. Times and speeds are means over the steps since the line
+    before: one step may have few tokens, or be one that others delayed.
     """
 
     def __init__(self, steps: int, *, start_step: int = 0, stream: TextIO | None = None, workdir: Path | None = None,
@@ -28,6 +32,7 @@ class Progress:
             interrupt: its `signal` is not 0 once the run was asked to stop.
         """
         self._steps, self._stream = steps, stream or sys.stderr
+        self._sums: defaultdict[str, float] = defaultdict(float)  # of the steps that were not shown
         self._tenth, self._drawn = -1 if not start_step else 10 * start_step // steps, 0.0
         self._live = None
         if self._stream.isatty():
@@ -37,20 +42,39 @@ class Progress:
 
     def write(self, record: Record) -> None:
         """Show a line of metrics.jsonl."""
-        step, text = int(record["step"] or 0), _text(record, self._steps)
-        if self._live is None:
-            tenth = 10 * step // self._steps
-            if "eval_loss" in record or tenth > self._tenth:
-                with contextlib.suppress(OSError):  # a log on a full disk
-                    print(f"{text}\n", end="", file=self._stream, flush=True)  # whole
-                self._tenth = max(tenth, self._tenth)
-        elif "eval_loss" in record:
-            self._live.evaluated(record, text)
-        else:
-            now = time.monotonic()
-            if now - self._drawn >= 0.1 or step == self._steps:
-                self._live.show(record, text)
-                self._drawn = now
+        step, now = int(record["step"] or 0), time.monotonic()
+        if "eval_loss" in record:
+            text = _text(record, self._steps)
+            self._print(text) if self._live is None else self._live.evaluated(record, text)
+            return
+        self._add(record)
+        tenth = 10 * step // self._steps
+        if self._live is None and tenth > self._tenth:
+            self._print(_text(self._mean(record), self._steps))
+            self._tenth = tenth
+        elif self._live is not None and (now - self._drawn >= 0.1 or step == self._steps):
+            shown = self._mean(record)
+            self._live.show(shown, _text(shown, self._steps))
+            self._drawn = now
+
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a log on a full disk
+            print(f"{text}\n", end="", file=self._stream, flush=True)  # whole
+
+    def _add(self, record: Record) -> None:
+        if seconds := record.get("step_time_s"):
+            self._sums["steps"] += 1
+            self._sums["seconds"] += seconds
+            for names, weight in ((_OF_STEPS, 1.0), (_OF_TIME, seconds)):
+                for name in names:
+                    self._sums[name] += weight * (record.get(name) or 0.0)
+
+    def _mean(self, record: Record) -> Record:
+        """Return the newest line with the means of all that were not shown."""
+        sums, self._sums = self._sums, defaultdict(float)
+        means = {name: sums[name] / sums[by] for names, by in ((_OF_STEPS, "steps"), (_OF_TIME, "seconds"))
+                 for name in names} if sums else {}
+        return record | {name: mean for name, mean in means.items() if record.get(name) is not None}
 
     def close(self) -> None:
         """Stop redrawing, and leave the last line on the screen."""

@@ -125,7 +125,8 @@ def _of_data(run: Run) -> tuple[str, str, str]:
             return *picture_batches.summary(run.train_batches, corpus), "patches"
         from jaxtrain.data.loading.modalities import sequence_batches
 
-        return *sequence_batches.summary(data, corpus), "steps"
+        units = {"audio": "frames", "events": "events"}
+        return *sequence_batches.summary(data, corpus), units.get(corpus.manifest["kind"], "steps")
     return (f"{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens",
             packing(data, corpus), "tokens")
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -69,6 +70,19 @@ def test_loss_and_gradients_are_those_of_the_formulas(name):
     assert "audio_positions" not in grads and "audio_positions" in state.frozen
 
 
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_evaluation_has_both_losses(share):
+    """Its loss is that of the decoder, and only where the encoder alone is trained that of CTC."""
+    run = jt.build(plain.config(model__ctc_weight=share), devices=jax.devices()[:1])
+    params, batch = begun(), plain.batch()
+    entropy, ctc = (plain.loss(replace(run.config.model, ctc_weight=weight), params, batch) for weight in (0.0, 1.0))
+    loss, weight, sums = run.sharded.evaluate(reference.start_from(run, params), batch)
+    assert float(loss / weight) == pytest.approx(float(ctc if share == 1 else entropy), rel=1e-5)
+    told = run.objective.evaluation.metrics(sums | {"weight": weight})
+    assert float(told["ctc"]) == pytest.approx(float(ctc), rel=1e-5)
+    assert list(run.objective.evaluation_metrics) == (["perplexity", "ctc"] if share < 1 else ["ctc"])
+
+
 def test_a_row_without_audio_weighs_nothing():
     config, batch = plain.config(), plain.batch()
     tokens, targets, weights = (np.asarray(x) for x in rows_of(batch, config.model))
@@ -106,12 +120,17 @@ def test_a_run_goes_on_with_the_same_bits_and_is_transcribed_and_exported(corpus
     parts = jt.train(run, resumed(tmp_path / "whole", tmp_path / "parts", last=4))
     assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, parts.params))))
     lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
-    assert lines[-1].keys() == {"step", "eval_loss", "eval_perplexity"} and lines[0]["ctc"] > 0
+    assert lines[-1].keys() == {"step", "eval_loss", "eval_perplexity", "eval_ctc"} and lines[0]["ctc"] > 0
     clips = [str(corpus.path.parent / f"{n:02}.wav") for n in range(3)]
     found = transcribe(tmp_path / "whole", clips, batch_size=2)
     assert list(found) == clips and all(segments[0].begin == 0 for segments in found.values())
     export(tmp_path / "whole", tmp_path / "out", dtype="float32")
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 256
+    back, state = jt.load_model(tmp_path / "out")
+    assert (back.config.model.ctc_weight, back.config.model.mask_padding) == (0.3, True)
+    kept = jax.device_get(jt.load_model(tmp_path / "whole")[1].params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(state.params), kept))
+    assert transcribe(tmp_path / "out", clips, batch_size=2) == found
 
 
 def test_spec_augment_is_a_function_of_seed_step_and_row(corpus):

@@ -37,6 +37,20 @@ def test_plain_lines_are_few():
     assert shown[5] == "step 450/1000  eval_loss 1.2500  eval_bits_per_byte 1.8000"
 
 
+def test_a_line_has_the_means_of_the_steps_since_the_one_before():
+    """A step that has few tokens, or that was fast by chance, says little of the others."""
+    stream = io.StringIO()
+    progress = Progress(40, stream=stream)
+    progress.write({"step": 1, "loss": 2.5, "tokens_per_s": None, "step_time_s": None, "data_wait_s": 0.5})
+    for step, seconds, tokens in ((2, 1.0, 100), (3, 2.0, 400), (4, 0.01, 100)):
+        progress.write({"step": step, "loss": 2.5, "step_time_s": seconds, "tokens_per_s": tokens / seconds,
+                        "mfu": tokens / seconds / 1000, "data_wait_s": 0.003 * seconds})
+    wait = 1000 * 0.003 * 3.01 / 3
+    assert stream.getvalue().splitlines() == [
+        "step 1/40  loss 2.5000  data wait 500.0 ms",
+        f"step 4/40  loss 2.5000  {600 / 3.01:,.0f} tokens/s  mfu {0.6 / 3.01:.1%}  0:36 left  data wait {wait:.1f} ms"]
+
+
 def test_unknown_and_not_finite():
     stream = io.StringIO()
     unknown = {"step": 6, "loss": None, "tokens_per_s": None, "step_time_s": None}

@@ -87,10 +87,13 @@ def task_bytes_of(inputs: str | Sequence[str]) -> int:
 
 def find_pieces(inputs: str | Sequence[str], task_bytes: int, token_dtype: str = "",
                 ends: str | tuple[str, ...] = "") -> list[Piece]:
-    """Return the pieces in order of input and name, only of files whose names end with `ends`, in any case."""
+    """Return the pieces in order of input and name, only of files whose names end with `ends`, in any case.
+
+    With `ends`, empty files are pieces, too: their readers count them as damaged.
+    """
     inputs = [inputs] if isinstance(inputs, str | Path) else inputs
     return [piece for source in inputs for name, path, size in _files(str(source)) if name.lower().endswith(ends)
-            for piece in _pieces(name, path, size, task_bytes, token_dtype)]
+            for piece in _pieces(name, path, size, task_bytes, token_dtype, bool(ends))]
 
 
 def cut(groups: Iterable[tuple[Piece, ...]], task_bytes: int) -> list[tuple[Piece, ...]]:
@@ -124,8 +127,8 @@ def _files(source: str) -> list[tuple[str, str, int]]:
                   for path in found if path.is_file())
 
 
-def _pieces(name: str, path: str, size: int, task_bytes: int, token_dtype: str) -> Iterator[Piece]:
-    if name.endswith(".parquet"):
+def _pieces(name: str, path: str, size: int, task_bytes: int, token_dtype: str, empty: bool) -> Iterator[Piece]:
+    if name.lower().endswith(".parquet"):
         groups = parquet_file(path).metadata
         for i in range(groups.num_row_groups):
             yield Piece(name, path, "parquet", i, i + 1, groups.row_group(i).total_byte_size)
@@ -143,7 +146,7 @@ def _pieces(name: str, path: str, size: int, task_bytes: int, token_dtype: str) 
         step = max(size, 1) if name.endswith(PACKED) else task_bytes
         for start in range(0, size, step):
             yield Piece(name, path, "jsonl", start, min(start + step, size), min(step, size - start))
-    elif size:
+    elif size or empty:
         yield Piece(name, path, "text", 0, size, size)
 
 

@@ -20,7 +20,7 @@ from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import Piece
 from jaxtrain.data.prepare.tasks import Task
-from jaxtrain.data.prepare_sequences.text_beside import text_beside
+from jaxtrain.data.prepare_sequences.text_beside import text_beside, with_texts
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.data.tokenizers.special_tokens import Specials
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
@@ -33,6 +33,7 @@ TARGETS = ("none", "text", "folder")
 RATES = 1_000, 768_000  # Hz: others are those of damaged files
 CLIP_BYTES = 2**32  # the largest file of a clip
 _TOO_LARGE, _UNREADABLE = f"larger than {CLIP_BYTES:,} bytes", "not readable as audio"
+_SILENT, _CUT_OFF = "a clip without a transcript", "cut off: its header announces more"
 DECODED = 2**14  # frames decoded at a time, of each of up to 1024 channels
 BLOCK = 6_000  # frames transformed at a time, so that hours of audio need no more memory than their samples
 
@@ -120,9 +121,8 @@ class Audio:
                             f"name files or folders of {', '.join((*CLIPS, TAR, PARQUET))}")
         if self.target == "folder" and (others := [clip for clip in clips if not _is_clip(clip.name)]):
             raise UserError("--target", f"clips in {others[0].name} are in no folders", "unpack it, or use text")
-        with_text = self.target == "text"
-        return inputs.cut([(clip, text_beside(clip, "transcript")) if with_text and _is_clip(clip.name) else (clip,)
-                           for clip in clips], self.task_bytes)
+        groups = with_texts(clips, _is_clip, "transcript") if self.target == "text" else [(clip,) for clip in clips]
+        return inputs.cut(groups, self.task_bytes)
 
     def ready(self, tasks: Sequence[Task], output: Path, workers: int, say: Any) -> tuple["Audio", list[Task]]:
         """Return the source with the names of all folders as labels, and the tasks."""
@@ -135,7 +135,7 @@ class Audio:
              ) -> Iterator[tuple[dict[str, Any], Origin]]:
         """Yield the sequences of a task, and where each comes from."""
         for i, place, clip, text in self._clips(task, left_out):
-            samples = samples_in(clip, self.clip_hours)
+            samples = _CUT_OFF if _ends_early(clip) else samples_in(clip, self.clip_hours)
             if isinstance(samples, str) or len(samples) < HOP:
                 reason = samples if isinstance(samples, str) else "shorter than a frame"
                 left_out[reason] = left_out.get(reason, 0) + 1
@@ -160,7 +160,7 @@ class Audio:
 
         for i, piece in enumerate(task):
             if piece.name.lower().endswith(PARQUET):
-                yield from ((i, row, clip, text) for row, (clip, text) in enumerate(self._rows(piece)))
+                yield from ((i, row, clip, text) for row, clip, text in self._rows(piece, without))
             elif piece.name.lower().endswith(TAR):
                 wants = self.target == "text"
                 yield from ((i, place, clip, text) for place, clip, text in _members(piece, wants, without))
@@ -169,10 +169,14 @@ class Audio:
             elif piece.size > CLIP_BYTES:
                 without(_TOO_LARGE)
             else:
-                yield i, 0, _content(piece), _content(task[i + 1]) if self.target == "text" else b""
+                beside = text_beside(task, i) if self.target == "text" else None
+                if self.target == "text" and not beside:
+                    without(_SILENT)
+                else:
+                    yield i, 0, _content(piece), _content(beside) if beside else b""
 
-    def _rows(self, piece: Piece) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the clip and the transcript of each row of Parquet; nothing where a row has no clip."""
+    def _rows(self, piece: Piece, without: Callable[[str], None]) -> Iterator[tuple[int, bytes, bytes]]:
+        """Yield the number, the clip and the transcript of each row of Parquet that has both."""
         columns = [self.audio_column, *[self.text_column] * (self.target == "text")]
         for flag, column in zip(("--audio_column", "--text_column"), columns, strict=False):
             if column not in (names := inputs.parquet_file(piece.path).schema_arrow.names):
@@ -180,11 +184,17 @@ class Audio:
         table = inputs.row_group(piece, columns)
         for row in range(len(table)):
             clip, *text = (table[column][row].as_py() for column in columns)
+            named = isinstance(clip, dict) and clip.get("path") is not None
             clip = clip.get("bytes") if isinstance(clip, dict) else clip
-            if not isinstance(clip, bytes) or not all(isinstance(one, str) for one in text):
-                raise UserError("--audio_column", f"row {row} of {piece.name} has no bytes of audio, or no text",
+            if not isinstance(clip, bytes | None) or (clip is None and named):
+                raise UserError("--audio_column", f"row {row} of {piece.name} has no bytes of audio",
                                 "write the files' bytes into it, or name another column")
-            yield clip, text[0].encode() if text else b""
+            if not all(isinstance(one, str | None) for one in text):
+                raise UserError("--text_column", f"row {row} of {piece.name} has no text", "name another column")
+            if clip is None or None in text:
+                without("a row without audio" if clip is None else _SILENT)
+                continue
+            yield row, clip, text[0].encode() if text else b""
 
     def manifest(self) -> dict[str, Any]:
         """Return the labels for the manifest, if there are any."""
@@ -221,7 +231,7 @@ def _members(piece: Piece, wants_text: bool, without: Callable[[str], None]) -> 
     except tarfile.TarError as error:
         raise UserError("--input", f"{piece.path} cannot be read as a tar ({error})", "write it again") from error
     for both in waiting.values():
-        without("a clip without a transcript" if "clip" in both else "a transcript without a clip")
+        without(_SILENT if "clip" in both else "a transcript without a clip")
 
 
 def _folder(clip: Piece) -> str:
@@ -271,9 +281,28 @@ def samples_in(content: bytes, hours: float) -> np.ndarray | str:
             resampled = soxr and soxr.ResampleStream(clip.samplerate, RATE, 1, dtype="float32")
             while not ended and left >= 0:
                 mono = clip.read(DECODED, dtype="float32", always_2d=True).mean(1)
+                if not np.isfinite(mono).all():
+                    return "damaged: samples that are not finite numbers"
                 ended = not len(mono)
                 parts.append(resampled.resample_chunk(mono, last=ended) if resampled else mono)
                 left -= len(parts[-1])
     except soundfile.LibsndfileError:
         return _UNREADABLE
     return np.concatenate(parts) if left >= 0 else f"longer than {hours:g} hours (--clip_hours)"
+
+
+def _ends_early(content: bytes) -> bool:
+    """Return whether a file in the WAV format has fewer samples than its header announces, as after a broken copy.
+
+    libsndfile returns those that are there, without an error. A header that was written before the length was known,
+    as to a pipe, announces none, or the most that a header can.
+    """
+    if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
+        return False
+    at = 12
+    while at + 8 <= len(content):
+        name, size = content[at: at + 4], int.from_bytes(content[at + 4: at + 8], "little")
+        if name == b"data":
+            return at + 8 + size > len(content) and size < 2**31 - 2**16
+        at += 8 + size + size % 2
+    return False

@@ -20,7 +20,7 @@ from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import Piece
 from jaxtrain.data.prepare.tasks import Task
-from jaxtrain.data.prepare_sequences.text_beside import text_beside
+from jaxtrain.data.prepare_sequences.text_beside import text_beside, with_texts
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError, nearest
@@ -123,10 +123,8 @@ class Pictures:
         if not found:
             raise UserError("--input", f"{', '.join(sources)} has no pictures",
                             f"name files or folders of {', '.join((*FILES, '.tar', '.parquet'))}")
-        with_text = self.target == "text"
-        beside = [(piece, text_beside(piece, "caption")) if with_text and _is_picture(piece.name) else (piece,)
-                  for piece in found]
-        return inputs.cut(beside, self.task_bytes)
+        groups = with_texts(found, _is_picture, "caption") if self.target == "text" else [(piece,) for piece in found]
+        return inputs.cut(groups, self.task_bytes)
 
     def ready(self, tasks: Sequence[Task], output: Any, workers: int, say: Any) -> tuple["Pictures", list[Task]]:
         """Return the source with the names of all folders as labels, and the tasks."""
@@ -141,16 +139,15 @@ class Pictures:
              ) -> Iterator[tuple[dict[str, Any], Origin]]:
         """Yield the sequences of a task, and where each comes from."""
         for found in self._found(task):
-            pixels = self._pixels(found.content)
-            silent = self.target == "text" and found.caption is None
-            if isinstance(pixels, str) or silent:
+            pixels, caption = self._pixels(found.content), (found.caption or "").strip()
+            if isinstance(pixels, str) or (self.target == "text" and not caption):
                 reason = pixels if isinstance(pixels, str) else "without a caption"
                 left_out[reason] = left_out.get(reason, 0) + 1
                 continue
             values, places = to_patches(pixels, self.patch_size)
             sequence: dict[str, Any] = {"patches": values, "places": places}
             if self.target == "text":
-                sequence["target"] = self._ids.encode((found.caption or "").strip().encode())
+                sequence["target"] = self._ids.encode(caption.encode())
             elif self.target == "folder":
                 sequence["label"] = [self.labels.index(_folder(found.name))]
             yield sequence, found.origin
@@ -173,10 +170,11 @@ class Pictures:
         for i, piece in enumerate(task):
             if piece.kind == "parquet":
                 yield from self._rows(i, piece)
-            elif piece.name.endswith(".tar"):
-                yield from _members(i, piece)
+            elif _is_archive(piece.name):
+                yield from _members(i, piece, self.target == "text")
             elif _is_picture(piece.name):
-                caption = _content(task[i + 1]).decode(errors="replace") if self.target == "text" else None
+                beside = text_beside(task, i) if self.target == "text" else None
+                caption = _content(beside).decode(errors="replace") if beside else None
                 yield Found(piece.name, _content(piece), caption, Origin(i, 0))
 
     def _rows(self, i: int, piece: Piece) -> Iterator[Found]:
@@ -189,10 +187,15 @@ class Pictures:
                 raise UserError("--picture_field" if name == self.picture_field else "--text_field",
                                 f"{piece.name} has no column {name!r}", f"it has {', '.join(file.schema_arrow.names)}")
         for row, record in enumerate(inputs.row_group(piece, wanted, file).to_pylist()):
-            picture = record[self.picture_field]
-            content = picture.get("bytes") if isinstance(picture, dict) else picture
-            yield Found(piece.name, content if isinstance(content, bytes) else b"", record.get(self.text_field),
-                        Origin(i, row))
+            picture, caption = record[self.picture_field], record.get(self.text_field)
+            if not isinstance(caption, str | None):
+                raise UserError("--text_field", f"row {row} of {piece.name} has no text but {type(caption).__name__}",
+                                "name a column of text")
+            content = picture.get("bytes", picture) if isinstance(picture, dict) else picture
+            if not isinstance(content, bytes | None):
+                raise UserError("--picture_field", f"row {row} of {piece.name} has no bytes of a picture but "
+                                f"{type(content).__name__}", "write the files' bytes into it, or name another column")
+            yield Found(piece.name, content or b"", caption, Origin(i, row))
 
     def _pixels(self, content: bytes) -> np.ndarray | str:
         """Decode a picture, upright and in three channels, in a size of whole patches; or say why it is left out."""
@@ -201,7 +204,7 @@ class Pictures:
             with pil.open(io.BytesIO(content)) as picture:
                 if picture.width * picture.height > PIXELS:
                     return f"more than {PIXELS:,} pixels"
-                upright = ops.exif_transpose(picture).convert("RGB")
+                upright = _in_8_bits(ops.exif_transpose(picture)).convert("RGB")
         except Exception:  # decoders raise whatever they like: OSError, ValueError, SyntaxError, struct.error
             return "not readable as a picture"
         if self.square:
@@ -223,42 +226,56 @@ class Pictures:
         return np.asarray(picture)[top:top + kept, left:left + kept]
 
 
+def _in_8_bits(picture: Any) -> Any:
+    """Return a grey picture of 16 bits in 8; Pillow's conversion makes all values above 255 of 65,535 white."""
+    return picture.point(lambda value: value * (1 / 257) + 0.5).convert("L") if picture.mode[0] == "I" else picture
+
+
 def _is_picture(name: str) -> bool:
     return name.lower().endswith(FILES)
 
 
+def _is_archive(name: str) -> bool:
+    return name.lower().endswith(".tar")
+
+
 def _names(piece: Piece) -> list[str]:
     """Return the names of the pictures in a piece, from the headers of an archive."""
-    if not piece.name.endswith(".tar"):
+    if not _is_archive(piece.name):
         return [piece.name] if _is_picture(piece.name) else []
     with inputs.readable(piece.path, tarfile.TarError), storage.open(piece.path) as file, tarfile.open(
             fileobj=file, mode="r:") as archive:
         return [member.name for member in archive if member.isfile() and _is_picture(member.name)]
 
 
-def _members(i: int, piece: Piece) -> Iterator[Found]:
-    """Yield the pictures of an archive; the caption of `a.png` is `a.txt`, before it or after it among its neighbours.
-    """
+def _members(i: int, piece: Piece, with_text: bool) -> Iterator[Found]:
+    """Yield the pictures of an archive; with their captions, each when both have come: that of `a.png` is `a.txt`."""
     with inputs.readable(piece.path, tarfile.TarError), storage.open(piece.path) as file, tarfile.open(
             fileobj=file, mode="r:") as archive:
-        name, together = "", {}
+        def found(place: int, member: tarfile.TarInfo, caption: str | None) -> Found:
+            return Found(member.name, _member(archive, member), caption, Origin(i, place))
+
+        texts: dict[str, str] = {}
+        waiting: dict[str, list[tuple[int, tarfile.TarInfo]]] = {}
         for place, member in enumerate(archive):
             if not member.isfile() or member.size > MEMBER_BYTES:
                 continue
-            if (stem := member.name.rpartition(".")[0]) != name:
-                yield from _joined(i, together)
-                name, together = stem, {}
-            reader = archive.extractfile(member)
-            assert reader
-            together[member.name] = place, reader.read()
-        yield from _joined(i, together)
+            stem, _, end = member.name.rpartition(".")
+            if _is_picture(member.name):
+                if not with_text or stem in texts:
+                    yield found(place, member, texts.get(stem))
+                else:
+                    waiting.setdefault(stem, []).append((place, member))
+            elif with_text and end == "txt":
+                texts[stem] = _member(archive, member).decode(errors="replace")
+                yield from (found(*one, texts[stem]) for one in waiting.pop(stem, ()))
+        yield from (found(*one, None) for pictures in waiting.values() for one in pictures)
 
 
-def _joined(i: int, together: dict[str, tuple[int, bytes]]) -> Iterator[Found]:
-    texts = [content.decode(errors="replace") for name, (_, content) in together.items() if name.endswith(".txt")]
-    for name, (place, content) in together.items():
-        if _is_picture(name):
-            yield Found(name, content, texts[0] if texts else None, Origin(i, place))
+def _member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    reader = archive.extractfile(member)
+    assert reader
+    return reader.read()
 
 
 def _folder(name: str) -> str:

@@ -166,13 +166,18 @@ Prepare audio clips as log-mel frames.
 
     jaxtrain prepare_sequences audio --input=FOLDER --output=FOLDER
 """)
-    audio.add_argument("--target", default=Audio.target, help=f"{', '.join(TARGETS)}: the target of a clip")
-    audio.add_argument("--tokenizer", default=Audio.tokenizer, help="tokenizer of texts: 'bytes' or a tokenizer.json")
+    audio.add_argument("--target", default=Audio.target, help=f"the target of a clip, {', '.join(TARGETS)}; "
+                       f"default: {Audio.target}")
+    audio.add_argument("--tokenizer", default=Audio.tokenizer, help="tokenizer of texts, 'bytes' or a tokenizer.json; "
+                       "default: bytes")
     audio.add_argument("--clip_hours", type=float, default=Audio.clip_hours,
                        help=f"leave out longer clips; default: {Audio.clip_hours:g}")
-    audio.add_argument("--mels", type=int, default=Audio.mels, help="bands of a frame; 128 for large-v3")
-    audio.add_argument("--audio_column", default=Audio.audio_column, help="column of Parquet with the bytes of files")
-    audio.add_argument("--text_column", default=Audio.text_column, help="column of Parquet with transcripts")
+    audio.add_argument("--mels", type=int, default=Audio.mels, help="bands of a frame, 128 for large-v3; "
+                       f"default: {Audio.mels}")
+    audio.add_argument("--audio_column", default=Audio.audio_column, help="column of Parquet with the bytes "
+                       f"of files; default: {Audio.audio_column}")
+    audio.add_argument("--text_column", default=Audio.text_column, help="column of Parquet with transcripts; "
+                       f"default: {Audio.text_column}")
     audio.add_argument("--special_tokens", action="store_true",
                        help="tokens such as <|de|> in transcripts are those of the tokenizer")
     events = kinds.add_parser("events", help="tables of events to one sequence per user", text="""\
@@ -184,23 +189,29 @@ Prepare tables of events as one sequence per user.
     events.add_argument("--time", required=True, help="the column that orders a user's events")
     events.add_argument("--category", nargs="+", default=[], help="columns to number, the most frequent value first")
     events.add_argument("--number", nargs="+", default=[], help="columns to take as numbers")
-    events.add_argument("--vocab_size", type=int, default=Events.vocab_size, help="most ids per category")
+    events.add_argument("--vocab_size", type=int, default=Events.vocab_size, help=f"most ids per category; "
+                        f"default: {Events.vocab_size}")
     pictures = kinds.add_parser("pictures", help="pictures to patches", text="""\
 Prepare pictures, of files, tar archives or Parquet, as patches.
 
     jaxtrain prepare_sequences pictures --input=FOLDER --output=FOLDER
 """)
-    pictures.add_argument("--target", default=Pictures.target, help="none, text, folder: the target of a picture")
-    pictures.add_argument("--tokenizer", default=Pictures.tokenizer, help="of captions: 'bytes' or a tokenizer.json")
+    pictures.add_argument("--target", default=Pictures.target, help="the target of a picture, none, text, folder; "
+                          f"default: {Pictures.target}")
+    pictures.add_argument("--tokenizer", default=Pictures.tokenizer, help="of captions, 'bytes' or a tokenizer.json; "
+                          "default: bytes")
     for name, what in (("patch_size", "side of a patch in pixels"), ("most_patches", "most patches of a picture"),
                        ("patches_per_side", "most patches of its longer side")):
-        pictures.add_argument(f"--{name}", type=int, default=getattr(Pictures, name), help=what)
+        pictures.add_argument(f"--{name}", type=int, default=getattr(Pictures, name),
+                              help=f"{what}; default: {getattr(Pictures, name)}")
     pictures.add_argument("--square", type=int, default=Pictures.square, help="pixels a side of the square that every "
                           "picture becomes, as published encoders read it; default: pictures keep their shapes")
     pictures.add_argument("--crop_square", action="store_true", help="keep the middle square of a picture, as CLIP "
                           "does, instead of squeezing it, as SigLIP does")
-    pictures.add_argument("--picture_field", default=Pictures.picture_field, help="the pictures' column of Parquet")
-    pictures.add_argument("--text_field", default=Pictures.text_field, help="the captions' column of Parquet")
+    pictures.add_argument("--picture_field", default=Pictures.picture_field, help="the pictures' column of Parquet; "
+                          f"default: {Pictures.picture_field}")
+    pictures.add_argument("--text_field", default=Pictures.text_field, help="the captions' column of Parquet; "
+                          f"default: {Pictures.text_field}")
     for kind, default in ((audio, Audio), (events, Events), (pictures, Pictures)):
         kind.add_argument("--input", nargs="+", required=True, help="files or folders")
         kind.add_argument("--output", required=True, help="the corpus")

@@ -120,6 +120,41 @@ def test_what_cannot_be_read_is_left_out_and_counted(tmp_path):
     assert corpus.manifest["left_out"] == {"not readable as audio": 1, "shorter than a frame": 1}
 
 
+def test_a_damaged_clip_or_one_without_a_transcript_costs_only_itself(tmp_path):
+    whole, into = clip(0.5), tmp_path / "in"
+    for name in ("whole", "cut", "piped", "alone"):
+        write(into / f"{name}.wav", whole, text=None if name == "alone" else name)
+    content = (into / "cut.wav").read_bytes()
+    (into / "cut.wav").write_bytes(content[:3000])  # libsndfile returns the samples that are left
+    at = content.index(b"data") + 4
+    (into / "piped.wav").write_bytes(content[:at] + b"\xff" * 4 + content[at + 4:])  # as ffmpeg writes to a pipe
+    soundfile.write(into / "nan.wav", np.append(whole, np.nan), 16_000, subtype="FLOAT")
+    (into / "nan.txt").write_text("nan")
+    (into / "empty.wav").touch()
+    (into / "empty.txt").write_text("empty")
+    corpus = prepare_sequences([str(into)], tmp_path / "out", Audio("text", eval_fraction=0))
+    said = {bytes(row["target"].tolist()).decode(): len(row["features"]) for row in corpus.train}
+    assert said == {"whole": 50, "piped": 50}
+    assert corpus.manifest["left_out"] == {
+        "a clip without a transcript": 1, "cut off: its header announces more": 1, "not readable as audio": 1,
+        "damaged: samples that are not finite numbers": 1}
+
+
+def test_rows_of_parquet_without_audio_or_transcript_are_left_out(tmp_path):
+    write(tmp_path / "a.wav", clip(0.1))
+    content = (tmp_path / "a.wav").read_bytes()
+    pq.write_table(pa.table({"audio": [content, None, content], "text": ["yes", "no", None]}), tmp_path / "A.PARQUET")
+    corpus = prepare_sequences([f"{tmp_path}/A.PARQUET"], tmp_path / "out", Audio("text", eval_fraction=0))
+    assert [bytes(row["target"].tolist()) for row in corpus.train] == [b"yes"]
+    assert corpus.manifest["left_out"] == {"a row without audio": 1, "a clip without a transcript": 1}
+    for column, value, message in (("audio", {"bytes": None, "path": "a.wav"}, "--audio_column: row 0 of .* no bytes"),
+                                   ("text", 5, "--text_column: row 0 of b.parquet has no text")):
+        pq.write_table(pa.Table.from_pylist([{"audio": content, "text": "yes"} | {column: value}]),
+                       tmp_path / "b.parquet")
+        with pytest.raises(UserError, match=message):
+            prepare_sequences([f"{tmp_path}/b.parquet"], tmp_path / f"no-{column}", Audio("text"))
+
+
 def test_what_is_not_there_for_now_is_not_left_out(tmp_path):
     write(tmp_path / "in/a.wav", clip(0.1), text="x")
     source = Audio("text")
@@ -152,7 +187,7 @@ def test_equal_clips_are_in_one_split_whatever_is_said_of_them(tmp_path):
 
 
 @pytest.mark.parametrize(("files", "options", "reason"), [
-    ({"a.wav": None}, {"target": "text"}, "a.wav has no transcript"),
+    ({"a.wav": None}, {"target": "text"}, "a.wav has no transcript, nor has any other file"),
     ({"a.wav": "x"}, {"target": "folder"}, "not in a subfolder"),
     ({}, {}, "no audio clips"),
     ({"a.wav": "x"}, {"target": "txt"}, "did you mean 'text'"),

@@ -13,7 +13,7 @@ from jaxtrain.data.loading.modalities.augmentation import augmented, numbers_for
 from jaxtrain.data.loading.modalities.picture_batches import PictureBatches
 from jaxtrain.data.packing.picture_rows import CaptionedPictures, LabelledPictures, PairedPictures, pack
 from jaxtrain.data.prepare_sequences import prepare_sequences
-from jaxtrain.data.prepare_sequences.picture_patches import from_patches, grid, to_patches
+from jaxtrain.data.prepare_sequences.picture_patches import Pictures, from_patches, grid, to_patches
 
 SIZES = {"cats/a": (8, 12), "cats/b": (4, 4), "dogs/c": (9, 30), "dogs/d": (200, 100), "dogs/e": (12, 8)}
 
@@ -164,3 +164,57 @@ def test_mistakes_are_told_in_one_line(stored, flags, message, tmp_path):
         flags = prepare_sequences.parse(["pictures", f"--input={stored / kind}", f"--output={tmp_path}/out",
                                          "--workers=1", *[flag for flag in flags if flag.startswith("--")]])
         prepare_sequences.prepare_sequences(flags.input, flags.output, prepare_sequences.source_of(flags))
+
+
+def written(folder, *names):
+    for name in names:
+        (folder / f"{name}.png").write_bytes(encoded("cats/a"))
+        (folder / f"{name}.txt").write_text(name)
+
+
+def test_pictures_without_a_caption_are_left_out_and_counted(tmp_path):
+    written(tmp_path, "cat", "blank", "alone", "empty")
+    (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "alone.txt").unlink()
+    (tmp_path / "empty.png").write_bytes(b"")
+    source = Pictures("text", patch_size=4, eval_fraction=0)
+    corpus = prepare_sequences.prepare_sequences([f"{tmp_path}"], tmp_path / "out", source)
+    assert [bytes(row["target"].tolist()) for row in corpus.train] == [b"cat"]
+    assert corpus.manifest["left_out"] == {"without a caption": 2, "not readable as a picture": 1}
+    for path in tmp_path.glob("*.txt"):
+        path.unlink()
+    with pytest.raises(jt.UserError, match=r"alone\.png has no caption, nor"):
+        source.find_tasks([f"{tmp_path}"])
+
+
+def test_an_archive_may_hold_captions_in_any_order(tmp_path):
+    written(tmp_path, "a", "b", "c", "d")
+    (tmp_path / "d.txt").unlink()
+    with tarfile.open(tmp_path / "ALL.TAR", "w") as archive:  # as `tar` writes a folder, in the order of its entries
+        for name in ("b.png", "d.png", "a.txt", "c.png", "b.txt", "a.png", "c.txt"):
+            archive.add(tmp_path / name, name)
+    corpus = prepare_sequences.prepare_sequences([f"{tmp_path}/ALL.TAR"], tmp_path / "out",
+                                                 Pictures("text", patch_size=4, eval_fraction=0))
+    assert sorted(bytes(row["target"].tolist()) for row in corpus.train) == [b"a", b"b", b"c"]
+    assert corpus.manifest["left_out"] == {"without a caption": 1}
+
+
+def test_grey_pictures_of_16_bits_keep_their_shades(tmp_path):
+    shades = np.linspace(0, 65_535, 64).reshape(8, 8)
+    Image.fromarray(shades.astype(np.uint16)).save(tmp_path / "grey.png")
+    corpus = prepare_sequences.prepare_sequences([f"{tmp_path}"], tmp_path / "out",
+                                                 Pictures(patch_size=4, eval_fraction=0))
+    found = from_patches(corpus.train[0]["patches"], 2, 2)
+    assert np.abs(found - shades[..., None] / 257).max() <= 0.51
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ({"text": ["a", "b"]}, "--text_field: row 0 of a.parquet has no text but list; name a column of text"),
+    ({"image": "a.png"}, "--picture_field: row 0 of a.parquet has no bytes of a picture but str; write")])
+def test_columns_of_other_types_are_refused(row, message, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist([{"image": encoded("cats/a"), "text": "a"} | row]), tmp_path / "a.parquet")
+    with pytest.raises(jt.UserError, match=message):
+        prepare_sequences.prepare_sequences([f"{tmp_path}/a.parquet"], tmp_path / "out", Pictures("text"))

@@ -195,7 +195,7 @@ def test_weights_that_lie_are_refused(tmp_path):
 
 def test_a_model_that_has_no_format_is_not_published():
     for keys, message in (({"pooling": "mean"}, "model.pooling: 'mean' cannot be published as siglip"),
-                          ({"picture_size": 0}, "model: it cannot be published as siglip"),
+                          ({"picture_size": 0}, "model.picture_size: without it positions are"),
                           ({"text_begin": 3}, "model.text_begin: 3 cannot be published as siglip")):
         section = published_towers.section("siglip", tiny.CONFIGS["siglip"], Path("config.json"))
         with pytest.raises(jt.UserError, match=re.escape(message)):

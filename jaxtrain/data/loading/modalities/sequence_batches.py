@@ -91,7 +91,8 @@ def _check(sequences: Sequences, name: str, array: Array) -> None:
                         f"{_said(array.dims)}", "name another corpus")
     if column.per == "own" and (most := int(sequences.counts(name).max(initial=0))) > int(array.dims[0]):
         raise UserError("data.source", f"its column {name!r} has up to {most} values, and the model takes "
-                        f"{array.dims[0]}", "raise that in the model's keys, or leave out what is longer")
+                        f"{array.dims[0]}", "raise that in the model's keys (whisper: model.max_seq_len), or leave out "
+                        "what is longer")
 
 
 def _said(dims: tuple[str | int, ...]) -> str:
