@@ -132,7 +132,7 @@ class Exchange:
             if not self.islands.overlap:
                 state = self.finish(step, state, stopping)
         if self._folder and not jax.process_index() and (path := self._folder / KEPT).exists():
-            log_records.remove_offer(path, self._position, verify.steps(self._folder / "checkpoints"))
+            log_records.remove_offer(path, self._replica.position, verify.steps(self._folder / "checkpoints"))
         return state
 
     def due(self, step: int, last: bool = False, stopping: Callable[[int], bool] = lambda step: False) -> bool:
