@@ -155,6 +155,17 @@ def test_rows_of_parquet_without_audio_or_transcript_are_left_out(tmp_path):
             prepare_sequences([f"{tmp_path}/b.parquet"], tmp_path / f"no-{column}", Audio("text"))
 
 
+def test_the_beginning_of_a_file_says_what_all_of_it_does(tmp_path):
+    soundfile.write(tmp_path / "a.wav", np.zeros(500), 900)
+    soundfile.write(tmp_path / "b.wav", np.zeros(500), 16_000)
+    (tmp_path / "c.wav").write_bytes(b"RIFF")
+    pieces = inputs.find_pieces([f"{tmp_path}"], 2**62, ends=".wav")
+    reasons = ["a sampling rate of 900 Hz", "", "not readable as audio"]
+    assert [audio.unusable(piece) for piece in pieces] == reasons
+    assert [samples for samples in (audio.samples_of(piece, 1) for piece in pieces)
+            if isinstance(samples, str)] == [reason for reason in reasons if reason]
+
+
 def test_what_is_not_there_for_now_is_not_left_out(tmp_path):
     write(tmp_path / "in/a.wav", clip(0.1), text="x")
     source = Audio("text")
