@@ -122,7 +122,7 @@ class PairedPictures(PictureRows):
 
     @property
     def cut(self) -> int:
-        """How many texts are longer, and lose their ends."""
+        """The number of texts that are longer, and lose their ends."""
         return int((self.sequences.counts("target") > self.room).sum())
 
     def beside(self, found: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
