@@ -47,7 +47,7 @@ class Codec:
         return payload, rest | ({"error": wanted - self.decode(payload, x.shape)} if "error" in state else {})
 
     def compress(self, wanted: Any, state: State) -> tuple[Payload, State]:
-        """Return the payload of an array alone, and the sender's next state but for the error."""
+        """Return the payload of an array alone, and the sender's next state except for the error."""
         return {"values": wanted}, {}
 
     def decode(self, payload: Payload, shape: Shape) -> Any:
