@@ -1,4 +1,4 @@
-"""Log-mel frames of samples as they come: those of the file that they amount to, except for what they are clipped by."""
+"""Log-mel frames of samples as they come: those of the whole file, except for what they are clipped by."""
 
 import numpy as np
 
