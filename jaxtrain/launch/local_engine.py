@@ -115,7 +115,8 @@ def _pid(job: Job) -> int:
 
 
 def _alive(job: Job) -> bool:
-    return bool(job.id) and _started(_pid(job)) == job.id.partition(":")[2]
+    started = job.id.partition(":")[2]  # "": it had ended when it was looked for
+    return started != "" and _started(_pid(job)) == started
 
 
 def _started(pid: int) -> str:

@@ -11,6 +11,7 @@ import pytest
 from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record
 from jaxtrain.launch import jobs as jobs_command
+from jaxtrain.launch.local_engine import LocalEngine
 from tests.launch.waiting import status_of, wait_for
 
 PROGRAM = textwrap.dedent("""\
@@ -91,6 +92,15 @@ def test_a_second_job_is_refused_and_one_that_was_killed_is_told(workdir, capsys
     told("why", workdir)
     assert capsys.readouterr().out == ("it is failed: it was killed, or the machine was started again\n"
                                        "the end of what it printed (jaxtrain jobs logs):\n  attempt a b True\n")
+
+
+def test_a_job_that_ended_before_anyone_recorded_it_is_found_and_not_running(workdir):
+    """As where the sweep that started it was killed, and came back when it had ended."""
+    (workdir / "end").write_text("0")
+    wait_for(lambda: state(workdir) == "done")
+    engine, job = LocalEngine(), job_record.newest(workdir)
+    found = replace(job, id=engine.find(job))
+    assert found.id not in ("", job.id) and engine.status(found).state == "done"
 
 
 def test_the_checkout_and_its_edits_are_recorded(tmp_path, monkeypatch, capsys):
