@@ -1,4 +1,4 @@
-"""What the first process has reaches the others in parts, since each device holds what is on its way."""
+"""Vectors of the first process reach the others in parts, since each device holds whatever is on its way."""
 
 import jax
 import numpy as np
