@@ -85,8 +85,11 @@ class FolderMeeting:
         self._offered = name
 
     def has_taken(self, offer: Offer) -> bool:
-        """Return whether the coordinator has taken, or refused, an offer that was made here."""
-        return self._tried(lambda: not self._store.exists(f"offers/{offer.island}-{offer.base}.json"))
+        """Return whether the coordinator has taken an offer that was made here; raises a UserError if it refused it."""
+        is_gone = self._tried(lambda: not self._store.exists(f"offers/{offer.island}-{offer.base}.json"))
+        if is_gone:
+            self._check_refused()
+        return is_gone
 
     def find_log(self) -> None:
         """Look for the name of the log, until it is there."""

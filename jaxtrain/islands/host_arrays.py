@@ -9,6 +9,8 @@ from jax.experimental import multihost_utils
 
 from jaxtrain.islands.fragments import Fragment, flat, put
 
+PART = 2**26  # bytes that are sent to the other processes at a time
+
 
 class HostArrays:
     """Whole arrays in the memory of every process; every process makes all calls, in the same order."""
@@ -46,11 +48,17 @@ class HostArrays:
 
 
 def of_first(vector: np.ndarray) -> np.ndarray:
-    """Return the vector of the first process; every process makes this call, with one of the same size."""
+    """Return the vector of the first process; every process makes this call, with one of the same size.
+
+    It goes over the network of the devices in parts, each of which every device holds: the whole may be a model.
+    """
     if jax.process_count() == 1:
         return vector
+    found, many = np.empty_like(vector), PART // vector.itemsize
     with jax.transfer_guard("allow"):
-        return np.asarray(multihost_utils.broadcast_one_to_all(vector))
+        for at in range(0, vector.size, many):
+            found[at:at + many] = multihost_utils.broadcast_one_to_all(vector[at:at + many])
+    return found
 
 
 def _whole(leaf: jax.Array) -> np.ndarray:

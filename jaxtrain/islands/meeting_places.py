@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.islands import gossip
+from jaxtrain.islands.host_arrays import of_first
 from jaxtrain.islands.log_records import as_json, entry_of
 from jaxtrain.islands.meeting import BackgroundMeeting, Entry, Meeting, Offer, Trimmed, Unanswered
 from jaxtrain.islands.waiting_meeting import WaitingMeeting
@@ -196,7 +196,5 @@ def _of_first(do: Callable[[], Any]) -> Any:
 
 
 def _sent(size: int, held: list[bytes]) -> bytes:
-    """Return the bytes that the first process holds, over the network of the devices."""
-    mine = np.frombuffer(held[0], np.uint8) if held else np.zeros(size, np.uint8)
-    with jax.transfer_guard("allow"):
-        return np.asarray(multihost_utils.broadcast_one_to_all(mine)).tobytes()
+    """Return the bytes that the first process holds."""
+    return of_first(np.frombuffer(held[0], np.uint8) if held else np.zeros(size, np.uint8)).tobytes()

@@ -168,7 +168,9 @@ def test_an_offer_that_is_refused_ends_its_island_and_stops_no_other(log, tmp_pa
     for _ in range(2):
         with pytest.raises(UserError, match=reason):
             islands[1].entries(0, 30)
-    assert islands[0].entries(0, 0) == [] and islands[1].has_taken(mine)
+    with pytest.raises(UserError, match=reason):
+        islands[1].has_taken(mine)
+    assert islands[0].entries(0, 0) == []
     islands[1].offer(replace(mine, same="1" * 64), own)  # after its user has mended it
     bridge.look()
     for island in islands:

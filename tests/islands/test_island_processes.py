@@ -66,13 +66,14 @@ def test_an_island_of_two_processes_and_one_of_one(codec, port, tmp_path_factory
 
 
 @pytest.mark.exhaustive
-def test_an_island_of_two_processes_that_is_stopped_while_it_sends(tmp_path_factory, tmp_path):
+@pytest.mark.parametrize("codec", [INT4, FACTORS], ids=["int4", "power_sgd"])
+def test_an_island_of_two_processes_that_is_stopped_while_it_sends(codec, tmp_path_factory, tmp_path):
     """With the coordinator killed before the offer; resumed, it has the bits of one that was not stopped."""
     certificates = pytest.importorskip("jaxtrain.islands.network.certificates")
     certificates.make(tmp_path / "keys", range(1))
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    flags = [*tiny_flags(tmp_path_factory, [*TINY, *INT4, "train.steps=24", "checkpoint.every=50", "islands.count=1",
+    flags = [*tiny_flags(tmp_path_factory, [*TINY, *codec, "train.steps=24", "checkpoint.every=50", "islands.count=1",
                                             "islands.every=12", "islands.overlap=10"]),
              f"--config.islands.meeting=tcp://{address}", f"--config.islands.keys={tmp_path}/keys"]
 

@@ -184,6 +184,18 @@ def test_an_offer_that_nobody_takes_at_the_store_is_made_at_the_port_once_that_a
     assert said.has(AWAY) == said.has(BACK) == 1
 
 
+def test_an_offer_that_is_refused_at_the_store_is_not_made(site):
+    """Else an island that has returned to the port by then would wait there for an entry that nobody will make."""
+    site.carry()
+    meeting = site.island()
+    site.log.offer(*offered(1, 0, b"others", same="1" * 64))
+    site.proxy.close_port()
+    with pytest.raises(UserError, match="island 0: its outer parameters after entry 0, or its config, are not those"):
+        meeting.offer(*offered(0, 0, b"mine", same="2" * 64))
+    meeting.offer(*offered(0, 0, b"mine", same="1" * 64))
+    assert [entry.number for entry in meeting.entries(0, 60)] == [1]
+
+
 def test_an_entry_that_was_read_at_the_port_is_waited_for_at_the_store(site, said):
     """So are its contents, and what follows from it: whoever finds a snapshot there expects its entry, too."""
     meeting, far = site.island(), FolderMeeting(site.place, 2, sign=1e9)
