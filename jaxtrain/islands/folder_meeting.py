@@ -1,7 +1,7 @@
 """Islands that meet in a folder or in object storage, where no port of the coordinator can be reached.
 
     offers/ISLAND-BASE.json           until the coordinator has taken or refused it
-    refused/ISLAND-BASE.json          why it refused that offer, until another one is made in its place
+    refused/SHA256-ISLAND-BASE        why it refused that offer, until it is made again
     contents/SHA256-ISLAND-BASE       the content of that offer
     entries/NUMBER.json               the log, as the coordinator decided it
     snapshots/POSITION-SHA256
@@ -60,7 +60,7 @@ class FolderMeeting:
         self._unserved, self._is_spare = unserved or self._waits, unserved is not None
         self._names: dict[str, str] = {}  # of contents, by hash: those of the entries that were read
         self._closed = threading.Event()
-        self._offered = ""  # the name of the newest offer
+        self._offered = ""  # the name of the newest offer's content
         self.log = ""  # the name of the log here; "": not known yet
         self._served: bytes | None = None  # the coordinator's newest sign of life
         self._quiet = 0  # looks since it changed, or since the first one without any
@@ -79,10 +79,10 @@ class FolderMeeting:
     def offer(self, offer: Offer, content: bytes) -> None:
         """Offer progress, as `Meeting` says."""
         name = f"{offer.island}-{offer.base}"
-        self._tried(lambda: self._store.remove(f"refused/{name}.json"))
+        self._tried(lambda: self._store.remove(f"refused/{_content(offer)}"))
         self._tried(lambda: self._store.write(f"contents/{offer.sha256}-{name}", content))
         self._tried(lambda: self._store.write(f"offers/{name}.json", json.dumps(asdict(offer)).encode()))
-        self._offered = name
+        self._offered = _content(offer)
 
     def has_taken(self, offer: Offer) -> bool:
         """Return whether the coordinator has taken an offer that was made here; raises a UserError if it refused it."""
@@ -114,7 +114,7 @@ class FolderMeeting:
         return found
 
     def _check_refused(self) -> None:
-        name = f"refused/{self._offered}.json"
+        name = f"refused/{self._offered}"
         if self._offered and (text := self._tried(lambda: self._store.read(name))) is not None:
             raise UserError(*bounded_files.parsed(text, (str, str, str)))
 
@@ -264,7 +264,7 @@ class Bridge:
     def _refuse(self, name: str, offer: Offer, error: UserError) -> None:
         """Tell the island of an offer why it is refused for good."""
         say(f"{error}")
-        self._store.write(f"refused/{name}", json.dumps([error.key, error.reason, error.fix]).encode())
+        self._store.write(f"refused/{_content(offer)}", json.dumps([error.key, error.reason, error.fix]).encode())
         self._store.remove(f"contents/{_content(offer)}")
         self._store.remove(f"offers/{name}")
 
