@@ -86,6 +86,20 @@ def test_few_recordings_are_in_memory_at_once():
     assert asked == [3, 3, 4, 5]  # two windows each time
 
 
+def test_behind_each_recording_there_is_its_own_silence():
+    """8 decades below the loudest of all of it, and not of the window, nor of what else is in the batch."""
+    model, asked = tiny.speech(mask_padding=False), []
+    decoding = SimpleNamespace(decode=lambda frames, *_: asked.append(frames) or (np.full((3, 1), model.c.end), None))
+    told = SimpleNamespace(c=model.c, prompts=model.prompts, new=model.new, beams=1, said=model.said, read=model.read,
+                           first=0, decoding=decoding)
+    sound = tiny.sound(loud_from=0)[1000:8000]
+    transcribe.transcribed(told, [("fades", sound * np.where(np.arange(7000) < 5000, 1, 0.01)),
+                                  ("low", 0.1 * sound[:1600])], 3)
+    loud, faded, low = asked[0]
+    assert max(faded[:9].max(), low.max()) + 0.3 < loud.max()
+    assert np.all(faded[10:] == loud.max() - 2) and np.all(low[10:] == low.max() - 2)
+
+
 @pytest.mark.parametrize(("argv", "message"), [
     (["gone.wav"], "FILES: gone.wav does not exist; name files or folders of .wav, .flac, .ogg, .mp3"),
     (["b.txt"], "FILES: {0}/b.txt has no audio; name files or folders of .wav"),
