@@ -164,6 +164,9 @@ def test_the_beginning_of_a_file_says_what_all_of_it_does(tmp_path):
     assert [audio.unusable(piece) for piece in pieces] == reasons
     assert [samples for samples in (audio.samples_of(piece, 1) for piece in pieces)
             if isinstance(samples, str)] == [reason for reason in reasons if reason]
+    (tmp_path / "a.wav").unlink()
+    with pytest.raises(UserError, match=r"a\.wav cannot be read"):  # one that is there, but not to be read, likewise
+        audio.unusable(pieces[0])
 
 
 def test_what_is_not_there_for_now_is_not_left_out(tmp_path):
