@@ -117,3 +117,22 @@ def test_the_first_interrupt_is_the_end_and_the_second_stops():
         signal.raise_signal(signal.SIGINT)
     assert [*heard] == []
     over.set()
+
+
+def test_a_process_that_ignores_interrupts_goes_on_ignoring_them():
+    """A shell begins those in the background so, and Ctrl-C is then meant for another one."""
+    before, go_on = signal.signal(signal.SIGINT, signal.SIG_IGN), threading.Event()
+
+    def recorder():
+        yield np.arange(2)
+        go_on.wait()
+        yield np.arange(2, 4)
+
+    try:
+        heard = piped_audio.as_it_comes(recorder())
+        assert next(heard).tolist() == [0, 1]
+        signal.raise_signal(signal.SIGINT)
+        go_on.set()
+        assert [block.tolist() for block in heard] == [[2, 3]]
+    finally:
+        signal.signal(signal.SIGINT, before)
