@@ -213,7 +213,8 @@ def test_grey_pictures_of_16_bits_keep_their_shades(kind, mode, tmp_path):
 
 @pytest.mark.parametrize(("row", "message"), [
     ({"text": ["a", "b"]}, "--text_field: row 0 of a.parquet has no text but list; name a column of text"),
-    ({"image": "a.png"}, "--picture_field: row 0 of a.parquet has no bytes of a picture but str; write")])
+    ({"image": "a.png"}, "--picture_field: row 0 of a.parquet has no bytes of a picture but str; write"),
+    ({"image": {"file": "a.png"}}, "--picture_field: row 0 of a.parquet has no bytes of a picture but dict; write")])
 def test_columns_of_other_types_are_refused(row, message, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
