@@ -40,7 +40,7 @@ class Session:
     rehearse: bool
     about: records.Record  # commit, device and versions, as another process found them
     rehearsed: set[Any] = field(default_factory=set)
-    failures: list[str] = field(default_factory=list)  # but for those by memory, which are results
+    failures: list[str] = field(default_factory=list)  # except those by memory, which are results
 
     def bench(self, name: str, size: str, keys: dict[str, Any], *flags: str, steps: int = 20, seconds: float = 300,
               environment: dict[str, str] | None = None) -> records.Record:

@@ -51,7 +51,7 @@ def run_of(family: str, precision: str, attention: str) -> Any:
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
-    """A packed batch of text that can be learnt: each token decides the next, but for some noise."""
+    """A packed batch of text that can be learnt: each token decides the next, except for some noise."""
     draw = np.random.default_rng(step)
     tokens = np.zeros((ROWS, SEQ + 1), np.int64)
     tokens[:, 0] = draw.integers(VOCAB, size=ROWS)
@@ -108,7 +108,7 @@ def sketch(leaf: np.ndarray) -> dict[str, Any]:
 def errors(got: dict[str, Any], want: dict[str, Any]) -> dict[str, Any]:
     """The largest relative error of a loss; of the gradient's norm; of a parameter's gradient, and whose."""
     losses = np.abs(np.array(got["losses"]) / np.array(want["losses"]) - 1)
-    # A key's bias shifts all scores of a query alike: its gradient is zero but for rounding, hence the floor.
+    # A key's bias shifts all scores of a query alike: its gradient is zero up to rounding, hence the floor.
     floor = 1e-3 * max(leaf["rms"] for leaf in want["gradients"].values())
     each = {name: _rms(np.array(got["gradients"][name]["elements"]) - np.array(leaf["elements"])) / max(
         _rms(np.array(leaf["elements"])), leaf["rms"], floor) for name, leaf in want["gradients"].items()}

@@ -114,7 +114,7 @@ def attend(q, k, v, *_):
 
 
 def again(x, dx):
-    """The same but for one row, so that each turn has to wait for the last and no number grows or vanishes.
+    """The same except for one row, so that each turn has to wait for the last and no number grows or vanishes.
 
     All results of a turn are carried besides: what is carried has to be computed.
     """

@@ -4,7 +4,7 @@
     python tools/hub_truth.py --exports  # loads what jaxtrain exports of the same, and compares logits and rewards
 
 Needs torch and transformers, which the tests do not: the logits, the shapes of all tensors as they are on disk, and of
-every gradient its norm and two projections are kept. It computes in float64, but for what the models themselves compute
+every gradient its norm and two projections are kept. It computes in float64, except what the models themselves compute
 in float32.
 """
 

@@ -81,7 +81,7 @@ class Coordinator:
         known = offer.base <= self.bases.get(offer.island, -1)
         if not known and (other := next(filter(offer.differs, self._since(offer.base)), None)):
             raise UserError(f"island {offer.island}", f"its outer parameters after entry {offer.base}, or its config, "
-                            f"are not those of island {other.island}", "give all islands equal configs, but for "
+                            f"are not those of island {other.island}", "give all islands equal configs, except for "
                             "islands.index, and equal first parameters")
         if not known or offer.island not in self.left:  # the last offer of one that left may come by another way again
             self.there[offer.island] = now
@@ -167,7 +167,7 @@ class Coordinator:
         self.entries, self.begins = list(self.after(number)), max(number, self.begins)
 
     def summary(self) -> list[dict[str, Any]]:
-        """Return records that do what all records up to now did, but for the entries themselves."""
+        """Return records that do what all records up to now did, except for the entries themselves."""
         islands = [{"island": island, "base": self.bases[island], "newest": self.newest[island],
                     "left": island in self.left, **{name: self.counts[island, name] for name in COUNTS}}
                    for island in sorted(self.newest)]

@@ -1,10 +1,11 @@
 """Islands that meet in a folder or in object storage, where no port of the coordinator can be reached.
 
-    offers/ISLAND-BASE.json           until the coordinator has taken it
+    offers/ISLAND-BASE.json           until the coordinator has taken or refused it
+    refused/ISLAND-BASE.json          why it refused that offer, until another one is made in its place
     contents/SHA256-ISLAND-BASE       the content of that offer
     entries/NUMBER.json               the log, as the coordinator decided it
     snapshots/POSITION-SHA256
-    log                         the name of the log that is here
+    log                               the name of the log that is here
     alive/ISLAND                      changes as long as the island lives
     alive/coordinator                 changes as long as a coordinator looks into this place
 
@@ -59,6 +60,7 @@ class FolderMeeting:
         self._unserved, self._is_spare = unserved or self._waits, unserved is not None
         self._names: dict[str, str] = {}  # of contents, by hash: those of the entries that were read
         self._closed = threading.Event()
+        self._offered = ""  # the name of the newest offer
         self.log = ""  # the name of the log here; "": not known yet
         self._served: bytes | None = None  # the coordinator's newest sign of life
         self._quiet = 0  # looks since it changed, or since the first one without any
@@ -77,11 +79,13 @@ class FolderMeeting:
     def offer(self, offer: Offer, content: bytes) -> None:
         """Offer progress, as `Meeting` says."""
         name = f"{offer.island}-{offer.base}"
+        self._tried(lambda: self._store.remove(f"refused/{name}.json"))
         self._tried(lambda: self._store.write(f"contents/{offer.sha256}-{name}", content))
         self._tried(lambda: self._store.write(f"offers/{name}.json", json.dumps(asdict(offer)).encode()))
+        self._offered = name
 
     def has_taken(self, offer: Offer) -> bool:
-        """Return whether the coordinator has taken an offer that was made here."""
+        """Return whether the coordinator has taken, or refused, an offer that was made here."""
         return self._tried(lambda: not self._store.exists(f"offers/{offer.island}-{offer.base}.json"))
 
     def find_log(self) -> None:
@@ -96,12 +100,20 @@ class FolderMeeting:
     def entries(self, after: int, wait: float) -> Sequence[Entry]:
         """Return the entries after this one, as `Meeting` says."""
         end, pause = time.monotonic() + wait, PAUSE[0]
-        while not (found := self._tried(lambda: self._read_entries(after))) and time.monotonic() < end:
+        while not (found := self._tried(lambda: self._read_entries(after))):
+            self._check_refused()
+            if time.monotonic() >= end:
+                break
             self._closed.wait(min(pause, end - time.monotonic()))
             pause = min(1.5 * pause, PAUSE[1])
         if wait and not found and self._quiet > QUIET:
             raise Unanswered("entries")  # nobody serves this place
         return found
+
+    def _check_refused(self) -> None:
+        name = f"refused/{self._offered}.json"
+        if self._offered and (text := self._tried(lambda: self._store.read(name))) is not None:
+            raise UserError(*bounded_files.parsed(text, (str, str, str)))
 
     def _read_entries(self, after: int) -> list[Entry]:
         found: list[Entry] = []
@@ -187,6 +199,7 @@ class Bridge:
         self._published: int | None = None  # not known until the store was read
         self._signed = -math.inf  # when it gave its last sign of life
         self._is_own = False  # whether the store is known to have this log, or none
+        self._left: dict[str, str] = {}  # why offers cannot be taken for now, by name
 
     def look(self) -> None:
         """Take what came and publish what was decided; the store may be in any state that a kill left."""
@@ -222,16 +235,34 @@ class Bridge:
             offer = offer_of(bounded_files.parsed(text or b""))
             if name != f"{offer.island}-{offer.base}.json":
                 raise ValueError(f"its name says otherwise than its content: {offer.island}-{offer.base}")
-            content = self._store.read_checked(f"contents/{_content(offer)}", offer.sha256) if self._log.wants(
-                offer) else None
-            if content is not None:
-                self._log.offer(offer, content)
-        except (ValueError, Trimmed) as error:
-            say(f"offers/{name} in the store of the islands is not taken: {error}")
-            return
+        except ValueError as error:
+            return self._leave(name, error)
+        try:
+            is_wanted = self._log.wants(offer)
+        except UserError as error:
+            return self._refuse(name, offer, error)
+        if is_wanted:
+            try:
+                content = self._store.read_checked(f"contents/{_content(offer)}", offer.sha256)
+            except (ValueError, Trimmed) as error:
+                return self._leave(name, error)
+            self._log.offer(offer, content)
         taken = self._log.taken(offer)
         if taken is None or taken.sha256 != offer.sha256:  # it came late, or was offered again with another content
             self._store.remove(f"contents/{_content(offer)}")
+        self._store.remove(f"offers/{name}")
+
+    def _leave(self, name: str, error: Exception) -> None:
+        """Say, once, why an offer cannot be taken for now."""
+        if self._left.get(name) != (why := f"{error}"):
+            self._left[name] = why
+            say(f"offers/{name} in the store of the islands is not taken: {why}")
+
+    def _refuse(self, name: str, offer: Offer, error: UserError) -> None:
+        """Tell the island of an offer why it is refused for good."""
+        say(f"{error}")
+        self._store.write(f"refused/{name}", json.dumps([error.key, error.reason, error.fix]).encode())
+        self._store.remove(f"contents/{_content(offer)}")
         self._store.remove(f"offers/{name}")
 
     def _publish(self) -> None:

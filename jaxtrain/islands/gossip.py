@@ -14,7 +14,7 @@ from jaxtrain.islands.meeting import Entry, Offer
 
 
 def pairs(entry: Entry) -> list[tuple[Offer, ...]]:
-    """Return the contributions of an entry two by two, at random but for everybody the same; an odd one is alone."""
+    """Return the contributions of an entry in random pairs, the same for everybody; an odd one is alone."""
     def drawn(offer: Offer) -> bytes:
         return hashlib.sha256(f"{entry.number} {offer.island}".encode()).digest()
 

@@ -179,7 +179,7 @@ class OuterReplica:
         ends = np.cumsum([work.get(*one).size for one in kept])
         if len(content) != 4 * ends[-1]:
             raise UserError("islands.meeting", "its snapshot is of another model or outer optimizer",
-                            "give all islands equal configs, but for islands.index")
+                            "give all islands equal configs, except for islands.index")
         for one, vector in zip(kept, np.split(np.frombuffer(content, "<f4"), ends[:-1]), strict=True):
             work.set(*one, vector)
         self.position = position

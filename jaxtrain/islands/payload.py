@@ -159,5 +159,5 @@ def _on_host() -> Iterator[None]:
 
 def _other() -> UserError:
     return UserError("islands.meeting", "another island sent parameters of another model, or compressed otherwise",
-                     "give all islands equal configs, but for islands.index; begin anew with a new log and new "
+                     "give all islands equal configs, except for islands.index; begin anew with a new log and new "
                      "workdirs, since this log has it for good")

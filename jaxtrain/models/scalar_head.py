@@ -37,5 +37,5 @@ def is_head(path: str) -> bool:
 
 
 def without_heads(params: Any, but: Sequence[str] = ()) -> Any:
-    """Return a nested dict of parameters without those of heads, but for some."""
+    """Return a nested dict of parameters without those of heads, except for some."""
     return {key: inner for key, inner in params.items() if key not in HEADS or key in but}

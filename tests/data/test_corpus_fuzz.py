@@ -284,7 +284,7 @@ def tried(source: str, cache: Path, corrupt: str, watch: Watch):
 
 
 def same(given, want, end) -> bool:
-    """Return whether all rows are what they should be, but for those that are empty because they were lost."""
+    """Return whether all rows are what they should be, except for those that are empty because they were lost."""
     if len(given) != len(want):
         return False
     for got, one in zip(given, want, strict=True):

@@ -43,7 +43,7 @@ class HeldMeeting(MemoryMeeting):
     def offer(self, offer, content):
         if not offer.island:
             self.arriving.set()
-            assert self.through.wait(60)
+            assert self.through.wait(600)
             if self.error:
                 raise self.error
         super().offer(offer, content)
@@ -154,7 +154,7 @@ def test_steps_go_on_while_an_offer_is_on_its_way(codec, tmp_path):
     meeting, done = HeldMeeting(), []
 
     def arriving():
-        assert meeting.arriving.wait(60)
+        assert meeting.arriving.wait(600)
         done.append("arriving")
 
     def let_through():
@@ -171,7 +171,7 @@ def test_steps_go_on_while_an_offer_is_on_its_way(codec, tmp_path):
 def held(one, meeting, folder, what, at=EVERY + 2):
     """Train until an offer is under way, and then do `what`."""
     def now():
-        assert meeting.arriving.wait(60)
+        assert meeting.arriving.wait(600)
         what()
     return train(with_meeting(one, meeting), folder, observers=[At({at: now})])
 
@@ -186,7 +186,7 @@ def released(meeting, arrives):
     here = [thread for thread in threading.enumerate() if thread.name == "islands-call"]
     meeting.through.set()
     for thread in here:  # that of the other island, if it waits for an entry, comes back in a second
-        thread.join(60)
+        thread.join(600)
     meeting.error = None
 
 
@@ -215,7 +215,7 @@ def test_an_island_that_is_stopped_meanwhile_saves_and_sends_the_same_offer_late
         assert (stopped.value.code, stopped.value.step) == (exit_codes.SAVED, step)
         assert list(checkpoints(codec, tmp_path, STEPS)) == [step] and (tmp_path / KEPT).exists()
         meeting.arriving.clear()
-        caller = threading.Thread(target=lambda: (meeting.arriving.wait(60), signal.raise_signal(signal.SIGTERM)))
+        caller = threading.Thread(target=lambda: (meeting.arriving.wait(600), signal.raise_signal(signal.SIGTERM)))
         caller.start()
         with pytest.raises(Interrupted) as stopped:
             train(with_meeting(one, meeting), tmp_path)
@@ -295,7 +295,7 @@ def test_a_save_between_waits_for_the_offer(tmp_path):
     meeting, letting = HeldMeeting(), []
 
     def let_through():
-        assert meeting.arriving.wait(60)
+        assert meeting.arriving.wait(600)
         letting.append(threading.Timer(0.1, meeting.through.set))  # while the save waits, or before
         letting[0].start()
 

@@ -145,12 +145,36 @@ def test_what_is_damaged_is_left_and_said(log, tmp_path, capsys):
     path = place / "contents" / f"{offer.sha256}-0-0"
     path.write_bytes(b"fat")
     (place / "offers" / "1-0.json").write_text('{"island": 0}')
-    bridge.look()
-    assert not log.taken(offer) and "has another hash" in capsys.readouterr().err
+    for _ in range(2):
+        bridge.look()
+    assert not log.taken(offer) and capsys.readouterr().err.count("has another hash") == 1
     path.write_bytes(content)
     bridge.look()
     assert log.taken(offer)
     far.close()
+
+
+def test_an_offer_that_is_refused_ends_its_island_and_stops_no_other(log, tmp_path, capsys):
+    place = str(tmp_path / "meeting")
+    bridge, islands = Bridge(log, place), [FolderMeeting(place, island, sign=1e9, patience=1) for island in range(2)]
+    (other, content), (mine, own) = (offered(island, 0, b"%d" % island) for island in range(2))
+    islands[0].offer(replace(other, same="1" * 64), content)
+    bridge.look()
+    islands[1].offer(replace(mine, same="2" * 64), own)
+    for _ in range(2):
+        bridge.look()
+    reason = "island 1: its outer parameters after entry 0, or its config, are not those of island 0; give all islands"
+    assert capsys.readouterr().err.count(reason) == 1
+    for _ in range(2):
+        with pytest.raises(UserError, match=reason):
+            islands[1].entries(0, 30)
+    assert islands[0].entries(0, 0) == [] and islands[1].has_taken(mine)
+    islands[1].offer(replace(mine, same="1" * 64), own)  # after its user has mended it
+    bridge.look()
+    for island in islands:
+        assert [entry.contributions for entry in island.entries(0, 0)] == [
+            (replace(other, same="1" * 64), replace(mine, same="1" * 64))]
+        island.close()
 
 
 def test_signs_of_life_in_a_store_reach_the_coordinator(log, tmp_path):

@@ -110,5 +110,6 @@ def test_an_island_of_two_processes_that_is_stopped_while_it_sends(tmp_path_fact
         assert (tmp_path / "stopped" / KEPT).exists()
         coordinator = serve("second log")
         jax.tree.map(np.testing.assert_array_equal, trained("stopped"), calm)
+        assert not (tmp_path / "stopped" / KEPT).exists()
     finally:
         coordinator.kill()

@@ -75,7 +75,7 @@ class Beside(threading.Thread):
         self.state = state
 
     def ended(self):
-        self.join(60)
+        self.join(600)
         assert self.state is not None
         return self.state
 

@@ -186,6 +186,17 @@ def test_with_overlap_the_others_contents_are_fetched_ahead_and_not_the_island_s
     assert taken == [offer.sha256 for offer in others]
 
 
+def test_what_the_meeting_refuses_is_left_to_whoever_asks_in_earnest():
+    """The thread that looks ahead has no traceback to print."""
+    def refused(*given):
+        raise UserError("islands.meeting", "it has another log", "give another one")
+    found = few(2)
+    found.train(3)
+    own = found.meeting.log[0].contributions[0]
+    found.meeting.entries = refused
+    assert MeetingAhead(found.meeting)._look(own) is None
+
+
 def test_an_island_that_leaves_is_not_waited_for():
     found = few(2)
     found.train(3)

@@ -416,7 +416,7 @@ def check(run: jt.Run, family: str = "gpt2", steps: int = STEPS, tolerance: floa
             if c.model.router_bias_rate:  # a bias has no moments
                 del router(c.model, gradient)["bias"], router(c.model, got)["bias"]
             assert size == pytest.approx(float(norm), rel=tolerance), "the gradient's norm differs in the first step"
-            # A key's bias shifts all scores of a query alike: its gradient is zero but for rounding, hence the floor.
+            # A key's bias shifts all scores of a query alike: its gradient is zero up to rounding, hence the floor.
             error, leaf = worst(got, gradient, floor=1e-3 * float(norm))
             assert error < tolerance, f"the first gradient of {leaf} is off by {error:.1e} of its largest element"
     off = np.abs(np.array(losses) / want - 1)

@@ -20,7 +20,7 @@ def temporary(policy, unroll=1):
 
 
 # What a layer then computes again and need not keep: the scores of all pairs with every policy; further the results
-# of matmuls, but for the attention's where it is kept by name.
+# of matmuls, except for the attention's where it is kept by name.
 SCORES = LAYERS * ROWS * HEADS * SEQ * SEQ * F32
 TOKENS = LAYERS * ROWS * SEQ * F32
 

@@ -227,7 +227,7 @@ def flow(c, p, batch):
 
 # ------------------------------------------------------------------------------------------------------- batches
 def rows_of_pictures(rng, rows, length, most, class_at=None):
-    """Rows of pictures of any shape, one of them empty but for padding; `class_at` as in PictureRows."""
+    """Rows of pictures of any shape, one of them empty except for padding; `class_at` as in PictureRows."""
     made = {"patches": rng.integers(0, 256, (rows, length, PATCH**2 * 3)).astype(np.uint8),
             "pictures": np.zeros((rows, length), np.int32), "places": np.zeros((rows, length, 2), np.int32)}
     for row in range(1, rows):

@@ -91,6 +91,14 @@ def test_a_run_learns_and_goes_on_with_the_same_bits(cache, tmp_path):
     assert lines[-1]["eval_loss"] < lines[0]["loss"]
 
 
+def test_a_corpus_of_another_kind_is_refused_as_such_whatever_its_lengths(tmp_path):
+    soundfile.write(tmp_path / "a.wav", np.sin(np.arange(16_000)), 16_000)
+    prepare_sequences([f"{tmp_path}/a.wav"], tmp_path / "corpus", Audio(eval_fraction=0))
+    run = jt.build(plain.config(data__source=f"{tmp_path}/corpus"), devices=1)
+    with pytest.raises(jt.UserError, match=r"^data\.source: it has no column 'label', which the model reads"):
+        run.train_batches
+
+
 def test_a_kernel_that_is_not_here_is_refused():
     with pytest.raises(jt.UserError, match=r"^train\.attention: the cudnn backend cannot do this: "):
         jt.build(plain.config(train__attention="cudnn"), devices=1)

@@ -1,4 +1,4 @@
-"""Collectives read from the traced step are those that XLA makes of it, to the byte but for scalars."""
+"""Collectives read from the traced step are those that XLA makes of it, to the byte except for scalars."""
 
 import jax
 import pytest

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "train.eval_batches=1",
         "data.global_batch_size=8", "train.steps=40", "train.eval_every=0", "train.progress=false",
         "resilience.check_every=0"]
-# A run as anybody starts it, but for slow batches, so that kills come in the middle.
+# A run as anybody starts it, except for slow batches, so that kills come in the middle.
 RUN = """
 import sys, time
 from jaxtrain.run import Run

@@ -13,7 +13,7 @@ LOSSY = ("int8", "int4", "top_k", "random_k", "power_sgd")  # what is lost is re
 
 @dataclass(frozen=True)
 class IslandsConfig:
-    """Islands and their outer updates (docs/islands.md); off by default. All islands need equal keys but for index."""
+    """Islands and their outer updates (docs/islands.md); off by default. All islands need equal keys except index."""
 
     count: int = 0  # islands among which each batch is divided: together they train on count x data.global_batch_size
     index: int = 0  # number of this run's island, from 0

@@ -115,6 +115,16 @@ class PairedPictures(PictureRows):
     end: int = -1  # likewise behind it
     pad: int = -1  # likewise what fills its places
 
+    @property
+    def room(self) -> int:
+        """The most tokens of a text that its places hold."""
+        return self.text_len - (self.begin >= 0) - (self.end >= 0)
+
+    @property
+    def cut(self) -> int:
+        """The number of texts that are longer, and lose their ends."""
+        return int((self.sequences.counts("target") > self.room).sum())
+
     def beside(self, found: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """Return the texts; a picture whose text is empty does not count."""
         tokens, segments, positions = (np.zeros((self.most, self.text_len), np.int32) for _ in range(3))
@@ -129,7 +139,7 @@ class PairedPictures(PictureRows):
 
     def _whole(self, ids: np.ndarray) -> list[int]:
         before, behind = ([token] * (token >= 0) for token in (self.begin, self.end))
-        found = [*before, *ids[:self.text_len - len(before) - len(behind)].tolist(), *behind]
+        found = [*before, *ids[:self.room].tolist(), *behind]
         return found if self.pad < 0 else found + [self.pad] * (self.text_len - len(found))
 
 

@@ -208,7 +208,7 @@ def _is_clip(name: str) -> bool:
 def _members(piece: Piece, wants_text: bool, without: Callable[[str], None]) -> Iterator[tuple[int, bytes, bytes]]:
     """Yield where each clip of a tar begins, its bytes and its transcript, when both have come.
 
-    Members with the same name but for its end belong together. What has no counterpart is left out.
+    Members with the same name except for its end belong together. What has no counterpart is left out.
     """
     waiting: dict[str, dict[str, tuple[int, bytes]]] = {}
     try:

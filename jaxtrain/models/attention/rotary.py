@@ -22,7 +22,7 @@ def frequencies(width: int, theta: float) -> np.ndarray:
 
 
 def scaled_frequencies(c: RotaryConfig, width: int) -> tuple[np.ndarray, float]:
-    """Return the frequencies as `model.rope_type` scales them, and the factor of cosine and sine (1 but for YaRN)."""
+    """Return the frequencies as `model.rope_type` scales them, and the factor of cosine and sine (1 without YaRN)."""
     plain, factor = frequencies(width, c.rope_theta), c.rope_scaling
     if factor == 1:
         return plain, 1.0

@@ -12,6 +12,7 @@ Letters: N blocks, B values in a block, K values kept of each; PowerSGD has its 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Codec:
         return payload, rest | ({"error": wanted - self.decode(payload, x.shape)} if "error" in state else {})
 
     def compress(self, wanted: Any, state: State) -> tuple[Payload, State]:
-        """Return the payload of an array alone, and the sender's next state but for the error."""
+        """Return the payload of an array alone, and the sender's next state except for the error."""
         return {"values": wanted}, {}
 
     def decode(self, payload: Payload, shape: Shape) -> Any:
@@ -55,7 +56,7 @@ class Codec:
 
     def abstract(self, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and dtypes of the payload of an array of this shape."""
-        return jax.eval_shape(lambda: self.compress(jnp.zeros(shape, F32), self.begin(shape))[0])
+        return dict(_traced(self, shape))
 
     def size(self, shape: Shape) -> int:
         """Return the bytes of such a payload."""
@@ -251,6 +252,11 @@ class PowerSGD(Codec):
         front, rest = shape[:self.stacked], shape[self.stacked:]
         cuts = [(math.prod(rest[:cut]), math.prod(rest[cut:])) for cut in range(len(rest) + 1)]
         return (math.prod(front), *min(cuts, key=sum))
+
+
+@functools.lru_cache(maxsize=1024)  # a message is checked against the shapes of each of its arrays
+def _traced(codec: Codec, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+    return jax.eval_shape(lambda: codec.compress(jnp.zeros(shape, F32), codec.begin(shape))[0])
 
 
 def in_blocks(x: Any, block: int, multiple: int = 1) -> Any:

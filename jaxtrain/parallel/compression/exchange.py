@@ -84,7 +84,7 @@ def received(codecs: Sequence[Codec], shapes: Sequence[tuple[int, ...]], peers: 
         elif isinstance(codec, TopK):
             found["all-gather"] += peers * codec.size(shape)
         elif isinstance(codec, RandomK):
-            found["all-reduce"] += codec.size(shape) - 4  # but for the count
+            found["all-reduce"] += codec.size(shape) - 4  # without the count
         else:
             found["all-reduce"] += codec.size(shape)
     return dict(found)

@@ -11,7 +11,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def log_log(title: str, across: str, series: Mapping[str, Points], joined: bool = True) -> str:
-    """Draw series of points with positive coordinates; lines join those of each, but for rings alone of the first.
+    """Draw series of points with positive coordinates, each joined by lines; the first may be rings alone.
 
     Args:
         across: what the horizontal axis is.

@@ -85,7 +85,7 @@ def test_a_chunk_is_fetched_once_and_then_read_from_the_disk(network, url, corpu
     assert cached(tmp_path) == 2 * 1_300_000 * 3
     network.calm()
     assert stream(config(url, tmp_path), range(100)) == first == stream(config(corpus, tmp_path), range(100))
-    assert [request for request in network.requests if "train-" in request] == []  # but for manifest and listing
+    assert [request for request in network.requests if "train-" in request] == []  # except manifest and listing
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_each_token_is_seen_as_often_as_the_epochs_say(case):
         firsts = np.concatenate([shard.offsets[:-1] + before for shard, before in
                                  zip(part.shards, np.cumsum([0, *(len(s.tokens) for s in part.shards)]), strict=False)])
         there = (ids != END) & ~np.isin(places, firsts)
-        if chosen.packing == "concat":  # but for what is left behind the last whole unit
+        if chosen.packing == "concat":  # except for what is left behind the last whole unit
             there &= (places <= (part.num_tokens - 1) // unit * unit)
         counts = {seen[id] for id in ids[there].tolist()}
         assert counts <= {int(epochs), int(epochs) + 1}, (name, epochs, counts)

@@ -9,6 +9,7 @@ from PIL import Image
 
 import jaxtrain as jt
 from jaxtrain.data.corpus.sequences import open_sequences
+from jaxtrain.data.loading.modalities import picture_batches
 from jaxtrain.data.loading.modalities.augmentation import augmented, numbers_for
 from jaxtrain.data.loading.modalities.picture_batches import PictureBatches
 from jaxtrain.data.packing.picture_rows import CaptionedPictures, LabelledPictures, PairedPictures, pack
@@ -101,6 +102,10 @@ def test_rows_have_texts_labels_or_sequences_beside_the_patches(stored):
     text = row["tokens"].reshape(3, 9)[1]
     number = PairedPictures(corpus.train, 48, 3, 9).rows[0][1]
     assert bytes(text.astype(np.uint8)).decode() == f"it is {list(SIZES)[number]}"[:9]
+    assert [PairedPictures(corpus.train, 48, 3, *places).cut for places in ((11,), (12,), (12, -1, 9))] == [5, 0, 5]
+    rows = PairedPictures(corpus.train, 48, 3, text_len=9, end=256)
+    assert picture_batches.summary(PictureBatches(rows, global_batch_size=1, seed=0), corpus)[1].endswith(
+        "% full, 5 of 5 captions are cut to 8 tokens (model.text_len)")
     sequences = CaptionedPictures(corpus.train, 48, 3, end=256)
     for row in (sequences[i] for i in range(len(sequences))):
         for segment in range(1, row["segments"].max() + 1):

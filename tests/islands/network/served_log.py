@@ -46,7 +46,7 @@ class Carried:
 
     def stop(self):
         self.stopped.set()
-        self.thread.join(60)
+        self.thread.join(600)
 
 
 class Site:

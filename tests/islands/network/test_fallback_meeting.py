@@ -79,7 +79,7 @@ def began(call):
 
 
 def answer(begun):
-    begun[0].join(60)
+    begun[0].join(600)
     (found,) = begun[1]
     if isinstance(found, Exception):
         raise found

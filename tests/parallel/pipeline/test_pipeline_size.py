@@ -29,7 +29,7 @@ def temporary(schedule, microbatches):
 
 
 def check_growth(schedule, counts, inputs_kept):
-    """Check to the byte, but for alignment: tokens cut up, rows of the table, a stage's inputs for each micro-batch."""
+    """Check to the byte, alignment aside: tokens cut up, rows of the table, a stage's inputs for each micro-batch."""
     sizes = {m: temporary(schedule, m) for m in counts}
     print(f"\n{schedule}: " + ", ".join(f"{size:,} bytes with {m} micro-batches" for m, size in sizes.items()))
     ticks = {m: build(schedule, m).schedules[0].length for m in counts}

@@ -92,7 +92,9 @@ def _check(c: Any, corpus: SequenceCorpus) -> None:
 
 
 def summary(batches: Any, corpus: SequenceCorpus) -> tuple[str, str]:
-    """Return for the log how much there is in each split, and how full rows are."""
+    """Return for the log how much there is in each split, how full rows are, and how many captions lose their ends."""
     rows = batches.pictures
+    cut = rows.cut if isinstance(rows, PairedPictures) else 0
+    lost = f", {cut:,} of {len(corpus.train):,} captions are cut to {rows.room} tokens (model.text_len)" if cut else ""
     return (f"{len(corpus.train):,} training and {len(corpus.eval):,} evaluation pictures",
-            f"best_fit: {len(rows):,} rows of up to {rows.most} pictures are {rows.fill:.2%} full")
+            f"best_fit: {len(rows):,} rows of up to {rows.most} pictures are {rows.fill:.2%} full{lost}")

@@ -27,6 +27,8 @@ class DeclaredRows:
 
     def __init__(self, config: DataConfig, sequences: Sequences, arrays: Mapping[str, Array]):
         """Refuse columns that are missing or of another shape, and sequences that are too long."""
+        for name, array in arrays.items():  # first: of a corpus of another kind the lengths do not matter
+            _check(sequences, name, array)
         self._rows, self._arrays = SequenceRows(sequences, config.seq_len, crop=True), arrays
         self.lengths, self.cut = self._rows.lengths, int((sequences.counts() > config.seq_len).sum())
         # What is said of a sequence as a whole, such as a transcript, would say more than is left of it.
@@ -35,8 +37,6 @@ class DeclaredRows:
             raise UserError("data.seq_len", f"{self.cut:,} sequences have more than {config.seq_len} steps, the "
                             f"longest {sequences.counts().max():,}", "raise it, or prepare shorter ones" if whole else
                             "raise it, or lose their ends by data.crop=true")
-        for name, array in arrays.items():
-            _check(sequences, name, array)
 
     def row(self, i: int, length: int) -> dict[str, np.ndarray]:
         """Return the arrays of one sequence, padded to `length`."""
