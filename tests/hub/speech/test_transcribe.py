@@ -130,6 +130,12 @@ def test_a_model_that_attends_to_what_comes_later_cannot_stream(workdir, monkeyp
         "model.audio_chunk=50: a second\n")
 
 
+def test_a_model_that_does_not_read_audio_is_refused(workdir, capsys):
+    (workdir / "config.json").write_text(json.dumps({"model": {}}))  # the default
+    assert transcribe.main([f"{workdir}", f"{workdir}/a.wav"]) == 2
+    assert capsys.readouterr().err == "WORKDIR: its model is gpt2, which does not read audio; give one of whisper\n"
+
+
 def test_a_workdir_of_speech_is_opened_and_one_of_pictures_is_not(tmp_path):
     for name in ("whisper", "picture_flow"):
         (tmp_path / name).mkdir()
