@@ -56,7 +56,7 @@ def finals(live: LiveTranscript, samples: np.ndarray) -> list[str]:
 
 
 def clipping(model: Any, said: list[str], name: str, recordings: list[np.ndarray]) -> None:
-    """Print what it matters that the loudest of a recording is not known while it is heard."""
+    """Print how much it matters that the loudest of a recording is not known while it is heard."""
     named = ((f"{n}", one) for n, one in enumerate(recordings))
     whole = [text_of(one) for one in transcribed(model, named, 8).values()]
     live, carried = LiveTranscript(model), Carried(model)

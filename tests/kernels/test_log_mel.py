@@ -25,7 +25,7 @@ def test_frames_of_a_file_are_those_of_the_host(samples):
     np.testing.assert_allclose(found, wanted, atol=2e-4)
 
 
-def test_pieces_of_any_length_are_one_another():
+def test_frames_do_not_depend_on_the_length_of_pieces():
     padded = sound(20_000)
     whole = log_mel.logs_of(padded, 40, 1000)
     for piece in (1, 7, 64):

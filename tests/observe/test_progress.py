@@ -46,9 +46,11 @@ def test_a_line_has_the_means_of_the_steps_since_the_one_before():
         progress.write({"step": step, "loss": 2.5, "step_time_s": seconds, "tokens_per_s": tokens / seconds,
                         "mfu": tokens / seconds / 1000, "data_wait_s": 0.003 * seconds})
     wait = 1000 * 0.003 * 3.01 / 3
+    progress.write({"step": 8, "loss": 2.5, "step_time_s": 2.0, "tokens_per_s": 50, "mfu": 0.05, "data_wait_s": 0.004})
     assert stream.getvalue().splitlines() == [
         "step 1/40  loss 2.5000  data wait 500.0 ms",
-        f"step 4/40  loss 2.5000  {600 / 3.01:,.0f} tokens/s  mfu {0.6 / 3.01:.1%}  0:36 left  data wait {wait:.1f} ms"]
+        f"step 4/40  loss 2.5000  {600 / 3.01:,.0f} tokens/s  mfu {0.6 / 3.01:.1%}  0:36 left  data wait {wait:.1f} ms",
+        "step 8/40  loss 2.5000  50 tokens/s  mfu 5.0%  1:04 left  data wait 4.0 ms"]
 
 
 def test_unknown_and_not_finite():

@@ -256,7 +256,7 @@ def unusable(piece: Piece) -> str:
     """Return the reason why a clip is left out, as far as the beginning of its file says; "": none."""
     soundfile = inputs.extra("soundfile", "audio", group="audio")
     try:
-        with storage.open(piece.path) as file, soundfile.SoundFile(file) as clip:
+        with inputs.readable(piece.path), storage.open(piece.path) as file, soundfile.SoundFile(file) as clip:
             return _wrong_rate(clip.samplerate)
     except soundfile.LibsndfileError:
         return _UNREADABLE

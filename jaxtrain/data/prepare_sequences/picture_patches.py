@@ -228,7 +228,9 @@ class Pictures:
 
 def _in_8_bits(picture: Any) -> Any:
     """Return a grey picture of 16 bits in 8; Pillow's conversion makes all values above 255 of 65,535 white."""
-    return picture.point(lambda value: value * (1 / 257) + 0.5).convert("L") if picture.mode[0] == "I" else picture
+    if picture.mode[0] != "I":
+        return picture
+    return picture.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L")  # from either order of bytes
 
 
 def _is_picture(name: str) -> bool:

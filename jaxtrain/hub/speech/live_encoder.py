@@ -1,4 +1,4 @@
-"""The encoder of a window of audio that goes on: each chunk is encoded once, and what it carries is kept."""
+"""Encode a window of audio chunk by chunk as it arrives, with a state that is carried from chunk to chunk."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -13,7 +13,7 @@ State = Mapping[str, Any]
 
 
 class LiveEncoder:
-    """The programs of one model, which are compiled once; states are not changed, so that one can be gone back to.
+    """The compiled programs of one model. They do not change a state, so an earlier one can be used again.
 
     Args:
         model: with its parameters; it attends by chunks.

@@ -1,4 +1,4 @@
-"""Log-mel frames of samples as they come: those of the whole file, except for what they are clipped by."""
+"""Log-mel frames of samples as they arrive: those of the whole recording, before they are clipped."""
 
 import numpy as np
 

@@ -20,7 +20,7 @@ class _Line:
 
     def show(self, text: str) -> None:
         """Add what is new in the text, or, where words that were shown are others now, begin a corrected line."""
-        corrected = "" if text.startswith(self.shown) else "\ncorrected: "
+        corrected = "" if text.startswith(self.shown) else f"\n{self.before}corrected: "
         if text and not self.begun:
             print(self.before, end="")
         if corrected:

@@ -1,9 +1,9 @@
 """Transcribe speech while it is spoken: words come once they are stable, and the window as a whole when it is over.
 
-After each chunk of audio the window is decoded again, from the tokens on that are stable. Those that two decodings in
-a row agree on, up to the end of a word, become so (LocalAgreement: Liu et al., arXiv 2005.11185; Macháček et al.,
-arXiv 2307.14743). A window that is over is decoded afresh: its segments are those of jaxtrain transcribe without
---stream, unless something louder, by which a file's frames are clipped, follows later.
+After each chunk of audio the window is decoded again, behind the tokens that are stable already. Tokens become stable
+when two decodings in a row agree on them, up to the end of a word (LocalAgreement: Liu et al., arXiv 2005.11185;
+Macháček et al., arXiv 2307.14743). A window that is over is decoded afresh: its segments are those of jaxtrain
+transcribe without --stream, unless something louder, by which a file's frames are clipped, follows later.
 """
 
 import unicodedata
@@ -46,7 +46,7 @@ class LiveTranscript:
 
     def __init__(self, model: SpeechModel):
         self.model, self.encoder, self.size = model, model.encoder, 2 * model.c.audio_positions
-        self.whole_windows = 0  # that were encoded once more, since something loud came after their first chunk
+        self.whole_windows = 0  # number of windows that were encoded once more, since something louder came later
 
     def of(self, blocks: Iterable[np.ndarray]) -> Iterator[Said]:
         """Yield what is said in a recording, whose samples come in blocks of any length."""
@@ -90,7 +90,7 @@ class LiveTranscript:
         return True
 
     def _decoded_so_far(self) -> list[int]:
-        """Return the tokens of what is encoded, from the stable ones on."""
+        """Return the tokens of what is encoded, of which the stable ones are given."""
         state, model = self.now.state, self.model
         assert state is not None
         if model.c.mask_padding:

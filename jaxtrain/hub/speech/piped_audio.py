@@ -1,6 +1,6 @@
 """Audio from a pipe as it comes, such as a microphone's: WAV, or, without a header, 16-bit samples at 16 kHz.
 
-Nothing is sought and nothing waits for a block to fill, so a recorder can write at its own pace.
+Nothing seeks, and nothing waits for a block to fill, so a recorder can write at its own pace.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from jaxtrain.data.prepare_sequences.audio import RATE, RATES
 from jaxtrain.errors import UserError
 
 BYTES = 2**16  # the most that is read at a time
-ENDLESS = 2**31 - 2**16  # lengths from here on are those of recorders, which do not know theirs
+ENDLESS = 2**31 - 2**16  # recorders that do not know the length write one from here on
 PCM, EXTENSIBLE = 1, 0xFFFE  # formats of samples
 DECODE_FIRST = "decode it first, such as by ffmpeg -i FILE -f wav -"
 END = object()
@@ -137,8 +137,12 @@ def as_it_comes(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 
 @contextlib.contextmanager
 def _interrupted_by(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at the first Ctrl-C, instead of an exception; the second is one again."""
-    if threading.current_thread() is not threading.main_thread():
+    """Call `stop` at the first Ctrl-C, instead of an exception; the second is one again.
+
+    A process that ignores it, as shells begin those in the background, goes on ignoring it.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
         yield
         return
 
@@ -146,7 +150,7 @@ def _interrupted_by(stop: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         stop()
 
-    before = signal.signal(signal.SIGINT, first)
+    signal.signal(signal.SIGINT, first)
     try:
         yield
     finally:

@@ -191,7 +191,7 @@ def _sources(folder: str | Path, files: Sequence[str]) -> dict[str, Any]:
     from jaxtrain.data.prepare_sequences.audio import CLIPS, unusable
     from jaxtrain.hub import trained_model
 
-    if (name := trained_model.sections_of(folder)["model"]["name"]) != "whisper":
+    if (name := trained_model.sections_of(folder)["model"].get("name", "gpt2")) != "whisper":
         raise UserError("WORKDIR", f"its model is {name}, which does not read audio", "give one of whisper")
     named, fix = [file for file in files if file != PIPE], f"name files or folders of {', '.join(CLIPS)}"
     if gone := [file for file in named if not storage.is_url(file) and not Path(file).expanduser().exists()]:

@@ -125,8 +125,9 @@ def test_a_damaged_clip_or_one_without_a_transcript_costs_only_itself(tmp_path):
     for name in ("whole", "cut", "piped", "alone"):
         write(into / f"{name}.wav", whole, text=None if name == "alone" else name)
     content = (into / "cut.wav").read_bytes()
-    (into / "cut.wav").write_bytes(content[:3000])  # libsndfile returns the samples that are left
     at = content.index(b"data") + 4
+    tags = b"LIST" + (5).to_bytes(4, "little") + b"title\0"  # an odd length, after which there is one byte more
+    (into / "cut.wav").write_bytes(content[:at - 4] + tags + content[at - 4:3000])  # libsndfile returns what is left
     (into / "piped.wav").write_bytes(content[:at] + b"\xff" * 4 + content[at + 4:])  # as ffmpeg writes to a pipe
     soundfile.write(into / "nan.wav", np.append(whole, np.nan), 16_000, subtype="FLOAT")
     (into / "nan.txt").write_text("nan")
@@ -143,7 +144,8 @@ def test_a_damaged_clip_or_one_without_a_transcript_costs_only_itself(tmp_path):
 def test_rows_of_parquet_without_audio_or_transcript_are_left_out(tmp_path):
     write(tmp_path / "a.wav", clip(0.1))
     content = (tmp_path / "a.wav").read_bytes()
-    pq.write_table(pa.table({"audio": [content, None, content], "text": ["yes", "no", None]}), tmp_path / "A.PARQUET")
+    pq.write_table(pa.table({"audio": [content, None, content], "text": ["yes", "no", None]}), tmp_path / "A.PARQUET",
+                   row_group_size=1)
     corpus = prepare_sequences([f"{tmp_path}/A.PARQUET"], tmp_path / "out", Audio("text", eval_fraction=0))
     assert [bytes(row["target"].tolist()) for row in corpus.train] == [b"yes"]
     assert corpus.manifest["left_out"] == {"a row without audio": 1, "a clip without a transcript": 1}
@@ -155,6 +157,18 @@ def test_rows_of_parquet_without_audio_or_transcript_are_left_out(tmp_path):
             prepare_sequences([f"{tmp_path}/b.parquet"], tmp_path / f"no-{column}", Audio("text"))
 
 
+def test_clips_without_transcripts_beside_an_archive_with_them_are_left_out(tmp_path):
+    """Only where all of the input are clips, and none has a transcript, is that a mistake."""
+    write(tmp_path / "in/a.wav", clip(0.1))
+    (tmp_path / "b.txt").write_text("b")
+    with tarfile.open(tmp_path / "in/b.tar", "w") as archive:
+        archive.add(tmp_path / "in/a.wav", "b.wav")
+        archive.add(tmp_path / "b.txt", "b.txt")
+    corpus = prepare_sequences([f"{tmp_path}/in"], tmp_path / "out", Audio("text", eval_fraction=0))
+    assert [bytes(row["target"].tolist()) for row in corpus.train] == [b"b"]
+    assert corpus.manifest["left_out"] == {"a clip without a transcript": 1}
+
+
 def test_the_beginning_of_a_file_says_what_all_of_it_does(tmp_path):
     soundfile.write(tmp_path / "a.wav", np.zeros(500), 900)
     soundfile.write(tmp_path / "b.wav", np.zeros(500), 16_000)
@@ -164,6 +178,9 @@ def test_the_beginning_of_a_file_says_what_all_of_it_does(tmp_path):
     assert [audio.unusable(piece) for piece in pieces] == reasons
     assert [samples for samples in (audio.samples_of(piece, 1) for piece in pieces)
             if isinstance(samples, str)] == [reason for reason in reasons if reason]
+    (tmp_path / "a.wav").unlink()
+    with pytest.raises(UserError, match=r"a\.wav cannot be read"):  # one that is there, but not to be read, likewise
+        audio.unusable(pieces[0])
 
 
 def test_what_is_not_there_for_now_is_not_left_out(tmp_path):

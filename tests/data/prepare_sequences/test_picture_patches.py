@@ -204,9 +204,12 @@ def test_an_archive_may_hold_captions_in_any_order(tmp_path):
     assert corpus.manifest["left_out"] == {"without a caption": 1}
 
 
-def test_grey_pictures_of_16_bits_keep_their_shades(tmp_path):
+@pytest.mark.parametrize(("kind", "mode"), [("PNG", "I;16"), ("TIFF", "I;16"), ("TIFF", "I;16B")])
+def test_grey_pictures_of_16_bits_keep_their_shades(kind, mode, tmp_path):
+    """Under any name, as what a file holds is seen from its content; TIFF has either order of bytes."""
     shades = np.linspace(0, 65_535, 64).reshape(8, 8)
-    Image.fromarray(shades.astype(np.uint16)).save(tmp_path / "grey.png")
+    content = shades.astype(">u2" if mode == "I;16B" else "<u2").tobytes()
+    Image.frombytes(mode, (8, 8), content).save(tmp_path / "grey.png", kind)
     corpus = prepare_sequences.prepare_sequences([f"{tmp_path}"], tmp_path / "out",
                                                  Pictures(patch_size=4, eval_fraction=0))
     found = from_patches(corpus.train[0]["patches"], 2, 2)
@@ -215,7 +218,8 @@ def test_grey_pictures_of_16_bits_keep_their_shades(tmp_path):
 
 @pytest.mark.parametrize(("row", "message"), [
     ({"text": ["a", "b"]}, "--text_field: row 0 of a.parquet has no text but list; name a column of text"),
-    ({"image": "a.png"}, "--picture_field: row 0 of a.parquet has no bytes of a picture but str; write")])
+    ({"image": "a.png"}, "--picture_field: row 0 of a.parquet has no bytes of a picture but str; write"),
+    ({"image": {"file": "a.png"}}, "--picture_field: row 0 of a.parquet has no bytes of a picture but dict; write")])
 def test_columns_of_other_types_are_refused(row, message, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq

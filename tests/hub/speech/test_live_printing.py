@@ -34,3 +34,9 @@ def test_each_word_is_printed_when_it_comes(monkeypatch, capsys):
     monkeypatch.setattr(live_printing, "LiveTranscript", lambda model: SimpleNamespace(of=of))
     live_printing.print_live(None, [("b", ())], named=True)
     assert capsys.readouterr().out == "\n"
+
+
+def test_the_name_is_in_front_of_a_corrected_line_too(monkeypatch, capsys):
+    monkeypatch.setattr(live_printing, "LiveTranscript", lambda model: SimpleNamespace(of=lambda blocks: blocks))
+    live_printing.print_live(None, [("a", [Said("one tree"), Said("one two", TWO)])], named=True)
+    assert capsys.readouterr().out == "a\tone tree\na\tcorrected: one two\n"

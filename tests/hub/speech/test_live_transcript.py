@@ -10,6 +10,7 @@ from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer
 from jaxtrain.hub.speech import transcript_windows
 from jaxtrain.hub.speech.live_transcript import LiveTranscript, _Window
 from jaxtrain.hub.speech.transcribe import transcribed
+from jaxtrain.kernels.log_mel import clipped
 from tests.hub.speech import tiny_speech as tiny
 from tests.tiers import slow
 
@@ -46,6 +47,31 @@ def test_a_window_is_encoded_chunk_by_chunk_where_nothing_louder_comes(monkeypat
     live = LiveTranscript(model)
     monkeypatch.setattr(type(model.decoding), "decode", None)  # an error where it is called
     assert segments(live.of(blocks(tiny.sound(0.5, loud_from=0)[1000:]))) and live.whole_windows == 0
+
+
+@pytest.mark.parametrize("masked", [True, *slow(False)])
+def test_each_reading_is_of_what_was_heard_up_to_there(masked, monkeypatch):
+    """Behind it there is padding, or silence where the model does not mask padding."""
+    model, readings = tiny.speech(mask_padding=masked), []
+    live = LiveTranscript(model)
+    decoded = live._decoded
+
+    def followed(state, heard, given):
+        frames = clipped(live.now.logs, live.loudest)
+        window = transcript_windows.window(frames, transcript_windows.silence_of(frames.max()), model.c)
+        readings.append((live.encoder.memory(state), heard, given, live.now.stable, window))
+        return decoded(state, heard, given)
+
+    monkeypatch.setattr(live, "_decoded", followed)
+    [*live.of(blocks(tiny.sound(0.4, loud_from=0)[1000:]))]
+    *readings, over = readings
+    for n, (memory, heard, given, stable, (frames, valid)) in enumerate(readings, 1):
+        assert given == stable
+        assert heard is None if not masked else np.array_equal(heard, [np.arange(17) < 4 * n])
+        kept = slice(4 * n if masked else None)
+        whole = model.model.encode(jnp.asarray(frames[None]), jnp.asarray(valid[None]) if masked else None)
+        np.testing.assert_allclose(memory[:, kept], whole[:, kept], atol=1e-5)
+    assert len(readings) == 4 and readings[-1][2] and over[2] == ()  # the window as a whole is decoded afresh
 
 
 def test_frames_are_clipped_by_the_loudest_up_to_now():

@@ -24,9 +24,9 @@ class Drops(io.BytesIO):
         return super().read(min(count, 999))
 
 
-def wav(samples=SAMPLES, rate=16_000, **keys):
+def wav(samples=SAMPLES, rate=16_000, format="WAV", **keys):
     file = io.BytesIO()
-    soundfile.write(file, samples, rate, format="WAV", **keys)
+    soundfile.write(file, samples, rate, format=format, **keys)
     return file.getvalue()
 
 
@@ -44,6 +44,7 @@ def test_wav_is_what_it_is_as_a_file(rate, channels, kind):
 
 def test_samples_without_a_header_are_those_of_wav():
     content = wav()
+    assert np.array_equal(read(wav(format="WAVEX", subtype="PCM_16")), read(content))  # the extensible format
     assert np.array_equal(read(content[44:]), read(content))
     assert len(read(b"")) == 0 and len(read(b"\1")) == 0 and len(read(b"\1\2\3")) == 1
 
@@ -62,7 +63,8 @@ def test_a_recorder_does_not_know_the_length(length):
     (b"OggS", "-: it is Ogg,"), (b"ID3\4", "-: it is MP3,"), (b"RIFF....AVI ", "-: its header is not that of a WAV"),
     (b"RIFF....WAVE", "-: its header is not that of a WAV"), (wav()[:40], "-: its header is not that of a WAV"),
     (wav(subtype="FLOAT"), "-: its samples have 32 bits, in format 3 of WAV; write 16-bit integers, such as by ffm"),
-    (wav(subtype="PCM_24"), "-: its samples have 24 bits"), (wav(rate=900), "-: a sampling rate of 900 Hz"),
+    (wav(subtype="PCM_24"), "-: its samples have 24 bits"),
+    (wav(format="WAVEX", subtype="FLOAT"), "-: its samples have 32"), (wav(rate=900), "-: a sampling rate of 900 Hz"),
 ])
 def test_what_cannot_be_read_is_one_sentence(content, message):
     with pytest.raises(jt.UserError) as refusal:
@@ -117,3 +119,22 @@ def test_the_first_interrupt_is_the_end_and_the_second_stops():
         signal.raise_signal(signal.SIGINT)
     assert [*heard] == []
     over.set()
+
+
+def test_a_process_that_ignores_interrupts_goes_on_ignoring_them():
+    """A shell begins those in the background so, and Ctrl-C is then meant for another one."""
+    before, go_on = signal.signal(signal.SIGINT, signal.SIG_IGN), threading.Event()
+
+    def recorder():
+        yield np.arange(2)
+        go_on.wait()
+        yield np.arange(2, 4)
+
+    try:
+        heard = piped_audio.as_it_comes(recorder())
+        assert next(heard).tolist() == [0, 1]
+        signal.raise_signal(signal.SIGINT)
+        go_on.set()
+        assert [block.tolist() for block in heard] == [[2, 3]]
+    finally:
+        signal.signal(signal.SIGINT, before)

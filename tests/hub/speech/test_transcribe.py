@@ -86,6 +86,20 @@ def test_few_recordings_are_in_memory_at_once():
     assert asked == [3, 3, 4, 5]  # two windows each time
 
 
+def test_behind_each_recording_there_is_its_own_silence():
+    """8 decades below the loudest of all of it, and not of the window, nor of what else is in the batch."""
+    model, asked = tiny.speech(mask_padding=False), []
+    decoding = SimpleNamespace(decode=lambda frames, *_: asked.append(frames) or (np.full((3, 1), model.c.end), None))
+    told = SimpleNamespace(c=model.c, prompts=model.prompts, new=model.new, beams=1, said=model.said, read=model.read,
+                           first=0, decoding=decoding)
+    sound = tiny.sound(loud_from=0)[1000:8000]
+    transcribe.transcribed(told, [("fades", sound * np.where(np.arange(7000) < 5000, 1, 0.01)),
+                                  ("low", 0.1 * sound[:1600])], 3)
+    loud, faded, low = asked[0]
+    assert max(faded[:9].max(), low.max()) + 0.3 < loud.max()
+    assert np.all(faded[10:] == loud.max() - 2) and np.all(low[10:] == low.max() - 2)
+
+
 @pytest.mark.parametrize(("argv", "message"), [
     (["gone.wav"], "FILES: gone.wav does not exist; name files or folders of .wav, .flac, .ogg, .mp3"),
     (["b.txt"], "FILES: {0}/b.txt has no audio; name files or folders of .wav"),
@@ -114,6 +128,12 @@ def test_a_model_that_attends_to_what_comes_later_cannot_stream(workdir, monkeyp
     assert capsys.readouterr().err == (
         "--stream: the encoder of this model attends to what comes later, too; leave it out, or train with "
         "model.audio_chunk=50: a second\n")
+
+
+def test_a_model_that_does_not_read_audio_is_refused(workdir, capsys):
+    (workdir / "config.json").write_text(json.dumps({"model": {}}))  # the default
+    assert transcribe.main([f"{workdir}", f"{workdir}/a.wav"]) == 2
+    assert capsys.readouterr().err == "WORKDIR: its model is gpt2, which does not read audio; give one of whisper\n"
 
 
 def test_a_workdir_of_speech_is_opened_and_one_of_pictures_is_not(tmp_path):
