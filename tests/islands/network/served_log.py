@@ -3,10 +3,11 @@
 import hashlib
 import threading
 
+from jaxtrain.islands import folder_meeting
 from jaxtrain.islands.coordinator import Policy
 from jaxtrain.islands.folder_meeting import Bridge
 from jaxtrain.islands.meeting import Offer
-from jaxtrain.islands.network import certificates
+from jaxtrain.islands.network import certificates, fallback_meeting, tcp_meeting
 from jaxtrain.islands.network.fallback_meeting import FallbackMeeting
 from jaxtrain.islands.network.meeting_server import MeetingServer
 from jaxtrain.islands.outer_log import OuterLog
@@ -91,3 +92,12 @@ class Site:
 
 def offered(island, base, content, **keys):
     return Offer(island, base, 0, 1.0, hashlib.sha256(content).hexdigest(), **keys), content
+
+
+def fall_back_at_once(monkeypatch):
+    """Let an island give up the port in parts of a second, and look for what it waits for as often."""
+    monkeypatch.setattr(tcp_meeting, "PAUSE", (0.01, 0.05))
+    monkeypatch.setattr(folder_meeting, "PAUSE", (0.01, 0.05))
+    monkeypatch.setattr(fallback_meeting, "FALL_BACK_S", 0.2)
+    monkeypatch.setattr(fallback_meeting, "AGAIN_S", 0.05)
+    monkeypatch.setattr(fallback_meeting, "LOOK_S", (0.02, 0.05))

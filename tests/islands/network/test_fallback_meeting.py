@@ -13,10 +13,10 @@ from jaxtrain.islands import folder_meeting, waiting_meeting
 from jaxtrain.islands.folder_meeting import FolderMeeting
 from jaxtrain.islands.meeting import Trimmed, Unanswered
 from jaxtrain.islands.meeting_places import open_meeting
-from jaxtrain.islands.network import certificates, fallback_meeting, meeting_server, tcp_meeting
+from jaxtrain.islands.network import certificates, fallback_meeting, meeting_server
 from jaxtrain.islands.network.fallback_meeting import FallbackMeeting
 from tests.islands.memory_meeting import wait_until
-from tests.islands.network.served_log import Site, offered
+from tests.islands.network.served_log import Site, fall_back_at_once, offered
 
 pytest.importorskip("cryptography", reason="comes with the extra .[islands]")
 
@@ -29,11 +29,7 @@ def keys(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(tcp_meeting, "PAUSE", (0.01, 0.05))
-    monkeypatch.setattr(folder_meeting, "PAUSE", (0.01, 0.05))
-    monkeypatch.setattr(fallback_meeting, "FALL_BACK_S", 0.2)
-    monkeypatch.setattr(fallback_meeting, "AGAIN_S", 0.1)
-    monkeypatch.setattr(fallback_meeting, "LOOK_S", (0.02, 0.05))
+    fall_back_at_once(monkeypatch)
     monkeypatch.setitem(FolderMeeting.__init__.__kwdefaults__, "sign", 1e9)  # one look for a coordinator, at once
 
 

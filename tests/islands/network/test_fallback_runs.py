@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from jaxtrain.distributed import exit_codes
-from jaxtrain.islands import folder_meeting, waiting_meeting
+from jaxtrain.islands import waiting_meeting
 from jaxtrain.islands.meeting_places import SharedMeeting, open_meeting
-from jaxtrain.islands.network import certificates, fallback_meeting, tcp_meeting
+from jaxtrain.islands.network import certificates
 from jaxtrain.islands.network.tcp_meeting import TcpMeeting
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.trainer.loop import train
 from jaxtrain.trainer.session import Interrupted
 from tests.islands.archipelago import assert_same_bits, numbers
 from tests.islands.memory_meeting import MemoryMeeting, wait_until
-from tests.islands.network.served_log import Site
+from tests.islands.network.served_log import Site, fall_back_at_once
 from tests.islands.test_background_offers import At
 from tests.islands.test_island_runs import MODES, Beside, Dies, built, islands, pair, straight, with_meeting
 from tests.tiers import slow_if
@@ -33,11 +33,7 @@ def keys(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(tcp_meeting, "PAUSE", (0.01, 0.05))
-    monkeypatch.setattr(folder_meeting, "PAUSE", (0.01, 0.05))
-    monkeypatch.setattr(fallback_meeting, "FALL_BACK_S", 0.2)
-    monkeypatch.setattr(fallback_meeting, "AGAIN_S", 0.05)
-    monkeypatch.setattr(fallback_meeting, "LOOK_S", (0.02, 0.05))
+    fall_back_at_once(monkeypatch)
     monkeypatch.setattr(waiting_meeting, "PATIENCE_S", 0.05)
 
 
