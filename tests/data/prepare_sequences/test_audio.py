@@ -122,9 +122,10 @@ def test_what_cannot_be_read_is_left_out_and_counted(tmp_path):
 
 def test_a_damaged_clip_or_one_without_a_transcript_costs_only_itself(tmp_path):
     whole, into = clip(0.5), tmp_path / "in"
-    for name in ("whole", "cut", "piped", "alone"):
+    for name in ("whole", "cut", "piped", "alone", "off"):
         write(into / f"{name}.wav", whole, text=None if name == "alone" else name)
     content = (into / "cut.wav").read_bytes()
+    (into / "off.wav").write_bytes(content[:-2])
     at = content.index(b"data") + 4
     tags = b"LIST" + (5).to_bytes(4, "little") + b"title\0"  # an odd length, after which there is one byte more
     (into / "cut.wav").write_bytes(content[:at - 4] + tags + content[at - 4:3000])  # libsndfile returns what is left
@@ -135,7 +136,7 @@ def test_a_damaged_clip_or_one_without_a_transcript_costs_only_itself(tmp_path):
     (into / "empty.txt").write_text("empty")
     corpus = prepare_sequences([str(into)], tmp_path / "out", Audio("text", eval_fraction=0))
     said = {bytes(row["target"].tolist()).decode(): len(row["features"]) for row in corpus.train}
-    assert said == {"whole": 50, "piped": 50}
+    assert said == {"whole": 50, "piped": 50, "off": 49}
     assert corpus.manifest["left_out"] == {
         "a clip without a transcript": 1, "cut off: its header announces more": 1, "not readable as audio": 1,
         "damaged: samples that are not finite numbers": 1}
