@@ -21,6 +21,8 @@ class CuttingProxy:
         return self
 
     def __exit__(self, *_):
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # which ends its thread's wait; to close it does not
         self.listener.close()
         self.cut()
 

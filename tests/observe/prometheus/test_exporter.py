@@ -128,10 +128,12 @@ def test_silent_and_slow_clients_keep_nobody_out_for_long(tmp_path, monkeypatch)
     address = free_address()
     with exported(tmp_path / "run", address), contextlib.ExitStack() as held:
         open_port(tmp_path / "run")
+        before = threading.active_count()  # other tests may have left some
         where = "127.0.0.1", int(address.rpartition(":")[2])
         for _ in range(3 * exporter.MOST):
             held.enter_context(socket.create_connection(where))
-        assert threading.active_count() < 2 * exporter.MOST + 20
+        # Two for each that is let in, and some that are just ending; of all there would be twice as many as this.
+        assert threading.active_count() < before + 3 * exporter.MOST
         waited_for(lambda: answered(address))
         assert closed_while_it_drips(socket.create_connection(where))
 
