@@ -35,6 +35,7 @@ CLIP_BYTES = 2**32  # the largest file of a clip
 _TOO_LARGE, _UNREADABLE = f"larger than {CLIP_BYTES:,} bytes", "not readable as audio"
 _SILENT, _CUT_OFF = "a clip without a transcript", "cut off: its header announces more"
 DECODED = 2**14  # frames decoded at a time, of each of up to 1024 channels
+ENDLESS = 2**31 - 2**16  # bytes of samples: recorders that do not know the length write one from here on
 SLACK = 64  # bytes by which headers of some programs are wrong: a few milliseconds
 BLOCK = 6_000  # frames transformed at a time, so that hours of audio need no more memory than their samples
 
@@ -304,6 +305,6 @@ def _ends_early(content: bytes) -> bool:
     while at + 8 <= len(content):
         name, size = content[at: at + 4], int.from_bytes(content[at + 4: at + 8], "little")
         if name == b"data":
-            return at + 8 + size > len(content) + SLACK and size < 2**31 - 2**16
+            return at + 8 + size > len(content) + SLACK and size < ENDLESS
         at += 8 + size + size % 2
     return False

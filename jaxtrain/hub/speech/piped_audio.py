@@ -14,11 +14,10 @@ from typing import BinaryIO
 import numpy as np
 
 from jaxtrain.data.formats import inputs
-from jaxtrain.data.prepare_sequences.audio import RATE, RATES
+from jaxtrain.data.prepare_sequences.audio import ENDLESS, RATE, RATES
 from jaxtrain.errors import UserError
 
 BYTES = 2**16  # the most that is read at a time
-ENDLESS = 2**31 - 2**16  # recorders that do not know the length write one from here on
 PCM, EXTENSIBLE = 1, 0xFFFE  # formats of samples
 DECODE_FIRST = "decode it first, such as by ffmpeg -i FILE -f wav -"
 END = object()
