@@ -106,7 +106,8 @@ def model_section(folder: str | Path) -> Keys:
             raise UserError("--config", f"{folder} is the workdir of a run, not a published folder",
                             f"begin with it by train.init_from={folder}, or export it first")
         if not isinstance(kind, str) or kind not in _TYPES:
-            raise UserError(f"{path}", f"model_type={kind if isinstance(kind, str) else published_defaults.shown(kind)} is not one that jaxtrain has", f"known: {', '.join(_TYPES)}")
+            raise UserError(f"{path}", f"model_type={kind if isinstance(kind, str) else published_defaults.shown(kind)} "
+                            "is not one that jaxtrain has", f"known: {', '.join(_TYPES)}")
         section = _section(kind, given, path)
         if kind in published_towers.KINDS:
             section |= published_towers.pixels(kind, path.parent, section["picture_size"])

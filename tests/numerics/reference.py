@@ -203,7 +203,7 @@ def through(c, p, b, told):
 
 
 def window_of(c, layer):
-    """The window of a layer: in gpt-oss the last of every `global_every` has none, in Qwen2 the first ones have none."""
+    """The window of a layer: in gpt-oss the last of every `global_every` has none, in Qwen2 the first ones."""
     everywhere = (layer + 1) % c.global_every == 0 if c.name == "gpt_oss" else layer < c.global_first
     return 0 if everywhere else c.window
 
