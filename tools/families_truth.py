@@ -197,6 +197,14 @@ def logits(given: dict[str, Any]) -> dict[str, Any]:
     return {"tensors": case["tensors"], "logits": [float(f"{x:.7g}") for x in found.detach().numpy().reshape(-1)]}
 
 
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [*map(_rounded, value)]
+    return float(f"{value:.8g}") if isinstance(value, float) else value
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=16, help="drawn config.json files of each type")
@@ -210,6 +218,7 @@ def main() -> int:
     cases = []
     for kind in families.KINDS:
         computed = 0
+        cases.append({"given": {"model_type": kind}, "shape": resolved({"model_type": kind})})
         for n in range(args.cases):
             small = n < 3 * args.logits
             given = families.drawn(kind, np.random.default_rng([args.seed, families.KINDS.index(kind), n]), small)
@@ -222,7 +231,7 @@ def main() -> int:
                     print(f"no logits: {type(error).__name__} {str(error)[-90:]!r} {given}")
             cases.append(case)
         print(kind, sum(case["given"]["model_type"] == kind and case["shape"] is not None for case in cases), computed)
-    text = "[\n" + ",\n".join(json.dumps(case) for case in cases) + "\n]\n"
+    text = "[\n" + ",\n".join(json.dumps(_rounded(case)) for case in cases) + "\n]\n"
     Path(args.to or families.TRUTH).write_text(text)
     return 0
 

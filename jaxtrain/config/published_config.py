@@ -106,8 +106,8 @@ def model_section(folder: str | Path) -> Keys:
             raise UserError("--config", f"{folder} is the workdir of a run, not a published folder",
                             f"begin with it by train.init_from={folder}, or export it first")
         if not isinstance(kind, str) or kind not in _TYPES:
-            raise UserError(f"{path}", f"model_type={kind if isinstance(kind, str) else published_defaults.shown(kind)} "
-                            "is not one that jaxtrain has", f"known: {', '.join(_TYPES)}")
+            said = kind if isinstance(kind, str) and len(kind) < 50 else published_defaults.shown(kind)
+            raise UserError(f"{path}", f"model_type={said} is not one that jaxtrain has", f"known: {', '.join(_TYPES)}")
         section = _section(kind, given, path)
         if kind in published_towers.KINDS:
             section |= published_towers.pixels(kind, path.parent, section["picture_size"])
@@ -298,6 +298,7 @@ def _check(c: ModelConfig, kind: str, written: Mapping[str, Any]) -> None:
         free.add("mup_base")  # it has shaped training only
     for key in c.__dataclass_fields__.keys() - free:
         same = c.rope_type == "ntk" if isinstance(c, RotaryConfig) and key.startswith("rope_") else False
+        same |= key == "global_every" and min(c.global_every, back.global_every) > c.num_layers  # no layer is global
         if getattr(c, key) != getattr(back, key) and not same:
             raise UserError(f"model.{key}", f"{getattr(c, key)!r} cannot be published as {kind}",
                             "keep the model in jaxtrain's format")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import published_defaults
-from jaxtrain.config.families import FAMILIES
+from jaxtrain.config.families import FAMILIES, ModelConfig
 from jaxtrain.config.published_config import model_section
 from jaxtrain.errors import UserError
 
@@ -132,14 +132,21 @@ def _value(values: Any, given: dict[str, Any], rng: np.random.Generator) -> Any:
     return values[rng.integers(len(values))]
 
 
-def shape(given: dict[str, Any], folder: Path) -> dict[str, Any] | str:
-    """Return the shape of the model that jaxtrain makes of a config.json; text where it refuses that."""
+def section(given: dict[str, Any], folder: Path) -> ModelConfig | str:
+    """Return the model that jaxtrain makes of a config.json; text where it refuses that."""
     (folder / "config.json").write_text(json.dumps(given))
     try:
-        section = model_section(folder)
-        model = FAMILIES[section["name"]](**section)
+        keys = model_section(folder)
+        return FAMILIES[keys["name"]](**keys)
     except UserError as error:
         return f"{error}"
+
+
+def shape(given: dict[str, Any], folder: Path) -> dict[str, Any] | str:
+    """Return the shape of the model that jaxtrain makes of a config.json; text where it refuses that."""
+    model = section(given, folder)
+    if isinstance(model, str):
+        return model
     return {"whisper": _whisper, "siglip": _towers, "clip": _towers}.get(given["model_type"], _decoder)(model, given)
 
 
