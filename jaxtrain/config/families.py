@@ -5,7 +5,7 @@ JAX is not imported here, so that a mistake in a config is told at once.
 
 from dataclasses import dataclass, fields
 
-from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
+from jaxtrain.config.field_checks import at_most, derive, not_negative, one_of, positive
 from jaxtrain.config.modality_families import ClipsConfig, EventsConfig, WhisperConfig
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig, PictureFlowConfig
@@ -17,7 +17,7 @@ class DecoderConfig(ModelConfig):
     """The fields that every decoder of text has besides."""
 
     # pyrefly: ignore[bad-override]
-    vocab_size: int = 320  # rows of the embedding table: at least the tokenizer's
+    vocab_size: int = at_most(320, 2**24)  # rows of the embedding table: at least the tokenizer's
     # pyrefly: ignore[bad-override]
     window: int = 0  # sliding attention window in tokens; 0: none
     # pyrefly: ignore[bad-override]
@@ -99,10 +99,26 @@ class LlamaConfig(RotaryConfig):
     # pyrefly: ignore[bad-override]
     # loss weight of one more layer that predicts the token after the next; 0: no such layer
     mtp_loss_weight: float = 0.0
+    # with model.window, as in Qwen2 and Qwen3: the number of first layers that have no window
+    # pyrefly: ignore[bad-override]
+    global_first: int = at_most(0, 10_000)
 
     def __post_init__(self):
         super().__post_init__()
-        not_negative(self, "model", "mtp_loss_weight")
+        not_negative(self, "model", "mtp_loss_weight global_first")
+        if self.global_first:
+            self._check_first()
+
+    def _check_first(self):
+        """Refuse layers without a window where all have none, or where they are not one stack."""
+        if not self.window:
+            raise UserError("model.global_first", "it is read with model.window only", "set that, too")
+        if self.global_first >= self.num_layers:
+            raise UserError("model.global_first", f"{self.global_first} of {self.num_layers} layers leaves none with a "
+                            "window", "lower it, or set model.window=0")
+        if self.name not in ("llama", "qwen2", "qwen3") or self.mtp_loss_weight:
+            raise UserError("model.global_first", f"{self.name}{' with mtp_loss_weight' * (self.mtp_loss_weight > 0)} "
+                            "has the window in all layers", "leave it out")
 
 
 @dataclass(frozen=True)
@@ -110,11 +126,11 @@ class RoutedConfig(RotaryConfig):
     """Rotary positions, and routed experts."""
 
     # pyrefly: ignore[bad-override]
-    num_experts: int = 0  # routed experts of a layer; 0: dense layers
+    num_experts: int = at_most(0, 2**16)  # routed experts of a layer; 0: dense layers
     # pyrefly: ignore[bad-override]
-    experts_per_token: int = 2  # number of experts that each token passes through
+    experts_per_token: int = at_most(2, 2**16)  # number of experts that each token passes through
     # pyrefly: ignore[bad-override]
-    expert_mlp_dim: int = 0  # width of one expert; 0: mlp_dim
+    expert_mlp_dim: int = at_most(0, 2**22)  # width of one expert; 0: mlp_dim
     balance_loss: float = 0.0  # coefficient of the load-balance loss of each row and layer: docs/parallelism.md
     router_z_loss: float = 0.0  # coefficient of the router logits' squared log-partition
     # pyrefly: ignore[bad-override]
@@ -148,11 +164,13 @@ class ExpertsConfig(RoutedConfig, LlamaConfig):
 
     name: str = "mixtral"
     # pyrefly: ignore[bad-override]
-    shared_experts: int = 0  # experts that every token passes through besides, as one of their summed width
+    # experts that every token passes through besides, as one of their summed width
+    shared_experts: int = at_most(0, 2**10)
     # pyrefly: ignore[bad-override]
-    dense_layers: int = 0  # the first layers, which have a dense MLP of mlp_dim instead
+    dense_layers: int = at_most(0, 10_000)  # the first layers, which have a dense MLP of mlp_dim instead
     # pyrefly: ignore[bad-override]
-    experts_every: int = 1  # of the layers after those, every so many the last one has experts, the others a dense MLP
+    # of the layers after those, every so many the last one has experts, the others a dense MLP
+    experts_every: int = at_most(1, 10_000)
     # pyrefly: ignore[bad-override]
     router: str = "softmax"  # how logits become scores: "softmax" or "sigmoid"
     # pyrefly: ignore[bad-override]
@@ -160,9 +178,10 @@ class ExpertsConfig(RoutedConfig, LlamaConfig):
     # pyrefly: ignore[bad-override]
     router_scale: float = 1.0  # factor of these weights
     # pyrefly: ignore[bad-override]
-    expert_groups: int = 1  # groups into which the experts are divided
+    expert_groups: int = at_most(1, 2**16)  # groups into which the experts are divided
     # pyrefly: ignore[bad-override]
-    expert_groups_used: int = 1  # groups that a token may choose from: those whose two best experts score highest
+    # groups that a token may choose from: those whose two best experts score highest
+    expert_groups_used: int = at_most(1, 2**16)
     # pyrefly: ignore[bad-override]
     router_bias_rate: float = 0.0  # step of the bias that evens out expert load (DeepSeek-V3); 0: no bias
 
@@ -196,13 +215,13 @@ class DeepseekV3Config(ExpertsConfig):
     """DeepSeek-V3: experts, and attention through latents."""
 
     name: str = "deepseek_v3"
-    q_rank: int = 0  # width of the queries' latent; 0: none
+    q_rank: int = at_most(0, 2**20)  # width of the queries' latent; 0: none
     # pyrefly: ignore[bad-override]
-    kv_rank: int = 0  # width of the keys' and values' latent
+    kv_rank: int = at_most(0, 2**20)  # width of the keys' and values' latent
     # pyrefly: ignore[bad-override]
-    rope_head_dim: int = 0  # how much of a head turns with positions, beside head_dim that does not
+    rope_head_dim: int = at_most(0, 2**16)  # how much of a head turns with positions, beside head_dim that does not
     # pyrefly: ignore[bad-override]
-    value_head_dim: int = 0  # 0: head_dim
+    value_head_dim: int = at_most(0, 2**16)  # 0: head_dim
 
     def __post_init__(self):
         super().__post_init__()
@@ -267,8 +286,8 @@ class GptOssConfig(RoutedConfig):
     # pyrefly: ignore[bad-override]
     global_every: int = 2  # the last of every so many layers is global
     rope_theta: float = 150_000.0  # base of the rotary positions
-    num_experts: int = 32  # routed experts of a layer
-    experts_per_token: int = 4  # number of experts that each token passes through
+    num_experts: int = at_most(32, 2**16)  # routed experts of a layer
+    experts_per_token: int = at_most(4, 2**16)  # number of experts that each token passes through
     swiglu_limit: float = 7.0  # gate and up of an expert are clamped to it, the gate only from above
     swiglu_alpha: float = 1.702  # the gate is multiplied by the sigmoid of so many times itself
     tied_embeddings: bool = False  # whether the output projection is the embedding table

@@ -1,8 +1,36 @@
 """Checks of one field of a config section, and fields derived from others."""
 
+import dataclasses
+from functools import cache
 from typing import Any
 
 from jaxtrain.errors import UserError, nearest
+
+_MOST = "most"
+LARGEST = 2**31 - 1  # of a whole number whose field declares no other bound: what an array's index holds
+
+
+def at_most(default: int, most: int) -> Any:
+    """Return a field of whole numbers with this default, of which none may be above `most`."""
+    return dataclasses.field(default=default, metadata={_MOST: most})
+
+
+@cache
+def most(section: type) -> dict[str, int]:
+    """Return the bound of each field that declares one, of a section's class; a base's counts where it has none."""
+    return {name: field.metadata[_MOST] for cls in reversed(section.__mro__)
+            for name, field in getattr(cls, "__dataclass_fields__", {}).items() if _MOST in field.metadata}
+
+
+def bounded(section: Any, name: str) -> None:
+    """Refuse a whole number beyond the bound that its field declares, before anything is counted or allocated by it."""
+    limits = most(type(section))
+    for field in dataclasses.fields(section):
+        value, limit = getattr(section, field.name), limits.get(field.name, LARGEST)
+        if isinstance(value, int) and not -LARGEST <= value <= limit:
+            said = f"{value:,}" if abs(value) < 10**15 else f"a number of {value.bit_length()} bits"
+            raise UserError(f"{name}.{field.name}", f"{said} is {'above' if value > 0 else 'below'} the limit",
+                            f"give {limit:,} or less" if value > 0 else "give 0 or more")
 
 
 def one_of(key: str, value: Any, allowed: tuple) -> None:

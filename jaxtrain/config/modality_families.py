@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from jaxtrain.config.field_checks import derive, not_negative, positive
+from jaxtrain.config.field_checks import at_most, derive, not_negative, positive
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError, nearest
 
@@ -57,7 +57,7 @@ class ClipsConfig(ModelConfig):
     """Audio clips with labels: an encoder of their frames that says which label a clip has."""
 
     name: str = "clips"
-    labels: int = 0  # number of labels: the folders of prepare_sequences audio --target=folder
+    labels: int = at_most(0, 2**24)  # number of labels: the folders of prepare_sequences audio --target=folder
     rope_theta: float = 10_000.0  # base of the rotary positions
     causal = False
     rows_cut = True  # pyrefly: ignore[bad-override]
@@ -73,12 +73,12 @@ class WhisperConfig(ModelConfig):
 
     name: str = "whisper"
     # pyrefly: ignore[bad-override]
-    vocab_size: int = 51_865  # rows of the embedding table: at least the tokenizer's
+    vocab_size: int = at_most(51_865, 2**24)  # rows of the embedding table: at least the tokenizer's
     max_seq_len: int = 448  # the longest row of tokens, with model.prefix and model.end; each has a learned position
-    encoder_layers: int = 0  # blocks of the encoder; 0: num_layers, which are those of the decoder
-    audio_positions: int = 1500  # positions of the encoder, for two frames each: 1500 are 30 seconds
+    encoder_layers: int = at_most(0, 10_000)  # blocks of the encoder; 0: num_layers, which are those of the decoder
+    audio_positions: int = at_most(1500, 2**22)  # positions of the encoder, for two frames each: 1500 are 30 seconds
     mask_padding: bool = True  # nothing attends to padding of audio; False: it is silence to the model, as published
-    mels: int = 80  # bands of a frame: 80, or 128 in large-v3
+    mels: int = at_most(80, 2**12)  # bands of a frame: 80, or 128 in large-v3
     audio_chunk: int = 0  # streaming: positions of the encoder see their own chunk of so many, and earlier ones; 0: all
     audio_chunks_back: int = 0  # with audio_chunk, how many earlier chunks they see; 0: all
     # Tokens in front of every transcript: its start and, where they are the same for all, language, task and timestamps
@@ -86,9 +86,9 @@ class WhisperConfig(ModelConfig):
     end: int = 50257  # the token after a transcript
     ctc_weight: float = 0.0  # weight of the encoder's CTC loss, in place of that share of the cross-entropy; 0: no head
     # SpecAugment (arXiv 1904.08779), which sets frames and bands of training rows to 0:
-    time_masks: int = 0  # number of masked stretches of frames
+    time_masks: int = at_most(0, 2**10)  # number of masked stretches of frames
     time_mask: int = 100  # with time_masks, the most frames of a stretch
-    mel_masks: int = 0  # number of masked ranges of bands
+    mel_masks: int = at_most(0, 2**10)  # number of masked ranges of bands
     mel_mask: int = 27  # with mel_masks, the most bands of a range
 
     tied_embeddings = True
@@ -121,6 +121,11 @@ class WhisperConfig(ModelConfig):
             if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < self.vocab_size]:
                 raise UserError(f"model.{key}", f"{wrong[0]!r} is not a token below model.vocab_size={self.vocab_size}",
                                 "give ids of the tokenizer")
+
+    @property
+    def rough_size(self) -> int:
+        """A number of parameters of the order of those of encoder and decoder."""
+        return super().rough_size + self.encoder_layers * self.embed_dim * (self.embed_dim + self.mlp_dim)
 
     @property
     def longest_row(self) -> int:

@@ -1,9 +1,9 @@
 """The base class of the configs of all model families."""
 
 import dataclasses
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from jaxtrain.config.field_checks import derive, not_negative, positive
+from jaxtrain.config.field_checks import at_most, bounded, derive, not_negative, positive
 from jaxtrain.errors import UserError, nearest
 
 # The keys of `mup_base`, and the logical axes whose sizes they are.
@@ -17,13 +17,13 @@ class ModelConfig:
     """The fields that every family has."""
 
     name: str = "gpt2"  # the family
-    num_layers: int = 4  # transformer blocks
-    embed_dim: int = 128  # width of the residual stream
-    num_heads: int = 4  # attention heads (of the queries)
-    num_kv_heads: int = 0  # 0: as many as num_heads
-    head_dim: int = 0  # 0: embed_dim / num_heads
-    mlp_dim: int = 0  # 0: 4 x embed_dim
-    max_seq_len: int = 1024  # the longest row in tokens; GPT-2 has a learned position for each
+    num_layers: int = at_most(4, 10_000)  # transformer blocks
+    embed_dim: int = at_most(128, 2**20)  # width of the residual stream
+    num_heads: int = at_most(4, 2**16)  # attention heads (of the queries)
+    num_kv_heads: int = at_most(0, 2**16)  # 0: as many as num_heads
+    head_dim: int = at_most(0, 2**16)  # 0: embed_dim / num_heads
+    mlp_dim: int = at_most(0, 2**22)  # 0: 4 x embed_dim
+    max_seq_len: int = at_most(1024, 2**28)  # the longest row in tokens; GPT-2 has a learned position for each
     norm_eps: float = 1e-5  # added to the variance in LayerNorm and RMSNorm
     # muP: widths of a narrow model whose best learning rate this one then has, as {"embed_dim": 64, "num_heads": 4}
     mup_base: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
@@ -48,15 +48,14 @@ class ModelConfig:
     router_bias_rate = 0.0
     mtp_loss_weight = 0.0
     global_every = 0
+    global_first = 0
     sinks = False  # whether attention has them
     fixed = ()  # paths of parameters that nobody trains
 
     def __post_init__(self):
+        bounded(self, "model")
         positive(self, "model", "num_layers embed_dim num_heads max_seq_len norm_eps")
         not_negative(self, "model", "num_kv_heads head_dim mlp_dim")
-        for field in fields(self):
-            if isinstance(value := getattr(self, field.name), int) and value >= 2**31:
-                raise UserError(f"model.{field.name}", f"{value} is too large for an array", "use less than 2^31")
         if not self.head_dim and self.embed_dim % self.num_heads:
             raise UserError("model.num_heads", f"{self.num_heads} does not divide model.embed_dim={self.embed_dim}",
                             "choose a divisor or set model.head_dim")
@@ -115,8 +114,15 @@ class ModelConfig:
     @property
     def windows(self) -> dict[int, int]:
         """The number of layers for each attention window; 0: none."""
-        everywhere = self.num_layers // self.global_every if self.global_every else 0
+        everywhere = self.num_layers // self.global_every if self.global_every else self.global_first
         return {self.window: self.num_layers - everywhere} | ({0: everywhere} if everywhere else {})
+
+    @property
+    def rough_size(self) -> int:
+        """A number of parameters of the order of the model's, from its sizes alone."""
+        experts = getattr(self, "expert_mlp_dim", 0) * self.num_experts
+        layer = self.num_heads * self.head_dim + max(self.mlp_dim, experts)
+        return self.embed_dim * (self.vocab_size + self.num_layers * layer)
 
     @property
     def stacked_layers(self) -> int:

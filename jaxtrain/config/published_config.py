@@ -8,9 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config import published_towers
-from jaxtrain.config.families import FAMILIES, Gemma3Config, GptOssConfig, ModelConfig, RotaryConfig
+from jaxtrain.config import published_defaults, published_layers, published_towers
+from jaxtrain.config.families import (
+    FAMILIES,
+    ExpertsConfig,
+    Gemma3Config,
+    GptOssConfig,
+    ModelConfig,
+    RotaryConfig,
+)
+from jaxtrain.config.field_checks import most
 from jaxtrain.config.modality_families import WhisperConfig
+from jaxtrain.config.published_layers import Refuse, layer_types
+from jaxtrain.config.published_rotary import gemma_layers, published_rotary, rotary
 from jaxtrain.config.schema import ROWS, DataConfig
 from jaxtrain.config.vision_keys import DualEncoderConfig
 from jaxtrain.errors import UserError
@@ -47,8 +57,7 @@ _OWN = {"gpt2": _GPT2, "whisper": _WHISPER}  # of types that share no keys with 
 _MORE = {
     "mixtral": {"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
     "qwen3_moe": {"num_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
-                  "moe_intermediate_size": "expert_mlp_dim", "norm_topk_prob": "normalize_router",
-                  "decoder_sparse_step": "experts_every"},
+                  "moe_intermediate_size": "expert_mlp_dim", "norm_topk_prob": "normalize_router"},
     "gemma3_text": {"sliding_window": "window", "query_pre_attn_scalar": "query_scale"},
     "deepseek_v3": {"q_lora_rank": "q_rank", "kv_lora_rank": "kv_rank", "qk_nope_head_dim": "head_dim",
                     "qk_rope_head_dim": "rope_head_dim", "v_head_dim": "value_head_dim",
@@ -61,27 +70,9 @@ _MORE = {
                 "intermediate_size": "expert_mlp_dim", "sliding_window": "window", "swiglu_limit": "swiglu_limit",
                 "swiglu_alpha": "swiglu_alpha"},
 }
-# What transformers takes for a key that is not there, where it is not our default.
-_DEFAULTS: dict[str, Keys] = {
-    "gpt2": {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
-    "mistral": {"sliding_window": 4096},
-    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "qwen2": {"max_window_layers": 28}, "qwen3": {"max_window_layers": 28},
-    "qwen3_moe": {"norm_topk_prob": False, "max_window_layers": 28},
-    "deepseek_v3": {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8,
-                    "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
-    "gemma3_text": {"tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-                    "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "sliding_window": 4096},
-    "gpt_oss": {"rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "head_dim": 64, "num_key_value_heads": 8,
-                "attention_bias": True},
-}
-_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-                 "original_max_position_embeddings": 4096}
-_NEEDED = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "n_layer",
-           "n_embd", "n_head", "n_positions", "max_position_embeddings", "num_local_experts", "num_experts",
-           "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok", "kv_lora_rank", "qk_nope_head_dim",
-           "qk_rope_head_dim", "v_head_dim", "d_model", "decoder_layers", "encoder_layers", "decoder_attention_heads",
-           "decoder_ffn_dim")
+# Keys that may be 0, or are no sizes; and those of which null means what a family derives.
+_NO_SIZES = ("n_shared_experts", "first_k_dense_replace", "eos_token_id")
+_DERIVED = ("num_key_value_heads", "head_dim", "n_inner", "q_lora_rank")
 # What a published model may say, since it is what ours do; the first one is the default, and what is written.
 _NO, _SILU = (False, None), ("silu", "swish")
 _BIASES: dict[str, tuple] = {"attention_bias": _NO, "mlp_bias": _NO, "hidden_act": _SILU}
@@ -94,7 +85,7 @@ _FIXED: dict[str, dict[str, tuple]] = {
     "deepseek_v3": _BIASES | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
                               "rope_interleave": (True,), "rms_norm_eps": (1e-6,)},
     "gpt_oss": {"attention_bias": (True,), "hidden_act": _SILU},
-    "whisper": {"activation_function": ("gelu",), "scale_embedding": _NO},
+    "whisper": {"activation_function": ("gelu",), "scale_embedding": _NO, "tie_word_embeddings": (True,)},
 }
 _BIAS_RATE = 0.001  # of DeepSeek-V3's first 14.3T tokens (arXiv 2412.19437, section 4.2); config.json does not say
 
@@ -109,13 +100,14 @@ def model_section(folder: str | Path) -> Keys:
             fix = f"it has adapters: give that of their model, and --config.train.init_from={folder}"
         raise UserError("--config", f"there is no {path}", fix)
     try:
-        given = given["text_config"] if given.get("model_type") == "gemma3" else given
+        given = _text_of(given, path)
         kind = given.get("model_type")
         if kind is None and isinstance(given.get("model"), dict):
             raise UserError("--config", f"{folder} is the workdir of a run, not a published folder",
                             f"begin with it by train.init_from={folder}, or export it first")
-        if f"{kind}" not in _TYPES:
-            raise UserError(f"{path}", f"model_type={kind} is not one that jaxtrain has", f"known: {', '.join(_TYPES)}")
+        if not isinstance(kind, str) or kind not in _TYPES:
+            said = kind if isinstance(kind, str) and len(kind) < 50 else published_defaults.shown(kind)
+            raise UserError(f"{path}", f"model_type={said} is not one that jaxtrain has", f"known: {', '.join(_TYPES)}")
         section = _section(kind, given, path)
         if kind in published_towers.KINDS:
             section |= published_towers.pixels(kind, path.parent, section["picture_size"])
@@ -125,6 +117,19 @@ def model_section(folder: str | Path) -> Keys:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{path}", f"a value does not have the form expected ({error})", "download it again") from error
+
+
+def _text_of(given: Keys, path: Path) -> Keys:
+    """Return what a config.json says of the model of text, where that is a part of it."""
+    if given.get("model_type") != "gemma3":
+        return given
+    both = published_defaults.filled("gemma3", given, path)
+    text = both["text_config"] or {}
+    tied = published_defaults.filled("gemma3_text", text, path, "text_config.")["tie_word_embeddings"]
+    if both["tie_word_embeddings"] is not tied:
+        raise UserError(f"{path}", f"tie_word_embeddings={both['tie_word_embeddings']} is {tied} in text_config",
+                        "use a model that jaxtrain can express")
+    return text | {"model_type": "gemma3_text"}  # whatever it says: the class has one
 
 
 def starting_config(folder: str) -> dict[str, Keys]:
@@ -152,110 +157,76 @@ def is_reward_model(folder: str | Path) -> bool:
 
 
 def _section(kind: str, given: Keys, path: Path) -> Keys:
-    def refuse(key: str, why: str) -> UserError:
-        return UserError(f"{path}", f"{key}={given.get(key)!r} {why}", "use a model that jaxtrain can express")
-
     family = _TYPES[kind][0]
     if kind in published_towers.KINDS:
         return published_towers.section(kind, given, path)
-    usual = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
-    known: Keys = usual | _DEFAULTS.get(kind, {}) | given
-    for key in ("num_experts", "n_routed_experts"):
-        known.setdefault(key, known.get("num_local_experts"))  # its name in transformers 5
+    known = published_defaults.filled(kind, given, path)
+
+    def refuse(key: str, why: str) -> UserError:
+        return UserError(f"{path}", f"{key}={published_defaults.shown(known.get(key))} {why}",
+                         "use a model that jaxtrain can express")
+
     for key, allowed in _FIXED.get(kind, _BIASES).items():
         if known.get(key, allowed[0]) not in allowed:
             raise refuse(key, f"cannot be expressed: only {allowed[0]!r} can")
-    table = _OWN.get(kind) or _COMMON | _MORE.get(kind, {})
-    for key in _NEEDED:
-        if key in table and (type(known.get(key)) is not int or not known[key]):
-            raise UserError(f"{path}", f"it has no {key}", "download it again")
     packed = (known.get("quantization_config") or {}).get("quant_method")
     if known.get("quantization_config") and (kind, packed) != ("gpt_oss", "mxfp4"):  # hub/weights/mxfp4.py reads these
         raise refuse("quantization_config", "cannot be expressed: only plain weights can")
-    section: Keys = {"name": family} | {ours: known[key] for key, ours in table.items() if known.get(key) is not None}
+    section = {"name": family} | _sizes(kind, known, refuse)
     if kind == "gemma3_text":
-        return section | _gemma_layers(known, refuse)
-    if kind == "gpt_oss":
-        section["global_every"] = _global_every(known, 2, refuse)
-        known["rope_scaling"] = known.get("rope_scaling") or _GPT_OSS_ROPE
-    if kind in ("mistral", "mixtral") or (kind.startswith("qwen") and known.get("use_sliding_window")):
-        section["window"] = known.get("sliding_window") or 0
-        if section["window"] and kind.startswith("qwen"):
-            first, layers = known["max_window_layers"], known["num_hidden_layers"]
-            if len(kinds := set(known.get("layer_types") or _windowed(layers, first))) != 1:
-                raise refuse("layer_types" if known.get("layer_types") else "max_window_layers",
-                             "cannot be expressed: all layers have the window, or none")
-            section["window"] *= "sliding_attention" in kinds
+        return section | gemma_layers(known, refuse)
+    section |= {} if kind in _OWN or kind == "deepseek_v3" else _windows(kind, known, refuse)
     if kind == "qwen3_moe":
-        dense = known.get("mlp_only_layers") or []
-        if dense != list(range(len(dense))) or len(dense) % section.get("experts_every", 1):
-            raise refuse("mlp_only_layers", "cannot be expressed: only the first layers may be dense")
-        section["dense_layers"] = len(dense)
+        section["dense_layers"], section["experts_every"] = published_layers.routed(known, refuse)
     if kind == "deepseek_v3":
+        if known["num_key_value_heads"] not in (None, known["num_attention_heads"]):
+            raise refuse("num_key_value_heads", "cannot be expressed: only as many as num_attention_heads can")
         section |= {"router": "sigmoid", "router_bias_rate": _BIAS_RATE, "num_kv_heads": 0}
     if kind == "whisper":
-        start = known.get("decoder_start_token_id")
         section |= {key: known.get(key, plain) for key, plain in _WHISPER_MORE.items()}
-        section |= {} if start is None else {"prefix": [start]}
+        section["prefix"] = [known["decoder_start_token_id"]]
     for key in ("attention_heads", "ffn_dim") if kind == "whisper" else ():
-        if known.get(f"encoder_{key}") != known[f"decoder_{key}"]:
+        if known[f"encoder_{key}"] != known[f"decoder_{key}"]:
             raise refuse(f"encoder_{key}", f"cannot be expressed: only decoder_{key}={known[f'decoder_{key}']} can")
-    return section if kind in _OWN else section | _rotary(known, refuse)
+    return section if kind in _OWN else section | rotary(kind, known, refuse)
 
 
-def _rotary(known: Keys, refuse: Any) -> Keys:
-    """Return our keys of rotary positions, from either of the two ways in which they are published."""
-    newer = known.get("rope_parameters") or {}
-    scaling = newer or known.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    where = "rope_parameters" if newer else "rope_scaling"
-    found = {"rope_theta": float(newer.get("rope_theta", known["rope_theta"]))}
-    if known.get("partial_rotary_factor", newer.get("partial_rotary_factor", 1)) not in (1, None):
-        raise refuse("partial_rotary_factor", "cannot be expressed: all of a head's width turns")
-    if kind == "default":
-        return found
-    if kind not in ("linear", "llama3", "yarn"):
-        raise refuse(where, "cannot be expressed: its type is not linear, llama3 or yarn")
-    found |= {"rope_type": kind, "rope_scaling": float(scaling["factor"])}
-    if kind != "linear":
-        found["rope_original_len"] = scaling.get("original_max_position_embeddings") or known["max_position_embeddings"]
-    return found | {f"rope_{key}": scaling[key] for key in _SCALINGS[kind] if scaling.get(key) is not None}
+def _sizes(kind: str, known: Keys, refuse: Refuse) -> Keys:
+    """Return the keys that have another name only, once they are sizes that a model can have."""
+    found, limits = {}, most(FAMILIES[_TYPES[kind][0]])
+    for key, ours in (_OWN.get(kind) or _COMMON | _MORE.get(kind, {})).items():
+        if (value := known.get(key)) is None:
+            if key not in _DERIVED and key in published_defaults.table()[kind]["keys"]:
+                raise refuse(key, "cannot be expressed")
+            continue
+        if type(value) is int and key not in _NO_SIZES and value < 1:
+            raise refuse(key, "is not a size that a model has")
+        if type(value) is int and value > limits.get(ours, value):
+            raise refuse(key, f"is more than {limits[ours]:,}, the most that jaxtrain reads")
+        found[ours] = value
+    return found
 
 
-_SCALINGS = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor"),
-             "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")}
-
-
-def _gemma_layers(known: Keys, refuse: Any) -> Keys:
-    """Return our keys of local and global layers, from either of the two ways in which they are published."""
-    both = known.get("rope_parameters") or {}
-    near = {"rope_theta": known["rope_local_base_freq"]} | both.get("sliding_attention", {})
-    far = {"rope_theta": known["rope_theta"]} | (known.get("rope_scaling") or {}) | both.get("full_attention", {})
-    kind, every = far.get("rope_type", "default"), known["sliding_window_pattern"]
-    if kind not in ("default", "linear") or near.get("rope_type", "default") != "default":
-        raise refuse("rope_parameters" if both else "rope_scaling", "cannot be expressed: only linear scaling can")
-    return {"global_every": _global_every(known, every, refuse), "rope_theta": float(far["rope_theta"]),
-            "local_rope_theta": float(near["rope_theta"]),
-            "rope_factor": float(far.get("factor", 1)) if kind == "linear" else 1.0}
-
-
-def _global_every(known: Keys, usual: int, refuse: Any) -> int:
-    """Return every how many layers one is global."""
-    if not (layers := known.get("layer_types")):
-        return usual
-    every = layers.index("full_attention") + 1 if "full_attention" in layers else len(layers) + 1
-    if layers != _layer_types(every, len(layers)):
-        raise refuse("layer_types", "cannot be expressed: only every so many layers the last one is global")
-    return every
-
-
-def _windowed(layers: int, first: int) -> list[str]:
-    """Return the kinds of layers of which those from the first one on have a window."""
-    return ["sliding_attention" if n >= first else "full_attention" for n in range(layers)]
-
-
-def _layer_types(every: int, layers: int) -> list[str]:
-    return ["full_attention" if (n + 1) % every == 0 else "sliding_attention" for n in range(layers)]
+def _windows(kind: str, known: Keys, refuse: Refuse) -> Keys:
+    """Return our keys of which layers have an attention window, and of how many tokens."""
+    if kind == "gpt_oss":
+        return {"global_every": published_layers.global_every(known, 2, refuse)}
+    used = kind in ("mistral", "mixtral") or (kind.startswith("qwen") and known["use_sliding_window"])
+    window = (used or None) and known["sliding_window"]
+    if window is not None and window < 1:
+        raise refuse("sliding_window", "is not a size that a window has")
+    if kind not in ("qwen2", "qwen3"):  # all layers have it, whatever a file calls them
+        if known.get("layer_types") is not None:
+            published_layers.listed(known, refuse)
+        return {"window": window or 0}
+    if window is None and known["layer_types"] is None:
+        return {"window": 0}
+    before = published_layers.first_window(known, refuse)
+    if before == known["num_hidden_layers"]:
+        return {"window": 0}
+    if window is None:
+        raise refuse("layer_types", "cannot be expressed: it has layers with a window, and there is no window")
+    return {"window": window} | ({"global_first": before} if before else {})
 
 
 def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
@@ -274,20 +245,20 @@ def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
     found |= {key: allowed[0] for key, allowed in _FIXED.get(kind, _BIASES).items()}
     found |= {key: getattr(c, ours) for key, ours in table.items()}
     if isinstance(c, Gemma3Config):
-        found |= {"layer_types": _layer_types(c.global_every, c.num_layers), "rope_theta": c.rope_theta,
+        found |= {"layer_types": layer_types(c.global_every, c.num_layers), "rope_theta": c.rope_theta,
                   "rope_local_base_freq": c.local_rope_theta, "sliding_window_pattern": c.global_every,
                   "rope_scaling": {"rope_type": "linear", "factor": c.rope_factor} if c.rope_factor != 1 else None}
     elif isinstance(c, RotaryConfig):
-        found |= _published_rotary(c) | {"sliding_window": c.window or None}
+        found |= published_rotary(c) | {"sliding_window": c.window or None}
         if kind.startswith("qwen") and c.window:
-            found |= {"use_sliding_window": True, "max_window_layers": 0}
+            found |= {"use_sliding_window": True, "max_window_layers": getattr(c, "global_first", 0)}
     if isinstance(c, GptOssConfig):
-        found |= {"layer_types": _layer_types(c.global_every, c.num_layers),
+        found |= {"layer_types": layer_types(c.global_every, c.num_layers),
                   "rope_scaling": found["rope_scaling"] or {"rope_type": "default"}}
     if kind == "mixtral":
         found["intermediate_size"] = getattr(c, "expert_mlp_dim")  # noqa: B009 (of one family only)
-    if kind == "qwen3_moe":
-        found["mlp_only_layers"] = list(range(c.dense_layers))
+    if isinstance(c, ExpertsConfig) and kind == "qwen3_moe":
+        found |= {"mlp_only_layers": list(range(c.dense_layers)), "decoder_sparse_step": c.experts_every}
     if kind == "deepseek_v3":
         found |= {"q_lora_rank": found["q_lora_rank"] or None, "head_dim": c.rope_head_dim}
     if isinstance(c, WhisperConfig):
@@ -309,21 +280,6 @@ def multipliers(c: ModelConfig) -> tuple[float, float, float]:
     return embed**-0.5 if isinstance(c, Gemma3Config) else 1.0, head**-0.5, 1 / embed if c.tied_embeddings else 1.0
 
 
-def _published_rotary(c: RotaryConfig) -> Keys:
-    plain = {"rope_theta": c.rope_theta, "rope_scaling": None}
-    if c.rope_scaling == 1:
-        return plain
-    if c.rope_type == "ntk":  # another base, and nothing else
-        width = c.rope_head_dim or c.head_dim
-        return plain | {"rope_theta": c.rope_theta * c.rope_scaling ** (width / (width - 2))}
-    scaling = {"rope_type": c.rope_type, "factor": c.rope_scaling}
-    if c.rope_type != "linear":
-        scaling["original_max_position_embeddings"] = c.rope_original_len
-    zero_is_none = {key: getattr(c, f"rope_{key}") for key in _SCALINGS[c.rope_type]}
-    return plain | {"rope_scaling": scaling | {key: value for key, value in zero_is_none.items()
-                                               if value or key == "truncate"}}
-
-
 def _check(c: ModelConfig, kind: str, written: Mapping[str, Any]) -> None:
     """Refuse a key that the published model type has no word for, unless it only shapes training."""
     free = {"name", "mtp_loss_weight", "balance_loss", "router_z_loss", "capacity_factor", "router_bias_rate",
@@ -342,6 +298,7 @@ def _check(c: ModelConfig, kind: str, written: Mapping[str, Any]) -> None:
         free.add("mup_base")  # it has shaped training only
     for key in c.__dataclass_fields__.keys() - free:
         same = c.rope_type == "ntk" if isinstance(c, RotaryConfig) and key.startswith("rope_") else False
+        same |= key == "global_every" and min(c.global_every, back.global_every) > c.num_layers  # no layer is global
         if getattr(c, key) != getattr(back, key) and not same:
             raise UserError(f"model.{key}", f"{getattr(c, key)!r} cannot be published as {kind}",
                             "keep the model in jaxtrain's format")

@@ -4,10 +4,12 @@ A key that a file leaves out has the default that Hugging Face's transformers gi
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config import published_defaults
+from jaxtrain.config.field_checks import most
 from jaxtrain.config.vision_keys import CHANNELS, DualEncoderConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
@@ -22,17 +24,7 @@ _TEXT = {"vocab_size": "vocab_size", "hidden_size": "embed_dim", "intermediate_s
 _PICTURE = {"hidden_size": "picture_embed_dim", "intermediate_size": "picture_mlp_dim",
             "num_hidden_layers": "picture_layers", "num_attention_heads": "picture_heads", "image_size": "picture_size",
             "patch_size": "patch_size", "layer_norm_eps": "picture_norm_eps"}
-_SHAPE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
-_DEFAULTS: dict[str, tuple[Keys, Keys]] = {
-    "siglip": (_SHAPE | {"vocab_size": 32000, "max_position_embeddings": 64, "layer_norm_eps": 1e-6,
-                         "hidden_act": "gelu_pytorch_tanh", "pad_token_id": 1},
-               _SHAPE | {"image_size": 224, "patch_size": 16, "layer_norm_eps": 1e-6, "num_channels": CHANNELS,
-                         "hidden_act": "gelu_pytorch_tanh", "vision_use_head": True}),
-    "clip": (_SHAPE | {"vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8,
-                       "max_position_embeddings": 77, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu",
-                       "bos_token_id": 49406, "eos_token_id": 49407},
-             _SHAPE | {"image_size": 224, "patch_size": 32, "layer_norm_eps": 1e-5, "num_channels": CHANNELS,
-                       "hidden_act": "quick_gelu"})}
+_LIMITS = most(DualEncoderConfig)
 _GELUS = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu": "exact", "quick_gelu": "quick"}
 _PICTURES = 8  # in a row
 _BICUBIC = 3  # Pillow's number for it
@@ -46,49 +38,72 @@ _PROCESSORS: dict[str, Keys] = {
 def section(kind: str, given: Keys, path: Path) -> Keys:
     """Return the keys of a config's `model` section that a config.json amounts to."""
     def refuse(key: str, value: Any, why: str) -> UserError:
-        return UserError(f"{path}", f"{key}={value!r} {why}", "use a model that jaxtrain can express")
+        return UserError(f"{path}", f"{key}={published_defaults.shown(value)} {why}",
+                         "use a model that jaxtrain can express")
 
+    whole = published_defaults.filled(kind, given, path)
     if given.get("quantization_config"):
         raise refuse("quantization_config", given["quantization_config"], "cannot be expressed: only plain weights can")
-    text, picture = (defaults | _half(given, half) for half, defaults in zip(
-        ("text_config", "vision_config"), _DEFAULTS[kind], strict=True))
+    text, picture = (published_defaults.filled(
+        f"{kind}_{half}_model", _half(kind, given, f"{half}_config", refuse), path, f"{half}_config.")
+        for half in ("text", "vision"))
+    found = {}
     for half, known, table in (("text_config", text, _TEXT), ("vision_config", picture, _PICTURE)):
-        for key in table:
-            if not isinstance(known[key], float if key.endswith("eps") else int) or not known[key] > 0:
-                raise refuse(f"{half}.{key}", known[key], "is not a size that a model has")
+        found |= _sizes(half, known, table, refuse)
         if known["hidden_act"] not in _GELUS or known["hidden_act"] != text["hidden_act"]:
             raise refuse(f"{half}.hidden_act", known["hidden_act"], "cannot be expressed: only a GELU that both "
                          "encoders share can")
     for key, only in (("num_channels", CHANNELS), ("vision_use_head", True)):
         if picture.get(key, only) != only:
             raise refuse(f"vision_config.{key}", picture[key], f"cannot be expressed: only {only!r} can")
-    clip, vocabulary = kind == "clip", text["vocab_size"]
-    found = {"name": kind, "gelu": _GELUS[text["hidden_act"]], "class_token": clip,
-             "pooling": "class" if clip else "probe", "projections": "unbiased" if clip else "text"}
-    found |= {ours: known[key] for known, table in ((text, _TEXT), (picture, _PICTURE)) for key, ours in table.items()}
+    clip = kind == "clip"
+    found |= {"name": kind, "gelu": _GELUS[text["hidden_act"]], "class_token": clip,
+              "pooling": "class" if clip else "probe", "projections": "unbiased" if clip else "text"}
     wide = picture["hidden_size"]
     if clip:
-        found["joint_dim"] = given.get("projection_dim", 512)
-        begin, end = text["bos_token_id"], text["eos_token_id"]
-        # An end of 2 is the word of old files for the last token of the vocabulary, before which is that of beginnings.
-        tokens = {"text_begin": vocabulary - 2, "text_end": vocabulary - 1} if end == 2 else {
-            "text_begin": begin, "text_end": end}
+        found["joint_dim"] = whole["projection_dim"]
+        if found["joint_dim"] is None or not 0 < found["joint_dim"] <= _LIMITS["joint_dim"]:
+            raise refuse("projection_dim", found["joint_dim"], "is not a size that a model has")
     else:
-        found["joint_dim"] = text.get("projection_size") or text["hidden_size"]
+        found["joint_dim"] = text["hidden_size"] if text["projection_size"] is None else text["projection_size"]
         if found["joint_dim"] != wide:
             raise refuse("text_config.projection_size", found["joint_dim"], f"is not the width {wide} of pictures")
+    side = picture["image_size"] // picture["patch_size"]
+    return found | _tokens(kind, text, refuse) | {"patches_per_side": side, "pictures_per_row": _PICTURES,
+                                                  "max_seq_len": _PICTURES * (side**2 + clip)}
+
+
+def _sizes(half: str, known: Keys, table: Mapping[str, str], refuse: Callable[[str, Any, str], UserError]) -> Keys:
+    """Return the keys of one encoder that have another name only, once they are sizes that one can have."""
+    for key, ours in table.items():
+        value, kind = known[key], "float" if key.endswith("eps") else "int"
+        if published_defaults.misfit(value, [kind]) or not value > 0:
+            raise refuse(f"{half}.{key}", value, "is not a size that a model has")
+        if value > _LIMITS.get(ours, value):
+            raise refuse(f"{half}.{key}", value, f"is more than {_LIMITS[ours]:,}, the most that jaxtrain reads")
+    return {ours: known[key] for key, ours in table.items()}
+
+
+def _tokens(kind: str, text: Keys, refuse: Callable[[str, Any, str], UserError]) -> Keys:
+    """Return the keys of the tokens that texts begin and end with and are filled up with."""
+    vocabulary, end = text["vocab_size"], text["eos_token_id"]
+    if kind == "siglip":
         tokens = {"text_end": text["pad_token_id"], "text_pad": text["pad_token_id"]}
+    else:
+        # An end of 2 is the word of old files for the last token of the vocabulary, before which is that of beginnings.
+        tokens = {"text_begin": vocabulary - 2, "text_end": vocabulary - 1} if end == 2 else {
+            "text_begin": text["bos_token_id"], "text_end": end}
     for key, token in tokens.items():
         if type(token) is not int or not 0 <= token < vocabulary:
             raise refuse(f"text_config, {key[5:]} token", token, f"is not a token below vocab_size={vocabulary}")
-    side = picture["image_size"] // picture["patch_size"]
-    return found | tokens | {"patches_per_side": side, "pictures_per_row": _PICTURES,
-                             "max_seq_len": _PICTURES * (side**2 + clip)}
+    return tokens
 
 
-def _half(given: Keys, name: str) -> Keys:
-    """Return what a file says of one encoder; `NAME_dict` of older files counts where it is there."""
-    older = given.get(f"{name}_dict")
+def _half(kind: str, given: Keys, name: str, refuse: Callable[[str, Any, str], UserError]) -> Keys:
+    """Return what a file says of one encoder; `NAME_dict` of older CLIP files counts where it is there."""
+    older = given.get(f"{name}_dict") if kind == "clip" else None
+    if older is not None and not isinstance(older, dict):
+        raise refuse(f"{name}_dict", older, "is not an object")
     return (given.get(name) or {}) if older is None else older
 
 

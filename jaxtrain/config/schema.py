@@ -3,13 +3,13 @@
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
 from jaxtrain.config import remat_policies
 from jaxtrain.config.families import Gpt2Config, ModelConfig
-from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
+from jaxtrain.config.field_checks import at_most, bounded, derive, not_negative, one_of, positive
 from jaxtrain.config.sections import compression_keys, island_keys, sparsity_keys, tuning_keys
 from jaxtrain.config.sections.compression_keys import CompressionConfig
 from jaxtrain.config.sections.island_keys import IslandsConfig
@@ -20,6 +20,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.redaction import redacted
 
 PRECISIONS = ("float32", "bfloat16", "float16", "fp8")
+MOST_PARAMETERS = 10**14  # a hundred times the largest published models
 AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")  # as in mesh.py, which imports JAX
 
 
@@ -29,12 +30,14 @@ class MeshConfig:
 
     auto: bool = False  # the planner chooses the sizes; written mesh=auto
     hsdp: bool = False  # data: one part for each node, fsdp: within a node; written mesh=hsdp
-    data: int = -1  # data parallelism: each part holds all parameters, unless optimizer.zero_stage spreads them
-    fsdp: int = 1  # fully sharded data parallelism: parameters are spread, and gathered layer by layer
-    stage: int = 1  # pipeline parallelism: each stage holds some of the layers
-    context: int = 1  # context parallelism: each part holds a part of every sequence
-    expert: int = 1  # expert parallelism: each part holds some of the experts
-    tensor: int = 1  # tensor parallelism: heads, MLPs and the vocabulary are split, and the sequence between them
+    # data parallelism: each part holds all parameters, unless optimizer.zero_stage spreads them
+    data: int = at_most(-1, 2**20)
+    fsdp: int = at_most(1, 2**20)  # fully sharded data parallelism: parameters are spread, and gathered layer by layer
+    stage: int = at_most(1, 2**20)  # pipeline parallelism: each stage holds some of the layers
+    context: int = at_most(1, 2**20)  # context parallelism: each part holds a part of every sequence
+    expert: int = at_most(1, 2**20)  # expert parallelism: each part holds some of the experts
+    # tensor parallelism: heads, MLPs and the vocabulary are split, and the sequence between them
+    tensor: int = at_most(1, 2**20)
     context_strategy: str = "auto"  # how attention communicates between the parts of a sequence
     rules: str = "fsdp_tp"  # how logical axis names map onto these axes: data, fsdp or fsdp_tp
     overrides: dict[str, str] = field(default_factory=dict, hash=False)  # logical name -> "axis", "a+b" or "none"
@@ -61,8 +64,10 @@ class PipelineConfig:
     """The section `pipeline`: how micro-batches pass through the stages, where mesh.stage is more than 1."""
 
     schedule: str = "1f1b"  # the order of forward and backward passes of micro-batches
-    microbatches: int = 0  # micro-batches of each batch, or of each train.accumulation part; 0: chosen, or the table's
-    chunks: int = 0  # chunks of layers on each stage; 0: 2 for interleaved and zb_v, else 1, or the table's
+    # micro-batches of each batch, or of each train.accumulation part; 0: chosen, or the table's
+    microbatches: int = at_most(0, 2**16)
+    # chunks of layers on each stage; 0: 2 for interleaved and zb_v, else 1, or the table's
+    chunks: int = at_most(0, 10_000)
     overlap: bool = False  # give transfers between stages a tick of their own: hidden, for a longer bubble
     table: str = ""  # a file with your own schedule, CSV or JSON
 
@@ -88,14 +93,14 @@ class DataConfig:
     buckets: list[int] = field(default_factory=list, hash=False)  # lengths of rows in buckets; none: chosen
     crop: bool = False  # sequences of more than seq_len steps lose their ends; else they are refused
     cross_document_attention: bool = False  # attend to all earlier tokens of a row, as many published recipes do
-    seq_len: int = 256  # tokens in a row
-    global_batch_size: int = 16  # rows in a step, over all devices
-    seed: int = 0  # seed of the order of the data
+    seq_len: int = at_most(256, 2**28)  # tokens in a row
+    global_batch_size: int = at_most(16, 2**24)  # rows in a step, over all devices
+    seed: int = at_most(0, 2**63 - 1)  # seed of the order of the data
     eval_fraction: float = 0.05  # share of the files for evaluation; a single file is split by position
     cache_dir: str = ""  # "": $JAXTRAIN_CACHE or ~/.cache/jaxtrain
-    cache_bytes: int = 2**36  # most bytes of a corpus in object storage that are cached on disk
+    cache_bytes: int = at_most(2**36, 2**60)  # most bytes of a corpus in object storage that are cached on disk
     corrupt: str = "fail"  # about corrupt data: fail, or "skip_and_count": affected rows carry no loss
-    prefetch: int = 2  # batches prepared ahead, on a background thread
+    prefetch: int = at_most(2, 1000)  # batches prepared ahead, on a background thread
     # random changes of training pictures: "flip", "crop", "colour"
     augment: list[str] = field(default_factory=list, hash=False)
 
@@ -103,8 +108,6 @@ class DataConfig:
         positive(self, "data", "seq_len global_batch_size prefetch")
         if not self.source:
             raise UserError("data.source", "it is empty", "name a folder or file of text, or a prepared corpus")
-        if self.prefetch > 1000:
-            raise UserError("data.prefetch", f"{self.prefetch} batches would fill the memory", "use 1000 or fewer")
         if not 0 < self.eval_fraction < 1:
             raise UserError("data.eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.05")
         if self.mixture and self.source != DataConfig.source:
@@ -182,7 +185,7 @@ class TrainConfig:
     init_from: str = ""  # a folder in Hugging Face's format, or WORKDIR[@STEP], to begin with its parameters
     # initial encoder of vision_language: a published SigLIP or CLIP, or a run with an encoder
     init_encoder_from: str = ""
-    accumulation: int = 1  # micro-batches per step
+    accumulation: int = at_most(1, 2**16)  # micro-batches per step
     precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, layers' products in 8 bits
     attention: str = "auto"  # the kernel: auto chooses by device, dtype and shapes; docs/training.md
     check_memory: bool = True  # refuse, before anything is compiled, what the planner says cannot fit
@@ -192,14 +195,16 @@ class TrainConfig:
     grouped_matmul: str = "auto"  # the kernel of experts: auto chooses by device, dtype and shapes
     # kept of a layer: "none": all; "full": its input; "dots": also matmuls; "attention": also its output
     remat: str = "none"
-    unroll: int = -1  # layers per scan iteration; 0: all of them; -1: all on GPUs where that pays, else 1
-    loss_chunks: int = 0  # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
+    # layers per scan iteration; 0: all of them; -1: all on GPUs where that pays, else 1
+    unroll: int = at_most(-1, 10_000)
+    # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
+    loss_chunks: int = at_most(0, 2**20)
     z_loss: float = 0.0  # coefficient of the squared log-partition of the logits
     ema_decay: float = 0.0  # decay of the moving average of the weights, which is evaluated and saved; 0: none
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int = 0  # steps between evaluations, or a fraction of train.steps; 0: at the end only
     eval_batches: int = 8  # batches of each evaluation
-    sample_tokens: int = 0  # length of the text sampled at the end
+    sample_tokens: int = at_most(0, 2**24)  # length of the text sampled at the end
     progress: bool = True  # show a progress line
     # parameters that are not trained, by paths with wildcards or logical axes
     freeze: list[str] = field(default_factory=list, hash=False)
@@ -222,10 +227,6 @@ class TrainConfig:
         if self.unroll < -1:
             raise UserError("train.unroll", f"{self.unroll} is below -1", "give a number of layers, 0 for all of them, "
                             "or -1, which chooses")
-        for name in ("steps", "seed"):
-            if not -(2**31) <= getattr(self, name) < 2**31:
-                raise UserError(f"train.{name}", f"{getattr(self, name)} is more than 32 bits hold",
-                                "use less than 2^31")
         one_of("train.precision", self.precision, ("auto", *PRECISIONS))
         one_of("train.attention", self.attention, ("auto", "xla", "cudnn", "mosaic", "splash"))
         one_of("train.expert_exchange", self.expert_exchange, ("auto", "gather", "ragged"))
@@ -316,6 +317,11 @@ class Config:
     islands: IslandsConfig = field(default_factory=IslandsConfig)
 
     def __post_init__(self):
+        for section in fields(self):
+            bounded(getattr(self, section.name), section.name)
+        if self.model.rough_size > MOST_PARAMETERS:
+            raise UserError("model", f"its sizes make {self.model.rough_size:.1e} parameters, and the limit is "
+                            f"{MOST_PARAMETERS:.0e}", "lower num_layers, embed_dim, mlp_dim or what else is large")
         if self.data.seq_len > (longest := self.model.longest_row):
             key = "max_seq_len" if longest == self.model.max_seq_len else "audio_positions"
             raise UserError("data.seq_len", f"{self.data.seq_len} exceeds model.{key}={getattr(self.model, key)}",

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from jaxtrain.config.field_checks import derive, not_negative, one_of, positive
+from jaxtrain.config.field_checks import at_most, derive, not_negative, one_of, positive
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
 
@@ -14,9 +14,9 @@ CHANNELS = 3
 class PatchesConfig(ModelConfig):
     """Rows of patches of several pictures."""
 
-    patch_size: int = 16  # side of a patch in pixels
-    patches_per_side: int = 64  # the longest side of a picture in patches, each with a learned position
-    pictures_per_row: int = 8  # most pictures in a row
+    patch_size: int = at_most(16, 2**10)  # side of a patch in pixels
+    patches_per_side: int = at_most(64, 2**12)  # the longest side of a picture in patches, each with a learned position
+    pictures_per_row: int = at_most(8, 2**16)  # most pictures in a row
     rows_of = "pictures"
     flops_known = False
 
@@ -49,15 +49,15 @@ class PatchesConfig(ModelConfig):
 class PictureConfig(PatchesConfig):
     """An encoder of pictures beside a model of text."""
 
-    picture_layers: int = 4  # transformer blocks of the encoder of pictures
-    picture_embed_dim: int = 128  # width of the encoder of pictures
-    picture_heads: int = 4  # attention heads of the encoder of pictures
-    picture_mlp_dim: int = 0  # MLP width of the encoder of pictures; 0: 4 x picture_embed_dim
+    picture_layers: int = at_most(4, 10_000)  # transformer blocks of the encoder of pictures
+    picture_embed_dim: int = at_most(128, 2**20)  # width of the encoder of pictures
+    picture_heads: int = at_most(4, 2**16)  # attention heads of the encoder of pictures
+    picture_mlp_dim: int = at_most(0, 2**22)  # MLP width of the encoder of pictures; 0: 4 x picture_embed_dim
     picture_norm_eps: float = 0.0  # norm_eps of the encoder of pictures; 0: norm_eps
     # Pixels a side of the square pictures whose places have a learned position each, as in published encoders; pictures
     # of other shapes get what lies between these. 0: a position is a vector for the row plus one for the column
     # pyrefly: ignore[bad-override]
-    picture_size: int = 0
+    picture_size: int = at_most(0, 2**20)
     # As in CLIP's encoder: a token before the patches of each picture, a norm before the blocks, no bias of patches
     # pyrefly: ignore[bad-override]
     class_token: bool = False
@@ -90,6 +90,12 @@ class PictureConfig(PatchesConfig):
         derive(self, "picture_mlp_dim", 4 * self.picture_embed_dim)
         derive(self, "picture_norm_eps", self.norm_eps)
 
+    @property
+    def rough_size(self) -> int:
+        """A number of parameters of the order of those of both models."""
+        return super().rough_size + self.picture_layers * self.picture_embed_dim * (
+            self.picture_embed_dim + self.picture_mlp_dim)
+
     def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:
         """Return that of patches, which see all of their picture."""
         return [(seq_len, 0, self.picture_embed_dim // self.picture_heads, False)]
@@ -101,9 +107,9 @@ class DualEncoderConfig(PictureConfig):
 
     name: str = "siglip"
     # pyrefly: ignore[bad-override]
-    vocab_size: int = 320  # rows of the table of texts' tokens: at least the tokenizer's
-    text_len: int = 64  # the longest text in tokens
-    joint_dim: int = 0  # width of what pictures and texts are compared by; 0: embed_dim
+    vocab_size: int = at_most(320, 2**24)  # rows of the table of texts' tokens: at least the tokenizer's
+    text_len: int = at_most(64, 2**20)  # the longest text in tokens
+    joint_dim: int = at_most(0, 2**20)  # width of what pictures and texts are compared by; 0: embed_dim
     # From patches to a picture: "attention" of a learned query; "probe", the same with a projected query (as published
     # with SigLIP); "mean"; or, with class_token, "class": what becomes of that
     pooling: str = "attention"
@@ -154,7 +160,7 @@ class PictureFlowConfig(PatchesConfig):
     """Flow matching: a vision transformer that turns noise into pictures of a label."""
 
     name: str = "picture_flow"
-    num_labels: int = 10  # labels of pictures
+    num_labels: int = at_most(10, 2**24)  # labels of pictures
     causal = False
     rows_cut = True  # pyrefly: ignore[bad-override]
     # The encoder of pictures is the whole model, so that the keys of every model say its shape.

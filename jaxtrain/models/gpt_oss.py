@@ -16,7 +16,7 @@ from jaxtrain.models.attention.attention_by_layer import attend_by_layer
 from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
 from jaxtrain.models.attention.self_attention import Attention
-from jaxtrain.models.decoder import Block, Compute, Decoder
+from jaxtrain.models.decoder import Compute, Decoder, NumberedBlock
 from jaxtrain.models.experts.moe import MoE
 from jaxtrain.models.layers import Embed, Head, RMSNorm, param
 from jaxtrain.sharding import rules as sharding
@@ -49,14 +49,6 @@ class SinkAttention(Attention):
         out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, sinks_H=sinks_H,
                               backend=self.backend, context=self.context)
         return self.out(out), kept(cache, k, v)
-
-
-class NumberedBlock(Block):
-    """A block whose attention reads the number of the layer."""
-
-    def __call__(self, x_BTD: jax.Array, segments_BT, angles, layer,
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
-        return super().__call__(x_BTD, segments_BT, (*angles, layer), cache)
 
 
 def gpt_oss(c: GptOssConfig, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:

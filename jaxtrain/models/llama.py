@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtrain.config.families import ExpertsConfig, LlamaConfig, RotaryConfig
 from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
 from jaxtrain.models.attention.self_attention import Attention
-from jaxtrain.models.decoder import Block, Compute, Decoder
+from jaxtrain.models.decoder import Block, Compute, Decoder, NumberedBlock
 from jaxtrain.models.experts.moe import MoE
 from jaxtrain.models.layer_groups import Group
 from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
@@ -20,11 +20,17 @@ def llama(c: LlamaConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = F
           qkv_bias: bool = False) -> Decoder:
     """Build a Llama decoder, a Mixtral one if it has experts; with `qk_norm` a Qwen3 one, with `qkv_bias` a Qwen2 one.
     """
+    kind = Attention
+    if c.global_first:
+        from jaxtrain.models.attention.late_window import LateWindowAttention
+
+        kind = partial(LateWindowAttention, c.global_first)
+
     def attention(out_std: float, rngs: nnx.Rngs) -> Attention:
-        return Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
-                         qk_norm=partial(RMSNorm, c.head_dim, c.norm_eps, axis="head_dim", rngs=rngs)
-                         if qk_norm else None, qkv_bias=qkv_bias, backend=compute.attention,
-                         context=compute.context, rngs=rngs)
+        return kind(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
+                    qk_norm=partial(RMSNorm, c.head_dim, c.norm_eps, axis="head_dim", rngs=rngs)
+                    if qk_norm else None, qkv_bias=qkv_bias, backend=compute.attention,
+                    context=compute.context, rngs=rngs)
 
     return rotary_decoder(c, compute, attention, c.head_dim, rngs=rngs)
 
@@ -35,7 +41,7 @@ def rotary_decoder(c: RotaryConfig, compute: Compute, attention: Callable[[float
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
 
     def block(rngs: nnx.Rngs, experts: bool) -> Block:
-        return Block(
+        return (NumberedBlock if c.global_first else Block)(
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
             attention(out_std, rngs),
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
@@ -53,6 +59,7 @@ def rotary_decoder(c: RotaryConfig, compute: Compute, attention: Callable[[float
         rotary=Rotary(*scaled_frequencies(c, rotary_width)),
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
         first=dense, num_first=c.dense_layers, grouped=c.experts_every > 1,
+        numbered=c.global_first > 0,
         ahead=(partial(MTPHead, c.embed_dim, c.norm_eps, last, remat=wraps(compute.remat, c.stacked_layers, 0)[-1][0])
                if c.mtp_loss_weight else None),
         compute=compute, rngs=rngs,

@@ -80,8 +80,8 @@ def test_text_becomes_what_the_field_is(key, text, value):
      "key; remove it, or use mixtral or qwen3_moe or deepseek_v3 or gpt_oss"),
     ({}, {"model.num_kv_heads": 3}, "model.num_kv_heads: 3 does not divide model.num_heads=4; choose a divisor of it"),
     ({}, {"mesh.fsdp": -1}, "mesh: more than one axis is -1; give all axes but one a size"),
-    ({}, {"data.prefetch": 10**11}, "data.prefetch: 100000000000 batches would fill the memory; use 1000 or fewer"),
-    ({}, {"train.steps": 2**31}, "train.steps: 2147483648 is more than 32 bits hold; use less than 2^31"),
+    ({}, {"data.prefetch": 10**11}, "data.prefetch: 100,000,000,000 is above the limit; give 1,000 or less"),
+    ({}, {"train.steps": 2**31}, "train.steps: 2,147,483,648 is above the limit; give 2,147,483,647 or less"),
     ({}, {"optimizer.warmup_steps": 101}, "optimizer.warmup_steps: 101 exceeds train.steps=100; warm up for fewer "
      "steps"),
 ])

@@ -35,11 +35,12 @@ CASES = {  # name: (model type, what transformers is given)
     "mistral": ("mistral", _SIZES | {"sliding_window": 5}),
     "qwen2": ("qwen2", _SIZES), "qwen3": ("qwen3", _SIZES | {"head_dim": 6}),
     "qwen3_window": ("qwen3", _SIZES | {"head_dim": 6, "use_sliding_window": True, "sliding_window": 5,
-                                        "max_window_layers": 0}),
+                                        "max_window_layers": 1, "num_hidden_layers": 3}),
     "mixtral": ("mixtral", _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3_moe": ("qwen3_moe", _SIZES | {
         "head_dim": 6, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": True,
-        "mlp_only_layers": [0], "num_hidden_layers": 3}),
+        "mlp_only_layers": [0], "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 5,
+        "max_window_layers": 2}),
     "qwen3_moe_sparse": ("qwen3_moe", _SIZES | {
         "head_dim": 6, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 6, "norm_topk_prob": False,
         "decoder_sparse_step": 2, "num_hidden_layers": 4}),

@@ -30,7 +30,8 @@ FAMILIES = {
     "llama": dict(name="llama", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, tied_embeddings=False,
                   rope_theta=100.0),
     "qwen3": dict(name="qwen3", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, window=5),
-    "qwen2": dict(name="qwen2", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, rope_theta=100.0),
+    "qwen2": dict(name="qwen2", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, rope_theta=100.0, window=5,
+                  global_first=1),
     "gemma3": dict(name="gemma3", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, window=5, global_every=2,
                    rope_theta=400.0, local_rope_theta=50.0, rope_factor=2.0, query_scale=9),
     "gpt2_untied": dict(name="gpt2", num_heads=8, tied_embeddings=False, window=6),
@@ -202,8 +203,9 @@ def through(c, p, b, told):
 
 
 def window_of(c, layer):
-    """The window of a layer: in gpt-oss the last of every `global_every` has none."""
-    return 0 if c.name == "gpt_oss" and (layer + 1) % c.global_every == 0 else c.window
+    """The window of a layer: in gpt-oss the last of every `global_every` has none, in Qwen2 the first ones."""
+    everywhere = (layer + 1) % c.global_every == 0 if c.name == "gpt_oss" else layer < c.global_first
+    return 0 if everywhere else c.window
 
 
 def layer_of(c, p, layer):

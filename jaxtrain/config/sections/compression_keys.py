@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxtrain.config.field_checks import not_negative, one_of
+from jaxtrain.config.field_checks import at_most, not_negative, one_of
 from jaxtrain.errors import UserError
 
 # The keys that each method reads, besides the axis.
@@ -17,9 +17,9 @@ class CompressionConfig:
 
     method: str = ""  # exact (float32, once a step), int8, int4, top_k, random_k or power_sgd; "": as everywhere else
     axis: str = "data"  # the mesh axis that is the slow link: one that splits the batch, and no parameters
-    block: int = 0  # size of a block of values; 0: 256 (int8), 64 (int4), 4096 (top_k)
+    block: int = at_most(0, 2**24)  # size of a block of values; 0: 256 (int8), 64 (int4), 4096 (top_k)
     ratio: float = 0.01  # top_k, random_k: the share of values that is sent
-    rank: int = 4  # power_sgd: rank of both factors of a matrix
+    rank: int = at_most(4, 2**16)  # power_sgd: rank of both factors of a matrix
 
     def __post_init__(self):
         one_of("compression.method", self.method, ("", *READ_BY))

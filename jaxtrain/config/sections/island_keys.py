@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxtrain.config.field_checks import not_negative, one_of, positive
+from jaxtrain.config.field_checks import at_most, not_negative, one_of, positive
 from jaxtrain.errors import UserError
 
 MODES = ("sync", "async", "gossip")
@@ -15,7 +15,8 @@ LOSSY = ("int8", "int4", "top_k", "random_k", "power_sgd")  # what is lost is re
 class IslandsConfig:
     """Islands and their outer updates (docs/islands.md); off by default. All islands need equal keys except index."""
 
-    count: int = 0  # islands among which each batch is divided: together they train on count x data.global_batch_size
+    # islands among which each batch is divided: together they train on count x data.global_batch_size
+    count: int = at_most(0, 2**16)
     index: int = 0  # number of this run's island, from 0
     # where islands meet: tcp://HOST:PORT of `jaxtrain islands serve`, or its --store, or both as tcp://HOST:PORT,STORE:
     # the store while the port is out of reach
@@ -26,13 +27,14 @@ class IslandsConfig:
     learning_rate: float = 0.7  # of the outer optimizer; 1 with momentum=0 averages parameters (local SGD)
     momentum: float = 0.9  # Nesterov momentum of the outer optimizer
     pull: float = 0.0  # gossip: pull towards the mean of two islands, below 2 - 2 * momentum ** 2; 0: half of that
-    fragments: int = 1  # number of parts in which parameters are exchanged, one after the other (streaming)
+    # number of parts in which parameters are exchanged, one after the other (streaming)
+    fragments: int = at_most(1, 10_000)
     overlap: int = 0  # inner steps that go on while an exchange is under way
     blend: float = 0.5  # with overlap: the share of the island's own parameters kept when the update arrives
     # format of what is sent: bfloat16; int8, int4, top_k, random_k or power_sgd with error feedback; none: float32
     compression: str = "none"
-    rank: int = 4  # power_sgd: rank of both factors of a matrix
-    max_age: int = 16  # outer updates without an island's progress before that progress is dropped
+    rank: int = at_most(4, 2**16)  # power_sgd: rank of both factors of a matrix
+    max_age: int = at_most(16, 2**20)  # outer updates without an island's progress before that progress is dropped
     age_decay: float = 0.5  # async: progress a rounds older than at equal speed has weight (1 + a) ** -age_decay
     snapshot_every: int = 20  # outer updates between snapshots of the outer state, from which others join
 

@@ -3,7 +3,7 @@
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from jaxtrain.config.field_checks import not_negative, one_of, positive
+from jaxtrain.config.field_checks import at_most, not_negative, one_of, positive
 from jaxtrain.errors import UserError
 
 # The keys that each loss of preferences reads.
@@ -17,7 +17,7 @@ PREFERENCE_LOSSES = {"dpo": "beta label_smoothing reference", "robust": "beta la
 class LoraConfig:
     """Adapters of low rank beside frozen linear layers (docs/tuning.md); none by default."""
 
-    rank: int = 0  # rank of the adapters, which alone are trained; 0: no adapters
+    rank: int = at_most(0, 2**16)  # rank of the adapters, which alone are trained; 0: no adapters
     alpha: float = 16.0  # adapters are multiplied by alpha / rank
     rank_stabilized: bool = False  # multiply by alpha / sqrt(rank) instead, so that higher ranks learn as fast
     # the linear layers that get adapters, by paths with wildcards
@@ -79,10 +79,11 @@ class ReinforceConfig:
     prompts: str = ""  # JSON lines with a "prompt" each; "": no reinforcement learning
     reward: str = ""  # FILE.py:FUNCTION(answer, record), model:WORKDIR of a reward model, or the URL of a scorer
     reward_timeout_s: float = 20.0  # seconds for a scorer to answer a request
-    group_size: int = 8  # answers to each prompt, whose rewards are compared with each other
-    max_new_tokens: int = 64  # most tokens of an answer
-    reuse: int = 1  # steps that are trained on the same answers, before others are made
-    staleness: int = 0  # steps between generating answers and training on them, during which they are scored
+    group_size: int = at_most(8, 2**16)  # answers to each prompt, whose rewards are compared with each other
+    max_new_tokens: int = at_most(64, 2**24)  # most tokens of an answer
+    reuse: int = at_most(1, 2**16)  # steps that are trained on the same answers, before others are made
+    # steps between generating answers and training on them, during which they are scored
+    staleness: int = at_most(0, 2**10)
     gather_weights: bool = False  # weights are gathered and cast once for the answers of a step, not for each token
     loss: str = "dapo"  # weights of tokens: "dapo": all equal; "grpo": answers equal; "dr_grpo": by a fixed length
     # subtracted from rewards: the group's "mean", that of the "others" (RLOO), or a head's "value" (PPO)
@@ -137,7 +138,7 @@ class EvaluationConfig:
     limit: int = 0  # number of questions of each task; 0: all
     num_fewshot: int = -1  # examples in front of each question; -1: as the task says
     chat: bool = False  # questions go through the chat template of the data
-    batch_size: int = 64  # texts at once
+    batch_size: int = at_most(64, 2**20)  # texts at once
 
     def __post_init__(self):
         not_negative(self, "evaluation", "limit")

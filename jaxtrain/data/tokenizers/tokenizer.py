@@ -6,6 +6,7 @@ The tokens that begin and end a document are added by the data pipeline, never b
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtrain.data.tokenizers import characters, published_tokens, tiktoken_ranks
+from jaxtrain.data.tokenizers import characters, published_tokens, text_growth, tiktoken_ranks
 from jaxtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from jaxtrain.data.tokenizers.tiktoken_ranks import TiktokenTokenizer
 from jaxtrain.data.tokenizers.vocabulary import Vocabulary, library, read_file, told, uint32, without_metaspace
@@ -94,6 +95,7 @@ class JsonTokenizer(Vocabulary):
         tokenizers = library("tokenizers", path)
         with told(self.path, "is not a tokenizer.json"):
             described = parsed(content)
+            text_growth.check(described)
             self.raw = tokenizers.Tokenizer.from_str(content.decode())
             added = described.get("added_tokens", ())
             self.specials = {token["content"]: token["id"] for token in added if token["special"]}
@@ -105,6 +107,10 @@ class JsonTokenizer(Vocabulary):
         self._lengths = self._measure(described.get("decoder") or {"type": "none"})
         self.raw.no_truncation()
         self.raw.no_padding()
+        with told(self.path, "is not a tokenizer.json"):
+            lost = text_growth.silent(described, self.raw)
+        if lost:
+            warnings.warn(f"{self.path}: {lost}", stacklevel=2)
 
     def id_of(self, token: str) -> int | None:
         """Return the id of any token in the vocabulary."""

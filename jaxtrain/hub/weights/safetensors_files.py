@@ -25,8 +25,12 @@ DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dt
 OTHERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
 _NAMES = {np.dtype(dtype): name for name, dtype in (DTYPES | OTHERS).items()}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_FORM = {str: {"dtype": str, "shape": [int], "data_offsets": (int, int)}}
-_HEADER = 100 * 10**6  # bytes: the format's own limit
+_FORM = {"dtype": str, "shape": [int], "data_offsets": (int, int)}
+# What no model comes near to, and what takes a moment and little memory to read:
+_HEADER = 2**25  # bytes of a header, or of an index; the format's own limit, 10^8, takes gigabytes in Python
+_TENSORS = 2**18  # tensors of a file
+_LISTED = 2**20  # tensors of an index
+_RANK = 32  # dimensions of a tensor
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,10 @@ def tensors_of(folder: str | Path, single: str = SINGLE) -> dict[str, Tensor]:
                             f"it has no {single}", "give a folder in Hugging Face's format with safetensors weights")
         return _header(folder / single)
     try:
-        listed = bounded_files.parsed(bounded_files.read(folder / INDEX), {"weight_map": {str: str}})["weight_map"]
+        content = bounded_files.read(folder / INDEX, _HEADER)
+        if content.count(b":") > _LISTED:
+            raise ValueError(f"it lists more than {_LISTED:,} tensors")
+        listed = bounded_files.parsed(content, {"weight_map": {str: str}}, once=True)["weight_map"]
         files = {name: safe_names.linked(folder, name) for name in sorted(set(listed.values()))}
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / INDEX}", f"it cannot be read ({error})", "download it again") from None
@@ -83,12 +90,11 @@ def _header(file: Path) -> dict[str, Tensor]:
     try:
         with bounded_files.opened(file) as opened:
             size, length = os.fstat(opened.fileno()).st_size, int.from_bytes(opened.read(8), "little")
-            if not 2 <= length <= min(_HEADER, size - 8):
+            if not 2 <= length <= size - 8:
                 raise ValueError(f"a header of {length} bytes does not fit into {size} bytes")
-            header = bounded_files.parsed(opened.read(length))
-        header.pop("__metadata__", None)
-        if wrong := bounded_files.misfit(header, _FORM):
-            raise ValueError(wrong)
+            if length > _HEADER:
+                raise ValueError(f"a header of {length:,} bytes is larger than {_HEADER:,}, the most that is read")
+            header = _parsed(opened.read(length))
         _check_offsets(header, size - 8 - length)
     except FileNotFoundError:
         raise UserError(f"{file}", "it is not there", "download the folder again") from None
@@ -98,6 +104,33 @@ def _header(file: Path) -> dict[str, Tensor]:
             for name, entry in header.items()}
 
 
+def _parsed(content: bytes) -> dict[str, Any]:
+    """Return the entries of a header's tensors, by name; what is too much is refused before it is parsed."""
+    if content.count(b"{") > _TENSORS + 2 or content.count(b"[") > 2 * _TENSORS:
+        raise ValueError(f"its header describes more than {_TENSORS:,} tensors")
+    header = bounded_files.parsed(content, once=True)
+    about = header.pop("__metadata__", None)
+    if about is not None and (wrong := bounded_files.misfit(about, {str: str}, "__metadata__")):
+        raise ValueError(wrong)
+    for name, entry in header.items():
+        if not _is_sound(entry):
+            shape = entry.get("shape") if isinstance(entry, dict) else None
+            too_many = isinstance(shape, list) and len(shape) > _RANK
+            wrong = f"tensor {name} has more than {_RANK} dimensions" if too_many else bounded_files.misfit(
+                entry, _FORM, name) or f"tensor {name} has a size or an offset that no file has"
+            raise ValueError(wrong)
+    return header
+
+
+def _is_sound(entry: Any) -> bool:
+    """Return whether a tensor is described as it should be; quick, since a header may have very many."""
+    if type(entry) is not dict or type(entry.get("dtype")) is not str:
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    return (type(shape) is list and type(offsets) is list and len(shape) <= _RANK and len(offsets) == 2
+            and all(type(n) is int and 0 <= n < 2**63 for n in (*shape, *offsets)))
+
+
 def _check_offsets(header: Mapping[str, Any], size: int) -> None:
     """Refuse tensors that overlap, leave holes, end elsewhere than the file, or have another size than their shape."""
     at = 0
@@ -105,8 +138,6 @@ def _check_offsets(header: Mapping[str, Any], size: int) -> None:
         begin, end = entry["data_offsets"]
         if begin != at or end < at:
             raise ValueError(f"tensor {name} does not begin at byte {at}, where the one before it ends")
-        if any(n < 0 for n in entry["shape"]):
-            raise ValueError(f"tensor {name} has a negative size")
         kind = (DTYPES | OTHERS).get(entry["dtype"])
         if kind and end - begin != math.prod(entry["shape"]) * np.dtype(kind).itemsize:
             raise ValueError(f"tensor {name} has {end - begin} bytes, which is not its shape in {entry['dtype']}")

@@ -54,7 +54,7 @@ def entry(**changes):
     (raw({"a": entry()}, b"\0" * 25), "its tensors end at byte 24 of 25"),
     (raw({"a": entry(shape=[2, 4])}, b"\0" * 24), "tensor a has 24 bytes, which is not its shape in F32"),
     (raw({"a": entry(dtype="F64")}, b"\0" * 24), "tensor a has 24 bytes, which is not its shape in F64"),
-    (raw({"a": entry(shape=[-2, -3])}, b"\0" * 24), "tensor a has a negative size"),
+    (raw({"a": entry(shape=[-2, -3])}, b"\0" * 24), "tensor a has a size or an offset that no file has"),
     (raw({"a": entry(data_offsets=[4, 28])}, b"\0" * 28), "tensor a does not begin at byte 0"),
     (raw({"a": entry(), "b": entry(data_offsets=[20, 44])}, b"\0" * 44), "tensor b does not begin at byte 24"),
     (raw({"a": entry(data_offsets=[24])}, b"\0" * 24), "a.data_offsets is not a list of 2"),

@@ -1,0 +1,79 @@
+"""What Hugging Face's transformers takes for the keys of a config.json: their defaults, types and other names.
+
+`tools/families_truth.py` makes the table from the classes that transformers has for the model types.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.field_checks import LARGEST
+from jaxtrain.errors import UserError
+
+FILE = Path(__file__).with_suffix(".json")
+# Keys that are read without their class declaring them.
+_UNDECLARED = {
+    "num_local_experts": ["int"], "num_experts": ["int"], "rope_scaling": ["dict", "null"],
+    "rope_parameters": ["dict", "null"], "rope_theta": ["float"], "rope_local_base_freq": ["float"],
+    "partial_rotary_factor": ["float", "null"], "original_max_position_embeddings": ["int"],
+    "sliding_window_pattern": ["int"], "layer_types": ["list of str", "null"], "head_dim": ["int"],
+    "quantization_config": ["dict", "null"]}
+_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "null": "null",
+          "list": "a list", "dict": "an object", "list of int": "a list of whole numbers",
+          "list of str": "a list of text"}
+_SHOWN = 80  # characters of a value in a message
+
+
+@cache
+def table() -> Mapping[str, Any]:
+    """Return for each model type the keys that its class declares (their default and the types that it accepts), the
+    other names of keys, and the base of rotary positions."""
+    return json.loads(FILE.read_bytes())
+
+
+def filled(kind: str, given: Mapping[str, Any], path: str | Path, inside: str = "") -> dict[str, Any]:
+    """Return the keys of a config.json with the defaults of its type, each under the name that its class declares.
+
+    `inside`: the key of the object in the file that they are from, with a point.
+
+    Raises:
+        UserError: a value is not of a type that the class accepts.
+    """
+    declared = table()[kind]
+    keys, names = declared["keys"], declared["names"]
+    found = {name: key["default"] for name, key in keys.items()}
+    for given_as in sorted(given, key=lambda name: name in names):  # what is not declared is set last
+        name = names.get(given_as, given_as)
+        accepted = keys[name]["type"] if name in keys else _UNDECLARED.get(name)
+        if accepted is not None and (why := misfit(given[given_as], accepted)):
+            raise UserError(f"{path}", f"{inside}{given_as}={shown(given[given_as])} {why}",
+                            "correct it, or download it again")
+        found[name] = given[given_as]
+    return found
+
+
+def misfit(value: Any, accepted: list[str]) -> str:
+    """Return why a value is of none of the accepted types, as a phrase; "" if it is of one."""
+    if type(value) in (int, float) and not abs(value) <= LARGEST and {"int", "float"} & {*accepted}:
+        return f"is not a number up to {LARGEST}"
+    if any(_TESTS[kind](value) for kind in accepted):
+        return ""
+    return f"is not {' or '.join(_WORDS[kind] for kind in accepted)}"
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+_TESTS: dict[str, Callable[[Any], bool]] = {
+    "int": lambda value: type(value) is int, "bool": lambda value: type(value) is bool,
+    "float": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "str": lambda value: type(value) is str, "null": lambda value: value is None,
+    "list": lambda value: type(value) is list, "dict": lambda value: type(value) is dict,
+    "list of int": lambda value: type(value) is list and all(type(one) is int for one in value),
+    "list of str": lambda value: type(value) is list and all(type(one) is str for one in value)}

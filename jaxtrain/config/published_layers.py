@@ -1,0 +1,65 @@
+"""Which layers of published models have an attention window, and which have experts, to our keys and back."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtrain.errors import UserError
+
+Keys = dict[str, Any]
+Refuse = Callable[[str, str], UserError]
+FULL, SLIDING = "full_attention", "sliding_attention"
+_OLDER_NAMES = {"attention": FULL}
+
+
+def global_every(known: Keys, usual: int, refuse: Refuse) -> int:
+    """Return every how many layers one is global."""
+    count = known["num_hidden_layers"]
+    if usual < 1:
+        raise refuse("sliding_window_pattern", "is not positive")
+    if known.get("layer_types") is None:
+        return usual
+    layers = listed(known, refuse)
+    every = usual if layers == layer_types(usual, count) else layers.index(FULL) + 1 if FULL in layers else count + 1
+    if layers != layer_types(every, count):
+        raise refuse("layer_types", "cannot be expressed: only every so many layers the last one is global")
+    return every
+
+
+def first_window(known: Keys, refuse: Refuse) -> int:
+    """Return how many layers of a Qwen2 or Qwen3 are before those with a window."""
+    count = known["num_hidden_layers"]
+    if known.get("layer_types") is None:
+        return min(max(known["max_window_layers"], 0), count)
+    layers = listed(known, refuse)
+    first = layers.index(SLIDING) if SLIDING in layers else count
+    if layers != [FULL] * first + [SLIDING] * (count - first):
+        raise refuse("layer_types", "cannot be expressed: only the first layers may have no window")
+    return first
+
+
+def listed(known: Keys, refuse: Refuse) -> list[str]:
+    """Return the kinds of layers that a file lists."""
+    layers = [_OLDER_NAMES.get(name, name) for name in known["layer_types"]]
+    if {*layers} - {FULL, SLIDING}:
+        raise refuse("layer_types", "cannot be expressed: layers attend to everything or have a window")
+    if len(layers) != known["num_hidden_layers"]:
+        raise refuse("layer_types", f"does not have one for each of num_hidden_layers={known['num_hidden_layers']}")
+    return layers
+
+
+def layer_types(every: int, layers: int) -> list[str]:
+    """Return the kinds of layers of which every so many the last one is global."""
+    return [FULL if (n + 1) % every == 0 else SLIDING for n in range(layers)]
+
+
+def routed(known: Keys, refuse: Refuse) -> tuple[int, int]:
+    """Return Qwen3's number of dense layers before those with experts, and every how many of the rest one has them."""
+    count, every, dense = known["num_hidden_layers"], known["decoder_sparse_step"], {*(known["mlp_only_layers"] or ())}
+    if every < 1:
+        raise refuse("decoder_sparse_step", "is not positive")
+    sparse = [n not in dense and (n + 1) % every == 0 for n in range(count)]
+    first = sparse.index(True) + 1 - every if True in sparse else 0
+    if sparse != [n >= first and (n + 1) % every == 0 for n in range(count)] or (count - first) % every:
+        raise refuse("mlp_only_layers" if dense else "decoder_sparse_step", "cannot be expressed: only the first "
+                     "layers may be dense, and of the others every so many the last one has experts")
+    return first, every

@@ -1,0 +1,108 @@
+"""Rotary positions as published models declare them, to our keys and back.
+
+There are two forms, `rope_parameters` and the older `rope_scaling` beside `rope_theta`. Of a file that mixes them, what
+transformers takes counts.
+"""
+
+from typing import Any
+
+from jaxtrain.config import published_defaults
+from jaxtrain.config.families import RotaryConfig
+from jaxtrain.config.published_layers import FULL, SLIDING, Refuse, global_every
+
+Keys = dict[str, Any]
+_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+         "original_max_position_embeddings": 4096}  # of gpt-oss, where a file has no rope_parameters
+_SCALINGS = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor"),
+             "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")}
+_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
+            "mscale", "mscale_all_dim", "partial_rotary_factor")
+_ZERO_IS_NONE = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # to transformers as well
+
+
+def rotary(kind: str, known: Keys, refuse: Refuse) -> Keys:
+    """Return our keys of rotary positions."""
+    newer = known.get("rope_parameters")
+    newer = _YARN if newer is None and kind == "gpt_oss" else newer
+    where = "rope_scaling" if known.get("rope_scaling") else "rope_parameters"
+    scaling = known.get("rope_scaling") or newer or {}
+    if scaling.get("partial_rotary_factor", known.get("partial_rotary_factor")) not in (1, None):
+        raise refuse(where if "partial_rotary_factor" in scaling else "partial_rotary_factor",
+                     "cannot be expressed: all of a head's width turns")
+    scaling = {"rope_theta": known.get("rope_theta", published_defaults.table()[kind]["theta"])} | scaling
+    way = _way(scaling, where, refuse)
+    found = {"rope_theta": float(scaling["rope_theta"])}
+    if way not in ("yarn", "default") and scaling.get("mscale_all_dim"):
+        raise refuse(where, "cannot be expressed: mscale_all_dim without yarn")
+    if way == "default" or (scaling["factor"] == 1 and not scaling.get("attention_factor")):
+        return found
+    found |= {"rope_type": way, "rope_scaling": float(scaling["factor"])}
+    if way != "linear":
+        found["rope_original_len"] = known.get("original_max_position_embeddings") or scaling.get(
+            "original_max_position_embeddings", known["max_position_embeddings"])
+    if scaling.get("attention_factor") == 0:
+        raise refuse(where, "cannot be expressed: its attention_factor is 0")
+    return found | {f"rope_{key}": scaling[key] for key in _SCALINGS[way]
+                    if scaling.get(key) is not None and not (key in _ZERO_IS_NONE and not scaling[key])}
+
+
+def _way(scaling: Keys, where: str, refuse: Refuse) -> str:
+    """Return how positions are scaled, once all that this way reads is as it should be."""
+    way = scaling.get("rope_type", scaling.get("type", "default"))
+    if any(isinstance(value, dict) for value in scaling.values()):
+        raise refuse(where, "cannot be expressed: it has parameters for each kind of layer")
+    if way not in ("default", *_SCALINGS):
+        raise refuse(where, "cannot be expressed: its type is not linear, llama3 or yarn")
+    for key in _NUMBERS:
+        needed = key == "rope_theta" or key in _NEEDED.get(way, ())
+        if needed and scaling.get(key) is None:
+            raise refuse(where, f"has no {key}")
+        if scaling.get(key) is not None and published_defaults.misfit(scaling[key], ["float"]):
+            raise refuse(where, f"cannot be read: its {key} is not a number")
+    if published_defaults.misfit(scaling.get("original_max_position_embeddings", 1), ["int"]):
+        raise refuse(where, "cannot be read: its original_max_position_embeddings is not a whole number")
+    if type(scaling.get("truncate", True)) is not bool:
+        raise refuse(where, "cannot be read: its truncate is not true or false")
+    if scaling.get("partial_rotary_factor") not in (1, None):
+        raise refuse(where, "cannot be expressed: all of a head's width turns, and partial_rotary_factor is not 1")
+    return way
+
+
+def gemma_layers(known: Keys, refuse: Refuse) -> Keys:
+    """Return Gemma 3's keys of local and global layers and their rotary positions."""
+    both = known.get("rope_parameters")
+    newer, older = both if both is not None else {FULL: {"rope_type": "default"}}, known.get("rope_scaling")
+    for key in (FULL, SLIDING):
+        if not isinstance(newer.get(key, {}), dict | None):
+            raise refuse("rope_parameters", f"cannot be read: its {key} is not an object")
+    if older is not None and newer.get(FULL) is None:
+        raise refuse("rope_scaling", f"cannot be expressed: it changes rope_parameters, which has no {FULL}")
+    bases = published_defaults.table()["gemma3_text"]["theta"]
+    far = {"rope_theta": known.get("rope_theta", bases["global"])} | (newer.get(FULL) or {}) | (older or {})
+    near = {"rope_theta": known.get("rope_local_base_freq", bases["local"])} | (newer.get(SLIDING) or {})
+    where = "rope_parameters" if both else "rope_scaling"
+    ways = [_way(one, where, refuse) for one in (far, near)]
+    if ways[0] not in ("default", "linear") or ways[1] != "default":
+        raise refuse(where, "cannot be expressed: only linear scaling of the global layers can")
+    if known.get("partial_rotary_factor") not in (1, None):
+        raise refuse("partial_rotary_factor", "cannot be expressed: all of a head's width turns")
+    return {"global_every": global_every(known, known.get("sliding_window_pattern", 6), refuse),
+            "rope_theta": float(far["rope_theta"]), "local_rope_theta": float(near["rope_theta"]),
+            "rope_factor": float(far["factor"]) if ways[0] == "linear" else 1.0}
+
+
+def published_rotary(c: RotaryConfig) -> Keys:
+    """Return the keys of rotary positions in a config.json."""
+    plain = {"rope_theta": c.rope_theta, "rope_scaling": None}
+    if c.rope_scaling == 1:
+        return plain
+    if c.rope_type == "ntk":  # another base, and nothing else
+        width = c.rope_head_dim or c.head_dim
+        return plain | {"rope_theta": c.rope_theta * c.rope_scaling ** (width / (width - 2))}
+    scaling = {"rope_type": c.rope_type, "factor": c.rope_scaling}
+    if c.rope_type != "linear":
+        scaling["original_max_position_embeddings"] = c.rope_original_len
+    zero_is_none = {key: getattr(c, f"rope_{key}") for key in _SCALINGS[c.rope_type]}
+    return plain | {"rope_scaling": scaling | {key: value for key, value in zero_is_none.items()
+                                               if value or key == "truncate"}}

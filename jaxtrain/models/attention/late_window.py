@@ -1,0 +1,33 @@
+"""Attention with a sliding window in all layers of a stack but the first ones, as in Qwen2 and Qwen3."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.models.attention.attention_by_layer import attend_by_layer
+from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
+from jaxtrain.models.attention.rotary import Rotary
+from jaxtrain.models.attention.self_attention import Attention
+
+
+class LateWindowAttention(Attention):
+    """Grouped-query self-attention; the number of the layer says whether it has a window."""
+
+    def __init__(self, first: int, *args: Any, **how: Any):
+        """`first`: so many layers have none."""
+        super().__init__(*args, **how)
+        self.first = first
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any = None,
+                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+        """Apply attention; `angles` are cosine, sine, and the number of the layer."""
+        q, k, v = self.project(x_BTD)
+        cos, sin, layer = angles
+        q, k = Rotary.rotate(q, (cos, sin)), Rotary.rotate(k, (cos, sin))
+        everywhere = layer < self.first
+        if cache is not None and cache.entries is not None:
+            return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window))
+        out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
+                              context=self.context)
+        return self.out(out), kept(cache, k, v)
