@@ -44,8 +44,8 @@ def statement(rng: random.Random) -> str:
     """Return a piece of a template."""
     one, times = expression(rng), rng.choice([1, 30, 70, 99999, 10**9])
     grow = rng.choice(["n.x + n.x", "n.x ~ n.x", "n.x * n.x", "[n.x, n.x]", "{'a': n.x, 'b': n.x}",
-                       "n.x | list + [n.x]",
-                                            "n.x | join(n.x | string)", "(n.x | string).replace('a', 'aa')", "[n.x, n.x] | sum(start=n.x)"])
+                       "n.x | list + [n.x]", "n.x | join(n.x | string)", "(n.x | string).replace('a', 'aa')",
+                       "[n.x, n.x] | sum(start=n.x)"])
     chain = rng.choice(CHAINS) * rng.choice([10, 300, 3000, 100_000])
     depth = rng.choice([5, 25, 120, 4000])
     return rng.choice([
