@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.tokenizers.special_tokens import BREAK, Specials
+from jaxtrain.data.chat.marks import BREAK, CLOSE, OPEN
+from jaxtrain.data.tokenizers.special_tokens import Specials
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
-
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # noncharacters that occur in no text, like BREAK
 
 
 @dataclass(frozen=True, eq=False)

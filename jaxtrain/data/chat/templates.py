@@ -4,20 +4,20 @@ A template renders messages as text. The assistant's parts, up to the token that
 text is encoded at once, as at inference, and an id is trained on if any part of it is marked.
 """
 
-import datetime
 import hashlib
 import re
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from jaxtrain.data.chat.loss_masks import CLOSE, OPEN, Learnt, encode, probed, spans_of
+from jaxtrain.data.chat.loss_masks import Learnt, encode, probed, spans_of
+from jaxtrain.data.chat.marks import BREAK, CLOSE, CODE, OPEN
+from jaxtrain.data.chat.rendering import Talk, Template
 from jaxtrain.data.formats.conversations import Example, Messages, Unusable
-from jaxtrain.data.tokenizers.special_tokens import BREAK, CODE, Specials
+from jaxtrain.data.tokenizers.special_tokens import Specials
 from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, begun
-from jaxtrain.errors import UserError, install_extra
+from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import read, user_json
 
 TRAIN_ON = ("assistant", "last", "all")
@@ -36,7 +36,8 @@ BUILT_IN = {
 {% else %}{{ message.content + "<|im_end|>" }}{% endif %}{{ "\\n" }}{% endfor %}
 {% if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}""",
 }
-TODAY = datetime.date(2024, 7, 26)  # a fixed date, the one that Llama's templates use without a clock
+KEPT = 1024  # examples
+T = TypeVar("T")
 NOTHING = "no turn to learn"
 FIX = f"name a file with --chat_template, or one of our own: {', '.join(BUILT_IN)}"
 
@@ -51,16 +52,18 @@ class Chat:
         self.tokenizer, self.train_on = tokenizer, train_on
         self.specials = Specials(tokenizer)
         config = _config(tokenizer)
-        self.name, self.source = _find(tokenizer, template, config)
+        self.name, self.source, where = _find(tokenizer, template, config)
         self.variables = {"eos_token": getattr(tokenizer, "eod_token", "")} | {
-            key: value["content"] if isinstance(value, dict) else value for key, value in config.items()
-            if key.endswith("_token") and isinstance(value, str | dict)}
+            key: content for key, value in config.items() if key.endswith("_token") and isinstance(
+                content := value.get("content") if isinstance(value, dict) else value, str)}
         if self.name == "chatml" and (lacks := {"<|im_start|>", "<|im_end|>"} - self.specials.ids.keys()):
             raise UserError("--chat_template", f"{tokenizer.name} has no special token {min(lacks)}",
                             "use plain, or train a tokenizer with --special_tokens '<|im_start|>' '<|im_end|>'")
         self._says = bool(_GENERATION.search(self.source))
-        self._template = _compile(self.name, self.source) if self.source else None
-        self.marked = lru_cache(1024)(self._marked)  # called both before and after the search for duplicates
+        self._template = Template(where, self.source, FIX) if self.source else None
+        if self._template:
+            self._template.check()
+        self._known: dict[bytes, list[str] | str] = {}  # the newest of what `marked_many` gave
 
     def identity(self) -> dict[str, Any]:
         """Return everything but the messages that the text depends on."""
@@ -69,39 +72,95 @@ class Chat:
 
     # ------------------------------------------------------------------------------------------------ text with marks
 
-    def refuses(self, content: bytes) -> str:
-        """Return the reason to leave an example out, or an empty string."""
-        try:
-            texts = self.marked(content)
-        except Unusable as reason:
-            return str(reason)
-        learns = [any(start < stop for start, stop in spans_of(text)[1]) for text in texts]
-        return "" if all(learns) else NOTHING
+    def refuse_many(self, contents: list[bytes]) -> list[str]:
+        """Return the reason to leave each example out, or an empty string."""
+        def reason(texts: list[str] | str) -> str:
+            if isinstance(texts, str):
+                return texts
+            return "" if all(any(start < stop for start, stop in spans_of(text)[1]) for text in texts) else NOTHING
+        return list(map(reason, self.marked_many(contents)))
 
-    def _marked(self, content: bytes) -> list[str]:
-        """Return the text of each completion with its prompt, with marks around the trained parts."""
-        if _KEPT.search(content.decode()):
-            raise Unusable("a character that Unicode keeps for programs (U+FDD0 to U+FDD3)")
-        example = Example.from_bytes(content)
-        return [self._mark(example.prompt, completion, example.tools) for completion in example.completions]
+    def marked_many(self, contents: list[bytes]) -> list[list[str] | str]:
+        """Return the text of each completion with its prompt, with marks around the trained parts, for each example.
 
-    def _mark(self, prompt: str | Messages, completion: str | Messages, tools: Any) -> str:
-        guarded = self.specials.guarded
-        if isinstance(prompt, str):
-            said, answer = guarded(prompt), guarded(completion)
-            return f"{OPEN}{said}{answer}{CLOSE}" if self.train_on == "all" else f"{said}{OPEN}{answer}{CLOSE}"
-        messages = guarded([*prompt, *completion])
-        turns = [i for i, message in enumerate(messages) if i >= len(prompt) and message["role"] == "assistant"]
-        text, spans = self._render(messages, guarded(tools), turns[-1:] if self.train_on == "last" else turns)
+        Or the reason why an example is left out. The newest are kept, for the same examples are asked for before and
+        after the search for duplicates.
+        """
+        new = [content for content in dict.fromkeys(contents) if content not in self._known]
+        self._known |= zip(new, self._marked(new), strict=True)
+        found = [self._known[content] for content in contents]
+        for content in list(self._known)[:-KEPT]:
+            del self._known[content]
+        return found
+
+    def _marked(self, contents: list[bytes]) -> list[list[str] | str]:
+        examples = [None if _KEPT.search(content.decode()) else Example.from_bytes(content) for content in contents]
+        spoken = iter(self._spoken(example for example in examples if example and not isinstance(example.prompt, str)))
+
+        def of(example: Example | None) -> list[str] | str:
+            if example is None:
+                return "a character that Unicode keeps for programs (U+FDD0 to U+FDD3)"
+            if isinstance(example.prompt, str):
+                return [self._written(example.prompt, completion) for completion in example.completions]
+            found = [next(spoken) for _ in example.completions]
+            texts = [text for text in found if isinstance(text, str)]
+            return texts if len(texts) == len(found) else next(str(one) for one in found if isinstance(one, Unusable))
+        return list(map(of, examples))
+
+    def _written(self, prompt: str, completion: Any) -> str:
+        """Return plain text with marks."""
+        said, answer = map(self.specials.guarded, (prompt, completion))
+        return f"{OPEN}{said}{answer}{CLOSE}" if self.train_on == "all" else f"{said}{OPEN}{answer}{CLOSE}"
+
+    def _spoken(self, examples: Iterable[Example]) -> list[str | Unusable]:
+        """Return the text with marks of each completion with its prompt, both of which are messages."""
+        guarded, asked = self.specials.guarded, []
+
+        def talks() -> Iterator[Talk]:
+            for example in examples:
+                for completion in example.completions:
+                    messages = guarded([*example.prompt, *completion])
+                    turns = [i for i, message in enumerate(messages)
+                             if i >= len(example.prompt) and message["role"] == "assistant"]
+                    asked.append((messages, turns[-1:] if self.train_on == "last" else turns))
+                    yield self._talk(messages, asked[-1][1], guarded(example.tools))
+
+        def marked(number: int, texts: list[str]) -> str:
+            messages, turns = asked[number]
+            return self._mark(messages, turns, texts)
+        return self._each(talks(), marked)
+
+    def _mark(self, messages: Messages, turns: list[int], texts: list[str]) -> str:
+        text, spans = self._spans(messages, turns, texts)
         if self.train_on == "all":
             return f"{OPEN}{text}{CLOSE}"
         edges = [0, *(edge for span in spans for edge in span), len(text)]
         marks = [OPEN, CLOSE] * len(spans)
         return "".join(text[a:b] + mark for (a, b), mark in zip(pairwise(edges), [*marks, ""], strict=True))
 
-    def _render(self, messages: Messages, tools: Any, turns: list[int]) -> tuple[str, list[tuple[int, int]]]:
+    def _talk(self, messages: Messages, turns: list[int], tools: Any = None) -> Talk:
+        """Return what is rendered of a conversation: all of it, and what shows where the given turns are."""
+        cuts = () if self.train_on == "all" or self._says else (
+            cut for turn in turns for cut in ((turn, True), (turn + 1, False)))
+        return Talk(messages, tools, [(len(messages), False), *cuts])
+
+    def _each(self, talks: Iterable[Talk], do: Callable[[int, list[str]], T]) -> list[T | Unusable]:
+        if self._template:
+            return self._template.each(talks, self.variables, do)
+        for _ in talks:  # not needed for records of plain text
+            raise UserError("--chat_template", f"{self.tokenizer.name} comes without a chat template", FIX)
+        return []
+
+    def _one(self, talk: Talk, do: Callable[[int, list[str]], T]) -> T:
+        """Return what `do` makes of a conversation's texts; a template that does not take it is the user's mistake."""
+        found, = self._each([talk], do)
+        if isinstance(found, Unusable):
+            raise UserError("--chat_template", str(found), FIX) from found
+        return found
+
+    def _spans(self, messages: Messages, turns: list[int], texts: list[str]) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered text, and the spans of the assistant's words in the given turns."""
-        whole = self._text(messages, tools)
+        whole, *parts = texts
         if self.train_on == "all":
             return spans_of(whole)[0], []
         if self._says:
@@ -114,17 +173,16 @@ class Chat:
                                     "write one block per turn, or train on all turns")
                 found = [span for i, span in zip(spoken, found, strict=True) if i in turns]
         else:
-            text, found = whole, [self._turn(whole, messages, tools, turn) for turn in turns]
+            text = whole
+            found = [self._turn(whole, *both) for both in zip(parts[::2], parts[1::2], strict=True)]
         return text, [self._to_end(text, *span) for span in found if self._speech(text[slice(*span)])]
 
     def _speech(self, text: str) -> str:
         """Return the words of a turn without special tokens; a turn without words is not trained on."""
         return self.specials.pattern.sub("", text).replace(BREAK, "").strip()
 
-    def _turn(self, whole: str, messages: Messages, tools: Any, turn: int) -> tuple[int, int]:
+    def _turn(self, whole: str, before: str, behind: str) -> tuple[int, int]:
         """Return the span of a turn: from the end of its generation prompt to the end of the text that includes it."""
-        before = self._text(messages[:turn], tools, add_generation_prompt=True)
-        behind = self._text(messages[:turn + 1], tools)
         # White space after the end-of-turn token is not the assistant's, nor is text that only appears at the very end.
         stops = list(self._ends(behind, len(before), len(behind))) or [len(behind)]
         stop = next((stop for stop in stops if whole.startswith(behind[:stop])), None)
@@ -149,16 +207,6 @@ class Chat:
             yield stop
             stop -= len(special)
 
-    def _text(self, messages: Messages, tools: Any, add_generation_prompt: bool = False) -> str:
-        if not self._template:  # not needed for records of plain text
-            raise UserError("--chat_template", f"{self.tokenizer.name} comes without a chat template", FIX)
-        self._template.environment.used = 0
-        try:
-            return self._template.render(messages=messages, tools=tools, documents=None,
-                                         add_generation_prompt=add_generation_prompt, **self.variables)
-        except Exception as error:  # a template is a program, and a record can be unexpected in any way
-            raise Unusable(f"the chat template fails, {type(error).__name__}: {error}") from error
-
     # ------------------------------------------------------------------------------------------------------------- ids
 
     def prompt(self, messages: Messages) -> list[int]:
@@ -168,30 +216,19 @@ class Chat:
 
     def text(self, messages: Messages, add_generation_prompt: bool = True) -> str:
         """Return messages as text, with what introduces the assistant's answer."""
-        try:
-            text = self._text(self.specials.guarded(messages), None, add_generation_prompt)
-        except Unusable as reason:
-            raise UserError("--chat_template", str(reason), FIX) from reason
-        return spans_of(text)[0]
+        talk = Talk(self.specials.guarded(messages), None, [(len(messages), add_generation_prompt)])
+        return self._one(talk, lambda _, texts: spans_of(texts[0])[0])
 
     def ends(self) -> list[int]:
         """Return the special tokens that end a turn of the assistant."""
         messages = [{"role": role, "content": "x"} for role in ("user", "assistant")]
-        try:
-            text, spans = self._render(messages, None, [1])
-        except Unusable as reason:
-            raise UserError("--chat_template", str(reason), FIX) from reason
+        text, spans = self._one(self._talk(messages, [1]), lambda _, texts: self._spans(messages, [1], texts))
         ends = [id for _, stop in spans for token, id in self.specials.ids.items() if text.endswith(token, 0, stop)]
         return sorted({*ends, self.tokenizer.eod})
 
     def encode_many(self, contents: list[bytes]) -> list[list[Learnt] | str]:
         """Return each example's documents, or the reason why it is left out."""
-        found: list[list[str] | str] = []
-        for content in contents:
-            try:
-                found.append(self.marked(content))
-            except Unusable as reason:
-                found.append(str(reason))
+        found = self.marked_many(contents)
         documents = iter(encode(self.specials, [text for one in found if not isinstance(one, str) for text in one]))
         done = [one if isinstance(one, str) else [next(documents) for _ in one] for one in found]
         return [one if isinstance(one, str) or all(document.trained.any() for document in one) else NOTHING
@@ -199,7 +236,7 @@ class Chat:
 
     def probe(self, content: bytes) -> dict[str, Any]:
         """Return the beginning of an example with its ids and mask, to be compared when the corpus is opened."""
-        return probed(self.specials, self.marked(content)[0][:1000])
+        return probed(self.specials, self.marked_many([content])[0][0][:1000])
 
 
 def refuse_useless_masks(splits: dict[str, Any], left_out: dict[str, int]) -> None:
@@ -228,23 +265,25 @@ def _config(tokenizer: Tokenizer) -> dict[str, Any]:
     return user_json(path, dict, "--tokenizer", "repair or remove it") or {}
 
 
-def _find(tokenizer: Tokenizer, asked: str, config: dict[str, Any]) -> tuple[str, str]:
-    """Return name and content of the template: the one requested, else the tokenizer's own, else empty strings."""
+def _find(tokenizer: Tokenizer, asked: str, config: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the template's name, content and place: the one requested, else the tokenizer's own, else empty texts."""
     if asked in BUILT_IN:
-        return asked, _joined(BUILT_IN[asked])
+        return asked, _joined(BUILT_IN[asked]), asked
     if "{%" in asked:  # kept in a corpus's manifest
-        return "the template of the data", asked
+        return "the template of the data", asked, "the template of the data"
     if asked:
-        return Path(asked).name, _read(Path(asked).expanduser())
+        return Path(asked).name, _read(Path(asked).expanduser()), asked
     if not isinstance(tokenizer, JsonTokenizer):
-        return "plain", _joined(BUILT_IN["plain"])
+        return "plain", _joined(BUILT_IN["plain"]), "plain"
     beside = tokenizer.path.with_name("chat_template.jinja")
     if beside.exists():
-        return beside.name, _read(beside)
+        return beside.name, _read(beside), str(beside)
     found = config.get("chat_template")
     if isinstance(found, list):
-        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get("default")
-    return ("the chat_template of tokenizer_config.json", found) if isinstance(found, str) else ("", "")
+        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)
+                 and isinstance(one.get("name"), str)}.get("default")
+    place = f"the chat_template of {tokenizer.path.with_name('tokenizer_config.json')}"
+    return ("the chat_template of tokenizer_config.json", found, place) if isinstance(found, str) else ("", "", "")
 
 
 def _joined(source: str) -> str:
@@ -256,39 +295,3 @@ def _read(path: Path) -> str:
         return read(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError("--chat_template", f"{path} cannot be read ({error})", FIX) from error
-
-
-def _compile(name: str, source: str) -> Any:
-    """Compile a template in jinja2's sandbox with the functions that Hugging Face offers, except for a fixed date."""
-    try:
-        from jinja2 import TemplateError, TemplateSyntaxError, nodes
-        from jinja2.ext import Extension
-
-        from jaxtrain.data.chat import sandbox
-    except ImportError as error:
-        raise UserError("--format", "chat templates need the package jinja2",
-                        install_extra("chat")) from error
-
-    class Generation(Extension):
-        """The jinja2 extension for {% generation %} blocks, which surrounds their content with marks."""
-
-        tags = {"generation"}  # noqa: RUF012 (jinja2's interface)
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (OPEN, CLOSE))
-            return nodes.Scope([begin, *body, end], lineno=line)
-
-    def raise_exception(message):
-        raise TemplateError(message)
-
-    def tojson(*args: Any, **keys: Any) -> str:
-        return sandbox.tojson(*args, **keys).replace("\\ufdd2", BREAK)
-
-    environment = sandbox.Sandbox(Generation, {"raise_exception": raise_exception, "strftime_now": TODAY.strftime})
-    environment.filters["tojson"] = tojson
-    try:
-        return environment.compiled(source)
-    except TemplateSyntaxError as error:
-        raise UserError("--chat_template", f"{name} is not a template (line {error.lineno}: {error})", FIX) from error

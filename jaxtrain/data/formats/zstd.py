@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 READ = 2**16  # compressed bytes that are read at a time
+RATIO, FREE = 1000, 2**28  # text is not compressed as much, beyond so many bytes
 FEED = 2**10  # compressed bytes that are decompressed at a time: to 32 MiB at most, since 4 bytes can stand for 128 KiB
 
 
@@ -21,6 +22,7 @@ class _Frames(io.RawIOBase):
         self._frame: Any = None  # the frame that is not finished
         self._left = memoryview(b"")
         self._parts: Iterator[bytes] = iter(())  # what was read and not decompressed yet
+        self._sizes = [0, 0]  # bytes before and after decompression
 
     def readable(self) -> bool:
         return True
@@ -47,10 +49,15 @@ class _Frames(io.RawIOBase):
     def _decompressed(self, raw: bytes) -> Iterator[bytes]:
         for at in range(0, len(raw), FEED):
             fed = raw[at: at + FEED]
+            self._sizes[0] += len(fed)
             while fed:
                 self._frame = self._frame or self._module.ZstdDecompressor().decompressobj()
                 try:
-                    yield self._frame.decompress(fed)
+                    part = self._frame.decompress(fed)
                 except self._module.ZstdError as error:
                     raise OSError(f"it is not zstd: {error}") from error
+                self._sizes[1] += len(part)
+                if self._sizes[1] > max(FREE, RATIO * self._sizes[0]):  # a few bytes would take hours
+                    raise OSError(f"it is compressed more than {RATIO:,} to 1, to over {FREE:,} bytes")
+                yield part
                 fed, self._frame = (self._frame.unused_data, None) if self._frame.eof else (b"", self._frame)

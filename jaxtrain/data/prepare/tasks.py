@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ from jaxtrain.redaction import redacted
 
 Task = tuple[Piece, ...]
 ALIKE = ("", "equal to another", "nearly equal to another")
-TOGETHER = 256  # documents that a tokenizer gets at a time
+TOGETHER = 256  # documents that a tokenizer or a chat template gets at a time
+REASONS = 100  # why documents are left out, that are told apart
+TOGETHER_BYTES = 2**22  # of conversations: no further ones are added to these
 
 
 @dataclass(frozen=True)
@@ -221,18 +223,39 @@ def offered(task: Task, options: Options, left_out: dict[str, int], steps: Steps
     beside = sorted({*steps.fields, *filter(None, [options.licence_field])})
     for number, piece in enumerate(task):
         with inputs.readable(piece.path):
-            for found in inputs.read(piece, options.field, tokenizer.eod, beside, options.format,
-                                     options.record_bytes):
+            read = inputs.read(piece, options.field, tokenizer.eod, beside, options.format, options.record_bytes)
+            for found, refusal in _with_refusals(read, chat):
                 found = _checked(found, tokenizer, dtype) if isinstance(found, Ids) else found
-                reason = found.partition(": ")[2] if isinstance(found, str) else ""
+                reason = found.partition(": ")[2] if isinstance(found, str) else refusal
                 if not isinstance(found, str) and not len(found.content if isinstance(found, Text) else found.ids):
                     reason = "empty"
-                if chat and isinstance(found, Text):
-                    reason = chat.refuses(found.content)
                 if reason:
                     _count(left_out, reason)
                 elif not isinstance(found, str):
                     yield found, Origin(number, found.place)
+
+
+def _with_refusals(read: Iterable[Text | Ids | str], chat: Chat | None) -> Iterator[tuple[Text | Ids | str, str]]:
+    """Yield what was read, each with why the chat template refuses it, or ""; templates take many at a time."""
+    if not chat:
+        yield from zip(read, itertools.repeat(""))
+        return
+    for some in _gathered(read):
+        reasons = iter(chat.refuse_many([one.content for one in some if isinstance(one, Text)]))
+        yield from [(one, next(reasons) if isinstance(one, Text) else "") for one in some]
+
+
+def _gathered(read: Iterable[Text | Ids | str]) -> Iterator[list[Text | Ids | str]]:
+    """Yield documents in groups of at most `TOGETHER`, and of little more than `TOGETHER_BYTES`."""
+    some: list[Text | Ids | str] = []
+    size = 0
+    for one in read:
+        some.append(one)
+        size += len(one.content) if isinstance(one, Text) else 0
+        if len(some) == TOGETHER or size > TOGETHER_BYTES:
+            yield some
+            some, size = [], 0
+    yield some
 
 
 def documents(task: Task, options: Options, left_out: dict[str, int], steps: Steps,
@@ -247,6 +270,8 @@ def documents(task: Task, options: Options, left_out: dict[str, int], steps: Ste
 
 
 def _count(counts: dict[str, int], what: str) -> None:
+    if what not in counts and len(counts) >= REASONS:  # a chat template may give each record a reason of its own
+        what = "other reasons"
     counts[what] = counts.get(what, 0) + 1
 
 

@@ -6,7 +6,6 @@ too) or in another column, or its folder's name may be its label.
 
 import functools
 import io
-import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -19,8 +18,9 @@ from jaxtrain.data.corpus.sequences import TOKENIZER, Column
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import Piece
+from jaxtrain.data.formats.tar_members import Member, content_of, members
 from jaxtrain.data.prepare.tasks import Task
-from jaxtrain.data.prepare_sequences.text_beside import text_beside, with_texts
+from jaxtrain.data.prepare_sequences.text_beside import TEXT_BYTES, TEXT_TOO_LARGE, text_beside, with_texts
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.data.tokenizers.special_tokens import Specials
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
@@ -36,6 +36,7 @@ _TOO_LARGE, _UNREADABLE = f"larger than {CLIP_BYTES:,} bytes", "not readable as 
 _SILENT, _CUT_OFF = "a clip without a transcript", "cut off: its header announces more"
 DECODED = 2**14  # frames decoded at a time, of each of up to 1024 channels
 ENDLESS = 2**31 - 2**16  # bytes of samples: recorders that do not know the length write one from here on
+CHUNKS = 10_000  # of a WAV file, before its samples
 SLACK = 64  # bytes by which headers of some programs are wrong: a few milliseconds
 BLOCK = 6_000  # frames transformed at a time, so that hours of audio need no more memory than their samples
 
@@ -174,6 +175,8 @@ class Audio:
                 beside = text_beside(task, i) if self.target == "text" else None
                 if self.target == "text" and not beside:
                     without(_SILENT)
+                elif beside and beside.size > TEXT_BYTES:
+                    without(TEXT_TOO_LARGE)
                 else:
                     yield i, 0, _content(piece), _content(beside) if beside else b""
 
@@ -212,26 +215,21 @@ def _members(piece: Piece, wants_text: bool, without: Callable[[str], None]) -> 
 
     Members with the same name except for its end belong together. What has no counterpart is left out.
     """
-    waiting: dict[str, dict[str, tuple[int, bytes]]] = {}
-    try:
-        with inputs.readable(piece.path), tarfile.open(fileobj=storage.open(piece.path), mode="r|") as tar:
-            for member in tar:
-                stem, _, end = member.name.rpartition(".")
-                kind = "clip" if _is_clip(member.name) else "text" if end == "txt" and wants_text else ""
-                if not member.isfile() or not kind:
-                    continue
-                if member.size > CLIP_BYTES:
-                    without(_TOO_LARGE)
-                    continue
-                content = tar.extractfile(member)
-                assert content is not None
-                both = waiting.setdefault(stem, {})
-                both[kind] = member.offset, content.read()
-                if "clip" in both and (not wants_text or "text" in both):
-                    place, clip = waiting.pop(stem)["clip"]
-                    yield place, clip, both.get("text", (0, b""))[1]
-    except tarfile.TarError as error:
-        raise UserError("--input", f"{piece.path} cannot be read as a tar ({error})", "write it again") from error
+    waiting: dict[str, dict[str, Member]] = {}
+    with inputs.readable(piece.path), storage.open(piece.path) as tar:
+        for member in members(tar, piece.path):
+            stem, _, end = member.name.rpartition(".")
+            kind = "clip" if _is_clip(member.name) else "text" if end == "txt" and wants_text else ""
+            if not member.is_file or not kind:
+                continue
+            if member.size > (CLIP_BYTES if kind == "clip" else TEXT_BYTES):
+                without(_TOO_LARGE if kind == "clip" else TEXT_TOO_LARGE)
+                continue
+            both = waiting.setdefault(stem, {})
+            both[kind] = member
+            if "clip" in both and (not wants_text or "text" in both):
+                clip, text = waiting.pop(stem)["clip"], both.get("text")
+                yield clip.place, content_of(tar, clip), content_of(tar, text) if text else b""
     for both in waiting.values():
         without(_SILENT if "clip" in both else "a transcript without a clip")
 
@@ -302,7 +300,9 @@ def _ends_early(content: bytes) -> bool:
     if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
         return False
     at = 12
-    while at + 8 <= len(content):
+    for _ in range(CHUNKS):
+        if at + 8 > len(content):
+            break
         name, size = content[at: at + 4], int.from_bytes(content[at + 4: at + 8], "little")
         if name == b"data":
             return at + 8 + size > len(content) + SLACK and size < ENDLESS

@@ -6,7 +6,6 @@ A picture is a file, a member of a tar archive, or a value in a column of Parque
 
 import functools
 import io
-import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -19,17 +18,19 @@ from jaxtrain.data.corpus.sequences import TOKENIZER, Column
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import Piece
+from jaxtrain.data.formats.tar_members import Member, content_of, members
 from jaxtrain.data.prepare.tasks import Task
-from jaxtrain.data.prepare_sequences.text_beside import text_beside, with_texts
+from jaxtrain.data.prepare_sequences.text_beside import TEXT_BYTES, text_beside, with_texts
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError, nearest
 
 FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")  # some others start programs
 TARGETS = ("none", "text", "folder")
 CHANNELS = 3
 PIXELS = 2**26  # a picture of more is left out, since a small file can hold any number
-MEMBER_BYTES = 2**30  # so is a member of an archive that is larger
+PICTURE_BYTES = 2**29  # so is a file or a member of an archive that is larger
 
 
 def grid(height: int, width: int, patch: int, most: int, side: int) -> tuple[int, int]:
@@ -174,8 +175,8 @@ class Pictures:
                 yield from _members(i, piece, self.target == "text")
             elif _is_picture(piece.name):
                 beside = text_beside(task, i) if self.target == "text" else None
-                caption = _content(beside).decode(errors="replace") if beside else None
-                yield Found(piece.name, _content(piece), caption, Origin(i, 0))
+                caption = _content(beside, TEXT_BYTES).decode(errors="replace") if beside else None
+                yield Found(piece.name, _content(piece, PICTURE_BYTES), caption, Origin(i, 0))
 
     def _rows(self, i: int, piece: Piece) -> Iterator[Found]:
         if self.target == "folder":
@@ -201,7 +202,8 @@ class Pictures:
         """Decode a picture, upright and in three channels, in a size of whole patches; or say why it is left out."""
         pil, ops = (inputs.extra(f"PIL.{name}", "pictures", group="pictures") for name in ("Image", "ImageOps"))
         try:
-            with pil.open(io.BytesIO(content)) as picture:
+            pil.init()
+            with pil.open(io.BytesIO(content), formats=[one for one in FORMATS if one in pil.OPEN]) as picture:
                 if picture.width * picture.height > PIXELS:
                     return f"more than {PIXELS:,} pixels"
                 upright = _in_8_bits(ops.exif_transpose(picture)).convert("RGB")
@@ -213,11 +215,16 @@ class Pictures:
         size = columns * self.patch_size, rows * self.patch_size
         return np.asarray(upright if upright.size == size else upright.resize(size, pil.Resampling.BICUBIC))
 
-    def _squared(self, picture: Any, how: Any) -> np.ndarray:
-        """Return a picture as a square, squeezed or cut, without the pixels beyond the last whole patch."""
+    def _squared(self, picture: Any, how: Any) -> np.ndarray | str:
+        """Return a picture as a square, squeezed or cut, without the pixels beyond the last whole patch.
+
+        Or why it is left out: a line of pixels would become very long before it is cut.
+        """
         side, width, height = self.square, picture.width, picture.height
         if self.crop_square:
             short = min(width, height)
+            if (side * width // short) * (side * height // short) > PIXELS:
+                return f"more than {PIXELS:,} pixels"
             picture = picture.resize((side * width // short, side * height // short), how)
             left, top = (picture.width - side) // 2, (picture.height - side) // 2
         else:
@@ -245,39 +252,31 @@ def _names(piece: Piece) -> list[str]:
     """Return the names of the pictures in a piece, from the headers of an archive."""
     if not _is_archive(piece.name):
         return [piece.name] if _is_picture(piece.name) else []
-    with inputs.readable(piece.path, tarfile.TarError), storage.open(piece.path) as file, tarfile.open(
-            fileobj=file, mode="r:") as archive:
-        return [member.name for member in archive if member.isfile() and _is_picture(member.name)]
+    with inputs.readable(piece.path), storage.open(piece.path) as file:
+        return [member.name for member in members(file, piece.path) if member.is_file and _is_picture(member.name)]
 
 
 def _members(i: int, piece: Piece, with_text: bool) -> Iterator[Found]:
     """Yield the pictures of an archive; with their captions, each when both have come: that of `a.png` is `a.txt`."""
-    with inputs.readable(piece.path, tarfile.TarError), storage.open(piece.path) as file, tarfile.open(
-            fileobj=file, mode="r:") as archive:
-        def found(place: int, member: tarfile.TarInfo, caption: str | None) -> Found:
-            return Found(member.name, _member(archive, member), caption, Origin(i, place))
+    with inputs.readable(piece.path), storage.open(piece.path) as file:
+        def found(place: int, member: Member, caption: str | None) -> Found:
+            return Found(member.name, content_of(file, member), caption, Origin(i, place))
 
         texts: dict[str, str] = {}
-        waiting: dict[str, list[tuple[int, tarfile.TarInfo]]] = {}
-        for place, member in enumerate(archive):
-            if not member.isfile() or member.size > MEMBER_BYTES:
-                continue
+        waiting: dict[str, list[tuple[int, Member]]] = {}
+        for place, member in enumerate(members(file, piece.path)):
             stem, _, end = member.name.rpartition(".")
+            if not member.is_file or member.size > (TEXT_BYTES if end == "txt" else PICTURE_BYTES):
+                continue
             if _is_picture(member.name):
                 if not with_text or stem in texts:
                     yield found(place, member, texts.get(stem))
                 else:
                     waiting.setdefault(stem, []).append((place, member))
             elif with_text and end == "txt":
-                texts[stem] = _member(archive, member).decode(errors="replace")
+                texts[stem] = content_of(file, member).decode(errors="replace")
                 yield from (found(*one, texts[stem]) for one in waiting.pop(stem, ()))
         yield from (found(*one, None) for pictures in waiting.values() for one in pictures)
-
-
-def _member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    reader = archive.extractfile(member)
-    assert reader
-    return reader.read()
 
 
 def _folder(name: str) -> str:
@@ -288,6 +287,9 @@ def _folder(name: str) -> str:
     return folder
 
 
-def _content(piece: Piece) -> bytes:
+def _content(piece: Piece, most: int) -> bytes:
+    """Return the content of a file, or of one that is larger nothing, which is no picture or caption."""
+    if piece.size > most:
+        return b""
     with inputs.readable(piece.path):  # an error, since the file may be readable the next time
         return storage.read(piece.path)

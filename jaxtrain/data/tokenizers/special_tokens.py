@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.chat.marks import BREAK, CODE
 from jaxtrain.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer
 from jaxtrain.data.tokenizers.vocabulary import told
-
-# Unicode reserves these noncharacters for a program's own use: they occur in no text.
-BREAK, CODE = "\ufdd2", "\ufdd3"
 
 
 class Specials:

@@ -2,6 +2,8 @@
 
 import base64
 import json
+import re
+import socket
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.data import load_tokenizer
+from jaxtrain.data.chat import template_limits, template_process
 from jaxtrain.data.chat.templates import Chat
 from jaxtrain.data.formats.conversations import Example
 from jaxtrain.data.prepare.prepare import main
@@ -334,6 +337,83 @@ def test_a_template_without_end_leaves_its_record_out(characters, source, why):
     assert reason.startswith("the chat template fails") and why in reason
 
 
+@pytest.mark.parametrize(("source", "why"), [
+    ("{% for _ in range(99999) %}{{ ('a' * 99999) | replace('a', 'b') | length }}{% endfor %}",
+     "takes longer than 0.2 s"),
+    ("{% set n = namespace(x=[]) %}{% for _ in range(30) %}{% set n.x = n.x + ['a' * 60000000] %}{% endfor %}",
+     "takes more than 1,024 MB of memory"),
+    ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "is nested deeper than 1,000 calls"),
+    ("{{ " + "not " * 99999 + "1 }}", "is nested deeper than 1,000 calls"),
+    ("{% for a in 'b' %}" * 30 + "{% endfor %}" * 30, "is not a template (SyntaxError: too many statically nested"),
+    ("{# " + "x" * 2**20 + " #}", "is not a template (ValueError: it has more than 1,048,576 characters)")],
+    ids=["time", "memory", "brackets", "words", "loops", "size"])
+def test_a_template_that_takes_too_much_is_refused_by_its_name(characters, monkeypatch, source, why):
+    if "longer" in why:
+        monkeypatch.setattr(template_limits, "SECONDS", 0.1)
+    with pytest.raises(UserError, match=rf"^--chat_template: \S*asked.jinja {re.escape(why)}.*; name a file with"):
+        in_time(lambda: one(chat(characters, source), TALK), 120)
+    monkeypatch.undo()
+    of = chat(characters, TEMPLATES["chatml"])  # the next template is rendered as ever
+    assert shown(of, one(of, TALK)) == LEARNT["chatml"]
+
+
+@pytest.mark.parametrize("source", [
+    "{{ 'a'.ljust(5000000000) }}", "{{ 'a'.rjust(width=5000000000) }}", "{{ 'a'.center(5000000000) }}",
+    "{{ 'a' | center(5000000000) }}", "{{ 'a\\nb' | indent(5000000000) }}", "{{ '{:5000000000}'.format(1) }}",
+    "{{ '%5000000000d' | format(1) }}", "{{ '%(a)5000000000d' % {'a': 1} }}", "{{ [1] | batch(5000000000, 2) | list }}",
+    "{{ 1.5 | round(5000000000, 'floor') }}", "{{ 'a\\t'.expandtabs(5000000000) }}",
+    "{% set n = namespace(x=7) %}{% for _ in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}"])
+def test_a_width_or_count_that_is_too_large_leaves_the_record_out(characters, source):
+    assert "too large" in in_time(lambda: one(chat(characters, source), TALK), 60)
+
+
+def test_numbers_and_formats_that_are_no_widths_are_as_ever(characters):
+    source = ("{{ '%s 12345 100%%' % 'a' }}{{ '{} 20240726 {:>3}'.format('b', 5) }}{{ '%-4s|' % 'c' }}"
+              "{{ 99999999999 | round | int }}{% macro f(id) %}{{ id }}{% endmacro %}{{ f(1700000000000) }}")
+    assert chat(characters, source).text(TALK) == "a 12345 100%b 20240726   5c   |999999999991700000000000"
+
+
+def test_one_of_many_conversations_that_takes_too_much(characters, monkeypatch):
+    """An ordinary one is the template's fault, and a long one is left out by itself."""
+    source = ("{% for m in messages %}{{ m.content[:9] }}{% if 'stop' in m.content %}{% for _ in range(99999) %}"
+              "{{ (m.content * 99) | replace('s', 'b') | length }}{% endfor %}{% endif %}{% endfor %}")
+    asked = [example([{**TALK[1], "content": text}]) for text in ("a", "stop" + "a" * 9999, "b")]
+    of = chat(characters, source, "all")
+    monkeypatch.setattr(template_limits, "SECONDS", 0.3)
+    with pytest.raises(UserError, match=r"asked.jinja takes longer than 0.32 s; "):
+        of.encode_many(asked)
+    monkeypatch.setattr(template_limits, "ORDINARY", 9999)
+    first, reason, last = of.encode_many(asked)
+    assert reason == "the chat template takes longer than 0.32 s for a long conversation"
+    assert [shown(of, found[0]) for found in (first, last)] == ["‹a⏹›", "‹b⏹›"]
+    monkeypatch.setattr(template_limits, "RECORD", 9999)
+    assert chat(characters, source, "all").encode_many(asked)[1] == "a conversation of more than 9,999 bytes"
+
+
+def test_the_process_that_renders_is_kept_and_ends_with_its_line(characters):
+    of = chat(characters, TEMPLATES["chatml"])
+    with template_process.shared() as kept:
+        process, line = kept._process, kept._line
+    assert of.text(TALK) and process and line
+    with template_process.shared() as kept:
+        assert kept._process is process
+    line.shutdown(socket.SHUT_RDWR)  # as when this process is killed
+    assert process.wait(60) == 0
+    assert of.text(TALK)
+    with template_process.shared() as kept:
+        assert kept._process is not process
+
+
+def test_an_answer_that_nobody_took_is_not_given_to_the_next(characters):
+    """A template that rewrites turns is refused while further conversations are being rendered."""
+    template = TEMPLATES["chatml"].replace("m['content']", "(m['content'][:2] if not loop.last else m['content'])")
+    with pytest.raises(UserError, match="does not only add"):
+        chat(characters, template).encode_many([example([{**one, "content": f"{n}" * 9} for one in TALK])
+                                                for n in range(99)])
+    of = chat(characters, TEMPLATES["chatml"])
+    assert shown(of, one(of, TALK)) == LEARNT["chatml"]
+
+
 def test_bounds_change_nothing_of_what_templates_say(characters):
     source = ("{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{{ loop.revindex0 }}"
               "{% else %}none{% endfor %}{% for x in nothing %}{% else %}{{ 1 ~ none ~ 'a' ~ 2.5 }}{% endfor %}"
@@ -341,7 +421,7 @@ def test_bounds_change_nothing_of_what_templates_say(characters):
               "{{ {'b': 1, 'a': [2]} | tojson(indent=1, sort_keys=true) }}"
               "{% for k in 'ab' if k != 'a' %}{{ k }}{% endfor %}")
     made = chat(characters, source)
-    assert made._text([{"role": "user", "content": "x"}] * 2, None) == (
+    assert made.text([{"role": "user", "content": "x"}] * 2, False) == (
         '1/2,12/201Nonea2.5aaab10243x-3{\n "a": [\n  2\n ],\n "b": 1\n}b')
 
 
