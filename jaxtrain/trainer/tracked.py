@@ -24,7 +24,8 @@ from jaxtrain.trainer.reporting import sample_of
 from jaxtrain.trainer.rollback import RolledBack
 from jaxtrain.trainer.session import STOPPED, Session
 
-_ABOUT = "run", "config_hash", "git_commit", "data_manifest_hash", "loss", "tokens", "time"  # of a checkpoint
+# What a tracker is told of a checkpoint.
+_ABOUT = "run", "config_hash", "git_commit", "data_manifest_hash", "loss", "tokens", "examples", "time"
 
 
 def check(run: Run, session: Session) -> None:
