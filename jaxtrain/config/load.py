@@ -32,7 +32,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file, _, variant = str(path).partition(".py:")
     file = Path(file if file.endswith((".py", ".json")) else file + ".py")
     if not file.is_file():
-        raise UserError("--config", f"there is no file {file}", _meant(Path(path)))
+        raise UserError("--config", f"{path} is a folder" if Path(path).is_dir() else f"there is no file {file}",
+                        _meant(Path(path)))
     filled = _run(file, variant)
     if hasattr(filled, "to_dict"):
         filled = filled.to_dict()
@@ -46,7 +47,9 @@ def _meant(path: Path) -> str:
     own = path / published_config.FILE
     given = bounded_files.user_json(own, dict, "--config", "give the path of a config") if path.is_dir() else None
     if given is None:
-        return "give the path of a config such as configs/gpt.py"
+        names = sorted(file.name for file in path.glob("*.py"))[:3] if path.is_dir() else []
+        some = [f"{path / name}" for name in names if not name.startswith("_")]
+        return f"give the path of a config such as {' or '.join(some) or 'configs/gpt.py'}"
     return f"give {own}, the config of its run" if isinstance(given.get("model"), dict) else f"give hf:{path}"
 
 

@@ -94,6 +94,9 @@ def load(folder: str | Path, run: Run, step: int | None = None, averaged: bool =
         abstract: which parameters, with their dtypes and shardings; None: all of the model.
     """
     abstract = run.abstract_model if abstract is None else abstract
+    if step is not None and step < 0:
+        raise UserError("--step", f"{step} is not a step", "leave it out for the newest good checkpoint, or see those "
+                        f"that there are: jaxtrain checkpoint list {folder}")
     if step is None and adapter_files.is_adapter_folder(folder):
         _refuse_average(folder, averaged)
         return adapter_files.load_with_base(folder, run.config.model, run.config.lora, abstract), None

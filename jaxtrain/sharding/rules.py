@@ -61,6 +61,12 @@ _FSDP_TP = _FSDP | {name: ("tensor",) for name in (
 PRESETS = {"data": _DATA, "fsdp": _FSDP, "fsdp_tp": _FSDP_TP}
 
 
+def _meant(name: str, known: Mapping[str, Any]) -> str:
+    """Return the question whether a near name is meant; "" if none is near."""
+    near = nearest(str(name), known)
+    return f"{near} or " if near.startswith("did") else ""
+
+
 def on_every_stage(names: Names) -> Names:
     """Return the names of a parameter for a stack that no stage has layers of."""
     return tuple("every_layer" if name == "layers" else name for name in names)
@@ -74,7 +80,9 @@ class Rules:
 
     def __getitem__(self, name: str) -> tuple[str, ...]:
         if name not in self.table:
-            raise UserError(f"logical axis {name!r}", "no rule names it", nearest(name, self.table))
+            raise UserError(f"logical axis {name!r}", "no rule says which mesh axis splits it",
+                            f"{_meant(name, self.table)}give it a rule, as in jt.rules(\"fsdp_tp\", {name}=None) or "
+                            f"mesh.overrides.{name}=tensor")
         return self.table[name]
 
     @property
