@@ -131,7 +131,7 @@ def test_version(flag, said):
 
 
 def config_of(words):
-    """What `jaxtrain train` reads of a command line: the config, its overrides and the flags."""
+    """Return what `jaxtrain train` reads of a command line: the config, its overrides and the flags."""
     flags, overrides = training_flags(words)
     return flags.config, overrides, flags
 

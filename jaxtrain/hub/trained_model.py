@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxtrain import builder
+from jaxtrain.base import arguments
 from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES
@@ -35,6 +36,7 @@ def sections_of(folder: str | Path, text: bool = False, published: bool = True) 
 
     `text`: refuse a run whose model is not a decoder of text. `published`: and one that cannot be published either.
     """
+    arguments.is_path("WORKDIR", folder, "give the workdir of a run")
     path = Path(folder) / published_config.FILE
     found = user_json(path, dict, "WORKDIR", "give the workdir of a run")
     if found is None and adapter_files.is_adapter_folder(folder):

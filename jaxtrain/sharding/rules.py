@@ -116,8 +116,8 @@ def rules(preset: str = "fsdp_tp", **overrides: str | Sequence[str] | None) -> R
 
     New names may be added, for the axes of your own modules.
     """
-    if preset not in PRESETS:
-        raise UserError("mesh.rules", f"{preset!r} is not a preset", nearest(preset, PRESETS))
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise UserError("mesh.rules", f"{preset!r} is not a preset", nearest(f"{preset}", PRESETS))
     return Rules({**PRESETS[preset], **{name: _axes(name, value) for name, value in overrides.items()}})
 
 
@@ -126,10 +126,11 @@ def _axes(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
 
     if value is None or value in ("none", ""):
         return ()
-    axes = tuple(value.split("+")) if isinstance(value, str) else tuple(value)
+    axes = tuple(value.split("+")) if isinstance(value, str) else tuple(value) if isinstance(
+        value, Sequence) else (value,)
     for axis in axes:
         if axis not in AXES:
-            raise UserError(f"mesh.overrides.{name}", f"{axis!r} is not a mesh axis", nearest(axis, AXES))
+            raise UserError(f"mesh.overrides.{name}", f"{axis!r} is not a mesh axis", nearest(f"{axis}", AXES))
     return axes
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.base import arguments
 from jaxtrain.errors import UserError
 from jaxtrain.observe.own_parts import describe
 
@@ -34,6 +35,9 @@ class BatchFunction:
         if tokens_per_row is not None and (isinstance(tokens_per_row, bool) or not isinstance(
                 tokens_per_row, int | np.integer) or tokens_per_row < 1):
             raise UserError("tokens_per_row", f"{tokens_per_row!r} is not a number of tokens", "give 1 or more")
+        arguments.is_function("data", function, "give jt.BatchFunction a function of the step that returns a batch", 1)
+        if num_batches is not None:
+            arguments.is_seed("num_batches", num_batches)
         self._function, self._given, self.num_batches = function, tokens_per_row, num_batches
         self.identity = describe(function) if identity is None else identity
 
@@ -64,7 +68,10 @@ class BatchFunction:
     @cached_property
     def _shape(self) -> tuple[int, int]:
         first = self._function(0)
-        sizes = [np.shape(x)[:1] for x in first.values()] if isinstance(first, dict) else []
+        try:
+            sizes = [np.shape(x)[:1] for x in first.values()] if isinstance(first, dict) else []
+        except ValueError:  # lists of different lengths
+            sizes = []
         if not sizes or () in sizes:
             raise UserError("data", "its function returned no dict of arrays with an example in each row",
                             'return for example {"x": images, "y": labels}')

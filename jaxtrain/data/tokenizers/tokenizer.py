@@ -190,8 +190,8 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
         return load_tokenizer(file, *named) if file else ByteTokenizer()
     if not path.exists() and "/" not in name and path.suffix not in (".json", ".tiktoken", ".model"):
         own = f"write tiktoken:{name}" if name in tiktoken_ranks.NAMED else nearest(name, ["bytes"])
-        raise UserError("data.tokenizer", f"there is no tokenizer {name!r}", f"{own}{' or' if own[-1] == '?' else ', or'} name the path of a "
-                        "tokenizer.json, .tiktoken or .model")
+        raise UserError("data.tokenizer", f"there is no tokenizer {name!r}", f"{own}{',' * (own[-1] != '?')} or name "
+                        "the path of a tokenizer.json, .tiktoken or .model")
     if path.is_dir():
         folder, path = path, path / ("tokenizer.json" if (path / "tokenizer.json").exists() else "tokenizer.model")
         if not eod and not bos:
