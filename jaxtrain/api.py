@@ -9,6 +9,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxtrain import builder, own_run
+from jaxtrain.base import arguments
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
@@ -45,6 +46,12 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         loss_fn: called with the model and a batch, as `make_train_step` has it; so are `axes` and `gather`.
         with_key: call `loss_fn(model, batch, key)` with a key for dropout that follows from train.seed and the step.
     """
+    arguments.is_config(config)
+    arguments.is_function("objective", objective, "give a function of the config and the model, or leave it out")
+    if not isinstance(platform, str):
+        raise UserError("platform", f"it is {arguments.kind(platform)}", 'give "cuda", "tpu" or "cpu"')
+    for name, flag in (("gather", gather), ("with_key", with_key)):
+        arguments.is_bool(name, flag)
     own_model = model is not None or loss_fn is not None
     if mesh is None:
         config = preflight.resolve(config, jax.devices() if devices is None else devices,
@@ -99,4 +106,9 @@ def plan(config: Config, target: str, *, targets: str | Path | None = None, prec
         targets: a JSON file with accelerators of your own, or with what was measured of them.
         precisions: further values of `train.precision` to be ranked as well.
     """
+    arguments.is_config(config)
+    if not isinstance(target, str):
+        raise UserError("target", f"it is {arguments.kind(target)}, not a target's name", 'give one such as "h100x8"')
+    if isinstance(precisions, str):
+        raise UserError("precisions", f"{precisions!r} is one text", f'give a list, as in ["{precisions}"]')
     return Plan(**vars(search.search(config, *accelerators.parse(target, targets), precisions=precisions)))

@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 
 from jaxtrain import rule_checks, validation
+from jaxtrain.base import arguments
 from jaxtrain.config import data_stages
 from jaxtrain.config.remat_policies import AUTO
 from jaxtrain.config.schema import Config
@@ -22,7 +23,7 @@ from jaxtrain.parallel.compression.compressed_gradients import CompressedGradien
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.run import Run, extras_of
 from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.mesh import AXES, make_mesh
+from jaxtrain.sharding.mesh import AXES, check_mesh, make_mesh
 from jaxtrain.sharding.rules import AnyMesh, Rules
 from jaxtrain.sparsity.sparse_kernels import sparsity_of
 from jaxtrain.train_step import optimizers, partition, precision
@@ -93,6 +94,11 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
 
 def _check_given(config: Config, mesh: AnyMesh | None, optimizer: Any, data: BatchSource | None) -> None:
     """Refuse config keys that cannot be honored with what was given in place of the config's own."""
+    if optimizer is not None:
+        arguments.is_optimizer(optimizer)
+    if data is not None:
+        arguments.is_batch_source(data)
+    check_mesh(mesh)
     if optimizer is not None and config.optimizer.offload:
         raise UserError("optimizer.offload", "only the optimizers that a config names can be updated layer by layer",
                         "set it to false, or leave out optimizer=")

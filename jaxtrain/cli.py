@@ -1,10 +1,20 @@
 """The `jaxtrain` command: its subcommands are the modules of `flags.COMMANDS`."""
 
 import os
+import platform
 import sys
 
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.flags import COMMANDS, command
+
+GROUPS = {  # the commands as `--help` lists them
+    "train": ("train", "supervise", "launch", "jobs", "sweep", "elastic", "islands"),
+    "data": ("prepare", "prepare_sequences", "train_tokenizer", "inspect", "publish", "croissant"),
+    "trained models": ("generate", "transcribe", "evaluate", "export", "merge", "adapters"),
+    "runs": ("runs", "top", "report", "checkpoint", "goodput", "dashboards"),
+    "speed and planning": ("plan", "bench", "profile", "scaling", "schedules", "coordinates"),
+    "machines": ("doctor",),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,13 +35,20 @@ def main(argv: list[str] | None = None) -> int:
 
 @command()
 def chosen(words: list[str] | None) -> None:
-    """Refuse a first word that is not a subcommand; list them all if there is none, or for `--help`."""
+    """Refuse a first word that is not a subcommand; list them all if there is none, or for `--help`, and versions."""
     name = words[0] if words else "--help"
     if name in ("-h", "--help"):
-        lines = [f"  {known:<19}{line}" for known, (_, line) in COMMANDS.items()]
-        print("usage: jaxtrain COMMAND ...", "Train large language models in JAX on any device mesh.",
-              "\n".join(["commands:", *lines]), "`jaxtrain COMMAND --help` has the flags of each, and examples.",
+        groups = ["\n".join([f"{title}:", *(f"  {known:<19}{COMMANDS[known][1]}" for known in names)])
+                  for title, names in GROUPS.items()]
+        print("usage: jaxtrain COMMAND ...", "Train large language models in JAX on any device mesh.", *groups,
+              "`jaxtrain COMMAND --help` shows the flags of a command, and examples. Flags may be written with dashes.",
               sep="\n\n")
+    elif name in ("-V", "--version"):
+        from jaxtrain.observe.versions import git_commit, version_of
+
+        commit = git_commit()
+        print(f"jaxtrain {version_of('jaxtrain') or '(not installed)'}{f' ({commit})' if commit else ''}, "
+              f"JAX {version_of('jax')}, Python {platform.python_version()}")
     elif name.startswith("-"):
         raise UserError(name, "a command comes before its flags", f"write jaxtrain train {name}")
     elif name not in COMMANDS:

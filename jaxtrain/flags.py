@@ -55,9 +55,9 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
 _TRAIN = """\
 Train a config, or resume its run.
 
-    jaxtrain train --config=configs/gpt.py:tiny --workdir=runs/first
-    jaxtrain train --config=configs/gpt.py --config.data.source=README.md --workdir=runs/mine
-    jaxtrain train --config=configs/gpt.py --config.train.steps=50 --print_config=diff
+    jaxtrain train configs/gpt.py:tiny --workdir=runs/first
+    jaxtrain train configs/gpt.py --config.data.source=README.md --workdir=runs/mine
+    jaxtrain train configs/gpt.py --config.train.steps=50 --print_config=diff
 
 The same command resumes a run that was stopped. Exit status 0: the last step was reached; 2: a user error,
 in one line; 75: asked to stop, and saved; 76: gave up, start it again; 77: stopped at a limit; 130: stopped by Ctrl-C.
@@ -126,7 +126,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UserErrors; flags cannot be abbreviated.
+    """An argument parser that raises UserErrors; flags may be written with dashes, and cannot be abbreviated.
 
     Args:
         text: the `--help` text: paragraphs, and indented lines, which are examples.
@@ -145,6 +145,29 @@ class Parser(argparse.ArgumentParser):
             keys.setdefault("action", "extend")
         return super().add_argument(*names, **keys)
 
+    def group(self, title: str, *names: str) -> None:
+        """Show these flags, which were added before, under a title of their own in `--help`."""
+        group = self.add_argument_group(title)
+        for action in [self._option_string_actions[f"--{name}"] for name in names]:
+            self._optionals._group_actions.remove(action)
+            group._group_actions.append(action)
+
+    def parse_known_args(self, args=None, namespace=None):  # pyrefly: ignore[bad-override]
+        """Parse what is before a `--` with flags as they are spelled here."""
+        words = sys.argv[1:] if args is None else list(args)
+        end = words.index("--") if "--" in words else len(words)
+        return super().parse_known_args([*map(self._spelled, words[:end]), *words[end:]], namespace)
+
+    def _spelled(self, word: str) -> str:
+        """Return a flag that has dashes for underscores, or its name of before, as it is spelled here."""
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name in self._option_string_actions:
+            return word
+        known = {_folded(option): option for option in self._option_string_actions}
+        meant = known.get(_folded(name)) or next((known[new] for new in _OLDER.get(_folded(name), ()) if new in known),
+                                                 name)
+        return f"{meant}{equals}{value}"
+
     def error(self, message: str) -> NoReturn:
         """Raise a UserError instead of printing the usage."""
         words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrec") else []
@@ -152,6 +175,38 @@ class Parser(argparse.ArgumentParser):
         fix = nearest(flags[0], self._option_string_actions) if flags else "see --help"
         raise UserError("command line", message, "several values follow a flag without =, as in --input a b"
                         if words and not flags else fix)
+
+
+def _folded(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+# What flags were called before, and are called now in the commands that have such a flag.
+_OLDER = {"to": ("output",), "html": ("output",), "svg": ("output",), "folder": ("output",)}
+
+
+class _OneConfig(argparse.Action):
+    """Keeps the config, which comes first or as --config, and refuses a second one."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        before = getattr(namespace, "config", None)
+        if before and values and before != values:
+            raise UserError("CONFIG", f"two are given, {before} and {values}", "give one")
+        namespace.config = values
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add the config that a command reads: CONFIG as the first word, or --config=CONFIG."""
+    parser.add_argument("--config", action=_OneConfig, help=argparse.SUPPRESS)
+    parser.add_argument("config", nargs="?", action=_OneConfig, default=argparse.SUPPRESS, metavar="CONFIG",
+                        help="a config file such as configs/gpt.py, or configs/gpt.py:124m; --config=CONFIG is the "
+                             "same, and --config.SECTION.KEY=VALUE sets any key of it")
+
+
+def need_config(flags: argparse.Namespace) -> None:
+    """Refuse a command line without a config."""
+    if not flags.config:
+        raise UserError("CONFIG", "it is missing", "give a config file, such as configs/gpt.py")
 
 
 def parser_of(name: str, text: str | None, **keys) -> Parser:
@@ -169,16 +224,16 @@ def add_subcommand(commands: Any, of: str, words: str, line: str) -> argparse.Ar
 
 def add_process_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that make several processes one run."""
-    parser.add_argument("--coordinator", help="host:port of process 0 in a run of several processes")
-    parser.add_argument("--num_processes", type=int, help="number of processes of the run")
-    parser.add_argument("--process_id", type=int, help="number of this process, from 0")
+    group = parser.add_argument_group("several processes")
+    group.add_argument("--coordinator", help="host:port of process 0 in a run of several processes")
+    group.add_argument("--num_processes", type=int, help="number of processes of the run")
+    group.add_argument("--process_id", type=int, help="number of this process, from 0")
 
 
 def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     """Return the flags of `jaxtrain train`, and the dotted config overrides."""
     parser = parser_of("train", _TRAIN)
-    parser.add_argument("--config", help="a config file such as configs/gpt.py, or configs/gpt.py:124m; any key of it "
-                                         "can be overridden with --config.SECTION.KEY=VALUE")
+    add_config(parser)
     parser.add_argument("--workdir", help="metrics, checkpoints and the resolved config go here; default: runs/CONFIG")
     parser.add_argument("--print_config", nargs="?", const="all", choices=("all", "diff"),
                         help="print the resolved config (or what the overrides changed in it) and stop")
@@ -189,10 +244,10 @@ def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]
     parser.add_argument("--adopt", action="store_true",
                         help="go on from the newest checkpoint in the workdir even if it belongs to another run")
     add_process_flags(parser)
+    parser.group("a run that was begun before", "may_change", "adopt")
     flags, rest = parser.parse_known_args(argv)
     overrides = overrides_of(rest, vars(flags))
-    if not flags.config:
-        raise UserError("--config", "it is missing", "give a config file, such as --config=configs/gpt.py")
+    need_config(flags)
     return flags, overrides
 
 
@@ -209,11 +264,23 @@ def overrides_of(words: Iterable[str], flags: Iterable[str]) -> dict[str, str]:
         if word.startswith("--config.") and not equals:
             raise UserError(word, "it has no value", f"write {word}=VALUE")
         if not word.startswith("--config."):
-            if "." in word.partition("=")[0]:
-                raise UserError(word, "there is no such flag", f"write --config.{word.lstrip('-')}")
-            raise UserError(word, "there is no such flag", _nearest_flag(word.partition("=")[0].lstrip("-"), flags))
-        overrides[key] = value
+            raise UserError(word, "there is no such flag", _instead_of(word, flags))
+        section, *names = key.split(".")
+        names[:1] = [name.replace("-", "_") for name in names[:1]]  # what follows may be a name of the user's own
+        overrides[".".join([section, *names])] = value
     return overrides
+
+
+def _instead_of(word: str, flags: Iterable[str]) -> str:
+    """Return what to write in place of a word that is no flag."""
+    name, equals, _ = word.partition("=")
+    if "/" in name or re.search(r"\.(py|json)\b", name):
+        return "give one config, in front of the flags and without dashes, such as configs/gpt.py:tiny"
+    if re.fullmatch(r"(--)?\w+(\.[\w-]+)+", name):
+        return f"write --config.{word.lstrip('-')}{'' if equals else '=VALUE'}"
+    if not name.startswith("-"):
+        return "write flags as --NAME=VALUE, and keys of the config as --config.SECTION.KEY=VALUE"
+    return _nearest_flag(name.lstrip("-").replace("-", "_"), flags)
 
 
 def _nearest_flag(name: str, flags: Iterable[str]) -> str:

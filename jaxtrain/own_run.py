@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.base import arguments
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import BatchSpec, first_steps, row_of
@@ -173,6 +174,7 @@ def build_own(config: Config, *, model: Any, loss_fn: LossFunction | None, mesh:
         if part is None:
             raise UserError(name, "a run of a model of one's own has none", fix)
     assert loss_fn and optimizer and data is not None
+    arguments.is_batch_source(data)
     t, o, r = config.train, config.optimizer, config.resilience
     if t.precision == "fp8":
         raise UserError("train.precision", "fp8 is the precision of products in jaxtrain's own layers", "use bfloat16")

@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 from jaxtrain import rule_checks, validation
+from jaxtrain.base import arguments
 from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
@@ -83,6 +84,8 @@ class Run:
         values is compiled and runs, if it has not been compiled yet.
         """
         self.check_devices()
+        if seed is not None:
+            arguments.is_seed("seed", seed)
         beside = partition.like(self.abstract.frozen, self.objective.frozen_axes)
         parts = self.own_parts({}) if parts is None else parts
         loaded = self.objective.load_frozen(beside, parts.get("objective", {}))
@@ -137,6 +140,9 @@ class Run:
     def batch(self, step: int) -> dict[str, jax.Array]:
         """The training batch of this step, placed on the mesh: a pure function of the data, the config and `step`."""
         self.check_devices()
+        arguments.is_seed("step", step)
+        if step < 0:
+            raise UserError("step", f"{step} is negative", "count steps from 0")
         return self.placed(self.train_batches, step)
 
     # ------------------------------------------------------------------------------------------- the compiled functions
@@ -290,7 +296,7 @@ class Run:
         Args:
             dtype: that of its parameters, such as `jnp.bfloat16`; None leaves each in its own.
         """
-        return self.model.merge(given_params.on_one_device(state.all_params, dtype))
+        return self.model.merge(given_params.on_one_device(given_params.of_state(state).all_params, dtype))
 
     # -------------------------------------------------------------------------------------------------------- the data
     @cached_property

@@ -134,7 +134,7 @@ def test_config(refused, mistake, tmp_path):
     ("--xyzzy", "--xyzzy: there is no such flag; known: --adopt, --config, --coordinator, --may_change, "
      "--num_processes, --print_config, --process_id, --workdir and --config.SECTION.KEY=VALUE"),
     ("--config.model.num_layers", "--config.model.num_layers: it has no value; write --config.model.num_layers=VALUE"),
-    ("--config=", "--config: it is missing; give a config file, such as --config=configs/gpt.py"),
+    ("--config=", "CONFIG: it is missing; give a config file, such as configs/gpt.py"),
     ("--process_id=x", "command line: argument --process_id: invalid int value: 'x'; see --help"),
     ("--process_id=0", "--coordinator: several processes need --coordinator, --num_processes and --process_id; give "
      "all three (or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID)"),

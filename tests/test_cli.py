@@ -1,5 +1,6 @@
 """The command line: its flags, what it prints, and the files that every run leaves."""
 
+import argparse
 import contextlib
 import gc
 import importlib
@@ -23,7 +24,8 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain.config.load import load_config
-from jaxtrain.flags import COMMANDS, Parser, command
+from jaxtrain.errors import UserError
+from jaxtrain.flags import COMMANDS, Parser, command, training_flags
 from jaxtrain.main import main
 from jaxtrain.plan import targets
 from tests.tiny import tiny_flags
@@ -114,9 +116,66 @@ def test_every_module_that_runs_is_a_command():
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"]], ids=str)
 def test_list_of_commands(words, said):
     status, out, err, _ = said(cli.main, words)
-    listed = [f"  {name:<19}{line}" for name, (_, line) in COMMANDS.items()]
-    assert (status, err) == (0, "") and out.splitlines()[5:5 + len(listed)] == listed
-    assert max(map(len, out.splitlines())) <= 108
+    assert (status, err) == (0, "") and max(map(len, out.splitlines())) <= 108
+    for title, names in cli.GROUPS.items():
+        listed = [f"  {name:<19}{COMMANDS[name][1]}" for name in names]
+        assert "\n".join(["", f"{title}:", *listed, ""]) in out
+    assert sorted(name for names in cli.GROUPS.values() for name in names) == sorted(COMMANDS), "each once"
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version(flag, said):
+    status, out, err, _ = said(cli.main, [flag])
+    assert (status, err) == (0, "")
+    assert re.fullmatch(r"jaxtrain (\d[\d.]*|\(not installed\))( \([\w.-]+\))?, JAX \d[\d.]*, Python \d[\d.]*\n", out)
+
+
+def config_of(words):
+    """Return what `jaxtrain train` reads of a command line: the config, its overrides and the flags."""
+    flags, overrides = training_flags(words)
+    return flags.config, overrides, flags
+
+
+@pytest.mark.parametrize("words", [["a.py:tiny", "--workdir=w"], ["--workdir=w", "a.py:tiny"], ["--config=a.py:tiny"],
+                                   ["--config.train.steps=5", "a.py:tiny"], ["--config", "a.py:tiny", "a.py:tiny"]])
+def test_a_config_is_the_first_word_or_a_flag(words):
+    assert config_of(words)[0] == "a.py:tiny"
+
+
+def test_flags_may_have_dashes_and_the_names_of_before():
+    _, overrides, flags = config_of(["a.py", "--print-config=diff", "--may-change=train.steps",
+                                          "--num-processes", "2", "--config.optimizer.learning-rate=1",
+                                          "--config.data.mixture.my-text.weight=2"])
+    assert (flags.print_config, flags.may_change, flags.num_processes) == ("diff", ["train.steps"], 2)
+    assert overrides == {"optimizer.learning_rate": "1", "data.mixture.my-text.weight": "2"}
+    parser = Parser()
+    parser.add_argument("--output")
+    parser.add_argument("--dry_run", action=argparse.BooleanOptionalAction)
+    for words, output, dry in ((["--to=x"], "x", None), (["--to", "x"], "x", None), (["--html=x"], "x", None),
+                               (["--no-dry-run"], None, False), (["--no-dry_run", "--output=--to"], "--to", False)):
+        assert vars(parser.parse_args(words)) == {"output": output, "dry_run": dry}
+    parser.add_argument("words", nargs="*")
+    assert parser.parse_args(["--to=x", "--", "--to=y"]).words == ["--to=y"], "what follows -- is not ours"
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    ([], "CONFIG: it is missing; give a config file, such as configs/gpt.py"),
+    (["a.py", "--config=b.py"], "CONFIG: two are given, a.py and b.py; give one"),
+    (["a.py", "configs/b.py:tiny"], "configs/b.py:tiny: there is no such flag; give one config, in front of the flags "
+                                    "and without dashes, such as configs/gpt.py:tiny"),
+    (["--configs/b.py:tiny"], "--configs/b.py:tiny: there is no such flag; give one config, in front of the flags and "
+                              "without dashes, such as configs/gpt.py:tiny"),
+    (["a.py", "--train.steps=5"], "--train.steps=5: there is no such flag; write --config.train.steps=5"),
+    (["a.py", "train.steps=5"], "train.steps=5: there is no such flag; write --config.train.steps=5"),
+    (["a.py", "--train.steps", "5"], "--train.steps: there is no such flag; write --config.train.steps=VALUE"),
+    (["a.py", "--work-dir=w"], "--work-dir=w: there is no such flag; did you mean '--workdir'?"),
+    (["a.py", "steps"], "steps: there is no such flag; write flags as --NAME=VALUE, and keys of the config as "
+                        "--config.SECTION.KEY=VALUE"),
+])
+def test_what_to_write_instead(words, told):
+    with pytest.raises(UserError) as wrong:
+        training_flags(words)
+    assert f"{wrong.value}" == told
 
 
 @pytest.mark.parametrize(("words", "told"), [
@@ -136,7 +195,7 @@ def test_warnings_have_no_line_of_code(monkeypatch):
 
 def test_the_flags_of_a_run_may_be_missing(said):
     words = ["elastic", "--least=1", "--full=2", "--workdir=runs/none"]
-    told = "--config: it is missing; give a config file, such as --config=configs/gpt.py\n"
+    told = "CONFIG: it is missing; give a config file, such as configs/gpt.py\n"
     assert said(main_of("elastic"), words[1:])[:3] == (2, "", told)
 
 
@@ -150,7 +209,7 @@ def test_the_command_itself(tmp_path):
     listed = ran("main([]); sys.exit('jax' in sys.modules)")
     module = subprocess.run([sys.executable, "-m", "jaxtrain"], cwd=ROOT, capture_output=True, text=True)
     assert module.stdout == listed.stdout, module.stderr
-    assert listed.returncode == 0 and "commands:" in listed.stdout, listed.stderr
+    assert listed.returncode == 0 and "trained models:" in listed.stdout, listed.stderr
     (tmp_path / "text").write_text("a text\n" * 9)
     (tmp_path / "own.py").write_text("def step(document):\n    return document\n")
     prepared = ran("sys.exit(main())", "prepare", "--input=text", "--output=corpus", "--steps", "own:step")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from flax import nnx
 import jaxtrain as jt
 from jaxtrain import observe
 from jaxtrain.trainer.loop import Interrupted
+from jaxtrain.trainer.reporting import constants, start_of_run
 from tests.tiers import exhaustive, slow, slow_if
 from tests.tiny import free_address
 
@@ -167,7 +169,8 @@ def shared(kind, mesh="one"):
 def lines(workdir):
     """Return the values in metrics.jsonl that do not depend on time."""
     read = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in ("step", "loss", "grad_norm", "accuracy", "tokens", "skipped")} for line in read]
+    keys = "step", "loss", "grad_norm", "accuracy", "examples", "skipped"
+    return [{key: line[key] for key in keys} for line in read]
 
 
 def same(a, b):
@@ -380,7 +383,7 @@ def test_batches_of_several_shapes_are_compiled_once_each_before_the_loop(tmp_pa
                    data=data)
     jt.train(run, tmp_path, observers=[First()])
     assert traced == [ROWS, ROWS // 2] == began[0]
-    assert [line["tokens"] for line in lines(tmp_path)] == [data.tokens(n) for n in range(1, STEPS + 1)]
+    assert [line["examples"] for line in lines(tmp_path)] == [data.tokens(n) for n in range(1, STEPS + 1)]
 
 
 def second_loss(params, batch):
@@ -455,3 +458,28 @@ def test_two_processes_read_their_own_rows_and_give_the_same_numbers(tmp_path):
     jt.train(build("module", "eight"), tmp_path / "one")
     for one, two in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
         assert two == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize(("arrays", "given", "shape"), [
+    ({"image": np.zeros((4, 8), np.uint8)}, None, (4, 1)),  # no name of tokens
+    ({"inputs": np.zeros((4, 8), np.float32)}, None, (4, 1)),
+    ({"inputs": np.zeros((4,), np.int32)}, None, (4, 1)),
+    ({"input_ids": np.zeros((4, 8), np.int32), "label": np.zeros(4, np.int32)}, None, (4, 8)),
+    ({"label": np.zeros(4, np.int32), "tokens": jnp.zeros((4, 9), jnp.uint16)}, None, (4, 9)),
+    ({"x": np.zeros((4, 8), np.int32)}, 8, (4, 8)),
+])
+def test_tokens_are_counted_where_a_batch_has_them_and_examples_elsewhere(arrays, given, shape):
+    data = jt.BatchFunction(lambda step: arrays, tokens_per_row=given)
+    assert data.shape(3) == shape and data.tokens(3) == 3 * shape[0] * shape[1]
+    run = build(data=data)
+    unit = "examples" if shape[1] == 1 else "tokens"
+    counted = constants(run, run.train_batches)(2)
+    assert (counted.unit, counted.tokens_per_step, counted.tokens_before) == (unit, math.prod(shape), data.tokens(2))
+    described = start_of_run(run, Path("here"))
+    assert f"{STEPS} steps of {'4' if unit == 'examples' else f'4 x {shape[1]}'} {unit};" in described
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "8"])
+def test_a_wrong_number_of_tokens_is_refused(wrong):
+    with pytest.raises(jt.UserError, match=r"^tokens_per_row: .* is not a number of tokens"):
+        jt.BatchFunction(make_batch, tokens_per_row=wrong)

@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from jaxtrain.errors import UserError, say
-from jaxtrain.flags import add_process_flags, command, overrides_of, parser_of
+from jaxtrain.flags import add_config, add_process_flags, command, need_config, overrides_of, parser_of
 from jaxtrain.redaction import redacted
 
 
@@ -37,8 +37,7 @@ def main(argv: list[str] | None) -> None:
         return
     if flags.into:
         raise UserError("--into", "it needs --render", "give --render FILE... too")
-    if not flags.config:
-        raise UserError("--config", "it is missing", "give a config file, such as --config=configs/gpt.py")
+    need_config(flags)
     for name in ("steps", "warmup"):
         if getattr(flags, name) < 1:
             raise UserError(f"--{name}", f"{getattr(flags, name)} is too few", "give 1 or more")
@@ -199,7 +198,7 @@ def prepare_environment(shared: bool) -> None:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = parser_of("bench", __doc__)
-    made.add_argument("--config", help="FILE[:variant]; --config.SECTION.KEY=VALUE changes a key of it")
+    add_config(made)
     made.add_argument("--steps", type=int, default=50, help="steps to measure; default 50")
     made.add_argument("--warmup", type=int, default=5, help="steps before those; default 5")
     made.add_argument("--profile", action="store_true", help="trace a few more steps: time by kind and by kernel")
@@ -219,6 +218,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--into", metavar="DOCUMENT",
                       help="with --render: write the tables into this document, between lines '<!-- rendered: KIND "
                            "LABEL -->' and '<!-- end -->'; KIND is run, memory, compare, profile or figures")
+    made.group("what is measured", "steps", "warmup", "profile", "compare", "sweep", "timeout", "targets")
+    made.group("records and tables", "json", "name", "label", "render", "into")
     return made
 
 

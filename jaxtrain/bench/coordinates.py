@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxtrain.config.schema import AXES
 from jaxtrain.errors import UserError
-from jaxtrain.flags import command, overrides_of, parser_of
+from jaxtrain.flags import add_config, command, need_config, overrides_of, parser_of
 
 GROWS = 0.4  # the slope from which an activation is said to grow; without muP they are 0.5 and more
 WIDTHS = ("mlp_dim", "expert_mlp_dim", "q_rank", "kv_rank")  # of the model, beside embed_dim and its heads
@@ -33,6 +33,7 @@ def main(argv: list[str] | None) -> None:
     """Measure, print the table, and exit with status 1 if something grows."""
     flags, words = parser().parse_known_args(argv)
     overrides = overrides_of(words, vars(flags))
+    need_config(flags)
     if flags.steps < 1:
         raise UserError("--steps", f"{flags.steps} is too few", "give 1 or more")
     try:
@@ -41,7 +42,7 @@ def main(argv: list[str] | None) -> None:
         raise UserError("--widths", f"{flags.widths!r} are not widths", "write 64,128,256") from None
     if len(widths) < 2 or widths[0] < 1:
         raise UserError("--widths", f"{flags.widths!r} are not two widths or more", "write 64,128,256")
-    for name in ("json", "html"):
+    for name in ("json", "output"):
         if (path := getattr(flags, name)) and not Path(path).absolute().parent.is_dir():
             raise UserError(f"--{name}", f"there is no folder {Path(path).parent}", "make it first")
     from jaxtrain.config.load import load_config  # imports JAX, for which --help does not wait
@@ -56,8 +57,8 @@ def main(argv: list[str] | None) -> None:
         record = {"config": flags.config, "steps": flags.steps, "mup_base": configs[0].model.mup_base, "sizes": found,
                   "slopes": slopes, "growing": growing}
         Path(flags.json).write_text(json.dumps(record, indent=1) + "\n")
-    if flags.html:
-        Path(flags.html).write_text(page(found, flags.config, flags.steps))
+    if flags.output:
+        Path(flags.output).write_text(page(found, flags.config, flags.steps))
     print(table(found, slopes, flags.steps))
     if growing:
         raise SystemExit(1)
@@ -66,13 +67,13 @@ def main(argv: list[str] | None) -> None:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = parser_of("coordinates", __doc__)
-    made.add_argument("--config", required=True, help="FILE[:variant]; --config.SECTION.KEY=VALUE changes a key of it")
+    add_config(made)
     made.add_argument("--widths", default="64,128,256,512", help="values of model.embed_dim; other widths grow along")
     made.add_argument("--steps", type=int, default=4, help="to train before the last look; default: 4")
     made.add_argument("--grow", choices=("heads", "head_dim"), default="heads",
                       help="whether a wider model has more attention heads, or wider ones; default: heads")
     made.add_argument("--json", metavar="FILE", help="also write all figures")
-    made.add_argument("--html", metavar="FILE", help="also draw them, as a page")
+    made.add_argument("--output", metavar="FILE", help="also draw them, as a page")
     return made
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.base import arguments
 from jaxtrain.checkpoint import fingerprint, step_folders, verify
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.checkpoint.orbax.async_saver import AsyncSaver
@@ -62,6 +63,7 @@ class CheckpointManager:
             extras: for each entry of the state's `extras`, a function that makes its value for checkpoints that lack
                 it.
         """
+        arguments.is_path("directory", directory, "give the folder of checkpoints")
         self._extras = extras
         self._directory = Path(directory).absolute()
         if found := set(str(self._directory)) & set("[]\\"):

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
+from jaxtrain.base import arguments
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.schema import AXES, Config, TrainConfig
@@ -22,6 +23,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
     The config.json of a run is a config file too. "hf:FOLDER" is the model of a folder in Hugging Face's format, with
     `train.init_from` set to its weights.
     """
+    arguments.is_path("--config", path, "give the path of a config such as configs/gpt.py")
     return make_config(read_config(path), overrides)
 
 
@@ -32,7 +34,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file, _, variant = str(path).partition(".py:")
     file = Path(file if file.endswith((".py", ".json")) else file + ".py")
     if not file.is_file():
-        raise UserError("--config", f"there is no file {file}", _meant(Path(path)))
+        raise UserError("--config", f"{path} is a folder" if Path(path).is_dir() else f"there is no file {file}",
+                        _meant(Path(path)))
     filled = _run(file, variant)
     if hasattr(filled, "to_dict"):
         filled = filled.to_dict()
@@ -46,7 +49,9 @@ def _meant(path: Path) -> str:
     own = path / published_config.FILE
     given = bounded_files.user_json(own, dict, "--config", "give the path of a config") if path.is_dir() else None
     if given is None:
-        return "give the path of a config such as configs/gpt.py"
+        names = sorted(file.name for file in path.glob("*.py"))[:3] if path.is_dir() else []
+        some = [f"{path / name}" for name in names if not name.startswith("_")]
+        return f"give the path of a config such as {' or '.join(some) or 'configs/gpt.py'}"
     return f"give {own}, the config of its run" if isinstance(given.get("model"), dict) else f"give hf:{path}"
 
 
@@ -72,6 +77,9 @@ def _run(file: Path, variant: str) -> Any:
 
 def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None) -> Config:
     """Return a checked `Config` from nested dicts and dotted overrides, whose values may be command-line text."""
+    fix = 'give a dict such as {"train": {"steps": 10}}'
+    arguments.is_mapping("config", values, fix)
+    arguments.is_mapping("overrides", overrides or {}, 'give a dict such as {"train.steps": 10}')
     sections = {section.name: {} for section in fields(Config)}
     for section, keys in values.items():
         _known(section, sections, section)
@@ -79,6 +87,7 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
             keys = {keys: True}
         if not isinstance(keys, dict):
             raise UserError(section, f"{keys!r} is not a section", "give a mapping from keys to values")
+        arguments.is_mapping(section, keys, fix)
         sections[section].update(keys)
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")

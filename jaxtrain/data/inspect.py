@@ -24,7 +24,7 @@ from jaxtrain.data.loading.batches import eval_batches, train_batches
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.errors import UserError
-from jaxtrain.flags import command, overrides_of, parser_of
+from jaxtrain.flags import add_config, command, need_config, overrides_of, parser_of
 
 COLOURS = (153, 157, 223, 183, 216, 159)  # of successive documents
 GREY = 240  # tokens without loss
@@ -69,7 +69,7 @@ def main(argv: list[str] | None) -> None:
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     """Return the parsed flags and the dotted config overrides."""
     parser = parser_of("inspect", __doc__)
-    parser.add_argument("--config", required=True, help="FILE[:variant]; --config.data.KEY=VALUE changes a key of it")
+    add_config(parser)
     parser.add_argument("--step", type=int, default=0, help="the batch of this step; default: 0")
     parser.add_argument("--workdir", help="a run's folder: skip the batches that its rollbacks skip")
     parser.add_argument("--row", type=int, help="one row only")
@@ -78,7 +78,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto",
                         help="mark tokens that are trained on by colour; default: on a terminal")
     flags, rest = parser.parse_known_args(argv)
-    return flags, overrides_of(rest, vars(flags))
+    overrides = overrides_of(rest, vars(flags))
+    need_config(flags)
+    return flags, overrides
 
 
 def cuts(tokens: Tokens, config: DataConfig) -> str:

@@ -1,9 +1,9 @@
 """Write a run's model as a folder in Hugging Face's format.
 
-    jaxtrain export WORKDIR --to=FOLDER
-    jaxtrain export WORKDIR --to=FOLDER --step=500 --dtype=float32
-    jaxtrain export WORKDIR --to=FOLDER --licence=apache-2.0 --gates refusals.jsonl regressions.jsonl
-    jaxtrain export WORKDIR --to=FOLDER --ema
+    jaxtrain export WORKDIR --output=FOLDER
+    jaxtrain export WORKDIR --output=FOLDER --step=500 --dtype=float32
+    jaxtrain export WORKDIR --output=FOLDER --licence=apache-2.0 --gates refusals.jsonl regressions.jsonl
+    jaxtrain export WORKDIR --output=FOLDER --ema
 
 Transformers and inference servers read it. The folder appears when it is whole: config.json, the weights as
 safetensors, the run's tokenizer where it is of a kind that others read, a model card, and export.json, which says of
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the flags and export."""
     parser = parser_of("export", __doc__)
     parser.add_argument("workdir", help="workdir of the run")
-    parser.add_argument("--to", required=True, help="the folder to make; it must not be there yet")
+    parser.add_argument("--output", dest="to", required=True, metavar="FOLDER", help="a new folder for the model")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest good one")
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights (train.ema_decay)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the weights")
@@ -167,7 +167,7 @@ def answers_file(workdir: Path, step: int, averaged: bool) -> Path:
 def check_is_new(folder: Path) -> None:
     """Refuse a folder to make that is there."""
     if folder.exists():
-        raise UserError("--to", f"{folder} is there already", "name a folder that is not")
+        raise UserError("--output", f"{folder} is there already", "name a folder that is not")
 
 
 def make_folder(folder: Path) -> None:
@@ -176,7 +176,7 @@ def make_folder(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     except OSError as error:
-        raise UserError("--to", f"{folder} cannot be made ({error.strerror})", "give a folder that can be") from error
+        raise UserError("--output", f"{folder} cannot be made ({error.strerror})", "name another") from error
 
 
 @contextlib.contextmanager

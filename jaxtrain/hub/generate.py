@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from jaxtrain.base import arguments
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.hub.adapters import stacked_adapters
@@ -67,6 +68,7 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     check(prompts, max_new_tokens, stop, batch_size, seed)
+    arguments.is_run(run)
     if run.own_model:
         raise UserError("run", "a model of your own has no key-value cache", "generate with a model of the config")
     if not run.config.model.text:
@@ -96,6 +98,7 @@ def sample(run: "Run", state: "TrainState", prompt: str = "", length: int = 200,
     At `temperature=0` each token is the most probable one. `tokenizer` is the folder of one that was kept, such as
     "WORKDIR/tokenizer", for where the data is no longer there.
     """
+    arguments.is_run(run)
     words = load_tokenizer(f"{tokenizer}") if tokenizer else run.corpus.tokenizer
     # A document's first token has no predecessor in training, so an empty prompt starts behind a line's end.
     begin, = encode_documents([(prompt or "\n").encode()], words)

@@ -85,6 +85,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: that of the run's data")
     parser.add_argument("--json", action="store_true", help="print JSON lines, with tokens and why each text ended")
     parser.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each token")
+    parser.group("sampling", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop",
+                 "ignore_end", "seed")
+    parser.group("adapters", "adapters", "adapter")
     flags, rest = parser.parse_known_args(argv)
     flags.adapters = None if flags.adapters is None else named(flags.adapters)
     overrides = overrides_of(rest, vars(flags))

@@ -1,8 +1,8 @@
 """Merge models of one architecture into one folder in Hugging Face's format.
 
-    jaxtrain merge SOURCE SOURCE --to=FOLDER
-    jaxtrain merge SOURCE SOURCE --to=FOLDER --method=slerp --weights=0.7,0.3
-    jaxtrain merge SOURCE SOURCE --to=FOLDER --method=ties --base=SOURCE --density=0.2
+    jaxtrain merge SOURCE SOURCE --output=FOLDER
+    jaxtrain merge SOURCE SOURCE --output=FOLDER --method=slerp --weights=0.7,0.3
+    jaxtrain merge SOURCE SOURCE --output=FOLDER --method=ties --base=SOURCE --density=0.2
 
 A source is a published folder, or WORKDIR or WORKDIR@STEP of a run, which is exported first. Tensors are read, merged
 in float32 and written one by one, so that no model is ever whole in memory. config.json, tokenizer and chat template
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the flags and merge."""
     parser = parser_of("merge", __doc__)
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="a published folder, or WORKDIR[@STEP]")
-    parser.add_argument("--to", required=True, metavar="FOLDER", help="the folder to make; it must not be there yet")
+    parser.add_argument("--output", dest="to", required=True, metavar="FOLDER", help="a new folder for the model")
     parser.add_argument("--method", choices=METHODS, default="average", help="default: average")
     parser.add_argument("--weights", help="weight of each source, for average and slerp; default: all equal")
     parser.add_argument("--base", metavar="SOURCE", help="for ties: the model that the sources were tuned from")

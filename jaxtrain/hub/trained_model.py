@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxtrain import builder
+from jaxtrain.base import arguments
 from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES
@@ -35,6 +36,7 @@ def sections_of(folder: str | Path, text: bool = False, published: bool = True) 
 
     `text`: refuse a run whose model is not a decoder of text. `published`: and one that cannot be published either.
     """
+    arguments.is_path("WORKDIR", folder, "give the workdir of a run")
     path = Path(folder) / published_config.FILE
     found = user_json(path, dict, "WORKDIR", "give the workdir of a run")
     if found is None and adapter_files.is_adapter_folder(folder):
@@ -94,6 +96,9 @@ def load(folder: str | Path, run: Run, step: int | None = None, averaged: bool =
         abstract: which parameters, with their dtypes and shardings; None: all of the model.
     """
     abstract = run.abstract_model if abstract is None else abstract
+    if step is not None and step < 0:
+        raise UserError("--step", f"{step} is not a step", "leave it out for the newest good checkpoint, or see those "
+                        f"that there are: jaxtrain checkpoint list {folder}")
     if step is None and adapter_files.is_adapter_folder(folder):
         _refuse_average(folder, averaged)
         return adapter_files.load_with_base(folder, run.config.model, run.config.lora, abstract), None

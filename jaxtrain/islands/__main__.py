@@ -1,6 +1,6 @@
 """Coordinate islands: serve the log of their updates, make certificates, show its state.
 
-    jaxtrain islands keys --to=DIR --islands=4
+    jaxtrain islands keys --output=DIR --islands=4
     jaxtrain islands serve --folder=DIR --address=HOST:PORT --keys=DIR --islands=4 --quorum=3
     jaxtrain islands serve --folder=DIR --store=s3://BUCKET/islands --islands=4
     jaxtrain islands status --folder=DIR
@@ -41,9 +41,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = parser_of("islands", __doc__)
     commands = made.add_subparsers(dest="what", required=True, metavar="COMMAND", parser_class=Parser)
-    keys = add_subcommand(commands, "islands", "keys --to=DIR --islands=4",
+    keys = add_subcommand(commands, "islands", "keys --output=DIR --islands=4",
                           "make certificates for the coordinator and for each island, or for further islands")
-    keys.add_argument("--to", required=True, metavar="DIR", help="folder for them; private keys have mode 0600")
+    keys.add_argument("--output", required=True, metavar="DIR", help="folder for them; private keys have mode 0600")
     keys.add_argument("--islands", type=int, required=True, help="number of islands, which are numbered from 0")
     keys.add_argument("--days", type=int, default=3650, help="validity of new certificates in days; default: 3650")
     serve = add_subcommand(commands, "islands", "serve --folder=DIR --address=0.0.0.0:7000 --keys=DIR --islands=4",
@@ -76,9 +76,9 @@ _MEANINGS = {
 def _keys(flags: argparse.Namespace) -> None:
     if flags.islands < 1 or flags.days < 1:
         raise UserError("islands keys", "--islands and --days are numbers from 1 on", "give such numbers")
-    made = certificates.make(flags.to, range(flags.islands), flags.days)
-    print(f"made in {flags.to}: {', '.join(made)}" if made else f"{flags.to} has all of them")
-    print(f"give island N the files ca.pem, island-N.pem and island-N.key, and keep {flags.to}/ca.key to yourself")
+    made = certificates.make(flags.output, range(flags.islands), flags.days)
+    print(f"made in {flags.output}: {', '.join(made)}" if made else f"{flags.output} has all of them")
+    print(f"give island N the files ca.pem, island-N.pem and island-N.key, and keep {flags.output}/ca.key to yourself")
 
 
 def _serve(flags: argparse.Namespace) -> None:

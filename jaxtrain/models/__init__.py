@@ -5,6 +5,7 @@ from typing import Any
 
 from flax import nnx
 
+from jaxtrain.base import arguments
 from jaxtrain.config.families import ModelConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, nearest
@@ -40,6 +41,9 @@ def make_model(config: ModelConfig, compute: Compute | None = None, lora: LoraCo
 
     `scalar_head`: it has a "reward_head" in place of the output projection, or a "value_head" beside it.
     """
+    if not hasattr(config, "name"):
+        raise UserError("config", f"it is {arguments.kind(config)}, not a model section", "give config.model, as in "
+                        'jt.load_config("configs/gpt.py").model')
     if config.name not in FAMILIES:
         raise UserError("model.name", f"there is no model {config.name!r}", nearest(config.name, FAMILIES))
     with mup.growing(config.growth):

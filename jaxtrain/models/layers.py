@@ -259,6 +259,8 @@ class Stack(nnx.Module):
             none = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(apply, *inputs)[1])
             return jax.lax.cond(there, apply, lambda x, *_: (x, none), *inputs)
 
+        if _is_eager((x, args, given)):
+            return _in_turn(partial(step, layer), x, given)
         if len(self.remat) < 2:  # a pipeline's stage has some of the layers
             wrap = self.remat[0][0] if self.remat else lambda f: f
             return _scan(partial(step, wrap(layer)), x, given, self.unroll)
@@ -269,6 +271,20 @@ class Stack(nnx.Module):
             parts.append(aux)
             at += count
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+
+
+def _is_eager(tree: Any) -> bool:
+    """Return whether all arrays have values, as in a notebook, and none is being traced."""
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def _in_turn(step: Callable, x: Any, given: Any) -> tuple[Any, Any]:
+    """Return what `_scan` returns, layer by layer: outside of `jax.jit`, a scan would be compiled at every call."""
+    each = []
+    for number in range(len(jax.tree.leaves(given)[0])):
+        x, aux = step(x, jax.tree.map(lambda a, number=number: a[number], given))
+        each.append(aux)
+    return x, jax.tree.map(lambda *parts: jnp.stack(parts), *each)
 
 
 def _scan(step: Callable, x: Any, given: Any, unroll: int) -> tuple[Any, Any]:

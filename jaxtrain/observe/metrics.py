@@ -47,6 +47,7 @@ class Constants:
     flops_per_token_full: float = 0.0
     peak: float | None = None  # FLOP/s of all devices together; None: unknown, and no mfu is written
     tokens_before: int | None = None  # tokens before this step; None: all steps have equally many
+    unit: str = "tokens"  # what is counted: "examples" where a model of the user's own reads no tokens
 
 
 class MetricsWriter:
@@ -56,6 +57,7 @@ class MetricsWriter:
     and the host fields (over the steps since the previous line: means of seconds, `..._s`, and the last value of
     others), `tokens_per_s`, `mfu`, `mfu_full`, `goodput`, and the memory of devices that count it. Conventions:
 
+    * Where batches have no tokens, `examples` and `examples_per_s` replace `tokens` and `tokens_per_s`.
     * A number that is not finite is written as null, since JSON cannot represent it: `"loss": null` is a NaN loss.
     * `idle_s` is the part of a step's time before its dispatch began, in which the devices had nothing to do.
     * Step time runs from one step's completion to the next one's. The first step of a process has no predecessor (and
@@ -193,7 +195,7 @@ class MetricsWriter:
         """Return the host's measurements of the steps since the last line."""
         last = self._constants(step - 1)
         before = (step - 1) * last.tokens_per_step if last.tokens_before is None else last.tokens_before
-        record: Record = {"tokens": before + last.tokens_per_step}
+        record: Record = {last.unit: before + last.tokens_per_step}
         seconds = sum(time for time, _ in self._times)
         tokens = sum(one.tokens_per_step for _, one in self._times)
         record["step_time_s"] = seconds / len(self._times) if self._times else None
@@ -202,7 +204,7 @@ class MetricsWriter:
             values = [fields[key] for fields in self._host if key in fields]
             record[key] = _number(np.mean(values) if key.endswith("_s") else np.asarray(values[-1]))
         speed = tokens / seconds if seconds else None
-        record["tokens_per_s"] = speed
+        record[f"{last.unit}_per_s"] = speed
         if last.peak:
             for key, field in (("mfu", "flops_per_token"), ("mfu_full", "flops_per_token_full")):
                 flops = sum(one.tokens_per_step * getattr(one, field) for _, one in self._times)

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxtrain.errors import UserError
 from jaxtrain.observe.versions import version_of
 
 Description = dict[str, Any]
@@ -46,7 +47,11 @@ def describe_data(data: Any) -> Description:
     """Return the description of a `BatchSource`: its class, and its `identity` where it has one."""
     found: Description = {"class": type(data).__qualname__}
     identity = getattr(data, "identity", None)
-    return found if identity is None else found | {"identity": json.loads(json.dumps(identity))}
+    try:
+        return found if identity is None else found | {"identity": json.loads(json.dumps(identity))}
+    except (TypeError, ValueError) as error:
+        raise UserError("data", f"its identity is not plain JSON ({error})", "give text, numbers, lists and dicts of "
+                        "them, such as a path and a seed") from None
 
 
 def describe_optimizer(optimizer: optax.GradientTransformation, params: Any) -> Description:

@@ -9,7 +9,8 @@ from typing import Any, TextIO
 
 from jaxtrain.observe.metrics import Record
 
-_OF_STEPS, _OF_TIME = ("step_time_s", "data_wait_s"), ("tokens_per_s", "mfu")  # means over steps, over their time
+# Means over steps, and over their time.
+_OF_STEPS, _OF_TIME = ("step_time_s", "data_wait_s"), ("tokens_per_s", "examples_per_s", "mfu")
 
 
 class Progress:
@@ -90,8 +91,7 @@ def _text(record: Record, steps: int) -> str:
         parts += [f"{key} {_value(record[key])}" for key in shown if key in record]
         return "  ".join(parts)
     parts += [f"{key} {_value(record.get(key))}" for key in ("loss", "reward") if key in ("loss", *record)]
-    if record.get("tokens_per_s"):
-        parts.append(f"{record['tokens_per_s']:,.0f} tokens/s")
+    parts += [f"{record[key]:,.0f} {unit}/s" for unit in ("tokens", "examples") if record.get(key := f"{unit}_per_s")]
     if record.get("mfu"):
         parts.append(f"mfu {record['mfu']:.1%}")
     if record.get("step_time_s"):

@@ -55,8 +55,10 @@ def curve(means: np.ndarray, rows: int = 1) -> list[str]:
 def figures_of(line: Mapping[str, Any]) -> dict[str, str]:
     """Return the figures that a line of metrics has, as words."""
     shown = {"loss": "{:.4f}", "reward": "{:.4f}", "grad_norm": "{:.3g}", "learning_rate": "{:.3g}",
-             "tokens_per_s": "{:,.0f}", "mfu": "{:.1%}", "step_time_s": "{:.3g} s", "goodput": "{:.1%}"}
-    names = {"tokens_per_s": "tokens/s", "step_time_s": "step time", "grad_norm": "gradient", "learning_rate": "rate"}
+             "tokens_per_s": "{:,.0f}", "examples_per_s": "{:,.0f}", "mfu": "{:.1%}",
+             "step_time_s": "{:.3g} s", "goodput": "{:.1%}"}
+    names = {"tokens_per_s": "tokens/s", "examples_per_s": "examples/s",
+             "step_time_s": "step time", "grad_norm": "gradient", "learning_rate": "rate"}
     found = {names.get(key, key): text.format(line[key]) for key, text in shown.items() if _is_number(line.get(key))}
     if "loss" in line and not _is_number(line["loss"]):
         found = {"loss": "not finite", **found}

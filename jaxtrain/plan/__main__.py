@@ -11,7 +11,7 @@ import argparse
 import sys
 
 from jaxtrain.config.schema import PRECISIONS
-from jaxtrain.flags import command, overrides_of, parser_of
+from jaxtrain.flags import add_config, command, need_config, overrides_of, parser_of
 from jaxtrain.plan import targets
 
 
@@ -19,15 +19,17 @@ from jaxtrain.plan import targets
 def main(argv: list[str] | None) -> None:
     """Run the command; exit status 0; 1: nothing fits; 2: a user error, reported in one line."""
     flags, words = parser().parse_known_args(argv)
+    overrides = overrides_of(words, vars(flags))
+    need_config(flags)
     from jaxtrain.plan.plan_command import run  # imports JAX, for which --help does not wait
 
-    run(flags, overrides_of(words, vars(flags)))
+    run(flags, overrides)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = parser_of("plan", __doc__)
-    made.add_argument("--config", required=True, help="FILE[:variant]; --config.SECTION.KEY=VALUE changes a key of it")
+    add_config(made)
     made.add_argument("--target", help=f"one of {', '.join(targets.TARGETS)}, times devices: h100x256; default: here")
     made.add_argument("--targets", help="a JSON file with your own accelerators, or with measurements")
     made.add_argument("--global_batch", type=int, help="rows of a step; default: the config's")
@@ -37,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--precisions", default="", metavar="NAME,...",
                       help=f"also rank these precisions, besides the config's own: {', '.join(PRECISIONS)}")
     made.add_argument("--top", type=int, default=10, help="number of layouts to show; default: 10")
-    made.add_argument("--html", metavar="FILE", help="also write the ranking as a page, with memory and time drawn")
+    made.add_argument("--output", metavar="FILE", help="also write the ranking as a page, with memory and time drawn")
     made.add_argument("--scaling", metavar="FILE",
                       help="also say what loss the run reaches, by the fit that jaxtrain scaling --save wrote")
     made.add_argument("--flops", type=float,
@@ -52,6 +54,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--roofline", action="store_true",
                       help="with --verify: the time of each compiled operation, exposed communication and MFU")
     made.add_argument("--timeline", metavar="FILE", help="with --verify: draw the compiled step's timeline, as SVG")
+    made.group("what is planned", "target", "targets", "global_batch", "seq_len", "precisions", "link", "slowest")
+    made.group("budgets and scaling laws", "tokens", "scaling", "flops", "dollars")
+    made.group("what is shown", "top", "output", "explain")
+    made.group("compiling for the real target", "verify", "roofline", "timeline")
     return made
 
 

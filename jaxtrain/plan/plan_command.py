@@ -51,8 +51,8 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
             found = fastest_mesh(config, target, devices) if config.mesh.auto else search(
                 config, target, devices, precisions=precisions, progress=partial(_progress, work))
         print(table(found, flags.top, flags.tokens))
-        if flags.html:
-            html.write(found, flags.html, flags.config, flags.top, flags.tokens)
+        if flags.output:
+            html.write(found, flags.output, flags.config, flags.top, flags.tokens)
         chosen = [choice.estimate for choice in found.fitting]
     if flags.link and chosen:
         print(f"\n{between_islands(config, chosen[0], flags.link, flags.slowest)}")
@@ -94,10 +94,10 @@ def _precisions_of(flags: argparse.Namespace, config: Config) -> list[str]:
 
 def _check_outputs(flags: argparse.Namespace) -> None:
     """Refuse files that cannot be written, or have nothing to show, before the search."""
-    if flags.html:
+    if flags.output:
         if flags.explain:
-            raise UserError("--html", "--explain covers only one layout", "leave one of them out")
-        html.writable(flags.html)
+            raise UserError("--output", "--explain covers only one layout", "leave one of them out")
+        html.writable(flags.output)
     if (flags.roofline or flags.timeline) and not flags.verify:
         raise UserError("--roofline" if flags.roofline else "--timeline", "it reads a compiled step, and none is asked "
                         "for", "add --verify=1")

@@ -11,7 +11,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
 from jaxtrain.plan import targets
-from jaxtrain.plan.targets import gigabytes
+from jaxtrain.plan.targets import gigabytes, in_gigabytes
 from jaxtrain.run import Run
 from jaxtrain.sharding.mesh import islands_of
 from jaxtrain.train_step.report import total
@@ -19,6 +19,7 @@ from jaxtrain.train_step.report import total
 if TYPE_CHECKING:  # the planner is imported where something is planned: few runs on CPU need it
     from jaxtrain.plan.estimate import Estimate
 
+_MISTAKE = 1000  # times the memory: no number of devices is meant, but another number in the config
 SURELY = 1.15  # of the memory: beyond the largest error of a prediction (docs/planner.md)
 
 
@@ -82,7 +83,7 @@ def check(run: Run) -> str:
     config = dataclasses.replace(run.config, mesh=dataclasses.replace(run.config.mesh, auto=False, **run.mesh.shape))
     try:
         target = _target(list(run.mesh.devices.flat))
-        if target.platform == "cpu" and total(run.abstract) < target.room / 10:
+        if target.platform == "cpu" and total(run.abstract) + _inputs(config) < target.room / 10:
             return ""
         from jaxtrain.plan import search
         from jaxtrain.plan.estimate import estimate
@@ -101,14 +102,26 @@ def check(run: Run) -> str:
         return f"predicted: {shown(guess)}"
     phase, parts = guess.worst
     (part, size), *_ = parts.most_common(1)
-    what = f"{gigabytes(guess.bytes)} GB of a device's {gigabytes(target.room)} GB, {gigabytes(size)} GB of it {part}"
+    what = (f"{in_gigabytes(guess.bytes)} of a device's {in_gigabytes(target.room)}, {in_gigabytes(size)} of it "
+            f"{part}")
     if phase and guess.memory.total() <= target.room:
         raise UserError("reinforce.prompts", f"answering {config.data.global_batch_size} prompts at once would take "
                         f"about {what}", room_for_answers(guess))
+    if guess.bytes > _MISTAKE * target.room:
+        rows, seq_len = config.data.global_batch_size, config.data.seq_len
+        count = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_model))
+        raise UserError("train.check_memory", f"a step would take about {what}", f"check the sizes in the config: the "
+                        f"model has {count:,} parameters, and a step {rows:,} x {seq_len:,} tokens")
     nearest = search.beside(config, target, devices)
     keys = " ".join(f"{key}={value}" for key, value in nearest.overrides.items()) if nearest else ""
     raise UserError("train.check_memory", f"a step would take about {what}",
                     f"use {keys}" if keys else "use more devices, a smaller model or shorter rows")
+
+
+def _inputs(config: Config) -> int:
+    """Return the bytes of what layers take in a step, which is the least that is kept for the backward pass."""
+    m, data = config.model, config.data
+    return 4 * data.global_batch_size * data.seq_len * getattr(m, "embed_dim", 1) // config.train.accumulation
 
 
 def _target(devices: list[Any]) -> targets.Target:

@@ -19,7 +19,7 @@ from jaxtrain.plan.cost import rough
 from jaxtrain.plan.estimate import change, divisors, estimate
 from jaxtrain.plan.report.answers_room import GATHER
 from jaxtrain.plan.report.table import Choice, Found
-from jaxtrain.plan.targets import Target, gigabytes
+from jaxtrain.plan.targets import Target, in_gigabytes
 from jaxtrain.train_step import precision
 
 CAREFUL = 0.95  # of the memory is filled by train.remat=auto: predictions err by some percent
@@ -230,7 +230,7 @@ def _promising(look: _Looker, most: int, accumulation: int = 1, zero_stage: int 
             may_offload and size.state(mesh, zero, False) > room and look.can_offload(mesh))
         if (state := size.state(mesh, zero, away)) > room:
             alone = "parameters" if away else "parameters and optimizer"
-            why = f"{alone} alone take at least {gigabytes(state)} of {gigabytes(room)} GB"
+            why = f"{alone} alone take at least {in_gigabytes(state)} of {in_gigabytes(room)}"
             found.refused.append((mesh, why))
             needed = found.devices * state / room
             count = 2 ** math.ceil(math.log2(needed))

@@ -217,6 +217,15 @@ def gigabytes(size: float) -> str:
     return f"{amount:.1f}" if amount >= 9.95 else f"{amount:.2f}" if amount >= 0.995 else f"{amount:.2g}"
 
 
+def in_gigabytes(size: float) -> str:
+    """Format bytes with their unit: gigabytes, or TB, PB and EB where there are more than ten thousand."""
+    for unit in ("GB", "TB", "PB", "EB"):
+        if size < 1e13 or unit == "EB":
+            return f"{gigabytes(size)} {unit}"
+        size /= 1000
+    raise AssertionError
+
+
 def read(path: str | Path) -> dict[str, Target]:
     """Read targets from a JSON file: {"NAME": {"like": "h100", "price": 2.1, ...}}; its values override the base's."""
     fix = 'write {"NAME": {"like": "h100", "price": 2.1}}'

@@ -74,12 +74,14 @@ def _read(workdir: str, here: AtHand) -> tuple[RecordedRun, Summary]:
 def _figures(run: RecordedRun) -> dict[str, str]:
     """Return losses, tokens, throughput, goodput and cost, each as words; "": not known."""
     account, rate = run.account, hourly(run)
-    speed, mfu = (run.steps[key][~np.isnan(run.steps[key])] for key in ("tokens_per_s", "mfu"))
-    tokens = run.steps["tokens"]
+    mfu = run.steps["mfu"][~np.isnan(run.steps["mfu"])]
+    unit = next((unit for unit in ("tokens", "examples") if f"{unit}_per_s" in run.steps), "tokens")
+    counted, speed = run.steps[unit], run.steps[f"{unit}_per_s"]
+    speed = speed[~np.isnan(speed)]
     return {
         **_losses("loss", run.steps), **_losses("eval_loss", run.evaluations),
-        "tokens": f"{int(tokens[-1]):,}" if len(tokens) and np.isfinite(tokens[-1]) else "",
-        "tokens/s": f"{np.median(speed):,.0f} (median)" if len(speed) else "",
+        unit: f"{int(counted[-1]):,}" if len(counted) and np.isfinite(counted[-1]) else "",
+        f"{unit}/s": f"{np.median(speed):,.0f} (median)" if len(speed) else "",
         "mfu": f"{np.median(mfu):.1%} (median)" if len(mfu) else "",
         "goodput": f"{account.goodput:.1%}" if account else "",
         "time": duration(account.lived) if account else "",

@@ -124,8 +124,7 @@ def reading(one: Watched, now: float) -> Reading:
     for key in [key for key in run.results.last if key != "step"][:_RESULTS]:
         if (value := run_index.number(run.results.last[key])) is not None:
             figures[key.removeprefix("eval_")] = f"{value:.4f}"
-    if isinstance(line.get("tokens"), int):
-        figures["tokens"] = f"{line['tokens']:,}"
+    figures |= {unit: f"{line[unit]:,}" for unit in ("tokens", "examples") if isinstance(line.get(unit), int)}
     if account:
         figures["goodput"] = f"{account.goodput:.1%}"
         figures["ran for"] = duration(account.lived) + (

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxtrain.base.arguments import kind
 from jaxtrain.errors import UserError
 
 # Slowest links first: create_device_mesh keeps neighbours on the last axes, and whole slices apart on the first.
@@ -26,6 +27,10 @@ def make_mesh(
     sizes = (data, fsdp, stage, context, expert, tensor)
     if isinstance(devices, int) and devices < 1:
         raise UserError("devices", f"{devices} is not a valid number of devices", "give 1 or more")
+    if devices is not None and not isinstance(devices, int) and (
+            isinstance(devices, str) or not hasattr(devices, "__len__") or not len(devices)):
+        what = "an empty list" if hasattr(devices, "__len__") and not len(devices) else kind(devices)
+        raise UserError("devices", f"it is {what}, not devices", "give some of jax.devices(), or a number")
     available = devices if isinstance(devices, int) else len(devices if devices is not None else jax.devices())
     sizes = axis_sizes(sizes, available, exact=devices is not None)
     types = (AxisType.Explicit,) * len(AXES)
@@ -35,11 +40,17 @@ def make_mesh(
     return Mesh(_ordered(sizes, used), AXES, axis_types=types)
 
 
+def check_mesh(mesh: Any, required: bool = False) -> None:
+    """Refuse what is not a mesh of all six axes; None is one to be made, unless one is required."""
+    if (required or mesh is not None) and not set(AXES) <= set(getattr(mesh, "axis_names", ())):
+        raise UserError("mesh", f"{mesh} lacks the axes {', '.join(AXES)}", "make it by jt.make_mesh(...)")
+
+
 def axis_sizes(sizes: Sequence[int], available: int, exact: bool = True) -> tuple[int, ...]:
     """Return the sizes with the one -1 filled in, checked against the number of devices."""
     for axis, size in zip(AXES, sizes, strict=True):
-        if size < 1 and size != -1:
-            raise UserError(f"mesh.{axis}", f"{size} is not a valid axis size", "give a positive number or -1")
+        if not isinstance(size, int | np.integer) or (size < 1 and size != -1):
+            raise UserError(f"mesh.{axis}", f"{size!r} is not a valid axis size", "give a positive number or -1")
     product = math.prod(size for size in sizes if size != -1)
     asked = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size not in (1, -1))
     rest = [f"mesh.{axis}" for axis, size in zip(AXES, sizes, strict=True) if size == -1]

@@ -61,6 +61,12 @@ _FSDP_TP = _FSDP | {name: ("tensor",) for name in (
 PRESETS = {"data": _DATA, "fsdp": _FSDP, "fsdp_tp": _FSDP_TP}
 
 
+def _meant(name: str, known: Mapping[str, Any]) -> str:
+    """Return the question whether a near name is meant; "" if none is near."""
+    near = nearest(str(name), known)
+    return f"{near} or " if near.startswith("did") else ""
+
+
 def on_every_stage(names: Names) -> Names:
     """Return the names of a parameter for a stack that no stage has layers of."""
     return tuple("every_layer" if name == "layers" else name for name in names)
@@ -74,7 +80,9 @@ class Rules:
 
     def __getitem__(self, name: str) -> tuple[str, ...]:
         if name not in self.table:
-            raise UserError(f"logical axis {name!r}", "no rule names it", nearest(name, self.table))
+            raise UserError(f"logical axis {name!r}", "no rule says which mesh axis splits it",
+                            f"{_meant(name, self.table)}give it a rule, as in jt.rules(\"fsdp_tp\", {name}=None) or "
+                            f"mesh.overrides.{name}=tensor")
         return self.table[name]
 
     @property
@@ -108,8 +116,8 @@ def rules(preset: str = "fsdp_tp", **overrides: str | Sequence[str] | None) -> R
 
     New names may be added, for the axes of your own modules.
     """
-    if preset not in PRESETS:
-        raise UserError("mesh.rules", f"{preset!r} is not a preset", nearest(preset, PRESETS))
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise UserError("mesh.rules", f"{preset!r} is not a preset", nearest(f"{preset}", PRESETS))
     return Rules({**PRESETS[preset], **{name: _axes(name, value) for name, value in overrides.items()}})
 
 
@@ -118,10 +126,11 @@ def _axes(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
 
     if value is None or value in ("none", ""):
         return ()
-    axes = tuple(value.split("+")) if isinstance(value, str) else tuple(value)
+    axes = tuple(value.split("+")) if isinstance(value, str) else tuple(value) if isinstance(
+        value, Sequence) else (value,)
     for axis in axes:
         if axis not in AXES:
-            raise UserError(f"mesh.overrides.{name}", f"{axis!r} is not a mesh axis", nearest(axis, AXES))
+            raise UserError(f"mesh.overrides.{name}", f"{axis!r} is not a mesh axis", nearest(f"{axis}", AXES))
     return axes
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.base import arguments
 from jaxtrain.errors import UserError
 
 
@@ -25,6 +26,14 @@ def placed(params: Any, abstract: Any) -> Any:
     treedef = jax.tree.structure(abstract)
     return treedef.unflatten([jax.device_put(jnp.asarray(given[path], to.dtype), to.sharding)
                               for path, to in wanted.items()])
+
+
+def of_state(state: Any) -> Any:
+    """Return a state; refuse what is not one, such as parameters."""
+    if not hasattr(state, "all_params"):
+        raise UserError("state", f"it is {arguments.kind(state)}, not a jt.TrainState",
+                        "give what init or the last step returned")
+    return state
 
 
 def on_one_device(params: Any, dtype: Any = None) -> Any:

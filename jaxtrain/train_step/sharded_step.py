@@ -186,6 +186,8 @@ class ShardedStep:
 def shape_of(batch: Any) -> Any:
     """Return what decides which executable a batch needs: its structure, and the shape and dtype of each array."""
     leaves, treedef = jax.tree.flatten(batch)
+    if wrong := [x for x in leaves if isinstance(x, str | bytes)]:
+        raise UserError("batch", f"it has the text {wrong[0]!r}, which is no array", "give arrays of numbers")
     return treedef, tuple((np.shape(x), jnp.result_type(x)) for x in leaves)
 
 

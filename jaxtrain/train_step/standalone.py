@@ -21,9 +21,10 @@ from flax.core.meta import AxisMetadata
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base import arguments
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.mesh import AXES, with_auto_axes
+from jaxtrain.sharding.mesh import AXES, check_mesh, with_auto_axes
 from jaxtrain.sharding.rules import AnyMesh, Names, Rules
 from jaxtrain.train_step import given_params
 from jaxtrain.train_step import precision as precisions
@@ -93,19 +94,25 @@ def make_train_step(
             of the step and the micro-batch: a run that resumes draws the same numbers.
         compiler_options: XLA's options for the step beside jaxtrain's preset for the platform; "" leaves one to XLA.
     """
-    if not set(AXES) <= set(getattr(mesh, "axis_names", ())):
-        raise UserError("mesh", f"{mesh} lacks the axes {', '.join(AXES)}", "make it by jt.make_mesh(...)")
+    arguments.is_function("loss_fn", loss_fn, "give a function of the model and a batch that returns the mean loss")
+    arguments.is_optimizer(optimizer)
+    arguments.is_bool("gather", gather)
+    check_mesh(mesh, required=True)
     if not isinstance(rules, Rules | None):
         raise UserError("rules", f"{rules!r} is not a table of rules", "make it by jt.rules(...)")
     known = ("auto", *precisions.DTYPES)
     if precision not in known:
         raise UserError("precision", f"{precision!r} is not supported", nearest(str(precision), known))
-    if accumulation != int(accumulation) or accumulation < 1:
+    if not isinstance(accumulation, int | np.integer | float) or accumulation != int(accumulation) or accumulation < 1:
         raise UserError("accumulation", f"{accumulation} is not a number of micro-batches", "give 1 or more")
     if zero_stage not in (0, 1, 2, 3):
         raise UserError("zero_stage", f"{zero_stage} is not supported", "give 0, 1, 2 or 3")
-    if not clip_norm >= 0:
+    if not isinstance(clip_norm, int | float | np.number) or not clip_norm >= 0:
         raise UserError("clip_norm", f"{clip_norm} is not a norm", "give a number above 0, or 0 for no clipping")
+    if seed is not None:
+        arguments.is_seed("seed", seed)
+    if compiler_options is not None:
+        arguments.is_mapping("compiler_options", compiler_options, 'give a dict such as {"xla_option": True}')
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "abstract"
     return TrainStep(loss_fn, optimizer, with_auto_axes(mesh), rules or sharding.rules(), axes, int(accumulation),
                      clip_norm, precisions.resolve(precision, platform), zero_stage, gather, seed,
@@ -184,7 +191,7 @@ class TrainStep:
         Args:
             dtype: that of its floating-point parameters; None leaves each in its own.
         """
-        return self._restore(given_params.on_one_device(state.params, dtype))
+        return self._restore(given_params.on_one_device(given_params.of_state(state).params, dtype))
 
     def report(self, file: Any = None) -> None:
         """Print what is placed where: path, shape, logical names, partition spec, bytes per device, and totals."""
@@ -267,6 +274,7 @@ class TrainStep:
         """Return the static leaves of a pytree, and what is trained: of a function's result, as shapes."""
         if not _is_function(x):
             return (None, x) if isinstance(x, nnx.Module) else StaticLeaves.split(x)
+        arguments.is_function("model", x, "give a function without arguments, as lambda: Module(rngs=nnx.Rngs(0))", 0)
         found = None
 
         def trained():

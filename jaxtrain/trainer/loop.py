@@ -11,6 +11,7 @@ import jax
 import optax
 
 from jaxtrain import errors, observe
+from jaxtrain.base import arguments
 from jaxtrain.builder import build
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.checkpoint.save_policy import SavePolicy
@@ -60,11 +61,17 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         GivenUp: anomalies exceeded a limit of `resilience`.
         Corrupted: a device computes wrongly; what it computed is not saved.
     """
+    arguments.is_path("workdir", workdir, "give the folder of the run")
+    if isinstance(may_change, str):
+        raise errors.UserError("may_change", f"{may_change!r} is one text", f'give a list, as in ["{may_change}"]')
     if isinstance(config, Run):
         config.check_devices()
         for name, part in (("objective", objective), ("optimizer", optimizer), ("data", data)):
             if part is not None:
                 raise errors.UserError(name, "the run has one already", f"give {name}= to jt.build, or give a config")
+    else:
+        arguments.is_config(config)
+    tracked.check_observers(observers)
     limits = (config.config if isinstance(config, Run) else config).resilience
     with watched(workdir, limits) as (watchdog, ledger):
         run = with_exchange(with_model_batches(config if isinstance(config, Run) else with_initial_params(build(

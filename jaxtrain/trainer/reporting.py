@@ -24,7 +24,9 @@ from jaxtrain.trainer.session import Session
 def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
     """Return a function from a step to what turns its seconds into throughput and MFU."""
     if run.own_model or not run.config.model.flops_known:  # so there is no MFU
-        return lambda step: observe.Constants(int(np.prod(batches.shape(step))), tokens_before=batches.tokens(step))
+        unit = _unit(run)
+        return lambda step: observe.Constants(int(np.prod(batches.shape(step))), tokens_before=batches.tokens(step),
+                                              unit=unit)
     model = run.config.model
     matmuls = matmul_parameters(run.abstract, run.layout, model, run.objective.frozen_axes)
     peak = observe.device_peak(jax.devices()[0].device_kind)
@@ -35,6 +37,11 @@ def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
         return observe.Constants(rows * seq_len, causal, full, peak and peak * run.mesh.size, batches.tokens(step))
 
     return of_step
+
+
+def _unit(run: Run) -> str:
+    """Return what batches are counted in: examples, where a model of the user's own has one token in each row."""
+    return "examples" if run.own_model and run.train_batches.shape(0)[1] == 1 else "tokens"
 
 
 def sinks(run: Run, session: Session, start: int, trackers: Tracking) -> list[observe.Sink]:
@@ -108,8 +115,9 @@ def summary(run: Run, workdir: Path) -> str:
     head = f"{run.name}, {count}, computing in {run.precision}, on {device} ({axes})\n"
     head += f"compiler options: {options}\n" if options else ""
     if run.data is not None:
-        what = "examples" if run.own_model and shapes.endswith(" x 1") else "tokens"
-        return f"{head}{c.train.steps} steps of {shapes.removesuffix(' x 1') or 'no'} {what}; workdir {workdir}"
+        if (what := _unit(run)) == "examples":
+            shapes = shapes.removesuffix(" x 1")
+        return f"{head}{c.train.steps} steps of {shapes or 'no'} {what}; workdir {workdir}"
     there, rows, unit = _of_data(run)
     return (f"{head}{there}; {c.train.steps} steps of {shapes or 'no'} {unit}; workdir {workdir}\n"
             f"{rows}; {epochs(run.train_batches, c.train.steps)}")

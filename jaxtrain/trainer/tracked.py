@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.base import arguments
 from jaxtrain.checkpoint import CheckpointManager, verify
 from jaxtrain.distributed import processes
 from jaxtrain.errors import UserError
@@ -24,7 +25,8 @@ from jaxtrain.trainer.reporting import sample_of
 from jaxtrain.trainer.rollback import RolledBack
 from jaxtrain.trainer.session import STOPPED, Session
 
-_ABOUT = "run", "config_hash", "git_commit", "data_manifest_hash", "loss", "tokens", "time"  # of a checkpoint
+# What a tracker is told of a checkpoint.
+_ABOUT = "run", "config_hash", "git_commit", "data_manifest_hash", "loss", "tokens", "examples", "time"
 
 
 def check(run: Run, session: Session) -> None:
@@ -44,6 +46,16 @@ def check(run: Run, session: Session) -> None:
         raise UserError("observe.samples_every", "batches given by data= have no tokenizer", "leave it out")
     if c.samples_every and not run.config.train.sample_tokens:
         raise UserError("observe.samples_every", "train.sample_tokens is 0", "give the length of a sample there")
+
+
+def check_observers(watching: Any) -> None:
+    """Refuse what is not a list of observers and trackers."""
+    fix = "give a list of objects of classes that derive from jt.Observer or jt.Tracker"
+    if not isinstance(watching, Sequence) or isinstance(watching, str):
+        raise UserError("observers", f"it is {arguments.kind(watching)}, not a list", fix)
+    for one in watching:
+        if isinstance(one, type) or not (isinstance(one, Tracker) or hasattr(one, "on_batch")):
+            raise UserError("observers", f"{arguments.kind(one)} is not an observer", fix)
 
 
 def apart(watching: Sequence[Observer | Tracker]) -> tuple[list[Observer], list[Tracker]]:

@@ -195,3 +195,13 @@ def test_the_config_of_an_older_run_means_the_same():
     older = Path(__file__).with_name("older_config.json")
     assert "staleness" not in older.read_text()
     assert load_config(older) == load_config("configs/gpt.py:tiny")
+
+
+def test_a_folder_is_not_a_config(tmp_path):
+    for name in ("b.py", "a.py", "__init__.py"):
+        (tmp_path / name).touch()
+    for path in (tmp_path, f"{tmp_path}/"):
+        with pytest.raises(UserError) as wrong:
+            load_config(path)
+        assert wrong.value.reason == f"{path} is a folder"
+        assert wrong.value.fix == f"give the path of a config such as {tmp_path / 'a.py'} or {tmp_path / 'b.py'}"

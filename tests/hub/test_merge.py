@@ -213,7 +213,7 @@ def test_what_is_not_weights_has_to_be_the_same(models, tmp_path, capsys):
                          "models of one architecture"),
     (["{0}", "{more}"], "SOURCE: tensor other is of the shape [2] in {more} and missing in {0}; give models of one "
                         "architecture"),
-    (["{0}", "{1}", "--to={0}"], "--to: {0} is there already; name a folder that is not"),
+    (["{0}", "{1}", "--to={0}"], "--output: {0} is there already; name a folder that is not"),
 ])
 def test_what_cannot_be_merged_is_told_in_one_line(models, tmp_path, capsys, words, message):
     tensors = {name: tensor.view() for name, tensor in tensors_of(models[0]).items()}

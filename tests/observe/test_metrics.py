@@ -56,6 +56,15 @@ def test_a_line(tmp_path, clock):
                       "tokens_per_s": 5.0, "mfu": 5 * 3 / 60, "mfu_full": 5 * 4 / 60}
 
 
+def test_examples_are_counted_where_there_are_no_tokens(tmp_path, clock):
+    constants = Constants(10, unit="examples")
+    with open_writer(tmp_path, constants=constants) as writer:
+        push_at(writer, clock, 1, 5.0)
+        push_at(writer, clock, 2, 7.0)
+    second = lines(tmp_path)[1]
+    assert (second["examples"], second["examples_per_s"]) == (20, 5.0) and not {"tokens", "tokens_per_s"} & {*second}
+
+
 def test_averages_between_lines(tmp_path, clock):
     with open_writer(tmp_path, log_every=3, last_step=7) as writer:
         for step, now in enumerate((100, 101, 103, 104, 108, 109, 119), start=1):

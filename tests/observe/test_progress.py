@@ -53,6 +53,17 @@ def test_a_line_has_the_means_of_the_steps_since_the_one_before():
         "step 8/40  loss 2.5000  50 tokens/s  mfu 5.0%  1:04 left  data wait 4.0 ms"]
 
 
+def test_examples_per_second():
+    """A model of the user's own that reads no tokens."""
+    stream = io.StringIO()
+    progress = Progress(20, stream=stream)
+    for step, speed in ((1, None), (2, 1000.0), (3, 500.0), (4, 250.0)):
+        progress.write({"step": step, "loss": 2.5, "examples_per_s": speed, "step_time_s": speed and 100 / speed})
+    assert stream.getvalue().splitlines() == [
+        "step 1/20  loss 2.5000", "step 2/20  loss 2.5000  1,000 examples/s  0:02 left",
+        f"step 4/20  loss 2.5000  {200 / 0.6:,.0f} examples/s  0:05 left"]
+
+
 def test_unknown_and_not_finite():
     stream = io.StringIO()
     unknown = {"step": 6, "loss": None, "tokens_per_s": None, "step_time_s": None}

@@ -16,6 +16,13 @@ def test_names(text, name, count):
     assert (target.name, devices) == (name, count)
 
 
+@pytest.mark.parametrize(("size", "said"), [
+    (1.25e6, "0.0013 GB"), (2.5e10, "25.0 GB"), (9.9e12, "9900.0 GB"), (2.903744e14, "290.4 TB"), (4.8e16, "48.0 PB"),
+    (1e30, "1000000000000.0 EB")])
+def test_sizes_have_a_unit_that_suits_them(size, said):
+    assert targets.in_gigabytes(size) == said
+
+
 @pytest.mark.parametrize("text", ["h1000x8", "x8", "h100x0", "", "h100x8x8", "v5p-3"])
 def test_wrong_names(text):
     with pytest.raises(UserError, match="--target"):

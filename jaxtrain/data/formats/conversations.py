@@ -72,7 +72,15 @@ def format_of(fields: set[str], field: str, where: str) -> str:
         ("preference", {"chosen", "rejected"} <= fields)) if there]
     if len(fits) > 1:
         raise UserError("--format", f"{where} fits several formats: {', '.join(fits)}", "name one with --format")
+    if not fits and (half := next(((there, lacking) for there, lacking in _PAIRS if there in fields), None)):
+        there, lacking = half
+        raise UserError("--input", f"{where} has the field {there!r} and no {lacking!r}", f"add {lacking!r}, or name "
+                        "the field of text with --field")
     return fits[0] if fits else "text"
+
+
+# Fields of which a record needs both: the one that it has, and the one that it lacks.
+_PAIRS = (("chosen", "rejected"), ("rejected", "chosen"), ("completion", "prompt"), ("prompt", "completion"))
 
 
 def example_of(record: Any, form: str, where: str) -> bytes:

@@ -74,7 +74,10 @@ def find_tasks(inputs: str | Sequence[str], task_bytes: int = 2**26, token_dtype
     """Return all pieces in order of input and name, cut into tasks; small neighbours share a task."""
     pieces = find_pieces(inputs, task_bytes, token_dtype)
     if not pieces:
-        raise UserError("--input", f"{inputs if isinstance(inputs, str) else ', '.join(inputs)} has no files", FIX)
+        named = [inputs] if isinstance(inputs, str | Path) else inputs
+        found = [name for source in named for name, _, _ in _files(str(source))]
+        what = "has no files" if not found else "is empty" if len(found) == 1 else f"has {len(found)} files, all empty"
+        raise UserError("--input", f"{', '.join(map(str, named))} {what}", FIX)
     return cut([(piece,) for piece in pieces], task_bytes)
 
 

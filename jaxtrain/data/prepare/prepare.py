@@ -353,6 +353,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stage", choices=["duplicates", "tokens"], default="tokens",
                         help="with --part: search for duplicates (with --deduplicate), or tokenise")
     parser.add_argument("--histogram", help="draw a histogram of document lengths in this PNG")
+    parser.group("records and conversations", "field", "format", "chat_template", "train_on", "token_dtype")
+    parser.group("cleaning", "steps", "deduplicate", "near_threshold", "near_permutations", "near_shingle",
+                 "record_bytes", "dry_run", "sample")
+    parser.group("datasheet", "licence_of", "describe", "histogram")
+    parser.group("processes and machines", "workers", "task_bytes", "engine", "ray_address", "parts", "script", "part",
+                 "stage")
     flags = parser.parse_args(argv)
     if not flags.input and not flags.eval_input:
         raise UserError("--input", "it is missing", "name files or folders, or give --eval_input")

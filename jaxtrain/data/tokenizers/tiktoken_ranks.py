@@ -104,10 +104,13 @@ class TiktokenTokenizer(Vocabulary):
         return int(self._lengths[ids].sum())
 
 
+NAMED = SCHEMES.keys() - {"llama3"}  # those whose ranks the package tiktoken has
+
+
 def named(name: str, eod: str, bos: str) -> TiktokenTokenizer:
     """Return a tokenizer from tiktoken's cache, or download it."""
-    if name not in SCHEMES or name == "llama3":
-        raise UserError("data.tokenizer", f"there is no tiktoken:{name}", nearest(name, SCHEMES.keys() - {"llama3"}))
+    if name not in NAMED:
+        raise UserError("data.tokenizer", f"there is no tiktoken:{name}", nearest(name, NAMED))
     get_encoding = library("tiktoken", f"tiktoken:{name}").get_encoding
     try:
         encoding = get_encoding(name)

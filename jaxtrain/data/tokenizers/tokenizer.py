@@ -195,8 +195,9 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
             raise UserError("data.tokenizer", f"{kept} is damaged ({error})", "copy it again from the run") from error
         return load_tokenizer(file, *named) if file else ByteTokenizer()
     if not path.exists() and "/" not in name and path.suffix not in (".json", ".tiktoken", ".model"):
-        raise UserError("data.tokenizer", f"there is no tokenizer {name!r}", nearest(name, ["bytes"])
-                        + ", or name the path of a tokenizer.json, .tiktoken or .model")
+        own = f"write tiktoken:{name}" if name in tiktoken_ranks.NAMED else nearest(name, ["bytes"])
+        raise UserError("data.tokenizer", f"there is no tokenizer {name!r}", f"{own}{',' * (own[-1] != '?')} or name "
+                        "the path of a tokenizer.json, .tiktoken or .model")
     if path.is_dir():
         folder, path = path, path / ("tokenizer.json" if (path / "tokenizer.json").exists() else "tokenizer.model")
         if not eod and not bos:

@@ -1,9 +1,9 @@
 """List, version, merge or export adapters (LoRA) in PEFT's format.
 
-    jaxtrain adapters export WORKDIR --to=FOLDER
+    jaxtrain adapters export WORKDIR --output=FOLDER
     jaxtrain adapters list FOLDER
     jaxtrain adapters add STORE FOLDER --name=NAME
-    jaxtrain adapters merge BASE FOLDER=1.0 FOLDER=0.5 --to=MERGED
+    jaxtrain adapters merge BASE FOLDER=1.0 FOLDER=0.5 --output=MERGED
 
 A store is a folder with a folder for each name, and in it one for each version: STORE/NAME/1, STORE/NAME/2.
 """
@@ -46,9 +46,9 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="what", required=True, parser_class=Parser)
 
     add = partial(add_subcommand, commands, "adapters")
-    exports = add("export WORKDIR --to=FOLDER", "write the adapters that a run has trained")
+    exports = add("export WORKDIR --output=FOLDER", "write the adapters that a run has trained")
     exports.add_argument("workdir", metavar="WORKDIR", help="workdir of the run")
-    exports.add_argument("--to", required=True, help="the folder to make; it must not be there yet")
+    exports.add_argument("--output", dest="to", required=True, metavar="FOLDER", help="a new folder for the adapters")
     exports.add_argument("--step", type=int, help="step of the checkpoint; default: the newest good one")
     exports.add_argument("--ema", action="store_true", help="their moving average (train.ema_decay)")
     exports.add_argument("--base", default="", help="the name or folder of the model they are for; by default the "
@@ -60,11 +60,11 @@ def parser() -> argparse.ArgumentParser:
     adds.add_argument("store", metavar="STORE", help="the folder of all; it is made if it is not there")
     adds.add_argument("folder", metavar="FOLDER", help="folder of the adapters")
     adds.add_argument("--name", required=True, help="name of the adapters in the store")
-    merges = add("merge BASE FOLDER=0.5 --to=MERGED", "add adapters, each times a weight, to weights")
+    merges = add("merge BASE FOLDER=0.5 --output=MERGED", "add adapters, each times a weight, to weights")
     merges.add_argument("base", metavar="BASE", help="the published folder of the model")
     merges.add_argument("adapters", metavar="FOLDER[=WEIGHT]", nargs="+", action="store",
                         help="folder of adapters and their factor; default: 1")
-    merges.add_argument("--to", required=True, help="the folder to make; it must not be there yet")
+    merges.add_argument("--output", dest="to", required=True, metavar="FOLDER", help="a new folder for the model")
     merges.add_argument("--dtype", choices=("bfloat16", "float32"), help="dtype of the weights; default: as in BASE")
     exports.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32",
                          help="dtype of the adapters")

@@ -53,7 +53,7 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
     """
     if adapter_files.is_adapter_folder(base):
         raise UserError("BASE", f"{base} has adapters, not a model",
-                        "name the model's folder first: jaxtrain adapters merge BASE ADAPTERS --to=MERGED")
+                        "name the model's folder first: jaxtrain adapters merge BASE ADAPTERS --output=MERGED")
     section = published_config.model_section(base)
     model = FAMILIES[section["name"]](**section)
     known = published_weights.by_full_name(safetensors_files.tensors_of(base), model)

@@ -45,7 +45,7 @@ def _keys_of(name: str, folder: str | Path, model: ModelConfig) -> LoraConfig:
     """Return the `lora` keys of adapters; refuses those of which rows cannot choose one."""
     if not adapter_files.is_adapter_folder(folder):
         raise UserError(f"adapters: {name}", f"{folder} is not a folder of adapters in PEFT's format",
-                        "write those of a run: jaxtrain adapters export WORKDIR --to=FOLDER")
+                        "write those of a run: jaxtrain adapters export WORKDIR --output=FOLDER")
     found = LoraConfig(**adapter_files.keys(folder, model))
     if found.dora:
         raise UserError(f"adapters: {name}", f"{folder} has DoRA, whose lengths of columns rows cannot choose",

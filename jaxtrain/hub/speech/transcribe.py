@@ -1,7 +1,7 @@
 """Transcribe speech in audio files, or while it is spoken.
 
     jaxtrain transcribe WORKDIR talk.wav
-    jaxtrain transcribe FOLDER talks --timestamps --language=de --beams=5 --to=said.jsonl
+    jaxtrain transcribe FOLDER talks --timestamps --language=de --beams=5 --output=said.jsonl
     jaxtrain transcribe WORKDIR clips --references
     arecord -q -f S16_LE -r 16000 -t raw | jaxtrain transcribe WORKDIR - --stream
 
@@ -55,8 +55,8 @@ def main(argv: list[str] | None = None) -> None:
         found = stream(flags.workdir, flags.files, flags.step, **how)
     else:
         found = transcribe(flags.workdir, flags.files, flags.step, **how, batch_size=flags.batch_size or 8)
-    if flags.to:
-        Path(flags.to).write_text("".join(json.dumps({
+    if flags.output:
+        Path(flags.output).write_text("".join(json.dumps({
             "file": name, "text": text_of(segments), "segments": [asdict(one) for one in segments]}) + "\n"
             for name, segments in found.items()))
     elif not flags.stream:
@@ -76,7 +76,7 @@ def _flags(argv: list[str] | None) -> Any:
     parser.add_argument("--timestamps", action="store_true", help="say when each segment is said")
     parser.add_argument("--stream", action="store_true", help="print the transcript as it grows")
     parser.add_argument("--batch_size", type=int, help="windows that are transcribed at once; default: 8")
-    parser.add_argument("--to", default="", help="a file for JSON lines; by default texts are printed")
+    parser.add_argument("--output", default="", metavar="FILE", help="write JSON lines here; default: print texts")
     parser.add_argument("--references", action="store_true", help="compare with the .txt files beside the audio")
     parser.add_argument("--english", action="store_true", help="with --references: compare by the rules for English")
     flags = parser.parse_args(argv)

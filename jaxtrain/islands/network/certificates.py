@@ -33,7 +33,7 @@ def make(folder: str | Path, islands: Iterable[int], days: int = 3650) -> list[s
         raise UserError("islands keys", "it needs the package cryptography", install_extra("islands")) from error
     folder, made = Path(folder), []
     if (folder / "ca.pem").exists() and not (folder / "ca.key").exists():
-        raise UserError("--to", f"{folder} has the authority's ca.pem and not its ca.key, which signs certificates",
+        raise UserError("--output", f"{folder} has the authority's ca.pem and not its ca.key, which signs certificates",
                         "give the folder in which they were made, or a new one")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def make(folder: str | Path, islands: Iterable[int], days: int = 3650) -> list[s
                 _write(folder, name, *_certificate(name, authority, days))
                 made.append(name)
     except (OSError, ValueError) as error:
-        raise UserError("--to", f"{folder} cannot be used ({error})", "give a folder that can be written") from error
+        raise UserError("--output", f"{folder} cannot be used ({error})", "give another folder") from error
     return made
 
 

@@ -63,6 +63,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--nodes", type=int, default=1, help="hosts, each with a supervisor of its own; default: 1")
     parser.add_argument("--node_rank", type=int, default=0, help="number of this host, from 0")
     parser.add_argument("--program", nargs="+", help=argparse.SUPPRESS)  # for tests: instead of jaxtrain.main
+    parser.group("several hosts", "coordinator", "nodes", "node_rank")
+    parser.group("restarts", "min_processes", "max_restarts", "max_backoff", "silent", "lost_after", "retry_lost")
     words = list(argv)
     split = words.index("--") if "--" in words else len(words)
     if stray := [word for word in words[:split] if word.startswith(("--config", "--workdir"))]:

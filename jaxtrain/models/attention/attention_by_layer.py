@@ -17,4 +17,6 @@ def attend_by_layer(everywhere: jax.Array, q_BTHK: jax.Array, k_BSGK: jax.Array,
         # By this name jaxtrain.plan tells which layers take a branch.
         return jax.named_scope(f"window_{window}")(lambda q, k, v: attend(q, k, v, window=window, **how))
 
+    if not isinstance(everywhere, jax.core.Tracer):  # called eagerly, where a `cond` would be compiled at every call
+        return with_window(0 if everywhere else window)(q_BTHK, k_BSGK, v_BSGK)
     return jax.lax.cond(everywhere, with_window(0), with_window(window), q_BTHK, k_BSGK, v_BSGK)

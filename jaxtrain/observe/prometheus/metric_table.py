@@ -57,6 +57,8 @@ def _lines() -> Iterator[Metric]:
             ("learning_rate", "learning_rate", "Learning rate of the newest line of metrics."),
             ("tokens", "tokens", "Tokens of all steps since step 0; a rollback sets it back."),
             ("tokens_per_second", "tokens_per_s", "Tokens per second of the whole run."),
+            ("examples", "examples", "Examples of all steps since step 0, where batches have no tokens."),
+            ("examples_per_second", "examples_per_s", "Examples per second, where batches have no tokens."),
             ("mfu_ratio", "mfu", "Model FLOPs utilization, where the peak of the devices is known."),
             ("data_wait_seconds", "data_wait_s", "Mean seconds for which the loop of this process waited for a batch, "
              "whether or not devices were idle meanwhile."),

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
             chunks = flags.chunks or (2 if flags.schedule in ("interleaved", "zb_v") else 1)
             schedule = make(flags.schedule, stages, microbatches, chunks, paired=flags.paired, latency=flags.latency)
         print(drawing.text(schedule, colour=sys.stdout.isatty()), summary(schedule, times), sep="\n\n")
-        for path, write in ((flags.svg, drawing.write_svg), (flags.png, drawing.write_png)):
+        for path, write in ((flags.output, drawing.write_svg), (flags.png, drawing.write_png)):
             if path:
                 write(schedule, path)
         return 0
@@ -60,7 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--w", type=float, default=1, help="time of the gradient of its weights")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
                         help="B does the forward again, f longer (default)")
-    parser.add_argument("--svg", help="draw into this file")
+    parser.add_argument("--output", metavar="FILE", help="draw into this SVG file")
     parser.add_argument("--png", help="draw into this file, through matplotlib")
     parser.add_argument("--report", action="store_true", help="compare all schedules instead")
     flags = parser.parse_args(argv)

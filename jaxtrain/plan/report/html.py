@@ -28,10 +28,10 @@ def write(found: Found, path: str | Path, source: str, top: int = 10, tokens: fl
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError("--html", f"{path} cannot be written ({error.strerror})", "name another file") from error
+        raise UserError("--output", f"{path} cannot be written ({error.strerror})", "name another file") from error
 
 
-def writable(path: str | Path, flag: str = "--html") -> None:
+def writable(path: str | Path, flag: str = "--output") -> None:
     """Raise a UserError if the file of this flag cannot be written, before the search rather than after it."""
     if Path(path).is_dir() or not Path(path).parent.is_dir():
         raise UserError(flag, f"{path} cannot be written", "name a file in an existing folder")

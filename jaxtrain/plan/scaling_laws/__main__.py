@@ -1,7 +1,7 @@
 """Fit a scaling law to finished runs: the loss of larger ones, and a budget's best size.
 
     jaxtrain scaling WORKDIR WORKDIR WORKDIR ... --save=FILE
-    jaxtrain scaling SWEEP --flops=1e21 --html=FILE
+    jaxtrain scaling SWEEP --flops=1e21 --output=FILE
     jaxtrain plan --config=configs/gpt.py:124m --target=h100x8 --tokens=3e9 --scaling=FILE
 
 The loss is E + A / N^alpha + B / D^beta, where N is how many parameters a token is multiplied by and D how many tokens
@@ -24,7 +24,7 @@ from jaxtrain.flags import command, parser_of
 def main(argv: list[str] | None) -> None:
     """Fit, print, and save what was asked for."""
     flags = parser().parse_args(argv)
-    for name in ("save", "html"):
+    for name in ("save", "output"):
         if (path := getattr(flags, name)) and not Path(path).absolute().parent.is_dir():
             raise UserError(f"--{name}", f"there is no folder {Path(path).parent}", "make it first")
     if not 2 <= flags.samples <= 10_000:
@@ -40,8 +40,8 @@ def main(argv: list[str] | None) -> None:
     print(table(found, budgets))
     if flags.save:
         saved_fit.save(found, flags.save, flags.metric)
-    if flags.html:
-        Path(flags.html).write_text(page(found, budgets))
+    if flags.output:
+        Path(flags.output).write_text(page(found, budgets))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="seed of the samples; default: 0")
     made.add_argument("--flops", type=float, help="a budget to spend on training: the best size for it")
     made.add_argument("--save", metavar="FILE", help="write the fit, for jaxtrain plan --scaling=FILE")
-    made.add_argument("--html", metavar="FILE", help="draw the runs, the fit and the best sizes, as a page")
+    made.add_argument("--output", metavar="FILE", help="draw the runs, the fit and the best sizes, as a page")
     made.set_defaults(dollars=None)
     return made
 

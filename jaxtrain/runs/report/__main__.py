@@ -1,7 +1,7 @@
 """Write one or several runs as one HTML page, or serve it while they go on.
 
     jaxtrain report WORKDIR
-    jaxtrain report WORKDIR WORKDIR --to=seeds.html
+    jaxtrain report WORKDIR WORKDIR --output=seeds.html
     jaxtrain report WORKDIR --live
 
 The page has curves, where the time went, events, checkpoints, samples and the config, and needs no network. With
@@ -22,14 +22,14 @@ def main(argv: list[str] | None = None) -> None:
     """Write the page, or serve it until Ctrl-C."""
     parser = parser_of("report", __doc__)
     parser.add_argument("workdirs", metavar="WORKDIR", nargs="+", action="store", help="the workdir of a run")
-    parser.add_argument("--to", metavar="FILE", help=f"write the page here; default: {_NAME} in the workdir, or, of "
-                                                     "several runs, in this folder")
+    parser.add_argument("--output", metavar="FILE", help=f"file for the page; default: {_NAME} in the workdir, or, "
+                                                         "for several runs, in the current folder")
     parser.add_argument("--live", action="store_true", help="serve the page on this machine alone (127.0.0.1), and "
                                                             "renew it while runs go on, until Ctrl-C")
     parser.add_argument("--port", type=int, default=0, help="port of --live; default: any free one")
     flags = parser.parse_args(argv)
-    if flags.live and flags.to:
-        raise UserError("--to", "--live writes no file", "leave one of them out")
+    if flags.live and flags.output:
+        raise UserError("--output", "--live writes no file", "leave one of them out")
     if flags.port and not flags.live:
         raise UserError("--port", "it is read with --live only", "add --live")
     from jaxtrain.runs.report.report_page import ReportPage
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
 
         live_page.serve(page, flags.port)
     else:
-        print(write(page, Path(flags.to or (Path(flags.workdirs[0], _NAME) if len(page.runs) == 1 else _NAME))))
+        print(write(page, Path(flags.output or (Path(flags.workdirs[0], _NAME) if len(page.runs) == 1 else _NAME))))
 
 
 def write(page, file: Path) -> Path:
@@ -51,7 +51,7 @@ def write(page, file: Path) -> Path:
         with atomic_files.written(file, durable=False) as out:
             out.write(page.render().encode())
     except OSError as error:
-        raise UserError("--to", f"{file} cannot be written ({error.strerror})", "give --to=FILE") from None
+        raise UserError("--output", f"{file} cannot be written ({error.strerror})", "give --output=FILE") from None
     return file
 
 

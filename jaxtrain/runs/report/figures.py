@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxtrain.base import arguments
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.observe.run_panel import columns_of, curve
 from jaxtrain.runs.recorded_run import RecordedRun
@@ -66,6 +67,8 @@ class Plot:
 
 def plot(workdir: str | Path, *more: str | Path) -> Plot:
     """Return the usual curves of one or several runs, which a notebook shows; needs the extra `report`."""
+    for one in (workdir, *more):
+        arguments.is_path("workdir", one, "give the workdir of a run")
     graph_objects()
     from plotly.subplots import make_subplots
 

@@ -36,6 +36,7 @@ CHARTS = (
     Chart("grad_norm", "Gradient norm", "", ("grad_norm",)),
     Chart("learning_rate", "Learning rate", "", ("learning_rate",)),
     Chart("throughput", "Throughput", "tokens a second", ("tokens_per_s",)),
+    Chart("examples", "Throughput", "examples per second", ("examples_per_s",)),
     Chart("mfu", "Model FLOPs utilization (MFU)", "share of the peak", ("mfu", "mfu_full")),
     Chart("step_time", "Time of a step", "seconds", ("step_time_s",)),
     Chart("data_wait", "Wait for the data of a step", "seconds", ("data_wait_s",)),
@@ -136,7 +137,7 @@ def names(workdirs: Sequence[Path]) -> list[str]:
 def charts(runs: Sequence[RunCurves]) -> list[Chart]:
     """Return the charts of which some run has something to show: the usual ones, then all other keys that vary."""
     usual = [chart for chart in CHARTS if any(one.curve(key) for one in runs for key in chart.keys)]
-    known = {"step", "tokens", *(key for chart in CHARTS for key in chart.keys)}
+    known = {"step", "tokens", "examples", *(key for chart in CHARTS for key in chart.keys)}
     keys = dict.fromkeys(key for one in runs for lines in _sources(one.run) for key in lines)
     memory = tuple(key for key in keys if "memory" in key)
     found = [Chart("memory", "Memory", "", memory)] if memory else []

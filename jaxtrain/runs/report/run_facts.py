@@ -28,10 +28,11 @@ def summary(one: RunCurves) -> dict[str, str]:
     """Return the figures by which a run is known at first sight."""
     run = one.run
     facts = {"state": run.state(), "step": f"{run.step:,} of {number(run.last_step)}"}
-    facts |= {key: number(run.steps.last[key]) for key in ("tokens", "loss") if key in run.steps.last}
+    facts |= {key: number(run.steps.last[key]) for key in ("tokens", "examples", "loss") if key in run.steps.last}
     if (found := seed_statistics.best(one)) and found[0] != "loss":
         facts[f"best {found[0]}"] = f"{found[1]:.4f} at step {found[2]:,}"
-    for title, key, form in (("tokens a second", "tokens_per_s", "{:,.0f}"), ("MFU", "mfu", "{:.1%}")):
+    for title, key, form in (("tokens a second", "tokens_per_s", "{:,.0f}"),
+                             ("examples per second", "examples_per_s", "{:,.0f}"), ("MFU", "mfu", "{:.1%}")):
         if len(values := finite(run.steps[key])):
             facts[f"{title}, median"] = form.format(median(values.tolist()))
     if run.account:

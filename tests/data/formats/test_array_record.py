@@ -82,7 +82,7 @@ def test_what_is_no_text_is_left_out_and_counted(tmp_path):
 def test_a_file_without_records_is_no_input(tmp_path, capsys):
     write(tmp_path / "a.array_record", [])
     assert main([f"--input={tmp_path}", f"--output={tmp_path / 'out'}"]) == 2
-    assert "has no files" in capsys.readouterr().err
+    assert "is empty" in capsys.readouterr().err
 
 
 def flipped(path: Path) -> None:

@@ -292,6 +292,8 @@ def test_a_corpus_of_nothing_is_refused(tmp_path, capsys):
     ([{"prompt": "", "completion": "a"}], [], "every token of the train split would be trained on"),
     ([{"messages": [ASKED, SAID]}, {"text": "x"}], [], "a.jsonl, line 2 has no field 'messages'"),
     ([{"messages": [ASKED, SAID], "text": "x"}], [], "name one with --format"),
+    ([{"prompt": "q", "chosen": "a"}], [], "a.jsonl has the field 'chosen' and no 'rejected'; add 'rejected'"),
+    ([{"prompt": "q", "answer": "a"}], [], "a.jsonl has the field 'prompt' and no 'completion'"),
     ([{"messages": [ASKED, SAID]}], ["--format=message"], "did you mean 'messages'"),
     ([{"messages": [ASKED, SAID]}], ["--train_on=user"], "--train_on: 'user' is not known"),
     ([{"messages": [ASKED, SAID]}], ["--chat_template=none.jinja"], "none.jinja cannot be read"),

@@ -138,7 +138,7 @@ def test_a_sparse_file_is_no_text(tmp_path, begins, why):
 @pytest.mark.parametrize("make", [fifo, device, folder])
 def test_what_is_no_file_is_no_input(tmp_path, capsys, make):
     make(tmp_path / "in.txt")
-    with pytest.raises(UserError, match="has no files"):
+    with pytest.raises(UserError, match=r"has no files|is empty"):
         in_time(lambda: find_tasks(str(tmp_path / "in.txt")))
 
 
@@ -245,3 +245,12 @@ def test_a_value_that_repeats_is_in_memory_once(source):
     before = pa.total_allocated_bytes()
     for found in itertools.islice(read(piece, "text"), 2000):
         assert len(found.content) == 2**20 and pa.total_allocated_bytes() - before < 2**28
+
+
+def test_empty_files_are_called_empty(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(UserError, match=r"--input: .*a\.jsonl is empty; "):
+        find_tasks(str(tmp_path / "a.jsonl"))
+    (tmp_path / "b.txt").touch()
+    with pytest.raises(UserError, match="has 2 files, all empty; "):
+        find_tasks(str(tmp_path))

@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pytest
@@ -88,3 +89,11 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, name, make):
     make(tmp_path / name)
     with pytest.raises(UserError, match=r"data\.tokenizer: .* cannot be read"):
         in_time(lambda: load_tokenizer(f"{tmp_path / name}"))
+
+
+@pytest.mark.parametrize(("name", "fix"), [
+    ("gpt2", "write tiktoken:gpt2, or name the path"), ("cl100k_base", "write tiktoken:cl100k_base, or name"),
+    ("byte", "did you mean 'bytes'? or name the path"), ("qwen", "known: bytes, or name the path")])
+def test_a_name_that_is_no_tokenizer(name, fix):
+    with pytest.raises(UserError, match=re.escape(f"data.tokenizer: there is no tokenizer {name!r}; {fix}")):
+        load_tokenizer(name)

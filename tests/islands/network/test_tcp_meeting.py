@@ -195,7 +195,7 @@ def test_wrong_certificates_are_one_sentence(island, served, keys, tmp_path):
     (others / "ca.key").unlink()
     with pytest.raises(UserError, match=r"has the authority's ca.pem and not its ca.key, which signs"):
         certificates.make(others, range(3))
-    with pytest.raises(UserError, match="--to: /dev/null cannot be used"):
+    with pytest.raises(UserError, match="--output: /dev/null cannot be used"):
         certificates.make("/dev/null", range(3))
     (others / "island-1.key").chmod(0o644)
     with pytest.raises(UserError, match="can be read by others"):

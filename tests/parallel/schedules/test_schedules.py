@@ -468,7 +468,7 @@ def test_the_command_line_draws(capsys, tmp_path):
 def test_the_documentation_shows_schedules_as_they_are_executed(name, tmp_path):
     schedule, _ = make_schedules(PipelineConfig(schedule=name), 4, 8)
     write_svg(schedule, tmp_path / "now.svg")
-    assert (tmp_path / "now.svg").read_text() == (DOCS / f"{name}.svg").read_text(), "draw it again with --svg"
+    assert (tmp_path / "now.svg").read_text() == (DOCS / f"{name}.svg").read_text(), "draw it again with --output"
 
 
 def test_the_report_compares(capsys):

@@ -246,7 +246,7 @@ def test_a_notebook_shows_the_same_with_the_keys_in_place_of_a_command(found, mo
 
 def test_a_file_that_cannot_be_written(found, tmp_path):
     for path in (tmp_path, tmp_path / "no" / "page.html"):
-        with pytest.raises(UserError, match=r"--html: .* cannot be written"):
+        with pytest.raises(UserError, match=r"--output: .* cannot be written"):
             html.write(found, path, SOURCE)
 
 

@@ -124,7 +124,7 @@ def test_the_command(eventful, tmp_path, capsys, monkeypatch):
     other = recorded(tmp_path / "other")
     assert main([str(eventful), str(other)]) == 0 and (tmp_path / "report.html").exists()
     assert main([str(other), f"--to={tmp_path / 'none' / 'page.html'}"]) == 2
-    assert "--to: " in capsys.readouterr().err
+    assert "--output: " in capsys.readouterr().err
     for words, said in ((["nowhere"], "has no config.json"), ([], "WORKDIR"),
                         ([str(other), "--live", "--to=x"], "--live writes no file"),
                         ([str(other), "--port=1"], "read with --live only")):
