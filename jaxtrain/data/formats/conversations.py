@@ -1,4 +1,4 @@
-"""Read conversations (messages, prompt and completion, preferences or labelled answers) and bring them into one form.
+"""Read conversations (messages, instructions, prompt and completion, preferences, labelled answers) into one form.
 
 An example is a prompt, which is only context, and completions, which may be trained on: one, or the chosen and the
 rejected one. Both are plain text, or messages as chat templates take them.
@@ -15,12 +15,15 @@ from jaxtrain.files.bounded_files import parsed
 
 Messages: TypeAlias = list[dict[str, Any]]
 
-FORMATS = ("text", "messages", "prompt_completion", "preference", "labelled")
-FIELDS = {"messages": ("messages", "conversations", "tools"), "prompt_completion": ("prompt", "completion", "tools"),
+FORMATS = ("text", "messages", "alpaca", "prompt_completion", "preference", "labelled")
+FIELDS = {"messages": ("messages", "conversations", "system", "tools"),
+          "alpaca": ("instruction", "input", "output", "system", "history", "tools"),
+          "prompt_completion": ("prompt", "completion", "tools"),
           "preference": ("prompt", "chosen", "rejected", "tools"),
           "labelled": ("prompt", "completion", "label", "tools")}
 ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool", "function")} | {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "observation": "tool"}
+CALL = "function_call"  # ShareGPT's role of a turn that is a call, written as JSON
 
 
 class Unusable(ValueError):
@@ -67,6 +70,7 @@ def format_of(fields: set[str], field: str, where: str) -> str:
     """Return the format of a record with these fields."""
     fits = [name for name, there in (
         ("text", field in fields), ("messages", bool(fields & {"messages", "conversations"})),
+        ("alpaca", {"instruction", "output"} <= fields),
         ("prompt_completion", {"prompt", "completion"} <= fields and "label" not in fields),
         ("labelled", {"prompt", "completion", "label"} <= fields),
         ("preference", {"chosen", "rejected"} <= fields)) if there]
@@ -94,7 +98,10 @@ def example_of(record: Any, form: str, where: str) -> bytes:
         said = [record[name] for name in ("messages", "conversations") if name in record]
         if not said:
             raise _missing("messages", where)
-        return Example([], [_messages(said[0])], tools).to_bytes()
+        return Example([], [[*_system(record), *_messages(said[0])] if "conversations" in record
+                            else _messages(said[0])], tools).to_bytes()
+    if form == "alpaca":
+        return Example(*_instruction(record, where), tools).to_bytes()
     names = ("chosen", "rejected") if form == "preference" else ("completion",)
     for name in FIELDS[form][form == "preference":-1]:  # a preference may have its prompt in both answers
         if name not in record:
@@ -111,6 +118,41 @@ def example_of(record: Any, form: str, where: str) -> bytes:
         prompt, parts = _common(None if prompt is None else _part(prompt), parts)
     prompt, *parts = _alike([_part(prompt), *parts])
     return Example(prompt, parts, tools, label).to_bytes()
+
+
+def _instruction(record: dict[str, Any], where: str) -> tuple[Messages, list[Messages]]:
+    """Return the prompt and the completion of a record of Alpaca, as LLaMA-Factory reads them.
+
+    The instruction and its input, each on lines of its own, are what the user says. Turns before them, in `history`,
+    are learnt like the last one: the prompt is what comes before the first answer.
+    """
+    for name in ("instruction", "output"):
+        if name not in record:
+            raise _missing(name, where)
+    turns = [*_turns(record.get("history")), (record["instruction"], record.get("input"), record["output"])]
+    messages = _system(record)
+    for asked, given, answer in turns:
+        if not isinstance(asked, str) or not isinstance(given, str | None) or not isinstance(answer, str):
+            raise Unusable("an instruction, input or output that is not text")
+        messages += [{"role": "user", "content": "\n".join(part for part in (asked, given) if part)},
+                     {"role": "assistant", "content": answer}]
+    first = len(messages) - 2 * len(turns) + 1
+    return messages[:first], [messages[first:]]
+
+
+def _turns(history: Any) -> list[tuple[Any, None, Any]]:
+    """Return the earlier turns of a record of Alpaca: pairs of what was asked and answered."""
+    history = _parsed(history) if isinstance(history, str) and history else history
+    if not isinstance(history or [], list) or not all(isinstance(one, list) and len(one) == 2 for one in history or []):
+        raise Unusable("a history that is not a list of pairs")
+    return [(asked, None, answer) for asked, answer in history or []]
+
+
+def _system(record: dict[str, Any]) -> Messages:
+    """Return the message of the field `system`, which ShareGPT and Alpaca have beside the turns, if it says anything."""
+    if not isinstance(said := record.get("system") or "", str):
+        raise Unusable("a system prompt that is not text")
+    return [{"role": "system", "content": said}] if said else []
 
 
 def _missing(name: str, where: str) -> UserError:
@@ -159,9 +201,13 @@ def _messages(said: Any) -> Messages:
 def _message(said: dict[str, Any]) -> dict[str, Any]:
     """Convert a message to OpenAI's form: ShareGPT's `from` and `value` are renamed, and null values dropped."""
     role = said.get("role", said.get("from"))
+    if role == CALL:
+        return {"role": "assistant", "content": "", "tool_calls": _called(said.get("content", said.get("value")))}
     if not isinstance(role, str) or role not in ROLES:
         raise Unusable(f"role {role!r} is not known")
     content = said.get("content", said.get("value"))
+    if "from" in said and content is None:
+        raise Unusable("a turn without 'value'")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise Unusable("content that is not text")
@@ -178,6 +224,15 @@ def _message(said: dict[str, Any]) -> dict[str, Any]:
     if content is None and not calls and ROLES[role] != "assistant":
         raise Unusable("content that is not text")
     return {"role": ROLES[role], "content": content or "", **rest}
+
+
+def _called(said: Any) -> list[Any]:
+    """Return the calls that a turn of ShareGPT's role for them has as JSON: one, or a list."""
+    calls = _parsed(said) if isinstance(said, str) else said
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise Unusable("a function_call that is not JSON with a name and arguments")
+    return [{"type": "function", "function": _call(call)} for call in calls]
 
 
 def _call(call: Any) -> Any:

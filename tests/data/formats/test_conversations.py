@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples/chat"
 ASKED, SAID = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 OTHER = {"role": "assistant", "content": "b"}
+CALL = {"name": "add", "arguments": {"a": 1, "b": 2}}
 
 
 def write(path: Path, records) -> Path:
@@ -79,6 +80,18 @@ def documents(tokens) -> list[list[tuple[int, bool]]]:
      [[ASKED, SAID | {"reasoning_content": "hm"}]]),
     ("messages", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [],
      [[ASKED, SAID]]),
+    ("messages", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"}, [],
+     [[{"role": "system", "content": "s"}, ASKED, SAID]]),
+    ("messages", {"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(CALL)},
+                                    {"from": "observation", "value": "3"}, {"from": "gpt", "value": "a"}]}, [],
+     [[ASKED, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+       {"role": "tool", "content": "3"}, SAID]]),
+    ("alpaca", {"instruction": "q", "output": "a"}, [ASKED], [[SAID]]),
+    ("alpaca", {"instruction": "q", "input": "", "output": "a"}, [ASKED], [[SAID]]),
+    ("alpaca", {"instruction": "Sum:", "input": "1 2", "output": "a", "system": "s"},
+     [{"role": "system", "content": "s"}, ASKED | {"content": "Sum:\n1 2"}], [[SAID]]),
+    ("alpaca", {"instruction": "q", "input": None, "output": "b", "history": [["q", "a"]]}, [ASKED],
+     [[SAID, ASKED, OTHER]]),
     ("prompt_completion", {"prompt": "q", "completion": " a"}, "q", [" a"]),
     ("prompt_completion", {"prompt": [ASKED], "completion": [SAID]}, [ASKED], [[SAID]]),
     ("prompt_completion", {"prompt": [ASKED], "completion": "a"}, [ASKED], [[SAID]]),
@@ -111,6 +124,15 @@ def test_tools_are_as_templates_want_them():
     ("messages", {"messages": [SAID | {"tool_calls": "add(1, 2)"}]}, "tool_calls that are not a list"),
     ("messages", {"messages": [ASKED | {"content": [{"type": "image"}]}]}, "content that is not text"),
     ("messages", {"messages": [ASKED | {"content": None}]}, "content that is not text"),
+    ("messages", {"conversations": [{"from": "gpt", "text": "a"}]}, "a turn without 'value'"),
+    ("messages", {"conversations": [{"from": "bird", "value": "a"}]}, "role 'bird' is not known"),
+    ("messages", {"conversations": [{"from": "function_call", "value": "add(1)"}]}, "function_call that is not JSON"),
+    ("messages", {"conversations": [{"from": "gpt", "value": "a"}], "system": 3}, "system prompt that is not text"),
+    ("alpaca", {"instruction": ["q"], "output": "a"}, "instruction, input or output that is not text"),
+    ("alpaca", {"instruction": "q", "input": {}, "output": "a"}, "instruction, input or output that is not text"),
+    ("alpaca", {"instruction": "q", "output": None}, "instruction, input or output that is not text"),
+    ("alpaca", {"instruction": "q", "output": "a", "history": "q a"}, "history that is not a list of pairs"),
+    ("alpaca", {"instruction": "q", "output": "a", "history": [["q", 3]]}, "output that is not text"),
     ("preference", {"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
 ], ids=str)
 def test_a_record_that_cannot_be_used_says_why(form, record, words):
@@ -121,7 +143,7 @@ def test_a_record_that_cannot_be_used_says_why(form, record, words):
 @pytest.mark.parametrize(("fields", "want"), [
     ("text id", "text"), ("prompt messages", "messages"), ("conversations", "messages"), ("other", "text"),
     ("prompt completion", "prompt_completion"), ("chosen rejected", "preference"),
-    ("prompt completion label", "labelled")])
+    ("prompt completion label", "labelled"), ("instruction input output", "alpaca"), ("instruction", "text")])
 def test_what_a_record_is_shows_in_its_fields(fields, want):
     assert format_of(set(fields.split()), "text", "a") == want
 
