@@ -156,7 +156,9 @@ class Parser(argparse.ArgumentParser):
         """Parse what is before a `--` with flags as they are spelled here."""
         words = sys.argv[1:] if args is None else list(args)
         end = words.index("--") if "--" in words else len(words)
-        return super().parse_known_args([*map(self._spelled, words[:end]), *words[end:]], namespace)
+        overrides, flags = _overrides_apart(words[:end])
+        found, rest = super().parse_known_args([*map(self._spelled, flags), *words[end:]], namespace)
+        return found, [*overrides, *rest]
 
     def _spelled(self, word: str) -> str:
         """Return a flag that has dashes for underscores, or its name of before, as it is spelled here."""
@@ -175,6 +177,18 @@ class Parser(argparse.ArgumentParser):
         fix = nearest(flags[0], self._option_string_actions) if flags else "see --help"
         raise UserError("command line", message, "several values follow a flag without =, as in --input a b"
                         if words and not flags else fix)
+
+
+def _overrides_apart(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words that set keys of the config, and all others.
+
+    argparse would take the value of a key for a positional argument if it contains a space.
+    """
+    overrides, flags = [], []
+    for before, word in zip(["", *words], words, strict=False):
+        value_apart = before.startswith("--config.") and "=" not in before and not word.startswith("-")
+        (overrides if word.startswith("--config.") or value_apart else flags).append(word)
+    return overrides, flags
 
 
 def _folded(flag: str) -> str:

@@ -31,7 +31,8 @@ def test_sound():
 def _tier(folder):
     """Return the exit status of a tier with a second run of what failed, and what was printed meanwhile."""
     first = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:xdist"], cwd=folder).returncode
-    again = subprocess.run([sys.executable, RETRY, f"{first}", "flaky", "-q"], cwd=folder, capture_output=True, text=True)
+    command = [sys.executable, RETRY, f"{first}", "flaky", "-q"]
+    again = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     return again.returncode, again.stdout
 
 

@@ -142,6 +142,13 @@ def test_a_config_is_the_first_word_or_a_flag(words):
     assert config_of(words)[0] == "a.py:tiny"
 
 
+def test_the_value_of_a_key_may_have_spaces():
+    flags, overrides = training_flags(["--config.data.mixture={'a': 1}", "configs/gpt.py"])
+    assert flags.config == "configs/gpt.py" and overrides == {"data.mixture": "{'a': 1}"}
+    with pytest.raises(UserError, match=r"^--config.train.steps: it has no value; write --config.train.steps=VALUE"):
+        training_flags(["configs/gpt.py", "--config.train.steps", "5"])
+
+
 def test_flags_may_have_dashes_and_the_names_of_before():
     _, overrides, flags = config_of(["a.py", "--print-config=diff", "--may-change=train.steps",
                                           "--num-processes", "2", "--config.optimizer.learning-rate=1",
