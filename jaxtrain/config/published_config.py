@@ -12,6 +12,7 @@ from jaxtrain.config import published_towers
 from jaxtrain.config.families import FAMILIES, Gemma3Config, GptOssConfig, ModelConfig, RotaryConfig
 from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.config.schema import ROWS, DataConfig
+from jaxtrain.config.speech import published_speech
 from jaxtrain.config.vision_keys import DualEncoderConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
@@ -120,6 +121,8 @@ def model_section(folder: str | Path) -> Keys:
         if kind in published_towers.KINDS:
             section |= published_towers.pixels(kind, path.parent, section["picture_size"])
             section |= published_towers.fillers(kind, path.parent)
+        if kind == "whisper":
+            section |= published_speech.section(given, path.parent)
         return section
     except UserError:
         raise
