@@ -1,1 +1,1 @@
-"""What published speech models say beside their shapes: the tokens around transcripts, and languages."""
+"""The rules of published speech models: tokens around transcripts, languages, and the audio that they read."""

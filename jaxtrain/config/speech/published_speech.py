@@ -1,4 +1,4 @@
-"""What a published Whisper says beside the sizes of its layers: its tokens, and the audio that it reads."""
+"""The keys of a published Whisper that are not the sizes of its layers: its tokens, and the audio that it reads."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -20,9 +20,10 @@ _START, _END, _SUPPRESSED_FIRST = 50257, 50256, (220, 50256)  # in transformers,
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "do_sample": (False,), "repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1,), "encoder_no_repeat_ngram_size": (0,), "min_length": (0,),
-    "bad_words_ids": ([],), "min_new_tokens": (0,), "sequence_bias": ({}, []), "forced_bos_token_id": (), "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (), "guidance_scale": (1,), "condition_on_prev_tokens": (False,),
-    "compression_ratio_threshold": (), "logprob_threshold": (), "no_speech_threshold": (), "penalty_alpha": (0,)}
+    "bad_words_ids": ([],), "min_new_tokens": (0,), "sequence_bias": ({}, []), "forced_bos_token_id": (),
+    "forced_eos_token_id": (), "exponential_decay_length_penalty": (), "guidance_scale": (1,),
+    "condition_on_prev_tokens": (False,), "compression_ratio_threshold": (), "logprob_threshold": (),
+    "no_speech_threshold": (), "penalty_alpha": (0,)}
 
 
 @dataclass(frozen=True)
@@ -118,34 +119,41 @@ def published_rules(given: Keys, folder: Path) -> TranscriptRules:
     where, defaults = folder / (CONFIG if said is None else GENERATION), {"begin_suppress_tokens": _SUPPRESSED_FIRST}
     own: Keys = defaults | dict(given) if said is None else said
 
-    def ids(key: str, several: bool = False) -> tuple[int, ...]:
-        found = own.get(key)
-        found = [] if found is None else list(found) if isinstance(found, list | tuple) else [found]
-        if wrong := [id for id in found if type(id) is not int or id >= 2**31] or (found[1:] if not several else []):
-            raise UserError(f"{where}", f"{key}={own[key]!r} is not what transcripts can be written by ({wrong[0]!r})",
-                            "write tokens there, as numbers" if several else "write one token there, as a number")
-        return tuple(id for id in found if id >= 0)
+    def one(key: str) -> int | None:
+        return next(iter(_ids(own, key, where, several=False)), None)
 
-    def table(key: str) -> dict[str, int]:
-        found = own.get(key) or {}
-        if not isinstance(found, dict) or any(type(id) is not int or id < 0 for id in found.values()):
-            raise UserError(f"{where}", f"{key} does not give tokens their numbers", "download it again")
-        return {f"{name}".removeprefix("<|").removesuffix("|>"): id for name, id in found.items()}
+    def needed(key: str, plain: int) -> int:
+        return next(iter([*_ids(own, key, where, False), *_ids(given, key, folder / CONFIG, False)]), plain)
 
-    one = {name: next(iter(ids(key)), None) for name, key in (
-        ("start", "decoder_start_token_id"), ("end", "eos_token_id"), ("no_times", "no_timestamps_token_id"),
-        ("latest", "max_initial_timestamp_index"), ("length", "max_length"), ("new", "max_new_tokens"))}
-    start, end = (one[name] if one[name] is not None else given.get(key, plain) for name, key, plain in (
-        ("start", "decoder_start_token_id", _START), ("end", "eos_token_id", _END)))
+    no_times, length = one("no_timestamps_token_id"), one("max_new_tokens") or (one("max_length") if said else None)
     rules = TranscriptRules(
-        start, end, languages=table("lang_to_id"), tasks=table("task_to_id"), no_times=one["no_times"],
+        needed("decoder_start_token_id", _START), needed("eos_token_id", _END),
+        languages=_table(own, "lang_to_id", where), tasks=_table(own, "task_to_id", where), no_times=no_times,
         one_language=own.get("is_multilingual") is False, detects=bool(own.get("lang_to_id")),
-        times=own.get("return_timestamps") is True and one["no_times"] is not None,
-        suppressed=ids("suppress_tokens", True), suppressed_first=ids("begin_suppress_tokens", True),
-        latest=one["latest"], longest=one["new"] or (one["length"] if said and one["length"] else 2**31),
+        times=own.get("return_timestamps") is True and no_times is not None,
+        suppressed=_ids(own, "suppress_tokens", where), suppressed_first=_ids(own, "begin_suppress_tokens", where),
+        latest=one("max_initial_timestamp_index"), longest=length or 2**31,
         not_applied=tuple(f"{key}={value!r}" for key, plain in _NEUTRAL.items()
                           if (value := own.get(key)) is not None and value not in plain))
     return _with_forced(rules, own, given, where)
+
+
+def _ids(said: Keys, key: str, where: Path, several: bool = True) -> tuple[int, ...]:
+    """Return the numbers that a key has; negative ones stand for none."""
+    value = said.get(key)
+    found = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    if any(type(id) is not int or id >= 2**31 for id in found) or (len(found) > 1 and not several):
+        raise UserError(f"{where}", f"{key}={value!r} is not {'a list of numbers' if several else 'a number'}",
+                        "download it again")
+    return tuple(id for id in found if id >= 0)
+
+
+def _table(said: Keys, key: str, where: Path) -> dict[str, int]:
+    """Return tokens by their names without brackets."""
+    found = said.get(key) or {}
+    if not isinstance(found, dict) or any(type(id) is not int or not 0 <= id < 2**31 for id in found.values()):
+        raise UserError(f"{where}", f"{key} does not give tokens their numbers", "download it again")
+    return {f"{name}".removeprefix("<|").removesuffix("|>"): id for name, id in found.items()}
 
 
 def _with_forced(rules: TranscriptRules, own: Keys, given: Keys, where: Path) -> TranscriptRules:

@@ -50,10 +50,9 @@ class SpeechModel:
 
         rules, c = self.rules, self.c
         known = c.vocab_size if rules.published else known_tokens(self.words, c, self.first)
-        return SpeechDecoding(
-            self.model, c.end, known, *([id for id in some if id < c.vocab_size]
-                                        for some in (self.silent, rules.suppressed_first)),
-            Timestamps(self.first, c.end, rules.latest) if self.first else None)
+        silent, first = ([id for id in some if id < c.vocab_size] for some in (self.silent, rules.suppressed_first))
+        return SpeechDecoding(self.model, c.end, known, silent, first,
+                              Timestamps(self.first, c.end, rules.latest) if self.first else None)
 
     @property
     def silent(self) -> list[int]:

@@ -86,7 +86,7 @@ def test_languages_are_called_as_in_transformers():
 
 
 @pytest.mark.parametrize(("key", "value", "message"), [
-    ("suppress_tokens", 5, ""), ("suppress_tokens", ["a"], "suppress_tokens=['a'] is not what transcripts can be"),
+    ("suppress_tokens", 5, ""), ("suppress_tokens", ["a"], "suppress_tokens=['a'] is not a list of numbers; download"),
     ("eos_token_id", [30, 29], "eos_token_id=[30, 29] is not"), ("decoder_start_token_id", "x", "decoder_start_token"),
     ("begin_suppress_tokens", {"a": 1}, "begin_suppress_tokens={'a': 1} is not"),
     ("no_timestamps_token_id", 1.5, "no_timestamps_token_id=1.5 is not"), ("max_length", True, "max_length=True is"),

@@ -54,7 +54,7 @@ def test_what_an_own_model_does_not_know_is_refused(given, message):
 
 
 def test_an_own_model_may_say_that_there_are_no_times():
-    """Where its transcripts begin with that token, rather than follow it."""
+    """Its transcripts may begin with that token, rather than follow it."""
     def silent(prompt, first=0):
         made = SpeechModel(SPEAKER, None, WORDS, speech_model.own_rules(SPEAKER, WORDS), prompt, first)
         return made.silent
@@ -63,7 +63,7 @@ def test_an_own_model_may_say_that_there_are_no_times():
 
 
 def test_a_run_has_the_rules_of_the_model_that_it_began_with(tmp_path):
-    """Those that it kept, or those of the folder, as long as its transcripts begin and end with the same tokens."""
+    """It takes what it kept, or the folder, as long as its transcripts begin and end with the same tokens."""
     published = folder_of(tmp_path / "published model")
     run = folder_of(tmp_path / "run", {"model": {"name": "whisper"}, "train": {"init_from": f"{published}"}}, None)
     again = folder_of(tmp_path / "again", {"model": {"name": "whisper"}, "train": {"init_from": f"{run}"}}, None)
@@ -88,7 +88,7 @@ def test_languages_are_the_tokenizers_where_the_published_files_name_none(tmp_pa
 
 
 def test_a_recording_of_several_windows_is_read_with_times(tmp_path):
-    """Where a published model knows them: without, transformers does not read it either."""
+    """A published model knows them; without times, transformers does not read such a recording either."""
     rules = speech_model.rules_for(folder_of(tmp_path), SPEAKER, WORDS)
     model = SpeechModel(SPEAKER, None, WORDS, rules, [31, 33, 37, 41])
     assert (model.timed.prompt, model.timed.first) == ([31, 33, 37], 42) and model.timed.timed is model.timed
