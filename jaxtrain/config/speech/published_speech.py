@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.speech.transcript_rules import CONFIG, GENERATION, TranscriptRules, published_rules
+from jaxtrain.config.speech.transcript_rules import CONFIG, TranscriptRules, published_rules
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
 
@@ -13,7 +13,7 @@ PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 # What jaxtrain's frames are made by (data/prepare_sequences/audio.py), in the names of transformers' extractor.
 _FRAMES = {"sampling_rate": 16_000, "hop_length": 160, "n_fft": 400, "padding_value": 0, "dither": 0,
            "padding_side": "right"}
-_SECONDS = 100  # frames
+_SECOND = 100  # frames
 _SIZES = ("max_target_positions", "max_source_positions", "num_mel_bins")
 
 
@@ -43,8 +43,7 @@ def _check_frames(given: Mapping[str, Any], folder: Path) -> None:
     if not isinstance(said, dict):
         return
     mels, positions = given.get("num_mel_bins", 80), given.get("max_source_positions", 1500)
-    wanted = _FRAMES | {"feature_size": mels, "chunk_length": positions * 2 / _SECONDS,
-                        "feature_extractor_type": "WhisperFeatureExtractor"}
+    wanted = frames_of(mels, positions)
     plain = {"feature_size": 80, "chunk_length": 30}  # in transformers, where the file does not say
     for key, value in wanted.items():
         if (found := said.get(key, plain.get(key, value))) != value:
@@ -53,12 +52,16 @@ def _check_frames(given: Mapping[str, Any], folder: Path) -> None:
                 f"{why} of {CONFIG} asks for {value:g}" if why else f"only {value!r} can"), fix)
 
 
+def frames_of(mels: int, positions: int) -> Keys:
+    """Return what preprocessor_config.json says of frames of so many bands, two for each position of the encoder."""
+    seconds = positions * 2 / _SECOND
+    return _FRAMES | {"feature_size": mels, "chunk_length": int(seconds) if seconds.is_integer() else seconds,
+                      "feature_extractor_type": "WhisperFeatureExtractor"}
+
+
 def rules_of(folder: Path) -> TranscriptRules | None:
     """Return the rules of the published model whose small files are in a folder; None without any."""
     given = user_json(folder / CONFIG, dict, f"{folder / CONFIG}", "copy it again")
     if given is None or given.get("model_type") != "whisper":
         return None
     return published_rules(given, folder)
-
-
-__all__ = ["GENERATION", "rules_of", "section"]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.published_config import FILE
-from jaxtrain.config.speech.published_speech import GENERATION, rules_of
-from jaxtrain.config.speech.transcript_rules import DETECTED, TranscriptRules
+from jaxtrain.config.speech.published_speech import rules_of
+from jaxtrain.config.speech.transcript_rules import DETECTED, GENERATION, TranscriptRules
 from jaxtrain.errors import UserError, say
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.hub.speech.transcript_windows import Segment, read_window
@@ -138,7 +138,7 @@ def known_tokens(words: Any, c: Any, first: int) -> int:
 def rules_for(folder: str | Path, c: Any, words: Any) -> TranscriptRules:
     """Return the rules of the model in a folder: of the published one that it is or began with, or its tokenizer's."""
     own = own_rules(c, words)
-    for source in _published_sources(Path(folder)):
+    for source in sources_of(Path(folder)):
         found = rules_of(source)
         if found is None:
             continue
@@ -149,14 +149,16 @@ def rules_for(folder: str | Path, c: Any, words: Any) -> TranscriptRules:
             raise UserError(f"{source / GENERATION}", f"{wrong[0]} is not a token below vocab_size={c.vocab_size}",
                             "bring the file that belongs to the model")
         if not found.languages and not found.one_language:
-            found = replace(found, languages=own.languages, tasks=found.tasks or own.tasks)
+            found = replace(found, languages=own.languages, tasks=found.tasks or own.tasks,
+                            no_times=own.no_times if found.no_times is None else found.no_times)
         return found
     return own
 
 
 def own_rules(c: Any, words: Any) -> TranscriptRules:
-    """Return the rules of a model whose tokenizer alone tells what tokens mean."""
-    known, named = words.specials, {name[2:-2]: id for name, id in words.specials.items() if name.startswith("<|")}
+    """Return the rules of a model whose tokenizer alone tells what tokens mean; `words`: that, None without one."""
+    known = {} if words is None else words.specials
+    named = {name[2:-2]: id for name, id in known.items() if name.startswith("<|")}
     silent = [known[START]] if START in known else []
     return TranscriptRules(
         c.prefix[0], c.end, languages={name: id for name, id in named.items() if len(name) in (2, 3)
@@ -165,7 +167,21 @@ def own_rules(c: Any, words: Any) -> TranscriptRules:
         suppressed=tuple(silent), latest=LATEST)
 
 
-def _published_sources(folder: Path) -> Iterator[Path]:
+def prefix_note(folder: Path, c: Any) -> str:
+    """Return a warning for who trains a published model of several languages and names none; "" otherwise."""
+    rules = rules_of(folder)
+    if rules is None or not rules.detects or list(c.prefix) != [rules.start]:
+        return ""
+    names, language = {id: name for table in (rules.languages, rules.tasks) for name, id in table.items()}, min(
+        rules.languages)
+    ids = rules.prompt(c.prefix, language)
+    said = "".join(f"<|{names[id]}|>" if id in names else NO_TIMES for id in ids[1:])
+    return (f"warning: the model in {folder} knows several languages, and model.prefix names none: give one, such as "
+            f"--config.model.prefix={ids}, or begin transcripts with tokens such as {said} (prepare_sequences "
+            "--special_tokens)")
+
+
+def sources_of(folder: Path) -> Iterator[Path]:
     """Yield where the small files of the published model may be that is in a folder, or that its run began with."""
     yield folder / KEPT
     yield folder
@@ -173,7 +189,7 @@ def _published_sources(folder: Path) -> Iterator[Path]:
     began = (said.get("train") or {}).get("init_from") if isinstance(said.get("model"), dict) else None
     if isinstance(began, str) and began and Path(began).is_dir():
         if (Path(began) / "checkpoints").is_dir():
-            yield from _published_sources(Path(began))
+            yield from sources_of(Path(began))
         else:
             yield Path(began)
 

@@ -84,7 +84,7 @@ def test_languages_are_the_tokenizers_where_the_published_files_name_none(tmp_pa
     """As in folders that export wrote of a run's own model."""
     folder = folder_of(tmp_path, None, {"decoder_start_token_id": 31, "eos_token_id": 30})
     found = speech_model.rules_for(folder, SPEAKER, WORDS)
-    assert found.prompt([31], "en") == [31, 4, 5] and found.prompt([31]) == [31]
+    assert found.prompt([31], "en") == [31, 4, 5, 19] and found.prompt([31]) == [31]
 
 
 def test_a_recording_of_several_windows_is_read_with_times(tmp_path):
