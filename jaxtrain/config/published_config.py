@@ -22,6 +22,7 @@ from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.config.published_layers import Refuse, layer_types
 from jaxtrain.config.published_rotary import gemma_layers, published_rotary, rotary
 from jaxtrain.config.schema import ROWS, DataConfig
+from jaxtrain.config.speech import published_speech
 from jaxtrain.config.vision_keys import DualEncoderConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
@@ -112,6 +113,8 @@ def model_section(folder: str | Path) -> Keys:
         if kind in published_towers.KINDS:
             section |= published_towers.pixels(kind, path.parent, section["picture_size"])
             section |= published_towers.fillers(kind, path.parent)
+        if kind == "whisper":
+            section |= published_speech.section(given, path.parent)
         return section
     except UserError:
         raise

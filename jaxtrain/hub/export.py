@@ -128,6 +128,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
 
 def _write_configs(workdir: Path, folder: Path, described: dict[str, Any], config: Any) -> None:
     """Write the tokenizer, config.json and, for encoders of pictures, their preprocessor's file."""
+    from jaxtrain.config.modality_families import WhisperConfig
     from jaxtrain.config.published_config import FILE
     from jaxtrain.config.published_towers import PREPROCESSOR, preprocessor
     from jaxtrain.config.vision_keys import DualEncoderConfig
@@ -136,6 +137,13 @@ def _write_configs(workdir: Path, folder: Path, described: dict[str, Any], confi
     _write_tokenizer(workdir, folder, described, config.model)
     if config.preference.reward_head and "eos_token_id" in described:
         described["pad_token_id"] = described["eos_token_id"]  # rewards are read at the last token that is none
+    if isinstance(config.model, WhisperConfig):
+        from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
+        from jaxtrain.hub.speech import exported_speech
+
+        kept = workdir / "tokenizer"
+        exported_speech.write(workdir, folder, config.model, load_tokenizer(f"{kept}") if kept.is_dir() else None,
+                              described)
     atomic_files.write_json(folder / FILE, described)
     if isinstance(config.model, DualEncoderConfig):
         atomic_files.write_json(folder / PREPROCESSOR, preprocessor(config.model))

@@ -11,6 +11,7 @@ from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES, ModelConfig
 from jaxtrain.config.load import load_config
+from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.config.schema import Config, TrainConfig
 from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig
 from jaxtrain.distributed.coordination import exchange
@@ -114,6 +115,11 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
         what = f"adapters in {folder} and the parameters in {adapter_files.base_of(folder)}" if adapted else (
             f"parameters in {folder}")
         say(f"begins with the published {what}{_otherwise(theirs, run)}")
+        if isinstance(theirs, WhisperConfig):
+            from jaxtrain.hub.speech.speech_model import prefix_note
+
+            if note := prefix_note(folder, run.config.model):
+                say(note)
         if not (adapted or any(folder.glob("*.safetensors")) or (folder / INDEX).exists()):
             raise UserError(KEY, f"{folder} has a {published_config.FILE} and no weights", "put them there, or set "
                             f"{KEY} to nothing (--config.{KEY}=) to begin with random ones")

@@ -32,7 +32,7 @@ class Timestamps:
 
     first: int  # the token of 0 seconds; all from there on are times
     end: int  # the end of a transcript
-    latest: int = 50  # that the first one may be
+    latest: int | None = 50  # that the first one may be; None: any
 
     def allowed(self, logp_RV: jax.Array, tokens_RN: jax.Array, count: jax.Array) -> jax.Array:
         """Return log-probabilities without those that break a rule, after `count` tokens of each row."""
@@ -51,7 +51,7 @@ class Timestamps:
         least_R = newest_R + jnp.where(last & ~before, 0, time_RN.any(1))
         banned = (last & before)[:, None] & times_V | (last & ~before)[:, None] & text_V
         banned |= times_V & (ids_V < least_R[:, None])
-        starts = ~times_V | (ids_V > self.first + self.latest)
+        starts = ~times_V if self.latest is None else ~times_V | (ids_V > self.first + self.latest)
         logp_RV = jnp.where(banned | ((count == 0) & starts), NEVER, logp_RV)
         times_R = jax.nn.logsumexp(jnp.where(times_V, logp_RV, NEVER), -1)
         likelier_R = times_R > jnp.where(times_V, NEVER, logp_RV).max(-1)
@@ -67,6 +67,7 @@ class SpeechDecoding:
         end: the token that ends a transcript.
         known: how many tokens the tokenizer has; the table may have more rows, which are never chosen.
         suppressed: tokens that are never chosen.
+        suppressed_first: tokens that are not chosen as the first ones.
         timestamps: the rules of times; None: no token is one.
     """
 
@@ -74,14 +75,15 @@ class SpeechDecoding:
     end: int
     known: int
     suppressed: Sequence[int] = ()
+    suppressed_first: Sequence[int] = ()
     timestamps: Timestamps | None = None
 
     def __post_init__(self):
         graphdef, params = nnx.split(self.model)
         object.__setattr__(self, "_params", params)
-        for name in ("_decoded", "_continued"):
+        for name, static in (("_decoded", (4, 5)), ("_continued", (4, 5)), ("_next_logits", ())):
             object.__setattr__(self, f"{name}_program", jax.jit(partial(getattr(self, name), graphdef),
-                                                                static_argnums=(4, 5)))
+                                                                static_argnums=static))
 
     def decode(self, features_BMC: np.ndarray, valid_BM: np.ndarray | None, prompts_BP: np.ndarray, new: int,
                beams: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -105,11 +107,26 @@ class SpeechDecoding:
                                         new, beams, begun_N, n)
         return tuple(map(np.asarray, found))  # pyrefly: ignore[bad-return]
 
+    def most_likely(self, features_1MC: np.ndarray, valid_1M: np.ndarray | None, prompt: Sequence[int],
+                    among: Sequence[int]) -> int:
+        """Return which of some tokens is the likeliest after a prompt."""
+        logits_V = np.asarray(self._next_logits_program(  # pyrefly: ignore
+            self._params, features_1MC, valid_1M, np.array([prompt], np.int32)))
+        return among[int(logits_V[list(among)].argmax())]
+
+    def _next_logits(self, graphdef, params, features_1MC, valid_1M, prompt_1P):
+        model = nnx.merge(graphdef, params)
+        memory_1SD, heard_1S = self._heard(model, features_1MC, valid_1M)
+        return model.logits(model.decode(prompt_1P, memory_1SD, heard_1S)[0])[0, -1]
+
     def _decoded(self, graphdef, params, features_BMC, valid_BM, prompts_BP, new, beams):
         model = nnx.merge(graphdef, params)
+        return self._searched(model, *self._heard(model, features_BMC, valid_BM), prompts_BP, new, beams)
+
+    def _heard(self, model, features_BMC, valid_BM):
+        """Return what the decoder reads of audio, and which positions of that are not padding."""
         memory_BSD = model.encode(features_BMC.astype(model.norm.scale[...].dtype), valid_BM)
-        heard_BS = None if valid_BM is None else valid_BM[:, ::2]
-        return self._searched(model, memory_BSD, heard_BS, prompts_BP, new, beams)
+        return memory_BSD, None if valid_BM is None else valid_BM[:, ::2]
 
     def _continued(self, graphdef, params, memory_BSD, heard_BS, prompts_BP, new, beams, begun_N, n):
         return self._searched(nnx.merge(graphdef, params), memory_BSD, heard_BS, prompts_BP, new, beams, begun_N, n)
@@ -160,4 +177,7 @@ class SpeechDecoding:
         return jax.nn.log_softmax(jnp.where(never, NEVER, logits_RV))
 
     def _allowed(self, logp_RV, tokens_RN, count):
+        if len(self.suppressed_first):
+            first = np.isin(np.arange(logp_RV.shape[1]), self.suppressed_first)
+            logp_RV = jnp.where((count == 0) & first, NEVER, logp_RV)
         return logp_RV if self.timestamps is None else self.timestamps.allowed(logp_RV, tokens_RN, count)

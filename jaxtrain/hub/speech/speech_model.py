@@ -1,16 +1,24 @@
 """A trained speech model as transcribing needs it: with its tokenizer, the tokens before a transcript, and decoding."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.errors import UserError, nearest
+from jaxtrain.config.published_config import FILE
+from jaxtrain.config.speech.published_speech import rules_of
+from jaxtrain.config.speech.transcript_rules import DETECTED, GENERATION, TranscriptRules
+from jaxtrain.errors import UserError, say
+from jaxtrain.files.bounded_files import user_json
 from jaxtrain.hub.speech.transcript_windows import Segment, read_window
 
 START, NO_TIMES, FIRST_TIME = "<|startoftranscript|>", "<|notimestamps|>", "<|0.00|>"
+TASKS = ("transcribe", "translate")
+LATEST = 50  # steps of 0.02 seconds: what transcripts begin with at the latest (arXiv 2212.04356)
+KEPT = "published"  # the folder of a workdir with the small files of the model that the run began with
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +29,8 @@ class SpeechModel:
         c: its config.
         model: with its parameters.
         words: its tokenizer.
-        prompt: the tokens before every transcript.
+        rules: by which it writes transcripts.
+        prompt: the tokens before every transcript; DETECTED among them: the language of each recording.
         first: the token of 0 seconds; 0: transcripts have no times.
         beams: how many transcripts are followed at once.
     """
@@ -29,6 +38,7 @@ class SpeechModel:
     c: Any
     model: Any
     words: Any
+    rules: TranscriptRules
     prompt: list[int]
     first: int = 0
     beams: int = 1
@@ -38,9 +48,20 @@ class SpeechModel:
         """The programs of decoding."""
         from jaxtrain.hub.speech.speech_decoding import SpeechDecoding, Timestamps
 
-        silent = [id for id in map(self.words.specials.get, (NO_TIMES, START)) if id is not None]
-        return SpeechDecoding(self.model, self.c.end, known_tokens(self.words, self.c, self.first), silent,
-                              Timestamps(self.first, self.c.end) if self.first else None)
+        rules, c = self.rules, self.c
+        known = c.vocab_size if rules.published else known_tokens(self.words, c, self.first)
+        silent, first = ([id for id in some if id < c.vocab_size] for some in (self.silent, rules.suppressed_first))
+        return SpeechDecoding(self.model, c.end, known, silent, first,
+                              Timestamps(self.first, c.end, rules.latest) if self.first else None)
+
+    @property
+    def silent(self) -> list[int]:
+        """The tokens that no transcript has: those of a published model, and the one that stands for no times.
+
+        That is one of the transcript where it does not follow `prompt`, and a published model is not kept from it.
+        """
+        no_times, asked = self.rules.no_times, not self.rules.published and self.rules.no_times in self.prompt
+        return [*self.rules.suppressed, *([no_times] if no_times is not None and (self.first or asked) else ())]
 
     @cached_property
     def encoder(self) -> Any:
@@ -49,18 +70,40 @@ class SpeechModel:
 
         return LiveEncoder(self.model, self.c)
 
+    @cached_property
+    def timed(self) -> "SpeechModel":
+        """The model for recordings of several windows: with times where a published one knows them, as transformers.
+
+        Without times, such models often leave out most of a window that begins or ends within a sentence.
+        """
+        if self.first or not self.rules.published or self.rules.no_times is None:
+            return self
+        return replace(self, prompt=[id for id in self.prompt if id != self.rules.no_times],
+                       first=self.rules.no_times + 1)
+
     @property
     def new(self) -> int:
         """The most tokens of a transcript."""
-        return self.c.max_seq_len - len(self.prompt)
+        return min(self.c.max_seq_len - len(self.prompt), self.rules.longest)
 
     def prompts(self, rows: int) -> np.ndarray:
         """Return the tokens before the transcripts of so many rows."""
         return np.array([self.prompt] * rows, np.int32)
 
+    def prompt_for(self, window_MC: np.ndarray, valid_M: np.ndarray) -> list[int]:
+        """Return the tokens before the transcripts of a recording, whose first window may have to tell the language."""
+        if DETECTED not in self.prompt:
+            return self.prompt
+        spoken = self.decoding.most_likely(window_MC[None], valid_M[None] if self.c.mask_padding else None,
+                                           [self.rules.start], sorted(self.rules.languages.values()))
+        return [spoken if id == DETECTED else id for id in self.prompt]
+
     def said(self, tokens: np.ndarray) -> list[int]:
-        """Return the tokens of a transcript without its end."""
-        return tokens[tokens != self.c.end].tolist()
+        """Return the tokens of a transcript without its end, and, where it has no times, without such."""
+        kept = tokens != self.c.end
+        if not self.first and self.rules.published and self.rules.no_times is not None:
+            kept &= tokens <= self.rules.no_times
+        return tokens[kept].tolist()
 
     def read(self, ids: list[int], at: int, size: int) -> tuple[list[Segment], int]:
         """Return the segments of a window of `size` frames, the first one `at`, and by how many frames to move on."""
@@ -78,8 +121,13 @@ def open_model(folder: str | Path, step: int | None = None, *, beams: int = 1, l
     run, state = trained_model.load_model(folder, step=step)
     c = run.config.model
     assert isinstance(c, WhisperConfig)
-    prompt = prompt_of(words, c, language, task, timestamps)
-    return SpeechModel(c, run.module(state), words, prompt, time_token(words) if timestamps else 0, beams)
+    rules = rules_for(folder, c, words)
+    timestamps = timestamps or rules.times
+    prompt = rules.prompt(c.prefix, language, task, timestamps)
+    if rules.not_applied:
+        say(f"warning: {GENERATION} of {folder} says {', '.join(rules.not_applied)}, which transcribe does not apply")
+    first = _first_time(rules, words) if timestamps else 0
+    return SpeechModel(c, run.module(state), words, rules, prompt, first, beams)
 
 
 def known_tokens(words: Any, c: Any, first: int) -> int:
@@ -87,24 +135,67 @@ def known_tokens(words: Any, c: Any, first: int) -> int:
     return max(words.vocab_size, c.end + 1, first and first + c.audio_positions + 1)
 
 
-def prompt_of(words: Any, c: Any, language: str, task: str, timestamps: bool) -> list[int]:
-    """Return the tokens before a transcript: those of the model, with this language, task and timestamps in place."""
-    known = words.specials
-    if not language and not task and not timestamps:
-        return list(c.prefix)
-    names = {id: token for token, id in known.items()}
-    given = [names.get(id, "") for id in c.prefix]
-    before = next((name for name in given if len(name) in (6, 7) and name.startswith("<|")), "")
-    if not language and not before and "<|en|>" in known:
-        raise UserError("--language", "the model knows several, and model.prefix names none of them",
-                        "give one, such as --language=en")
-    tokens = [START, f"<|{language}|>" if language else before, f"<|{task or 'transcribe'}|>"]
-    tokens = [token for token in (*tokens, "" if timestamps else NO_TIMES) if token]
-    for token in tokens:
-        if token not in known:
-            flag = "--language" if token == f"<|{language}|>" else "--task" if token == f"<|{task}|>" else "WORKDIR"
-            raise UserError(flag, f"the tokenizer has no token {token}", nearest(token, known))
-    return [known[token] for token in tokens]
+def rules_for(folder: str | Path, c: Any, words: Any) -> TranscriptRules:
+    """Return the rules of the model in a folder: of the published one that it is or began with, or its tokenizer's."""
+    own = own_rules(c, words)
+    for source in sources_of(Path(folder)):
+        found = rules_of(source)
+        if found is None:
+            continue
+        if (found.start, found.end) != (c.prefix[0], c.end):
+            break  # the run has other tokens
+        if wrong := [id for id in (*found.forced, *found.languages.values(), *found.tasks.values(),
+                                   found.no_times or 0) if id >= c.vocab_size]:
+            raise UserError(f"{source / GENERATION}", f"{wrong[0]} is not a token below vocab_size={c.vocab_size}",
+                            "bring the file that belongs to the model")
+        if not found.languages and not found.one_language:
+            found = replace(found, languages=own.languages, tasks=found.tasks or own.tasks,
+                            no_times=own.no_times if found.no_times is None else found.no_times)
+        return found
+    return own
+
+
+def own_rules(c: Any, words: Any) -> TranscriptRules:
+    """Return the rules of a model whose tokenizer alone tells what tokens mean; `words`: that, None without one."""
+    known = {} if words is None else words.specials
+    named = {name[2:-2]: id for name, id in known.items() if name.startswith("<|")}
+    silent = [known[START]] if START in known else []
+    return TranscriptRules(
+        c.prefix[0], c.end, languages={name: id for name, id in named.items() if len(name) in (2, 3)
+                                       and name.isalpha() and name.islower()},
+        tasks={name: named[name] for name in TASKS if name in named}, no_times=known.get(NO_TIMES), published=False,
+        suppressed=tuple(silent), latest=LATEST)
+
+
+def prefix_note(folder: Path, c: Any) -> str:
+    """Return a warning for who trains a published model of several languages and names none; "" otherwise."""
+    rules = rules_of(folder)
+    if rules is None or not rules.detects or list(c.prefix) != [rules.start]:
+        return ""
+    names, language = {id: name for table in (rules.languages, rules.tasks) for name, id in table.items()}, min(
+        rules.languages)
+    ids = rules.prompt(c.prefix, language)
+    said = "".join(f"<|{names[id]}|>" if id in names else NO_TIMES for id in ids[1:])
+    return (f"warning: the model in {folder} knows several languages, and model.prefix names none: give one, such as "
+            f"--config.model.prefix={ids}, or begin transcripts with tokens such as {said} (prepare_sequences "
+            "--special_tokens)")
+
+
+def sources_of(folder: Path) -> Iterator[Path]:
+    """Yield where the small files of the published model may be that is in a folder, or that its run began with."""
+    yield folder / KEPT
+    yield folder
+    said = user_json(folder / FILE, dict, "WORKDIR", "copy it again") or {}
+    began = (said.get("train") or {}).get("init_from") if isinstance(said.get("model"), dict) else None
+    if isinstance(began, str) and began and Path(began).is_dir():
+        if (Path(began) / "checkpoints").is_dir():
+            yield from sources_of(Path(began))
+        else:
+            yield Path(began)
+
+
+def _first_time(rules: TranscriptRules, words: Any) -> int:
+    return time_token(words) if rules.no_times is None or not rules.published else rules.no_times + 1
 
 
 def time_token(words: Any) -> int:

@@ -36,10 +36,13 @@ PIPE = "-"
 class _Reading:
     """The position up to which a file, or a window that does not depend on the one before, has been transcribed."""
 
+    model: Any  # with or without times
     frames: np.ndarray
     silence: float
     found: list[Segment]
     begin: int  # of the frames, in the file
+    length: int  # of what is spoken; frames of silence may follow
+    prompt: list[int]
     at: int = 0
 
 
@@ -134,36 +137,54 @@ def transcribe(folder: str | Path, files: Sequence[str], step: int | None = None
 
 def transcribed(model: Any, sounds: Iterable[tuple[str, np.ndarray]], batch_size: int) -> dict[str, list[Segment]]:
     """Return the segments of recordings, each a name and its samples, of which `batch_size` at most are in memory."""
-    from jaxtrain.kernels.log_mel import log_mel_of_file
-
     c, found, active, longest = model.c, dict[str, list[Segment]](), list[_Reading](), 2 * model.c.audio_positions
-    readings = (one for name, samples in sounds for one in _readings(
-        log_mel_of_file(samples, c.mels), found.setdefault(name, []), 0 if model.first else longest))
+    readings = (one for name, samples in sounds for one in _readings(model, samples, found.setdefault(name, [])))
     while active := [*active, *islice(readings, batch_size - len(active))]:
+        how = active[0].model
+        batch = [one for one in active if one.model is how]
         windows, valid = zip(*(window(one.frames[one.at:one.at + longest], one.silence, c)
-                               for one in active), strict=True)
-        rows = [*range(len(active)), *[0] * (batch_size - len(active))]  # one number of rows, for one program
-        tokens, _ = model.decoding.decode(np.stack(windows)[rows], np.stack(valid)[rows] if c.mask_padding else None,
-                                          model.prompts(batch_size), model.new, model.beams)
-        for reading, ids in zip(active, tokens, strict=False):
-            size = min(longest, len(reading.frames) - reading.at)
-            segments, moved = model.read(model.said(ids), reading.begin + reading.at, size)
+                               for one in batch), strict=True)
+        rows = [*range(len(batch)), *[0] * (batch_size - len(batch))]  # one number of rows, for one program
+        tokens, _ = how.decoding.decode(np.stack(windows)[rows], np.stack(valid)[rows] if c.mask_padding else None,
+                                        np.array([batch[row].prompt for row in rows], np.int32), how.new, how.beams)
+        for reading, ids in zip(batch, tokens, strict=False):
+            size = min(longest, reading.length - reading.at)
+            segments, moved = how.read(how.said(ids), reading.begin + reading.at, size)
             reading.found += segments
             reading.at += moved
-        active = [one for one in active if one.at < len(one.frames)]
+        active = [one for one in active if one.at < one.length]
     return found
 
 
-def _readings(frames: np.ndarray, found: list[Segment], window: int) -> Iterator[_Reading]:
-    """Yield what is read one after the other: a file, or, each for itself, its windows of so many frames."""
-    for begin in range(0, len(frames), window or len(frames) or 1):
-        part = frames[begin:begin + window] if window else frames
-        yield _Reading(part, silence_of(frames.max()), found, begin)
+def _readings(model: Any, samples: np.ndarray, found: list[Segment]) -> Iterator[_Reading]:
+    """Yield what is read one after the other of a file: all of it, or, each for itself, its windows."""
+    from jaxtrain.data.prepare_sequences.audio import HOP
+    from jaxtrain.kernels.log_mel import log_mel_of_file
+
+    c, longest, length = model.c, 2 * model.c.audio_positions, len(samples) // HOP
+    as_published = not c.mask_padding and not c.audio_chunk
+    if not length:
+        return
+    if length > longest:
+        model = model.timed
+    elif as_published:  # zeros follow a clip, and its last frames reach into them
+        samples = np.pad(samples, (0, longest * HOP - len(samples)))
+    frames = log_mel_of_file(samples, c.mels)
+    # In the last window of a long file the published decoding has frames of 0, which are not those of silence.
+    silence = 0.0 if as_published and model.first and length > longest else silence_of(frames.max())
+    prompt = model.prompt_for(*window(frames[:longest], silence, c))
+    if model.first:
+        yield _Reading(model, frames, silence, found, 0, length, prompt)
+        return
+    for begin in range(0, length, longest):
+        yield _Reading(model, frames[begin:begin + longest], silence, found, begin, min(longest, length - begin),
+                       prompt)
 
 
 def stream(folder: str | Path, files: Sequence[str], step: int | None = None, *, beams: int = 1, language: str = "",
            task: str = "", timestamps: bool = False) -> dict[str, list[Segment]]:
     """Print what is said in files, one after the other, as it becomes known; arguments and result as `transcribe`."""
+    from jaxtrain.config.speech.transcript_rules import DETECTED
     from jaxtrain.data.prepare_sequences.audio import HOP
     from jaxtrain.hub.speech.live_printing import print_live
     from jaxtrain.hub.speech.piped_audio import as_it_comes
@@ -175,6 +196,8 @@ def stream(folder: str | Path, files: Sequence[str], step: int | None = None, *,
         raise UserError("--stream", "the encoder of this model attends to what comes later, too",
                         "leave it out, or train with model.audio_chunk=50: a second")
     model = open_model(folder, step, beams=beams, language=language, task=task, timestamps=timestamps)
+    if DETECTED in model.prompt:
+        raise UserError("--language", "with --stream the language is not detected", "give one, such as --language=en")
 
     def blocks(source):
         if source is None:

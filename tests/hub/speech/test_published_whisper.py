@@ -11,11 +11,14 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.config.published_config import config_json, model_section, starting_config
 from jaxtrain.data.prepare_sequences import audio
+from jaxtrain.hub import trained_tokenizer
+from jaxtrain.hub.speech import speech_model, transcribe
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.kernels.log_mel import log_mel
 from jaxtrain.sharding import rules as sharding
 from tests.hub import published
 from tests.hub.speech import tiny_whisper as tiny
+from tests.tiers import exhaustive, slow
 
 TRUTH = json.loads(Path(__file__).with_name("whisper_truth.json").read_text())
 
@@ -87,3 +90,63 @@ def test_frames_are_those_of_transformers(mels):
     assert error < 2e-5 * wanted[0]  # as far as float32 of torch is from float64
     here = np.asarray(jax.jit(log_mel, static_argnums=1)(tiny.SAMPLES[None], mels))[0]
     assert np.abs(here - frames).max() < 2e-4
+
+
+# ----------------------------------------------------------------------------------------- transcripts of a tiny model
+class Words:
+    """A tokenizer that spells tokens by their numbers."""
+
+    vocab_size, specials = 53, {}
+
+    @staticmethod
+    def decode(ids):
+        return " ".join(map(str, ids))
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """Return what opens the model that says what one of the files asks for."""
+    shapes, at = TRUTH["speaker"], tmp_path_factory.mktemp("speakers")
+
+    def made(name, *case):
+        folder = at / name
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(tiny.SPEAKER | {"model_type": "whisper"}))
+            if (said := tiny.GENERATIONS[name]) is not None:
+                (folder / "generation_config.json").write_text(json.dumps(said))
+            safetensors_files.write(folder / "model.safetensors", shapes, dict.fromkeys(shapes, np.dtype(np.float32)), (
+                tiny.loud(key, published.weight(key, tuple(shape))) for key, shape in shapes.items()))
+        return speech_model.open_model(folder, **dict(zip(("language", "task", "timestamps"), case, strict=False)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trained_tokenizer, "tokenizer_of", lambda folder: Words)
+        yield made
+
+
+FIRST, OFTEN = ("several", "", "", False), [("one_unforced", "", "", True), ("short", "", "", False)]
+
+
+def tier(case):
+    return case if case[0] == FIRST else (slow if case[0] in OFTEN else exhaustive)(case)[0]
+
+
+@pytest.mark.parametrize(("case", "truth"), [
+    tier(case) for case in zip(tiny.CASES, TRUTH["transcripts"], strict=True)
+    if case[0][:3] != ("german", "", "translate")])
+def test_transcripts_are_those_of_transformers(case, truth, opened):
+    model = opened(*case)
+    rows = [model.prompt_for(frames, np.ones(len(frames))) for frames in tiny.FEATURES]
+    assert rows == truth["prompts"]
+    tokens, _ = model.decoding.decode(tiny.FEATURES, None, np.array(rows, np.int32), model.new)
+    # Without any file, transformers ends after 20 tokens.
+    found = [row[row != tiny.END].tolist()[:20 if case[0] == "none" else None] for row in tokens]
+    assert found == truth["tokens"]
+
+
+def test_windows_of_a_long_recording_are_those_of_transformers(opened, monkeypatch):
+    monkeypatch.setattr("jaxtrain.kernels.log_mel.log_mel_of_file", lambda samples, mels: tiny.LONG[0])
+    model = opened("several", "de")  # it has times for a long one anyway
+    found = transcribe.transcribed(model, [("a", np.zeros(len(tiny.LONG[0]) * audio.HOP))], 1)["a"]
+    assert [[int(id) for id in one.text.split()] for one in found] == TRUTH["long"]
+

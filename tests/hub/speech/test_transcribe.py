@@ -79,8 +79,9 @@ def test_few_recordings_are_in_memory_at_once():
 
     asked, nothing = [], np.full((2, 1), model.c.end)
     counted = SimpleNamespace(decode=lambda *given: asked.append(len(read)) or (nothing, None))
-    counting = SimpleNamespace(c=model.c, prompts=model.prompts, new=model.new, beams=1, said=model.said,
+    counting = SimpleNamespace(c=model.c, prompt_for=model.prompt_for, new=model.new, beams=1, said=model.said,
                                read=model.read, first=0, decoding=counted)
+    counting.timed = counting
     found = transcribe.transcribed(counting, sounds(), 2)
     assert [len(said) for said in found.values()] == [1, 0, 4, 1, 1]
     assert asked == [3, 3, 4, 5]  # two windows each time
@@ -90,8 +91,9 @@ def test_behind_each_recording_there_is_its_own_silence():
     """8 decades below the loudest of all of it, and not of the window, nor of what else is in the batch."""
     model, asked = tiny.speech(mask_padding=False), []
     decoding = SimpleNamespace(decode=lambda frames, *_: asked.append(frames) or (np.full((3, 1), model.c.end), None))
-    told = SimpleNamespace(c=model.c, prompts=model.prompts, new=model.new, beams=1, said=model.said, read=model.read,
-                           first=0, decoding=decoding)
+    told = SimpleNamespace(c=model.c, prompt_for=model.prompt_for, new=model.new, beams=1, said=model.said,
+                           read=model.read, first=0, decoding=decoding)
+    told.timed = told
     sound = tiny.sound(loud_from=0)[1000:8000]
     transcribe.transcribed(told, [("fades", sound * np.where(np.arange(7000) < 5000, 1, 0.01)),
                                   ("low", 0.1 * sound[:1600])], 3)

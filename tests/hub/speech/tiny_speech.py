@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.config.modality_families import WhisperConfig
-from jaxtrain.hub.speech.speech_model import SpeechModel
+from jaxtrain.hub.speech.speech_model import SpeechModel, own_rules
 from jaxtrain.models import make_model
 
 LETTERS = "abcdxefgyhijzk mnop"  # of tokens 4 and up
@@ -32,7 +32,8 @@ def speech(times=False, beams=1, **keys):
     rng = np.random.default_rng(1)  # whose texts differ most from sound to sound
     params = jax.tree.map_with_path(lambda path, a: jnp.asarray(
         ("scale" in jax.tree_util.keystr(path)) + rng.normal(0, 0.6, a.shape), a.dtype), params)
-    return SpeechModel(c, nnx.merge(graphdef, params), WORDS, [1, 2], FIRST_TIME if times else 0, beams)
+    return SpeechModel(c, nnx.merge(graphdef, params), WORDS, own_rules(c, WORDS), [1, 2], FIRST_TIME if times else 0,
+                       beams)
 
 
 def sound(seconds=1.1, loud_from=0.2):

@@ -75,3 +75,34 @@ SENTENCES = [
     "six six six",
     "ninety nine bottles",
 ]
+
+# A tiny one that writes transcripts: 30 tokens of text, then those that stand for none, then times up to 0.2 seconds.
+END, START, TRANSLATE, TRANSCRIBE, NO_TIMES = 30, 31, 36, 37, 41
+LANGUAGES = {"<|en|>": 32, "<|de|>": 33, "<|fr|>": 34, "<|es|>": 35}
+SPEAKER = CONFIG | {"vocab_size": 53, "max_target_positions": 30, "pad_token_id": END, "bos_token_id": START,
+                    "eos_token_id": END, "decoder_start_token_id": START}
+SEVERAL = {"decoder_start_token_id": START, "eos_token_id": END, "bos_token_id": START, "pad_token_id": END,
+           "max_length": 30, "is_multilingual": True, "lang_to_id": LANGUAGES, "no_timestamps_token_id": NO_TIMES,
+           "task_to_id": {"transcribe": TRANSCRIBE, "translate": TRANSLATE}, "return_timestamps": False,
+           "forced_decoder_ids": [[1, None], [2, TRANSCRIBE]], "suppress_tokens": [3, 17, 31, 36, 37, 38, 39, 40],
+           "begin_suppress_tokens": [8, END], "max_initial_timestamp_index": 3}
+_ONE = {key: value for key, value in SEVERAL.items() if key not in ("lang_to_id", "task_to_id", "forced_decoder_ids")}
+GENERATIONS = {  # what generation_config.json says; None: there is no such file
+    "several": SEVERAL, "unforced": SEVERAL | {"forced_decoder_ids": None},
+    "german": SEVERAL | {"forced_decoder_ids": [[1, 33], [2, TRANSCRIBE]]},
+    "named": SEVERAL | {"language": "german", "task": "translate"},
+    "one": _ONE | {"is_multilingual": False, "forced_decoder_ids": [[1, NO_TIMES]]},
+    "one_unforced": _ONE | {"is_multilingual": False, "suppress_tokens": None, "begin_suppress_tokens": None,
+                            "max_initial_timestamp_index": None},
+    "none": None, "short": SEVERAL | {"max_length": 7}}
+CASES = [(name, language, task, timestamps) for name in GENERATIONS for language, task in (
+    ("", ""), ("de", ""), ("spanish", "translate"), ("", "translate")) for timestamps in (False, True)
+    if not ((name[:3] in ("one", "non") and (language or task)) or (name == "none" and timestamps))]
+LONG = np.random.default_rng(17).normal(size=(1, 95, 6)).astype(np.float32)  # of several windows
+
+
+def loud(name, weight):
+    """Return the weights of a model that says other tokens of other frames."""
+    if "norm" in name:
+        return weight * (name != "model.decoder.layer_norm.bias")
+    return weight * (3 if name.endswith("embed_tokens.weight") else 6)
