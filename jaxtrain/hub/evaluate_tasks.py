@@ -275,7 +275,7 @@ def _evaluate(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks
                         "give one of text")
     for name in flags.adapters or [None]:
         results = tasks.ask(HarnessModel(run, state, words, chat=chat, batch_size=flags.batch_size, seed=flags.seed,
-                                         adapter=name))
+                                         adapter=name, folder=flags.workdir))
         record = _record(flags, results) | {"step": found and found[0], "parameters": found and found[1]} | (
             {"adapter": [name, flags.adapters[name]]} if name else {})
         if jax.process_index() == 0:

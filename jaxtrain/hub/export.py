@@ -14,7 +14,6 @@ not.
 """
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,7 +97,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     reward_head = run.config.preference.reward_head
     if checks and reward_head:
         raise UserError("--gates", f"{workdir} has a reward model, which gives no answers", "leave it out")
-    described = config_json(run.config.model, reward_head) | {"dtype": dtype}
+    described = config_json(run.config.model, reward_head)
     params, found = trained_model.load(workdir, run, step, averaged)
     if found is None:
         raise UserError("WORKDIR", f"{workdir} is a published folder already", "give the workdir of a run")
@@ -109,7 +108,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
                                lora.scale(run.config.lora))
         exchange(None)  # all files are written
         if first:
-            _write_configs(workdir, partial, described, run.config)
+            _write_configs(workdir, partial, described, run.config, dtype)
         record: dict[str, Any] = {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
                                   "averaged": averaged}
         del params  # the model is loaded again, as it was written
@@ -126,27 +125,28 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     return record
 
 
-def _write_configs(workdir: Path, folder: Path, described: dict[str, Any], config: Any) -> None:
-    """Write the tokenizer, config.json and, for encoders of pictures, their preprocessor's file."""
+def _write_configs(workdir: Path, folder: Path, described: dict[str, Any], config: Any, dtype: str) -> None:
+    """Write config.json, the tokenizer and all else that the published model had which the run began with."""
     from jaxtrain.config.modality_families import WhisperConfig
-    from jaxtrain.config.published_config import FILE
     from jaxtrain.config.published_towers import PREPROCESSOR, preprocessor
     from jaxtrain.config.vision_keys import DualEncoderConfig
+    from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
     from jaxtrain.files import atomic_files
+    from jaxtrain.hub.folders import published_files
+    from jaxtrain.hub.release import exported_config, exported_tokenizer
 
-    _write_tokenizer(workdir, folder, described, config.model)
-    if config.preference.reward_head and "eos_token_id" in described:
-        described["pad_token_id"] = described["eos_token_id"]  # rewards are read at the last token that is none
+    base = published_files.folder_of(workdir)
+    exported_tokenizer.write(workdir, folder, base, described, config.model)
     if isinstance(config.model, WhisperConfig):
-        from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
         from jaxtrain.hub.speech import exported_speech
 
         kept = workdir / "tokenizer"
         exported_speech.write(workdir, folder, config.model, load_tokenizer(f"{kept}") if kept.is_dir() else None,
                               described)
-    atomic_files.write_json(folder / FILE, described)
     if isinstance(config.model, DualEncoderConfig):
-        atomic_files.write_json(folder / PREPROCESSOR, preprocessor(config.model))
+        said = published_files.json_of(folder, PREPROCESSOR)
+        atomic_files.write_json(folder / PREPROCESSOR, said | preprocessor(config.model))
+    exported_config.write(folder, base, described, dtype, config.preference.reward_head)
 
 
 def _asked(checks: Sequence[Any], workdir: Path, folder: Path, step: int, averaged: bool) -> list[dict[str, Any]]:
@@ -214,60 +214,6 @@ def finish(partial: Path, to: Path, record: Mapping[str, Any]) -> None:
     atomic_files.write_json(partial / RECORD, {**record, "sha256": hashes})
     os.rename(partial, to)
     atomic_files.sync(to.absolute().parent)
-
-
-def _write_tokenizer(workdir: Path, folder: Path, described: dict[str, Any], model: Any = None) -> None:
-    """Copy the run's tokenizer and chat template, and say which tokens begin and end a text."""
-    from jaxtrain.config.published_towers import named_fillers
-    from jaxtrain.config.vision_keys import DualEncoderConfig
-    from jaxtrain.data.tokenizers import published_tokens, tokenizer_folder
-    from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
-    from jaxtrain.data.tokenizers.tokenizer_folder import record_of
-
-    kept = workdir / "tokenizer"
-    if not kept.is_dir():
-        say("the workdir has no tokenizer; the folder has none either")
-        return
-    tokenizer = load_tokenizer(f"{kept}")
-    record, ids = record_of(tokenizer), {"eos_token_id": tokenizer.eod, "bos_token_id": tokenizer.bos}
-    paired = isinstance(model, DualEncoderConfig)  # else it generates text
-    if not paired:
-        described |= {key: ids[key] for key in ids.keys() - described.keys()}
-        chat = _write_template(workdir, folder, tokenizer)
-        ids = ids | ({"eos_token_id": chat} if chat else {})  # an answer ends with its turn, too
-        (folder / "generation_config.json").write_text(json.dumps(ids, indent=1))
-    if record["file"] not in ("tokenizer.json", "tokenizer.model"):
-        say(f"transformers has no tokenizer of the kind {tokenizer.name!r}; the folder has one for jaxtrain only")
-        tokenizer_folder.save(tokenizer, folder)
-        return
-    content = (kept / record["file"]).read_bytes()
-    json_file = record["file"] == "tokenizer.json"
-    if tokenizer.bos is not None and json_file and not paired:  # so that others put it in front of texts too
-        content = published_tokens.beginning_with(content, record["bos"], tokenizer.bos)
-    (folder / record["file"]).write_bytes(content)
-    named = {"eos_token": record["eod"] or None, "bos_token": record["bos"] or None}
-    if not paired:
-        named["add_bos_token"] = bool(record["bos"])
-    else:
-        named |= {"pad_token": named["eos_token"]} if model.text_pad in (-1, tokenizer.eod) else {}
-        named |= named_fillers(model, json.loads(content)) if json_file else {}
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast"} if json_file else {}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named | kind, indent=1))
-
-
-def _write_template(workdir: Path, folder: Path, tokenizer: Any) -> list[int]:
-    """Write the chat template of the run's data, if it has one; return the tokens that end an answer, or []."""
-    from jaxtrain.config.families import FAMILIES
-    from jaxtrain.hub import generate_texts, trained_model
-
-    sections = trained_model.sections_of(workdir)
-    if not FAMILIES[sections["model"]["name"]].text:
-        return []
-    kept = generate_texts.kept_template(workdir, sections)
-    if not kept.get("template"):
-        return []
-    (folder / "chat_template.jinja").write_text(kept["template"])
-    return generate_texts.chat_of(workdir, sections, tokenizer, "").ends()
 
 
 if __name__ == "__main__":

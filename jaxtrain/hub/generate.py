@@ -13,6 +13,7 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load
 from jaxtrain.errors import UserError
 from jaxtrain.hub.adapters import stacked_adapters
 from jaxtrain.hub.decoding import Decoding, bucket, decoding
+from jaxtrain.hub.folders.generation_config import ends_of
 from jaxtrain.hub.sampling import Sampling
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.train_step import partition
@@ -56,7 +57,8 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
         top_p: sample from the smallest set of tokens whose probabilities add up to at least this.
         min_p: sample from tokens at least this many times as probable as the most probable one.
         repetition_penalty: above 1, tokens already in the prompt or the text become less likely.
-        stop: texts or token ids before which a text ends. So does the tokenizer's end of a document.
+        stop: texts or token ids before which a text ends. So do the tokenizer's end of a document, and the tokens that
+            generation_config.json names if `tokenizer` is the folder of a model.
         ignore_end: continue after the end of a document.
         seed: another seed gives another text.
         logprobs: also return the log-probability of each token.
@@ -79,6 +81,8 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
     if tokenizer or strings or any(isinstance(prompt, str) for prompt in prompts):
         words = _opened(tokenizer) if tokenizer else run.corpus.tokenizer
     ends = [one for one in stop if not isinstance(one, str)] + ([words.eod] if words and not ignore_end else [])
+    if isinstance(tokenizer, str | Path) and tokenizer and not ignore_end:
+        ends += ends_of(tokenizer)
     ids = _encoded(run, prompts, words)
     params = partition.without(state.all_params, run.objective.frozen_axes)  # of the model alone
     key = jax.random.key(seed)

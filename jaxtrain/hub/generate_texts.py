@@ -2,11 +2,14 @@
 
     jaxtrain generate WORKDIR --prompt="def main(" --prompt="import " --max_new_tokens=100
     jaxtrain generate WORKDIR --prompts=prompts.jsonl --temperature=0 --json
+    jaxtrain generate FOLDER --system="Answer in one word." --prompt="Which planet do we live on?"
+    jaxtrain generate FOLDER --messages=conversation.json
     jaxtrain generate FOLDER --adapters=formal=FOLDER,brief=FOLDER --adapter=brief --prompt="Dear"
 
 Reads WORKDIR/config.json, WORKDIR/tokenizer and the parameters of the newest checkpoint that was found good, without
 the optimizer's state. All devices here share the prompts; --config.mesh.tensor=N splits a model that one of them cannot
-hold.
+hold. Of a published model, or a run that began with one, generation_config.json says how tokens are chosen and which of
+them end a text, unless a flag says otherwise.
 """
 
 import argparse
@@ -24,6 +27,10 @@ from jaxtrain.flags import command, overrides_of, parser_of
 if TYPE_CHECKING:
     from jaxtrain.data.chat.templates import Chat
     from jaxtrain.data.tokenizers.tokenizer import Tokenizer
+    from jaxtrain.hub.sampling import Sampling
+
+Messages = list[dict[str, Any]]
+Prompt = str | Messages
 
 
 @command()
@@ -31,18 +38,20 @@ def main(argv: list[str] | None) -> None:
     """Run the command; exit status 2 means a user error, reported in one line."""
     flags, overrides = parse(argv)
     texts, names = _prompts(flags)
+    from jaxtrain.hub.folders import generation_config
     from jaxtrain.hub.generate import check, generate
-    from jaxtrain.hub.sampling import Sampling
     from jaxtrain.hub.trained_model import load_model, sections_of
     from jaxtrain.hub.trained_tokenizer import tokenizer_of
 
     config = sections_of(flags.workdir, text=True)
-
-    how = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.min_p, flags.repetition_penalty)
-    check(texts, flags.max_new_tokens, flags.stop, flags.batch_size, flags.seed)
-    words = tokenizer_of(flags.workdir)
-    prompts, ends = answered(
-        flags.workdir, config, words, flags.chat_template, texts) if flags.chat else (texts, [])
+    how = _sampling(flags)
+    check([""] * len(texts), flags.max_new_tokens, flags.stop, flags.batch_size, flags.seed)
+    words, ends = tokenizer_of(flags.workdir), [] if flags.ignore_end else generation_config.ends_of(flags.workdir)
+    prompts: list[Any] = list(texts)
+    if flags.chat or any(not isinstance(text, str) for text in texts):
+        chat = chat_of(flags.workdir, config, words, flags.chat_template)
+        prompts = [chat.prompt(messages) if (messages := _messages(flags, text)) else text for text in texts]
+        ends = [*ends, *chat.ends()]
     run, state = load_model(flags.workdir, overrides, step=flags.step, averaged=flags.ema, adapters=flags.adapters)
     found = generate(run, state, prompts, **asdict(how), max_new_tokens=flags.max_new_tokens, seed=flags.seed,
                      stop=[*flags.stop, *ends], ignore_end=flags.ignore_end, batch_size=flags.batch_size,
@@ -51,10 +60,12 @@ def main(argv: list[str] | None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     for prompt, name, one in zip(texts, names, found, strict=True):
         if flags.json:
-            said = {"prompt": prompt} | ({} if flags.adapters is None else {"adapter": name})
+            said = {"prompt" if isinstance(prompt, str) else "messages": prompt}
+            said |= {} if flags.adapters is None else {"adapter": name}
             print(json.dumps(said | asdict(one), ensure_ascii=False))
         else:
-            print(one.text if flags.chat else prompt + one.text, end="\n" if len(found) == 1 else "\n---\n")
+            before = prompt if isinstance(prompt, str) and not flags.chat else ""
+            print(before + one.text, end="\n" if len(found) == 1 else "\n---\n")
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
@@ -62,21 +73,27 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser = parser_of("generate", __doc__)
     parser.add_argument("workdir", metavar="WORKDIR", help="the folder of a run, or a published one")
     parser.add_argument("--prompt", action="append", default=[], help="a text to continue; can be given several times")
-    parser.add_argument("--prompts", metavar="FILE", help='JSON lines: texts, or objects with a "prompt"')
+    parser.add_argument("--prompts", metavar="FILE",
+                        help='JSON lines: texts, or objects with a "prompt" or with "messages"')
+    parser.add_argument("--messages", metavar="FILE", action="append", default=[],
+                        help='a JSON list of messages, such as [{"role": "user", "content": "Hello"}], which are '
+                             "answered through the chat template; can be given several times")
+    parser.add_argument("--system", help="the system's message in front of each prompt, which is a user's then")
     parser.add_argument("--adapters", metavar="NAME=FOLDER,...",
                         help="folders in PEFT's format, of which each prompt may name one as its \"adapter\"")
     parser.add_argument("--adapter", metavar="NAME", help="adapter for all prompts that name none")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest good one")
     parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (train.ema_decay)")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="default: 128")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: the most probable token; default: 1")
-    parser.add_argument("--top_k", type=int, default=0, help="choose among so many most probable tokens; default: all")
-    parser.add_argument("--top_p", type=float, default=1.0,
-                        help="choose among the fewest tokens that together are at least so probable; default: 1")
-    parser.add_argument("--min_p", type=float, default=0.0,
-                        help="leave out tokens less probable than this share of the most probable one; default: 0")
-    parser.add_argument("--repetition_penalty", type=float, default=1.0,
-                        help="above 1: tokens that are there already become less likely; default: 1")
+    parser.add_argument("--temperature", type=float, help="0: the most probable token; default: as "
+                        "generation_config.json says, 1 without one")
+    parser.add_argument("--top_k", type=int, help="choose among so many most probable tokens; default: likewise, all")
+    parser.add_argument("--top_p", type=float, help="choose among the fewest tokens that together are at least so "
+                        "probable; default: likewise, 1")
+    parser.add_argument("--min_p", type=float, help="leave out tokens less probable than this share of the most "
+                        "probable one; default: likewise, 0")
+    parser.add_argument("--repetition_penalty", type=float, help="above 1: tokens that are there already become less "
+                        "likely; default: likewise, 1")
     parser.add_argument("--stop", action="append", default=[], help="a text to stop before; can be given several times")
     parser.add_argument("--ignore_end", action="store_true", help="go on behind the end of a document")
     parser.add_argument("--seed", type=int, default=0, help="another number gives other texts; default: 0")
@@ -90,6 +107,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.group("adapters", "adapters", "adapter")
     flags, rest = parser.parse_known_args(argv)
     flags.adapters = None if flags.adapters is None else named(flags.adapters)
+    flags.chat = flags.chat or flags.system is not None
     overrides = overrides_of(rest, vars(flags))
     known = ("mesh.", "train.precision", *([] if flags.adapters is None else ["lora.quantize"]))
     if other := next((key for key in overrides if not key.startswith(known)), None):
@@ -107,11 +125,40 @@ def named(text: str) -> dict[str, str]:
     return {name: folder for name, _, folder in pairs}
 
 
-def answered(folder: str | Path, config: dict[str, Any], words: "Tokenizer", template: str,
-             texts: list[str]) -> tuple[list[Any], list[int]]:
-    """Return the tokens of conversations that begin with these messages, and the tokens that end an answer."""
-    chat = chat_of(folder, config, words, template)
-    return [chat.prompt([{"role": "user", "content": text}]) for text in texts], chat.ends()
+def _sampling(flags: argparse.Namespace) -> "Sampling":
+    """Return how tokens are chosen: by the flags, else by generation_config.json; says what of that is not applied."""
+    from jaxtrain.hub.folders import generation_config
+    from jaxtrain.hub.sampling import Sampling
+
+    said = generation_config.said_of(flags.workdir)
+    given = {key: getattr(flags, key) for key in Sampling.__dataclass_fields__}
+    if ignored := generation_config.not_applied(said):
+        say(f"warning: generation_config.json asks for {', '.join(ignored)}, which is not applied")
+    how = generation_config.sampling_of(said, given)
+    if said is not None and given["temperature"] is None and how.temperature == 0:
+        say("each token is the most probable one, as the model's generation_config.json asks for; "
+            "--temperature=1 samples")
+    return how
+
+
+def _messages(flags: argparse.Namespace, prompt: Prompt) -> Messages:
+    """Return the messages that a prompt stands for; []: it is a text to continue."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}] if flags.chat else []
+    begins = prompt and prompt[0]["role"] != "system" and flags.system is not None
+    return [{"role": "system", "content": flags.system}, *prompt] if begins else prompt
+
+
+def read_messages(said: Any, key: str, where: str) -> Messages:
+    """Return messages from a user's file, after a check of their form."""
+    said = said.get("messages") if isinstance(said, dict) else said
+    fits = isinstance(said, list) and said and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+        for one in said)
+    if not fits:
+        raise UserError(key, f"{where} is not a list of messages with a role and a content",
+                        'write [{"role": "user", "content": "Hello"}]')
+    return said
 
 
 def chat_of(folder: str | Path, config: dict[str, Any], words: "Tokenizer", template: str) -> "Chat":
@@ -135,11 +182,17 @@ def kept_template(folder: str | Path, config: dict[str, Any]) -> dict[str, Any]:
     return read_manifest(source).get("chat") or {} if (source / "manifest.json").is_file() else {}
 
 
-def _prompts(flags: argparse.Namespace) -> tuple[list[str], list[str | None]]:
+def _prompts(flags: argparse.Namespace) -> tuple[list[Prompt], list[str | None]]:
     """Return the prompts, and the name of the adapters of each."""
     _check_name(flags, flags.adapter, "--adapter")
     ignored = False
-    texts, names = list(flags.prompt), [flags.adapter] * len(flags.prompt)
+    texts: list[Prompt] = list(flags.prompt)
+    for file in flags.messages:
+        said = user_json(file, object, "--messages", 'write [{"role": "user", "content": "Hello"}]', LARGE)
+        if said is None:
+            raise UserError("--messages", f"there is no file {file}", "give a JSON file with a list of messages")
+        texts.append(read_messages(said, "--messages", file))
+    names: list[str | None] = [flags.adapter] * len(texts)
     if flags.prompts:
         try:
             lines = read(flags.prompts, LARGE).decode().split("\n")  # a JSON string may hold other line ends
@@ -154,19 +207,21 @@ def _prompts(flags: argparse.Namespace) -> tuple[list[str], list[str | None]]:
             except ValueError:
                 one = None
             text, name = (one.get("prompt"), one.get("adapter")) if isinstance(one, dict) else (one, None)
+            if isinstance(text, list) or (isinstance(one, dict) and text is None and "messages" in one):
+                text = read_messages(one if text is None else text, "--prompts", f"line {number} of {flags.prompts}")
             if flags.adapters is None:  # a field like any other
                 name, ignored = None, ignored or name is not None
             if not isinstance(name, str | None):
                 raise UserError("--prompts", f"the adapter in line {number} of {flags.prompts} is not a name",
                                 'write lines such as {"prompt": "def ", "adapter": "brief"}')
-            if not isinstance(text, str):
+            if not isinstance(text, str | list):
                 raise UserError("--prompts", f"line {number} of {flags.prompts} is neither a text nor has a prompt",
                                 'write lines such as {"prompt": "def "}')
             _check_name(flags, name, f"line {number} of {flags.prompts}")
             texts.append(text)
             names.append(name or flags.adapter)
     if not texts:
-        raise UserError("--prompt", "there is no prompt", "give --prompt=TEXT or --prompts=FILE")
+        raise UserError("--prompt", "there is no prompt", "give --prompt=TEXT, --prompts=FILE or --messages=FILE")
     if ignored:
         say(f"warning: {flags.prompts} names adapters, and the model answers alone: there are no --adapters")
     return texts, names

@@ -2,13 +2,17 @@
 
 import json
 from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.data.chat.templates import Chat
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
-from jaxtrain.errors import UserError, install_extra
+from jaxtrain.errors import UserError, install_extra, say
 from jaxtrain.hub.adapters.stacked_adapters import chosen
+from jaxtrain.hub.folders import generation_config, published_files
 from jaxtrain.hub.generate import generate
+from jaxtrain.hub.sampling import Sampling
 from jaxtrain.hub.scoring import score
 from jaxtrain.hub.trained_tokenizer import prompt_ids
 from jaxtrain.train_step import partition
@@ -26,13 +30,23 @@ if TYPE_CHECKING:
 
 MOST_NEW_TOKENS = 256  # where a task does not say how many it wants, as the harness has it for other models
 
+# Of what a task says of continuations: what is read here, and what has no effect on them.
+_READ = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+_WITHOUT_EFFECT = {"use_cache", "pad_token_id", "max_length", "num_return_sequences"}
+
 
 class HarnessModel(TemplateLM):
-    """A run's model with the parameters of a state, and the adapter of one name if it has stacked ones."""
+    """A run's model with the parameters of a state, and the adapter of one name if it has stacked ones.
+
+    `folder` is that of the run or of the published model, whose files say how it is prompted and generated with.
+    """
 
     def __init__(self, run: "Run", state: "TrainState", tokenizer: Tokenizer, *, chat: Chat | None = None,
-                 batch_size: int = 64, seed: int = 0, adapter: str | None = None):
+                 batch_size: int = 64, seed: int = 0, adapter: str | None = None, folder: str | Path | None = None):
         super().__init__()
+        self.prefix = tokenizer.bos if folder is None else published_files.prefix_of(folder, tokenizer)
+        self.said = None if folder is None else generation_config.said_of(folder)
+        self.ends = [] if folder is None else generation_config.ends_of(folder)
         self.run, self.state, self.words, self.chat = run, state, tokenizer, chat
         self.most, self.seed, self.adapter = batch_size, seed, adapter
         self.params = partition.without(state.all_params, run.objective.frozen_axes)  # of the model alone
@@ -45,7 +59,7 @@ class HarnessModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token that stands in front of a text without a context."""
-        return self.words.eod if self.words.bos is None else self.words.bos
+        return self.words.eod if self.prefix is None else self.prefix
 
     @property
     def max_length(self) -> int:
@@ -79,8 +93,8 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of whole texts, in windows that overlap by one token."""
         windows = [[make_disjoint_window(window) for window in get_rolling_token_windows(
-            token_list=self.tok_encode(text, add_special_tokens=False), prefix_token=self.prefix_token_id,
-            max_seq_len=self.max_length, context_len=1)] for (text,) in (request.args for request in requests)]
+            token_list=self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length,
+            context_len=1)] for (text,) in (request.args for request in requests)]
         found = iter(self._loglikelihood_tokens([(None, *window) for each in windows for window in each]))
         return [sum(next(found)[0] for _ in each) for each in windows]
 
@@ -96,14 +110,26 @@ class HarnessModel(TemplateLM):
             if room < 1:
                 raise UserError("max_gen_toks", f"{how['max_gen_toks']} leaves no room for a prompt in "
                                 f"model.max_seq_len={self.max_length}", "give --gen_kwargs=max_gen_toks=N")
-            heat = how.get("temperature", 1.0) if how.get("do_sample") else 0.0
-            until = how["until"] if isinstance(how["until"], list) else [how["until"]]
-            until += self.chat.ends() if self.chat else []  # an answer ends with its turn
             prompts = [self.tok_encode(context)[-room:] or [self.prefix_token_id] for _, context, _ in group]
-            records = generate(self.run, self.state, prompts,
-                               max_new_tokens=how["max_gen_toks"], temperature=heat,
-                               top_p=how.get("top_p", 1.0), top_k=how.get("top_k", 0), stop=[*filter(None, until)],
+            records = generate(self.run, self.state, prompts, max_new_tokens=how["max_gen_toks"],
+                               **asdict(self._sampling(how)), stop=self._stops(how["until"]),
                                seed=self.seed, batch_size=self.most, tokenizer=self.words,
                                adapters=[self.adapter] * len(prompts))
             found |= {number: one.text for (number, *_), one in zip(group, records, strict=True)}
         return [found[number] for number in range(len(requests))]
+
+    def _sampling(self, how: dict[str, Any]) -> Sampling:
+        """Return how tokens are chosen: as the task says, else as the model's generation_config.json does."""
+        if ignored := [f"{key}={value!r}" for key, value in how.items() if key not in _READ | _WITHOUT_EFFECT]:
+            say(f"warning: a task asks for {', '.join(ignored)} in generation_kwargs, which is not applied")
+        given = {key: how.get(key) for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+        if not how.get("do_sample"):
+            given |= dict.fromkeys(("top_k", "top_p", "min_p")) | {"temperature": 0.0}
+        said = (self.said or {}) | {"do_sample": bool(how.get("do_sample"))}
+        return generation_config.sampling_of(said, given)
+
+    def _stops(self, until: list[str] | str) -> list[str | int]:
+        """Return what ends a continuation. Special tokens among a task's texts end it as tokens: texts lack them."""
+        texts = [text for text in ([until] if isinstance(until, str) else until) if text]
+        tokens = [self.words.specials[text] for text in texts if text in self.words.specials]
+        return [*texts, *dict.fromkeys([*tokens, *self.ends, *(self.chat.ends() if self.chat else [])])]

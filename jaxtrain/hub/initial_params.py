@@ -14,6 +14,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.config.schema import Config, TrainConfig
 from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig
+from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
 from jaxtrain.files.atomic_files import file_digest
@@ -22,6 +23,7 @@ from jaxtrain.files.work_progress import Work
 from jaxtrain.hub import new_tokens
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.export import RECORD
+from jaxtrain.hub.folders import published_files
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.hub.weights import published_weights
 from jaxtrain.hub.weights.safetensors_files import INDEX
@@ -58,7 +60,9 @@ def origin(source: str, key: str = KEY) -> dict[str, Any]:
     folder, step = source_and_step(source, key)
     if (folder / "checkpoints").is_dir():
         found = _checkpoint(folder, step, key)
-        return {"workdir": str(folder.absolute()), "step": found[0], "parameters": found[1]}
+        theirs = user_json(folder / "run.json", dict, key, "bring it back from where the run was") or {}
+        return {"workdir": str(folder.absolute()), "step": found[0], "parameters": found[1]} | (
+            {"began_with": theirs["init_from"]} if theirs.get("init_from") else {})
     if step is not None or not _is_published(folder):
         raise _neither(folder, key)
     found = {"folder": str(folder.absolute()), "sha256": exchange(None, lambda _: _hashes(folder, key))}
@@ -90,11 +94,21 @@ def _hashes(folder: Path, key: str) -> dict[str, str]:
     return found
 
 
-def other_tokenizer(source: str, run: Run) -> str:
+def keep_files(run: Run, workdir: Path, tokenizer: Tokenizer | None) -> str:
+    """Keep the small files of the model that a run begins with; return a warning if its tokenizer is not the data's.
+
+    `tokenizer`: of the run's data, if it has one.
+    """
+    folder, _ = source_and_step(run.config.train.init_from)
+    published_files.keep(workdir, folder, tokenizer)
+    of_texts = run.data is None and run.config.model.text
+    return other_tokenizer(folder, tokenizer) if of_texts and tokenizer is not None else ""
+
+
+def other_tokenizer(folder: Path, ours: Tokenizer) -> str:
     """Return a warning if the data were made with another tokenizer than the model; "" if not, or if none is known."""
-    folder, _ = source_and_step(source)
     try:
-        theirs, ours = tokenizer_of(folder), run.corpus.tokenizer
+        theirs = tokenizer_of(folder)
     except UserError:  # published folders of models of bytes have none
         return ""
     same = theirs.fingerprint.partition(":")[0] == ours.fingerprint.partition(":")[0]

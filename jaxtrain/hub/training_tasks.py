@@ -40,7 +40,7 @@ def asked(run: Run, workdir: str | Path) -> Callable[[TrainState], dict[str, flo
         words = run.corpus.tokenizer
         with _named_as_keys(), _own_random_numbers():
             chat = chat_of(workdir, config.to_dict(), words, "") if c.chat else None
-            model = HarnessModel(run, state, words, chat=chat, batch_size=c.batch_size)
+            model = HarnessModel(run, state, words, chat=chat, batch_size=c.batch_size, folder=workdir)
             return numbers_of(tasks.ask(model)["results"])
 
     return ask

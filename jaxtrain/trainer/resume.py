@@ -73,10 +73,6 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     with ThreadPoolExecutor(1, "git") as thread:
         commit = thread.submit(git_commit)  # a program of its own, which looks at every file of a checkout
         run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
-    if t.init_from and not start.step and run.data is None and config.model.text:
-        from jaxtrain.hub import initial_params
-
-        say(initial_params.other_tokenizer(t.init_from, run))
     run.check_shapes(reach, start.skipped.reach(t.steps))
     batches = remaining(run.train_batches, start.skipped).num_batches
     if batches is not None and batches < t.steps:
@@ -91,6 +87,10 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     source = run.corpus if run.data is None else run.data
     if (tokenizer := getattr(source, "tokenizer", None)) is not None and jax.process_index() == 0:
         tokenizer_folder.save(tokenizer, session.workdir / "tokenizer", getattr(source, "chat", None))
+    if t.init_from and not start.step:
+        from jaxtrain.hub import initial_params
+
+        say(exchange(None, lambda _: initial_params.keep_files(run, session.workdir, tokenizer)))
     say(describe_changes(run, changes, start.step))
     if start.step > t.steps:
         raise UserError("train.steps", f"{t.steps} is less than the {start.step} steps that {session.workdir} has",

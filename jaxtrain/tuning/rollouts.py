@@ -25,6 +25,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import LARGE, parsed, read
 from jaxtrain.hub.decoding import decoding
+from jaxtrain.hub.folders import published_files
+from jaxtrain.hub.folders.generation_config import ends_of
 from jaxtrain.hub.generate import Generated, generate
 from jaxtrain.hub.generate_texts import chat_of
 from jaxtrain.hub.initial_params import source_and_step
@@ -60,7 +62,8 @@ def on_answers(run: "Run", workdir: str | Path | None = None) -> "Run":
     folder = None if workdir is None else Path(workdir) / FOLDER
     reward = (RewardScores.of(c.reward, tokenizer, _recorded(workdir)) if c.reward.startswith(PREFIX) else
               RemoteRewards.of(run.config) if is_url(c.reward) else load_reward(c.reward))
-    return replace(run, data=Rollouts(run, read_prompts(c.prompts), reward, tokenizer, folder, chat))
+    ends = _ends(run, workdir, tokenizer)
+    return replace(run, data=Rollouts(run, read_prompts(c.prompts), reward, tokenizer, folder, chat, ends))
 
 
 def _recorded(workdir: str | Path | None) -> dict[str, Any]:
@@ -82,6 +85,18 @@ def _words(run: "Run", workdir: str | Path | None) -> tuple[Tokenizer, Chat | No
     except UserError:  # of a kind that has no template
         return tokenizer, None
     return tokenizer, chat if chat.source else None
+
+
+def _ends(run: "Run", workdir: str | Path | None, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that end a text of the published model that the run begins with, by generation_config.json.
+
+    How that samples is left aside: answers are drawn as the objective expects them.
+    """
+    if not run.config.train.init_from:
+        return []
+    kept = workdir is not None and (Path(workdir) / published_files.FOLDER).is_dir()
+    source = Path(workdir) if workdir is not None and kept else source_and_step(run.config.train.init_from)[0]
+    return [end for end in ends_of(source) if end < min(tokenizer.vocab_size, run.config.model.vocab_size)]
 
 
 def read_prompts(path: str) -> list[dict[str, Any]]:
@@ -124,12 +139,13 @@ class Rollouts:
 
     def __init__(self, run: "Run", records: Sequence[dict[str, Any]],
                  reward: Reward | RewardScores | RemoteRewards, tokenizer: Tokenizer, folder: Path | None = None,
-                 chat: Chat | None = None):
+                 chat: Chat | None = None, ends: Sequence[int] = ()):
         """Take prompts.
 
         Args:
             folder: where the answers of each step are kept, if anywhere.
             chat: the model's chat template, for prompts that are messages; its turns end answers.
+            ends: tokens that end answers as well.
         """
         self.run, self.records, self.reward, self.tokenizer, self.folder = run, records, reward, tokenizer, folder
         config = run.config
@@ -139,7 +155,7 @@ class Rollouts:
         self.groups = self.count // self.settings.group_size
         self.order = Order(len(records), self.seed)
         self.chat = chat and chat.identity()  # kept with the run
-        self.ends = chat.ends() if chat else []
+        self.ends = [*(chat.ends() if chat else []), *ends]
         self.prompts = [self._encoded(record["prompt"], chat) for record in records]
         self.identity = {"prompts": _digest(records), "reward": redacted(self.settings.reward)}
         if isinstance(reward, RewardScores):

@@ -233,7 +233,8 @@ def test_a_run_asks_as_its_config_says(workdir, tasks, monkeypatch):
         assert self.names == ["choose", "roll"]
         assert evaluate_tasks._asked(self.flags) == {
             "tasks": "choose,roll", "num_fewshot": 2, "limit": 3, "gen_kwargs": None, "chat": True, "seed": 0}
-        assert model == ((run, "state", "words"), {"chat": ("run", config.to_dict(), "words", ""), "batch_size": 7})
+        assert model == ((run, "state", "words"), {"chat": ("run", config.to_dict(), "words", ""), "batch_size": 7,
+                                                        "folder": "run"})
         random.seed(1)
         np.random.seed(1)
         return {"results": results}

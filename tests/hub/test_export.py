@@ -14,6 +14,7 @@ import jaxtrain as jt
 from jaxtrain.checkpoint import restore
 from jaxtrain.hub import export, generate_texts, initial_params
 from jaxtrain.hub.adapters import __main__ as adapters
+from jaxtrain.hub.release import exported_tokenizer
 from jaxtrain.hub.weights import published_weights
 from jaxtrain.train_step import partition, quantization, quantized_kernels
 from tests.numerics import reference
@@ -340,7 +341,8 @@ def test_the_token_that_begins_texts_is_published(answers, tmp_path):
     tokenizer_folder.save(kept, tmp_path / "work" / "tokenizer")
     shutil.copy(answers / "work" / "config.json", tmp_path / "work")
     (tmp_path / "out").mkdir()
-    export._write_tokenizer(tmp_path / "work", tmp_path / "out", {})
+    model = jt.load_config(answers / "work" / "config.json").model
+    exported_tokenizer.write(tmp_path / "work", tmp_path / "out", None, {}, model)
     found = load_tokenizer(f"{tmp_path / 'out'}")
     assert (found.bos, found.eod) == (kept.bos, kept.eod) and kept.bos is not None
     raw = tokenizers.Tokenizer.from_file(f"{tmp_path / 'out' / 'tokenizer.json'}")
@@ -401,5 +403,6 @@ def test_data_of_another_tokenizer_is_warned_of(answers, workdir):
     source = next(path for path in (answers / "corpus", answers / "elsewhere") if path.exists())
     keys = {"data.source": f"{source}", "data.seq_len": 32, "mesh.data": 8, "data.eval_fraction": 0.1}
     run = jt.build(jt.load_config(f"hf:{answers / 'out'}", keys))
-    assert initial_params.other_tokenizer(f"{answers / 'out'}", run) == ""
-    assert "the data's tokenizer, tokenizer.json, is not that of" in initial_params.other_tokenizer(f"{workdir}", run)
+    assert initial_params.other_tokenizer(answers / "out", run.corpus.tokenizer) == ""
+    assert "the data's tokenizer, tokenizer.json, is not that of" in initial_params.other_tokenizer(
+        workdir, run.corpus.tokenizer)

@@ -105,7 +105,7 @@ def test_prompts_name_their_adapters(workdir, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["{work}"], "--prompt: there is no prompt; give --prompt=TEXT or --prompts=FILE"),
+    (["{work}"], "--prompt: there is no prompt; give --prompt=TEXT, --prompts=FILE or --messages=FILE"),
     (["{gone}", "--prompt=a"], "WORKDIR: {gone} has no config.json; give the workdir of a run"),
     (["{work}", "--prompt=a", "--step=7"], "--step: {work} has no checkpoint of step 7 that was found good; "),
     (["{work}", "--prompt=a", "--top_p=2"], "top_p: 2.0 is out of range; give more than 0 and at most 1"),
@@ -135,3 +135,25 @@ def test_mistakes_are_told_in_one_line(workdir, capsys, tmp_path, words, message
 def test_all_devices_share_the_prompts(workdir):
     run, _ = jt.load_model(workdir)
     assert run.mesh.shape["data"] == jax.device_count() == 8
+
+
+def test_messages_are_prompts_through_the_template(workdir, capsys, tmp_path):
+    """Those of a file, of a line of JSON, and a system's message in front of a prompt."""
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    (tmp_path / "turns.json").write_text(json.dumps(turns))
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"prompt": turns}))
+    how = "--chat_template=plain", FEW, "--temperature=0", "--json"
+    found = [json.loads(line) for words in (
+        [f"--messages={tmp_path / 'turns.json'}"], [f"--prompts={tmp_path / 'lines.jsonl'}"],
+        ["--system=Be brief.", "--prompt=Hello"]) for line in said(capsys, workdir, *words, *how)[1].splitlines()]
+    run, state = jt.load_model(workdir)
+    want, = jt.generate(run, state, ["system: Be brief.\nuser: Hello\nassistant: "], max_new_tokens=8, temperature=0,
+                        tokenizer=workdir / "tokenizer")
+    assert [one["tokens"] for one in found] == 4 * [list(want.tokens)]
+    assert [one.get("messages") for one in found] == [turns, turns, turns, None]
+
+
+def test_a_file_without_messages_is_refused(workdir, capsys, tmp_path):
+    (tmp_path / "turns.json").write_text('[{"role": "user"}]')
+    status, _, err = said(capsys, workdir, f"--messages={tmp_path / 'turns.json'}")
+    assert (status, err.count("\n")) == (2, 1) and "is not a list of messages with a role and a content" in err

@@ -212,7 +212,8 @@ class Chat:
     def prompt(self, messages: Messages) -> list[int]:
         """Return the ids of messages, and of what introduces the assistant's answer."""
         (ids, _, _), = self.specials.encode([self.text(messages)])
-        return begun(ids, self.tokenizer).tolist()
+        written = len(ids) and ids[0] == self.tokenizer.bos  # by the template itself
+        return (ids if written else begun(ids, self.tokenizer)).tolist()
 
     def text(self, messages: Messages, add_generation_prompt: bool = True) -> str:
         """Return messages as text, with what introduces the assistant's answer."""

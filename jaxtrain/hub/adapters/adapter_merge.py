@@ -17,6 +17,7 @@ from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES, ModelConfig
 from jaxtrain.errors import UserError
 from jaxtrain.hub.adapters import adapter_files
+from jaxtrain.hub.release import model_card
 from jaxtrain.hub.weights import published_weights, rewritten_folder, safetensors_files
 from jaxtrain.hub.weights.safetensors_files import DTYPES, OTHERS, Tensor
 
@@ -75,7 +76,8 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
         return found.T if turned else found
 
     said = [{"folder": f"{folder}", "weight": weight} for folder, weight in adapters]
-    rewritten_folder.write(Path(base), to, tensors, computed, section, {"base": f"{base}", "adapters": said}, dtype)
+    rewritten_folder.write(Path(base), to, tensors, computed, section, {"base": f"{base}", "adapters": said}, dtype,
+                           sources=[model_card.published_name(Path(base).resolve())])
 
 
 def products(folder: Path, model: ModelConfig, weight: float) -> dict[str, Product]:

@@ -5,7 +5,7 @@ has is left out, or said to be missing.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +44,36 @@ def card(workdir: Path, sections: Mapping[str, Any], name: str, licence: str, re
     return "\n\n".join(parts) + "\n"
 
 
-def derived_card(name: str, record: Mapping[str, Any]) -> str:
+def base_model(origin: Mapping[str, Any]) -> str:
+    """Return the name of the published model that all began with, by what run.json says of it; "" if it was none.
+
+    Adapters and runs are not models that a hub knows: what counts is what these began with.
+    """
+    if isinstance(base := origin.get("base") or origin.get("began_with"), Mapping):
+        return base_model(base)
+    return published_name(origin["folder"]) if origin.get("folder") else ""
+
+
+def published_name(folder: str | Path) -> str:
+    """Return the name of a published model: ORG/NAME where its folder is one of the hub's cache, else the folder's."""
+    path = Path(folder)
+    cached = next((part for part in path.parts if part.startswith("models--")), "")
+    return cached.removeprefix("models--").replace("--", "/") if cached and "snapshots" in path.parts else path.name
+
+
+def derived_card(name: str, record: Mapping[str, Any], sources: Sequence[str] = ()) -> str:
     """Return the card of a model that was computed from others.
 
     Args:
         name: of the model.
         record: what export.json says of how it was made.
+        sources: the names of the published models among the others.
     """
+    base = f"base_model: {json.dumps(sources[0] if len(sources) == 1 else list(sources))}\n" if sources else ""
     made = json.dumps(record, indent=1, ensure_ascii=False)
+    metadata = f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [jaxtrain, merge]\n{base}---"
     return "\n\n".join([
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [jaxtrain, merge]\n---", f"# {name}",
+        metadata, f"# {name}",
         f"Computed from other models by jaxtrain, tensor by tensor:\n\n```json\n{made}\n```",
         "What these were trained on, how they were evaluated and under which licences they are is in their own cards; "
         "this model itself was not evaluated.\n"])
@@ -80,8 +100,8 @@ def _metadata(licence: str, data: Iterable[Mapping[str, Any]], run: Mapping[str,
     task, _, _ = _kind(sections)
     lines = ["library_name: transformers", f"pipeline_tag: {task}", "tags: [jaxtrain]"]
     lines += [f"license: {json.dumps(licence)}"] if licence else []
-    if folder := (run.get("init_from") or {}).get("folder"):
-        lines.append(f"base_model: {json.dumps(Path(folder).name)}")
+    if base := base_model(run.get("init_from") or {}):
+        lines.append(f"base_model: {json.dumps(base)}")
     names = [one["name"] for one in data]
     return "\n".join(["---", *lines, *([f"datasets: {json.dumps(names)}"] if names else []), "---"])
 
@@ -89,7 +109,7 @@ def _metadata(licence: str, data: Iterable[Mapping[str, Any]], run: Mapping[str,
 def _origin(sections: Mapping[str, Any], run: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     model = sections.get("model", {})
     began = run.get("init_from") or {}
-    source = Path(began.get("folder") or began.get("workdir") or "").name
+    source = base_model(began) or Path(began.get("workdir") or "").name
     _, _, kind = _kind(sections)
     weights = "the moving average of the weights" if record.get("averaged") else "the weights"
     text = (f"A {model.get('name')} {kind}: {model.get('num_layers')} layers of width "

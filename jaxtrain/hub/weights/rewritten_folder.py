@@ -1,7 +1,7 @@
 """Write a published folder like another one, with tensors that are computed one at a time."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,18 @@ from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.published_config import FILE
 from jaxtrain.files import atomic_files, bounded_files
 from jaxtrain.hub import export
-from jaxtrain.hub.release import model_card
+from jaxtrain.hub.folders import published_files
+from jaxtrain.hub.release import exported_config, model_card
 from jaxtrain.hub.weights import safetensors_files
-from jaxtrain.hub.weights.safetensors_files import DTYPES, INDEX, OTHERS, Tensor
+from jaxtrain.hub.weights.safetensors_files import DTYPES, OTHERS, Tensor
 from jaxtrain.hub.weights.tensor_names import entries
 
-_COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # the tokenizer's and the template's; not the model card
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
 def write(like: Path, to: Path, tensors: Mapping[str, Tensor], computed: Callable[[str], np.ndarray],
           model: Mapping[str, Any], record: Mapping[str, Any], dtype: str | None = None,
-          file_bytes: int = 4 * 10**9) -> None:
+          file_bytes: int = 4 * 10**9, sources: Sequence[str] = ()) -> None:
     """Write the folder `to`, which appears when it is whole.
 
     Args:
@@ -35,6 +35,7 @@ def write(like: Path, to: Path, tensors: Mapping[str, Tensor], computed: Callabl
         record: what export.json says beside the SHA-256 of every file.
         dtype: of the weights; None: each one's own. Those that are float32 in any model of the family stay so.
         file_bytes: the most that a file of several tensors has.
+        sources: the names of the published models that it is made of, for its card.
     """
     export.check_is_new(to)
     partial = to.with_name(f"{to.name}.partial")
@@ -44,15 +45,14 @@ def write(like: Path, to: Path, tensors: Mapping[str, Tensor], computed: Callabl
         safetensors_files.write_folder(
             partial, {name: tensor.shape for name, tensor in tensors.items()},
             {name: _kind(name, tensor, dtype, float32) for name, tensor in tensors.items()}, computed, file_bytes)
-        for path in sorted(like.iterdir()):
-            if path.is_file() and path.suffix in _COPIED and path.name not in (FILE, INDEX, export.RECORD):
-                shutil.copyfile(path, partial / path.name)
-        config = bounded_files.user_json(like / FILE, dict, f"{like}", "download it again") or {}
+        for path in published_files.small_files(like):
+            shutil.copyfile(path, partial / path.name)
+        for path in like.glob("tokenizer_record.json"):  # of a kind that only jaxtrain has
+            shutil.copyfile(path, partial / path.name)
         if dtype:
-            config.pop("torch_dtype", None)  # its name in transformers 4
-            config["dtype"] = dtype
-        atomic_files.write_json(partial / FILE, config)
-        atomic_files.write(partial / model_card.FILE, model_card.derived_card(to.name, record))
+            config = bounded_files.user_json(like / FILE, dict, f"{like}", "download it again") or {}
+            atomic_files.write_json(partial / FILE, exported_config.of_dtype(config, dtype))
+        atomic_files.write(partial / model_card.FILE, model_card.derived_card(to.name, record, sources))
         export.finish(partial, to, record)
 
 

@@ -1,0 +1,1 @@
+"""Read the files that the folder of a published model has beside its weights."""
