@@ -58,6 +58,10 @@ def main(argv: list[str] | None = None) -> int:
 def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Do what the flags ask for; returns the exit status."""
     check_xla_flags()
+    if "JAXTRAIN_STARTS_FILE" in os.environ:  # set by what starts jobs again
+        from jaxtrain.launch.restarts import idle_starts
+
+        idle_starts.check(workdir_of(flags))
     from jaxtrain import compile_cache
     from jaxtrain.config import load
     from jaxtrain.distributed import authentication, processes

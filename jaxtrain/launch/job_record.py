@@ -17,7 +17,7 @@ from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.launch.job_spec import ENGINES, JobSpec
 
-RECORD = "job.json"
+RECORD, RESTARTS = "job.json", "restarts.jsonl"
 _UNKNOWN = 100  # files that git does not know, of which names are kept at most
 _FORM = {"engine": str, "id": str, "name": str, "submitted": float, "command": [str], "directory": str, "spec": dict}
 

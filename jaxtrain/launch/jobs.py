@@ -18,6 +18,7 @@ from jaxtrain.flags import add_subcommand, command, parser_of
 from jaxtrain.launch import cost
 from jaxtrain.launch import job_record as records
 from jaxtrain.launch.job_engines import engine_of
+from jaxtrain.launch.restarts import restart_history
 from jaxtrain.launch.supervisor.progress_file import Steps
 from jaxtrain.launch.sweep import trials
 from jaxtrain.pages.plain_text import aligned
@@ -52,9 +53,13 @@ def main(argv: list[str] | None = None) -> None:
         print(shown(job))
     elif flags.what == "why":
         print(engine.why(job))
-        if engine.status(job).state == "failed":
-            said = [line for line in "".join(output(job, False)).split("\n") if line.strip()]
-            print("the end of what it printed (jaxtrain jobs logs):", *said[-3:], sep="\n  ")
+        failed = engine.status(job).state == "failed"
+        said = [line for line in "".join(output(job, False)).split("\n") if line.strip()][-3:] if failed else []
+        for name, fact in history(job, "failed" if failed else "").items():
+            if fact not in said:
+                print(f"{name}: {fact}")
+        if failed:
+            print("the end of what it printed (jaxtrain jobs logs):", *said, sep="\n  ")
     elif flags.what == "logs":
         for text in output(job, flags.follow):
             print(text, end="", flush=True)
@@ -102,10 +107,20 @@ def shown(job: records.Job) -> str:
     step = Steps(job.workdir / "metrics.jsonl").newest or None
     facts = {"state": status.state + (f" ({status.detail})" if status.detail else ""), "engine": job.engine,
              "id": job.id.partition(":")[0], "name": job.name, "nodes": status.nodes, "step": step,
+             **history(job, status.state),
              "submitted": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.submitted)),
              "command": records.quoted(job.command), "commit": job.about.get("commit"),
              "cost": cost.so_far(job), "to go": cost.to_go(job.spec, job.workdir), "files": job.folder}
     return "\n".join(f"{name:<10} {value}" for name, value in facts.items() if value not in (None, ""))
+
+
+def history(job: records.Job, state: str) -> dict[str, str]:
+    """Return how often a job was started again and why, and its last error, where it has failed or was started again.
+    """
+    found = restart_history.of(job)
+    facts = {"restarts": f"{found}"} if found.count or found.idle else {"failure": found.reason} if found.reason else {}
+    error = restart_history.last_error(job) if facts or state == "failed" else ""
+    return facts | ({"last error": error} if error else {})
 
 
 def output(job: records.Job, follow: bool):

@@ -4,9 +4,11 @@
 
 Each machine has one bundle of a placement group, and in it an actor for each process, which runs the job's script. Exit
 statuses mean what they mean in Slurm (slurm_script.py): 75 and 76 start the job again, unless it is to pause or to end;
-a crash does so `retries` times; 0, 2, 77 and 130 end it. A lost machine counts as no crash.
+a crash does so `retries` times; 0, 2, 77 and 130 end it. A lost machine counts as no crash. Of several processes the
+one that failed first counts (restarts/first_failure.py).
 """
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -16,11 +18,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.distributed import exit_codes
+from jaxtrain.files import bounded_files
+from jaxtrain.launch.job_record import RESTARTS
+from jaxtrain.launch.restarts import first_failure, idle_starts
 
 PLAN, STATE, ENDED = "plan.json", "state.json", "ended.json"
 _LOST = -1000  # in place of an exit status
@@ -68,23 +74,39 @@ class Driver:
     ray: Any
     plan: dict[str, Any] = field(default_factory=dict)
     terminated: bool = False  # Ray has sent SIGTERM, and will kill this process within seconds
+    process: int | None = None  # that failed first in the newest attempt
+    clock: Callable[[], float] = time.monotonic
 
     def run(self) -> int:
         """Start the gang as often as it takes; return the status of the job."""
-        crashes = 0
+        crashes = brief = 0
         while True:
+            began = self.clock()
             status = self.attempt()
             if self.stop() or self.terminated or status in exit_codes.FINAL:
                 return status
+            brief = brief + 1 if self.clock() - began < idle_starts.BRIEF_S and not self.plan["counted"] else 0
             if status not in (exit_codes.SAVED, exit_codes.RESTART, _LOST):
                 crashes += 1
                 if crashes > self.plan["retries"]:
                     return status
+            elif brief > idle_starts.MOST:
+                print(f"{brief - 1} restarts in a row of less than {idle_starts.BRIEF_S} seconds each: the job ends",
+                      flush=True)
+                return exit_codes.STOPPED
+            self.record(status)
             ending = "has lost a machine" if status == _LOST else exit_codes.words(status)
             print(f"the job {ending}: it starts again", flush=True)
 
+    def record(self, status: int) -> None:
+        """Append to the job's list of restarts, which `jaxtrain jobs` shows."""
+        line = {"time": time.time(), "status": None if status == _LOST else status, "process": self.process}
+        with contextlib.suppress(OSError), bounded_files.appended(self.folder / RESTARTS) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
     def attempt(self) -> int:
         """Start the gang once everything that it needs is free; return how it ended."""
+        self.process = None
         groups = importlib.import_module("ray.util.placement_group")
         group = groups.placement_group([self.plan["node"]] * self.plan["nodes"], strategy="STRICT_SPREAD")
         try:
@@ -118,7 +140,7 @@ class Driver:
         began = []
         for rank, actor in enumerate(actors):
             variables = {"JAX_COORDINATOR_ADDRESS": f"{host}:{port}", "JAX_NUM_PROCESSES": f"{len(actors)}",
-                         "JAX_PROCESS_ID": f"{rank}"}
+                         "JAX_PROCESS_ID": f"{rank}", idle_starts.VARIABLE: f"{self.folder / idle_starts.FILE}"}
             began.append(actor.start.remote(f"{self.folder / 'job.sh'}", f"{self.folder / 'output.log'}", variables))
         self.ray.get(began, timeout=_ANSWER_S)
         self.say("running", "", ",".join(dict.fromkeys(address for _, address, _ in places)))
@@ -127,6 +149,7 @@ class Driver:
     def watch(self, actors: dict[str, Any]) -> int:
         """Return how the gang ended, once all of it did."""
         ended: dict[str, int] = {}
+        cut_off: set[str] = set()
         told, deadline = False, float("inf")
         while len(ended) < len(actors):
             time.sleep(_POLL_S)
@@ -141,8 +164,12 @@ class Driver:
             if any(status not in (exit_codes.DONE, exit_codes.SAVED) for status in ended.values()):
                 deadline = min(deadline, time.monotonic() + min(_ALONE_S, self.plan["grace_s"]))
             if time.monotonic() > deadline:
-                self.send({name: actor for name, actor in actors.items() if name not in ended}, signal.SIGKILL)
-        return of_all(list(ended.values()))
+                cut_off |= actors.keys() - ended.keys()
+                self.send({name: actors[name] for name in cut_off if name not in ended}, signal.SIGKILL)
+        if failed := {name: status for name, status in ended.items() if name not in cut_off and status}:
+            ended = failed
+        self.process, status = of_all([(int(name.partition(" ")[0]), status) for name, status in ended.items()])
+        return status
 
     def answered(self, name: str, answer: Any) -> int | None:
         """Return the exit status that an actor has answered; None: its process runs."""
@@ -196,14 +223,13 @@ class Driver:
         return f"it waits until {self.plan['nodes']} machines have {wanted} free"
 
 
-def of_all(statuses: list[int]) -> int:
-    """Return what the statuses of all processes mean for the job: the one that says most."""
-    final = [status for status in statuses if status in exit_codes.FINAL and status]
-    if _LOST in statuses and not final:  # the others ended because of that
-        return _LOST
-    crashes = [status for status in statuses if status not in (*exit_codes.FINAL, exit_codes.SAVED, exit_codes.RESTART)]
-    found = [*final, *crashes, *(status for status in (exit_codes.RESTART, exit_codes.SAVED) if status in statuses)]
-    return found[0] if found else exit_codes.DONE
+def of_all(statuses: list[tuple[int, int]]) -> tuple[int | None, int]:
+    """Return which process decides with which status what happens to the job, from all in the order of their ends."""
+    lost = next((process for process, status in statuses if status == _LOST), None)
+    first = first_failure.of_job([one for one in statuses if one[1] != _LOST])
+    if lost is not None and (first is None or first[1] not in exit_codes.FINAL):  # the others ended because of that
+        return lost, _LOST
+    return first or (None, exit_codes.DONE)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

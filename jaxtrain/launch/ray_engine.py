@@ -20,6 +20,7 @@ from jaxtrain.launch.job_engines import refuse_running, refuse_unread
 from jaxtrain.launch.job_record import Job, Status
 from jaxtrain.launch.local_engine import LocalEngine
 from jaxtrain.launch.ray_driver import ENDED, PLAN, STATE
+from jaxtrain.launch.restarts import idle_starts
 
 _DRIVER = "driver.sh"
 _UNREAD = ("image", "queue", "account", "priority", "topology", "time", "min_nodes", "notify", "extra")
@@ -48,7 +49,7 @@ class RayEngine:
         if spec.memory_gb:
             here["memory"] = spec.memory_gb * 1e9
         plan = {"nodes": spec.nodes, "processes": spec.processes, "node": here, "retries": spec.retries,
-                "grace_s": spec.grace_s}
+                "grace_s": spec.grace_s, "counted": idle_starts.counted(job)}
         python = "python" if spec.setup else sys.executable  # setup may activate an environment
         lines = ["#!/bin/bash", f"exec >> {shlex.quote(f'{job.output}')} 2>&1",
                  f"cd {shlex.quote(job.directory)} || exit 2", *spec.setup,

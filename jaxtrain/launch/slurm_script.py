@@ -2,14 +2,18 @@
 
 It maps exit statuses to what Slurm does next: 75 and 76 start the job again, unless it is to pause or to end; a crash
 does so `retries` times; 0, 2, 77 and 130 end it. No setting of the cluster is needed.
+
+srun tells only the highest status of all processes. So each process writes its own one with the time, and the first
+failure counts (restarts/first_failure.py).
 """
 
 import re
 import shlex
 from pathlib import Path
 
-from jaxtrain.launch.job_record import Job, exported
+from jaxtrain.launch.job_record import RESTARTS, Job, exported
 from jaxtrain.launch.job_spec import JobSpec
+from jaxtrain.launch.restarts import idle_starts
 
 _RUN = """\
 # The address of the first node, as Slurm itself reaches it; one port for each job.
@@ -19,10 +23,36 @@ export JAX_COORDINATOR_ADDRESS="$address:$((20000 + SLURM_JOB_ID % 10000))"
 
 trap : TERM  # sent to the processes too, which save; this script goes on to say what happens next
 {nodes}tasks=$((nodes * {processes}))  # SLURM_NTASKS is not, once a job was resumed on other nodes
+ends={ends}.${{SLURM_RESTART_COUNT:-0}}  # another folder for each start, since NFS remembers what was in an old one
+rm -rf {ends}.*
+mkdir -p "$ends"
 {srun} --nodes=$nodes --ntasks=$tasks bash -c \\
-  'export JAX_NUM_PROCESSES=$SLURM_NTASKS JAX_PROCESS_ID=$SLURM_PROCID; exec "$@"' run \\
+  'export JAX_NUM_PROCESSES=$SLURM_NTASKS JAX_PROCESS_ID=$SLURM_PROCID
+  trap : TERM  # sent to the command too
+  ends=$1; shift; "$@"; status=$?
+  echo "${{EPOCHREALTIME:-$(date +%s)}} $SLURM_PROCID $status" 2>/dev/null > "$ends/$SLURM_PROCID"
+  exit $status' run "$ends" \\
   {command}
 status=$?
+
+# The first failure counts; srun tells the highest status, which may be that of a process that only ended because of it.
+final= crash= again= saved= count=0
+while read -r _ rank code; do
+  count=$((count + 1))
+  case $code in
+    0) ;;
+    2|77|130) final=${{final:-$code $rank}} ;;
+    75) saved=${{saved:-75 $rank}} ;;
+    76) again=${{again:-76 $rank}} ;;
+    134) if [ "$again$saved" ]; then again=${{again:-76 $rank}}; else crash=${{crash:-134 $rank}}; fi ;;
+    *) crash=${{crash:-$code $rank}} ;;
+  esac
+done < <(cd "$ends" && cat $(seq 0 $((tasks - 1))) 2>/dev/null | LC_ALL=C sort -n)
+rank=null
+if [ "$final$crash" ] || {{ [ "$again$saved" ] && {{ [ $count -eq $tasks ] || [ $status -lt 128 ]; }}; }}; then
+  read -r status rank <<< "${{final:-${{crash:-${{again:-$saved}}}}}}"
+  [ $tasks -eq 1 ] || echo "process $rank of $tasks was the first to end early, with status $status"
+fi  # else a process was killed with all that could tell of it
 """
 _NODES = """\
 nodes=$SLURM_JOB_NUM_NODES
@@ -40,6 +70,9 @@ again() {{  # Slurm ends this script while it waits
     *) exit $status ;;  # somebody else has decided
   esac
   trap - TERM
+  if [ "$1" = requeue ]; then
+    echo "{{\\"time\\": $(date +%s), \\"status\\": $status, \\"process\\": $rank}}" >> {restarts}
+  fi
   scontrol "$1" "$SLURM_JOB_ID"
   sleep 600
 }}
@@ -49,7 +82,7 @@ case $(cat {stop} 2>/dev/null) in
 esac
 case $status in
   0|2|77|130) exit $status ;;  # done, a mistake, a limit, Ctrl-C
-  75|76) again requeue ;;
+  75|76) {bounded}again requeue ;;
 esac
 echo >> {crashes}
 if [ "$(wc -l < {crashes})" -le {retries} ]; then
@@ -57,6 +90,13 @@ if [ "$(wc -l < {crashes})" -le {retries} ]; then
 fi
 exit $status
 """
+_BOUNDED = """\
+if [ $SECONDS -lt {brief} ]; then echo >> {briefs}; else rm -f {briefs}; fi
+    if [ -f {briefs} ] && [ "$(wc -l < {briefs})" -gt {most} ]; then
+      echo "{most} restarts in a row of less than {brief} seconds each: the job ends"
+      exit 77
+    fi
+    """  # of a command of one's own; a run of jaxtrain counts its steps, and ends itself
 
 
 def script(job: Job) -> str:
@@ -64,6 +104,7 @@ def script(job: Job) -> str:
     spec = job.spec
     parts = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options(job)), "",
              f"cd {shlex.quote(job.directory)} || exit 2", *exported(spec),
+             *(f"export {name}={shlex.quote(value)}" for name, value in idle_starts.variables(job).items()),
              *[f"export JAXTRAIN_FULL_PROCESSES={spec.nodes * spec.processes}"] * ranged(spec)]
     srun, command = ["srun", "--kill-on-bad-exit=1", "--export=ALL"], shlex.join(job.command)
     if spec.cpus_per_process:
@@ -76,12 +117,15 @@ def script(job: Job) -> str:
         srun += _enroot(job)
     elif spec.image:
         command = f"{shlex.join(_apptainer(job))} {command}"
-    crashes, stop = (shlex.quote(f"{path}") for path in (job.folder / "crashes", job.pause_file))
+    ends, crashes, briefs, restarts, stop = (shlex.quote(f"{path}") for path in (
+        job.folder / "ends", job.folder / "crashes", job.folder / "brief", job.folder / RESTARTS, job.pause_file))
+    bounded = "" if idle_starts.counted(job) else _BOUNDED.format(
+        brief=idle_starts.BRIEF_S, briefs=briefs, most=idle_starts.MOST)
     counts = [f"{count}" for count in reversed(job.about.get("node_counts", []))]
     nodes = _NODES + (_FEWER.format(counts=" ".join(counts)) if counts else "")
-    run = _RUN.format(srun=shlex.join(srun), command=command, processes=spec.processes, nodes=nodes)
-    return "\n".join([*parts, *spec.setup, "", run,
-                      _NEXT.format(stop=stop, crashes=crashes, retries=spec.retries)])
+    run = _RUN.format(srun=shlex.join(srun), command=command, processes=spec.processes, nodes=nodes, ends=ends)
+    return "\n".join([*parts, *spec.setup, "", run, _NEXT.format(
+        stop=stop, crashes=crashes, retries=spec.retries, restarts=restarts, bounded=bounded)])
 
 
 def enroot(spec: JobSpec) -> bool:

@@ -11,6 +11,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.launch.job_engines import refuse_unmounted, refuse_unread
 from jaxtrain.launch.job_record import Job, Status, quoted
 from jaxtrain.launch.kubernetes.jobset import PORT, as_yaml
+from jaxtrain.launch.restarts import idle_starts
 
 _BUCKETS = ("s3://", "gs://", "r2://")
 
@@ -97,7 +98,7 @@ class SkyPilotFile(_TaskFile):
         return _set({
             "name": job.name, "workdir": ".", "num_nodes": spec.nodes,
             "resources": _set(resources) | {"job_recovery": again},
-            "envs": dict(spec.env), "secrets": dict.fromkeys(spec.secrets),
+            "envs": dict(spec.env) | idle_starts.variables(job), "secrets": dict.fromkeys(spec.secrets),
             "file_mounts": {path: {"source": what, "mode": "MOUNT"} for path, what in spec.mounts.items()},
             "run": "\n".join(run) + "\n"})
 
@@ -126,7 +127,8 @@ class DstackFile(_TaskFile):
                *spec.setup, f"exec {quoted(job.command)}"]
         return _set({
             "type": "task", "name": job.name, "nodes": spec.nodes, "image": spec.image,
-            "env": [*(f"{name}={value}" for name, value in spec.env.items()), *spec.secrets],
+            "env": [*(f"{name}={value}" for name, value in (dict(spec.env) | idle_starts.variables(job)).items()),
+                    *spec.secrets],
             "commands": run, "resources": _set(resources),
             "volumes": [f"{what}:{path}" for path, what in spec.mounts.items()],
             "spot_policy": "auto" if spec.preemptible else "on-demand",

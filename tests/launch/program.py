@@ -1,9 +1,11 @@
 """A program that tests launch in place of a run: it saves when told to stop, and ends as the file `end` says.
 
-Each process writes `began-ATTEMPT-RANK`, and `saved-ATTEMPT-RANK` when it saves, into the folder that it is given.
+`end-ATTEMPT-RANK` says it to one process alone. A negative number is a signal that kills it. Each process writes
+`began-ATTEMPT-RANK`, and `saved-ATTEMPT-RANK` when it saves, into the folder that it is given.
 """
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -24,9 +26,13 @@ def main(workdir: Path) -> int:
     whole.write_text(f"{os.environ['JAX_NUM_PROCESSES']} {os.environ['JAX_COORDINATOR_ADDRESS']} {os.getpid()}")
     whole.rename(workdir / f"began-{attempt}-{me}")
     print(f"attempt {attempt}", flush=True)
-    while not (end.exists() and end.read_text()):
+    own = workdir / f"end-{attempt}-{me}"
+    while not (said := "".join(path.read_text() for path in (own, end) if path.exists())):
         time.sleep(0.05)
-    return int(end.read_text())
+    if (status := int(said)) < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.kill(os.getpid(), -status)
+    return status
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The batch script at the end of a run, with commands that stand in for Slurm's."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -8,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError
 from jaxtrain.launch import slurm_engine
 from jaxtrain.launch.job_record import Job, Status
 from jaxtrain.launch.job_spec import JobSpec
+from jaxtrain.launch.restarts import first_failure, idle_starts, restart_history
 from jaxtrain.launch.slurm_script import script
 from tests.launch.slurm_commands import stand_in
 from tests.launch.waiting import LIMIT
@@ -70,6 +73,93 @@ def test_what_the_script_tells_slurm(tmp_path, status, state, stop, said, code):
     if stop:
         job.pause_file.write_text(stop)
     assert ended(job, status, state)[:2] == (code, [said] if said else [])
+
+
+# The real srun too ends with the highest status of its tasks. These end in the order of END, as RANK:STATUS.
+SRUN = """
+while [ "$1" != bash ]; do shift; done
+highest=0
+for one in $END; do
+  SLURM_PROCID=${one%:*} CODE=${one#*:} "$@"; code=$?
+  [ $code -gt $highest ] && highest=$code
+done
+exit $highest
+"""
+ENDS = [(["0:0", "1:0"], None), (["1:1", "0:75"], (1, 1)), (["1:1", "0:76"], (1, 1)), (["0:76", "1:1"], (1, 1)),
+        (["0:2", "1:76"], (0, 2)), (["1:134", "0:2"], (0, 2)), (["1:139", "0:75"], (1, 139)),
+        (["1:137", "0:76"], (1, 137)),
+        (["0:76", "1:134"], (0, 76)), (["1:134", "0:76"], (1, 134)), (["0:75", "1:76"], (1, 76)),
+        (["1:75", "0:75"], (1, 75)), (["0:1", "1:77"], (1, 77))]
+
+
+def of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: list[str], job: Job,
+           start: int = 0) -> tuple[int, list[str], str]:
+    """The script's status, what it has told Slurm to do, and what it printed; `end`: of its processes, in order."""
+    stand_in(slurm := tmp_path / "slurm", monkeypatch, srun=SRUN,
+             scontrol=f'{STAND_INS["scontrol"]}'.replace("$SAID", f"{tmp_path}/said").replace("$STATE", "RUNNING"))
+    (slurm / "srun").write_text(f"#!/bin/bash{SRUN}")
+    job.folder.mkdir(parents=True, exist_ok=True)
+    (job.folder / "job.sh").write_text(script(job))
+    (tmp_path / "said").write_text("")
+    environment = os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": f"{len(end)}", "END": " ".join(end),
+                                "SLURM_NTASKS": f"{len(end)}", "SLURM_RESTART_COUNT": f"{start}"}
+    done = subprocess.run(["bash", f"{job.folder}/job.sh"], env=environment, capture_output=True, text=True,
+                          timeout=LIMIT)
+    assert not done.stderr, done.stderr
+    told = [line for line in (tmp_path / "said").read_text().splitlines() if line.startswith("requeue")]
+    return done.returncode, told, done.stdout
+
+
+def two(tmp_path: Path, command: str = "exit $CODE", **keys) -> Job:
+    return Job(tmp_path / "a b" / "jobs" / "1", "slurm", "name", ["bash", "-c", command], f"{tmp_path}",
+               JobSpec(nodes=2, **keys))
+
+
+@pytest.mark.parametrize("end, first", ENDS)
+def test_the_first_failure_of_several_processes_counts(tmp_path, monkeypatch, end, first):
+    """The script, which is bash, and the other engines have one rule."""
+    job = two(tmp_path, retries=0)
+    assert first_failure.of_job([tuple(map(int, one.split(":"))) for one in end]) == first
+    code, told, printed = of_all(tmp_path, monkeypatch, end, job)
+    if first is None:
+        assert (code, told) == (0, [])
+        return
+    process, status = first
+    assert f"process {process} of 2 was the first to end early, with status {status}\n" in printed
+    again = status in (75, 76)  # as no crash, of which there may be none
+    assert (code, told) == ((-15, ["requeue 7"]) if again else (status, []))
+    assert (job.folder / "crashes").exists() == (not again and status not in (2, 77))
+    if again:
+        assert [(line["status"], line["process"]) for line in map(
+            json.loads, (job.folder / "restarts.jsonl").read_text().splitlines())] == [(status, process)]
+
+
+@pytest.mark.parametrize("number, status", [(11, 139), (9, 137), (6, 134)])
+def test_a_process_that_is_killed_by_a_signal_has_crashed(tmp_path, monkeypatch, number, status):
+    """The message of bash about that goes to the output."""
+    job = two(tmp_path, f"ulimit -c 0; [ $CODE = signal ] && kill -{number} $BASHPID; exit $CODE", retries=1)
+    ends = ["0:75"]
+    monkeypatch.setattr(subprocess, "run", lambda *words, run=subprocess.run, **more: quiet(run(*words, **more)))
+    assert of_all(tmp_path, monkeypatch, ["1:signal", *ends], job)[:2] == (-15, ["requeue 7"])
+    assert of_all(tmp_path, monkeypatch, ["1:signal", *ends], job, 1)[:2] == (status, [])  # its retry was the last
+    found = restart_history.of(job)
+    assert found.count == 1 and f"process 1 {exit_codes.words(status)} at " in found.reason
+
+
+def quiet(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    """Leave out what bash says of a process that was killed."""
+    done.stderr = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("run: line"))
+    return done
+
+
+def test_a_command_that_gives_up_at_once_is_not_started_for_ever(tmp_path, monkeypatch):
+    """A run of a config counts its steps instead (test_idle_starts.py)."""
+    job = two(tmp_path)
+    for start in range(idle_starts.MOST):
+        assert of_all(tmp_path, monkeypatch, ["0:76", "1:76"], job, start)[:2] == (-15, ["requeue 7"])
+    code, told, printed = of_all(tmp_path, monkeypatch, ["0:76", "1:76"], job, idle_starts.MOST)
+    assert (code, told) == (77, []) and "10 restarts in a row of less than 600 seconds each" in printed
+    assert len(list(job.folder.glob("ends*"))) == 1  # of the newest start
 
 
 @pytest.mark.parametrize("given, counts, used", [(4, [2, 4], 4), (3, [2, 4], 2), (2, [2, 4], 2), (3, [], 3)])

@@ -3,7 +3,7 @@
 Exit statuses become what Kubernetes does next. A pod that saved (75) or gave up to be started again (76), or that was
 evicted, is made anew and counts as nothing; its peers end with 76 and are made anew too. A crash ends the Job, and the
 JobSet makes all its pods anew, `retries` times. A mistake (2), a limit (77) and Ctrl-C (130) end the JobSet. At the
-time limit all pods save and begin again.
+time limit all pods save and begin again. A run without new steps ends itself (restarts/idle_starts.py).
 """
 
 from typing import Any
@@ -13,12 +13,13 @@ import yaml
 from jaxtrain.distributed import exit_codes
 from jaxtrain.launch.job_record import Job
 from jaxtrain.launch.job_spec import JobSpec
+from jaxtrain.launch.restarts import idle_starts
 
 PORT = 8476  # of the first process; each pod has an address of its own, so that jobs share no ports
 NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"  # of every pod
 METRICS = "jaxtrain/metrics"  # the label of pods that answer Prometheus (deploy/prometheus/service-monitor.yaml)
 FOLDER = "jaxtrain/folder"  # the annotation that says where the job's record is
-_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+INDEX = "batch.kubernetes.io/job-completion-index"  # the annotation of a pod that numbers it
 _RUN = "run"  # the name of the replicated job and of its container
 
 
@@ -129,8 +130,10 @@ def _environment(job: Job) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [
         {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{name}-{_RUN}-0-0.{name}:{PORT}"},
         {"name": "JAX_NUM_PROCESSES", "value": f"{pods(spec)}"},
-        {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+        {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
         {"name": "PYTHONUNBUFFERED", "value": "1"}]
+    counting = idle_starts.variables(job)
+    found += [{"name": variable, "value": _literal(value)} for variable, value in counting.items()]
     found += [{"name": variable, "value": _literal(value)} for variable, value in spec.env.items()]
     for variable, where in spec.secrets.items():
         secret, key = where.removeprefix("secret:").split("/")

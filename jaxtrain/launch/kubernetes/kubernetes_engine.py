@@ -1,18 +1,22 @@
 """Jobs in Kubernetes, by kubectl: JobSets, and the queues of Kueue where there are any."""
 
+import itertools
 import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.launch.job_engines import refuse_unmounted, refuse_unread
 from jaxtrain.launch.job_record import Job, Status, quoted
 from jaxtrain.launch.kubernetes import jobset
+from jaxtrain.launch.restarts import first_failure
 
 FILE = "jobset.yaml"
 _LABEL = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?=[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
@@ -101,6 +105,22 @@ class KubernetesEngine:
             nodes = sorted({pod["spec"].get("nodeName", "") for pod in _pods(job)} - {""})
             return Status("running", nodes=",".join(nodes))
         return Status("waiting", "not all of its pods run")
+
+    def restarts(self, job: Job) -> tuple[int, str]:
+        """Return how often pods of a job were made anew, as far as the cluster knows, and why the last time."""
+        found = _get(job, "jobset", _name(job)) or {}
+        ends = []  # of pods that are still there, as (time, process, exit status)
+        for pod in _pods(job):
+            process = pod.get("metadata", {}).get("annotations", {}).get(jobset.INDEX, "0")
+            for one in pod.get("status", {}).get("containerStatuses", []):
+                if ended := one.get("state", {}).get("terminated"):
+                    ends.append((ended.get("finishedAt") or "", int(process), ended.get("exitCode", 0)))
+        failed = [(process, status) for _, process, status in sorted(ends) if status]
+        again = itertools.takewhile(lambda one: one[1] in (exit_codes.SAVED, exit_codes.RESTART), failed)
+        anew = Counter(process for process, _ in again)
+        process, status = first_failure.of_job(failed) or (None, 0)
+        return (found.get("status", {}).get("restarts", 0) + max(anew.values(), default=0),
+                "" if process is None else f"process {process} {exit_codes.words(status)}")
 
     def why(self, job: Job) -> str:
         """Return why a job does not run, in a sentence."""

@@ -14,6 +14,7 @@ _CONSEQUENCE = re.compile(
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w]*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning|Iteration)\b.*")
 _FATAL = re.compile(r"^(F\d{4} .*|Fatal Python error.*|.*(?:Segmentation fault|Bus error|out of memory|"
                     r"RESOURCE_EXHAUSTED).*)", re.I)
+LINES = 2000  # of the end of a log, which are searched
 _NOISE = re.compile(r"SimplifiedTraceback|JaxStackTrace")
 
 
@@ -50,7 +51,11 @@ def last_lines(log: Path, count: int = 12, size: int = 2**16) -> list[str]:
 
 def error_line(log: Path) -> str:
     """Return the line of a log that names the error, or ""."""
-    lines = last_lines(log, count=2000)
+    return error_in(last_lines(log, LINES))
+
+
+def error_in(lines: Sequence[str]) -> str:
+    """Return the last of these lines that names an error, or ""."""
     for pattern in (_EXCEPTION, _FATAL):
         found = [line for line in lines if pattern.match(line) and not _NOISE.search(line)]
         if found:

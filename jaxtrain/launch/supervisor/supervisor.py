@@ -146,7 +146,8 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------- attempt by attempt
     def run(self) -> int:
         """Run attempts until there is a reason to end; returns the exit status."""
-        failures = 0  # consecutive attempts without a new step
+        failures = 0  # consecutive attempts without a new step and with the same processes
+        idle = 0  # consecutive attempts without a new step, whatever processes they had
         down: tuple[float, str] | None = None  # since when the run has been down, and why
         while True:
             if not self._room():
@@ -164,7 +165,8 @@ class Supervisor:
                 say(end.verdict)
                 return code
             down = end.since, end.resized or end.why
-            if end.resized:
+            idle = 0 if self.steps.best > best else idle + 1
+            if end.resized and idle <= self._most_idle:
                 failures = 0
                 continue
             failures = 0 if self.steps.best > best else failures + 1
@@ -174,16 +176,21 @@ class Supervisor:
                 self._record("process_lost", slot=end.lost.slot)
                 failures = 0
             self._record("restart", why=end.why, failures=failures, step=self.steps.newest)
-            if failures > self.flags.max_restarts:
-                say(f"gave up: {failures} attempts in a row without a new step")
+            if failures > self.flags.max_restarts or idle > self._most_idle:
+                say(f"gave up: {idle} attempts in a row without a new step")
                 say(end.verdict)
-                self._record("gave_up", attempts=failures, why=end.why)
+                self._record("gave_up", attempts=idle, why=end.why)
                 return exit_codes.STOPPED
             pause = min(self.flags.max_backoff, 2.0 ** (failures - 1)) * random.uniform(0.5, 1.5) if failures else 0.0
             say(f"{end.why}; starting again" + (f" in {pause:.1f} s" if pause else "") + f"; logs: {end.logs}")
             self._sleep(pause)
             if self.asked:
                 return self._asked_status(exit_codes.SAVED)
+
+    @property
+    def _most_idle(self) -> int:
+        """Return how many attempts in a row may be without a new step while processes are left out and taken back."""
+        return self.flags.max_restarts + self.flags.processes * self.flags.lost_after
 
     def _asked_status(self, code: int) -> int:
         """Return the exit status after a signal; what was saved is saved, whatever failed during shutdown."""
@@ -256,6 +263,7 @@ class Supervisor:
         elastic = ["--config.resilience.elastic=true"] if self.staff.elastic else []
         program = self.flags.program or [sys.executable, "-m", "jaxtrain.main"]
         environment = {**os.environ, **self.shares[slot], "JAXTRAIN_FULL_PROCESSES": str(self.flags.processes)}
+        environment.pop("JAXTRAIN_STARTS_FILE", None)  # the starts are counted here
         given = os.environ.keys() & {"JAXTRAIN_SECRET", "JAXTRAIN_SECRET_FILE"}
         if self.flags.processes * self.flags.nodes > 1 and not given:
             environment |= _secret(self.workdir / "secret")

@@ -252,6 +252,28 @@ def test_crashes_count_and_what_was_saved_does_not():
         "FailJobSet", "RestartJobSetAndIgnoreMaxRestarts"]
 
 
+def ended_pod(process: int, when: int, status: int) -> dict:
+    return {"metadata": {"annotations": {"batch.kubernetes.io/job-completion-index": f"{process}"}}, "spec": {},
+            "status": {"containerStatuses": [{"state": {"terminated": {
+                "exitCode": status, "finishedAt": f"2026-01-01T00:00:{when:02}Z"}}}]}}
+
+
+@pytest.mark.parametrize("pods, restarts, said", [
+    ([(0, 3, 76), (1, 2, 139)], 1, "1; the last one because process 1 was killed by SIGSEGV"),
+    ([(1, 2, 2)], 0, "failure    process 1 ended with a user error (exit status 2)"), ([], 0, ""),
+    ([(0, 1, 76), (1, 2, 76), (1, 4, 76)], 0, "2; the last one because process 0 gave up"),
+    ([(1, 1, 1), (0, 5, 75)], 2, "2; the last one because process 1 crashed (exit status 1)")])
+def test_the_first_pod_that_failed_tells_why_others_were_made_anew(cluster, work, capsys, pods, restarts, said):
+    """Also where pods of its peers were seen to fail before it."""
+    submit(work, "--nodes=2")
+    cluster.jobset(status={"restarts": restarts, "conditions": [{"type": "Failed", "status": "True"}]})
+    cluster.answer("get", "pods", {"items": [ended_pod(*pod) for pod in pods]})
+    capsys.readouterr()
+    told("show", work)
+    shown = capsys.readouterr().out
+    assert said in shown and ("because" in shown) == ("because" in said)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("kubernetes_validate") is None, reason="pip install kubernetes-validate")
 @pytest.mark.parametrize("name", golden.SPECS)

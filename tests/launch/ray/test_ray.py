@@ -7,6 +7,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from jaxtrain.launch import jobs as jobs_command
 from jaxtrain.launch import ray_driver
 from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.launch.ray_engine import RayEngine
+from jaxtrain.launch.restarts import restart_history
 from tests.launch.ray import raylets
 from tests.launch.waiting import all_began, event, until
 from tests.tiny import tiny_flags, virtual_devices
@@ -50,7 +52,48 @@ def test_a_node_is_a_bundle(tmp_path):
     ([0, 0], 0), ([75, 75], 75), ([75, 76], 76), ([76, 1, 76], 1), ([1, 2], 2), ([137, 76], 137), ([0, 75], 75),
     ([77, ray_driver._LOST], 77), ([76, ray_driver._LOST], ray_driver._LOST)])
 def test_what_the_statuses_of_all_mean(statuses, expected):
-    assert ray_driver.of_all(statuses) == expected
+    assert ray_driver.of_all(list(enumerate(statuses)))[1] == expected
+
+
+class Actors:
+    """Processes whose statuses `poll` tells one after the other; None: it runs. A signal ends it with 128 more."""
+
+    def __init__(self, *told):
+        self.told, self.signals, self.poll, self.send = list(told), [], SimpleNamespace(remote=self.next), (
+            SimpleNamespace(remote=self.signalled))
+
+    def next(self):
+        return 128 + self.signals[-1] if self.signals else self.told.pop(0) if self.told else None
+
+    def signalled(self, number):
+        self.signals.append(number)
+
+
+def driver_of(tmp_path, **plan) -> ray_driver.Driver:
+    errors = SimpleNamespace(ActorUnavailableError=KeyError, RayActorError=KeyError, GetTimeoutError=KeyError)
+    ray = SimpleNamespace(exceptions=errors, get=lambda answer, timeout: answer)
+    return ray_driver.Driver(tmp_path, ray, {"retries": 3, "counted": True, "grace_s": 0} | plan)
+
+
+@pytest.mark.parametrize("first, second, expected", [
+    ([1], [None, 75], (0, 1)), ([None, 76], [2], (1, 2)), ([None, 75], [-11], (1, 139)), ([76], [None, 134], (0, 76)),
+    ([76], [], (0, 76)),  # the other one hangs, and is killed
+    ([75], [None, 1], (1, 1))])
+def test_the_first_failure_of_several_processes_counts(tmp_path, monkeypatch, first, second, expected):
+    monkeypatch.setattr(ray_driver, "_POLL_S", 0)
+    driver = driver_of(tmp_path, grace_s=60 if second else 0)
+    assert driver.watch({"0 a": Actors(*first), "1 b": Actors(*second)}) == expected[1]
+    assert driver.process == expected[0]
+
+
+@pytest.mark.parametrize("counted, statuses, starts, end", [
+    (True, [76] * 30 + [0], 31, 0),  # it counts its own steps
+    (False, [76] * 30, 11, 77), (False, [1] * 30, 4, 1), (True, [76, 1, 75, 1, 1, 1], 6, 1), (True, [2], 1, 2)])
+def test_how_often_a_job_starts_again(tmp_path, monkeypatch, capsys, counted, statuses, starts, end):
+    driver, left = driver_of(tmp_path, counted=counted), list(statuses)
+    monkeypatch.setattr(driver, "attempt", lambda: left.pop(0))
+    assert driver.run() == end and len(statuses) - len(left) == starts
+    assert restart_history.of(replace(job_of(tmp_path), folder=tmp_path)).count == starts - 1
 
 
 def test_a_cluster_that_does_not_answer(tmp_path):

@@ -2,11 +2,13 @@
 
 import json
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jaxtrain.distributed import exit_codes
 from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch import jobs as jobs_command
@@ -53,18 +55,24 @@ def test_a_job_that_may_have_fewer_nodes_has_all_that_are_free_and_others_when_i
     assert (workdir / "began-1-0").read_text().startswith("4 ")
 
 
-def test_a_crash_starts_again_as_often_as_it_may(begun):
-    workdir = begun("--nodes=2", "--retries=1", wait=False)
-    (workdir / "end").write_text("1")
+def test_a_crash_starts_again_as_often_as_it_may(begun, capsys):
+    """The other process saves then (75), which alone would start the job again any number of times."""
+    workdir = begun("--nodes=2", "--retries=1")
+    (workdir / "end-1-1").write_text("1")
+    (workdir / "end-0-1").write_text(f"-{signal.SIGSEGV}")
     until(workdir, lambda status: status.state == "failed")
     assert (workdir / "jobs" / "1" / "crashes").read_text() == "\n\n"  # it began twice
+    assert (workdir / "saved-0-0").exists() and (workdir / "saved-1-0").exists()
+    told("show", workdir)
+    assert f"1; the last one because process 1 {exit_codes.words(139)} at" in capsys.readouterr().out
 
 
-def test_a_mistake_does_not_start_again(begun):
-    workdir = begun(wait=False)
-    (workdir / "end").write_text("2")
+def test_a_mistake_of_one_process_does_not_start_the_job_again(begun):
+    workdir = begun("--nodes=2")
+    (workdir / "end-0-1").write_text("2")
     until(workdir, lambda status: status.state == "failed")
-    assert not (workdir / "began-1-0").exists()
+    assert not (workdir / "began-1-0").exists() and (workdir / "saved-0-0").exists()
+    assert "process 1 of 2 was the first to end early, with status 2" in jobs.newest(workdir).output.read_text()
 
 
 def test_cancelling_saves_first(begun, tmp_path):

@@ -1,8 +1,13 @@
 """The slots that work."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from jaxtrain.distributed import exit_codes
+from jaxtrain.launch.supervisor import supervisor
 from jaxtrain.launch.supervisor.slot_pool import Order, SlotPool
+from jaxtrain.observe.events import events
 from tests.odd_files import ODD, in_time
 
 
@@ -94,3 +99,27 @@ def test_an_order_is_read_once(tmp_path):
 def test_what_is_no_file_is_no_order(tmp_path, make):
     make(tmp_path / "processes")
     assert in_time(lambda: Order(tmp_path / "processes", 2, 4, print).new()) is None
+
+
+@pytest.mark.parametrize("resized", ["", "2 instead of 1 processes"])
+def test_leaving_processes_out_does_not_go_on_for_ever(tmp_path, monkeypatch, resized):
+    """A run that fails on every slot completes no step, whichever of them are left out, taken back or ordered."""
+    flags, rest = supervisor.parse(["--processes=2", "--min_processes=1", "--max_restarts=5", "--", "--config=none.py",
+                                    f"--workdir={tmp_path}"])
+    run = supervisor.Supervisor(flags, rest)
+    attempts = []
+
+    def attempt(down):
+        assert len(attempts) < 100
+        attempts.append(slots := run.staff.wanted())
+        child = SimpleNamespace(slot=slots[0], rank=0, code=1)
+        return SimpleNamespace(done=False, culprit=child, lost=child, resized=resized, why="it crashed", since=0.0,
+                               verdict="", logs="")
+
+    monkeypatch.setattr(run, "_attempt", attempt)
+    monkeypatch.setattr(run, "_fits", lambda processes: True)
+    monkeypatch.setattr(run, "_sleep", lambda seconds: True)
+    run.staff.fits = run._fits
+    assert run.run() == exit_codes.STOPPED
+    assert len(attempts) == 5 + 2 * 2 + 1 and ([0] in attempts or [1] in attempts or resized)
+    assert [event["attempts"] for event in events(tmp_path) if event["kind"] == "gave_up"] == [len(attempts)]

@@ -1,0 +1,1 @@
+"""Restarts of jobs: which failure decides, how many there may be, and what people are told of them."""
