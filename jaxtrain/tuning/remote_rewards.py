@@ -165,7 +165,7 @@ class _Calls:
 
     def handlers(self) -> list[urllib.request.AbstractHTTPHandler]:
         """Return handlers that make connections known here."""
-        handlers = [urllib.request.HTTPHandler(), urllib.request.HTTPSHandler()]
+        handlers: list[Any] = [urllib.request.HTTPHandler(), urllib.request.HTTPSHandler()]
         for handler, method, kind in zip(handlers, ("http_open", "https_open"),
                                          (http.client.HTTPConnection, http.client.HTTPSConnection), strict=True):
             setattr(handler, method, functools.partial(handler.do_open, functools.partial(self._connection, kind)))
