@@ -91,7 +91,8 @@ def _serve(flags: argparse.Namespace) -> None:
     log = OuterLog(flags.folder, Policy(**{name: getattr(flags, name) for name in names}))
     ways = []
     if flags.store:
-        threading.Thread(target=_carry, args=(log, flags.store, flags.store_every), daemon=True).start()
+        threading.Thread(target=_carry, args=(log, flags.store, flags.store_every, flags.largest),
+                         daemon=True).start()
         ways.append(flags.store)
     if tls:
         server = MeetingServer(log, flags.address, tls, flags.largest)
@@ -105,9 +106,9 @@ def _serve(flags: argparse.Namespace) -> None:
     raise UserError("--folder", log.failed, "make room, then start it again")
 
 
-def _carry(log: OuterLog, store: str, every: float) -> None:
+def _carry(log: OuterLog, store: str, every: float, largest: int) -> None:
     """Carry offers and entries between the log and a store; a store that is out of reach is tried again."""
-    bridge, said = Bridge(log, store), ""
+    bridge, said = Bridge(log, store, largest), ""
     while not log.failed:
         try:
             bridge.look()

@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 import tempfile
 import threading
 import time
@@ -37,6 +38,12 @@ PAUSE = 0.05, 2.0  # seconds between two looks at what is not there yet: the fir
 SIGN_S = 20.0  # between two signs of life
 QUIET = 3  # signs of life of an island without one of a coordinator after which it says so, again and again
 SERVED, LOG = "alive/coordinator", "log"
+LARGEST = 2**36  # bytes of a content or snapshot
+SLACK = 4, 2**20  # contents of others are at most so many times as large as one's own, and so many bytes more
+_SMALL = 2**16  # bytes of what is neither a content nor an entry
+_OFFER = r"[0-9]{1,16}-[0-9]{1,16}"
+_NAMES = {"offers": rf"{_OFFER}\.json", "refused": rf"[0-9a-f]{{64}}-{_OFFER}", "contents": rf"[0-9a-f]{{64}}-{_OFFER}",
+          "entries": r"[0-9]{12}\.json", "snapshots": r"[0-9]{12}-[0-9a-f]{64}", "alive": r"[0-9]{1,16}|coordinator"}
 T = TypeVar("T")
 
 
@@ -60,6 +67,7 @@ class FolderMeeting:
         self._unserved, self._is_spare = unserved or self._waits, unserved is not None
         self._names: dict[str, str] = {}  # of contents, by hash: those of the entries that were read
         self._closed = threading.Event()
+        self._own = 0  # bytes of the largest content that was offered
         self._offered = ""  # the name of the newest offer's content
         self.log = ""  # the name of the log here; "": not known yet
         self._served: bytes | None = None  # the coordinator's newest sign of life
@@ -79,6 +87,7 @@ class FolderMeeting:
     def offer(self, offer: Offer, content: bytes) -> None:
         """Offer progress, as `Meeting` says."""
         name = f"{offer.island}-{offer.base}"
+        self._own = max(self._own, len(content))
         self._tried(lambda: self._store.remove(f"refused/{_content(offer)}"))
         self._tried(lambda: self._store.write(f"contents/{offer.sha256}-{name}", content))
         self._tried(lambda: self._store.write(f"offers/{name}.json", json.dumps(asdict(offer)).encode()))
@@ -134,7 +143,9 @@ class FolderMeeting:
 
     def content(self, sha256: str) -> bytes:
         """Return the content of an offer in the log, as `Meeting` says."""
-        return self._tried(lambda: self._store.read_checked(f"contents/{self._names[sha256]}", sha256))
+        times, more = SLACK
+        largest = times * self._own + more if self._own else LARGEST  # all islands have one config
+        return self._tried(lambda: self._store.read_checked(f"contents/{self._names[sha256]}", sha256, largest))
 
     def put_snapshot(self, position: int, content: bytes) -> None:
         """Keep the outer state after an entry, as `Meeting` says."""
@@ -144,8 +155,11 @@ class FolderMeeting:
 
     def snapshot(self) -> tuple[int, bytes] | None:
         """Return the newest snapshot, as `Meeting` says."""
+        before = ()
         while there := self._tried(self._store.snapshots):
             position, sha256 = there[-1]
+            if before == (before := there[-1]):  # such as a link to nowhere
+                raise OSError(f"snapshot {position} in {self._store.place} is listed but cannot be read")
             name = f"snapshots/{position:012d}-{sha256}"
             with contextlib.suppress(Trimmed):  # a newer one came
                 return position, self._tried(lambda: self._store.read_checked(name, sha256))  # noqa: B023
@@ -197,8 +211,8 @@ class FolderMeeting:
 class Bridge:
     """Carries offers from a folder or store into the log, and entries from the log to there."""
 
-    def __init__(self, log: OuterLog, place: str):
-        self._log, self._store, self._alive = log, _Store(place), {}
+    def __init__(self, log: OuterLog, place: str, largest: int = LARGEST):
+        self._log, self._store, self._alive, self._largest = log, _Store(place), {}, largest
         self._published: int | None = None  # not known until the store was read
         self._signed = -math.inf  # when it gave its last sign of life
         self._is_own = False  # whether the store is known to have this log, or none
@@ -212,9 +226,10 @@ class Bridge:
             self._store.write(SERVED, uuid.uuid4().hex.encode())
             self._signed = time.monotonic()
         for name in filter(str.isdecimal, self._store.names("alive")):
-            if self._alive.get(name) != (sign := self._store.read(f"alive/{name}")):
-                self._alive[name] = sign
-                self._log.alive(int(name))
+            with contextlib.suppress(bounded_files.Refused):  # something else lies there
+                if self._alive.get(name) != (sign := self._store.read(f"alive/{name}")):
+                    self._alive[name] = sign
+                    self._log.alive(int(name))
         for name in self._store.names("offers"):
             self._take(name)
         self._publish()
@@ -233,9 +248,8 @@ class Bridge:
         self._is_own = True
 
     def _take(self, name: str) -> None:
-        text = self._store.read(f"offers/{name}")
         try:
-            offer = offer_of(bounded_files.parsed(text or b""))
+            offer = offer_of(bounded_files.parsed(self._store.read(f"offers/{name}") or b""))
             if name != f"{offer.island}-{offer.base}.json":
                 raise ValueError(f"its name says otherwise than its content: {offer.island}-{offer.base}")
         except ValueError as error:
@@ -246,7 +260,7 @@ class Bridge:
             return self._refuse(name, offer, error)
         if is_wanted:
             try:
-                content = self._store.read_checked(f"contents/{_content(offer)}", offer.sha256)
+                content = self._store.read_checked(f"contents/{_content(offer)}", offer.sha256, self._largest)
             except (ValueError, Trimmed) as error:
                 return self._leave(name, error)
             self._log.offer(offer, content)
@@ -286,7 +300,7 @@ class Bridge:
             if self._log.wants_snapshot(position):
                 with contextlib.suppress(Trimmed, ValueError):
                     name = f"snapshots/{position:012d}-{sha256}"
-                    self._log.put_snapshot(position, self._store.read_checked(name, sha256))
+                    self._log.put_snapshot(position, self._store.read_checked(name, sha256, self._largest))
         kept = self._log.snapshots()
         for position, sha256 in kept:
             if (position, sha256) not in there and position <= (self._published or 0):  # its entry is there before it
@@ -306,16 +320,17 @@ class Bridge:
 
 
 class _Store:
-    """Files by name in a folder or below a URL."""
+    """Files by name in a folder or below a URL. Whatever else lies there is not touched, and nothing waits for it."""
 
     def __init__(self, place: str):
         self.place = place
 
     def names(self, folder: str) -> list[str]:
+        """Return the names of a folder that are such as islands give: not `.nfs...`, a file that is still open."""
         where = storage.join(self.place, folder)
         found = storage.names(where) if storage.is_url(where) else (
             sorted(path.name for path in Path(where).glob("*")))
-        return [name for name in found if not name.endswith(".partial")]
+        return [name for name in found if re.fullmatch(_NAMES[folder], name)]
 
     def snapshots(self) -> list[tuple[int, str]]:
         """Return position and hash of each, the oldest first."""
@@ -325,14 +340,19 @@ class _Store:
     def exists(self, name: str) -> bool:
         return storage.exists(storage.join(self.place, name))
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, largest: int = LARGEST) -> bytes | None:
+        """Return the content of a regular file; raises `Refused` for anything else, and for one that is too large."""
+        kind = name.partition("/")[0]
+        limit = largest if kind in ("contents", "snapshots") else bounded_files.SMALL if kind == "entries" else _SMALL
         try:
-            return storage.read(storage.join(self.place, name))
+            return storage.read_small(storage.join(self.place, name), limit)
         except (FileNotFoundError, storage.Gone):
             return None
+        except IsADirectoryError as error:
+            raise bounded_files.Refused(error.errno, error.strerror, error.filename) from None
 
-    def read_checked(self, name: str, sha256: str) -> bytes:
-        if (content := self.read(name)) is None:
+    def read_checked(self, name: str, sha256: str, largest: int = LARGEST) -> bytes:
+        if (content := self.read(name, largest)) is None:
             raise Trimmed(f"{name} is not there")
         if hashlib.sha256(content).hexdigest() != sha256:
             raise ValueError(f"{name} has another hash than its name says")
@@ -353,7 +373,8 @@ class _Store:
         path = storage.join(self.place, name)
         if storage.is_url(path):
             return storage.remove(path)
-        Path(path).unlink(missing_ok=True)
+        if Path(path).is_symlink() or not Path(path).is_dir():  # a folder there is nobody's of an island
+            Path(path).unlink(missing_ok=True)
 
 
 def _content(offer: Offer) -> str:

@@ -1,13 +1,18 @@
 """Rewards of answers from a scorer behind a URL: a program of the user's own, on this machine or another."""
 
 import base64
+import contextlib
+import functools
 import http.client
 import json
+import queue
+import socket
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +33,6 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         """Return no request to go on with."""
-
-
-_opener = urllib.request.build_opener(_NoRedirects)
 
 
 @dataclass(frozen=True)
@@ -108,24 +110,86 @@ class RemoteRewards:
                         "check that the scorer is up, or raise reinforce.reward_timeout_s")
 
     def _posted(self, content: bytes) -> bytes:
-        until = time.monotonic() + self.timeout_s
         parts = urllib.parse.urlsplit(self.url)
         user, _, place = parts.netloc.rpartition("@")
         headers = {"Content-Type": "application/json"}
         if user:
             headers["Authorization"] = f"Basic {base64.b64encode(urllib.parse.unquote_to_bytes(user)).decode()}"
         request = urllib.request.Request(parts._replace(netloc=place).geturl(), content, headers)
-        with _opener.open(request, timeout=self.timeout_s) as response:
-            size, found = response.length, b""
-            while size is None or len(found) < size:
-                chunk = response.read1(2**16)
-                found += chunk
-                if time.monotonic() > until:  # the limit of sockets is for each read
-                    raise TimeoutError("timed out")
-                if len(found) > LIMIT:
-                    raise UserError(KEY, f"{self.url} answers more than {LIMIT:,} bytes", "let it answer rewards only")
-                if not chunk:
-                    break
+        return _before_deadline(request, self.timeout_s, self._body)
+
+    def _body(self, response: http.client.HTTPResponse) -> bytes:
+        size, found = response.length, b""
+        while (size is None or len(found) < size) and (chunk := response.read1(2**16)):
+            found += chunk
+            if len(found) > LIMIT:
+                raise UserError(KEY, f"{self.url} answers more than {LIMIT:,} bytes", "let it answer rewards only")
         if size is not None and len(found) < size:
             raise http.client.IncompleteRead(found, size - len(found))
         return found
+
+
+def _before_deadline(request: urllib.request.Request, seconds: float,
+                     body: Callable[[http.client.HTTPResponse], bytes]) -> bytes:
+    """Return the body of the answer to a request, all of which must be there in time.
+
+    The limit of sockets is for each read, and a server that sends a byte now and then, in its status line, headers or
+    body, keeps within it; so another thread asks, and its connection is closed at the deadline.
+    """
+    calls, found = _Calls(), queue.SimpleQueue[Any]()
+
+    def ask() -> None:
+        try:
+            opener = urllib.request.build_opener(_NoRedirects, *calls.handlers())
+            with opener.open(request, timeout=seconds) as response:
+                found.put(body(response))
+        except BaseException as error:
+            found.put(error)
+    threading.Thread(target=ask, name="reward", daemon=True).start()
+    try:
+        answer = found.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError("timed out") from None
+    finally:
+        calls.close()
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+class _Calls:
+    """The connections of a request, which can be closed while they are in use."""
+
+    def __init__(self):
+        self._lock, self._lines, self._closed = threading.Lock(), [], False
+
+    def handlers(self) -> list[urllib.request.AbstractHTTPHandler]:
+        """Return handlers that make connections known here."""
+        handlers: list[Any] = [urllib.request.HTTPHandler(), urllib.request.HTTPSHandler()]
+        for handler, method, kind in zip(handlers, ("http_open", "https_open"),
+                                         (http.client.HTTPConnection, http.client.HTTPSConnection), strict=True):
+            setattr(handler, method, functools.partial(handler.do_open, functools.partial(self._connection, kind)))
+        return handlers
+
+    def close(self) -> None:
+        """Cut all connections, and any that is still being made."""
+        with self._lock:
+            self._closed = True
+            for line in self._lines:
+                with contextlib.suppress(OSError):
+                    line.shutdown(socket.SHUT_RDWR)
+                line.close()
+
+    def _connection(self, kind: type[http.client.HTTPConnection], *args: Any, **keys: Any) -> Any:
+        made: Any = kind(*args, **keys)
+        connect = made._create_connection
+
+        def connected(*where: Any, **how: Any) -> socket.socket:
+            line = connect(*where, **how)
+            with self._lock:
+                self._lines.append(line.dup())  # TLS takes the socket itself away
+            if self._closed:
+                self.close()
+            return line
+        made._create_connection = connected
+        return made

@@ -104,25 +104,33 @@ def test_what_may_pass_is_tried_again_after_growing_pauses(pauses, failures):
     assert found == right(None, asked[0][2])[1]["rewards"] and pauses == [1, 2, 4][:len(failures)]
 
 
-@pytest.mark.parametrize("trickles", [False, True])
-def test_a_request_has_a_time_limit(pauses, trickles):
-    over = threading.Event()
+@pytest.mark.parametrize(("begin", "again"), [
+    (b"", b""), (b"HTTP/1.1 200 OK\r\n\r\n", b" "), (b"", b"H"), (b"HTTP/1.1 200 ", b"K"),
+    (b"HTTP/1.1 200 OK\r\nX: ", b"x"), (b"HTTP/1.1 200 OK\r\n", b"X: x\r\n"), (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+], ids=["nothing", "body", "status", "reason", "header", "headers", "continue", "chunks"])
+def test_a_request_has_a_time_limit(pauses, begin, again):
+    """Whatever part of the answer comes a little at a time, one deadline is for all of it, and the call is cut off."""
+    over, cut = threading.Event(), threading.Semaphore(0)
 
     def answer(handler, asked):
-        if trickles:
-            handler.send_response(200)
-            handler.end_headers()
-            with contextlib.suppress(OSError):
-                while not over.wait(0.01):
-                    handler.wfile.write(b" ")
-        over.wait()
+        handler.close_connection = True
+        try:
+            handler.wfile.write(begin)
+            while not over.wait(0.01):
+                handler.wfile.write(again)
+                if not again and not handler.connection.recv(1):
+                    raise ConnectionError
+        except OSError:
+            cut.release()
         return None, None
 
-    rescue = threading.Timer(10, over.set)  # a client without a limit fails the test too
+    rescue = threading.Timer(60, over.set)  # a client without a limit fails the test too
     with scorer(answer) as (place, _):
         try:
             rescue.start()
             said = refusal(f"http://me:secret@{place}?sig=secret", 0.1)
+            assert all(cut.acquire(timeout=60) for _ in range(4))
         finally:
             rescue.cancel()
             over.set()
