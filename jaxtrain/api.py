@@ -41,8 +41,9 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         optimizer: an optax transformation in place of the one that `config.optimizer` names.
         data: the source of batches in place of `config.data`, which still gives their shape.
         model: an NNX module or a pytree of parameters, or a function without arguments that returns either, in place
-            of the model of the config. It needs `loss_fn`, `optimizer` and `data` too; the sections mesh, train,
-            checkpoint and resilience of the config say how it is trained, and keys that nothing would read are refused.
+            of the model of the config. It needs `loss_fn` and `optimizer` too, and `data` or a config with data.source;
+            the sections mesh, train, checkpoint and resilience of the config say how it is trained, and keys that
+            nothing would read are refused.
         loss_fn: called with the model and a batch, as `make_train_step` has it; so are `axes` and `gather`.
         with_key: call `loss_fn(model, batch, key)` with a key for dropout that follows from train.seed and the step.
     """

@@ -1,11 +1,11 @@
 """A run of a model and loss function of one's own: `build(config, model=..., loss_fn=..., optimizer=..., data=...)`.
 
-The config says how it is trained: mesh, train, checkpoint and resilience. What describes a model, data or an optimizer
-of ours does not count, and is refused where it was set.
+The config says how it is trained: mesh, train, checkpoint and resilience; and, without `data=`, on what text: the
+section data. What describes a model or an optimizer of ours does not count, and is refused where it was set.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from jaxtrain.base import arguments
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import Config, DataConfig
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import BatchSpec, first_steps, row_of
 from jaxtrain.errors import UserError
@@ -39,6 +39,11 @@ _COUNT = {
     "checkpoint": {"every", "keep", "keep_every", "best", "verify", "mtbf_hours", "mirror",
                    "local_checkpoint_every", "local_dir"},
     "resilience": None, "observe": None, "islands": None,  # all of them
+}
+# Those that count as well where the batches are made of the config's text.
+_OF_TEXT = {
+    "data": {field.name for field in fields(DataConfig)} - {"cross_document_attention", "augment", "crop"},
+    "train": {"eval_every", "eval_batches"},
 }
 
 
@@ -87,9 +92,19 @@ class OwnRun(Run):
 
     @property
     def source(self) -> BatchSource:
-        """The batches by step."""
-        assert self.data is not None
-        return self.data
+        """The training batches by step: those given to `build`, or the config's."""
+        return self.train_batches
+
+    @cached_property
+    def corpus(self) -> Any:  # pyrefly: ignore[bad-override]
+        """The tokenised text of the config."""
+        from jaxtrain.data import load_corpus
+
+        return load_corpus(self.config.data)
+
+    def _evaluation_fields(self, nats: float, more: list[Any]) -> dict[str, float]:
+        """Return the metrics of the loss function on the batches for evaluation: what its loss counts is not known."""
+        return {f"eval_{name}": float(value) for name, value in self.objective.metrics(*more).items()}
 
     def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None,
              meanwhile: Callable[[], object] | None = None) -> TrainState:
@@ -120,6 +135,12 @@ class OwnRun(Run):
         self.check_devices()
         self.batch_spec.check(batch)
         return self.sharded.compiled(batch)
+
+    @cached_property
+    def compiled_eval(self) -> jax.stages.Compiled:
+        """(parameters, batch) -> (summed loss, weight, further sums), for batches of the evaluation split."""
+        assert self.eval_batches is not None
+        return self.sharded.compiled_evaluation(_abstract_batch(self.eval_batches, 0))
 
     def compile_ahead(self, batches: BatchSource, start: int, stop: int) -> None:
         """Compile the step for every shape that the batches of these steps have."""
@@ -152,29 +173,33 @@ class OwnRun(Run):
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
         """The part of the config that counts for this run."""
-        return {section: {key: value for key, value in keys.items() if _counts(section, key, self.own)}
+        of_text = self.data is None
+        return {section: {key: value for key, value in keys.items() if _counts(section, key, self.own, of_text)}
                 for section, keys in self.config.to_dict().items() if section in _COUNT}
 
     def own_parts(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """The description of model, loss function, optimizer and data, for run.json."""
-        return {"model": {"class": self.name}, "loss_fn": self.objective.identity({}),
-                "optimizer": describe_optimizer(self.optimizer, self.abstract.params),
-                "data": describe_data(self.source)}
+        found = {"model": {"class": self.name}, "loss_fn": self.objective.identity({}),
+                 "optimizer": describe_optimizer(self.optimizer, self.abstract.params)}
+        return found if self.data is None else found | {"data": describe_data(self.data)}
 
 
 def build_own(config: Config, *, model: Any, loss_fn: LossFunction | None, mesh: AnyMesh | None, devices: Any,
               platform: str, optimizer: optax.GradientTransformation | None, data: BatchSource | None, axes: Any,
               gather: bool, with_key: bool) -> OwnRun:
     """Check that nothing is missing and nothing set in vain, and lay the state out; nothing is allocated."""
+    text = None if config.data == DataConfig() else config.data  # so that nobody trains on a default by mistake
     for name, part, fix in (
             ("model", model, "give an NNX module, a pytree of parameters, or a function that returns either"),
             ("loss_fn", loss_fn, "give a function of the model and a batch that returns the mean loss or jt.Weighted"),
             ("optimizer", optimizer, "give an optax transformation, such as optax.adamw(1e-3)"),
-            ("data", data, "give a jt.BatchSource, such as jt.BatchFunction(function_of_the_step)")):
+            ("data", text if data is None else data, "give a jt.BatchSource, such as jt.BatchFunction(function_of_the_"
+             "step), or name data.source in the config")):
         if part is None:
-            raise UserError(name, "a run of a model of one's own has none", fix)
-    assert loss_fn and optimizer and data is not None
-    arguments.is_batch_source(data)
+            raise UserError(name, "it is missing, and a run of your own model needs one", fix)
+    assert loss_fn and optimizer
+    if data is not None:
+        arguments.is_batch_source(data)
     t, o, r = config.train, config.optimizer, config.resilience
     if t.precision == "fp8":
         raise UserError("train.precision", "fp8 is the precision of products in jaxtrain's own layers", "use bfloat16")
@@ -185,27 +210,30 @@ def build_own(config: Config, *, model: Any, loss_fn: LossFunction | None, mesh:
         loss_fn, optimizer, mesh=mesh, rules=rules, axes=axes, accumulation=t.accumulation, clip_norm=o.clip_norm,
         precision=t.precision, zero_stage=o.zero_stage, gather=gather, seed=t.seed if with_key else None,
     ).for_a_run(extras_of(config), spike_z=r.spike_z, skip_spikes=r.spikes != "record", ema_decay=t.ema_decay)
-    _refuse_vain_keys(config, step, data)
+    first = data.shape(0) if data is not None else (config.data.global_batch_size, config.data.seq_len)
+    _refuse_vain_keys(config, step, data is None, first[0])
     abstract = step.abstract(model)
     run = OwnRun(config, step.mesh, rules, step.skeleton, OwnLoss(step), optimizer, None, step.precision, abstract,
                  step.layout, None, platform, extras_of(config), data, own=step, initial=model)
-    run.of_shape(data.shape(0))
+    run.of_shape(first)
     return run
 
 
-def _counts(section: str, key: str, step: TrainStep) -> bool:
+def _counts(section: str, key: str, step: TrainStep, of_text: bool) -> bool:
+    """Return whether a key counts; `of_text`: the batches are made of the config's text."""
     keys = _COUNT.get(section, frozenset())
-    return keys is None or key in keys or (section, key, step.seed is not None) == ("train", "seed", True)
+    return (keys is None or key in keys or (of_text and key in _OF_TEXT.get(section, ()))
+            or (section, key, step.seed is not None) == ("train", "seed", True))
 
 
-def _refuse_vain_keys(config: Config, step: TrainStep, data: BatchSource) -> None:
+def _refuse_vain_keys(config: Config, step: TrainStep, of_text: bool, rows: int) -> None:
     """Refuse keys that were set and that nothing would read."""
-    if "eval_" in config.checkpoint.best:
+    if "eval_" in config.checkpoint.best and not of_text:
         raise UserError("checkpoint.best", "batches given by data= have no evaluation split", "name another metric")
-    rows, default = data.shape(0)[0], Config().to_dict()
+    default = Config().to_dict()
     for section, keys in config.to_dict().items():
         for key, value in keys.items():
-            if _counts(section, key, step) or value == default[section].get(key, None):
+            if _counts(section, key, step, of_text) or value == default[section].get(key, None):
                 continue
             if (section, key) == ("data", "global_batch_size"):  # train.accumulation has to divide it
                 if value == rows:

@@ -372,13 +372,16 @@ class Run:
         found = {"eval_loss": nats}
         if ema.NAME in state.extras:
             found["eval_loss_ema"] = self._evaluated(state.averaged, many)[0]
+        return found | self._evaluation_fields(nats, more)
+
+    def _evaluation_fields(self, nats: float, more: list[Any]) -> dict[str, float]:
+        """What an evaluation tells besides its loss, from that and the further sums of its batches."""
         if more:
             told = self.objective.evaluation.metrics(*more)
-            return found | {f"eval_{name}": float(told[name]) for name in self.objective.evaluation_metrics}
+            return {f"eval_{name}": float(told[name]) for name in self.objective.evaluation_metrics}
         if not self.config.model.text:
-            return found
-        text = self.corpus.eval
-        found["eval_perplexity"] = float(np.exp(min(nats, 700.0)))
+            return {}
+        text, found = self.corpus.eval, {"eval_perplexity": float(np.exp(min(nats, 700.0)))}
         if text.masked:  # how many bytes the learnt tokens stand for is not known
             return found
         predicted = text.num_tokens - text.num_documents  # the first token of a document follows nothing

@@ -306,10 +306,10 @@ def test_keys_that_nothing_would_read_are_refused(key, value, message):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (dict(model=None), "^model: a run of a model of one's own has none; give an NNX module"),
-    (dict(loss_fn=None), "^loss_fn: .* has none; give a function"),
-    (dict(optimizer=None), "^optimizer: .* has none; give an optax"),
-    (dict(data=None), "^data: .* has none; give a jt.BatchSource"),
+    (dict(model=None), "^model: it is missing, .*; give an NNX module"),
+    (dict(loss_fn=None), "^loss_fn: it is missing, .*; give a function"),
+    (dict(optimizer=None), "^optimizer: it is missing, .*; give an optax"),
+    (dict(data=None), "^data: it is missing, .*; give a jt.BatchSource"),
     (dict(objective=lambda config, model: None), "^objective: a model of your own is trained by its loss_fn"),
     (dict(data=jt.BatchFunction(lambda step: {"x": 1.0})), "^data: its function returned no dict of arrays"),
     (dict(model=None, loss_fn=None, axes={}), "^axes: it is about a model of your own"),
@@ -483,3 +483,77 @@ def test_tokens_are_counted_where_a_batch_has_them_and_examples_elsewhere(arrays
 def test_a_wrong_number_of_tokens_is_refused(wrong):
     with pytest.raises(jt.UserError, match=r"^tokens_per_row: .* is not a number of tokens"):
         jt.BatchFunction(make_batch, tokens_per_row=wrong)
+
+
+# ----------------------------------------------------------------------------------------- on the text of the config
+def text_model():
+    one, two = jax.random.split(jax.random.key(0))
+    return {"table": 0.1 * jax.random.normal(one, (257, HIDDEN)), "out": 0.1 * jax.random.normal(two, (HIDDEN, 257))}
+
+
+def text_loss(params, batch):
+    assert {key: x.dtype.name for key, x in batch.items()} == {
+        **dict.fromkeys(("tokens", "targets", "segments", "positions"), "int32"), "weights": "float32"}
+    logits = params["table"][batch["tokens"]] @ params["out"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    hits = logits.argmax(-1) == batch["targets"]
+    return jt.Weighted((losses * batch["weights"]).sum(), batch["weights"].sum(),
+                       {"accuracy": (hits * batch["weights"]).sum()})
+
+
+def on_text(folder, mesh="one", **data):
+    for name in ("a", "b"):
+        (folder / name).mkdir(exist_ok=True)
+        for number in range(12):
+            (folder / name / f"{number}.txt").write_text(f"text {name} {number} of these words\n" * 40)
+    made = jt.make_config({
+        "mesh": MESHES[mesh], "train": {"steps": STEPS, "progress": False, "eval_every": 3, "eval_batches": 99},
+        "checkpoint": {"every": 3, "best": "eval_loss"},
+        "data": {"seq_len": 32, "global_batch_size": 8, "cache_dir": f"{folder / 'cache'}"} | data})
+    devices = jax.devices()[:int(np.prod(list(MESHES[mesh].values())))]
+    return jt.build(made, devices=devices, model=text_model, loss_fn=text_loss, optimizer=optax.adam(1e-2))
+
+
+def test_the_text_of_the_config_is_trained_and_evaluated_on(tmp_path):
+    """A mixture; resumed, it is to the bit the run that was not stopped."""
+    mixture = {"a": {"source": f"{tmp_path / 'a'}", "weight": 2}, "b": {"source": f"{tmp_path / 'b'}", "weight": 1}}
+    run = on_text(tmp_path, mixture=mixture)
+    state = jt.train(run, tmp_path / "straight")
+    with pytest.raises(Interrupted):
+        jt.train(run, tmp_path / "work", observers=[StopAt(4)])
+    same(jt.train(on_text(tmp_path, mixture=mixture), tmp_path / "work"), state)
+    total, weight, hits = 0.0, 0.0, 0.0
+    for step in range(run.eval_batches.num_batches):
+        batch = run.eval_batches[step]
+        logits = np.asarray(state.params["table"])[batch["tokens"]] @ np.asarray(state.params["out"])
+        logits -= logits.max(-1, keepdims=True)
+        losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+        total, weight = total + (losses * batch["weights"]).sum(), weight + batch["weights"].sum()
+        hits += ((logits.argmax(-1) == batch["targets"]) * batch["weights"]).sum()
+    read = [json.loads(line) for line in (tmp_path / "work" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in read if "eval_loss" in line] == [3, 6]
+    np.testing.assert_allclose([read[-1]["eval_loss"], read[-1]["eval_accuracy"]], [total / weight, hits / weight],
+                               rtol=1e-5)
+    assert read[0]["tokens"] == 8 * 32
+    recorded = json.loads((tmp_path / "work" / "run.json").read_text())
+    assert recorded["data_manifest_hash"] == run.corpus.manifest_hash and "data" not in recorded["own_parts"]
+    assert json.loads((tmp_path / "work" / "config.json").read_text())["data"]["mixture"] == mixture
+    assert "data" not in json.loads((tmp_path / "work" / "config.json").read_text())["train"]
+
+
+@pytest.mark.parametrize("packing", exhaustive("concat", "best_fit", "bucket"))
+def test_every_packing_and_mesh_gives_the_numbers_of_one_device(tmp_path, packing):
+    losses = []
+    for mesh in MESHES:
+        run = on_text(tmp_path, mesh, source=f"{tmp_path / 'a'}", packing=packing)
+        state = jt.train(run, tmp_path / mesh)
+        losses.append([run.evaluate(state)["eval_loss"], *(json.loads(line)["loss"] for line in (
+            tmp_path / mesh / "metrics.jsonl").read_text().splitlines() if '"loss"' in line)])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_keys_that_do_not_fit_text_are_refused(tmp_path):
+    with pytest.raises(jt.UserError, match=r"^data\.cross_document_attention: nothing reads it"):
+        on_text(tmp_path, source=f"{tmp_path / 'a'}", cross_document_attention=True)
+    with pytest.raises(jt.UserError, match=r"^batch: 6 examples do not divide over 4"):
+        on_text(tmp_path, "eight", source=f"{tmp_path / 'a'}", global_batch_size=6)

@@ -11,7 +11,7 @@ def check(run: Run) -> None:
     """Refuse a `checkpoint.best` that steps of the run and its evaluations lack, and that no watcher would have."""
     asked = run.config.checkpoint.best
     best = asked.removeprefix(HIGHEST)
-    evaluations = _EVALUATION if run.eval_batches is not None else ()
+    evaluations = () if run.eval_batches is None else ("eval_loss",) if run.own_model else _EVALUATION
     if own := run.objective.evaluation_metrics:
         evaluations = ("eval_loss", *(f"eval_{name}" for name in own))
     if evaluations and run.config.train.ema_decay:

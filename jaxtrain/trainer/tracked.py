@@ -44,6 +44,8 @@ def check(run: Run, session: Session) -> None:
         raise UserError("observe.histograms", "it is empty", "name weights or gradients, or leave it out")
     if c.samples_every and run.data is not None:
         raise UserError("observe.samples_every", "batches given by data= have no tokenizer", "leave it out")
+    if c.samples_every and run.own_model:
+        raise UserError("observe.samples_every", "a model of your own generates no text", "leave it out")
     if c.samples_every and not run.config.train.sample_tokens:
         raise UserError("observe.samples_every", "train.sample_tokens is 0", "give the length of a sample there")
 
