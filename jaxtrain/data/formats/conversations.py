@@ -22,7 +22,7 @@ FIELDS = {"messages": ("messages", "conversations", "system", "tools"),
           "preference": ("prompt", "chosen", "rejected", "tools"),
           "labelled": ("prompt", "completion", "label", "tools")}
 ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool", "function")} | {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "observation": "tool"}
+    "human": "user", "observation": "tool", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")}
 CALL = "function_call"  # ShareGPT's role of a turn that is a call, written as JSON
 
 
