@@ -141,7 +141,7 @@ def _turns(history: Any) -> list[tuple[Any, None, Any]]:
 
 
 def _system(record: dict[str, Any]) -> Messages:
-    """Return the message of the field `system`, which ShareGPT and Alpaca have beside the turns, if it says anything."""
+    """Return the message of the field `system`, which ShareGPT and Alpaca have beside the turns, if it is there."""
     if not isinstance(said := record.get("system") or "", str):
         raise Unusable("a system prompt that is not text")
     return [{"role": "system", "content": said}] if said else []
