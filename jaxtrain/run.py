@@ -21,7 +21,7 @@ from jaxtrain.data.loading.batch_spec import BatchSpec
 from jaxtrain.data.loading.loader import in_step, prefetch
 from jaxtrain.data.loading.placement import place_batch
 from jaxtrain.errors import UserError
-from jaxtrain.models import Compute, make_model
+from jaxtrain.models import Compute, make_model, training_noise
 from jaxtrain.objectives import Objective, configured
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
 from jaxtrain.parallel.compression.compressed_gradients import CompressedGradients
@@ -247,9 +247,18 @@ class Run:
         made = make_gradient(self.loss, self.layout, accumulation=self.config.train.accumulation,
                              precision=self.precision, dtypes=self._metadata("compute_dtype", self.abstract.all_params),
                              differentiate=self._pipeline(self.objective).gradient if self.schedules else None)
-        return (CompressedGradients(self.config, self.layout, self.abstract.params,
-                                    self._metadata("update", self.abstract.params)).of(made)
-                if self.config.compression.method else made)
+        if self.config.compression.method:
+            made = CompressedGradients(self.config, self.layout, self.abstract.params,
+                                       self._metadata("update", self.abstract.params)).of(made)
+        return self._with_noise(made)
+
+    def _with_noise(self, gradient: StateGradient) -> StateGradient:
+        """Return the gradient with the random numbers of dropout and of noise on embeddings, if the config has any."""
+        c, alpha = self.config, self.config.train.neftune_noise_alpha
+        if not (alpha or c.lora.dropout):
+            return gradient
+        return lambda state, batch: gradient(state, training_noise.added_to(
+            batch, c.train.seed, state.step, alpha, c.model.embed_dim))
 
     def _make_step(self) -> Step:
         def optimizer_of(axes, updates):

@@ -31,6 +31,8 @@ PREFERENCES = {
     "dpo": dict(loss="dpo", beta=0.5), "hinge": dict(loss="hinge", beta=0.5), "ipo": dict(loss="ipo", beta=0.5),
     "robust": dict(loss="robust", beta=0.5, label_smoothing=0.2),
     "simpo": dict(loss="simpo", beta=2.0, margin=0.5, label_smoothing=0.1), "orpo": dict(loss="orpo", beta=0.3),
+    "apo_zero": dict(loss="apo_zero", beta=0.5), "apo_down": dict(loss="apo_down", beta=0.5),
+    "rpo": dict(loss="dpo", beta=0.5, rpo_alpha=0.7),
     "reward": dict(loss="reward", margin=0.3, center=0.05),
 }
 KTO = {"kto": dict(loss="kto", beta=0.5, desirable_weight=1.2, undesirable_weight=0.7), "bound": dict(loss="kto")}
@@ -71,18 +73,26 @@ def preference(keys):
             loss = (-chosen - ORPOTrainer.odds_ratio_loss(Trainer(beta=keys["beta"]), chosen, rejected)[0]).mean()
     else:
         kinds = {"dpo": "sigmoid"}
+        alpha = keys.get("rpo_alpha", 0.0)
         trainer = Trainer(ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", use_weighting=False,
-                          loss_types=[kinds.get(keys["loss"], keys["loss"])], loss_weights=[1.0], beta=keys["beta"],
+                          loss_types=[kinds.get(keys["loss"], keys["loss"]), *["sft"] * bool(alpha)],
+                          loss_weights=[1.0, *[alpha] * bool(alpha)], beta=keys["beta"],
                           label_smoothing=keys.get("label_smoothing", 0.0))
-        behind = torch.cat([torch.zeros(2 * PAIRS, 1, dtype=bool), mask], 1)
-        zeros = torch.zeros(mask.shape)
-        outputs = SimpleNamespace(log_probs=policy, entropy=zeros, mean_logits=zeros, is_top1=mask)
-        chosen, rejected = reference.sum(1).chunk(2)
-        loss = DPOTrainer._compute_loss(trainer, lambda **_: outputs, {
-            "completion_mask": behind.long(), "ref_chosen_logps": chosen, "ref_rejected_logps": rejected,
-            "input_ids": behind.long(), "attention_mask": behind.long()}, False)
+        # One pair at a time with "sft", which weighs all tokens of a batch alike.
+        parts = [[pair, PAIRS + pair] for pair in range(PAIRS)] if alpha else [list(range(2 * PAIRS))]
+        loss = sum(_dpo(trainer, mask[part], policy[part], reference[part]) for part in parts) / len(parts)
     loss.backward()
     return {"loss": float(loss.detach()), "gradient": policy.grad.tolist()}
+
+
+def _dpo(trainer, mask, policy, reference):
+    """The loss of pairs, of which the first half is chosen."""
+    behind, zeros = torch.cat([torch.zeros(len(mask), 1, dtype=bool), mask], 1), torch.zeros(mask.shape)
+    outputs = SimpleNamespace(log_probs=policy, entropy=zeros, mean_logits=zeros, is_top1=mask)
+    chosen, rejected = reference.sum(1).chunk(2)
+    return DPOTrainer._compute_loss(trainer, lambda **_: outputs, {
+        "completion_mask": behind.long(), "ref_chosen_logps": chosen, "ref_rejected_logps": rejected,
+        "input_ids": behind.long(), "attention_mask": behind.long()}, False)
 
 
 def kto(keys):

@@ -200,6 +200,7 @@ class TrainConfig:
     # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
     loss_chunks: int = at_most(0, 2**20)
     z_loss: float = 0.0  # coefficient of the squared log-partition of the logits
+    neftune_noise_alpha: float = 0.0  # NEFTune: amplitude of noise on embeddings in training, such as 5; 0: none
     ema_decay: float = 0.0  # decay of the moving average of the weights, which is evaluated and saved; 0: none
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int = 0  # steps between evaluations, or a fraction of train.steps; 0: at the end only
@@ -221,7 +222,8 @@ class TrainConfig:
                 raise UserError(f"train.{key}", f"{wrong[0]!r} is not text", "give paths or logical axis names")
         one_of("train.frozen_dtype", self.frozen_dtype, ("", "float32", "bfloat16", "float16"))
         positive(self, "train", "accumulation log_every eval_batches")
-        not_negative(self, "train", "steps expert_buffer loss_chunks z_loss eval_every sample_tokens")
+        not_negative(self, "train",
+                     "steps expert_buffer loss_chunks z_loss eval_every sample_tokens neftune_noise_alpha")
         if not 0 <= self.ema_decay < 1:
             raise UserError("train.ema_decay", f"{self.ema_decay} is not in [0, 1)", "try 0.999, or 0 for none")
         if self.unroll < -1:

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, swiglu
+from jaxtrain.models import training_noise
 from jaxtrain.models.attention.kv_cache import Cache
 from jaxtrain.models.rematerialization import Wrap
 from jaxtrain.parallel.pipeline import deferred
@@ -244,12 +245,13 @@ class Stack(nnx.Module):
         """Apply the layers. `slots`: those that a pipeline stage holds; an empty slot passes `x` on."""
         graphdef, weights = nnx.split(self.layer)
         numbers = jnp.arange(self.num_layers) if slots is None else slots.numbers
-        given = (weights, numbers if self.numbered else None,
+        given = (weights, numbers if self.numbered or training_noise.active() else None,
                  None if slots is None or slots.full else slots.numbers >= 0, cache and cache.entries)
 
         def layer(x, weights, number, entries):
             held = {} if cache is None else {"cache": replace(cache, entries=entries)}
-            return nnx.merge(graphdef, weights)(x, *args, *(() if number is None else (number,)), **held)
+            with training_noise.in_layer(0 if number is None else number):
+                return nnx.merge(graphdef, weights)(x, *args, *((number,) if self.numbered else ()), **held)
 
         def step(apply, x, given):
             weights, number, there, entries = given

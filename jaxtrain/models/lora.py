@@ -23,6 +23,7 @@ from flax import nnx
 
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, nearest
+from jaxtrain.models import training_noise
 from jaxtrain.models.experts.moe import MATRICES, MoE
 from jaxtrain.models.layers import Linear, param
 from jaxtrain.parallel.experts import Adapted
@@ -30,6 +31,15 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 
 NAME = "adapter"  # of the attribute of a linear layer, and so in the paths of its parameters
+ALL = "all-linear"
+# PEFT's names of linear layers in published models, and the ends of the paths that they have here.
+PUBLISHED = {
+    "q_proj": ["attention/q"], "k_proj": ["attention/k"], "v_proj": ["attention/v"], "o_proj": ["attention/out"],
+    "gate_proj": ["mlp/gate", "mlp/shared/gate"], "up_proj": ["mlp/up", "mlp/shared/up"],
+    "down_proj": ["mlp/down", "mlp/shared/down"], "c_attn": ["attention/q", "attention/k", "attention/v"],
+    "c_proj": ["attention/out", "mlp/down"], "c_fc": ["mlp/up"], "q_a_proj": ["attention/q_down"],
+    "q_b_proj": ["attention/q"], "kv_a_proj_with_mqa": ["attention/kv_down"], "kv_b_proj": ["attention/kv"]}
+_MODULES = {"self_attn": "attention/", "attn": "attention/", "mlp": "mlp/", "shared_experts": "mlp/shared/"}
 _CHOSEN: ContextVar[jax.Array | None] = ContextVar("chosen", default=None)
 
 
@@ -46,14 +56,14 @@ def choosing(chosen_BR: jax.Array | None) -> Iterator[None]:
 class Adapter(nnx.Module):
     """The low-rank product of one linear layer, or of all layers of a stack."""
 
-    def __init__(self, linear: Linear, c: LoraConfig, *, rngs: nnx.Rngs):
+    def __init__(self, linear: Linear, path: str, c: LoraConfig, *, rngs: nnx.Rngs):
         given, weight, result = linear.equation.replace("->", ",").split(",")
         summed = sum(letter in given for letter in weight)  # first dimensions of the weight
         shape = linear.kernel.get_value().shape
         stacked = len(shape) - len(weight)
         lead, inner, outer = shape[:stacked], shape[stacked:stacked + summed], shape[stacked + summed:]
         layers = ("layers",) * stacked
-        self.scale, self.out = scale(c), linear.out
+        self.scale, self.out, self.path, self.dropout = scale(c), linear.out, path, c.dropout
         self.down_axes, self.up_axes = (*linear.axes[:summed], "lora"), ("lora", *linear.axes[summed:])
         self.down_equation = f"{given},{weight[:summed]}r->{given[:2]}r"
         self.up_equation = f"{given[:2]}r,r{weight[summed:]}->{result}"
@@ -68,6 +78,7 @@ class Adapter(nnx.Module):
         x = sharding.leave_reduced(x)
         if len(self.down_axes) == 2 and self.down_axes[0] == "embed":  # inputs between blocks may be split over `seq`
             x = sharding.constrain(x, "batch", "seq", "act_embed")
+        x = training_noise.dropout(x, self.dropout, self.path)
         x_BTR = sharding.einsum(self.down_equation, x, self.down.get_value(), self.down_axes, ("batch", "seq", None))
         if (chosen_BR := _CHOSEN.get()) is not None:
             x_BTR = (x_BTR * chosen_BR[:, None]).astype(x_BTR.dtype)
@@ -145,12 +156,13 @@ def adapt(model: nnx.Module, c: LoraConfig, rngs: nnx.Rngs) -> None:
     experts = {f"{path}/{name}": (node, name) for path, node in nodes.items() if isinstance(node, MoE)
                for name in MATRICES if c.experts}
     for pattern in c.targets:
-        if not any(fnmatchcase(path, pattern) for path in [*linears, *experts]):
+        if not any(_matches(path, pattern) for path in [*linears, *experts]):
+            names = [name for name in PUBLISHED if any(_matches(path, name) for path in [*linears, *experts])]
             raise UserError("lora.targets", f"no linear layer's path matches {pattern!r}",
-                            nearest(pattern, [*linears, *experts]))
+                            nearest(pattern, [*linears, *experts, *names, ALL]))
     for path, linear in sorted(linears.items()):
         if is_target(path, c):
-            setattr(linear, NAME, Adapter(linear, c, rngs=rngs))
+            setattr(linear, NAME, Adapter(linear, path, c, rngs=rngs))
     for path, moe in sorted((path, node) for path, node in nodes.items() if isinstance(node, MoE)):
         if names := [name for name in MATRICES if f"{path}/{name}" in experts and is_target(f"{path}/{name}", c)]:
             setattr(moe, NAME, ExpertAdapters(moe, names, c, rngs=rngs))
@@ -160,7 +172,17 @@ def adapt(model: nnx.Module, c: LoraConfig, rngs: nnx.Rngs) -> None:
 
 def is_target(path: str, c: LoraConfig) -> bool:
     """Return whether the linear layer with this path gets an adapter."""
-    return any(fnmatchcase(path, pattern) for pattern in c.targets)
+    return any(_matches(path, pattern) for pattern in c.targets)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Return whether a target names the layer with this path: by a pattern of paths, or as PEFT does.
+
+    PEFT's names are `all-linear`, or the end of a module's name, such as `q_proj` or `mlp.down_proj`.
+    """
+    module, _, name = pattern.rpartition(".")
+    ends = [end for end in PUBLISHED.get(name, ()) if not module or end.startswith(_MODULES.get(module, "no module"))]
+    return fnmatchcase(path, "*" if pattern == ALL else pattern) or any(path.endswith(f"/{end}") for end in ends)
 
 
 def is_adapter(path: str) -> bool:

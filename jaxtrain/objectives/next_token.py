@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtrain.config.schema import Config
 from jaxtrain.kernels.cross_entropy import cross_entropy, penalized_cross_entropy
-from jaxtrain.models import Decoder
+from jaxtrain.models import Decoder, training_noise
 from jaxtrain.models.experts import moe
 from jaxtrain.models.multi_token_prediction import with_second_targets
 from jaxtrain.objectives.objective import OfTheModelAlone
@@ -82,12 +82,14 @@ class NextToken(OfTheModelAlone):
 
     def begin(self, params: Any, batch: Any) -> jax.Array:
         """Embeddings."""
-        return self.model.merge(params).begin(batch["tokens"], batch["positions"])
+        x_BTD = self.model.merge(params).begin(batch["tokens"], batch["positions"])
+        return training_noise.on_embeddings(x_BTD, batch)
 
     def middle(self, params: Any, x_BTD: jax.Array, batch: Any,
                slots: Any = None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """All layers that `params` holds -> activations, summed penalties, and what else is summed for metrics."""
-        x_BTD, aux = self.model.merge(params).through(x_BTD, batch["segments"], batch["positions"], slots)
+        with training_noise.of(batch):
+            x_BTD, aux = self.model.merge(params).through(x_BTD, batch["segments"], batch["positions"], slots)
         penalty = _weighted(aux.pop("penalty", None), batch)
         return x_BTD, penalty if self.penalties else jnp.zeros_like(penalty), aux
 
@@ -100,7 +102,8 @@ class NextToken(OfTheModelAlone):
         head_DV = model.head()
         loss, plain = self.head_loss(params, model.finish(x_BTD), head_DV, batch)
         if "second_targets" in batch:
-            y_BTD, aux = model.look_ahead(x_BTD, batch["targets"], batch["segments"], batch["positions"])
+            with training_noise.of(batch):
+                y_BTD, aux = model.look_ahead(x_BTD, batch["targets"], batch["segments"], batch["positions"])
             entropy = partial(cross_entropy, z_loss=self.z_loss, chunks=self.chunks)
             second = entropy(y_BTD, head_DV, batch["second_targets"], batch["second_weights"])
             loss += self.mtp_loss_weight * second + _weighted(aux.get("penalty"), batch)

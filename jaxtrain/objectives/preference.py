@@ -124,6 +124,20 @@ def _hinge(c: PreferenceConfig, p: Pairs) -> jax.Array:
     return jax.nn.relu(1 - c.beta * p.margin)
 
 
+def _apo_zero(c: PreferenceConfig, p: Pairs) -> jax.Array:
+    """Anchored preference optimization (arXiv 2408.06266), where chosen answers are better than the policy's own.
+
+    The chosen answer becomes likelier and the rejected one less likely, each compared with the reference alone.
+    """
+    chosen, rejected = p.ratios
+    return jax.nn.sigmoid(-c.beta * chosen) + jax.nn.sigmoid(c.beta * rejected)
+
+
+def _apo_down(c: PreferenceConfig, p: Pairs) -> jax.Array:
+    """Anchored preference optimization where the policy's own answers are better than both: both become less likely."""
+    return jax.nn.sigmoid(c.beta * p.ratios[0]) + jax.nn.sigmoid(-c.beta * p.margin)
+
+
 def _simpo(c: PreferenceConfig, p: Pairs) -> jax.Array:
     """Return the loss of SimPO (arXiv 2405.14734): without a reference, per token, with a margin."""
     chosen, rejected = p.means
@@ -138,7 +152,8 @@ def _orpo(c: PreferenceConfig, p: Pairs) -> jax.Array:
 
 
 LOSSES = {"dpo": Loss(_sigmoid, True), "robust": Loss(_robust, True), "ipo": Loss(_ipo, True),
-          "hinge": Loss(_hinge, True), "simpo": Loss(_simpo, False), "orpo": Loss(_orpo, False)}
+          "hinge": Loss(_hinge, True), "apo_zero": Loss(_apo_zero, True), "apo_down": Loss(_apo_down, True),
+          "simpo": Loss(_simpo, False), "orpo": Loss(_orpo, False)}
 
 
 def _logistic(x: jax.Array) -> jax.Array:
@@ -181,6 +196,9 @@ def _of_rows(c: PreferenceConfig, batch: Any, segments: Segments) -> tuple[jax.A
     pairs = Pairs(by_pair(weights_BT * batch["policy"]), reference,
                   (jnp.maximum(tokens[0], 1), jnp.maximum(tokens[1], 1)))
     there_BP = (tokens[0] > 0) & (tokens[1] > 0)
-    found = {"loss": LOSSES[c.loss].of(c, pairs), **lax.stop_gradient(_measured(c, pairs))}
+    loss_BP = LOSSES[c.loss].of(c, pairs)
+    if c.rpo_alpha:  # RPO: learn the chosen answers besides (arXiv 2404.19733)
+        loss_BP -= c.rpo_alpha * pairs.means[0]
+    found = {"loss": loss_BP, **lax.stop_gradient(_measured(c, pairs))}
     sums = {name: jnp.where(there_BP, x_BP, 0).sum() / segments.devices for name, x_BP in found.items()}
     return sums.pop("loss"), sums

@@ -117,6 +117,10 @@ def test_the_compiled_step_has_gradients_of_adapters_alone():
 
 @pytest.mark.parametrize(("keys", "message"), [
     (dict(lora__targets=["*/attention/query"]), "lora.targets: no linear layer's path matches '*/attention/query'; "),
+    (dict(lora__targets=["lm_head"]), "lora.targets: no linear layer's path matches 'lm_head'"),
+    (dict(lora__targets=["q_prj"]), "lora.targets: no linear layer's path matches 'q_prj'; did you mean 'q_proj'?"),
+    (dict(lora__targets=["layers.0.self_attn.q_proj"]), "lora.targets: no linear layer's path matches 'layers.0"),
+    (dict(lora__dropout=1.0), "lora.dropout: 1.0 is not in [0, 1)"),
     (dict(train__freeze=["embed"]), "train.freeze: with lora.rank everything is frozen but the adapters; leave it out"),
     (dict(lora__targets=[]), "lora.targets: [] is not a list of paths; give ['*'] for all linear layers"),
     (dict(lora__rank=-1), "lora.rank: -1 is negative; give 0 or more"),

@@ -23,9 +23,9 @@ from tests.composition.fuzz import ROWS, SEQ, TOLERANCE, config_of, draw
 from tests.objectives import fuzz_modalities
 from tests.tiny import virtual_devices
 
-PREFERENCES = ("dpo", "robust", "ipo", "hinge", "simpo", "orpo", "reward", "kto")
+PREFERENCES = ("dpo", "robust", "ipo", "hinge", "simpo", "orpo", "reward", "kto", "apo_zero", "apo_down")
 UNFIT = ("train.z_loss", "data.cross_document_attention", "model.mtp_loss_weight", "optimizer.name",
-         "optimizer.moment_dtype", "optimizer.offload", "train.attention")
+         "optimizer.moment_dtype", "optimizer.offload", "train.attention", "lora.dropout", "train.neftune_noise_alpha")
 
 
 def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
@@ -45,7 +45,9 @@ def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= {"preference.loss": loss, "data.packing": "answers" if loss == "kto" else "pairs"}
         if loss == "reward":
             return keys | {"preference.margin": rng.choice((0.0, 0.3)), "preference.center": rng.choice((0.0, 0.1))}
-        if loss in ("dpo", "robust", "ipo", "hinge", "kto"):
+        if loss in PREFERENCES[:4] + PREFERENCES[-2:] and own.random() < 0.3:
+            keys["preference.rpo_alpha"] = 0.5
+        if loss in (*PREFERENCES[:4], *PREFERENCES[-3:]):
             keys["preference.reference"] = rng.choice(("copy", "precomputed"))
         smooth = {"preference.label_smoothing": 0.2} if loss in ("dpo", "robust", "simpo") else {}
         return keys | smooth | {"preference.beta": rng.choice((0.1, 0.5))}

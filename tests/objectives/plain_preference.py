@@ -96,11 +96,16 @@ def of_pairs(c, sums, before, sizes):
             found = ((chosen - old_chosen) / sizes[0] - (rejected - old_rejected) / sizes[1] - 0.5 / c.beta) ** 2
         case "hinge":
             found = jnp.maximum(0, 1 - c.beta * h)
+        case "apo_zero":
+            found = 1 - sigmoid(c.beta * (chosen - old_chosen)) + sigmoid(c.beta * (rejected - old_rejected))
+        case "apo_down":
+            found = sigmoid(c.beta * (chosen - old_chosen)) + 1 - sigmoid(c.beta * h)
         case "simpo":
             inner = c.beta * (means[0] - means[1]) - c.margin
             found = -(1 - e) * jnp.log(sigmoid(inner)) - e * jnp.log(sigmoid(-inner))
         case "orpo":
             odds = [jnp.exp(mean) / (1 - jnp.exp(mean)) for mean in means]
             found = -means[0] - c.beta * jnp.log(sigmoid(jnp.log(odds[0] / odds[1])))
+    found -= c.rpo_alpha * means[0]
     ratios = chosen - old_chosen, rejected - old_rejected
     return found, [c.beta * each for each in (means if c.loss in ("simpo", "orpo") else ratios)]

@@ -7,8 +7,10 @@ from jaxtrain.config.field_checks import at_most, not_negative, one_of, positive
 from jaxtrain.errors import UserError
 
 # The keys that each loss of preferences reads.
-PREFERENCE_LOSSES = {"dpo": "beta label_smoothing reference", "robust": "beta label_smoothing reference",
-                     "ipo": "beta reference", "hinge": "beta reference", "simpo": "beta label_smoothing margin",
+PREFERENCE_LOSSES = {"dpo": "beta label_smoothing rpo_alpha reference",
+                     "robust": "beta label_smoothing rpo_alpha reference", "ipo": "beta rpo_alpha reference",
+                     "hinge": "beta rpo_alpha reference", "apo_zero": "beta rpo_alpha reference",
+                     "apo_down": "beta rpo_alpha reference", "simpo": "beta label_smoothing margin",
                      "orpo": "beta", "reward": "margin center",
                      "kto": "beta desirable_weight undesirable_weight reference"}
 
@@ -20,16 +22,19 @@ class LoraConfig:
     rank: int = at_most(0, 2**16)  # rank of the adapters, which alone are trained; 0: no adapters
     alpha: float = 16.0  # adapters are multiplied by alpha / rank
     rank_stabilized: bool = False  # multiply by alpha / sqrt(rank) instead, so that higher ranks learn as fast
-    # the linear layers that get adapters, by paths with wildcards
+    # the linear layers that get adapters, as paths with wildcards or names of PEFT: q_proj, mlp.down_proj, all-linear
     targets: list[str] = field(default_factory=lambda: ["*"], hash=False)
     experts: bool = False  # the matrices of routed experts are targets too
+    dropout: float = 0.0  # share of an adapter's input that is set to zero in training
     dora: bool = False  # DoRA: adapters change the direction of columns; their lengths are trained separately
     quantize: str = ""  # quantization of frozen linear layers: int8 or nf4 (QLoRA); "": none
 
     def __post_init__(self):
         not_negative(self, "lora", "rank")
         positive(self, "lora", "alpha")
-        _unread(self, "lora", self.rank, "rank above 0", "alpha rank_stabilized targets experts dora quantize")
+        _unread(self, "lora", self.rank, "rank above 0", "alpha rank_stabilized targets experts dropout dora quantize")
+        if not 0 <= self.dropout < 1:
+            raise UserError("lora.dropout", f"{self.dropout} is not in [0, 1)", "try 0.05")
         one_of("lora.quantize", self.quantize, ("", "int8", "nf4"))
         if not self.targets or not all(isinstance(pattern, str) for pattern in self.targets):
             raise UserError("lora.targets", f"{self.targets} is not a list of paths",
@@ -40,9 +45,11 @@ class LoraConfig:
 class PreferenceConfig:
     """Learning from pairs of a chosen and a rejected answer, or from labels (docs/tuning.md); off by default."""
 
-    loss: str = ""  # dpo, robust, ipo, hinge, simpo, orpo, reward (a reward model) or kto; "": next-token prediction
+    # dpo, robust, ipo, hinge, apo_zero, apo_down, simpo, orpo, reward (a reward model), kto; "": next-token prediction
+    loss: str = ""
     beta: float = 0.1  # higher values keep the policy closer to the reference
     label_smoothing: float = 0.0  # dpo, robust, simpo: the share of pairs that may be swapped
+    rpo_alpha: float = 0.0  # RPO: coefficient of the chosen answer's cross-entropy per token, added to the loss
     margin: float = 0.0  # simpo (per token), reward: the margin by which the chosen answer's reward should be higher
     center: float = 0.0  # reward: coefficient of the square of both rewards' sum, which keeps them around 0
     desirable_weight: float = 1.0  # kto: weight of desirable answers in the loss
@@ -53,7 +60,7 @@ class PreferenceConfig:
         one_of("preference.loss", self.loss, ("", *PREFERENCE_LOSSES))
         one_of("preference.reference", self.reference, ("copy", "precomputed"))
         positive(self, "preference", "beta")
-        not_negative(self, "preference", "center desirable_weight undesirable_weight")
+        not_negative(self, "preference", "center desirable_weight undesirable_weight rpo_alpha")
         if not 0 <= self.label_smoothing < 0.5:
             raise UserError("preference.label_smoothing", f"{self.label_smoothing} is not in [0, 0.5)", "try 0.1")
         read = PREFERENCE_LOSSES.get(self.loss, "").split()
@@ -178,6 +185,12 @@ def check(config: Any) -> None:
         raise UserError("lora.experts", f"model.name={config.model.name} has no experts", "leave it out")
     if config.lora.experts and config.lora.dora:
         raise UserError("lora.dora", "matrices of experts cannot have it", "leave out lora.experts or lora.dora")
+    if config.lora.experts and config.lora.dropout:
+        raise UserError("lora.dropout", "adapters of experts have none", "leave out lora.experts or lora.dropout")
+    for key, value in (("lora.dropout", config.lora.dropout),
+                       ("train.neftune_noise_alpha", config.train.neftune_noise_alpha)):
+        if value and not config.model.text:
+            raise UserError(key, f"model.name={config.model.name} is not a model of text alone", "leave it out")
     loss, packing = config.preference.loss, config.data.packing
     wanted, kind = ("answers", "answers with labels") if loss == "kto" else ("pairs", "preferences")
     if loss and packing != wanted:

@@ -22,7 +22,7 @@ FIELDS = {"messages": ("messages", "conversations", "system", "tools"),
           "preference": ("prompt", "chosen", "rejected", "tools"),
           "labelled": ("prompt", "completion", "label", "tools")}
 ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool", "function")} | {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "observation": "tool"}
+    "human": "user", "observation": "tool", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")}
 CALL = "function_call"  # ShareGPT's role of a turn that is a call, written as JSON
 
 
@@ -149,7 +149,7 @@ def _turns(history: Any) -> list[tuple[Any, None, Any]]:
 
 
 def _system(record: dict[str, Any]) -> Messages:
-    """Return the message of the field `system`, which ShareGPT and Alpaca have beside the turns, if it says anything."""
+    """Return the message of the field `system`, which ShareGPT and Alpaca have beside the turns, if it is there."""
     if not isinstance(said := record.get("system") or "", str):
         raise Unusable("a system prompt that is not text")
     return [{"role": "system", "content": said}] if said else []

@@ -249,7 +249,7 @@ def _check_blocks(folder: str | Path, tensors: Mapping[str, Tensor], rank: int) 
 def _config(model: ModelConfig, c: LoraConfig, flat: Mapping[str, Any], base: str) -> dict[str, Any]:
     fused = any(f"/attention/{name}/" in path for path in flat for name in "qkv") and model.name == "gpt2"
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None, "r": c.rank,
-            "lora_alpha": c.alpha, "use_rslora": c.rank_stabilized, "use_dora": c.dora, "lora_dropout": 0.0,
+            "lora_alpha": c.alpha, "use_rslora": c.rank_stabilized, "use_dora": c.dora, "lora_dropout": c.dropout,
             "bias": "none", "fan_in_fan_out": model.name == "gpt2", "modules_to_save": None, "inference_mode": True,
             "target_modules": _modules(model, flat),
             **(_patterns(c) if fused else {"rank_pattern": {}, "alpha_pattern": {}})}

@@ -80,9 +80,10 @@ def documents(tokens) -> list[list[tuple[int, bool]]]:
      [[ASKED, SAID | {"reasoning_content": "hm"}]]),
     ("messages", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [],
      [[ASKED, SAID]]),
-    ("messages", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"}, [],
-     [[{"role": "system", "content": "s"}, ASKED, SAID]]),
-    ("messages", {"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(CALL)},
+    ("messages", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+                  "system": "s"}, [], [[{"role": "system", "content": "s"}, ASKED, SAID]]),
+    ("messages", {"conversations": [{"from": "human", "value": "q"},
+                                    {"from": "function_call", "value": json.dumps(CALL)},
                                     {"from": "observation", "value": "3"}, {"from": "gpt", "value": "a"}]}, [],
      [[ASKED, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
        {"role": "tool", "content": "3"}, SAID]]),
@@ -143,7 +144,8 @@ def test_a_record_that_cannot_be_used_says_why(form, record, words):
 @pytest.mark.parametrize(("fields", "want"), [
     ("text id", "text"), ("prompt messages", "messages"), ("conversations", "messages"), ("other", "text"),
     ("prompt completion", "prompt_completion"), ("chosen rejected", "preference"),
-    ("prompt completion label", "labelled"), ("instruction input output", "alpaca"), ("instruction", "text")])
+    ("prompt completion label", "labelled"), ("instruction input output", "alpaca"),
+    ("instruction", "text")])
 def test_what_a_record_is_shows_in_its_fields(fields, want):
     assert format_of(set(fields.split()), "text", "a") == want
 

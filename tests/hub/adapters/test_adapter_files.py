@@ -18,6 +18,7 @@ from jaxtrain.hub import initial_params, trained_model
 from jaxtrain.hub.adapters import __main__ as adapters
 from jaxtrain.hub.adapters import adapter_files, adapter_merge
 from jaxtrain.hub.weights import published_weights, safetensors_files
+from jaxtrain.hub.weights.tensor_names import entries
 from jaxtrain.models import lora
 from jaxtrain.sharding import rules as sharding
 from tests.hub import published
@@ -82,6 +83,17 @@ def test_merged_weights_compute_the_same(name, tmp_path):
     run = jt.build(jt.make_config({"model": trained_model.sections_of(tmp_path / "out")["model"],
                                    "data": {"seq_len": 8}, "mesh": {"data": 1}}), devices=jax.devices()[:1])
     check(logits_of(run, trained_model.load(tmp_path / "out", run)[0]), name)
+
+
+@pytest.mark.parametrize("name", published_adapters.CASES)
+def test_targets_by_pefts_names_are_the_layers_that_peft_adapts(name, tmp_path):
+    base, folder = written(tmp_path, name)
+    model = jt.make_config({"model": trained_model.sections_of(base)["model"], "data": {"seq_len": 8}}).model
+    wanted = LoraConfig(**adapter_files.keys(folder, model))
+    config = jt.make_config({"lora": {"rank": 1, "targets": published_adapters.CASES[name][1]["target_modules"]}})
+    linears = {adapter_files._linear(entry) for entry in entries(model) if adapter_files._is_linear(entry)}
+    found = [{path for path in linears if lora.is_target(path, c)} for c in (config.lora, wanted)]
+    assert found[0] == found[1] and found[0]
 
 
 def test_several_adapters_are_added_each_times_its_weight(tmp_path):
