@@ -1,7 +1,7 @@
 """Run each test that failed once more, alone, and record what then passes: it is flaky; at most two tests may be.
 
-`python .ci/retry_failed.py STATUS FLAKY_FILE [PYTEST_ARGUMENT...]`, where pytest has just ended with STATUS. The names are
-appended to FLAKY_FILE, which the tiers share. Each of them is a bug of the test, to be corrected.
+`python .ci/retry_failed.py STATUS FLAKY_FILE [PYTEST_ARGUMENT...]`, where pytest has just ended with STATUS. The names
+are appended to FLAKY_FILE, which the tiers share. Each of them is a bug of the test, to be corrected.
 """
 
 import json

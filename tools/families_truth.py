@@ -3,7 +3,7 @@
     python tools/families_truth.py                      # writes the table of defaults, and the truth of the tests
     python tools/families_truth.py --cases=300 --to=F   # writes what transformers makes of that many drawn files a type
 
-Needs torch and transformers, which the tests do not. The table, jaxtrain/config/published_defaults.json, has for each
+Needs torch and transformers, which the tests do not. The table, jaxtrain/config/published/defaults.json, has for each
 type the keys that its class declares, with their default and the types that it accepts, the other names of keys, and
 the base of rotary positions. `python -m tests.config.families FILE` compares jaxtrain with what `--to` wrote.
 """
@@ -26,7 +26,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from jaxtrain.config import published_defaults
+from jaxtrain.config.published import defaults
 from tests.config import families
 from tests.hub import published
 from tools import hub_truth
@@ -214,7 +214,7 @@ def main() -> int:
     args = parser.parse_args()
     if not args.to:
         lines = [f"{json.dumps(kind)}: {json.dumps(declared)}" for kind, declared in table().items()]
-        published_defaults.FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        defaults.FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     cases = []
     for kind in families.KINDS:
         computed = 0

@@ -106,17 +106,10 @@ class LlamaConfig(RotaryConfig):
     def __post_init__(self):
         super().__post_init__()
         not_negative(self, "model", "mtp_loss_weight global_first")
-        if self.global_first:
-            self._check_first()
-
-    def _check_first(self):
-        """Refuse layers without a window where all have none, or where they are not one stack."""
-        if not self.window:
-            raise UserError("model.global_first", "it is read with model.window only", "set that, too")
-        if self.global_first >= self.num_layers:
-            raise UserError("model.global_first", f"{self.global_first} of {self.num_layers} layers leaves none with a "
-                            "window", "lower it, or set model.window=0")
-        if self.name not in ("llama", "qwen2", "qwen3") or self.mtp_loss_weight:
+        if self.global_first and (not self.window or self.global_first >= self.num_layers):
+            raise UserError("model.global_first", f"{self.global_first} of {self.num_layers} layers leaves none with "
+                            f"model.window={self.window}", "lower it, or leave it out")
+        if self.global_first and (self.name not in ("llama", "qwen2", "qwen3") or self.mtp_loss_weight):
             raise UserError("model.global_first", f"{self.name}{' with mtp_loss_weight' * (self.mtp_loss_weight > 0)} "
                             "has the window in all layers", "leave it out")
 

@@ -1,6 +1,7 @@
 """Checks of one field of a config section, and fields derived from others."""
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -24,12 +25,17 @@ def most(section: type) -> dict[str, int]:
 
 def bounded(section: Any, name: str) -> None:
     """Refuse a whole number beyond the bound that its field declares, before anything is counted or allocated by it."""
-    limits = most(type(section))
-    for field in dataclasses.fields(section):
-        value, limit = getattr(section, field.name), limits.get(field.name, LARGEST)
+    within_bounds(type(section), name, {field.name: getattr(section, field.name)
+                                        for field in dataclasses.fields(section)})
+
+
+def within_bounds(cls: type, section: str, values: Mapping[str, Any]) -> None:
+    """Refuse values of fields as `bounded` does, before they are those of a section."""
+    for name, value in values.items():
+        limit = most(cls).get(name, LARGEST)
         if isinstance(value, int) and not -LARGEST <= value <= limit:
             said = f"{value:,}" if abs(value) < 10**15 else f"a number of {value.bit_length()} bits"
-            raise UserError(f"{name}.{field.name}", f"{said} is {'above' if value > 0 else 'below'} the limit",
+            raise UserError(f"{section}.{name}", f"{said} is {'above' if value > 0 else 'below'} the limit",
                             f"give {limit:,} or less" if value > 0 else "give 0 or more")
 
 

@@ -12,6 +12,7 @@ from typing import Any, get_origin, get_type_hints
 from jaxtrain.base import arguments
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES
+from jaxtrain.config.field_checks import within_bounds
 from jaxtrain.config.schema import AXES, Config, TrainConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files import bounded_files
@@ -168,7 +169,9 @@ def _section(cls: type, section: str, keys: dict[str, Any]):
     types = {field.name: hints[field.name] for field in fields(cls)}
     for name in keys:
         _known(name, types, f"{section}.{name}")
-    return cls(**{name: _coerce(f"{section}.{name}", value, types[name]) for name, value in keys.items()})
+    values = {name: _coerce(f"{section}.{name}", value, types[name]) for name, value in keys.items()}
+    within_bounds(cls, section, values)
+    return cls(**values)
 
 
 def _coerce(key: str, value: Any, wanted: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config import published_defaults, published_layers, published_towers
+from jaxtrain.config import published_towers
 from jaxtrain.config.families import (
     FAMILIES,
     ExpertsConfig,
@@ -19,8 +19,9 @@ from jaxtrain.config.families import (
 )
 from jaxtrain.config.field_checks import most
 from jaxtrain.config.modality_families import WhisperConfig
-from jaxtrain.config.published_layers import Refuse, layer_types
-from jaxtrain.config.published_rotary import gemma_layers, published_rotary, rotary
+from jaxtrain.config.published import defaults, layer_patterns
+from jaxtrain.config.published.layer_patterns import Refuse, layer_types
+from jaxtrain.config.published.rotary_keys import gemma_layers, published_rotary, rotary
 from jaxtrain.config.schema import ROWS, DataConfig
 from jaxtrain.config.speech import published_speech
 from jaxtrain.config.vision_keys import DualEncoderConfig
@@ -107,7 +108,7 @@ def model_section(folder: str | Path) -> Keys:
             raise UserError("--config", f"{folder} is the workdir of a run, not a published folder",
                             f"begin with it by train.init_from={folder}, or export it first")
         if not isinstance(kind, str) or kind not in _TYPES:
-            said = kind if isinstance(kind, str) and len(kind) < 50 else published_defaults.shown(kind)
+            said = kind if isinstance(kind, str) and len(kind) < 50 else defaults.shown(kind)
             raise UserError(f"{path}", f"model_type={said} is not one that jaxtrain has", f"known: {', '.join(_TYPES)}")
         section = _section(kind, given, path)
         if kind in published_towers.KINDS:
@@ -126,9 +127,9 @@ def _text_of(given: Keys, path: Path) -> Keys:
     """Return what a config.json says of the model of text, where that is a part of it."""
     if given.get("model_type") != "gemma3":
         return given
-    both = published_defaults.filled("gemma3", given, path)
+    both = defaults.filled("gemma3", given, path)
     text = both["text_config"] or {}
-    tied = published_defaults.filled("gemma3_text", text, path, "text_config.")["tie_word_embeddings"]
+    tied = defaults.filled("gemma3_text", text, path, "text_config.")["tie_word_embeddings"]
     if both["tie_word_embeddings"] is not tied:
         raise UserError(f"{path}", f"tie_word_embeddings={both['tie_word_embeddings']} is {tied} in text_config",
                         "use a model that jaxtrain can express")
@@ -163,10 +164,10 @@ def _section(kind: str, given: Keys, path: Path) -> Keys:
     family = _TYPES[kind][0]
     if kind in published_towers.KINDS:
         return published_towers.section(kind, given, path)
-    known = published_defaults.filled(kind, given, path)
+    known = defaults.filled(kind, given, path)
 
     def refuse(key: str, why: str) -> UserError:
-        return UserError(f"{path}", f"{key}={published_defaults.shown(known.get(key))} {why}",
+        return UserError(f"{path}", f"{key}={defaults.shown(known.get(key))} {why}",
                          "use a model that jaxtrain can express")
 
     for key, allowed in _FIXED.get(kind, _BIASES).items():
@@ -180,7 +181,7 @@ def _section(kind: str, given: Keys, path: Path) -> Keys:
         return section | gemma_layers(known, refuse)
     section |= {} if kind in _OWN or kind == "deepseek_v3" else _windows(kind, known, refuse)
     if kind == "qwen3_moe":
-        section["dense_layers"], section["experts_every"] = published_layers.routed(known, refuse)
+        section["dense_layers"], section["experts_every"] = layer_patterns.routed(known, refuse)
     if kind == "deepseek_v3":
         if known["num_key_value_heads"] not in (None, known["num_attention_heads"]):
             raise refuse("num_key_value_heads", "cannot be expressed: only as many as num_attention_heads can")
@@ -199,7 +200,7 @@ def _sizes(kind: str, known: Keys, refuse: Refuse) -> Keys:
     found, limits = {}, most(FAMILIES[_TYPES[kind][0]])
     for key, ours in (_OWN.get(kind) or _COMMON | _MORE.get(kind, {})).items():
         if (value := known.get(key)) is None:
-            if key not in _DERIVED and key in published_defaults.table()[kind]["keys"]:
+            if key not in _DERIVED and key in defaults.table()[kind]["keys"]:
                 raise refuse(key, "cannot be expressed")
             continue
         if type(value) is int and key not in _NO_SIZES and value < 1:
@@ -213,18 +214,18 @@ def _sizes(kind: str, known: Keys, refuse: Refuse) -> Keys:
 def _windows(kind: str, known: Keys, refuse: Refuse) -> Keys:
     """Return our keys of which layers have an attention window, and of how many tokens."""
     if kind == "gpt_oss":
-        return {"global_every": published_layers.global_every(known, 2, refuse)}
+        return {"global_every": layer_patterns.global_every(known, 2, refuse)}
     used = kind in ("mistral", "mixtral") or (kind.startswith("qwen") and known["use_sliding_window"])
     window = (used or None) and known["sliding_window"]
     if window is not None and window < 1:
         raise refuse("sliding_window", "is not a size that a window has")
     if kind not in ("qwen2", "qwen3"):  # all layers have it, whatever a file calls them
         if known.get("layer_types") is not None:
-            published_layers.listed(known, refuse)
+            layer_patterns.listed(known, refuse)
         return {"window": window or 0}
     if window is None and known["layer_types"] is None:
         return {"window": 0}
-    before = published_layers.first_window(known, refuse)
+    before = layer_patterns.first_window(known, refuse)
     if before == known["num_hidden_layers"]:
         return {"window": 0}
     if window is None:

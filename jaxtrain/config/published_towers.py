@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config import published_defaults
 from jaxtrain.config.field_checks import most
+from jaxtrain.config.published import defaults
 from jaxtrain.config.vision_keys import CHANNELS, DualEncoderConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
@@ -38,13 +38,13 @@ _PROCESSORS: dict[str, Keys] = {
 def section(kind: str, given: Keys, path: Path) -> Keys:
     """Return the keys of a config's `model` section that a config.json amounts to."""
     def refuse(key: str, value: Any, why: str) -> UserError:
-        return UserError(f"{path}", f"{key}={published_defaults.shown(value)} {why}",
+        return UserError(f"{path}", f"{key}={defaults.shown(value)} {why}",
                          "use a model that jaxtrain can express")
 
-    whole = published_defaults.filled(kind, given, path)
+    whole = defaults.filled(kind, given, path)
     if given.get("quantization_config"):
         raise refuse("quantization_config", given["quantization_config"], "cannot be expressed: only plain weights can")
-    text, picture = (published_defaults.filled(
+    text, picture = (defaults.filled(
         f"{kind}_{half}_model", _half(kind, given, f"{half}_config", refuse), path, f"{half}_config.")
         for half in ("text", "vision"))
     found = {}
@@ -77,7 +77,7 @@ def _sizes(half: str, known: Keys, table: Mapping[str, str], refuse: Callable[[s
     """Return the keys of one encoder that have another name only, once they are sizes that one can have."""
     for key, ours in table.items():
         value, kind = known[key], "float" if key.endswith("eps") else "int"
-        if published_defaults.misfit(value, [kind]) or not value > 0:
+        if defaults.misfit(value, [kind]) or not value > 0:
             raise refuse(f"{half}.{key}", value, "is not a size that a model has")
         if value > _LIMITS.get(ours, value):
             raise refuse(f"{half}.{key}", value, f"is more than {_LIMITS[ours]:,}, the most that jaxtrain reads")

@@ -93,13 +93,13 @@ def lines_with_ends(path: str | Path, start: int = 0) -> Iterator[tuple[bytes, i
             yield line if size == len(line) else b"", start
 
 
-def parsed(content: bytes | str, form: Any = dict, once: bool = False) -> Any:
+def parsed(content: bytes | str, form: Any = dict, pairs: Any = None) -> Any:
     """Return what JSON text holds; raises ValueError if it is invalid, nested too deeply or not of this `form`.
 
-    `once`: also if an object has a key more than once.
+    `pairs`: makes an object of its keys and values, which may be there more than once; None: the last ones count.
     """
     try:
-        value = json.loads(content, object_pairs_hook=_with_each_key_once if once else None)
+        value = json.loads(content, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     _check_depth(value, content)
@@ -164,15 +164,6 @@ def reason(error: BaseException) -> str:
         return "is not valid JSON"
     text = f"{error}".splitlines()[0][:200] if str(error) else type(error).__name__
     return text if type(error) is ValueError and text.startswith("is ") else f"cannot be read ({text})"
-
-
-def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"is not valid: it has {twice[:100]!r} more than once")
-    return found
 
 
 def _check_depth(value: Any, content: bytes | str) -> None:

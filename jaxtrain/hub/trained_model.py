@@ -16,6 +16,7 @@ from jaxtrain.checkpoint import restore
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.load import make_config
+from jaxtrain.config.published import defaults
 from jaxtrain.config.schema import ROWS
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError
@@ -49,8 +50,12 @@ def sections_of(folder: str | Path, text: bool = False, published: bool = True) 
     if wrong := next((name for name, section in found.items() if not isinstance(section, dict)), None):
         raise UserError("WORKDIR", f"{path} is not the config of a run: {wrong} is not a section",
                         "give a run's workdir")
-    family = FAMILIES.get(name := found["model"].get("name"))
-    if family and not family.text and (text or (published and name not in published_config.PUBLISHED)):
+    name = found["model"].setdefault("name", "gpt2")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError("WORKDIR", f"{path} is not the config of a run: model.name={defaults.shown(name)} is "
+                        "not a model that jaxtrain has", "give a run's workdir")
+    family = FAMILIES[name]
+    if not family.text and (text or (published and name not in published_config.PUBLISHED)):
         raise UserError("WORKDIR", f"it trained {name}, which is not a decoder of text",
                         "its run evaluates it: see metrics.jsonl")
     return found

@@ -59,14 +59,6 @@ class Block(nnx.Module):
         return x_BTD + self.mlp(sharding.enter(h, INSIDE, shared_by=("act_mlp",))), aux
 
 
-class NumberedBlock(Block):
-    """A block whose attention reads the number of the layer."""
-
-    def __call__(self, x_BTD: jax.Array, segments_BT, angles, layer,
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
-        return super().__call__(x_BTD, segments_BT, (*angles, layer), cache)
-
-
 class Decoder(nnx.Module):
     """Tokens to logits; `hidden` and `head` are separate so that the loss never has to hold all logits."""
 

@@ -16,8 +16,9 @@ from jaxtrain.models.attention.attention_by_layer import attend_by_layer
 from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
 from jaxtrain.models.attention.self_attention import Attention
-from jaxtrain.models.decoder import Compute, Decoder, NumberedBlock
+from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.experts.moe import MoE
+from jaxtrain.models.layer_groups import NumberedBlock
 from jaxtrain.models.layers import Embed, Head, RMSNorm, param
 from jaxtrain.sharding import rules as sharding
 

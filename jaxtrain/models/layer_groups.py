@@ -1,4 +1,4 @@
-"""Groups of layers that differ, to be stacked and scanned where equal layers would be."""
+"""Layers that differ, in a stack that is scanned: groups of them, and blocks that are told their number."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
+from jaxtrain.models.decoder import Block
 
 
 class Group(nnx.Module):
@@ -31,3 +32,11 @@ class Group(nnx.Module):
             x_BTD, aux = apply(x_BTD, weights)  # the last layer has experts, which report something
             entries[name] = aux.pop(CACHE, None)
         return x_BTD, aux if cache is None else aux | {CACHE: entries}
+
+
+class NumberedBlock(Block):
+    """A block whose attention reads the number of the layer."""
+
+    def __call__(self, x_BTD: jax.Array, segments_BT, angles, layer,
+                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+        return super().__call__(x_BTD, segments_BT, (*angles, layer), cache)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import published_defaults
 from jaxtrain.config.families import FAMILIES, ModelConfig
+from jaxtrain.config.published import defaults
 from jaxtrain.config.published_config import model_section
 from jaxtrain.errors import UserError
 
@@ -86,7 +86,7 @@ def drawn(kind: str, rng: np.random.Generator, small: bool = False) -> dict[str,
     given = _of(_DRAWS[kind], rng, 0.75, _SIZES if small else set())
     for key in ("num_local_experts", "num_experts", "num_hidden_layers", "hidden_size", "num_attention_heads"):
         # Another name of a key that is there as well.
-        declared = published_defaults.table()[kind]["names"]
+        declared = defaults.table()[kind]["names"]
         if key in declared and rng.random() < 0.7:
             given.pop(key, None)
     return {"model_type": kind} | given

@@ -1,4 +1,4 @@
-"""Draws what attackers write into config.json and into headers of safetensors files: each is read, or one sentence.
+"""Draw hostile config.json files and headers of safetensors files: each is read, or refused in one sentence.
 
     python -m tests.config.fuzz_published --cases=500 --seed=7
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import jaxtrain as jt
-from jaxtrain.config import published_defaults
+from jaxtrain.config.published import defaults
 from jaxtrain.errors import UserError
 from jaxtrain.hub.weights import safetensors_files
 from tests.config import families
@@ -45,8 +45,8 @@ def config(rng: np.random.Generator, folder: Path) -> tuple[dict[str, Any], str]
         inside = given.setdefault(half, {})
     of = {"": kind, "text_config": "gemma3_text" if kind == "gemma3" else f"{kind}_text_model",
           "vision_config": f"{kind}_vision_model"}[half]
-    keys = [*published_defaults.table()[of]["keys"], *inside, "rope_scaling", "rope_parameters", "rope_theta", "head_dim",
-            "layer_types", "quantization_config", "architectures", "model_type"]
+    keys = [*defaults.table()[of]["keys"], *inside, "rope_scaling", "rope_parameters", "rope_theta",
+            "head_dim", "layer_types", "quantization_config", "architectures", "model_type"]
     key = SHAPES[rng.integers(len(SHAPES))] if rng.random() < 0.2 else keys[rng.integers(len(keys))]
     inside[key] = ODD[rng.integers(len(ODD))]
     return given, f"{half}.{key}".lstrip(".")
@@ -59,9 +59,9 @@ def of_wrong_type(given: dict[str, Any], key: str) -> bool:
     if not isinstance(kind, str) or kind not in families.KINDS:
         return True
     of = f"gemma3_{half[:4]}" if kind == "gemma3" and half else f"{kind}_{half.split('_')[0]}_model" if half else kind
-    declared = published_defaults.table()[of]["keys"]
+    declared = defaults.table()[of]["keys"]
     value = (given[half] if half else given)[name]
-    return name in declared and bool(published_defaults.misfit(value, declared[name]["type"]))
+    return name in declared and bool(defaults.misfit(value, declared[name]["type"]))
 
 
 def header(rng: np.random.Generator) -> tuple[bytes, bool]:

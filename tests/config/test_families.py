@@ -1,4 +1,4 @@
-"""What config.json leaves out, and how its ways of saying things mix: as transformers takes them."""
+"""Keys that config.json leaves out, and ways of saying things that mix: as transformers takes them."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.config import published_defaults
 from jaxtrain.config.families import FAMILIES
+from jaxtrain.config.published import defaults
 from jaxtrain.config.published_config import config_json, model_section
 from tests.config import families, fuzz_published
 
@@ -50,7 +50,7 @@ def test_a_published_gemma_3_of_4b_is_read(tmp_path):
 @pytest.mark.parametrize(("family", "layers", "every"), [
     *(("gemma3", layers, 6) for layers in (1, 2, 4, 5, 6, 7)), ("gemma3", 3, 9), ("gpt_oss", 1, 2), ("gpt_oss", 1, 5)])
 def test_models_of_few_layers_are_published(family, layers, every, tmp_path):
-    """Where all layers are local, what would be the number of the first global one counts for nothing."""
+    """All of their layers are local: the number of the first global one counts for nothing."""
     model = FAMILIES[family](name=family, num_layers=layers, global_every=every, **(
         {"mlp_dim": 32, "expert_mlp_dim": 32} if family == "gpt_oss" else {}))
     back = FAMILIES[family](**section(tmp_path, **config_json(model)))
@@ -100,4 +100,4 @@ def test_the_table_of_defaults_is_that_of_transformers():
     pytest.importorskip("torch")
     from tools import families_truth
 
-    assert families_truth.table() == published_defaults.table()
+    assert families_truth.table() == defaults.table()

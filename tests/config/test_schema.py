@@ -205,3 +205,34 @@ def test_a_folder_is_not_a_config(tmp_path):
             load_config(path)
         assert wrong.value.reason == f"{path} is a folder"
         assert wrong.value.fix == f"give the path of a config such as {tmp_path / 'a.py'} or {tmp_path / 'b.py'}"
+
+
+_NEEDS = {"events": {"categories": {"a": 5}}, "clips": {"labels": 3}, "gpt_oss": {"num_experts": 8},
+          "deepseek_v3": {"num_experts": 8, "kv_rank": 8, "rope_head_dim": 4}, "mixtral": {"num_experts": 8},
+          "clip": {"class_token": True, "picture_size": 32, "pooling": "class"}, "qwen3_moe": {"num_experts": 8}}
+
+
+def test_no_whole_number_is_without_a_bound():
+    """Each is refused by its key before anything is counted by it."""
+    keys = [({}, f"{section}.{field.name}") for section, cls in SECTIONS.items() if section != "model"
+            for field in dataclasses.fields(cls) if get_type_hints(cls)[field.name] is int]
+    keys += [({"name": name} | _NEEDS.get(name, {}), f"model.{field.name}") for name, cls in FAMILIES.items()
+             for field in dataclasses.fields(cls) if get_type_hints(cls)[field.name] is int]
+    assert len(keys) > 200
+    for model, key in keys:
+        for huge in (10**30, 2**63, 10**400, -(10**30)):
+            with pytest.raises(UserError) as refusal:
+                make_config({"model": model}, {key: huge})
+            assert refusal.value.key == key and len(f"{refusal.value}") < 300
+
+
+@pytest.mark.parametrize("key", ["model.num_layers", "model.embed_dim", "model.vocab_size", "data.seq_len", "mesh.fsdp",
+                                 "train.accumulation", "data.global_batch_size", "model.max_seq_len"])
+def test_what_is_counted_has_a_bound_of_its_own(key):
+    with pytest.raises(UserError, match=rf"^{key}: 1,000,000,000 is above the limit; give [\d,]+ or less"):
+        make_config({}, {key: 10**9})
+
+
+def test_a_model_of_more_parameters_than_any_is_refused():
+    with pytest.raises(UserError, match=r"^model: its sizes make 2.8e\+15 parameters, and the limit is 1e\+14; lower"):
+        make_config({}, {"model.embed_dim": 2**16, "model.num_layers": 10_000, "model.mlp_dim": 2**22})

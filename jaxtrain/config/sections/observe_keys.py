@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from jaxtrain.config.field_checks import at_most, not_negative, one_of
+from jaxtrain.config.field_checks import not_negative, one_of
 from jaxtrain.errors import UserError
 
 NOT_PUSHED = "a Pushgateway keeps the last values of a process that has died, and so hides the failures that count"
@@ -24,8 +24,7 @@ class ObserveConfig:
     histograms: list[str] = field(default_factory=lambda: ["weights"], hash=False)
     samples_every: int = 0  # steps between samples of train.sample_tokens tokens for the trackers; 0: none
     traces: str = ""  # OpenTelemetry spans of phases: otlp (sent to OTEL_EXPORTER_OTLP_...), file; "": none
-    # port of the Prometheus exporter; a host's other processes use the next ones; 0: none
-    prometheus_port: int = at_most(0, 65_535)
+    prometheus_port: int = 0  # port of the Prometheus exporter; a host's other processes use the next ones; 0: none
     prometheus_host: str = "127.0.0.1"  # its address; 0.0.0.0 lets anyone who can reach this machine read it
     prometheus_textfile: str = ""  # a folder that node_exporter's textfile collector reads
 

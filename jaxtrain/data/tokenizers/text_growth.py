@@ -86,8 +86,11 @@ def silent(described: Mapping[str, Any], raw: Any) -> str:
     special = {token["content"] for token in described.get("added_tokens") or () if token["special"]}
     own = [token for token in _first(raw.get_vocab(with_added_tokens=False), 100) if token not in special]
 
-    def said(text: str) -> set[int]:  # one by one: threads would stay, and a fork could not follow
-        return {*raw.encode(text, add_special_tokens=False).ids}
+    def said(text: str) -> set[int | None]:  # one by one: threads would stay, and a fork could not follow
+        try:
+            return {*raw.encode(text, add_special_tokens=False).ids}
+        except Exception:  # a vocabulary of words without an unknown one refuses others, and leaves nothing out
+            return {unknown}
 
     common = {text: said(text) for text in string.ascii_letters + string.digits}
     if not any(ids - {unknown} for ids in (*common.values(), *map(said, [*string.punctuation, *own]))):

@@ -68,7 +68,7 @@ def tensors_of(folder: str | Path, single: str = SINGLE) -> dict[str, Tensor]:
         content = bounded_files.read(folder / INDEX, _HEADER)
         if content.count(b":") > _LISTED:
             raise ValueError(f"it lists more than {_LISTED:,} tensors")
-        listed = bounded_files.parsed(content, {"weight_map": {str: str}}, once=True)["weight_map"]
+        listed = bounded_files.parsed(content, {"weight_map": {str: str}}, pairs=_each_once)["weight_map"]
         files = {name: safe_names.linked(folder, name) for name in sorted(set(listed.values()))}
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / INDEX}", f"it cannot be read ({error})", "download it again") from None
@@ -104,11 +104,21 @@ def _header(file: Path) -> dict[str, Tensor]:
             for name, entry in header.items()}
 
 
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object, of which no key is there more than once."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"is not valid: it has {twice[:100]!r} more than once")
+    return found
+
+
 def _parsed(content: bytes) -> dict[str, Any]:
     """Return the entries of a header's tensors, by name; what is too much is refused before it is parsed."""
     if content.count(b"{") > _TENSORS + 2 or content.count(b"[") > 2 * _TENSORS:
         raise ValueError(f"its header describes more than {_TENSORS:,} tensors")
-    header = bounded_files.parsed(content, once=True)
+    header = bounded_files.parsed(content, pairs=_each_once)
     about = header.pop("__metadata__", None)
     if about is not None and (wrong := bounded_files.misfit(about, {str: str}, "__metadata__")):
         raise ValueError(wrong)

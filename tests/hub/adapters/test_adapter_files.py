@@ -278,3 +278,17 @@ def test_adapters_alone_are_no_config(tmp_path):
     _, folder = written(tmp_path, "llama")
     with pytest.raises(jt.UserError, match=r"it has adapters: give that of their model, and --config.train.init_from="):
         jt.load_config(f"hf:{folder}")
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"head_dim": "x"}, "head_dim='x' is not a whole number or null"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 10,000"),
+    ({"rope_scaling": [1]}, "rope_scaling=[1] is not an object or null")])
+def test_a_damaged_config_of_their_model_is_told_in_one_line(tmp_path, changes, reason):
+    base, folder = written(tmp_path, "llama")
+    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | changes))
+    for attempt in (lambda: jt.load_model(folder), lambda: trained_model.sections_of(folder),
+                    lambda: adapter_merge.merge(base, [(folder, 1.0)], tmp_path / "out")):
+        with pytest.raises(jt.UserError) as refusal:
+            attempt()
+        assert reason in f"{refusal.value}" and "\n" not in f"{refusal.value}"

@@ -6,9 +6,9 @@ transformers takes counts.
 
 from typing import Any
 
-from jaxtrain.config import published_defaults
 from jaxtrain.config.families import RotaryConfig
-from jaxtrain.config.published_layers import FULL, SLIDING, Refuse, global_every
+from jaxtrain.config.published import defaults
+from jaxtrain.config.published.layer_patterns import FULL, SLIDING, Refuse, global_every
 
 Keys = dict[str, Any]
 _YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
@@ -30,7 +30,7 @@ def rotary(kind: str, known: Keys, refuse: Refuse) -> Keys:
     if scaling.get("partial_rotary_factor", known.get("partial_rotary_factor")) not in (1, None):
         raise refuse(where if "partial_rotary_factor" in scaling else "partial_rotary_factor",
                      "cannot be expressed: all of a head's width turns")
-    scaling = {"rope_theta": known.get("rope_theta", published_defaults.table()[kind]["theta"])} | scaling
+    scaling = {"rope_theta": known.get("rope_theta", defaults.table()[kind]["theta"])} | scaling
     way = _way(scaling, where, refuse)
     found = {"rope_theta": float(scaling["rope_theta"])}
     if way not in ("yarn", "default") and scaling.get("mscale_all_dim"):
@@ -58,9 +58,9 @@ def _way(scaling: Keys, where: str, refuse: Refuse) -> str:
         needed = key == "rope_theta" or key in _NEEDED.get(way, ())
         if needed and scaling.get(key) is None:
             raise refuse(where, f"has no {key}")
-        if scaling.get(key) is not None and published_defaults.misfit(scaling[key], ["float"]):
+        if scaling.get(key) is not None and defaults.misfit(scaling[key], ["float"]):
             raise refuse(where, f"cannot be read: its {key} is not a number")
-    if published_defaults.misfit(scaling.get("original_max_position_embeddings", 1), ["int"]):
+    if defaults.misfit(scaling.get("original_max_position_embeddings", 1), ["int"]):
         raise refuse(where, "cannot be read: its original_max_position_embeddings is not a whole number")
     if type(scaling.get("truncate", True)) is not bool:
         raise refuse(where, "cannot be read: its truncate is not true or false")
@@ -78,7 +78,7 @@ def gemma_layers(known: Keys, refuse: Refuse) -> Keys:
             raise refuse("rope_parameters", f"cannot be read: its {key} is not an object")
     if older is not None and newer.get(FULL) is None:
         raise refuse("rope_scaling", f"cannot be expressed: it changes rope_parameters, which has no {FULL}")
-    bases = published_defaults.table()["gemma3_text"]["theta"]
+    bases = defaults.table()["gemma3_text"]["theta"]
     far = {"rope_theta": known.get("rope_theta", bases["global"])} | (newer.get(FULL) or {}) | (older or {})
     near = {"rope_theta": known.get("rope_local_base_freq", bases["local"])} | (newer.get(SLIDING) or {})
     where = "rope_parameters" if both else "rope_scaling"

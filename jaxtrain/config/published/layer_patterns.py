@@ -1,4 +1,4 @@
-"""Which layers of published models have an attention window, and which have experts, to our keys and back."""
+"""The layers of published models that have an attention window, and those that have experts, to our keys and back."""
 
 from collections.abc import Callable
 from typing import Any

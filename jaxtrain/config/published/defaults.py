@@ -1,4 +1,4 @@
-"""What Hugging Face's transformers takes for the keys of a config.json: their defaults, types and other names.
+"""The defaults, types and other names that Hugging Face's transformers has for the keys of a config.json.
 
 `tools/families_truth.py` makes the table from the classes that transformers has for the model types.
 """

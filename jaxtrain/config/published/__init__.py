@@ -1,0 +1,1 @@
+"""The parts of reading and writing config.json of published models."""
