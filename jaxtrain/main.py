@@ -27,7 +27,7 @@ from jaxtrain.distributed import exit_codes, heartbeat
 from jaxtrain.doctor.xla_flags import check_xla_flags
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import discard_output, exit_process, training_flags, warn_in_one_line, workdir_of
-from jaxtrain.redaction import hide_in_tracebacks
+from jaxtrain.redaction import hide_in_tracebacks, redacted
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,7 +99,8 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         from jaxtrain.plan import elastic
 
         resolved = elastic.here(resolved, workdir_of(flags))
-    train(resolved, workdir_of(flags), may_change=flags.may_change, adopt=flags.adopt)
+    train(resolved, workdir_of(flags), may_change=flags.may_change, adopt=flags.adopt,
+          config_name=redacted(flags.config))
     return exit_codes.DONE
 
 

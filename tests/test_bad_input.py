@@ -164,7 +164,7 @@ def test_config_path_and_variant(refused, tmp_path):
                                  ("published", {"model_type": "gpt2"}, "give hf:published")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(content))
-        assert refused(config=name) == f"--config: there is no file {name}.py; {meant}"
+        assert refused(config=name) == f"--config: {name} is a folder; {meant}"
     assert refused(config="no/such.py") == f"--config: there is no file no/such.py; {fix}"
     assert refused(config="no/such.py:tiny") == f"--config: there is no file no/such.py; {fix}"
     assert refused(config=f"{ROOT}/configs/gpt.py:tyni") == (

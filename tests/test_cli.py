@@ -335,8 +335,9 @@ def test_tensorboard(ran):
 
 
 def test_steps_zero(flags, tmp_path, capsys):
-    assert main([*flags, f"--workdir={tmp_path}", "--config.train.steps=0", "--config.optimizer.warmup_steps=0"]) == 0
-    assert "nothing to do" in capsys.readouterr().err and not (tmp_path / "checkpoints").exists()
+    assert main([*flags, f"--workdir={tmp_path}", "--config.train.steps=0", "--config.optimizer.warmup_steps=0"]) == 2
+    assert capsys.readouterr().err == "train.steps: a run of 0 steps trains nothing; give 1 or more\n"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ class Retention:
         if self._best:
             with contextlib.suppress(OSError, ValueError):
                 found = best_of(good, self._directory.parent, self._best)
-            if len(good) > 1 and found is None and not self._best_missing:
+            if good and found is None and not self._best_missing:
                 say(f"checkpoint.best: neither metrics.jsonl nor evaluations/metrics.jsonl has {self._best!r} at the "
                     "steps of checkpoints, so none is kept for it; is that the name of a metric?")
             self._best_missing = bool(good) and found is None

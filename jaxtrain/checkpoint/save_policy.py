@@ -14,7 +14,6 @@ import jax
 
 from jaxtrain.config.schema import CheckpointConfig
 from jaxtrain.errors import say
-from jaxtrain.observe.goodput import duration
 from jaxtrain.observe.ledger import Ledger
 
 MOST = 1800.0  # seconds of work between two saves that are advised at most, however rare failures are
@@ -22,6 +21,7 @@ MOST = 1800.0  # seconds of work between two saves that are advised at most, how
 # Research Clusters" (2025), RSC-1. Llama 3 405B had 3.8 (419 in 54 days on 16,384 GPUs, eight to a node).
 PROCESS_MTBF = 1000 / 6.5 * 24 * 3600.0
 _STEPS = 10  # a save that comes after fewer steps is not measured: the first steps of a run are not like the others
+_LONG = 600.0  # seconds that a run has to last before anything is said
 _MUCH = 0.01  # the share of the time that can be saved before anything is said
 
 
@@ -102,12 +102,13 @@ class SavePolicy:
     def _advise(self, cost: float) -> None:
         """Print the interval that would lose the least time if the configured one loses much more."""
         life = self._ledger.account()
+        if life.lived < _LONG:
+            return
         mtbf = (self._prior + life.lived) / (1 + life.failures)  # the prior counts as one failure
         steps = float(f"{min(MOST, daly(cost, mtbf)) / self._work:.2g}")  # more digits would promise too much
         best = max(1, min(life.incarnations[-1].last_step, round(steps)))
         now, then = (lost(steps * self._work, cost, mtbf) for steps in (self._every, best))
         if now - then > _MUCH:
             self._advised = True
-            say(f"checkpoint.every={self._every}: a save costs {cost:.2g} s and a failure is expected every "
-                f"{duration(mtbf)}, which together lose {now:.1%} of the time; checkpoint.every={best} would lose "
-                f"{then:.1%}")
+            say(f"hint: saves and failures cost {now:.1%} of the time; checkpoint.every={best} (now {self._every}) "
+                f"would cost {then:.1%}")

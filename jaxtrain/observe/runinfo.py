@@ -179,9 +179,9 @@ def _changes(workdir: Path, started: Mapping[str, Any], current: Mapping[str, An
         first = min(refused, key=lambda change: change["key"] in MAY_CHANGE)
         name, before = first["key"], f"{first['before']}"[:200]  # config.json may have been damaged
         keys_to_allow = ",".join(change["key"] for change in [*allowed, *refused])
+        allow = f"add --may_change={keys_to_allow} to continue it so, or " * (name in MAY_CHANGE)
         raise OtherRun("--workdir", f"{workdir} holds a run with {name}={before}, this config has {first['after']}",
-                       f"give another --workdir or --config.{name}={before}"
-                       f"{f', or allow it by --may_change={keys_to_allow}' * (name in MAY_CHANGE)}")
+                       f"{allow}give another --workdir or --config.{name}={before}")
     return changed, allowed
 
 

@@ -83,7 +83,7 @@ def check(run: Run) -> str:
     config = dataclasses.replace(run.config, mesh=dataclasses.replace(run.config.mesh, auto=False, **run.mesh.shape))
     try:
         target = _target(list(run.mesh.devices.flat))
-        if target.platform == "cpu" and total(run.abstract) + _inputs(config) < target.room / 10:
+        if target.platform == "cpu" and total(run.abstract) + _inputs(config) / devices < target.room / 10:
             return ""
         from jaxtrain.plan import search
         from jaxtrain.plan.estimate import estimate

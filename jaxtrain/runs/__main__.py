@@ -108,7 +108,7 @@ def listed(found: Sequence[Any], root: str) -> list[str]:
                 "EVAL": _decimal(one.eval_loss), "GOODPUT": "" if one.goodput is None else f"{one.goodput:.1%}",
                 "COST": "" if one.cost is None else f"${one.cost:,.2f}", "SIZE": in_bytes(one.size),
                 "AGE": age(time.time() - one.time) if one.time else "",
-                "CONFIG": plain(one.config_hash[:8]), "COMMIT": plain(short(one.commit)),
+                "CONFIG": plain(one.config), "HASH": plain(one.config_hash[:8]), "COMMIT": plain(short(one.commit)),
                 "TAGS": plain(", ".join(one.tags)), "NOTE": plain(one.problem)}
 
     rows = [row(one) for one in found]

@@ -30,7 +30,8 @@ _OWN = {"checkpoints", "ledger", "heartbeats", "jobs", "tokenizer", "gates", "pr
 _SMALL_FILES = ("config.json", "run.json", tags.FILE)
 _LOGS = ("metrics.jsonl", "events.jsonl", "evaluations/metrics.jsonl")
 _RECORDS = re.compile(r"ledger/\d+\.json|checkpoints/\d+/good\.json")  # small files, of which there are many
-_RUN = {"config_hash?": str, "git_commit?": str | None, "device_kind?": str, "mesh?": {str: int}, "run?": str,
+_RUN = {"config_file?": str, "config_hash?": str, "git_commit?": str | None, "device_kind?": str,
+        "mesh?": {str: int}, "run?": str,
         "init_from?": dict, "data_manifests?": {str: str}, "packages?": {str: str | None}}
 _META = {"time?": int | float, "loss?": int | float | None, "config?": {str: dict}, "goodput?": int | float | None,
          "git_commit?": str | None, "config_hash?": str}
@@ -49,6 +50,7 @@ class Summary:
     eval_loss: float | None = None
     goodput: float | None = None
     cost: float | None = None  # in dollars
+    config: str = ""  # the name of its file, such as gpt.py:tiny
     config_hash: str = ""
     commit: str = ""
     size: int = 0  # bytes on disk
@@ -106,6 +108,7 @@ def summary(workdir: str | Path, now: float | None = None) -> Summary:
     found.state, found.tags = run.state(now), made
     found.step, found.last_step = _whole(line.get("step")), run.last_step
     found.loss, found.eval_loss = number(line.get("loss")), number(run.evaluations.last.get("eval_loss"))
+    found.config = Path(run.run.get("config_file") or "").name
     found.config_hash, found.commit = run.run.get("config_hash") or "", run.run.get("git_commit") or ""
     if account:
         found.goodput, found.time = account.goodput, account.incarnations[-1].sign

@@ -45,7 +45,7 @@ from jaxtrain.tuning.model_batches import with_model_batches
 def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective | None = None,
           optimizer: optax.GradientTransformation | None = None, data: BatchSource | None = None,
           observers: Sequence[Observer | Tracker] = (),
-          may_change: Sequence[str] = (), adopt: bool = False) -> TrainState:
+          may_change: Sequence[str] = (), adopt: bool = False, config_name: str = "") -> TrainState:
     """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; return the final state.
 
     Args:
@@ -55,6 +55,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         observers: objects whose methods are called at each step, and trackers of your own.
         may_change: keys such as "train.steps" that may differ from those that the run in `workdir` was begun with.
         adopt: go on from the newest checkpoint in `workdir` even if it belongs to another run.
+        config_name: what run.json calls the config, such as "configs/gpt.py:tiny".
 
     Raises:
         Interrupted: SIGINT or SIGTERM was received; everything done so far is saved.
@@ -72,7 +73,10 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
     else:
         arguments.is_config(config)
     tracked.check_observers(observers)
-    limits = (config.config if isinstance(config, Run) else config).resilience
+    settings = config.config if isinstance(config, Run) else config
+    if not settings.train.steps:
+        raise errors.UserError("train.steps", "a run of 0 steps trains nothing", "give 1 or more")
+    limits = settings.resilience
     with watched(workdir, limits) as (watchdog, ledger):
         run = with_exchange(with_model_batches(config if isinstance(config, Run) else with_initial_params(build(
             preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer)),
@@ -80,7 +84,8 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
-        with session_of(run, Path(workdir), watchdog, ledger, *tracked.apart(observers), may_change, adopt) as session:
+        with session_of(run, Path(workdir), watchdog, ledger, *tracked.apart(observers), may_change, adopt,
+                        config_name) as session:
             while True:
                 try:
                     with contextlib.ExitStack() as opened:

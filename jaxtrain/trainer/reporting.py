@@ -10,6 +10,7 @@ import numpy as np
 from jaxtrain import errors, observe
 from jaxtrain.config import data_stages
 from jaxtrain.data.loading.batches import epochs, packing
+from jaxtrain.files.log_tail import LogTail
 from jaxtrain.observe import events
 from jaxtrain.observe.trackers.tracking import Tracking
 from jaxtrain.plan.cost import spending
@@ -19,6 +20,9 @@ from jaxtrain.train_step.report import matmul_parameters
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer.observers import Completions
 from jaxtrain.trainer.session import Session
+
+_NEWEST = 2**16  # bytes of metrics.jsonl, in which the last losses are
+_MANY_EPOCHS = 20  # beyond which a model mostly learns its data by heart
 
 
 def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
@@ -61,7 +65,15 @@ def start_of_run(run: Run, workdir: Path) -> str:
     steps = run.config.train.steps
     late = [f"data.stages: the stage from step {stage.start} on is behind the last step, {steps}"
             for stage in data_stages.stages(run.config.data) if stage.start >= steps > 0]
-    return "\n".join([summary(run, workdir), *late])
+    return "\n".join([summary(run, workdir), *late, *many_epochs(run)])
+
+
+def many_epochs(run: Run) -> list[str]:
+    """Return a warning for each source of which the run makes too many epochs."""
+    steps = run.config.train.steps
+    return [f"warning: {steps} steps are {count:,.0f} epochs over {name or 'the data'}; more than {_MANY_EPOCHS} "
+            "mostly teach a model to repeat it. Give more data, or fewer train.steps"
+            for name, count in run.train_batches.epochs(steps).items() if count > _MANY_EPOCHS]
 
 
 def describe_changes(run: Run, changes: Sequence[Mapping[str, Any]], step: int) -> str:
@@ -76,17 +88,35 @@ def describe_changes(run: Run, changes: Sequence[Mapping[str, Any]], step: int) 
 
 
 def end_of_run(run: Run, session: Session, state: TrainState, start: int, sampled: Mapping[int, str]) -> str:
-    """Return what the run has cost and a sample of the trained model, if one is wanted; or that nothing was to do.
+    """Return how the run ended, what it has cost and what to do next; or that nothing was to do.
+
+    It has a sample of the trained model, if one is wanted.
 
     `sampled`: samples that were taken already, by step.
     """
     t = run.config.train
     if start == t.steps:
-        return f"nothing to do: {session.workdir} has all {t.steps} steps"
+        return (f"nothing to do: {session.workdir} has all {t.steps} steps; to train longer, add "
+                f"--config.train.steps={2 * t.steps} --may_change=train.steps")
     cost = spending.of_run(session.ledger.account(), jax.devices()[0].device_kind, run.mesh.size)
-    if not t.sample_tokens:
-        return cost
-    return f"{cost}\na sample:\n{sampled.get(t.steps) or sample_of(run, session, state, t.steps)}".lstrip()
+    said = [cost] if cost else []
+    if t.sample_tokens:
+        said.append(f"a sample:\n{sampled.get(t.steps) or sample_of(run, session, state, t.steps)}")
+    return "\n".join([*said, *next_steps(run, session.workdir)])
+
+
+def next_steps(run: Run, workdir: Path) -> list[str]:
+    """Return the last losses of a run, where its checkpoint is, and commands that read it."""
+    losses: dict[str, Any] = {}
+    for line in LogTail(workdir / "metrics.jsonl", {"step": int}, _NEWEST).added():
+        losses |= {key: line[key] for key in ("loss", "eval_loss", "reward") if isinstance(line.get(key), float)}
+    figures = "".join(f", {key} {value:.4f}" for key, value in losses.items())
+    steps = run.config.train.steps
+    commands = [f"jaxtrain report {workdir}"]
+    if not run.own_model and run.config.model.text:
+        commands += [f"jaxtrain generate {workdir} --prompt=...", f"jaxtrain export {workdir} --output=FOLDER"]
+    return [f"done: step {steps}{figures}; checkpoint {workdir / 'checkpoints' / str(steps)}",
+            "next: " + "\n      ".join(commands)]
 
 
 def sample_of(run: Run, session: Session, state: TrainState, step: int) -> str:

@@ -68,6 +68,8 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
 
         known["init_from"] = initial_params.origins(t)
     parts = run.own_parts(observe.recorded_parts(session.workdir, saved) or {})
+    if session.config_name:
+        known["config_file"] = session.config_name
     changes = observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved,
                                     may_change=session.may_change)
     with ThreadPoolExecutor(1, "git") as thread:

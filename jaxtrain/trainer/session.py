@@ -55,6 +55,7 @@ class Session:
     may_change: Sequence[str] = ()  # keys of the config
     adopt: bool = False  # whether to go on from a checkpoint of another run
     exported: "RunMetrics | None" = None  # to Prometheus
+    config_name: str = ""  # as run.json has it
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -102,7 +103,8 @@ class Session:
 
 @contextlib.contextmanager
 def session_of(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, observers: Sequence[Observer],
-               trackers: Sequence[Tracker], may_change: Sequence[str], adopt: bool) -> Iterator[Session]:
+               trackers: Sequence[Tracker], may_change: Sequence[str], adopt: bool,
+               config_name: str = "") -> Iterator[Session]:
     """Yield the session of a run that has its workdir to itself, with what watches, traces and exports it."""
     mesh = {axis: size for axis, size in run.mesh.shape.items() if size > 1}
     with (
@@ -116,7 +118,7 @@ def session_of(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, obse
         exported(run, workdir, ledger) as metrics,
     ):
         yield Session(workdir, watchdog, ledger, Interrupt(), [*observers, capture], trackers, spans, may_change, adopt,
-                      metrics)
+                      metrics, config_name)
 
 
 def exported(run: Run, workdir: str | Path, ledger: Ledger) -> contextlib.AbstractContextManager:

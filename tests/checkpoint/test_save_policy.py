@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain.checkpoint import save_policy
 from jaxtrain.checkpoint.save_policy import MOST, PROCESS_MTBF, SavePolicy, daly, lost
 from jaxtrain.config.load import make_config
 from jaxtrain.config.schema import CheckpointConfig
@@ -74,6 +75,21 @@ def test_saves_come_every_so_many_steps_or_never(tmp_path):
     assert Run(tmp_path, every=0).until(5000) == []
 
 
+@pytest.fixture
+def of_any_length(monkeypatch):
+    """Runs of seconds get advice too."""
+    monkeypatch.setattr(save_policy, "_LONG", 0.0)
+
+
+def test_a_run_of_less_than_ten_minutes_gets_no_advice(tmp_path, capsys):
+    run = Run(tmp_path, every=20, mtbf_hours=1)
+    run.until(540)
+    assert advice(capsys) is None
+    run.until(2000)
+    assert advice(capsys) > 90
+
+
+@pytest.mark.usefixtures("of_any_length")
 def test_saves_that_come_too_often_are_told_once_with_what_would_lose_less(tmp_path, capsys):
     run = Run(tmp_path, every=20, mtbf_hours=1)
     run.until(20)
@@ -82,9 +98,8 @@ def test_saves_that_come_too_often_are_told_once_with_what_would_lose_less(tmp_p
     cost = run.blocked + 4 * 0.2  # four steps were slower
     best = 96  # steps of one second; Daly says 96.2
     assert capsys.readouterr().err == (
-        f"checkpoint.every=20: a save costs {cost:.1f} s and a failure is expected every 1:00:25 h, which together "
-        f"lose {lost(20, cost, 3624.5):.1%} of the time; checkpoint.every={best} would lose "
-        f"{lost(best, cost, 3624.5):.1%}\n")
+        f"hint: saves and failures cost {lost(20, cost, 3624.5):.1%} of the time; checkpoint.every={best} (now 20) "
+        f"would cost {lost(best, cost, 3624.5):.1%}\n")
 
 
 def test_saves_that_come_too_seldom_are_told_too(tmp_path, capsys):
@@ -98,6 +113,7 @@ def test_there_is_no_advice_where_little_would_be_gained(tmp_path, capsys, confi
     assert advice(capsys) is None
 
 
+@pytest.mark.usefixtures("of_any_length")
 def test_no_more_than_half_an_hour_of_work_is_advised(tmp_path, capsys):
     run = Run(tmp_path, every=20)
     assert run.saves._prior == PROCESS_MTBF / jax.process_count()
@@ -105,6 +121,7 @@ def test_no_more_than_half_an_hour_of_work_is_advised(tmp_path, capsys):
     assert advice(capsys) == MOST  # Daly says 1:37 h
 
 
+@pytest.mark.usefixtures("of_any_length")
 def test_no_more_steps_than_the_run_has_are_advised(tmp_path, capsys):
     run = Run(tmp_path, every=20)
     run.ledger._own.last_step = 600
@@ -119,6 +136,7 @@ def test_saves_that_fail_are_not_cheap_ones(tmp_path, capsys):
     assert advice(capsys) is None
 
 
+@pytest.mark.usefixtures("of_any_length")
 def test_a_save_that_waits_for_the_previous_one_costs_that_wait(tmp_path, capsys):
     run = Run(tmp_path, every=20, mtbf_hours=1)
     run.takes = 100.0
@@ -128,6 +146,7 @@ def test_a_save_that_waits_for_the_previous_one_costs_that_wait(tmp_path, capsys
     assert advice(capsys) == pytest.approx(daly(0.5 + 20 * 0.2, 3600), rel=0.05)
 
 
+@pytest.mark.usefixtures("of_any_length")
 def test_the_first_steps_of_a_run_and_its_waits(tmp_path, capsys):
     run = Run(tmp_path, every=5, mtbf_hours=1, pace=40.0)
     run.until(1)

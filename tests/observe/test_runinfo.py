@@ -40,9 +40,9 @@ def test_other_mathematics_is_refused(tmp_path, key):
     before = config.to_dict()[section][name]
     with pytest.raises(UserError) as error:
         write(tmp_path, {key: value})
-    allow = f", or allow it by --may_change={key}" * (key in MAY_CHANGE)
+    allow = f"add --may_change={key} to continue it so, or " * (key in MAY_CHANGE)
     assert str(error.value) == (f"--workdir: {tmp_path} holds a run with {key}={before}, this config has {value}; "
-                                f"give another --workdir or --config.{key}={before}{allow}")
+                                f"{allow}give another --workdir or --config.{key}={before}")
     assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict()
 
 
@@ -65,8 +65,8 @@ def test_all_that_must_be_allowed_is_named_at_once(tmp_path):
     write(tmp_path)
     config = make_config({}, {"train.steps": 200, "optimizer.warmup_steps": 10})
     for may_change in ((), ("train.steps",)):
-        with pytest.raises(UserError, match=r"allow it by --may_change=(train.steps|optimizer.warmup_steps),"
-                                            r"(train.steps|optimizer.warmup_steps)$"):
+        with pytest.raises(UserError, match=r"; add --may_change=(train.steps|optimizer.warmup_steps),"
+                                            r"(train.steps|optimizer.warmup_steps) to continue it so, or give"):
             check_workdir(tmp_path, config, may_change=may_change)
     check_workdir(tmp_path, config, may_change=("train.steps", "optimizer.warmup_steps"))
     with pytest.raises(UserError, match=r"model.num_layers=.* or --config.model.num_layers=[0-9]+$"):

@@ -41,7 +41,7 @@ def test_runs_are_found_and_summed_up(tmp_path, capsys):
     assert deep.cost > 1 and deep.config_hash == "0" * 16 and deep.commit == "1" * 40 and deep.size > 5000
     tags.change(tmp_path / "old", ["baseline"])
     lines = listed(capsys, tmp_path).splitlines()
-    assert lines[0].split() == ["RUN", "STATE", "STEP", "LOSS", "EVAL", "GOODPUT", "COST", "SIZE", "AGE", "CONFIG",
+    assert lines[0].split() == ["RUN", "STATE", "STEP", "LOSS", "EVAL", "GOODPUT", "COST", "SIZE", "AGE", "HASH",
                                 "COMMIT", "TAGS"]
     assert lines[1].split()[:4] == ["new/deep/tuned", "running", "4/4", "1.0000"]
     lines = [json.loads(line) for line in listed(capsys, tmp_path, "--json", "--sort=loss", "--state=finished,failed")

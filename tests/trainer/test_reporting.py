@@ -1,21 +1,54 @@
-"""The report of a run when it ends."""
+"""The report of a run when it begins and ends."""
 
-from pathlib import Path
+import json
 from types import SimpleNamespace
 
 import jax
+import pytest
 
 from jaxtrain.observe.goodput import Incarnation, account
-from jaxtrain.trainer.reporting import end_of_run
+from jaxtrain.trainer.reporting import end_of_run, many_epochs
 
 
-def test_a_run_on_devices_that_have_a_price_says_what_it_has_cost(monkeypatch):
+def make_run(steps=10, own=False, text=True, epochs=None):
+    return SimpleNamespace(
+        config=SimpleNamespace(train=SimpleNamespace(steps=steps, sample_tokens=0), model=SimpleNamespace(text=text)),
+        mesh=SimpleNamespace(size=16), own_model=own, train_batches=SimpleNamespace(epochs=lambda step: epochs or {}))
+
+
+@pytest.fixture
+def session(tmp_path):
     life = account([Incarnation(0.0, {"init": 600.0, "step": 3000.0}, "", 0, (10, 3000.0), 10)])
-    run = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(steps=10, sample_tokens=0)),
-                          mesh=SimpleNamespace(size=16))
-    session = SimpleNamespace(ledger=SimpleNamespace(account=lambda: life), workdir=Path("runs/big"))
-    for kind, said in (("NVIDIA H100 80GB HBM3", "the run has cost about $48.00 for 1.00 h at $48.00 an hour"),
-                       ("cpu", "")):
-        monkeypatch.setattr(jax, "devices", lambda kind=kind: [SimpleNamespace(device_kind=kind)])
-        assert end_of_run(run, session, None, 5, {}) == said
-    assert end_of_run(run, session, None, 10, {}) == "nothing to do: runs/big has all 10 steps"
+    lines = [{"step": 9, "loss": 9.0}, {"step": 9, "eval_loss": 9.5}, {"step": 10, "loss": 1.25},
+             {"step": 10, "loss": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return SimpleNamespace(ledger=SimpleNamespace(account=lambda: life), workdir=tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "cost"), [
+    ("NVIDIA H100 80GB HBM3", ["the run has cost about $48.00 for 1.00 h at $48.00 an hour"]), ("cpu", [])])
+def test_the_end_says_losses_checkpoint_and_commands_and_on_devices_that_have_a_price_the_cost(
+        monkeypatch, session, kind, cost):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
+    workdir = session.workdir
+    done = [*cost, f"done: step 10, loss 1.2500, eval_loss 9.5000; checkpoint {workdir}/checkpoints/10",
+            f"next: jaxtrain report {workdir}"]
+    assert end_of_run(make_run(own=True), session, None, 5, {}).splitlines() == done
+    assert end_of_run(make_run(text=False), session, None, 5, {}).splitlines() == done
+    assert end_of_run(make_run(), session, None, 5, {}).splitlines() == [
+        *done, f"      jaxtrain generate {workdir} --prompt=...", f"      jaxtrain export {workdir} --output=FOLDER"]
+
+
+def test_a_finished_run_says_how_to_train_longer(session):
+    assert end_of_run(make_run(), session, None, 10, {}) == (
+        f"nothing to do: {session.workdir} has all 10 steps; to train longer, add --config.train.steps=20 "
+        "--may_change=train.steps")
+
+
+@pytest.mark.parametrize(("epochs", "sources"), [
+    ({}, []), ({"": 20.0}, []), ({"": 126.4}, ["126 epochs over the data;"]),
+    ({"a": 3.0, "b": 21.5}, ["22 epochs over b;"])])
+def test_many_epochs_are_warned_of(epochs, sources):
+    said = many_epochs(make_run(epochs=epochs))
+    assert len(said) == len(sources) and all(
+        line.startswith(f"warning: 10 steps are {source}") for line, source in zip(said, sources, strict=True))

@@ -60,7 +60,7 @@ def test_longer_on_purpose(flags, straight, tmp_path, capsys):
     """A finished run goes on with the schedule of its new length, and says so; its first steps stay as they were."""
     shutil.copytree(straight, tmp_path / "longer")
     again = [*flags, f"--workdir={tmp_path / 'longer'}", "--config.train.steps=16"]
-    assert main(again) == 2 and "or allow it by --may_change=train.steps" in capsys.readouterr().err
+    assert main(again) == 2 and "; add --may_change=train.steps to continue it so, or give" in capsys.readouterr().err
     allowed = "--may_change=train.steps,optimizer.warmup_steps,optimizer.learning_rate"
     assert main([*again, "--config.optimizer.learning_rate=2e-3", allowed]) == 0
     said = capsys.readouterr().err
@@ -220,7 +220,9 @@ def test_finished(flags, straight, capsys):
 
     before = files()
     assert main([*flags, f"--workdir={straight}"]) == 0
-    assert capsys.readouterr().err.endswith(f"nothing to do: {straight} has all {STEPS} steps\n")
+    assert capsys.readouterr().err.endswith(
+        f"nothing to do: {straight} has all {STEPS} steps; to train longer, add --config.train.steps={2 * STEPS} "
+        "--may_change=train.steps\n")
     assert files() == before
 
 

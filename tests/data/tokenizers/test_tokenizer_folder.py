@@ -58,7 +58,7 @@ def test_whatever_lies_in_place_of_the_record_is_replaced_or_told(tmp_path, make
 @pytest.mark.slow
 def test_a_run_keeps_its_tokenizer(tmp_path, tmp_path_factory):
     words = dict(flag.removeprefix("--config.").split("=", 1) for flag in tiny_flags(
-        tmp_path_factory, ["train.steps=0", "train.sample_tokens=0"])[1:])
+        tmp_path_factory, ["train.steps=1", "train.sample_tokens=0"])[1:])
     jt.train(jt.load_config("configs/gpt.py:tiny", words), tmp_path)
     assert json.loads((tmp_path / "tokenizer" / tokenizer_folder.RECORD).read_text())["name"] == "bytes"
     assert load_tokenizer(str(tmp_path / "tokenizer")).vocab_size == 257
