@@ -32,7 +32,7 @@ def summary(one: RunCurves) -> dict[str, str]:
     if (found := seed_statistics.best(one)) and found[0] != "loss":
         facts[f"best {found[0]}"] = f"{found[1]:.4f} at step {found[2]:,}"
     for title, key, form in (("tokens a second", "tokens_per_s", "{:,.0f}"),
-                             ("examples per second", "examples_per_s", "{:,.0f}"), ("MFU", "mfu", "{:.1%}")):
+                             ("examples per second", "examples_per_s", "{:,.0f}"), ("step time", "step_time_s", "{:.4g} s"), ("MFU", "mfu", "{:.1%}")):
         if len(values := finite(run.steps[key])):
             facts[f"{title}, median"] = form.format(median(values.tolist()))
     if run.account:
@@ -60,16 +60,31 @@ def _mesh(run: RecordedRun) -> dict[str, int]:
 
 
 def compared(runs: Sequence[RunCurves]) -> Table:
-    """Return the runs, those with the best value so far first."""
-    found = {one: seed_statistics.best(one) for one in runs}
-    order = sorted(runs, key=lambda one: best[1] if (best := found[one]) else math.inf)
-    facts = {one: summary(one) for one in order}
-    shown = ("state", "step", "tokens", "tokens a second, median", "MFU, median", "goodput", "time", "starts")
+    """Return the runs, those with the lowest evaluation loss first, and after them those without evaluations.
+
+    A training loss is never ranked among evaluation losses.
+    """
+    facts = {one: summary(one) for one in runs}
+    metrics = [key for key in ("eval_loss", "loss") if any(seed_statistics.best(one, key) for one in runs)]
+
+    def ranked(one: RunCurves) -> list[float]:
+        return [best[1] if (best := seed_statistics.best(one, key)) else math.inf for key in metrics]
+
+    shown = ("state", "step", "tokens", "examples", "tokens a second, median", "examples per second, median",
+             "step time, median", "MFU, median", "goodput", "time", "starts")
     keys = [key for key in shown if any(key in fact for fact in facts.values())]
-    head = ["", "run", "metric", "best", "at step", "newest", *keys]
-    return head, [[f"{place}", one.name, *((best[0], f"{best[1]:.4f}", f"{best[2]:,}") if (best := found[one])
-                                           else ("", "", "")), number(seed_statistics.last(one)),
-                   *(facts[one].get(key, "") for key in keys)] for place, one in enumerate(order, 1)]
+    head = ["", "run", *(title for key in metrics for title in (f"best {key}", "at step", f"newest {key}")), *keys]
+    return head, [[f"{place}", one.name, *(cell for key in metrics for cell in _best_and_newest(one, key)),
+                   *(facts[one].get(key, "") for key in keys)] for place, one in enumerate(sorted(runs, key=ranked), 1)]
+
+
+def _best_and_newest(one: RunCurves, key: str) -> tuple[str, str, str]:
+    """Return the best value of a metric, its step and the newest value, as text; empty for a run without it."""
+    if (curve := one.curve(key)) is None:
+        return "", "", ""
+    best = seed_statistics.best(one, key)
+    newest = number(float(curve.values[-1]))
+    return (f"{best[1]:.4f}", f"{best[2]:,}", newest) if best else ("", "", newest)
 
 
 def over_seeds(groups: Sequence[seed_statistics.Group]) -> Table:

@@ -83,12 +83,6 @@ def best(one: RunCurves, key: str = "") -> tuple[str, float, int] | None:
     return curve.key, float(curve.values[place]), int(curve.axes["step"][place])
 
 
-def last(one: RunCurves) -> float | None:
-    """Return the newest value of the metric by which runs are ranked; None: it is not finite, or there is none."""
-    curve = one.curve("eval_loss") or one.curve("loss")
-    return float(curve.values[-1]) if curve is not None and np.isfinite(curve.values[-1]) else None
-
-
 def metric(runs: Sequence[RunCurves]) -> str:
     """Return the metric that runs have in common."""
     return "eval_loss" if all(one.curve("eval_loss") for one in runs) else "loss"

@@ -101,11 +101,40 @@ def test_runs_lie_over_each_other(tmp_path):
     seen, data = parts(ReportPage(workdirs).render(bare=True))
     named = {trace["name"] for trace in data["loss"]["data"]}
     one = "one&lt;b&gt;"  # Plotly reads tags
-    assert {"zero", one, "zero eval_loss", f"{one} eval_loss", "zero and 1 more: mean of 2, 95 %"} <= named
+    assert {"zero loss", f"{one} loss", "zero eval_loss", f"{one} eval_loss", "zero and 1 more: mean of 2, 95 %"} <= named
     assert "<b>" not in seen and "<b>" not in json.dumps(data)
     dashes = {trace["line"]["dash"] for trace in data["grad_norm"]["data"]}
     assert len(dashes) == 2, "runs differ in more than colour"
     assert "Over seeds" in seen and "Where configs differ" in seen and "train.seed" in seen
+
+
+def test_training_and_evaluation_are_told_apart(tmp_path):
+    """A run without evaluations is not ranked among the evaluation losses of others, however low its loss is."""
+    workdirs = [recorded(tmp_path / name, shift=shift) for name, shift in (("worse", 0.2), ("better", 0.1), ("none", -1))]
+    lines = (workdirs[2] / "metrics.jsonl").read_text().splitlines()
+    (workdirs[2] / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines if "eval_loss" not in line))
+    page = ReportPage(workdirs)
+    head, rows = run_facts.compared(page.runs)
+    assert [row[1] for row in rows] == ["better", "worse", "none"]
+    at = head.index("best eval_loss")
+    assert head[at:at + 6] == ["best eval_loss", "at step", "newest eval_loss", "best loss", "at step", "newest loss"]
+    assert rows[2][at:at + 3] == ["", "", ""] and all(rows[2][at + 3:at + 6])
+    traces = parts(page.render(bare=True))[1]["loss"]["data"]
+    assert {trace["name"] for trace in traces if trace.get("showlegend") is not False} >= {"better loss", "better eval_loss"}
+    assert len({trace["legendgroup"] for trace in traces if trace["name"].startswith("better")}) == 2
+
+
+def test_few_outliers_do_not_flatten_a_chart(tmp_path):
+    workdir = recorded(tmp_path / "run", steps=200)
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    for place, line in enumerate(line for line in lines if "step_time_s" in line):
+        line["step_time_s"] = 300.0 if place in (1, 70) else 1 + place % 10 / 10
+    (workdir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    _, data = parts(ReportPage([workdir]).render(bare=True))
+    low, high = data["step_time"]["layout"]["yaxis"]["range"]
+    assert low <= 1 and 1.9 <= high < 3
+    assert max(numbers(data["step_time"]["data"][0]["y"])) == 300, "it is only out of view"
+    assert "range" not in data["learning_rate"]["layout"]["yaxis"]
 
 
 def test_a_long_run_has_few_points_and_all_spikes(tmp_path):
