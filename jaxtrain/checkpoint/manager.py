@@ -161,6 +161,8 @@ class CheckpointManager:
         """
         for job in self._jobs:  # one being verified now may be the newest good one
             job.thread.join()
+        if jax.process_index() == 0:
+            step_folders.delete_rest(self._directory)  # there may be no save any more, which would do it
         while True:
             checked, self._checked = self._checked, None
             step = checked if checked is not None and below is None else self.newest(below)

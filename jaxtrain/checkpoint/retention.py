@@ -76,6 +76,7 @@ class Retention:
             for entry in self._directory.glob(f"*{step_folders.ABANDONED}*"):
                 if good and int(entry.name.partition(".")[0]) < good[-1]:
                     step_folders.delete(entry)
+            step_folders.delete_rest(self._directory)
 
     def _dispensable(self, good: list[int], others: list[int]) -> list[int]:
         return dispensable(good, others, keep=self._keep, keep_every=self._keep_every, best=self._best_of(good))

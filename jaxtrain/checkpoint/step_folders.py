@@ -31,6 +31,12 @@ def delete(folder: Path) -> None:
     shutil.rmtree(rename(folder, DELETED), ignore_errors=True)
 
 
+def delete_rest(directory: Path) -> None:
+    """Delete what a kill left of folders between their renaming and their deletion."""
+    for entry in directory.glob(f"*{DELETED}*"):
+        shutil.rmtree(entry, ignore_errors=True)
+
+
 def delete_unfinished(directory: Path, step: int) -> None:
     """Delete what a failed save of this step left; nothing may be writing it any more."""
     for entry in directory.glob(f"{step}{TEMPORARY}*"):

@@ -14,6 +14,7 @@ decide.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ from typing import Any
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files
+from jaxtrain.files.append_log import AppendLog
 from jaxtrain.islands.coordinator import Coordinator, Policy, compacted
 from jaxtrain.islands.log_records import is_hash
 from jaxtrain.islands.meeting import Entry, Offer, Trimmed
@@ -264,16 +266,18 @@ class _Journal:
 
     def __init__(self, path: Path):
         self.records, good = read_journal(path) if path.exists() else ([], 0)
-        self._path, self._file = path, bounded_files.appended(path)
+        self._path, self._log = path, AppendLog(path)
         os.truncate(path, good)
-        os.fsync(self._file.fileno())
+        os.fsync(self._log.file.fileno())
         atomic_files.sync(path.parent)
 
     def append(self, record: dict[str, Any]) -> None:
         line = _line({**record, "time": round(time.time(), 3)})  # for people
-        if self._file.write(line) != len(line):
+        if not self._log.is_at_its_path():  # a new file would lack the records before this one
+            raise OSError(errno.ESTALE, f"{self._path.name} was deleted or replaced")
+        if self._log.file.write(line) != len(line):
             raise OSError("it was written in part")
-        os.fsync(self._file.fileno())
+        os.fsync(self._log.file.fileno())
 
     def compact(self, number: int) -> None:
         """Replace the records up to entry `number` by their summary; the file is the old or the new one, whole."""
@@ -281,11 +285,10 @@ class _Journal:
         with atomic_files.written(self._path, shared=False) as file:
             file.writelines(map(_line, compacted(records, number)))
         atomic_files.sync(self._path.parent)  # before anything is appended: the old file lacks it
-        self._file.close()
-        self._file = bounded_files.appended(self._path)
+        self._log.follow()
 
     def close(self) -> None:
-        self._file.close()
+        self._log.close()
 
 
 def read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -1,14 +1,16 @@
 """Submit a run to this machine, Slurm, Kubernetes or Ray, or write it for others.
 
     jaxtrain launch configs/gpt.py:tiny --on=local --workdir=runs/first
-    jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/big --nodes=4 --accelerators_per_node=8 --time=24:00:00
+    jaxtrain launch configs/llama3_8b.py --on=slurm --workdir=runs/8b --nodes=4 --accelerators_per_node=8
     jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/big --job=job.toml --dry_run
     jaxtrain launch configs/gpt.py --on=kubernetes --workdir=/mnt/runs/big --job=job.toml
     jaxtrain launch --on=slurm --workdir=runs/own --nodes=2 -- python train.py
     jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/seed-{task} --array=0-3 --config.train.seed={task}
 
-What a job needs are keys of a TOML file (--job), or flags of the same names. The config is read first, so that its
-mistakes are told before the job waits. `jaxtrain jobs` shows jobs, and pauses, resumes and cancels them.
+A job is one run, submitted to an engine that starts its processes on one or more machines, restarts them after a crash
+or a preemption, and keeps its place in the queue. The resources that it needs are given by flags, or by keys of the
+same names in a TOML file (--job). The config is checked before the job is submitted. `jaxtrain jobs` lists jobs, and
+pauses, resumes and cancels them.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from jaxtrain.flags import command, overrides_of, parser_of
 from jaxtrain.launch import cost, mesh_check
 from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch.job_engines import engine_of
-from jaxtrain.launch.job_spec import ENGINES, JobSpec, read_spec
+from jaxtrain.launch.job_spec import ENGINES, HELP, JobSpec, read_spec
 from jaxtrain.redaction import redacted
 
 
@@ -40,16 +42,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--config", help=argparse.SUPPRESS)  # as the other commands have it
     parser.add_argument("config", nargs="?", default=argparse.SUPPRESS, help="a config file such as "
                         "configs/gpt.py, or configs/gpt.py:124m; --config.SECTION.KEY=VALUE overrides its keys")
-    parser.add_argument("--on", required=True, help=f"the engine: {', '.join(ENGINES)}")
-    parser.add_argument("--workdir", required=True, help="workdir of the run, which all machines see")
-    parser.add_argument("--job", metavar="FILE", help="resources of the job, in TOML (docs/launch.md)")
+    parser.add_argument("--on", required=True, help=f"where the job runs: {', '.join(ENGINES)}")
+    parser.add_argument("--workdir", required=True, help="workdir of the run, on a file system that all machines share")
+    parser.add_argument("--job", metavar="FILE", help="TOML file with the resources of the job (docs/launch.md)")
     parser.add_argument("--array", metavar="TASKS", help="several jobs, such as 0-3 or 1,5,7: each of these numbers "
                                                          "stands for {task}, in --workdir and in any key")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="show what would be submitted, and stop")
+    keys = parser.add_argument_group("resources of the job", "each is also a key of the file that --job names; lists "
+                                     "and tables (setup, mounts, env, secrets, extra) are given there only")
     for name in JobSpec.__dataclass_fields__:
-        shown = isinstance(getattr(JobSpec(), name), str | int | float)  # lists and tables are in a file only
-        parser.add_argument(f"--{name}", metavar="VALUE",
-                            help=f"as the job's key {name}" if shown else argparse.SUPPRESS)
+        keys.add_argument(f"--{name}", metavar="VALUE", help=HELP.get(name, argparse.SUPPRESS))
     flags, rest = parser.parse_known_args(words)
     given = {name: value for name in JobSpec.__dataclass_fields__ if (value := getattr(flags, name)) is not None}
     engine, spec, made, loaded = engine_of(flags.on), read_spec(flags.job, given), [], None

@@ -1,6 +1,8 @@
 """The engines that run jobs: one small interface, and a registry by name."""
 
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from jaxtrain.errors import UserError, nearest
@@ -68,10 +70,10 @@ def refuse_running(job: Job, state: str, nodes: int | None) -> None:
                     f"for other nodes pause it first: jaxtrain jobs pause {job.workdir}")
 
 
-def refuse_unread(job: Job, *keys: str) -> None:
-    """Refuse keys of a spec that the job's engine does not read."""
+def refuse_unread(job: Job, *keys: str, instead: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Refuse keys of a spec that the job's engine does not read; `instead`: what to use there, by key."""
     if wrong := next((key for key in keys if key in job.spec.as_dict()), None):
-        raise UserError(wrong, f"--on={job.engine} does not read it", "leave it out")
+        raise UserError(wrong, f"--on={job.engine} does not read it", instead.get(wrong, "leave it out"))
 
 
 def refuse_unmounted(job: Job) -> None:

@@ -23,6 +23,26 @@ from jaxtrain.errors import UserError, nearest
 from jaxtrain.redaction import redacted
 
 ENGINES = ("local", "slurm", "kubernetes", "ray", "skypilot", "dstack")
+HELP = {  # of the keys that are also flags, for `jaxtrain launch --help`
+    "name": "name of the job (default: the name of the workdir)",
+    "nodes": "number of machines (default 1)",
+    "min_nodes": "fewest machines to start with when no more are free; needs resilience.elastic=true (default: all)",
+    "processes_per_node": "processes on each machine (default: one per GPU, or one)",
+    "accelerators_per_node": "GPUs or TPU chips on each machine (default 0: CPUs only)",
+    "accelerator": "kind of accelerator, as the cluster names it, such as h100 or tpu-v5p-slice",
+    "topology": "topology of a TPU slice, such as 4x4",
+    "cpus_per_process": "CPUs for each process (default: the engine's)",
+    "memory_gb": "memory of each machine in GB (default: the engine's)",
+    "time": "time limit, H:MM:SS or D-HH:MM:SS (default: the engine's)",
+    "grace_s": "seconds that the run has to save before the time limit, or after it is told to stop (default 120)",
+    "queue": "Slurm partition, or local queue of Kueue",
+    "account": "Slurm account, or Kubernetes service account",
+    "priority": "Slurm QoS, or priority class of Kueue",
+    "preemptible": "whether other jobs may preempt this one, which then saves and continues later (default true)",
+    "retries": "restarts after a crash (default 3); what saved and stopped is restarted as long as it makes progress",
+    "image": "container image to run in",
+    "notify": "email address that Slurm notifies when the job ends or fails",
+}
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?")  # that of a Kubernetes object, which is the narrowest
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):(\d\d):(\d\d)")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import add_subcommand, command, parser_of
-from jaxtrain.launch import cost
+from jaxtrain.launch import cost, mesh_check
 from jaxtrain.launch import job_record as records
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.restarts import restart_history
@@ -23,10 +23,16 @@ from jaxtrain.launch.supervisor.progress_file import Steps
 from jaxtrain.launch.sweep import trials
 from jaxtrain.pages.plain_text import aligned
 
-_LINES = {"list [ROOT]": "list the jobs of all workdirs under a folder", "show WORKDIR": "show what a job is and does",
-          "logs WORKDIR": "print what its processes print", "why WORKDIR": "say why it does not run yet",
-          "pause WORKDIR": "have it save and stop, until it is resumed", "resume WORKDIR": "let a paused job go on",
-          "cancel WORKDIR": "end it, once it has saved", "requeue WORKDIR": "have it save, stop and start again"}
+_LINES = {
+    "list [ROOT]": "list the jobs of all workdirs under a folder",
+    "show WORKDIR": "show the state of a job, its restarts, last error and cost",
+    "logs WORKDIR": "print the output of its processes",
+    "why WORKDIR": "say why it waits or has failed",
+    "pause WORKDIR": "save and stop it, until it is resumed",
+    "resume WORKDIR": "continue a paused job",
+    "cancel WORKDIR": "save and end it",
+    "requeue WORKDIR": "save and stop it, and queue it again",
+}
 
 
 @command()
@@ -40,9 +46,9 @@ def main(argv: list[str] | None = None) -> None:
             sub.add_argument("workdir", nargs="?", default="runs", metavar="ROOT", help="default: runs")
         else:
             sub.add_argument("workdir", metavar="WORKDIR", help="workdir of the run")
-    made["logs"].add_argument("--follow", "-f", action="store_true", help="go on until the job ends")
-    made["resume"].add_argument("--nodes", type=int, help="another number of machines than before")
-    made["cancel"].add_argument("--now", action="store_true", help="do not save first")
+    made["logs"].add_argument("--follow", "-f", action="store_true", help="continue until the job ends")
+    made["resume"].add_argument("--nodes", type=int, help="number of machines from now on (default: as before)")
+    made["cancel"].add_argument("--now", action="store_true", help="end it at once, without saving")
     flags = parser.parse_args(argv)
     if flags.what == "list":
         print("\n".join(table(Path(flags.workdir))))
@@ -64,6 +70,10 @@ def main(argv: list[str] | None = None) -> None:
         for text in output(job, flags.follow):
             print(text, end="", flush=True)
     elif flags.what == "resume":
+        if flags.nodes is not None:
+            if flags.nodes < 1:
+                raise UserError("--nodes", f"{flags.nodes} is not a number of machines", "give 1 or more")
+            mesh_check.check_resumed(job, flags.nodes)
         records.record(replace(job, id=engine.resume(job, flags.nodes)))
     elif flags.what == "cancel":
         engine.cancel(job, flags.now)

@@ -1,13 +1,17 @@
-"""Whether the machines of a job suit its config: as many accelerators as the mesh asks for, with room for a step."""
+"""Checks of a job's machines against its config: a mesh that fits, a batch that divides, room for a step."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
-from jaxtrain.config import remat_policies
+from jaxtrain.config import data_stages, remat_policies
 from jaxtrain.config.hybrid_mesh import with_hybrid_mesh
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.errors import UserError
 from jaxtrain.launch.cost import target_of
+from jaxtrain.launch.job_record import Job
 from jaxtrain.launch.job_spec import JobSpec
+from jaxtrain.sharding.mesh import axis_sizes
 
 _COUNTS = 16  # numbers of nodes from min_nodes on that are looked at, at most
 
@@ -20,6 +24,8 @@ def check_mesh(config: Config, spec: JobSpec) -> list[int]:
     from jaxtrain.plan import elastic
 
     if not (each := spec.devices_per_node) or config.mesh.auto:
+        if not (config.mesh.auto or config.mesh.hsdp or config.resilience.elastic):
+            _check_batch(config, spec, spec.processes)  # a process has one CPU device, or several: a multiple of this
         return []
     config = with_hybrid_mesh(config, spec.nodes * each, each)
     sizes = [getattr(config.mesh, axis) for axis in AXES]
@@ -40,7 +46,54 @@ def check_mesh(config: Config, spec: JobSpec) -> list[int]:
                         f"the mesh ({elastic.words(tuple(sizes))}) asks for {'a multiple of ' * (-1 in sizes)}{asked}",
                         f"set nodes={asked // each}" if asked % each == 0 else
                         "set other mesh axes" if -1 in sizes else "set one mesh axis to -1, or others")
+    _check_batch(config, spec, each)
     return []
+
+
+def check_resumed(job: Job, nodes: int) -> None:
+    """Refuse a number of nodes on which a job cannot go on; a command of one's own takes any."""
+    from jaxtrain.config.load import load_config
+    from jaxtrain.flags import training_flags
+
+    if "jaxtrain.main" not in job.command:
+        return
+    words = list(job.command)
+    flags, overrides = training_flags(words[words.index("jaxtrain.main") + 1:])
+    spec = replace(job.spec, nodes=nodes, min_nodes=0, topology="")
+    try:
+        config = load_config(f"{Path(job.directory) / flags.config}", overrides)
+    except UserError:  # it may have been changed or deleted since, which the run tells of
+        return
+    check_mesh(config, spec)
+
+
+def _check_batch(config: Config, spec: JobSpec, each: int) -> None:
+    """Refuse a number of nodes over whose devices a batch does not divide, and name those nearest to it that do."""
+    from jaxtrain.plan import elastic
+
+    sizes = tuple(getattr(config.mesh, axis) for axis in AXES)
+    batches = sorted({stage.batch for stage in data_stages.stages(config.data)})
+
+    def parts(nodes: int) -> int:
+        """Return into how many parts a batch is cut; 0: the mesh does not fit."""
+        asked = math.prod(size for size in sizes if size != -1)
+        if (nodes * each) % asked or (-1 not in sizes and nodes * each != asked):
+            return 0
+        return elastic.batch_shards(config, axis_sizes(sizes, nodes * each)) * config.train.accumulation
+
+    def fits(nodes: int) -> bool:
+        return bool(count := parts(nodes)) and not any(batch % count for batch in batches)
+
+    if not (given := parts(spec.nodes)) or fits(spec.nodes):
+        return
+    wrong = next(batch for batch in batches if batch % given)
+    below = next((nodes for nodes in range(spec.nodes - 1, 0, -1) if fits(nodes)), 0)
+    above = next((nodes for nodes in range(spec.nodes + 1, 2 * spec.nodes + 1) if fits(nodes)), 0)
+    near = " or ".join(f"nodes={nodes}" for nodes in (below, above) if nodes)
+    raise UserError("nodes", f"on {spec.nodes} machines the mesh and train.accumulation="
+                    f"{config.train.accumulation} cut a batch into {given} parts, which do not divide "
+                    f"data.global_batch_size={wrong}", f"set {near}" if near else
+                    f"make the batch a multiple of {given}")
 
 
 def memory_warning(config: Config, spec: JobSpec) -> str:

@@ -23,7 +23,18 @@ from jaxtrain.launch.ray_driver import ENDED, PLAN, STATE
 from jaxtrain.launch.restarts import idle_starts
 
 _DRIVER = "driver.sh"
-_UNREAD = ("image", "queue", "account", "priority", "topology", "time", "min_nodes", "notify", "extra")
+_INSTEAD = {  # of keys that Ray has no place for
+    "image": "start the cluster's nodes in that image (image_uri or docker in its cluster config), or use setup",
+    "mounts": "mount the folders on the cluster's nodes",
+    "queue": "a Ray cluster has one queue; submit to another cluster with RAY_ADDRESS",
+    "account": "leave it out: who pays is settled where the cluster is started",
+    "priority": "leave it out: Ray starts jobs in the order in which their machines are free",
+    "topology": "set accelerator and accelerators_per_node to those of the slice's hosts",
+    "time": "end the job yourself: jaxtrain jobs cancel WORKDIR",
+    "min_nodes": "pause the job, and resume it on fewer: jaxtrain jobs resume WORKDIR --nodes=N",
+    "notify": "watch it: jaxtrain jobs logs WORKDIR --follow",
+    "preemptible": "leave it out: Ray does not preempt",
+    "extra": "set accelerator, cpus_per_process or memory_gb, which choose the machines"}
 
 
 class RayEngine:
@@ -33,7 +44,7 @@ class RayEngine:
 
     def check(self, job: Job) -> None:
         """Refuse a job that it cannot run."""
-        refuse_unread(job, *_UNREAD)
+        refuse_unread(job, *_INSTEAD, instead=_INSTEAD)
         if wrong := next((v for v, where in job.spec.secrets.items() if not where.startswith("file:")), None):
             raise UserError(f"secrets.{wrong}", "Ray keeps no secrets", "give file:PATH, which all nodes can read")
 

@@ -153,6 +153,7 @@ class Ledger:
         if self._file is None:
             return
         with contextlib.suppress(OSError):
+            self._file.parent.mkdir(exist_ok=True)  # it may have been deleted
             atomic_files.write(self._file, json.dumps(vars(self._copy())))
 
     def __enter__(self) -> "Ledger":

@@ -1,7 +1,6 @@
 """The metrics writer: reads each step's scalars one step late on its own thread, so that the loop never waits for them.
 """
 
-import errno
 import json
 import math
 import os
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.files.append_log import AppendLog
 from jaxtrain.files.bounded_files import appended, lines_with_ends, parsed, whole_lines
 from jaxtrain.observe import events
 from jaxtrain.observe.device_memory import device_memory
@@ -245,7 +245,7 @@ class _JsonLines:
             if start_step and not path.exists():
                 events.tell(path.parent, "metrics_missing", f"{path} is missing, and with it the lines of the first "
                             f"{start_step} steps; it begins again with those to come", step=start_step)
-            self._file = appended(path)
+            self._log = AppendLog(path)
             # Steps never decrease in the file, so the lines to drop are a tail, and cutting a tail off is atomic.
             end, damaged = _end_of_step(path, start_step)
             if damaged:
@@ -254,7 +254,7 @@ class _JsonLines:
             if whole := list(whole_lines(path, end)):
                 with appended(path.with_name("metrics.rolled_back.jsonl")) as kept:
                     kept.write(b"".join(whole))
-            self._file.truncate(end)
+            self._log.file.truncate(end)
         except OSError as error:
             raise UserError("--workdir", f"{error.filename or path} cannot be written ({error.strerror})",
                             "move it away, or repair the storage") from None
@@ -282,22 +282,22 @@ class _JsonLines:
                 events.tell(self._path.parent, "metrics_written", f"{self._path} is written again and complete")
 
     def _write(self) -> None:
-        end = self._file.seek(0, os.SEEK_END)
-        if self._file.write(self._kept) < len(self._kept):  # the disk is full: leave no partial line
-            self._file.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self._log.follow():
+            events.tell(self._path.parent, "metrics_replaced", f"{self._path} was deleted or replaced while this run "
+                        "writes to it; the lines from here on go to the file that is there now")
+        self._log.append(self._kept)
         self._kept = b""
 
     def close(self) -> None:
         try:
             if self._kept:
                 self._write()
-            os.fsync(self._file.fileno())
+            os.fsync(self._log.file.fileno())
         except OSError as error:
             raise UserError("--workdir", f"the last lines of {self._path} cannot be written ({error.strerror})",
                             "free space or repair the storage, and run the same command again") from None
         finally:
-            self._file.close()
+            self._log.close()
 
 
 def _end_of_step(path: Path, step: int) -> tuple[int, int]:

@@ -45,7 +45,7 @@ def choose(config: Config, devices: int, full: int = 0) -> Config:
     if math.prod(declared) == devices:
         _build(config, devices)
         return config
-    parallel = _shards(config, declared) * config.train.accumulation  # least number of parts of the batch
+    parallel = batch_shards(config, declared) * config.train.accumulation  # least number of parts of the batch
     refused: UserError | None = None
     for sizes in _preferences(config, declared, devices):
         try:
@@ -135,7 +135,7 @@ def _preferences(config: Config, declared: Sizes, devices: int) -> Iterator[Size
 
 def _accumulated(config: Config, devices: int, parallel: int) -> Config:
     """Return the config with the fewest micro-batches such that no device has more rows than with `parallel` parts."""
-    batch, shards = config.data.global_batch_size, _shards(config, _sizes(config))
+    batch, shards = config.data.global_batch_size, batch_shards(config, _sizes(config))
     refused: UserError | None = None
     for accumulation in range(max(1, -(-parallel // shards)), max(1, batch // shards) + 1):
         if batch % (accumulation * shards):
@@ -157,7 +157,7 @@ def _build(config: Config, devices: int) -> None:
     build(dataclasses.replace(config, train=dataclasses.replace(config.train, attention="auto")), devices=devices)
 
 
-def _shards(config: Config, sizes: Sizes) -> int:
+def batch_shards(config: Config, sizes: Sizes) -> int:
     """Return into how many parts these axes cut a batch."""
     from jaxtrain.sharding import rules as sharding
     from jaxtrain.sharding.mesh import make_mesh

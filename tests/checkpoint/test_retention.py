@@ -1,11 +1,12 @@
 """The checkpoints that are deleted, and those that never are."""
 
+import contextlib
 import json
 
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.checkpoint import CheckpointManager, retention, verify
+from jaxtrain.checkpoint import CheckpointManager, retention, step_folders, verify
 from jaxtrain.checkpoint.manager import NotSaved
 from jaxtrain.checkpoint.orbax.orbax_logging import innermost
 from jaxtrain.checkpoint.retention import Retention, best_of, dispensable
@@ -137,3 +138,21 @@ def test_without_metrics_nothing_is_the_best(tmp_path, make):
 def test_a_damaged_line_names_no_best(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0}\n' + line + "\n")
     assert Retention(tmp_path / "checkpoints", 2, 0, "loss").keeping([10, 20]) == [10, 20]
+
+
+def test_what_a_kill_between_renaming_and_deletion_left_is_no_checkpoint_and_is_deleted(tmp_path, monkeypatch):
+    """By the next retention, and by the next start."""
+    for step in (10, 20):
+        (tmp_path / f"{step}").mkdir()
+    with monkeypatch.context() as killed:
+        killed.setattr(step_folders.shutil, "rmtree", lambda *_, **__: None)  # here the process is killed
+        step_folders.delete(tmp_path / "20")
+        (tmp_path / "20").mkdir()
+        step_folders.delete(tmp_path / "20")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "20.deleted", "20.deleted.2"]
+    assert verify.steps(tmp_path) == [10]
+    Retention(tmp_path, 2, 0, "").delete(lambda: [], lambda: [])
+    assert [path.name for path in tmp_path.iterdir()] == ["10"]
+    (tmp_path / "10").rename(tmp_path / "10.deleted")
+    with contextlib.closing(CheckpointManager(tmp_path, keep=1)) as manager:
+        assert manager.restore_newest({}) is None and list(tmp_path.iterdir()) == []

@@ -1,12 +1,15 @@
 """A job's machines against its config: as many devices as the mesh asks for, and room for a step on each."""
 
 import importlib
+import os
 
 import pytest
 
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.launch import __main__ as launch
+from jaxtrain.launch import job_record as records
+from jaxtrain.launch import jobs
 from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.launch.mesh_check import check_mesh, memory_warning
 
@@ -35,8 +38,46 @@ def test_other_numbers_of_devices_than_the_mesh_asks_for_are_refused(spec, keys,
 
 def test_what_the_mesh_asks_for_is_not_refused():
     assert checked({"nodes": 2, "accelerators_per_node": 4}, mesh_data=2, mesh_tensor=4) == []
-    assert checked({"nodes": 3, "accelerators_per_node": 4}, mesh_data=-1, mesh_tensor=4) == []
+    assert checked({"nodes": 3, "accelerators_per_node": 4}, mesh_data=-1, mesh_tensor=4,
+                   data_global_batch_size=24) == []
     assert checked({"nodes": 3}, mesh_data=2) == []  # of CPUs nobody knows how many devices they are
+
+
+BATCH = {"data_global_batch_size": 16, "mesh_data": -1}
+
+
+@pytest.mark.parametrize("spec, keys, said", [
+    ({"nodes": 3}, {}, "nodes: on 3 machines the mesh and train.accumulation=1 cut a batch into 3 parts, which do not "
+     "divide data.global_batch_size=16; set nodes=2 or nodes=4"),
+    ({"nodes": 3, "accelerators_per_node": 4}, {"mesh_tensor": 2}, "nodes: on 3 machines the mesh and "
+     "train.accumulation=1 cut a batch into 6 parts, which do not divide data.global_batch_size=16; set nodes=2 or "
+     "nodes=4"),
+    ({"nodes": 5, "processes_per_node": 2}, {"train_accumulation": 2}, "nodes: on 5 machines the mesh and "
+     "train.accumulation=2 cut a batch into 20 parts, which do not divide data.global_batch_size=16; set nodes=4"),
+    ({"nodes": 1, "accelerators_per_node": 3}, {}, "nodes: on 1 machines the mesh and train.accumulation=1 cut a batch "
+     "into 3 parts, which do not divide data.global_batch_size=16; make the batch a multiple of 3")])
+def test_a_number_of_nodes_over_which_the_batch_does_not_divide_is_refused(spec, keys, said):
+    with pytest.raises(UserError) as refused:
+        checked(spec, **BATCH | keys)
+    assert f"{refused.value}" == said
+
+
+def test_numbers_of_nodes_over_which_the_batch_divides_are_not_refused():
+    for nodes in (1, 2, 4, 8, 16):
+        assert checked({"nodes": nodes}, **BATCH) == []
+    assert checked({"nodes": 3}, **BATCH, mesh_tensor=2) == []  # the CPUs of a process may be several devices
+
+
+@pytest.mark.parametrize("engine", ["slurm", "kubernetes", "ray"])
+def test_a_job_is_not_resumed_on_such_a_number_of_nodes(tmp_path, capsys, engine):
+    command = ["python", "-m", "jaxtrain.main", "--config=configs/gpt.py:tiny", "--config.data.global_batch_size=16",
+               "--config.mesh.data=-1", f"--workdir={tmp_path}"]
+    records.record(records.Job(records.new_folder(tmp_path), engine, "a", command, os.getcwd(), JobSpec(nodes=2),
+                               id="7"))
+    for nodes, said in (("3", "nodes: on 3 machines the mesh"), ("0", "--nodes: 0 is not a number of machines")):
+        assert jobs.main(["resume", f"{tmp_path}", f"--nodes={nodes}"]) == 2  # the engine is not asked
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
 
 
 @pytest.mark.slow

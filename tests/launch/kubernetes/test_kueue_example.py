@@ -59,5 +59,6 @@ def test_the_command_of_the_guide_writes_what_it_says(monkeypatch, capsys):
     (run,) = yaml.safe_load(capsys.readouterr().out)["spec"]["replicatedJobs"]  # the file's name is a comment
     container = run["template"]["spec"]["template"]["spec"]["containers"][0]
     assert container["command"] == [
-        "python", "-m", "jaxtrain.main", "--config=configs/gpt.py", "--workdir=/mnt/runs/big"]
+        "python", "-m", "jaxtrain.main", "--config=configs/gpt.py", "--config.data.global_batch_size=32",
+        "--workdir=/mnt/runs/big"]
     assert "workingDir" not in container  # the image has one

@@ -16,7 +16,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch import jobs as jobs_command
-from jaxtrain.launch import ray_driver
+from jaxtrain.launch import ray_driver, ray_engine
 from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.launch.ray_engine import RayEngine
 from jaxtrain.launch.restarts import restart_history
@@ -38,6 +38,12 @@ def job_of(tmp_path, **keys):
 def test_what_ray_does_not_read_is_refused(tmp_path, keys):
     with pytest.raises(UserError, match=r"--on=ray does not read it|Ray keeps no secrets"):
         RayEngine().check(job_of(tmp_path, **keys))
+
+
+def test_every_key_is_read_by_ray_or_refused_with_an_alternative():
+    read = {"name", "nodes", "processes_per_node", "accelerators_per_node", "accelerator", "cpus_per_process",
+            "memory_gb", "grace_s", "retries", "setup", "env", "secrets"}
+    assert set(JobSpec.__dataclass_fields__) == read | ray_engine._INSTEAD.keys()
 
 
 def test_a_node_is_a_bundle(tmp_path):
