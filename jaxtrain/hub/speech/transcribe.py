@@ -6,8 +6,10 @@
     arecord -q -f S16_LE -r 16000 -t raw | jaxtrain transcribe WORKDIR - --stream
 
 The model is that of a run, or a published Whisper. Files are .wav, .flac, .ogg or .mp3, or folders of them. Long ones
-are read in windows, of 30 seconds in published models: with --timestamps the next window begins where the last whole
-segment ended. With --references the words in a.txt beside a.wav are compared, and the word error rate is printed.
+are read in windows, of 30 seconds in published models: with --timestamps, and in published models in any case, the next
+window begins where the last whole segment ended. Where a published model knows several languages, --language names the
+one that is spoken; otherwise it is detected for each file. With --references the words in a.txt beside a.wav are
+compared, and the word error rate is printed.
 
 The file - is standard input: WAV, or 16-bit samples at 16 kHz, of one channel. With --stream, words are printed once
 two readings of what was said so far agree on them; a line is a window, and where a word turns out to be another one
@@ -74,7 +76,8 @@ def _flags(argv: list[str] | None) -> Any:
     parser.add_argument("files", nargs="+", help="audio files, or folders of them; -: standard input")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest good one")
     parser.add_argument("--beams", type=int, default=1, help="transcripts that are followed at once; 1: greedily")
-    parser.add_argument("--language", default="", help="spoken language, such as en; default: what model.prefix says")
+    parser.add_argument("--language", default="", help="spoken language, such as de; default: what model.prefix "
+                        "says, or detected where a published model knows several")
     parser.add_argument("--task", default="", help="transcribe, or translate into English")
     parser.add_argument("--timestamps", action="store_true", help="say when each segment is said")
     parser.add_argument("--stream", action="store_true", help="print the transcript as it grows")
@@ -122,7 +125,7 @@ def transcribe(folder: str | Path, files: Sequence[str], step: int | None = None
         files: audio files, or folders of them; "-": standard input.
         step: of a run's checkpoint; None: the newest good one.
         beams: how many transcripts are followed at once.
-        language: that is spoken; "": what `model.prefix` says.
+        language: that is spoken; "": what `model.prefix` says, or the one that a published model of several hears.
         task: "transcribe" or "translate"; "": what `model.prefix` says.
         timestamps: whether segments have times of their own; else each window is one segment.
         batch_size: how many windows are transcribed at once.

@@ -11,6 +11,7 @@ import pytest
 import soundfile
 
 import jaxtrain as jt
+from jaxtrain.data.prepare_sequences import audio
 from jaxtrain.hub import trained_model
 from jaxtrain.hub.speech import speech_model, transcribe
 from tests.hub.speech import tiny_speech as tiny
@@ -100,6 +101,19 @@ def test_behind_each_recording_there_is_its_own_silence():
     loud, faded, low = asked[0]
     assert max(faded[:9].max(), low.max()) + 0.3 < loud.max()
     assert np.all(faded[10:] == loud.max() - 2) and np.all(low[10:] == low.max() - 2)
+
+
+def test_zeros_follow_a_clip_of_a_published_model():
+    """Its last frames reach into them, as those of transformers' extractor; the segment ends where the clip ends."""
+    model, asked = tiny.speech(mask_padding=False, audio_chunk=0), []
+    decoding = SimpleNamespace(decode=lambda frames, *_: asked.append(frames) or (np.full((1, 1), model.c.end), None))
+    told = SimpleNamespace(c=model.c, prompt_for=model.prompt_for, new=model.new, beams=1, said=model.said,
+                           read=model.read, first=0, decoding=decoding)
+    sound = tiny.sound(loud_from=0)[1000:2650]
+    found = transcribe.transcribed(told, [("a", sound)], 1)["a"]
+    wanted = audio.log_mel(np.pad(sound, (0, 34 * audio.HOP - len(sound))), model.c.mels)
+    np.testing.assert_allclose(asked[0][0], wanted, atol=2e-4)
+    assert asked[0][0, 10:12].max() > wanted.min() + 0.1 and (found[0].begin, found[0].end) == (0, 0.1)
 
 
 @pytest.mark.parametrize(("argv", "message"), [

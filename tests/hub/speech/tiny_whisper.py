@@ -85,7 +85,7 @@ SEVERAL = {"decoder_start_token_id": START, "eos_token_id": END, "bos_token_id":
            "max_length": 30, "is_multilingual": True, "lang_to_id": LANGUAGES, "no_timestamps_token_id": NO_TIMES,
            "task_to_id": {"transcribe": TRANSCRIBE, "translate": TRANSLATE}, "return_timestamps": False,
            "forced_decoder_ids": [[1, None], [2, TRANSCRIBE]], "suppress_tokens": [3, 17, 31, 36, 37, 38, 39, 40],
-           "begin_suppress_tokens": [8, END], "max_initial_timestamp_index": 3}
+           "begin_suppress_tokens": [13, END], "max_initial_timestamp_index": 3}
 _ONE = {key: value for key, value in SEVERAL.items() if key not in ("lang_to_id", "task_to_id", "forced_decoder_ids")}
 GENERATIONS = {  # what generation_config.json says; None: there is no such file
     "several": SEVERAL, "unforced": SEVERAL | {"forced_decoder_ids": None},
