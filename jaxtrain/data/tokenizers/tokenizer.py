@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxtrain.config import hub_names
 from jaxtrain.data.tokenizers import characters, published_tokens, tiktoken_ranks
 from jaxtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from jaxtrain.data.tokenizers.tiktoken_ranks import TiktokenTokenizer
@@ -177,6 +178,7 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
                         "characters.json of a corpus")
     if name.startswith(characters.PREFIX):
         return characters.CharacterTokenizer(name.removeprefix(characters.PREFIX), eod, bos)
+    name = hub_names.tokenizer_folder(name)
     where, _, scheme = (name, "", "") if Path(name).exists() else name.rpartition(":")
     if where == "tiktoken":
         return tiktoken_ranks.named(scheme, eod, bos)
@@ -190,7 +192,7 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
         return load_tokenizer(file, *named) if file else ByteTokenizer()
     if not path.exists() and "/" not in name and path.suffix not in (".json", ".tiktoken", ".model"):
         raise UserError("data.tokenizer", f"there is no tokenizer {name!r}", nearest(name, ["bytes"])
-                        + ", or name the path of a tokenizer.json, .tiktoken or .model")
+                        + f", or name a path of a tokenizer.json, .tiktoken or .model, or hf:{name} on the Hub")
     if path.is_dir():
         folder, path = path, path / ("tokenizer.json" if (path / "tokenizer.json").exists() else "tokenizer.model")
         if not eod and not bos:

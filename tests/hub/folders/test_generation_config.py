@@ -40,7 +40,7 @@ def test_a_flag_overrides_what_the_file_says(said, given, how):
 def test_tokens_that_end_texts_are_those_of_the_file_or_of_the_config(folder):
     assert generation_config.ends_of(folder({"eos_token_id": 2})) == [2]
     assert generation_config.ends_of(folder({"eos_token_id": 2}, {"eos_token_id": [7, 5]})) == [5, 7]
-    with pytest.raises(UserError, match="eos_token_id='a' in its generation_config.json is not a token"):
+    with pytest.raises(UserError, match=r"eos_token_id='a' in its generation_config\.json is not a token"):
         generation_config.ends_of(folder({}, {"eos_token_id": ["a"]}))
     (folder({}) / "config.json").write_text(json.dumps({"model": {}, "train": {}}))  # of a run that began with nothing
     assert generation_config.ends_of(folder({}).parent) == [] and generation_config.said_of(folder({}).parent) is None
