@@ -103,7 +103,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
 
 def _check_folder(folder: str) -> None:
     """Refuse a folder without a model, before the harness is imported, which takes long."""
-    if not any((Path(folder) / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if Path(folder).is_dir() and not any((Path(folder) / name).is_file() for name in (
+            "config.json", "adapter_config.json")):
         raise UserError("WORKDIR", f"{folder} has no config.json", "give the workdir of a run, or a published folder")
 
 

@@ -140,8 +140,13 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
 
 def _check_kind(theirs: ModelConfig, run: Run) -> None:
     """Refuse the parameters of encoders where a decoder is asked for, of which the encoder alone may be meant."""
-    if isinstance(theirs, DualEncoderConfig) and run.config.model.name == "vision_language":
+    ours = run.config.model
+    if isinstance(theirs, DualEncoderConfig) and ours.name == "vision_language":
         raise UserError(KEY, f"a model of name={theirs.name} has no decoder", f"give its folder as {ENCODER_KEY}")
+    if theirs.name != ours.name and ours.name != "vision_language":
+        raise UserError(KEY, f"a model of name={theirs.name} is there, and model.name={ours.name}",
+                        f"begin with its config (--config=hf:FOLDER, or config.json of its run), or set model.name="
+                        f"{theirs.name} and the sizes it has")
 
 
 def _own_part(theirs: ModelConfig, run: Run, abstract: Any) -> Any:
