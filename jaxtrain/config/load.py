@@ -15,7 +15,6 @@ from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.field_checks import within_bounds
 from jaxtrain.config.schema import AXES, Config, TrainConfig
 from jaxtrain.errors import UserError, nearest
-from jaxtrain.files import bounded_files
 
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
@@ -31,29 +30,21 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
 def read_config(path: str | Path) -> dict[str, Any]:
     """Return what a config file says, by section, before defaults and checks."""
     if str(path).startswith("hf:"):
-        return published_config.starting_config(str(path).removeprefix("hf:"))
+        from jaxtrain.config.hub_names import folder
+
+        return published_config.starting_config(folder(str(path).removeprefix("hf:"), "--config"))
     file, _, variant = str(path).partition(".py:")
     file = Path(file if file.endswith((".py", ".json")) else file + ".py")
     if not file.is_file():
-        raise UserError("--config", f"{path} is a folder" if Path(path).is_dir() else f"there is no file {file}",
-                        _meant(Path(path)))
+        from jaxtrain.config.suggestions import missing_config
+
+        raise missing_config(file, Path(path))
     filled = _run(file, variant)
     if hasattr(filled, "to_dict"):
         filled = filled.to_dict()
     if not isinstance(filled, dict):
         raise UserError("--config", f"get_config of {file} returned {filled!r}", "return a ConfigDict with sections")
     return filled
-
-
-def _meant(path: Path) -> str:
-    """Return what to give in place of a path that is no file: a workdir and a published folder have a config, too."""
-    own = path / published_config.FILE
-    given = bounded_files.user_json(own, dict, "--config", "give the path of a config") if path.is_dir() else None
-    if given is None:
-        names = sorted(file.name for file in path.glob("*.py"))[:3] if path.is_dir() else []
-        some = [f"{path / name}" for name in names if not name.startswith("_")]
-        return f"give the path of a config such as {' or '.join(some) or 'configs/gpt.py'}"
-    return f"give {own}, the config of its run" if isinstance(given.get("model"), dict) else f"give hf:{path}"
 
 
 def _run(file: Path, variant: str) -> Any:

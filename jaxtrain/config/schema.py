@@ -125,7 +125,10 @@ class DataConfig:
                             "data.mixture and data.stages")
         if self.buckets and self.packing != "bucket":
             raise UserError("data.buckets", f"data.packing={self.packing} has none", "set data.packing=bucket")
-        one_of("data.tokenizer", self.tokenizer, ("bytes",))
+        if self.tokenizer != "bytes":
+            raise UserError("data.tokenizer", f"text that is not prepared is read as bytes, not with {self.tokenizer}",
+                            f"run jaxtrain prepare --input=TEXT --output=CORPUS --tokenizer={self.tokenizer}, and set "
+                            "data.source=CORPUS")
         for kind in self.augment:
             one_of("data.augment", kind, ("flip", "crop", "colour"))
 

@@ -32,6 +32,9 @@ def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
     if not storage.is_url(url):
         raise UserError("URL", f"{url!r} is not a URL", "name one as s3://bucket/name")
     folder = Path(corpus).expanduser()
+    if (folder / "config.json").is_file() and not (folder / "manifest.json").is_file():
+        raise UserError("CORPUS", f"{folder} has a model, and this command copies corpora", "write the model of a run "
+                        "as a folder for others: jaxtrain export")
     manifest = read_manifest(folder)
     there = {found.name: found.size for found in storage.find(url)} if storage.exists(url) else {}
     if "manifest.json" in there and read_manifest(url)["sha256"] != manifest["sha256"]:

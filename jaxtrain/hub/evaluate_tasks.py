@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.errors import UserError, install_extra, say
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.flags import add_process_flags, command, overrides_of, parser_of
+from jaxtrain.hub.folders import task_names
 from jaxtrain.hub.generate_texts import named
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ PAUSE = 10.0  # seconds between looks for a new checkpoint
 def main(argv: list[str] | None) -> None:
     """Run the command; exit status 2 means a user error, reported in one line."""
     flags, overrides = parse(argv)
+    task_names.check([name for name in flags.tasks.split(",") if name], flags.include)
+    _check_folder(flags.workdir)
     from jaxtrain.distributed import processes
 
     processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
@@ -99,6 +102,13 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         if wrong:
             raise UserError(f"--{key}", f"{getattr(flags, key)!r} is of no use", fix)
     return flags, overrides
+
+
+def _check_folder(folder: str) -> None:
+    """Refuse a folder without a model, before the harness is imported, which takes long."""
+    if Path(folder).is_dir() and not any((Path(folder) / name).is_file() for name in (
+            "config.json", "adapter_config.json")):
+        raise UserError("WORKDIR", f"{folder} has no config.json", "give the workdir of a run, or a published folder")
 
 
 @dataclass(frozen=True)

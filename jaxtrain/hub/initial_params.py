@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import restore
-from jaxtrain.config import published_config
+from jaxtrain.config import hub_names, published_config
 from jaxtrain.config.families import FAMILIES, ModelConfig
 from jaxtrain.config.load import load_config
 from jaxtrain.config.modality_families import WhisperConfig
@@ -146,8 +146,13 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
 
 def _check_kind(theirs: ModelConfig, run: Run) -> None:
     """Refuse the parameters of encoders where a decoder is asked for, of which the encoder alone may be meant."""
-    if isinstance(theirs, DualEncoderConfig) and run.config.model.name == "vision_language":
+    ours = run.config.model
+    if isinstance(theirs, DualEncoderConfig) and ours.name == "vision_language":
         raise UserError(KEY, f"a model of name={theirs.name} has no decoder", f"give its folder as {ENCODER_KEY}")
+    if theirs.name != ours.name and ours.name != "vision_language":
+        raise UserError(KEY, f"a model of name={theirs.name} is there, and model.name={ours.name}",
+                        f"begin with its config (--config=hf:FOLDER, or config.json of its run), or set model.name="
+                        f"{theirs.name} and the sizes it has")
 
 
 def _own_part(theirs: ModelConfig, run: Run, abstract: Any) -> Any:
@@ -179,6 +184,14 @@ def _encoder(folder: Path, step: int | None, run: Run) -> Any:
 
 
 def _neither(folder: Path, key: str = KEY) -> UserError:
+    """Return the error about a source that is neither a run nor a published model, by what it looks like."""
+    if folder.suffix.lower() == ".gguf" or any(folder.glob("*.gguf")):
+        return hub_names.in_gguf(folder, key)
+    if not folder.exists() and hub_names.is_name(f"{folder}"):
+        return UserError(key, f"there is no folder {folder}", f"write hf:{folder} for a model on the Hugging Face Hub")
+    if not folder.exists():
+        return UserError(key, f"there is no folder {folder}", "give the workdir of a run, a published folder, or "
+                         "hf:ORG/NAME for a model on the Hugging Face Hub")
     return UserError(key, f"{folder} is neither a run's workdir with checkpoints nor a folder with a published "
                      f"{published_config.FILE} or {adapter_files.CONFIG}", "give one of these")
 
@@ -211,6 +224,8 @@ def _check_multipliers(theirs: ModelConfig, run: Run) -> None:
 
 def source_and_step(source: str, key: str = KEY) -> tuple[Path, int | None]:
     """Return the folder and the step that a `train.init_from`, or another key, names; no step: the newest."""
+    if source.startswith(hub_names.PREFIX):
+        return Path(hub_names.folder(source.removeprefix(hub_names.PREFIX), key)), None
     folder, at, step = source.rpartition("@")
     if not at or Path(source).exists():
         return Path(source), None

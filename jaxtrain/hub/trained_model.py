@@ -13,7 +13,7 @@ import jax
 from jaxtrain import builder
 from jaxtrain.base import arguments
 from jaxtrain.checkpoint import restore
-from jaxtrain.config import published_config
+from jaxtrain.config import hub_names, published_config
 from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.load import make_config
 from jaxtrain.config.published import defaults
@@ -39,12 +39,16 @@ def sections_of(folder: str | Path, text: bool = False, published: bool = True) 
     """
     arguments.is_path("WORKDIR", folder, "give the workdir of a run")
     path = Path(folder) / published_config.FILE
+    if not Path(folder).is_dir():
+        raise _no_folder(Path(folder))
     found = user_json(path, dict, "WORKDIR", "give the workdir of a run")
     if found is None and adapter_files.is_adapter_folder(folder):
         sections = published_config.starting_config(f"{adapter_files.base_of(folder)}")
         return sections | {"lora": adapter_files.keys(folder, FAMILIES[sections["model"]["name"]](**sections["model"]))}
     if found is None:
-        raise UserError("WORKDIR", f"{folder} has no {path.name}", "give the workdir of a run")
+        packed = next(iter(sorted(Path(folder).glob("*.gguf"))), None)
+        raise hub_names.in_gguf(packed, "WORKDIR") if packed else UserError(
+            "WORKDIR", f"{folder} has no {path.name}", "give the workdir of a run, or a published folder")
     if not isinstance(found.get("model"), dict):
         return published_config.starting_config(str(folder))
     if wrong := next((name for name, section in found.items() if not isinstance(section, dict)), None):
@@ -59,6 +63,19 @@ def sections_of(folder: str | Path, text: bool = False, published: bool = True) 
         raise UserError("WORKDIR", f"it trained {name}, which is not a decoder of text",
                         "its run evaluates it: see metrics.jsonl")
     return found
+
+
+def _no_folder(path: Path) -> UserError:
+    """Return the error about a model that is named by what is no folder."""
+    if path.suffix.lower() == ".gguf":
+        return hub_names.in_gguf(path, "WORKDIR")
+    if path.exists():
+        return UserError("WORKDIR", f"{path} is a file", f"give the folder that it is in: {path.parent}")
+    name = f"{path}".removeprefix(hub_names.PREFIX)
+    if hub_names.is_name(name):
+        return UserError("WORKDIR", f"there is no folder {path}", f"download a model of the Hugging Face Hub first: "
+                         f"{hub_names.command(name)}")
+    return UserError("WORKDIR", f"there is no folder {path}", "give the workdir of a run, or a published folder")
 
 
 def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str, count: int = 0, platform: str = "") -> Run:

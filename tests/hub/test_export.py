@@ -5,6 +5,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -406,3 +407,12 @@ def test_data_of_another_tokenizer_is_warned_of(answers, workdir):
     assert initial_params.other_tokenizer(answers / "out", run.corpus.tokenizer) == ""
     assert "the data's tokenizer, tokenizer.json, is not that of" in initial_params.other_tokenizer(
         workdir, run.corpus.tokenizer)
+
+
+def test_parameters_of_another_family_are_refused_by_its_name(tmp_path):
+    """The message names both, and not the first tensor that is missing."""
+    theirs = jt.make_config({"model": {"name": "llama"}}).model
+    run = SimpleNamespace(config=jt.make_config({}))
+    with pytest.raises(jt.UserError, match=r"train.init_from: a model of name=llama is there, and model.name=gpt2; "
+                                           r"begin with its config \(--config=hf:FOLDER"):
+        initial_params._check_kind(theirs, run)

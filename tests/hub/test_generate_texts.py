@@ -106,7 +106,10 @@ def test_prompts_name_their_adapters(workdir, capsys, tmp_path):
 
 @pytest.mark.parametrize(("words", "message"), [
     (["{work}"], "--prompt: there is no prompt; give --prompt=TEXT, --prompts=FILE or --messages=FILE"),
-    (["{gone}", "--prompt=a"], "WORKDIR: {gone} has no config.json; give the workdir of a run"),
+    (["{gone}", "--prompt=a"], "WORKDIR: there is no folder {gone}; give the workdir of a run, or a published"),
+    (["Org/Tiny", "--prompt=a"], "WORKDIR: there is no folder Org/Tiny; download a model of the Hugging Face Hub first"
+                                 ": hf download Org/Tiny --local-dir=models/Tiny"),
+    (["{gone}.gguf", "--prompt=a"], "WORKDIR: {gone}.gguf is a model in GGUF, which jaxtrain does not read; give the"),
     (["{work}", "--prompt=a", "--step=7"], "--step: {work} has no checkpoint of step 7 that was found good; "),
     (["{work}", "--prompt=a", "--top_p=2"], "top_p: 2.0 is out of range; give more than 0 and at most 1"),
     (["{work}", "--prompt=a", "--seed=-1"], "seed: -1 is out of range; give 0 or more, and less than 2^32"),
@@ -138,7 +141,7 @@ def test_all_devices_share_the_prompts(workdir):
 
 
 def test_messages_are_prompts_through_the_template(workdir, capsys, tmp_path):
-    """Those of a file, of a line of JSON, and a system's message in front of a prompt."""
+    """They may be in a file, in a line of JSON, or a system's message in front of a prompt."""
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     (tmp_path / "turns.json").write_text(json.dumps(turns))
     (tmp_path / "lines.jsonl").write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"prompt": turns}))

@@ -17,6 +17,9 @@ Opened = TypeVar("Opened")
 
 def first_known(folder: Path, load: Callable[[str, str], Opened]) -> Opened:
     """Return the tokenizer with the tokens that the folder names for a text's end and beginning, if it has these."""
+    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model")):
+        raise UserError("data.tokenizer", f"{folder} has neither a tokenizer.json nor a tokenizer.model",
+                        "copy one there, or name the tokenizer's own file or folder")
     eod, bos = end_of(folder), begin_of(folder)
     for named in dict.fromkeys([(eod, bos), ("", bos), (eod, "")]):
         if any(named):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxtrain.config import hub_names
 from jaxtrain.data.tokenizers import characters, published_tokens, text_growth, tiktoken_ranks
 from jaxtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from jaxtrain.data.tokenizers.tiktoken_ranks import TiktokenTokenizer
@@ -183,6 +184,7 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
                         "characters.json of a corpus")
     if name.startswith(characters.PREFIX):
         return characters.CharacterTokenizer(name.removeprefix(characters.PREFIX), eod, bos)
+    name = hub_names.tokenizer_folder(name)
     where, _, scheme = (name, "", "") if Path(name).exists() else name.rpartition(":")
     if where == "tiktoken":
         return tiktoken_ranks.named(scheme, eod, bos)
@@ -197,7 +199,7 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
     if not path.exists() and "/" not in name and path.suffix not in (".json", ".tiktoken", ".model"):
         own = f"write tiktoken:{name}" if name in tiktoken_ranks.NAMED else nearest(name, ["bytes"])
         raise UserError("data.tokenizer", f"there is no tokenizer {name!r}", f"{own}{',' * (own[-1] != '?')} or name "
-                        "the path of a tokenizer.json, .tiktoken or .model")
+                        f"the path of a tokenizer.json, .tiktoken or .model, or hf:{name} on the Hub")
     if path.is_dir():
         folder, path = path, path / ("tokenizer.json" if (path / "tokenizer.json").exists() else "tokenizer.model")
         if not eod and not bos:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxtrain.checkpoint.trees import flatten
+from jaxtrain.config import hub_names
 from jaxtrain.config.families import ModelConfig
 from jaxtrain.config.published_config import FILE
 from jaxtrain.config.sections.tuning_keys import LoraConfig
@@ -68,8 +69,9 @@ def base_of(folder: str | Path) -> Path:
     for base in (folder / name, Path(name)) if isinstance(name, str) and name else ():
         if base.is_dir():
             return base
+    how = f": {hub_names.command(name)}" if isinstance(name, str) and hub_names.is_name(name) else ""
     raise UserError(f"{folder / CONFIG}", f"base_model_name_or_path={name!r} is not a folder here",
-                    "bring the model here, and write its folder there")
+                    f"bring the model here{how}, and write its folder there")
 
 
 def warn_of_other_base(folder: str | Path, base: str | Path) -> None:

@@ -63,18 +63,19 @@ def write(workdir: Path, folder: Path, base: Path | None, described: dict[str, A
         return
     content = (kept / record["file"]).read_bytes()
     if base and (folder / TOKENIZER_CONFIG).is_file():
-        _write_changed(folder, record, content, tokenizer.bos)
+        _write_changed(folder, record, content, tokenizer.bos, paired)
     else:
         _write_anew(folder, record, content, tokenizer, model)
 
 
-def _write_changed(folder: Path, record: dict[str, Any], content: bytes, begin: int | None) -> None:
+def _write_changed(folder: Path, record: dict[str, Any], content: bytes, begin: int | None,
+                   paired: bool) -> None:
     """Write a published model's tokenizer, changed where the texts of the run begin or end with other tokens."""
     said, named = json_of(folder, TOKENIZER_CONFIG), dict[str, Any]()
     if record["eod"] and token(folder, "eos_token") not in ("", record["eod"]):
         named["eos_token"] = record["eod"]
     (folder / record["file"]).write_bytes(content)
-    if record["bos"] != published_tokens.begin_of(folder):
+    if record["bos"] != published_tokens.begin_of(folder) and not paired:
         named |= {"add_bos_token": bool(record["bos"])} | ({"bos_token": record["bos"]} if record["bos"] else {})
         if begin is not None and record["file"] == TOKENIZER:  # so that others put it in front of texts too
             content = published_tokens.beginning_with(content, record["bos"], begin)

@@ -32,7 +32,8 @@ def summary(one: RunCurves) -> dict[str, str]:
     if (found := seed_statistics.best(one)) and found[0] != "loss":
         facts[f"best {found[0]}"] = f"{found[1]:.4f} at step {found[2]:,}"
     for title, key, form in (("tokens a second", "tokens_per_s", "{:,.0f}"),
-                             ("examples per second", "examples_per_s", "{:,.0f}"), ("step time", "step_time_s", "{:.4g} s"), ("MFU", "mfu", "{:.1%}")):
+                             ("examples per second", "examples_per_s", "{:,.0f}"),
+                             ("step time", "step_time_s", "{:.4g} s"), ("MFU", "mfu", "{:.1%}")):
         if len(values := finite(run.steps[key])):
             facts[f"{title}, median"] = form.format(median(values.tolist()))
     if run.account:

@@ -20,8 +20,8 @@ from jaxtrain.data.packing.picture_rows import PairedPictures
 from jaxtrain.data.prepare_sequences.picture_patches import to_patches
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
-from jaxtrain.hub import export
 from jaxtrain.hub.initial_params import ENCODER
+from jaxtrain.hub.release import exported_tokenizer
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.hub.weights.tensor_names import picture_encoder
 from jaxtrain.sharding import rules as sharding
@@ -178,7 +178,7 @@ def test_a_tokenizer_goes_out_with_the_template_that_it_came_with(tmp_path):
     made.save(f"{tmp_path}/in/tokenizer.json")
     kept = load_tokenizer(f"{tmp_path}/in/tokenizer.json", "<eos>", "<bos>")
     tokenizer_folder.save(kept, tmp_path / "work/tokenizer")
-    export._write_tokenizer(tmp_path / "work", tmp_path / "out", {}, FAMILIES["clip"](text_begin=2, text_end=1))
+    exported_tokenizer.write(tmp_path / "work", tmp_path / "out", None, {}, FAMILIES["clip"](text_begin=2, text_end=1))
     assert tokenizers.Tokenizer.from_file(f"{tmp_path}/out/tokenizer.json").encode("cat").ids == [2, 3, 1]
     assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["pad_token"] == "<eos>"  # as CLIP's
 
