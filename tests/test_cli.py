@@ -105,6 +105,7 @@ def test_every_module_that_runs_is_a_command():
     """Exceptions are programs that commands start themselves, the peer of `jaxtrain bench`, and a page's."""
     inner = {"jaxtrain.doctor.file_systems", "jaxtrain.doctor.probe", "jaxtrain.bench.reference.plain_jax",
              "jaxtrain.config.key_reference", "jaxtrain.launch.local_job", "jaxtrain.launch.ray_driver", "jaxtrain.cli",
+             "jaxtrain.data.chat.template_worker",
              "jaxtrain"}
     runs = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
             for path in (ROOT / "jaxtrain").rglob("*.py") if "\nif __name__ ==" in path.read_text()}

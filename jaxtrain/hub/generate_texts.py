@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.errors import UserError, nearest, say
 from jaxtrain.files.bounded_files import LARGE, parsed, read, user_json
 from jaxtrain.flags import command, overrides_of, parser_of
+from jaxtrain.redaction import printable
 
 if TYPE_CHECKING:
     from jaxtrain.data.chat.templates import Chat
@@ -54,7 +55,8 @@ def main(argv: list[str] | None) -> None:
             said = {"prompt": prompt} | ({} if flags.adapters is None else {"adapter": name})
             print(json.dumps(said | asdict(one), ensure_ascii=False))
         else:
-            print(one.text if flags.chat else prompt + one.text, end="\n" if len(found) == 1 else "\n---\n")
+            text = one.text if flags.chat else prompt + one.text
+            print(printable(text) if sys.stdout.isatty() else text, end="\n" if len(found) == 1 else "\n---\n")
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
