@@ -4,8 +4,9 @@ import contextlib
 import difflib
 import sys
 from collections.abc import Iterable
+from typing import Any
 
-from jaxtrain.redaction import redacted
+from jaxtrain.redaction import printable, redacted
 from jaxtrain.synonyms import SYNONYMS
 
 
@@ -14,16 +15,21 @@ class UserError(ValueError):
 
     def __init__(self, key: str, reason: str, fix: str):
         key, reason, fix = self.key, self.reason, self.fix = redacted((key, reason, fix))
-        super().__init__(" ".join(f"{key}: {reason}; {fix}".split()))
+        super().__init__(printable(" ".join(f"{key}: {reason}; {fix}".split())))
 
     def __reduce__(self):  # so that it can be pickled between processes
         return type(self), (self.key, self.reason, self.fix)
 
 
 def say(text: object) -> None:
-    """Print a message to stderr, without credentials; a log on a full disk must not stop the run."""
+    """Print a message to stderr, without credentials and terminal escapes; a full disk does not stop a run."""
     with contextlib.suppress(OSError):
-        print(redacted(f"{text}") + "\n", end="", file=sys.stderr, flush=True)  # whole, whichever threads print
+        print(printable(redacted(f"{text}")) + "\n", end="", file=sys.stderr, flush=True)  # whole
+
+
+def tell(*texts: object, **how: Any) -> None:
+    """Print, to stdout unless `how` says otherwise, as `print` does, but without what steers a terminal."""
+    print(*map(printable, texts), **how)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

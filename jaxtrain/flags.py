@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxtrain.errors import UserError, nearest, say
-from jaxtrain.redaction import hide_in_tracebacks
+from jaxtrain.redaction import hide_in_tracebacks, printable
 
 COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and the first line of its docstring
     "train": ("jaxtrain.main", "Train a config, or resume its run."),
@@ -108,7 +108,7 @@ def exit_process(status: int, error: BaseException | None = None) -> int:
 
 def warn_in_one_line() -> None:
     """Leave out of warnings from now on the line of code that issues them, which is of no use to a user."""
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {printable(message)}\n"
 
 
 def discard_output() -> None:

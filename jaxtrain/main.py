@@ -25,7 +25,7 @@ import sys
 
 from jaxtrain.distributed import exit_codes, heartbeat
 from jaxtrain.doctor.xla_flags import check_xla_flags
-from jaxtrain.errors import UserError, say
+from jaxtrain.errors import UserError, say, tell
 from jaxtrain.flags import discard_output, exit_process, training_flags, warn_in_one_line, workdir_of
 from jaxtrain.redaction import hide_in_tracebacks, redacted
 
@@ -79,7 +79,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
         shown = resolved.to_dict() if flags.print_config == "all" else {
             key: value for key, (value, _) in load.diff(resolved, load.load_config(flags.config)).items()}
         try:
-            print(json.dumps(shown, indent=2), flush=True)
+            tell(json.dumps(shown, indent=2), flush=True)
         except BrokenPipeError:  # as with `| head`
             discard_output()
         return exit_codes.DONE

@@ -1,4 +1,7 @@
-"""Hide the credentials in URLs wherever text is shown, written or sent: a run's files, events, errors and messages."""
+"""Hide the credentials in URLs wherever text is shown, written or sent: a run's files, events, errors and messages.
+
+Text from elsewhere, such as names in a published model's files, is also shown without what would steer a terminal.
+"""
 
 import re
 import sys
@@ -11,6 +14,14 @@ _SCHEME = r"[a-zA-Z][a-zA-Z0-9+.-]*://"
 _URL = re.compile(rf"\b({_SCHEME})((?:(?!{_SCHEME})\S)*)")
 _SPACED = re.compile(rf"^{_SCHEME}[^\s/?#@:\[]*:(?!\d{{1,5}}(?:\W|$))[^@\n]*\s[^@\n]*@")
 _VALUE = re.compile(r"([?&;#][^\s=&;#]+=)[^\s&;#]*?(?=[)\]}>'\",.:;]*(?:[&;#]|$))")
+
+# Control characters, those that turn the direction of text, and half characters, which no encoding has.
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: object) -> str:
+    """Return text with escapes such as \\x1b in place of all that steers a terminal, but for tabs and line feeds."""
+    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), f"{text}")
 
 
 def redacted(value: Any) -> Any:
@@ -34,7 +45,7 @@ def is_hidden(url: str) -> bool:
 
 def hide_in_tracebacks() -> None:
     """Hide credentials in the traceback of an error that ends this process."""
-    sys.excepthook = lambda _, error, __: print(redacted("".join(traceback.format_exception(error))), end="",
+    sys.excepthook = lambda _, error, __: print(printable(redacted("".join(traceback.format_exception(error)))), end="",
                                                 file=sys.stderr)
 
 

@@ -1,6 +1,5 @@
 """A run: the frozen record of everything that it is made of, and its compiled functions. `builder.py` makes one."""
 
-import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import BatchSpec
 from jaxtrain.data.loading.loader import in_step, prefetch
 from jaxtrain.data.loading.placement import place_batch
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, tell
 from jaxtrain.models import Compute, make_model, training_noise
 from jaxtrain.objectives import Objective, configured
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
@@ -447,7 +446,7 @@ class Run:
         from jaxtrain.train_step.report import report
 
         lines = [report(self.abstract, self.layout), *([f"pipeline: {self.pipeline}"] if self.schedules else [])]
-        print("\n".join(lines), file=file or sys.stdout)
+        tell("\n".join(lines), file=file)
 
     def __repr__(self) -> str:
         sizes = " ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"

@@ -12,7 +12,7 @@ import argparse
 import sys
 from functools import partial
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, tell
 from jaxtrain.flags import Parser, add_subcommand, command, parser_of
 
 
@@ -23,11 +23,11 @@ def main(argv: list[str] | None) -> None:
     from jaxtrain.checkpoint.commands import diff, restore_to, show, verified  # imports JAX, which --help does without
 
     if flags.what == "list":
-        print(show(flags.workdir, flags.mirror))
+        tell(show(flags.workdir, flags.mirror))
     elif flags.what == "verify":
         right = True
         for line, good in verified(flags.workdir, flags.steps):
-            print(line, flush=True)
+            tell(line, flush=True)
             right &= good
         if not right:
             raise SystemExit(1)
@@ -37,9 +37,9 @@ def main(argv: list[str] | None) -> None:
             raise UserError("command line", f"diff {' '.join(flags.words)} does not name two checkpoints",
                             "write diff WORKDIR STEP STEP, or diff WORKDIR STEP WORKDIR2 STEP")
         for line in diff(words[0], int(words[1]), words[2], int(words[3])):
-            print(line, flush=True)
+            tell(line, flush=True)
     else:
-        print(restore_to(flags.workdir, flags.step, flags.mirror))
+        tell(restore_to(flags.workdir, flags.step, flags.mirror))
 
 
 def parser() -> argparse.ArgumentParser:

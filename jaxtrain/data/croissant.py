@@ -15,7 +15,7 @@ from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.data.formats.inputs import extra
 from jaxtrain.data.prepare.provenance import LISTS, described
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, tell
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import misfit
 from jaxtrain.flags import command, parser_of
@@ -101,7 +101,7 @@ def main(argv: list[str] | None) -> None:
             file.write((json.dumps(sheet, indent=1, ensure_ascii=False, default=str) + "\n").encode())
     except OSError as error:
         raise UserError("--output", f"{path} cannot be written ({error.strerror})", "name another file") from error
-    print(path)
+    tell(path)
 
 
 if __name__ == "__main__":

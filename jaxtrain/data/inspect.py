@@ -25,6 +25,7 @@ from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.flags import add_config, command, need_config, overrides_of, parser_of
+from jaxtrain.redaction import printable
 
 COLOURS = (153, 157, 223, 183, 216, 159)  # of successive documents
 GREY = 240  # tokens without loss
@@ -118,7 +119,7 @@ def show(number: int, row: dict[str, np.ndarray], tokenizer: Tokenizer, tokens: 
 
 
 def _text(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    return tokenizer.decode(ids) + " ⏹" * bool(ids[-1] == tokenizer.eod)
+    return printable(tokenizer.decode(ids)) + " ⏹" * bool(ids[-1] == tokenizer.eod)
 
 
 def _marked(row: dict[str, np.ndarray], start: int, stop: int, tokenizer: Tokenizer, style: str) -> str:
@@ -130,7 +131,7 @@ def _marked(row: dict[str, np.ndarray], start: int, stop: int, tokenizer: Tokeni
     colour = COLOURS[row["segments"][start] % len(COLOURS)]
 
     def stretch(a: int, b: int) -> str:
-        text = tokenizer.decode(ids[a:b], specials=True)
+        text = printable(tokenizer.decode(ids[a:b], specials=True))
         if style == "brackets":
             return f"‹{text}›" if learnt[a] else text
         return f"\033[38;5;{colour if learnt[a] else GREY}m{text}"

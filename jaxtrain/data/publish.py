@@ -17,7 +17,7 @@ from pathlib import Path
 from jaxtrain import storage
 from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.open import read_manifest
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, tell
 from jaxtrain.files import atomic_files
 from jaxtrain.files.work_progress import Line
 from jaxtrain.flags import command, parser_of
@@ -97,7 +97,7 @@ def main(argv: list[str] | None) -> None:
     flags = parser.parse_args(argv)
     with Line(sys.stderr) as say:
         sent = publish(flags.corpus, flags.url, say)
-    print(f"{redacted(flags.url)}: complete; {sent} files were sent")
+    tell(f"{redacted(flags.url)}: complete; {sent} files were sent")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from jaxtrain.data.formats.conversations import Example
 from jaxtrain.data.formats.inputs import Text
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.data.tokenizers.vocabulary import ENDS
-from jaxtrain.errors import UserError, install_extra
+from jaxtrain.errors import UserError, install_extra, tell
 from jaxtrain.files import atomic_files
 from jaxtrain.flags import command, parser_of
 
@@ -82,7 +82,7 @@ def main(argv: list[str] | None) -> None:
     except OSError as error:
         reason = f"{output} cannot be written ({error.strerror})"
         raise UserError("--output", reason, "name another file") from error
-    print(f"{output}: {load_tokenizer(flags.output).vocab_size:,} ids, {EOD} ends a document")
+    tell(f"{output}: {load_tokenizer(flags.output).vocab_size:,} ids, {EOD} ends a document")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

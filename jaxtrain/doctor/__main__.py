@@ -29,7 +29,7 @@ from jaxtrain.doctor import (
 )
 from jaxtrain.doctor.finding import Finding, guarded
 from jaxtrain.doctor.xla_flags import unknown_flags
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, tell
 from jaxtrain.flags import Parser, command, parser_of
 
 _WITHOUT, _WITH = 55.0, 240.0  # seconds in total without an accelerator, and with one
@@ -114,9 +114,9 @@ def main(argv: list[str] | None = None) -> int:
             network.split(coordinator)
         for finding in findings(flags.workdir, coordinator):
             counts[finding.level] += 1
-            print(json.dumps(asdict(finding)) if flags.json else finding, flush=True)
+            tell(json.dumps(asdict(finding)) if flags.json else finding, flush=True)
         if not flags.json:
-            print(", ".join(f"{counts[level]} {level}" for level in ("ok", "note", "warn", "FAIL")))
+            tell(", ".join(f"{counts[level]} {level}" for level in ("ok", "note", "warn", "FAIL")))
 
     try:
         return examined(argv) or int(bool(counts["FAIL"]))

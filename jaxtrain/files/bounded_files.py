@@ -35,12 +35,7 @@ def appended(path: str | Path) -> BinaryIO:
 
 def opened(path: str | Path, mode: str = "rb", flags: int = os.O_RDONLY) -> BinaryIO:
     """Open a regular file; refuses anything else without waiting for it, such as for the other end of a pipe."""
-    try:
-        handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket
-            raise Refused(errno.EINVAL, "Not a regular file", str(path)) from None
-        raise
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         kind = os.fstat(handle).st_mode
         if stat.S_ISDIR(kind):

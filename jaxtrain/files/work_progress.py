@@ -7,6 +7,8 @@ import time
 from datetime import timedelta
 from typing import TextIO
 
+from jaxtrain.redaction import printable
+
 PATIENCE_S = 2.0  # seconds for which nothing is said, since most work takes no longer
 LOG_S = 30.0  # seconds between two lines in a log
 _DRAW_S = 0.1  # seconds between two on a terminal
@@ -25,7 +27,7 @@ class Line:
 
     def __call__(self, text: str) -> None:
         """Print a line now, or keep it until the end or a newer line."""
-        self.held = text
+        self.held = text = printable(text)
         if self.terminal:
             self._print(f"\r\x1b[2K{text[:shutil.get_terminal_size().columns - 1]}", end="")
         elif time.monotonic() - self.spoke >= self.every:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.errors import UserError, install_extra, say
+from jaxtrain.errors import UserError, install_extra, say, tell
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.flags import add_process_flags, command, overrides_of, parser_of
 from jaxtrain.hub.folders import task_names
@@ -313,7 +313,7 @@ def _tell(flags: argparse.Namespace, results: dict[str, Any], record: dict[str, 
 
     from jaxtrain.files import atomic_files
 
-    print((f"{adapter}:\n" if adapter else "") + make_table(results))
+    tell((f"{adapter}:\n" if adapter else "") + make_table(results))
     path = _results_path(flags, step, adapter)
     if path is None:
         return

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.errors import UserError, nearest, say
 from jaxtrain.files.bounded_files import LARGE, parsed, read, user_json
 from jaxtrain.flags import command, overrides_of, parser_of
+from jaxtrain.redaction import printable
 
 if TYPE_CHECKING:
     from jaxtrain.data.chat.templates import Chat
@@ -64,8 +65,8 @@ def main(argv: list[str] | None) -> None:
             said |= {} if flags.adapters is None else {"adapter": name}
             print(json.dumps(said | asdict(one), ensure_ascii=False))
         else:
-            before = prompt if isinstance(prompt, str) and not flags.chat else ""
-            print(before + one.text, end="\n" if len(found) == 1 else "\n---\n")
+            text = (prompt if isinstance(prompt, str) and not flags.chat else "") + one.text
+            print(printable(text) if sys.stdout.isatty() else text, end="\n" if len(found) == 1 else "\n---\n")
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:

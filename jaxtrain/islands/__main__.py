@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from jaxtrain.errors import UserError, say
+from jaxtrain.errors import UserError, say, tell
 from jaxtrain.flags import Parser, add_subcommand, command, parser_of
 from jaxtrain.islands.coordinator import MODES, Coordinator, Policy
 from jaxtrain.islands.folder_meeting import Bridge
@@ -77,8 +77,8 @@ def _keys(flags: argparse.Namespace) -> None:
     if flags.islands < 1 or flags.days < 1:
         raise UserError("islands keys", "--islands and --days are numbers from 1 on", "give such numbers")
     made = certificates.make(flags.output, range(flags.islands), flags.days)
-    print(f"made in {flags.output}: {', '.join(made)}" if made else f"{flags.output} has all of them")
-    print(f"give island N the files ca.pem, island-N.pem and island-N.key, and keep {flags.output}/ca.key to yourself")
+    tell(f"made in {flags.output}: {', '.join(made)}" if made else f"{flags.output} has all of them")
+    tell(f"give island N the files ca.pem, island-N.pem and island-N.key, and keep {flags.output}/ca.key to yourself")
 
 
 def _serve(flags: argparse.Namespace) -> None:
@@ -127,14 +127,14 @@ def _status(flags: argparse.Namespace) -> None:
     records, _ = read_journal(path)
     log = Coordinator(Policy(), records)
     times = [record["time"] for record in records if "entry" in record]
-    print(f"{log.position} entries" + (f", the last {age(time.time() - times[-1])} ago" if times else ""))
+    tell(f"{log.position} entries" + (f", the last {age(time.time() - times[-1])} ago" if times else ""))
     if log.open:
-        print(f"open: entry {log.position + 1}, with offers of islands {', '.join(map(str, sorted(log.open)))}")
+        tell(f"open: entry {log.position + 1}, with offers of islands {', '.join(map(str, sorted(log.open)))}")
     rows = [(f"{island}", f"{log.counts[island, 'entries']}", f"{log.counts[island, 'steps']:,}",
              f"{log.counts[island, 'tokens']:,}", f"{log.counts[island, 'refused']}",
              f"{log.newest[island]}{' (left)' if island in log.left else ''}") for island in sorted(log.newest)]
     if rows:
-        print("\n".join(aligned([("island", "entries", "steps", "tokens", "refused", "last entry"), *rows])))
+        tell("\n".join(aligned([("island", "entries", "steps", "tokens", "refused", "last entry"), *rows])))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ when it is whole: what names a content is written after it, and hashes are check
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -348,7 +349,9 @@ class _Store:
             return storage.read_small(storage.join(self.place, name), limit)
         except (FileNotFoundError, storage.Gone):
             return None
-        except IsADirectoryError as error:
+        except OSError as error:
+            if error.errno not in (errno.EISDIR, errno.ENXIO):  # a folder, or a socket
+                raise
             raise bounded_files.Refused(error.errno, error.strerror, error.filename) from None
 
     def read_checked(self, name: str, sha256: str, largest: int = LARGEST) -> bytes:

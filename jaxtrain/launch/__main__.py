@@ -23,7 +23,7 @@ from typing import Any
 
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config
-from jaxtrain.errors import UserError, say
+from jaxtrain.errors import UserError, say, tell
 from jaxtrain.files import atomic_files
 from jaxtrain.flags import command, overrides_of, parser_of
 from jaxtrain.launch import cost, mesh_check
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         engine.check(made[-1])
     if flags.dry_run:
         for name, content in engine.render(made[0]).items():
-            print(f"# {name}\n{content}")
+            tell(f"# {name}\n{content}")
         rehearsed = engine.rehearse(made[0]) if hasattr(engine, "rehearse") else ""
         warning = mesh_check.memory_warning(loaded, spec) if loaded else ""
         for line in filter(None, (rehearsed, warning, cost.at_most(spec), cost.to_go(spec, made[0].workdir))):

@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from jaxtrain.errors import UserError, say
+from jaxtrain.errors import UserError, say, tell
 from jaxtrain.flags import add_subcommand, command, parser_of
 from jaxtrain.launch import cost, mesh_check
 from jaxtrain.launch import job_record as records
@@ -51,24 +51,24 @@ def main(argv: list[str] | None = None) -> None:
     made["cancel"].add_argument("--now", action="store_true", help="end it at once, without saving")
     flags = parser.parse_args(argv)
     if flags.what == "list":
-        print("\n".join(table(Path(flags.workdir))))
+        tell("\n".join(table(Path(flags.workdir))))
         return
     job = records.newest(Path(flags.workdir).absolute())
     engine = engine_of(job.engine)
     if flags.what == "show":
-        print(shown(job))
+        tell(shown(job))
     elif flags.what == "why":
-        print(engine.why(job))
+        tell(engine.why(job))
         failed = engine.status(job).state == "failed"
         said = [line for line in "".join(output(job, False)).split("\n") if line.strip()][-3:] if failed else []
         for name, fact in history(job, "failed" if failed else "").items():
             if fact not in said:
-                print(f"{name}: {fact}")
+                tell(f"{name}: {fact}")
         if failed:
-            print("the end of what it printed (jaxtrain jobs logs):", *said, sep="\n  ")
+            tell("the end of what it printed (jaxtrain jobs logs):", *said, sep="\n  ")
     elif flags.what == "logs":
         for text in output(job, flags.follow):
-            print(text, end="", flush=True)
+            tell(text, end="", flush=True)
     elif flags.what == "resume":
         if flags.nodes is not None:
             if flags.nodes < 1:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, tell
 from jaxtrain.files.bounded_files import read_json
 from jaxtrain.flags import command, parser_of
 
@@ -179,9 +179,9 @@ def main(argv: list[str] | None = None) -> None:
     found = incarnations(workdir)
     if not found:
         raise UserError("WORKDIR", f"{workdir} has no ledger", "give the workdir of a run that has begun")
-    print(table(account(found)))
+    tell(table(account(found)))
     if not found[-1].ended:
-        print(f"last sign of life {duration(max(0.0, time.time() - found[-1].sign))} ago: it runs, or it was killed")
+        tell(f"last sign of life {duration(max(0.0, time.time() - found[-1].sign))} ago: it runs, or it was killed")
 
 
 if __name__ == "__main__":

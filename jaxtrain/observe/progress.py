@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jaxtrain.observe.metrics import Record
+from jaxtrain.redaction import printable
 
 # Means over steps, and over their time.
 _OF_STEPS, _OF_TIME = ("step_time_s", "data_wait_s"), ("tokens_per_s", "examples_per_s", "mfu")
@@ -60,7 +61,7 @@ class Progress:
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a log on a full disk
-            print(f"{text}\n", end="", file=self._stream, flush=True)  # whole
+            print(f"{printable(text)}\n", end="", file=self._stream, flush=True)  # whole
 
     def _add(self, record: Record) -> None:
         if seconds := record.get("step_time_s"):

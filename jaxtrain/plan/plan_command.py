@@ -9,7 +9,7 @@ from typing import Any
 from jaxtrain.config.hybrid_mesh import with_hybrid_mesh
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import PRECISIONS, Config
-from jaxtrain.errors import UserError, nearest
+from jaxtrain.errors import UserError, nearest, tell
 from jaxtrain.files.work_progress import Work
 from jaxtrain.plan import targets
 from jaxtrain.plan.cost.time import said
@@ -44,22 +44,22 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
         if config.mesh.auto:
             raise UserError("--explain", "mesh=auto is not a layout yet", "leave --explain out")
         chosen = [estimate(config, target, devices)]
-        print(explained(chosen[0]))
+        tell(explained(chosen[0]))
     else:
         # With mesh=auto, search only what a run would: the config's settings with any mesh.
         with Work("search", unit="layouts") as work:
             found = fastest_mesh(config, target, devices) if config.mesh.auto else search(
                 config, target, devices, precisions=precisions, progress=partial(_progress, work))
-        print(table(found, flags.top, flags.tokens))
+        tell(table(found, flags.top, flags.tokens))
         if flags.output:
             html.write(found, flags.output, flags.config, flags.top, flags.tokens)
         chosen = [choice.estimate for choice in found.fitting]
     if flags.link and chosen:
-        print(f"\n{between_islands(config, chosen[0], flags.link, flags.slowest)}")
+        tell(f"\n{between_islands(config, chosen[0], flags.link, flags.slowest)}")
     if law and chosen:
-        print(f"\n{reached(law, chosen[0], flags)}")
+        tell(f"\n{reached(law, chosen[0], flags)}")
     for rank, guess in enumerate(chosen[:flags.verify]):
-        print(verified(guess, flags.roofline, flags.timeline if rank == 0 else None))
+        tell(verified(guess, flags.roofline, flags.timeline if rank == 0 else None))
     if not chosen or not chosen[0].fits:
         raise SystemExit(1)
 

@@ -11,7 +11,7 @@ WORKDIR/profiles/STEP; the second summarises a profile that is there, as one tha
 import sys
 from pathlib import Path
 
-from jaxtrain.errors import say
+from jaxtrain.errors import say, tell
 from jaxtrain.flags import command, parser_of
 
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None) -> None:
     if not (folder / "profile.json").exists():
         folder = ask(folder, flags.steps, flags.processes, flags.timeout)
         say(f"traced into {folder}; summarising")
-    print(summarise(folder), end="")
+    tell(summarise(folder), end="")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.errors import UserError, say
+from jaxtrain.errors import UserError, say, tell
 from jaxtrain.flags import Parser, add_subcommand, command, parser_of
 from jaxtrain.pages.plain_text import age, aligned, in_bytes, plain
 from jaxtrain.runs import tags
@@ -89,12 +89,12 @@ def _list(flags: argparse.Namespace) -> None:
         found.sort(key=lambda one: (value[one.place] is None, sign * (value[one.place] or 0)))
     if flags.json:
         for one in found:
-            print(json.dumps(dataclasses.asdict(one)))
+            tell(json.dumps(dataclasses.asdict(one)))
         return
     if not found:
         say(f"no such runs below {flags.root}")
         return
-    print("\n".join(listed(found, flags.root)))
+    tell("\n".join(listed(found, flags.root)))
 
 
 def listed(found: Sequence[Any], root: str) -> list[str]:
@@ -125,7 +125,7 @@ def _show(flags: argparse.Namespace) -> None:
 
     said = facts(flags.workdir)
     width = max(map(len, said))
-    print("\n".join(f"{name:<{width}}  {plain(value)}" for name, value in said.items()))
+    tell("\n".join(f"{name:<{width}}  {plain(value)}" for name, value in said.items()))
 
 
 def _compare(flags: argparse.Namespace) -> None:
@@ -133,11 +133,11 @@ def _compare(flags: argparse.Namespace) -> None:
 
     if len(flags.workdirs) < 2:
         raise UserError("WORKDIR", "one run cannot be compared", "give two or more workdirs")
-    print("\n".join(aligned([[plain(cell) for cell in row] for row in table(flags.workdirs)])))
+    tell("\n".join(aligned([[plain(cell) for cell in row] for row in table(flags.workdirs)])))
 
 
 def _tag(flags: argparse.Namespace) -> None:
-    print(", ".join(tags.change(flags.workdir, flags.names, flags.remove)) or "no tags")
+    tell(", ".join(tags.change(flags.workdir, flags.names, flags.remove)) or "no tags")
 
 
 # ------------------------------------------------------------------------------------------------------- what is done
@@ -150,13 +150,13 @@ def _gc(flags: argparse.Namespace) -> None:
         say(plain(f"{place}: left alone: {reason}"))
     rows = [[plain(one.path), in_bytes(one.size), one.reason] for one in found.garbage]
     if rows:
-        print("\n".join(aligned([["PATH", "SIZE", "WHY"], *rows])))
+        tell("\n".join(aligned([["PATH", "SIZE", "WHY"], *rows])))
     total = sum(one.size for one in found.garbage)
     if not flags.delete:
-        print(f"{in_bytes(total)} can be freed; nothing was deleted" + "; --delete does it" * bool(rows))
+        tell(f"{in_bytes(total)} can be freed; nothing was deleted" + "; --delete does it" * bool(rows))
         return
     freed, failed = run_garbage.delete(found, flags.keep, flags.tagged)
-    print(f"{in_bytes(freed)} were freed")
+    tell(f"{in_bytes(freed)} were freed")
     for line in failed:
         say(plain(line))
     if failed:
@@ -168,11 +168,11 @@ def _reproduce(flags: argparse.Namespace) -> None:
 
     found = reproduction.compared(flags.workdir, with_data=not flags.no_data)
     if found.differences:
-        print("\n".join(aligned([["WHAT", "THEN", "HERE", "WHAT TO DO"],
+        tell("\n".join(aligned([["WHAT", "THEN", "HERE", "WHAT TO DO"],
                                  *([plain(cell) for cell in row] for row in found.differences)])), end="\n\n")
     else:
-        print("nothing that the run recorded is different here\n")
-    print("\n".join(map(plain, reproduction.commands(found, flags.into, flags.checkout))))
+        tell("nothing that the run recorded is different here\n")
+    tell("\n".join(map(plain, reproduction.commands(found, flags.into, flags.checkout))))
     if found.differences:
         raise SystemExit(1)
 

@@ -5,7 +5,6 @@ is the pure function that it compiles.
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, tell
 from jaxtrain.sharding import products
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
@@ -180,7 +179,7 @@ class ShardedStep:
         """Print what is placed where: path, shape, logical names, partition spec, bytes per device, and totals."""
         from jaxtrain.train_step.report import report
 
-        print(report(self.abstract, self.layout), file=file or sys.stdout)
+        tell(report(self.abstract, self.layout), file=file)
 
 
 def shape_of(batch: Any) -> Any:

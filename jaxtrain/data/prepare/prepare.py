@@ -39,7 +39,7 @@ from jaxtrain.data.tokenizers import characters
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.data.tokenizers.tokenizer_folder import record_of
 from jaxtrain.data.tokenizers.vocabulary import Vocabulary
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, tell
 from jaxtrain.files import atomic_files
 from jaxtrain.files.work_progress import Line
 from jaxtrain.flags import command, parser_of
@@ -266,20 +266,20 @@ def main(argv: list[str] | None) -> None:
                       near=Near(flags.near_threshold, flags.near_permutations, flags.near_shingle))
     if flags.dry_run:
         tasks, _, options = plan_tasks(flags.input, options)
-        print(dry_run(tasks, options, flags.sample))
+        tell(dry_run(tasks, options, flags.sample))
         return
     picture = Path(flags.histogram).expanduser() if flags.histogram else None
     if picture:
         lengths.check_picture(picture)
     if flags.engine == "slurm":
-        print(_script(flags, options, sys.argv[1:] if argv is None else argv))
+        tell(_script(flags, options, sys.argv[1:] if argv is None else argv))
         return
     with Line(sys.stderr) as say:
         if flags.part or flags.stage != "tokens":
             prepare_part(flags.input, flags.output, options, flags.part, flags.stage, _engine(flags), say)
             return
         corpus = prepare(flags.input, flags.output, options, _engine(flags), say)
-    print(summary(corpus))
+    tell(summary(corpus))
     if picture:
         lengths.draw(corpus, picture)
 

@@ -33,7 +33,7 @@ from jaxtrain.data.prepare.tasks import Task, write_ledger
 from jaxtrain.data.prepare_sequences.audio import TARGETS, Audio
 from jaxtrain.data.prepare_sequences.event_streams import Events
 from jaxtrain.data.prepare_sequences.picture_patches import Pictures
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, tell
 from jaxtrain.files import atomic_files
 from jaxtrain.files.work_progress import Line
 from jaxtrain.flags import Parser, command, parser_of
@@ -141,7 +141,7 @@ def main(argv: list[str] | None) -> None:
     with Line(sys.stderr) as say:
         workers = flags.workers or job.cores()
         corpus = prepare_sequences(flags.input, flags.output, source_of(flags), workers, say)
-    print(summary(corpus))
+    tell(summary(corpus))
 
 
 def source_of(flags: argparse.Namespace) -> Source:

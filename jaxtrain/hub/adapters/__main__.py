@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from jaxtrain.errors import UserError, say
+from jaxtrain.errors import UserError, say, tell
 from jaxtrain.flags import Parser, add_process_flags, add_subcommand, command, parser_of
 
 
@@ -25,9 +25,9 @@ def main(argv: list[str] | None) -> None:
     from jaxtrain.hub.adapters import adapter_commands, adapter_merge  # which import JAX, as --help does not
 
     if flags.what == "list":
-        print(adapter_commands.show(Path(flags.folder)))
+        tell(adapter_commands.show(Path(flags.folder)))
     elif flags.what == "add":
-        print(adapter_commands.add(Path(flags.store), Path(flags.folder), flags.name))
+        tell(adapter_commands.add(Path(flags.store), Path(flags.folder), flags.name))
     elif flags.what == "merge":
         adapter_merge.merge(flags.base, [_weighted(text) for text in flags.adapters], Path(flags.to), flags.dtype)
         say(f"{flags.to} has the model in {flags.base} with {len(flags.adapters)} adapters")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.distributed.run_lock import locked
-from jaxtrain.errors import UserError, say
+from jaxtrain.errors import UserError, say, tell
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.flags import command, parser_of
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     sweeper.check()
     sweeper.warn()
     if flags.dry_run:
-        print("\n".join([*map(shown, sweeper.first_points()), *sweep_budget.at_most(sweep)]))
+        tell("\n".join([*map(shown, sweeper.first_points()), *sweep_budget.at_most(sweep)]))
         return
     with _alone(root):
         if begun is None:
@@ -112,7 +112,7 @@ def report(sweep: Sweep, root: Path) -> None:
     atomic_files.write(root / "report.html", sweep_page.page(sweep, tried))
     head, rows = findings.rows(sweep, tried)
     for row in aligned([head, *rows]):
-        print(row)
+        tell(row)
     say(f"{root / RESULTS} has a line for each trial, {root / 'report.html'} the curves")
 
 

@@ -11,7 +11,7 @@ several runs curves lie over each other, and runs that differ in seeds alone hav
 import sys
 from pathlib import Path
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, tell
 from jaxtrain.flags import command, parser_of
 
 _NAME = "report.html"
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
 
         live_page.serve(page, flags.port)
     else:
-        print(write(page, Path(flags.output or (Path(flags.workdirs[0], _NAME) if len(page.runs) == 1 else _NAME))))
+        tell(write(page, Path(flags.output or (Path(flags.workdirs[0], _NAME) if len(page.runs) == 1 else _NAME))))
 
 
 def write(page, file: Path) -> Path:
