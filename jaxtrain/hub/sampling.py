@@ -19,6 +19,7 @@ class Sampling:
     top_k: int = 0  # choose among so many most probable tokens; 0: among all
     top_p: float = 1.0  # among the fewest tokens that together are at least so probable
     min_p: float = 0.0  # among tokens that are at least so probable compared with the most probable one
+    logprob_temperature: float = 1.0  # of the log-probabilities that are reported; tokens are drawn at `temperature`
     repetition_penalty: float = 1.0  # divides positive logits of tokens that the row has, and multiplies negative ones
 
     def __post_init__(self):
@@ -46,7 +47,8 @@ class Sampling:
         """Return what a compiled program is given, so that other values need no other program."""
         return {"temperature": jnp.float32(self.temperature), "top_k": jnp.int32(self.top_k or 2**31 - 1),
                 "top_p": jnp.float32(self.top_p), "min_p": jnp.float32(self.min_p),
-                "repetition_penalty": jnp.float32(self.repetition_penalty)}
+                "repetition_penalty": jnp.float32(self.repetition_penalty),
+                "logprob_temperature": jnp.float32(self.logprob_temperature)}
 
 
 def penalized(logits_BV: jax.Array, seen_BV: jax.Array, penalty: jax.Array) -> jax.Array:

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.config.sections.tuning_keys import ReinforceConfig
 from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning import rollouts
 from tests.numerics import reference
@@ -57,7 +59,7 @@ def config(files, reward="even", **keys):
 
 @pytest.mark.slow
 def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files):
-    run = jt.build(config(files))
+    run = jt.build(config(files, reinforce__temperature=0.7))
     state = run.init()
     with pytest.raises(jt.UserError, match=r"batch: that of step 3 is made of what the model answers at step 3; call"):
         run.data[3]
@@ -74,7 +76,7 @@ def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files
         assert text == run.data.records[int(text.strip("say: x"))]["prompt"]
         assert learnt.tolist() == list(range(first, size)) and one["tokens"][:size].tolist() == (prompt + answer)[:-1]
         assert len(answer) == 6 or answer[-1] == run.data.tokenizer.eod
-        logits = np.asarray(jax.nn.log_softmax(module(one["tokens"][None, :size])[0]))
+        logits = np.asarray(jax.nn.log_softmax(module(one["tokens"][None, :size])[0] / 0.7))
         np.testing.assert_allclose(one["sampled"][learnt], logits[learnt, answer], rtol=1e-4, atol=1e-5)
         assert np.flatnonzero(one["answers"]).tolist() == [first] and not one["sampled"][one["weights"] == 0].any()
         said = run.data.tokenizer.decode([id for id in answer if id != run.data.tokenizer.eod])
@@ -90,6 +92,16 @@ def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files
     # The ratio of the policy that sampled is 1.
     _, metrics = run.step(state, run.batch(3))
     assert float(metrics["kl_sampled"]) < 1e-9 and float(metrics["clipped"]) == 0
+
+
+@pytest.mark.parametrize(("masks", "reason", "learns"), [
+    (True, "length", False), (True, "stop", True), (False, "length", True)])
+def test_answers_that_are_cut_off_can_be_left_out_of_the_loss(masks, reason, learns):
+    settings = ReinforceConfig(prompts="a", reward="b", mask_truncated=masks)
+    row = rollouts.Rollouts._row(SimpleNamespace(settings=settings, seq_len=8), [5, 6], Generated(
+        "", (7, 8), (-1.0, -2.0), reason), 0.5, {"advantages": np.float32([2, 2])})
+    assert row["weights"].tolist() == [0, learns, learns, 0, 0, 0, 0, 0]
+    assert row["rewards"].tolist() == [0, 0.5, 0, 0, 0, 0, 0, 0] and row["answers"].sum() == 1
 
 
 def made(files, **keys):

@@ -88,6 +88,8 @@ class ReinforceConfig:
     reward_timeout_s: float = 20.0  # seconds for a scorer to answer a request
     group_size: int = 8  # answers to each prompt, whose rewards are compared with each other
     max_new_tokens: int = 64  # most tokens of an answer
+    temperature: float = 1.0  # of sampling; the policy that is trained is the one at this temperature
+    mask_truncated: bool = False  # answers that max_new_tokens cuts off count for rewards, but are not trained on
     reuse: int = 1  # steps that are trained on the same answers, before others are made
     staleness: int = 0  # steps between generating answers and training on them, during which they are scored
     gather_weights: bool = False  # weights are gathered and cast once for the answers of a step, not for each token
@@ -110,7 +112,7 @@ class ReinforceConfig:
         one_of("reinforce.baseline", self.baseline, ("mean", "others", "value"))
         one_of("reinforce.scale", self.scale, ("group", "batch", "none"))
         one_of("reinforce.ratio", self.ratio, ("token", "sequence"))
-        positive(self, "reinforce", "max_new_tokens reuse clip value_loss")
+        positive(self, "reinforce", "max_new_tokens reuse clip value_loss temperature")
         not_negative(self, "reinforce", "staleness clip_high kl value_clip")
         _unread(self, "reinforce", self.prompts or self.reward, "prompts", " ".join(
             field.name for field in fields(self) if field.name not in ("prompts", "reward")))
