@@ -12,7 +12,7 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer, encode_documents, load
 from jaxtrain.errors import UserError
 from jaxtrain.hub.adapters import stacked_adapters
 from jaxtrain.hub.decoding import Decoding, bucket, decoding
-from jaxtrain.hub.sampling import Sampling
+from jaxtrain.hub.sampling import Sampling, Tempered
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.train_step import partition
 
@@ -66,8 +66,7 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
         adapters: the name of an adapter for each prompt, among those that `jt.load_model` or `jt.with_adapters` loaded;
             None: the base model, which is the default for all prompts.
     """
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty=repetition_penalty,
-                        logprob_temperature=temperature if tempered and temperature else 1.0)
+    sampling = (Tempered if tempered else Sampling)(temperature, top_k, top_p, min_p, repetition_penalty)
     check(prompts, max_new_tokens, stop, batch_size, seed)
     if run.own_model:
         raise UserError("run", "a model of your own has no key-value cache", "generate with a model of the config")

@@ -19,7 +19,6 @@ class Sampling:
     top_k: int = 0  # choose among so many most probable tokens; 0: among all
     top_p: float = 1.0  # among the fewest tokens that together are at least so probable
     min_p: float = 0.0  # among tokens that are at least so probable compared with the most probable one
-    logprob_temperature: float = 1.0  # of the log-probabilities that are reported; tokens are drawn at `temperature`
     repetition_penalty: float = 1.0  # divides positive logits of tokens that the row has, and multiplies negative ones
 
     def __post_init__(self):
@@ -39,6 +38,11 @@ class Sampling:
         return self.temperature > 0 and bool(self.top_k or self.top_p < 1 or self.min_p)
 
     @property
+    def logprob_temperature(self) -> float:
+        """The temperature of the log-probabilities that are reported."""
+        return 1.0
+
+    @property
     def penalizes(self) -> bool:
         """Whether the tokens that a row has count."""
         return self.repetition_penalty != 1
@@ -49,6 +53,16 @@ class Sampling:
                 "top_p": jnp.float32(self.top_p), "min_p": jnp.float32(self.min_p),
                 "repetition_penalty": jnp.float32(self.repetition_penalty),
                 "logprob_temperature": jnp.float32(self.logprob_temperature)}
+
+
+@dataclass(frozen=True)
+class Tempered(Sampling):
+    """The same, with log-probabilities at the temperature at which tokens are drawn, unless that is 0."""
+
+    @property
+    def logprob_temperature(self) -> float:
+        """The temperature of the log-probabilities that are reported."""
+        return self.temperature or 1.0
 
 
 def penalized(logits_BV: jax.Array, seen_BV: jax.Array, penalty: jax.Array) -> jax.Array:

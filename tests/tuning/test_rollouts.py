@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -92,6 +93,15 @@ def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files
     # The ratio of the policy that sampled is 1.
     _, metrics = run.step(state, run.batch(3))
     assert float(metrics["kl_sampled"]) < 1e-9 and float(metrics["clipped"]) == 0
+
+
+def test_the_config_of_fine_tuning_is_one_of_rollouts(files):
+    """Its packing and its evaluations, which are of a corpus, stop nothing: there are none."""
+    keys = {f"reinforce.{name}": f"{files}/{of}" for name, of in (("prompts", "prompts.jsonl"),
+                                                                  ("reward", "reward.py:even"))}
+    keys["reinforce.max_new_tokens"] = 4
+    run = jt.build(jt.load_config(Path(__file__).parents[2] / "configs/finetune.py", keys))
+    assert run.config.data.packing == "best_fit" and run.config.train.eval_every and run.eval_batches is None
 
 
 @pytest.mark.parametrize(("masks", "reason", "learns"), [
@@ -191,7 +201,7 @@ def test_advantages():
     (dict(reinforce__staleness=-1), "reinforce.staleness: -1 is negative; give 0 or more"),
     (dict(reinforce__max_new_tokens=20), "reinforce.max_new_tokens: 20 leaves no room for a prompt in data.seq_len=20"),
     (dict(reinforce__max_new_tokens=14), "reinforce.prompts: 'say x1:' has 7 tokens, and data.seq_len less "),
-    (dict(data__packing="best_fit"), "data.packing: batches are made of the model's own answers; leave it out"),
+    (dict(data__packing="bucket"), "data.packing: batches are made of the model's own answers; leave it out"),
     (dict(preference__loss="dpo", data__packing="pairs"), "preference.loss: a run learns from preferences or from "),
 ])
 def test_mistakes_are_told_in_one_line(files, keys, message):
