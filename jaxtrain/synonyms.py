@@ -27,6 +27,7 @@ _NAMES = {
     "rank": "r lora_r lora_rank", "targets": "target_modules lora_target_modules", "dora": "use_dora",
     "rank_stabilized": "use_rslora rslora", "nf4": "int4 4bit fp4 load_in_4bit", "int8": "8bit load_in_8bit",
     "max_new_tokens": "max_tokens max_completion_length max_completion_tokens response_length",
+    "mask_truncated": "mask_truncated_completions overlong_filtering overlong_filter",
     "group_size": "num_generations rollouts_per_prompt", "reuse": "num_iterations ppo_epochs num_ppo_epochs",
     "kl": "kl_coef kl_coeff init_kl_coef", "clip": "epsilon_low cliprange", "clip_high": "epsilon_high",
     "accelerators_per_node": "gpus gpus_per_node ngpus num_gpus gres", "queue": "partition", "priority": "qos",

@@ -40,6 +40,9 @@ POLICIES = {
     "dapo": dict(loss="dapo", clip=0.2, clip_high=0.28), "grpo": dict(loss="grpo", clip=0.2, clip_high=0.2, kl=0.1),
     "dr_grpo": dict(loss="dr_grpo", clip=0.1, clip_high=0.3, kl=0.05),
     "sequence": dict(loss="grpo", clip=0.03, clip_high=0.04, ratio="sequence"),
+    # Answers that were cut off, with mask_truncated_completions
+    **{f"{loss}, truncated": dict(loss=loss, clip=0.2, clip_high=0.28, kl=0.1, truncated=[1, 4])
+       for loss in ("dapo", "grpo", "dr_grpo")},
 }
 PPO = {"ppo": dict(value_clip=0.2, value_loss=0.1), "discounted": dict(gamma=0.9, gae_lambda=0.7, value_loss=1.0)}
 
@@ -117,6 +120,7 @@ def kto(keys):
 def policy_gradient(keys):
     mask, policy, reference, sampled, advantages = (torch.tensor(x) for x in numbers(2 * PAIRS))
     policy.requires_grad_()
+    mask[keys.get("truncated", [])] = False
     args = SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1)
     trainer = Trainer(
         args=args, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=keys.get("kl", 0.0),

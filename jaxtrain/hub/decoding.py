@@ -320,7 +320,8 @@ def _pick(rows: State, shared: State, *, filters: bool, penalizes: bool) -> tupl
     keys_B = jax.vmap(lambda words, count: jax.random.fold_in(jax.random.wrap_key_data(words), count))(
         seeds_B, rows["count"])
     token_B = choose(adjusted_BV, keys_B, shared, filters)
-    said_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), token_B[:, None], -1)[:, 0]
+    tempered_BV = logits_BV / shared["logprob_temperature"]
+    said_B = jnp.take_along_axis(jax.nn.log_softmax(tempered_BV), token_B[:, None], -1)[:, 0]
     done_B = rows["done"] | (token_B[:, None] == shared["stops"][None]).any(-1)
     ends_B = done_B & ~rows["done"]
     rows["end"] = jnp.where(ends_B, token_B, rows["end"])

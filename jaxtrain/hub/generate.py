@@ -14,7 +14,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.hub.adapters import stacked_adapters
 from jaxtrain.hub.decoding import Decoding, bucket, decoding
 from jaxtrain.hub.folders.generation_config import ends_of
-from jaxtrain.hub.sampling import Sampling
+from jaxtrain.hub.sampling import Sampling, Tempered
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.train_step import partition
 
@@ -40,8 +40,8 @@ class Generated:
 def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_new_tokens: int = 128,
              temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
              repetition_penalty: float = 1.0, stop: Sequence[str | int] = (), ignore_end: bool = False, seed: int = 0,
-             logprobs: bool = False, batch_size: int = 64, tokenizer: Tokenizer | str | Path = "",
-             adapters: Sequence[str | None] | None = None) -> list[Generated]:
+             logprobs: bool = False, tempered: bool = False, batch_size: int = 64,
+             tokenizer: Tokenizer | str | Path = "", adapters: Sequence[str | None] | None = None) -> list[Generated]:
     """Continue prompts with a key-value cache; return a record for each.
 
     The continuation depends on `seed` and on the prompt's position among the prompts, not on the other prompts, the
@@ -62,13 +62,14 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
         ignore_end: continue after the end of a document.
         seed: another seed gives another text.
         logprobs: also return the log-probability of each token.
+        tempered: those of the model at the temperature at which tokens are drawn, not at 1.
         batch_size: the number of prompts continued at once; others take the places of finished ones.
         tokenizer: a tokenizer, or the folder of one, of a run or of a published model; by default that of the
             run's data. Without a tokenizer, if all prompts are token ids, the records have no text.
         adapters: the name of an adapter for each prompt, among those that `jt.load_model` or `jt.with_adapters` loaded;
             None: the base model, which is the default for all prompts.
     """
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    sampling = (Tempered if tempered else Sampling)(temperature, top_k, top_p, min_p, repetition_penalty)
     check(prompts, max_new_tokens, stop, batch_size, seed)
     arguments.is_run(run)
     if run.own_model:

@@ -38,6 +38,11 @@ class Sampling:
         return self.temperature > 0 and bool(self.top_k or self.top_p < 1 or self.min_p)
 
     @property
+    def logprob_temperature(self) -> float:
+        """The temperature of the log-probabilities that are reported."""
+        return 1.0
+
+    @property
     def penalizes(self) -> bool:
         """Whether the tokens that a row has count."""
         return self.repetition_penalty != 1
@@ -46,7 +51,18 @@ class Sampling:
         """Return what a compiled program is given, so that other values need no other program."""
         return {"temperature": jnp.float32(self.temperature), "top_k": jnp.int32(self.top_k or 2**31 - 1),
                 "top_p": jnp.float32(self.top_p), "min_p": jnp.float32(self.min_p),
-                "repetition_penalty": jnp.float32(self.repetition_penalty)}
+                "repetition_penalty": jnp.float32(self.repetition_penalty),
+                "logprob_temperature": jnp.float32(self.logprob_temperature)}
+
+
+@dataclass(frozen=True)
+class Tempered(Sampling):
+    """The same, with log-probabilities at the temperature at which tokens are drawn, unless that is 0."""
+
+    @property
+    def logprob_temperature(self) -> float:
+        """The temperature of the log-probabilities that are reported."""
+        return self.temperature or 1.0
 
 
 def penalized(logits_BV: jax.Array, seen_BV: jax.Array, penalty: jax.Array) -> jax.Array:

@@ -52,6 +52,11 @@ class PolicyGradient(WithReference):
         return ARRAYS + VALUES if self.settings.value_head else ARRAYS
 
     @property
+    def temperature(self) -> float:
+        """The temperature at which answers were sampled."""
+        return self.settings.temperature
+
+    @property
     def evaluation(self) -> "PolicyGradient":
         """The same loss without penalties."""
         return replace(self, penalties=False)

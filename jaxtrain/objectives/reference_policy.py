@@ -107,7 +107,15 @@ class WithReference(NextToken):
 
     def logprobs(self, model: Decoder, x_BTD: jax.Array, batch: Any) -> jax.Array:
         """Return the log-probability of each target."""
-        return -token_cross_entropy(model.finish(x_BTD), model.head(), batch["targets"], chunks=self.chunks)
+        x_BTD = model.finish(x_BTD)
+        if self.temperature != 1:
+            x_BTD = (x_BTD / self.temperature).astype(x_BTD.dtype)
+        return -token_cross_entropy(x_BTD, model.head(), batch["targets"], chunks=self.chunks)
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of policy and reference: the divisor of their logits."""
+        return 1.0
 
     @property
     def frozen_axes(self) -> dict:

@@ -271,7 +271,8 @@ class Rollouts:
         prompts, began = [self.prompts[n] for n in numbers], time.perf_counter()
         seed = int(np.random.SeedSequence([self.seed, first]).generate_state(1)[0])
         answers = generate(self.run, self._laid_out(state), prompts, max_new_tokens=self.settings.max_new_tokens,
-                           seed=seed, stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer)
+                           seed=seed, stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer,
+                           temperature=self.settings.temperature, tempered=True)
         if self.settings.value_head:
             answers = valued(self.run, state, prompts, answers)
         took = self._took("rollout_s", began)
@@ -338,7 +339,8 @@ class Rollouts:
                 for name in ("weights", "sampled", "rewards", "answers", *known)}
         row["tokens"][:size], row["targets"][:size] = ids[:-1], ids[1:]
         row["segments"][:size], row["positions"][:size] = 1, np.arange(size)
-        row["weights"][first:size], row["sampled"][first:size] = 1, said
+        cut_off = self.settings.mask_truncated and answer.finish_reason == "length"
+        row["weights"][first:size], row["sampled"][first:size] = not cut_off, said
         for name, each in known.items():
             row[name][first:size] = each
         row["rewards"][first], row["answers"][first] = reward, 1

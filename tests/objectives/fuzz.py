@@ -53,6 +53,7 @@ def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
         return keys | smooth | {"preference.beta": rng.choice((0.1, 0.5))}
     critic = {"reinforce.baseline": "value", "reinforce.value_loss": rng.choice((0.1, 1.0)),
               "reinforce.value_clip": rng.choice((0.0, 0.2))} if rng.random() < 0.5 else {}
+    critic |= {"reinforce.temperature": own.choice((0.6, 1.5))} if own.random() < 0.3 else {}
     return keys | critic | {"reinforce.prompts": "prompts.jsonl", "reinforce.reward": "reward.py:reward",
                    "reinforce.max_new_tokens": 5, "reinforce.loss": rng.choice(("dapo", "grpo", "dr_grpo")),
                    "reinforce.ratio": rng.choice(("token", "sequence")), "reinforce.kl": rng.choice((0.0, 0.1))}

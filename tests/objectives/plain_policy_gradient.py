@@ -33,8 +33,8 @@ def batch(values=False, **sizes):
 def loss(c, model, params, frozen, batch):
     """The mean as the loss's paper takes it, with experts' penalties weighted likewise; and means over tokens."""
     told, each, kls, values = [], [], [], []
-    new = plain_preference.logps(model, params, batch, told)
-    old = plain_preference.logps(model, frozen, batch, [])
+    new = plain_preference.logps(model, params, batch, told, c.temperature)
+    old = plain_preference.logps(model, frozen, batch, [], c.temperature)
     if c.baseline == "value":
         x = reference.last_norm(model, params, reference.through(model, params, batch, []))
         expected = x @ params["value_head"]["kernel"][:, 0]

@@ -38,11 +38,11 @@ def places(batch):
     return chosen, rejected
 
 
-def logps(model, params, batch, told):
+def logps(model, params, batch, told, temperature=1.0):
     """The log-probability of each target, by a model that is built from scratch; its penalties are added to `told`."""
     x = reference.last_norm(model, params, reference.through(model, params, batch, told))
     logits = x @ (params["embed"]["table"].T if model.tied_embeddings else params["output"]["kernel"])
-    logits = logits * plain_mup.logits(model)
+    logits = logits * plain_mup.logits(model) / temperature
     top = logits.max(-1, keepdims=True)
     logits = logits - top - jnp.log(jnp.exp(logits - top).sum(-1, keepdims=True))
     return (logits * (batch["targets"][..., None] == np.arange(logits.shape[-1]))).sum(-1)

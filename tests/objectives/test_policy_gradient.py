@@ -17,7 +17,7 @@ KEYS = dict(reinforce__prompts="prompts.jsonl", reinforce__reward="reward.py:rew
 CRITIC = dict(reinforce__baseline="value", reinforce__value_loss=0.7)
 CASES = {
     "fsdp x tensor, dapo": ("llama", dict(mesh=(1, 2, 2))),
-    "one device, grpo": ("gpt2", dict(reinforce__loss="grpo", reinforce__clip_high=0.0)),
+    "one device, grpo": ("gpt2", dict(reinforce__loss="grpo", reinforce__clip_high=0.0, reinforce__temperature=0.7)),
     "all axes, dr_grpo": ("gpt2", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2,
                                        reinforce__loss="dr_grpo")),
     "ring, sequence ratios": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, reinforce__ratio="sequence",

@@ -62,7 +62,7 @@ def test_loss_and_gradients_are_those_of_the_formula(name):
     c, batch = run.config, plain.batch()
     metrics, told = tuned.check(run, lambda policy, before: plain.loss(c.preference, c.model, policy, before, batch),
                                   batch)
-    assert ("kl" in metrics) == (c.preference.loss in ("dpo", "robust", "ipo", "hinge"))
+    assert ("kl" in metrics) == (c.preference.loss in ("dpo", "robust", "ipo", "hinge", "apo_zero", "apo_down"))
     for name, value in told.items():
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), name
 
@@ -70,7 +70,8 @@ def test_loss_and_gradients_are_those_of_the_formula(name):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_each_loss_and_its_gradient_are_those_of_the_formula_of_a_pair(loss):
     """Only sums over answers are needed, so that all cases are quick."""
-    c, rng = SimpleNamespace(loss=loss, beta=0.3, margin=0.2, label_smoothing=0.1), np.random.default_rng(0)
+    c = SimpleNamespace(loss=loss, beta=0.3, margin=0.2, label_smoothing=0.1, rpo_alpha=0.0)
+    rng = np.random.default_rng(0)
     policy, before = (tuple(-rng.uniform(1, 9, (2, 16)).astype(np.float32)) for _ in range(2))
     sizes = tuple(rng.integers(2, 9, (2, 16)).astype(np.float32))
 

@@ -72,14 +72,16 @@ def test_kto(name):
 
 @pytest.mark.parametrize("name", TRUTH["policy_gradient"])
 def test_policy_gradients(name):
-    settings = ReinforceConfig(prompts="a", reward="b", max_new_tokens=20, **TRUTH["policy_gradient"][name]["keys"])
-    learnt = jnp.asarray(MASK, jnp.float32)
+    keys = dict(TRUTH["policy_gradient"][name]["keys"])
+    mask = MASK & ~np.isin(np.arange(len(MASK)), keys.pop("truncated", []))[:, None]
+    settings = ReinforceConfig(prompts="a", reward="b", max_new_tokens=20, **keys)
+    learnt = jnp.asarray(mask, jnp.float32)
 
     def mean(policy):
         batch = {"learnt": learnt, "policy": policy, "sampled": jnp.asarray(SAMPLED, jnp.float32),
                  "advantages": learnt * jnp.asarray(ADVANTAGES, jnp.float32)[:, None], "rewards": learnt,
                  "answers": learnt} | ({REFERENCE: jnp.asarray(REFERENCED, jnp.float32)} if settings.kl else {})
-        divisor = MASK.sum() if settings.loss == "dapo" else len(MASK)
+        divisor = mask.sum() if settings.loss == "dapo" else len(mask)
         return policy_gradient._of_rows(settings, batch, Segments(jnp.asarray(MASK, jnp.int32), ()))[0] / divisor
 
     compare(mean, name, "policy_gradient")

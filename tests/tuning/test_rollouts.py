@@ -2,12 +2,15 @@
 
 import json
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.config.sections.tuning_keys import ReinforceConfig
 from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning import rollouts
 from tests.numerics import reference
@@ -57,7 +60,7 @@ def config(files, reward="even", **keys):
 
 @pytest.mark.slow
 def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files):
-    run = jt.build(config(files))
+    run = jt.build(config(files, reinforce__temperature=0.7))
     state = run.init()
     with pytest.raises(jt.UserError, match=r"batch: that of step 3 is made of what the model answers at step 3; call"):
         run.data[3]
@@ -74,7 +77,7 @@ def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files
         assert text == run.data.records[int(text.strip("say: x"))]["prompt"]
         assert learnt.tolist() == list(range(first, size)) and one["tokens"][:size].tolist() == (prompt + answer)[:-1]
         assert len(answer) == 6 or answer[-1] == run.data.tokenizer.eod
-        logits = np.asarray(jax.nn.log_softmax(module(one["tokens"][None, :size])[0]))
+        logits = np.asarray(jax.nn.log_softmax(module(one["tokens"][None, :size])[0] / 0.7))
         np.testing.assert_allclose(one["sampled"][learnt], logits[learnt, answer], rtol=1e-4, atol=1e-5)
         assert np.flatnonzero(one["answers"]).tolist() == [first] and not one["sampled"][one["weights"] == 0].any()
         said = run.data.tokenizer.decode([id for id in answer if id != run.data.tokenizer.eod])
@@ -90,6 +93,25 @@ def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files
     # The ratio of the policy that sampled is 1.
     _, metrics = run.step(state, run.batch(3))
     assert float(metrics["kl_sampled"]) < 1e-9 and float(metrics["clipped"]) == 0
+
+
+def test_the_config_of_fine_tuning_is_one_of_rollouts(files):
+    """Its packing and its evaluations, which are of a corpus, stop nothing: there are none."""
+    keys = {f"reinforce.{name}": f"{files}/{of}" for name, of in (("prompts", "prompts.jsonl"),
+                                                                  ("reward", "reward.py:even"))}
+    keys["reinforce.max_new_tokens"] = 4
+    run = jt.build(jt.load_config(Path(__file__).parents[2] / "configs/finetune.py", keys))
+    assert run.config.data.packing == "best_fit" and run.config.train.eval_every and run.eval_batches is None
+
+
+@pytest.mark.parametrize(("masks", "reason", "learns"), [
+    (True, "length", False), (True, "stop", True), (False, "length", True)])
+def test_answers_that_are_cut_off_can_be_left_out_of_the_loss(masks, reason, learns):
+    settings = ReinforceConfig(prompts="a", reward="b", mask_truncated=masks)
+    row = rollouts.Rollouts._row(SimpleNamespace(settings=settings, seq_len=8), [5, 6], Generated(
+        "", (7, 8), (-1.0, -2.0), reason), 0.5, {"advantages": np.float32([2, 2])})
+    assert row["weights"].tolist() == [0, learns, learns, 0, 0, 0, 0, 0]
+    assert row["rewards"].tolist() == [0, 0.5, 0, 0, 0, 0, 0, 0] and row["answers"].sum() == 1
 
 
 def made(files, **keys):
@@ -179,7 +201,7 @@ def test_advantages():
     (dict(reinforce__staleness=-1), "reinforce.staleness: -1 is negative; give 0 or more"),
     (dict(reinforce__max_new_tokens=20), "reinforce.max_new_tokens: 20 leaves no room for a prompt in data.seq_len=20"),
     (dict(reinforce__max_new_tokens=14), "reinforce.prompts: 'say x1:' has 7 tokens, and data.seq_len less "),
-    (dict(data__packing="best_fit"), "data.packing: batches are made of the model's own answers; leave it out"),
+    (dict(data__packing="bucket"), "data.packing: batches are made of the model's own answers; leave it out"),
     (dict(preference__loss="dpo", data__packing="pairs"), "preference.loss: a run learns from preferences or from "),
 ])
 def test_mistakes_are_told_in_one_line(files, keys, message):

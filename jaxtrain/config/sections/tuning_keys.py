@@ -88,6 +88,8 @@ class ReinforceConfig:
     reward_timeout_s: float = 20.0  # seconds for a scorer to answer a request
     group_size: int = at_most(8, 2**16)  # answers to each prompt, whose rewards are compared with each other
     max_new_tokens: int = at_most(64, 2**24)  # most tokens of an answer
+    temperature: float = 1.0  # of sampling; the policy that is trained is the one at this temperature
+    mask_truncated: bool = False  # answers that max_new_tokens cuts off count for rewards, but are not trained on
     reuse: int = at_most(1, 2**16)  # steps that are trained on the same answers, before others are made
     # steps between generating answers and training on them, during which they are scored
     staleness: int = at_most(0, 2**10)
@@ -111,7 +113,7 @@ class ReinforceConfig:
         one_of("reinforce.baseline", self.baseline, ("mean", "others", "value"))
         one_of("reinforce.scale", self.scale, ("group", "batch", "none"))
         one_of("reinforce.ratio", self.ratio, ("token", "sequence"))
-        positive(self, "reinforce", "max_new_tokens reuse clip value_loss")
+        positive(self, "reinforce", "max_new_tokens reuse clip value_loss temperature")
         not_negative(self, "reinforce", "staleness clip_high kl value_clip")
         _unread(self, "reinforce", self.prompts or self.reward, "prompts", " ".join(
             field.name for field in fields(self) if field.name not in ("prompts", "reward")))
@@ -225,8 +227,8 @@ def _check_reinforce(config: Any) -> None:
     for key, value, wanted in (
             ("data.cross_document_attention", data.cross_document_attention, False), ("train.z_loss", train.z_loss, 0),
             ("data.mixture", data.mixture, {}), ("data.stages", data.stages, []),
-            ("train.eval_every", train.eval_every, 0), ("data.packing", data.packing, "concat"),
+            # An answer has a row of its own; "best_fit" is what configs/finetune.py sets, for a corpus.
+            ("data.packing", data.packing, data.packing if data.packing == "best_fit" else "concat"),
             ("resilience.spikes", config.resilience.spikes == "rollback", False)):
         if value != wanted:
-            raise UserError(key, "batches are made of the model's own answers",
-                            "set --config.train.eval_every=0" if key == "train.eval_every" else "leave it out")
+            raise UserError(key, "batches are made of the model's own answers", "leave it out")
