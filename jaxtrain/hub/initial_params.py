@@ -27,8 +27,8 @@ from jaxtrain.hub.folders import published_files
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.hub.weights import published_weights
 from jaxtrain.hub.weights.safetensors_files import INDEX
+from jaxtrain.models.heads.scalar_head import without_heads
 from jaxtrain.models.lora import without_adapters
-from jaxtrain.models.scalar_head import without_heads
 from jaxtrain.run import Run
 from jaxtrain.train_step.quantized_kernels import as_floats
 

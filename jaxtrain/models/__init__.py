@@ -16,6 +16,7 @@ from jaxtrain.models.deepseek_v3 import deepseek_v3
 from jaxtrain.models.gemma3 import gemma3
 from jaxtrain.models.gpt2 import gpt2
 from jaxtrain.models.gpt_oss import gpt_oss
+from jaxtrain.models.heads.scalar_head import REWARD, ScalarHead
 from jaxtrain.models.llama import llama
 from jaxtrain.models.lora import adapt
 from jaxtrain.models.modalities.clip_encoder import ClipEncoder
@@ -23,7 +24,6 @@ from jaxtrain.models.modalities.event_transformer import event_transformer
 from jaxtrain.models.modalities.whisper import whisper
 from jaxtrain.models.qwen2 import qwen2
 from jaxtrain.models.qwen3 import qwen3
-from jaxtrain.models.scalar_head import REWARD, ScalarHead
 from jaxtrain.models.vision.dual_encoder import DualEncoder
 from jaxtrain.models.vision.picture_flow import PictureFlow
 from jaxtrain.models.vision.vision_language import vision_language

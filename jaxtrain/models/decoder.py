@@ -14,10 +14,10 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.models.experts.moe import MoE, totals
+from jaxtrain.models.heads.multi_token_prediction import MTPHead
+from jaxtrain.models.heads.scalar_head import ScalarHead
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
-from jaxtrain.models.multi_token_prediction import MTPHead
 from jaxtrain.models.rematerialization import cut, layers_at_once, wraps
-from jaxtrain.models.scalar_head import ScalarHead
 from jaxtrain.parallel.experts import DEFAULT, Options
 from jaxtrain.sharding import rules as sharding
 

@@ -10,9 +10,9 @@ from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute, Decoder
 from jaxtrain.models.experts.moe import MoE
+from jaxtrain.models.heads.multi_token_prediction import MTPHead
 from jaxtrain.models.layer_groups import Group, NumberedBlock
 from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
-from jaxtrain.models.multi_token_prediction import MTPHead
 from jaxtrain.models.rematerialization import wraps
 
 

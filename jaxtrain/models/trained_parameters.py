@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.config.schema import Config
+from jaxtrain.models.heads.scalar_head import is_head
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.models.scalar_head import is_head
 from jaxtrain.train_step import partition
 
 

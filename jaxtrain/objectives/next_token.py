@@ -13,7 +13,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.kernels.cross_entropy import cross_entropy, penalized_cross_entropy
 from jaxtrain.models import Decoder, training_noise
 from jaxtrain.models.experts import moe
-from jaxtrain.models.multi_token_prediction import with_second_targets
+from jaxtrain.models.heads.multi_token_prediction import with_second_targets
 from jaxtrain.objectives.objective import OfTheModelAlone
 from jaxtrain.observe.own_parts import describe
 from jaxtrain.parallel.context import arrange

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.models.multi_token_prediction import with_second_targets
+from jaxtrain.models.heads.multi_token_prediction import with_second_targets
 from jaxtrain.sharding import rules as sharding
 from tests.composition import fuzz
 from tests.numerics import reference

@@ -13,7 +13,7 @@ from jaxtrain.config.sections.tuning_keys import ReinforceConfig
 from jaxtrain.hub import export, generate_texts, trained_model, with_initial_params
 from jaxtrain.hub.adapters import adapter_commands
 from jaxtrain.hub.generate import Generated
-from jaxtrain.models.scalar_head import without_heads
+from jaxtrain.models.heads.scalar_head import without_heads
 from jaxtrain.tuning.values import Valued, known_of
 from tests.objectives.tuned import resumed
 from tests.tuning.test_rollouts import config, files, on_four  # noqa: F401

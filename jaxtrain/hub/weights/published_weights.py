@@ -28,7 +28,7 @@ from jaxtrain.hub.weights import mxfp4, safetensors_files
 from jaxtrain.hub.weights.mxfp4 import Packed
 from jaxtrain.hub.weights.safetensors_files import Tensor
 from jaxtrain.hub.weights.tensor_names import Entry, entries, picture_encoder
-from jaxtrain.models import scalar_head
+from jaxtrain.models.heads import scalar_head
 from jaxtrain.models.lora import NAME as ADAPTER
 from jaxtrain.sharding.rules import axes_of
 from jaxtrain.train_step import quantization

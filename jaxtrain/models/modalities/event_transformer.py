@@ -17,8 +17,8 @@ from jaxtrain.config.modality_families import EventsConfig
 from jaxtrain.models.attention.rotary import Rotary, frequencies
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute, Decoder
+from jaxtrain.models.heads.scalar_head import VALUE, ScalarHead
 from jaxtrain.models.layers import RESIDUAL, Embed, Head, Linear, RMSNorm, SwiGLU
-from jaxtrain.models.scalar_head import VALUE, ScalarHead
 
 ELAPSED = "elapsed"  # the column of every corpus of events
 PERIODS = 2.0 ** np.arange(-2, 6)  # of the sines, in units of the logarithm: from a factor of 1.3 in time to e^32

@@ -98,14 +98,13 @@ def plot(workdir: str | Path, *more: str | Path) -> Plot:
     made = make_subplots(len(titles), 1, subplot_titles=titles, vertical_spacing=0.3 / len(titles))
     seen = set()
     for row, chart in enumerate(shown, 1):
-        drawn = figure(chart, runs)
-        for trace in list[Any](drawn.data):
+        for trace in list[Any](figure(chart, runs).data):
             if trace.meta["role"] == "mean":
                 continue
             trace.update(showlegend=trace.name not in seen, legendgroup=trace.name, meta=None)
             seen.add(trace.name)
             made.add_trace(trace, row, 1)
-        made.update_yaxes(title=chart.unit, range=drawn.layout.yaxis.range, row=row, col=1)
+        made.update_yaxes(title=chart.unit, range=_range(chart, runs), row=row, col=1)
     made.update_layout(height=_TALL * len(titles), hovermode="x", template="plotly_white")
     words = "\n".join(_in_words(chart, one) for chart in shown for one in runs)
     return Plot(made, words or "no steps yet")
