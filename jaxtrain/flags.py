@@ -186,7 +186,7 @@ def _overrides_apart(words: list[str]) -> tuple[list[str], list[str]]:
     """
     overrides, flags = [], []
     for before, word in zip(["", *words], words, strict=False):
-        value_apart = before.startswith("--config.") and "=" not in before and not word.startswith("-")
+        value_apart = before.startswith("--config.") and "=" not in before and not word.startswith("--")
         (overrides if word.startswith("--config.") or value_apart else flags).append(word)
     return overrides, flags
 

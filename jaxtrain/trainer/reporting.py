@@ -69,7 +69,12 @@ def start_of_run(run: Run, workdir: Path) -> str:
 
 
 def many_epochs(run: Run) -> list[str]:
-    """Return a warning for each source of which the run makes too many epochs."""
+    """Return a warning for each source of text of which the run makes too many epochs.
+
+    Models of pictures need many, and prompts are answered anew each time.
+    """
+    if run.data is not None or not run.config.model.text:
+        return []
     steps = run.config.train.steps
     return [f"warning: {steps} steps are {count:,.0f} epochs over {name or 'the data'}; more than {_MANY_EPOCHS} "
             "mostly teach a model to repeat it. Give more data, or fewer train.steps"
@@ -109,12 +114,14 @@ def next_steps(run: Run, workdir: Path) -> list[str]:
     """Return the last losses of a run, where its checkpoint is, and commands that read it."""
     losses: dict[str, Any] = {}
     for line in LogTail(workdir / "metrics.jsonl", {"step": int}, _NEWEST).added():
-        losses |= {key: line[key] for key in ("loss", "eval_loss", "reward") if isinstance(line.get(key), float)}
-    figures = "".join(f", {key} {value:.4f}" for key, value in losses.items())
+        losses |= {key: line[key] for key in ("loss", "eval_loss", "reward") if key in line}
+    figures = "".join(f", {key} {value:.4f}" if isinstance(value, int | float) else f", {key} not finite"
+                      for key, value in losses.items())
     steps = run.config.train.steps
     commands = [f"jaxtrain report {workdir}"]
     if not run.own_model and run.config.model.text:
-        commands += [f"jaxtrain generate {workdir} --prompt=...", f"jaxtrain export {workdir} --output=FOLDER"]
+        commands += [f"jaxtrain generate {workdir} --prompt=..."] * (not run.config.preference.reward_head)
+        commands.append(f"jaxtrain export {workdir} --output=FOLDER")
     return [f"done: step {steps}{figures}; checkpoint {workdir / 'checkpoints' / str(steps)}",
             "next: " + "\n      ".join(commands)]
 

@@ -82,6 +82,15 @@ def test_what_is_left_out_has_the_default_of_its_type(name, left_out, expected, 
     assert {key: found[key] for key in expected} == expected
 
 
+def test_a_base_of_rotary_positions_may_exceed_32_bits(tmp_path):
+    """That of models for a million tokens and more does."""
+    config = published.truth()["llama"]["config"]
+    assert section(tmp_path, {key: value for key, value in config.items() if not key.startswith("rope_")} | {
+        "rope_theta": 3580165449.0})["rope_theta"] == 3580165449.0
+    with pytest.raises(jt.UserError, match="rope_theta=1e[+]?300 is not a number up to"):
+        section(tmp_path, config | {"rope_theta": 1e300})
+
+
 def test_the_published_gpt_oss_is_the_shipped_config(tmp_path):
     """The published file has the older form of rotary positions, packed experts, and no key for the activation."""
     wanted = jt.load_config("configs/gpt_oss_20b.py").model

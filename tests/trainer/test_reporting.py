@@ -10,17 +10,18 @@ from jaxtrain.observe.goodput import Incarnation, account
 from jaxtrain.trainer.reporting import end_of_run, many_epochs
 
 
-def make_run(steps=10, own=False, text=True, epochs=None):
+def make_run(steps=10, own=False, text=True, epochs=None, data=None, reward_head=False):
     return SimpleNamespace(
-        config=SimpleNamespace(train=SimpleNamespace(steps=steps, sample_tokens=0), model=SimpleNamespace(text=text)),
-        mesh=SimpleNamespace(size=16), own_model=own, train_batches=SimpleNamespace(epochs=lambda step: epochs or {}))
+        config=SimpleNamespace(train=SimpleNamespace(steps=steps, sample_tokens=0), model=SimpleNamespace(text=text),
+                               preference=SimpleNamespace(reward_head=reward_head)),
+        mesh=SimpleNamespace(size=16), own_model=own, data=data,
+        train_batches=SimpleNamespace(epochs=lambda step: epochs or {}))
 
 
 @pytest.fixture
 def session(tmp_path):
     life = account([Incarnation(0.0, {"init": 600.0, "step": 3000.0}, "", 0, (10, 3000.0), 10)])
-    lines = [{"step": 9, "loss": 9.0}, {"step": 9, "eval_loss": 9.5}, {"step": 10, "loss": 1.25},
-             {"step": 10, "loss": None}]
+    lines = [{"step": 9, "loss": 9.0}, {"step": 9, "eval_loss": 9.5}, {"step": 10, "loss": 1.25}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return SimpleNamespace(ledger=SimpleNamespace(account=lambda: life), workdir=tmp_path)
 
@@ -39,6 +40,17 @@ def test_the_end_says_losses_checkpoint_and_commands_and_on_devices_that_have_a_
         *done, f"      jaxtrain generate {workdir} --prompt=...", f"      jaxtrain export {workdir} --output=FOLDER"]
 
 
+def test_the_end_of_a_reward_model_suggests_no_command_that_generates(session):
+    said = end_of_run(make_run(reward_head=True), session, None, 5, {})
+    assert "jaxtrain export" in said and "generate" not in said
+
+
+def test_a_last_loss_that_is_not_finite_is_said_to_be_so(session):
+    with (session.workdir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "loss": null}\n')
+    assert "done: step 10, loss not finite, eval_loss 9.5000;" in end_of_run(make_run(), session, None, 5, {})
+
+
 def test_a_finished_run_says_how_to_train_longer(session):
     assert end_of_run(make_run(), session, None, 10, {}) == (
         f"nothing to do: {session.workdir} has all 10 steps; to train longer, add --config.train.steps=20 "
@@ -52,3 +64,8 @@ def test_many_epochs_are_warned_of(epochs, sources):
     said = many_epochs(make_run(epochs=epochs))
     assert len(said) == len(sources) and all(
         line.startswith(f"warning: 10 steps are {source}") for line, source in zip(said, sources, strict=True))
+
+
+@pytest.mark.parametrize("run", [{"data": "answers to prompts"}, {"text": False}])
+def test_many_epochs_of_prompts_or_pictures_are_usual(run):
+    assert many_epochs(make_run(epochs={"": 90.0}, **run)) == []

@@ -25,6 +25,7 @@ _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
           "list": "a list", "dict": "an object", "list of int": "a list of whole numbers",
           "list of str": "a list of text"}
 _SHOWN = 80  # characters of a value in a message
+_LARGEST_FLOAT = 10**15  # no number is larger; bases of rotary positions for long contexts exceed 2^31
 
 
 @cache
@@ -57,8 +58,9 @@ def filled(kind: str, given: Mapping[str, Any], path: str | Path, inside: str = 
 
 def misfit(value: Any, accepted: list[str]) -> str:
     """Return why a value is of none of the accepted types, as a phrase; "" if it is of one."""
-    if type(value) in (int, float) and not abs(value) <= LARGEST and {"int", "float"} & {*accepted}:
-        return f"is not a number up to {LARGEST}"
+    limit = LARGEST if "int" in accepted else _LARGEST_FLOAT
+    if type(value) in (int, float) and not abs(value) <= limit and {"int", "float"} & {*accepted}:
+        return f"is not a number up to {limit}"
     if any(_TESTS[kind](value) for kind in accepted):
         return ""
     return f"is not {' or '.join(_WORDS[kind] for kind in accepted)}"
