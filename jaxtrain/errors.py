@@ -32,6 +32,15 @@ def tell(*texts: object, **how: Any) -> None:
     print(*map(printable, texts), **how)
 
 
+def tell_text(text: str, end: str = "\n") -> None:
+    """Print text of a model to stdout, as it is unless that is a terminal.
+
+    Some languages need marks of direction, which `tell` writes as escapes into a file or a pipe as well. Half
+    characters, which no encoding has, are escapes everywhere.
+    """
+    print(printable(text) if sys.stdout.isatty() else text.encode(errors="backslashreplace").decode(), end=end)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a suggestion for a name that is not known: what it is called here, the nearest one, or all of them."""
     known, dashes = sorted(filter(None, known)), word[:2] if word.startswith("--") else ""

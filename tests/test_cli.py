@@ -169,7 +169,8 @@ def test_flags_may_have_dashes_and_the_names_of_before():
 @pytest.mark.parametrize(("words", "told"), [
     ([], "CONFIG: it is missing; give a config file, such as configs/gpt.py"),
     (["a.py", "--config=b.py"], "CONFIG: two are given, a.py and b.py; give one"),
-    (["--config=a.py", "--config.mesh.data", "-1"], "--config.mesh.data: it has no value; write --config.mesh.data=VALUE"),
+    (["--config=a.py", "--config.mesh.data", "-1"],
+     "--config.mesh.data: it has no value; write --config.mesh.data=VALUE"),
     (["a.py", "configs/b.py:tiny"], "configs/b.py:tiny: there is no such flag; give one config, in front of the flags "
                                     "and without dashes, such as configs/gpt.py:tiny"),
     (["--configs/b.py:tiny"], "--configs/b.py:tiny: there is no such flag; give one config, in front of the flags and "

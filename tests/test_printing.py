@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain import flags
-from jaxtrain.errors import UserError, say, tell
+from jaxtrain.errors import UserError, say, tell, tell_text
 from jaxtrain.files.work_progress import Line
 from jaxtrain.observe.progress import Progress
 from jaxtrain.redaction import printable
@@ -38,6 +38,13 @@ def test_messages_are_clean(capsys):
     assert (shown.err, shown.out) == (f"{SHOWN}\n", f"{SHOWN}-1\n")
     mistake = UserError("model", f"{FOREIGN} is not known", "use gpt")
     assert f"{mistake}" == f"model: {SHOWN} is not known; use gpt".replace(r"c\rd", "c d")
+
+
+def test_text_of_a_model_is_clean_on_a_terminal_and_whole_elsewhere(monkeypatch, capsys):
+    for terminal, shown in ((True, SHOWN), (False, FOREIGN.replace("\ud800", r"\ud800"))):
+        monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal)
+        tell_text(FOREIGN, end="|")
+        assert capsys.readouterr().out == f"{shown}|"
 
 
 def test_progress_and_warnings_are_clean(monkeypatch):

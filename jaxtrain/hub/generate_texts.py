@@ -20,10 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.errors import UserError, nearest, say
+from jaxtrain.errors import UserError, nearest, say, tell_text
 from jaxtrain.files.bounded_files import LARGE, parsed, read, user_json
 from jaxtrain.flags import command, overrides_of, parser_of
-from jaxtrain.redaction import printable
 
 if TYPE_CHECKING:
     from jaxtrain.data.chat.templates import Chat
@@ -66,7 +65,7 @@ def main(argv: list[str] | None) -> None:
             print(json.dumps(said | asdict(one), ensure_ascii=False))
         else:
             text = (prompt if isinstance(prompt, str) and not flags.chat else "") + one.text
-            print(printable(text) if sys.stdout.isatty() else text, end="\n" if len(found) == 1 else "\n---\n")
+            tell_text(text, end="\n" if len(found) == 1 else "\n---\n")
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:

@@ -87,7 +87,7 @@ def test_a_base_of_rotary_positions_may_exceed_32_bits(tmp_path):
     config = published.truth()["llama"]["config"]
     assert section(tmp_path, {key: value for key, value in config.items() if not key.startswith("rope_")} | {
         "rope_theta": 3580165449.0})["rope_theta"] == 3580165449.0
-    with pytest.raises(jt.UserError, match="rope_theta=1e[+]?300 is not a number up to"):
+    with pytest.raises(jt.UserError, match=r"rope_theta=1e[+]?300 is not a number up to"):
         section(tmp_path, config | {"rope_theta": 1e300})
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import storage
-from jaxtrain.errors import UserError, say, tell
+from jaxtrain.errors import UserError, say, tell_text
 from jaxtrain.flags import command, parser_of
 from jaxtrain.hub.speech.transcript_windows import Segment, silence_of, text_of, window
 
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
             "file": name, "text": text_of(segments), "segments": [asdict(one) for one in segments]}) + "\n"
             for name, segments in found.items()))
     elif not flags.stream:
-        tell("\n".join(f"{name}\t{text_of(segments)}" for name, segments in found.items()))
+        tell_text("\n".join(f"{name}\t{text_of(segments)}" for name, segments in found.items()))
     if flags.references:
         say(compared(found, flags.workdir, flags.english))
 
