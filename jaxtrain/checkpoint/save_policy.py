@@ -1,4 +1,4 @@
-"""The save policy: every `checkpoint.every` steps, and one piece of advice where another interval would lose less time.
+"""The save policy: every `checkpoint.every` steps, and one hint if another interval would lose less time.
 
 A save takes time from training, a failure loses the work since the last save. Daly's formula (J. T. Daly, "A higher
 order estimate of the optimum checkpoint interval for restart dumps", 2006) balances the two; it refines Young's sqrt(2
@@ -23,6 +23,7 @@ MOST = 1800.0  # seconds of work between two saves that are advised at most, how
 PROCESS_MTBF = 1000 / 6.5 * 24 * 3600.0
 _STEPS = 10  # a save that comes after fewer steps is not measured: the first steps of a run are not like the others
 _MUCH = 0.01  # the share of the time that can be saved before anything is said
+_SHORT = 600.0  # seconds: in a run that is shorter in all, nothing is said
 
 
 def daly(cost: float, mtbf: float) -> float:
@@ -102,12 +103,13 @@ class SavePolicy:
     def _advise(self, cost: float) -> None:
         """Print the interval that would lose the least time if the configured one loses much more."""
         life = self._ledger.account()
+        if life.incarnations[-1].last_step * self._work < _SHORT:
+            return
         mtbf = (self._prior + life.lived) / (1 + life.failures)  # the prior counts as one failure
         steps = float(f"{min(MOST, daly(cost, mtbf)) / self._work:.2g}")  # more digits would promise too much
         best = max(1, min(life.incarnations[-1].last_step, round(steps)))
         now, then = (lost(steps * self._work, cost, mtbf) for steps in (self._every, best))
         if now - then > _MUCH:
             self._advised = True
-            say(f"checkpoint.every={self._every}: a save costs {cost:.2g} s and a failure is expected every "
-                f"{duration(mtbf)}, which together lose {now:.1%} of the time; checkpoint.every={best} would lose "
-                f"{then:.1%}")
+            say(f"hint: saves ({cost:.2g} s each) and failures (one expected every {duration(mtbf)}) cost {now:.1%} of "
+                f"the time with checkpoint.every={self._every}; checkpoint.every={best} would cost {then:.1%}")

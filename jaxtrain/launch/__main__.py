@@ -1,4 +1,4 @@
-"""Submit a run to this machine, Slurm, Kubernetes or Ray, or write it for others.
+"""Submit a run to this machine, Slurm, Kubernetes or Ray, or write a job file for other engines.
 
     jaxtrain launch configs/gpt.py:tiny --on=local --workdir=runs/first
     jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/big --nodes=4 --accelerators_per_node=8 --time=24:00:00
@@ -7,8 +7,8 @@
     jaxtrain launch --on=slurm --workdir=runs/own --nodes=2 -- python train.py
     jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/seed-{task} --array=0-3 --config.train.seed={task}
 
-What a job needs are keys of a TOML file (--job), or flags of the same names. The config is read first, so that its
-mistakes are told before the job waits. `jaxtrain jobs` shows jobs, and pauses, resumes and cancels them.
+The resources of the job are keys of a TOML file (--job), or flags of the same names. The config is checked before the
+job is submitted. `jaxtrain jobs` lists, pauses, resumes and cancels jobs.
 """
 
 import argparse
@@ -41,15 +41,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("config", nargs="?", default=argparse.SUPPRESS, help="a config file such as "
                         "configs/gpt.py, or configs/gpt.py:124m; --config.SECTION.KEY=VALUE overrides its keys")
     parser.add_argument("--on", required=True, help=f"the engine: {', '.join(ENGINES)}")
-    parser.add_argument("--workdir", required=True, help="workdir of the run, which all machines see")
+    parser.add_argument("--workdir", required=True, help="workdir of the run, on a file system that all machines share")
     parser.add_argument("--job", metavar="FILE", help="resources of the job, in TOML (docs/launch.md)")
-    parser.add_argument("--array", metavar="TASKS", help="several jobs, such as 0-3 or 1,5,7: each of these numbers "
-                                                         "stands for {task}, in --workdir and in any key")
+    parser.add_argument("--array", metavar="TASKS", help="submit several jobs, such as 0-3 or 1,5,7: the number of "
+                                                         "each replaces {task} in --workdir and in any key")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="show what would be submitted, and stop")
-    for name in JobSpec.__dataclass_fields__:
-        shown = isinstance(getattr(JobSpec(), name), str | int | float)  # lists and tables are in a file only
-        parser.add_argument(f"--{name}", metavar="VALUE",
-                            help=f"as the job's key {name}" if shown else argparse.SUPPRESS)
+    for name, spec in JobSpec.__dataclass_fields__.items():  # lists and tables are in a file only
+        parser.add_argument(f"--{name}", metavar="VALUE", help=spec.metadata.get("help", argparse.SUPPRESS))
     flags, rest = parser.parse_known_args(words)
     given = {name: value for name in JobSpec.__dataclass_fields__ if (value := getattr(flags, name)) is not None}
     engine, spec, made, loaded = engine_of(flags.on), read_spec(flags.job, given), [], None

@@ -66,6 +66,7 @@ def advice(capsys):
     """Return the interval that was advised; None: there was no advice."""
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) <= 1
+    assert not lines or lines[0].startswith("hint: ")
     return int(lines[0].partition("; checkpoint.every=")[2].partition(" ")[0]) if lines else None
 
 
@@ -80,11 +81,18 @@ def test_saves_that_come_too_often_are_told_once_with_what_would_lose_less(tmp_p
     assert capsys.readouterr().err == ""
     run.until(2000)
     cost = run.blocked + 4 * 0.2  # four steps were slower
-    best = 96  # steps of one second; Daly says 96.2
+    best, mtbf = 96, 3624.5  # steps of one second; Daly says 96.2
     assert capsys.readouterr().err == (
-        f"checkpoint.every=20: a save costs {cost:.1f} s and a failure is expected every 1:00:25 h, which together "
-        f"lose {lost(20, cost, 3624.5):.1%} of the time; checkpoint.every={best} would lose "
-        f"{lost(best, cost, 3624.5):.1%}\n")
+        f"hint: saves ({cost:.1f} s each) and failures (one expected every 1:00:25 h) cost "
+        f"{lost(20, cost, mtbf):.1%} of the time with checkpoint.every=20; checkpoint.every={best} would cost "
+        f"{lost(best, cost, mtbf):.1%}\n")
+
+
+def test_a_run_of_less_than_ten_minutes_gets_no_hint(tmp_path, capsys):
+    run = Run(tmp_path, every=20, mtbf_hours=1)
+    run.ledger._own.last_step = 500
+    run.until(500)
+    assert capsys.readouterr().err == ""
 
 
 def test_saves_that_come_too_seldom_are_told_too(tmp_path, capsys):
