@@ -2,8 +2,8 @@
 
     jaxtrain supervise --processes=2 -- --config=configs/gpt.py:tiny --workdir=runs/two
 
-Starts N processes of `jaxtrain train` on this host as one run, with the flags that follow `--`. When one dies or falls
-silent it ends the others and starts all again, until the run is finished, the command turns out to be wrong, or
+Starts N processes of `jaxtrain train` on this host as one run, with the flags that follow `--`. When one of them
+crashes or hangs, it stops the others and restarts all, until the run is finished, the command turns out to be wrong, or
 --max_restarts is reached. The exit status is the run's.
 """
 
@@ -48,21 +48,21 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = parser_of("supervise", __doc__,
                        usage="%(prog)s [--processes=N ...] -- --config=FILE [flags of jaxtrain train]")
     parser.add_argument("--processes", type=int, default=1, help="number of processes on this host; default: 1")
-    parser.add_argument("--min_processes", type=int, help="fewest processes to continue with when "
-                        "others keep failing; default: all")
+    parser.add_argument("--min_processes", type=int,
+                        help="fewest processes to continue with when others keep crashing; default: all")
     parser.add_argument("--max_restarts", type=int, default=5,
-                        help="restarts in a row without a new step until it gives up; default: 5")
+                        help="consecutive restarts without a new step after which it gives up; default: 5")
     parser.add_argument("--max_backoff", type=float, default=60.0,
-                        help="seconds between two attempts, at most; default: 60")
+                        help="maximum seconds between two attempts; default: 60")
     parser.add_argument("--silent", type=float, default=300.0,
-                        help="seconds without a heartbeat "
-                        "after which a process counts as hung; 0: never; default: 300")
+                        help="seconds without a heartbeat after which a process counts as hung; 0: never; default: 300")
     parser.add_argument("--lost_after", type=int, default=2,
-                        help="failures in a row after which a process is left out; default: 2")
+                        help="consecutive crashes after which a process is no longer restarted; default: 2")
     parser.add_argument("--retry_lost", type=float, default=600.0,
-                        help="seconds after which a process that was left out is used again; default: 600")
+                        help="seconds after which such a process is tried again; default: 600")
     parser.add_argument("--coordinator", help="host:port of node 0, in a run on several hosts")
-    parser.add_argument("--nodes", type=int, default=1, help="hosts, each with a supervisor of its own; default: 1")
+    parser.add_argument("--nodes", type=int, default=1,
+                        help="number of hosts, each with its own supervisor; default: 1")
     parser.add_argument("--node_rank", type=int, default=0, help="number of this host, from 0")
     parser.add_argument("--program", nargs="+", help=argparse.SUPPRESS)  # for tests: instead of jaxtrain.main
     parser.group("several hosts", "coordinator", "nodes", "node_rank")

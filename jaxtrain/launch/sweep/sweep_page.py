@@ -37,14 +37,14 @@ def page(sweep: Sweep, tried: Sequence[Tried]) -> str:
     parts += ["<h2>All points, the best first</h2>", html_table(head, rows, 2)]
     head, rows = findings.importance(sweep, tried)
     parts += ["<h2>How much each key matters</h2>", html_table(head, rows, 1), paragraph(
-        "“Explains” is the share of the variance of the complete points, by their ranks, that lies between groups of "
-        "points with like values of this key alone: a group for each listed value, or four equal groups of a range. "
-        "What as many groups of chance would explain is taken away, and what keys explain only together is in no row."
+        "“Explains” is the share of the variance of the complete points' ranks that is explained by this key alone: "
+        "by one group of points for each listed value, or four equal groups for a range. "
+        "Corrected for chance. Interactions between keys are not included."
         + (" PED-ANOVA (Watanabe et al. 2023) compares the best tenth of the points with all of them."
            if len(head) > 2 else ""), "soft")]
     parts += ["<h2>Points as lines</h2>", paragraph(
-        "A line is a complete point: its values of the keys, and on the right what came of it. The best is thick, the "
-        "best fifth blue.", "soft"), coordinates(sweep, done)]
+        "Each line is a complete point: its values of the keys, and on the right its result. The best one is thick, "
+        "the best fifth is blue.", "soft"), coordinates(sweep, done)]
     parts += [f"<h2>{escape(sweep.metric)} over steps</h2>", curves(order[:_MOST_LINES], sweep.sign)]
     return document(title, parts)
 
