@@ -62,7 +62,7 @@ class MetricsWriter:
     * `idle_s` is the part of a step's time before its dispatch began, in which the devices had nothing to do.
     * Step time runs from one step's completion to the next one's. The first step of a process has no predecessor (and
       includes compilation), so it is in no average; a line with only that step has null. Evaluations are excluded too:
-      the clock restarts when one ends, and when what saves need has been compiled in the first step.
+      the clock restarts when one ends.
 
     Use it as a context manager: when it ends, all lines are written and the sinks closed.
     """

@@ -27,8 +27,6 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 _MARKS = {"restart": ("dot", -1), "rollback": ("dash", 7), "spike": ("dashdot", 4)}  # a dash and a colour
 _MOST_MARKS, _MOST_MARKERS = 300, 100
-# A chart of fewer points shows all of them; and one of which 90 % of the points take at least this part of the axis.
-_FEW, _FLAT = 20, 3
 _TALL, _BLOCKS = 280, 40  # pixels of a chart in a notebook, and characters of one in words
 
 
@@ -50,24 +48,7 @@ def figure(chart: Chart, runs: Sequence[RunCurves], groups: Sequence[Group] = ()
     made.add_traces([trace for number, one in enumerate(runs) for trace in _traces(chart, one, number, len(runs))])
     if chart.name == "loss":
         made.add_traces([_band(group) for group in groups])
-    made.update_yaxes(range=_range(chart, runs))
     return made
-
-
-def _range(chart: Chart, runs: Sequence[RunCurves]) -> list[float] | None:
-    """Return the part of the vertical axis to show, without outliers that would flatten all else; None: all of it.
-
-    A few points, such as the first losses, or a step that waited for something else, must not take up most of a chart.
-    """
-    curves = [curve.values for key in chart.keys for one in runs if (curve := one.curve(key))]
-    values = np.concatenate([each[np.isfinite(each)] for each in curves] or [np.empty(0)])
-    if len(values) < _FEW:
-        return None
-    least, low, high, greatest = np.percentile(values, [0, 5, 95, 100])
-    margin = (high - low) / 2
-    if margin <= 0 or greatest - least < _FLAT * (high - low):
-        return None
-    return [float(max(least - margin / 4, low - margin)), float(min(greatest + margin / 4, high + margin))]
 
 
 @dataclass(frozen=True)
@@ -104,7 +85,7 @@ def plot(workdir: str | Path, *more: str | Path) -> Plot:
             trace.update(showlegend=trace.name not in seen, legendgroup=trace.name, meta=None)
             seen.add(trace.name)
             made.add_trace(trace, row, 1)
-        made.update_yaxes(title=chart.unit, range=_range(chart, runs), row=row, col=1)
+        made.update_yaxes(title=chart.unit, row=row, col=1)
     made.update_layout(height=_TALL * len(titles), hovermode="x", template="plotly_white")
     words = "\n".join(_in_words(chart, one) for chart in shown for one in runs)
     return Plot(made, words or "no steps yet")
@@ -135,9 +116,8 @@ def _traces(chart: Chart, one: RunCurves, number: int, count: int) -> list[Any]:
     made = []
     for place, curve in enumerate(curves):
         colour, dash = (place, place) if count == 1 else (number, number + place * (not curve.key.startswith("eval_")))
-        several = len(chart.keys) > 1  # so that training and evaluation, for one, are told apart
-        name, group = (curve.key, curve.key) if count == 1 else (f"{one.name}{f' {curve.key}' * several}", one.name)
-        keys = {"name": html.escape(name), "legendgroup": html.escape(f"{group} {curve.key}")}
+        name, group = (curve.key, curve.key) if count == 1 else (f"{one.name}{f' {curve.key}' * (place > 0)}", one.name)
+        keys = {"name": html.escape(name), "legendgroup": html.escape(group), "showlegend": count == 1 or place == 0}
         made += _curve(curve, keys, colour, dash, points)
     finite = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves] or [np.empty(0)])
     if not len(finite):

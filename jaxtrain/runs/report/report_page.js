@@ -57,7 +57,7 @@ function draw(figure) {
     hoverlabel: {bgcolor: colour("--card"), bordercolor: colour("--edge"), font: {color: colour("--text")}, namelength: -1},
     xaxis: {...layout.xaxis, ...lines, nticks: narrow ? 5 : 0,
       ...(curves && {title: {text: byId("axis").selectedOptions[0].text}})},
-    yaxis: {...layout.yaxis, ...lines, ...(curves && {type: log ? "log" : "linear"}), ...(log && {range: null})},
+    yaxis: {...layout.yaxis, ...lines, ...(curves && {type: log ? "log" : "linear"})},
     margin: {...layout.margin, ...(narrow && {l: 40, r: 6})}};
   Plotly.react(drawing, data.map(trace => looked(trace, colour, axis, share)), wanted,
     {responsive: true, displaylogo: false, displayModeBar: narrow ? false : undefined,
