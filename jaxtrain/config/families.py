@@ -17,7 +17,7 @@ class DecoderConfig(ModelConfig):
     """The fields that every decoder of text has besides."""
 
     # pyrefly: ignore[bad-override]
-    vocab_size: int = 320  # rows of the embedding table: at least the tokenizer's
+    vocab_size: int = 320  # rows of the embedding table: at least the tokenizer's vocabulary
     # pyrefly: ignore[bad-override]
     window: int = 0  # sliding attention window in tokens; 0: none
     # pyrefly: ignore[bad-override]
@@ -40,18 +40,18 @@ class RotaryConfig(DecoderConfig):
     """Rotary positions, as they are or scaled for longer rows."""
 
     rope_theta: float = 10_000.0  # base of the rotary positions
-    rope_scaling: float = 1.0  # factor by which rows may be longer than originally; 1: unscaled positions
-    rope_type: str = "llama3"  # how rope_scaling scales: "linear", "ntk", "llama3" or "yarn"
+    rope_scaling: float = 1.0  # factor by which the context is extended; 1: unscaled positions
+    rope_type: str = "llama3"  # the method of rope_scaling: "linear", "ntk", "llama3" or "yarn"
     rope_original_len: int = 8192  # llama3, yarn: the length that rope_scaling extends
-    rope_low_freq_factor: float = 1.0  # llama3: frequencies with fewer turns in the original length are divided,
-    rope_high_freq_factor: float = 4.0  # llama3: those with more turns than this are kept
-    rope_beta_fast: float = 32.0  # yarn: frequencies with more turns in the original length are kept,
-    rope_beta_slow: float = 1.0  # yarn: those with fewer turns than this are divided
-    rope_truncate: bool = True  # yarn: whether the bounds between those are rounded to whole pairs
-    # yarn: factor of cosine and sine; 0: 0.1 ln(rope_scaling) + 1, or from the mscales
+    rope_low_freq_factor: float = 1.0  # llama3: frequencies with fewer turns in rope_original_len are scaled down
+    rope_high_freq_factor: float = 4.0  # llama3: frequencies with more turns in rope_original_len are kept
+    rope_beta_fast: float = 32.0  # yarn: frequencies with more turns than this in rope_original_len are kept
+    rope_beta_slow: float = 1.0  # yarn: frequencies with fewer turns than this are scaled down
+    rope_truncate: bool = True  # yarn: whether the bounds between these two are rounded to whole pairs of dimensions
+    # yarn: factor of cosine and sine; 0: 0.1 ln(rope_scaling) + 1, or from rope_mscale
     rope_attention_factor: float = 0.0
-    rope_mscale: float = 0.0  # yarn in DeepSeek's models: weight of that logarithm; the factor is divided by that of
-    rope_mscale_all_dim: float = 0.0  # yarn: this weight, by whose factor squared deepseek_v3 multiplies scores
+    rope_mscale: float = 0.0  # yarn: mscale, as in the config.json of DeepSeek's models; 0: not used
+    rope_mscale_all_dim: float = 0.0  # yarn: mscale_all_dim, as there; attention scores are scaled by its square
 
     def __post_init__(self):
         super().__post_init__()
@@ -112,13 +112,13 @@ class RoutedConfig(RotaryConfig):
     # pyrefly: ignore[bad-override]
     num_experts: int = 0  # routed experts of a layer; 0: dense layers
     # pyrefly: ignore[bad-override]
-    experts_per_token: int = 2  # number of experts that each token passes through
+    experts_per_token: int = 2  # number of experts that each token is routed to
     # pyrefly: ignore[bad-override]
     expert_mlp_dim: int = 0  # width of one expert; 0: mlp_dim
     balance_loss: float = 0.0  # coefficient of the load-balance loss of each row and layer: docs/parallelism.md
-    router_z_loss: float = 0.0  # coefficient of the router logits' squared log-partition
+    router_z_loss: float = 0.0  # coefficient of the z-loss, the squared log-partition of the router's logits
     # pyrefly: ignore[bad-override]
-    # most tokens of a row for an expert, relative to an even share; 0: no limit (none dropped)
+    # most tokens of a row per expert, relative to an even share; 0: no limit (none dropped)
     capacity_factor: float = 0.0
 
     # No fields: what a family without them has.
@@ -148,17 +148,17 @@ class ExpertsConfig(RoutedConfig, LlamaConfig):
 
     name: str = "mixtral"
     # pyrefly: ignore[bad-override]
-    shared_experts: int = 0  # experts that every token passes through besides, as one of their summed width
+    shared_experts: int = 0  # additional experts that every token uses, computed as one wide expert
     # pyrefly: ignore[bad-override]
-    dense_layers: int = 0  # the first layers, which have a dense MLP of mlp_dim instead
+    dense_layers: int = 0  # number of first layers that have a dense MLP of mlp_dim instead of experts
     # pyrefly: ignore[bad-override]
-    experts_every: int = 1  # of the layers after those, every so many the last one has experts, the others a dense MLP
+    experts_every: int = 1  # after dense_layers, every N-th layer has experts, the others a dense MLP
     # pyrefly: ignore[bad-override]
     router: str = "softmax"  # how logits become scores: "softmax" or "sigmoid"
     # pyrefly: ignore[bad-override]
     normalize_router: bool = True  # whether the weights of a token's experts are made to add up to 1
     # pyrefly: ignore[bad-override]
-    router_scale: float = 1.0  # factor of these weights
+    router_scale: float = 1.0  # factor by which these weights are multiplied
     # pyrefly: ignore[bad-override]
     expert_groups: int = 1  # groups into which the experts are divided
     # pyrefly: ignore[bad-override]
@@ -200,7 +200,7 @@ class DeepseekV3Config(ExpertsConfig):
     # pyrefly: ignore[bad-override]
     kv_rank: int = 0  # width of the keys' and values' latent
     # pyrefly: ignore[bad-override]
-    rope_head_dim: int = 0  # how much of a head turns with positions, beside head_dim that does not
+    rope_head_dim: int = 0  # dimensions of a head with rotary positions, in addition to head_dim without
     # pyrefly: ignore[bad-override]
     value_head_dim: int = 0  # 0: head_dim
 
@@ -241,7 +241,7 @@ class Gemma3Config(DecoderConfig):
     name: str = "gemma3"
     window: int = 512  # sliding window of the local layers, in tokens
     # pyrefly: ignore[bad-override]
-    global_every: int = 6  # the last of every so many layers is global
+    global_every: int = 6  # every N-th layer is global
     rope_theta: float = 1_000_000.0  # base of the rotary positions in the global layers
     local_rope_theta: float = 10_000.0  # base of the rotary positions in the layers with a window
     rope_factor: float = 1.0  # divisor of positions in the global layers: 8 from 4B on, 1 in 1B
@@ -265,12 +265,12 @@ class GptOssConfig(RoutedConfig):
     name: str = "gpt_oss"
     window: int = 128  # sliding window of the local layers, in tokens
     # pyrefly: ignore[bad-override]
-    global_every: int = 2  # the last of every so many layers is global
+    global_every: int = 2  # every N-th layer is global
     rope_theta: float = 150_000.0  # base of the rotary positions
     num_experts: int = 32  # routed experts of a layer
-    experts_per_token: int = 4  # number of experts that each token passes through
-    swiglu_limit: float = 7.0  # gate and up of an expert are clamped to it, the gate only from above
-    swiglu_alpha: float = 1.702  # the gate is multiplied by the sigmoid of so many times itself
+    experts_per_token: int = 4  # number of experts that each token is routed to
+    swiglu_limit: float = 7.0  # clamps an expert's gate and up projections, the gate only from above
+    swiglu_alpha: float = 1.702  # alpha of the gated activation x * sigmoid(alpha * x)
     tied_embeddings: bool = False  # whether the output projection is the embedding table
     sinks = True
 

@@ -19,8 +19,8 @@ class EventsConfig(ModelConfig):
     # Columns of ids, and how many ids each has (with 0, which is for what is missing): {"item": 5000, "shop": 40}
     categories: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
     numbers: list[str] = dataclasses.field(default_factory=list, hash=False)  # columns of numbers
-    predict: str = ""  # the column of ids that is predicted; "": the first of model.categories
-    time_loss: float = 0.0  # weight of the squared error of log(1 + time to the next event); 0: it is not predicted
+    predict: str = ""  # the column of ids to predict; "": the first of model.categories
+    time_loss: float = 0.0  # weight of the squared error of log(1 + time to the next event); 0: times are not predicted
     # pyrefly: ignore[bad-override]
     window: int = 0  # sliding attention window in events; 0: none
     # pyrefly: ignore[bad-override]
@@ -73,23 +73,23 @@ class WhisperConfig(ModelConfig):
 
     name: str = "whisper"
     # pyrefly: ignore[bad-override]
-    vocab_size: int = 51_865  # rows of the embedding table: at least the tokenizer's
-    max_seq_len: int = 448  # the longest row of tokens, with model.prefix and model.end; each has a learned position
+    vocab_size: int = 51_865  # rows of the embedding table: at least the tokenizer's vocabulary
+    max_seq_len: int = 448  # longest sequence in tokens, with model.prefix and model.end; each has a learned position
     encoder_layers: int = 0  # blocks of the encoder; 0: num_layers, which are those of the decoder
     audio_positions: int = 1500  # positions of the encoder, for two frames each: 1500 are 30 seconds
-    mask_padding: bool = True  # nothing attends to padding of audio; False: it is silence to the model, as published
-    mels: int = 80  # bands of a frame: 80, or 128 in large-v3
-    audio_chunk: int = 0  # streaming: positions of the encoder see their own chunk of so many, and earlier ones; 0: all
-    audio_chunks_back: int = 0  # with audio_chunk, how many earlier chunks they see; 0: all
+    mask_padding: bool = True  # mask padding of audio in attention; False: it is silence to the model, as published
+    mels: int = 80  # mel bands: 80, or 128 in large-v3
+    audio_chunk: int = 0  # streaming: positions per chunk; each attends to its own and earlier chunks; 0: all
+    audio_chunks_back: int = 0  # with audio_chunk: number of earlier chunks to attend to; 0: all
     # Tokens in front of every transcript: its start and, where they are the same for all, language, task and timestamps
     prefix: list[int] = dataclasses.field(default_factory=lambda: [50258], hash=False)
     end: int = 50257  # the token after a transcript
-    ctc_weight: float = 0.0  # weight of the encoder's CTC loss, in place of that share of the cross-entropy; 0: no head
+    ctc_weight: float = 0.0  # weight of the encoder's CTC loss; cross-entropy has 1 - ctc_weight; 0: no CTC head
     # SpecAugment (arXiv 1904.08779), which sets frames and bands of training rows to 0:
     time_masks: int = 0  # number of masked stretches of frames
-    time_mask: int = 100  # with time_masks, the most frames of a stretch
+    time_mask: int = 100  # with time_masks: maximum length of a masked interval, in frames
     mel_masks: int = 0  # number of masked ranges of bands
-    mel_mask: int = 27  # with mel_masks, the most bands of a range
+    mel_mask: int = 27  # with mel_masks: maximum width of a masked range, in bands
 
     tied_embeddings = True
     causal = False

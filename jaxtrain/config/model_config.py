@@ -23,7 +23,7 @@ class ModelConfig:
     num_kv_heads: int = 0  # 0: as many as num_heads
     head_dim: int = 0  # 0: embed_dim / num_heads
     mlp_dim: int = 0  # 0: 4 x embed_dim
-    max_seq_len: int = 1024  # the longest row in tokens; GPT-2 has a learned position for each
+    max_seq_len: int = 1024  # longest sequence in tokens; GPT-2 has a learned position for each
     norm_eps: float = 1e-5  # added to the variance in LayerNorm and RMSNorm
     # muP: widths of a narrow model whose best learning rate this one then has, as {"embed_dim": 64, "num_heads": 4}
     mup_base: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)

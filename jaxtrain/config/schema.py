@@ -28,12 +28,12 @@ class MeshConfig:
     """The section `mesh`: the size of each axis (one may be -1: the rest), and the rules that map names to axes."""
 
     auto: bool = False  # the planner chooses the sizes; written mesh=auto
-    hsdp: bool = False  # data: one part for each node, fsdp: within a node; written mesh=hsdp
-    data: int = -1  # data parallelism: each part holds all parameters, unless optimizer.zero_stage spreads them
-    fsdp: int = 1  # fully sharded data parallelism: parameters are spread, and gathered layer by layer
+    hsdp: bool = False  # data parallelism across nodes and fsdp within a node; written mesh=hsdp
+    data: int = -1  # data parallelism: replicas hold all parameters, unless optimizer.zero_stage shards them
+    fsdp: int = 1  # fully sharded data parallelism: parameters are sharded, and gathered layer by layer
     stage: int = 1  # pipeline parallelism: each stage holds some of the layers
-    context: int = 1  # context parallelism: each part holds a part of every sequence
-    expert: int = 1  # expert parallelism: each part holds some of the experts
+    context: int = 1  # context parallelism: each sequence is split among devices
+    expert: int = 1  # expert parallelism: the experts are split among devices
     tensor: int = 1  # tensor parallelism: heads, MLPs and the vocabulary are split, and the sequence between them
     context_strategy: str = "auto"  # how attention communicates between the parts of a sequence
     rules: str = "fsdp_tp"  # how logical axis names map onto these axes: data, fsdp or fsdp_tp
@@ -63,7 +63,7 @@ class PipelineConfig:
     schedule: str = "1f1b"  # the order of forward and backward passes of micro-batches
     microbatches: int = 0  # micro-batches of each batch, or of each train.accumulation part; 0: chosen, or the table's
     chunks: int = 0  # chunks of layers on each stage; 0: 2 for interleaved and zb_v, else 1, or the table's
-    overlap: bool = False  # give transfers between stages a tick of their own: hidden, for a longer bubble
+    overlap: bool = False  # overlap transfers between stages with computation, at the price of a longer bubble
     table: str = ""  # a file with your own schedule, CSV or JSON
 
     def __post_init__(self):
@@ -82,21 +82,21 @@ class DataConfig:
     # several sources instead of source: name -> {source, weight, epochs}
     mixture: dict[str, Any] = field(default_factory=dict, hash=False)
     stages: list[Any] = field(default_factory=list, hash=False)  # what changes at which step: docs/data-mixtures.md
-    # Documents end to end, cut at rows; "best_fit": few are cut; "bucket": one a row, which sequences of a prepared
-    # corpus always are; "pairs", "answers": whole ones.
+    # "concat": documents end to end, cut at row ends; "best_fit": few are cut; "bucket": one per row, as for sequences of
+    # a prepared corpus; "pairs", "answers": preference pairs or labelled answers, never cut.
     packing: str = "concat"
-    buckets: list[int] = field(default_factory=list, hash=False)  # lengths of rows in buckets; none: chosen
-    crop: bool = False  # sequences of more than seq_len steps lose their ends; else they are refused
-    cross_document_attention: bool = False  # attend to all earlier tokens of a row, as many published recipes do
+    buckets: list[int] = field(default_factory=list, hash=False)  # bucket lengths; none: chosen automatically
+    crop: bool = False  # truncate sequences longer than seq_len; False: such sequences are an error
+    cross_document_attention: bool = False  # attend across documents in a row, as many published recipes do
     seq_len: int = 256  # tokens in a row
     global_batch_size: int = 16  # rows in a step, over all devices
     seed: int = 0  # seed of the order of the data
-    eval_fraction: float = 0.05  # share of the files for evaluation; a single file is split by position
+    eval_fraction: float = 0.05  # fraction of the files held out for evaluation; a single file is split by position
     cache_dir: str = ""  # "": $JAXTRAIN_CACHE or ~/.cache/jaxtrain
-    cache_bytes: int = 2**36  # most bytes of a corpus in object storage that are cached on disk
+    cache_bytes: int = 2**36  # maximum number of bytes of a corpus in object storage that are cached on disk
     corrupt: str = "fail"  # about corrupt data: fail, or "skip_and_count": affected rows carry no loss
     prefetch: int = 2  # batches prepared ahead, on a background thread
-    # random changes of training pictures: "flip", "crop", "colour"
+    # random augmentations of training images: "flip", "crop", "colour"
     augment: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self):
@@ -150,8 +150,8 @@ class OptimizerConfig:
     momentum: float = 0.95  # momentum of the matrices that muon updates; AdamW updates the rest with b1 and b2
     eps: float = 1e-8  # added to the root of the second moment, of adamw and muon
     moment_dtype: str = "float32"  # dtype of matrices' moments between steps; int8: with a scale for each 128 elements
-    zero_stage: int = 0  # over mesh.data, spread the optimizer's state (1), gradients too (2), parameters too (3)
-    offload: bool = False  # keep its state in host memory between steps: slower, but saves device memory
+    zero_stage: int = 0  # over mesh.data, shard the optimizer's state (1), also gradients (2), also parameters (3)
+    offload: bool = False  # keep the optimizer's state in host memory between steps: slower, but saves device memory
 
     def __post_init__(self):
         one_of("optimizer.name", self.name, tuple(READ_BY))
@@ -185,17 +185,17 @@ class TrainConfig:
     accumulation: int = 1  # micro-batches per step
     precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, layers' products in 8 bits
     attention: str = "auto"  # the kernel: auto chooses by device, dtype and shapes; docs/training.md
-    check_memory: bool = True  # refuse, before anything is compiled, what the planner says cannot fit
+    check_memory: bool = True  # stop before compiling if the planner says that the run cannot fit in memory
     expert_exchange: str = "auto"  # how tokens reach their experts: "gather" all, or "ragged" all-to-all
-    # size of experts' buffers relative to an even load; more rows take further passes; 0: no limit
+    # size of experts' buffers relative to an even load; more tokens take more passes; 0: no limit
     expert_buffer: float = 2.0
     grouped_matmul: str = "auto"  # the kernel of experts: auto chooses by device, dtype and shapes
     # kept of a layer: "none": all; "full": its input; "dots": also matmuls; "attention": also its output
     remat: str = "none"
-    unroll: int = -1  # layers per scan iteration; 0: all of them; -1: all on GPUs where that pays, else 1
-    loss_chunks: int = 0  # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
+    unroll: int = -1  # layers per scan iteration; 0: all of them; -1: all on GPUs where that is faster, else 1
+    loss_chunks: int = 0  # chunks in which the loss of a micro-batch is computed; 0: chosen by size
     z_loss: float = 0.0  # coefficient of the squared log-partition of the logits
-    ema_decay: float = 0.0  # decay of the moving average of the weights, which is evaluated and saved; 0: none
+    ema_decay: float = 0.0  # decay of the weights' moving average (EMA), which is evaluated and saved; 0: none
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int = 0  # steps between evaluations, or a fraction of train.steps; 0: at the end only
     eval_batches: int = 8  # batches of each evaluation
@@ -206,7 +206,7 @@ class TrainConfig:
     # the only parameters that are trained, named in the same way
     trainable: list[str] = field(default_factory=list, hash=False)
     frozen_dtype: str = ""  # dtype of frozen parameters; "": as the others
-    deterministic: bool = False  # a step gives the same bits each time on GPUs too; resilience.replay_every needs it
+    deterministic: bool = False  # make steps bit-for-bit reproducible on GPUs too; resilience.replay_every needs it
     # XLA options in addition to the preset; "": leave an option to XLA
     compiler_options: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -238,13 +238,13 @@ class TrainConfig:
 class CheckpointConfig:
     """The section `checkpoint`: when to save and how many to keep; the last step is always saved."""
 
-    every: int = 500  # steps between saves, or a fraction of train.steps; 0: at the end only. A run advises better
+    every: int = 500  # steps between saves, or a fraction of train.steps; 0: at the end only. Runs suggest a value
     keep: int = 2  # how many of the newest good checkpoints stay; nothing newer than them is ever deleted
-    keep_every: int = 0  # checkpoints at multiples of this step stay forever; 0: none
-    best: str = ""  # a metric, such as eval_loss, whose lowest checkpoint stays too, or highest:METRIC; "": none
+    keep_every: int = 0  # checkpoints at multiples of this step are kept forever; 0: none
+    best: str = ""  # keep the checkpoint with the lowest METRIC, such as eval_loss, or highest:METRIC; "": none
     verify: str = "full"  # check before loading: "full" reads and hashes every file, "sizes" compares only sizes
     mtbf_hours: float = 0.0  # expected hours between failures, for advice about `every`; 0: 3,692 / processes
-    mirror: str = ""  # a path or URL (s3://bucket/run) to which good ones are copied too, and fetched from; "": none
+    mirror: str = ""  # a path or URL (s3://bucket/run) where verified checkpoints are mirrored; "": none
     # A second, faster tier: every so many steps each process keeps its part in this machine's memory, and a peer's.
     # 0: off, since it takes up to three times the state of host memory, and as much for the peer.
     local_checkpoint_every: int = 0
@@ -261,21 +261,21 @@ class CheckpointConfig:
 class ResilienceConfig:
     """The section `resilience`: what is watched for, and what is done about failures, hangs and anomalies."""
 
-    elastic: bool = False  # use another mesh if the declared one does not fit the devices; set by the supervisor
+    elastic: bool = False  # use another mesh if the configured one does not fit the devices; set by the supervisor
     # meshes to use then, best first, such as "data=2,tensor=2"; none: derived
     meshes: list[str] = field(default_factory=list, hash=False)
-    hang_factor: float = 20.0  # a step that takes so many times the median counts as hung; 0: nothing does
-    hang_floor: float = 120.0  # but no step counts as hung before so many seconds
+    hang_factor: float = 20.0  # a step that takes this many times the median step time counts as hung; 0: never
+    hang_floor: float = 120.0  # minimum time in seconds before a step counts as hung
     start_limit: float = 3600.0  # limit in seconds for everything else: start, compilation, evaluation, saving
     spikes: str = "record"  # on spikes of loss or gradient norm: "record" them, "skip" the update, or "rollback"
     spike_z: float = 20.0  # robust standard deviations above the median of the last 128 steps that make a spike
-    max_skips: int = 10  # updates left out in a row before the run stops (with "rollback": goes back)
-    skip_batches: int = 16  # batches that a rollback skips: the spike's, and those before it
+    max_skips: int = 10  # consecutive skipped updates before the run stops (with "rollback": rolls back)
+    skip_batches: int = 16  # batches that a rollback skips: the batch of the spike and those before it
     max_rollbacks: int = 10  # rollbacks of the whole run before it stops
-    check_every: int = 200  # steps between comparisons of devices that hold the same; before saves too; 0: never
-    replay_every: int = 0  # steps between ones that run twice and must give the same bits; 0: never
+    check_every: int = 200  # steps between comparisons of replicas, which must be equal; before saves too; 0: never
+    replay_every: int = 0  # steps between steps that are run twice and must give the same bits; 0: never
     probe_every: float = 60.0  # seconds between comparisons of how fast processes and devices are; 0: never
-    straggler_factor: float = 1.25  # a process this many times as slow as its peers is reported
+    straggler_factor: float = 1.25  # a process that is this many times slower than its peers is reported
 
     def __post_init__(self):
         not_negative(self, "resilience", "check_every replay_every probe_every")

@@ -15,8 +15,8 @@ class PatchesConfig(ModelConfig):
     """Rows of patches of several pictures."""
 
     patch_size: int = 16  # side of a patch in pixels
-    patches_per_side: int = 64  # the longest side of a picture in patches, each with a learned position
-    pictures_per_row: int = 8  # most pictures in a row
+    patches_per_side: int = 64  # the longest side of an image in patches, each with a learned position
+    pictures_per_row: int = 8  # maximum number of images in a row
     rows_of = "pictures"
     flops_known = False
 
@@ -49,11 +49,11 @@ class PatchesConfig(ModelConfig):
 class PictureConfig(PatchesConfig):
     """An encoder of pictures beside a model of text."""
 
-    picture_layers: int = 4  # transformer blocks of the encoder of pictures
-    picture_embed_dim: int = 128  # width of the encoder of pictures
-    picture_heads: int = 4  # attention heads of the encoder of pictures
-    picture_mlp_dim: int = 0  # MLP width of the encoder of pictures; 0: 4 x picture_embed_dim
-    picture_norm_eps: float = 0.0  # norm_eps of the encoder of pictures; 0: norm_eps
+    picture_layers: int = 4  # transformer blocks of the image encoder
+    picture_embed_dim: int = 128  # width of the image encoder
+    picture_heads: int = 4  # attention heads of the image encoder
+    picture_mlp_dim: int = 0  # MLP width of the image encoder; 0: 4 x picture_embed_dim
+    picture_norm_eps: float = 0.0  # norm_eps of the image encoder; 0: norm_eps
     # Pixels a side of the square pictures whose places have a learned position each, as in published encoders; pictures
     # of other shapes get what lies between these. 0: a position is a vector for the row plus one for the column
     # pyrefly: ignore[bad-override]
@@ -101,9 +101,9 @@ class DualEncoderConfig(PictureConfig):
 
     name: str = "siglip"
     # pyrefly: ignore[bad-override]
-    vocab_size: int = 320  # rows of the table of texts' tokens: at least the tokenizer's
+    vocab_size: int = 320  # rows of the text embedding table: at least the tokenizer's vocabulary
     text_len: int = 64  # the longest text in tokens
-    joint_dim: int = 0  # width of what pictures and texts are compared by; 0: embed_dim
+    joint_dim: int = 0  # width of the joint embedding of images and texts; 0: embed_dim
     # From patches to a picture: "attention" of a learned query; "probe", the same with a projected query (as published
     # with SigLIP); "mean"; or, with class_token, "class": what becomes of that
     pooling: str = "attention"
@@ -112,7 +112,7 @@ class DualEncoderConfig(PictureConfig):
     projections: str = "both"
     text_begin: int = -1  # the token in front of each text; -1: none
     text_end: int = -1  # the token after each text; -1: none
-    text_pad: int = -1  # what texts are filled up with to text_len, and the encoder sees; -1: they are not
+    text_pad: int = -1  # padding token for texts shorter than text_len; the encoder attends to it; -1: no padding
 
     def __post_init__(self):
         super().__post_init__()
@@ -154,7 +154,7 @@ class PictureFlowConfig(PatchesConfig):
     """Flow matching: a vision transformer that turns noise into pictures of a label."""
 
     name: str = "picture_flow"
-    num_labels: int = 10  # labels of pictures
+    num_labels: int = 10  # number of image labels
     causal = False
     rows_cut = True  # pyrefly: ignore[bad-override]
     # The encoder of pictures is the whole model, so that the keys of every model say its shape.

@@ -18,7 +18,7 @@ class CompressionConfig:
     method: str = ""  # exact (float32, once a step), int8, int4, top_k, random_k or power_sgd; "": as everywhere else
     axis: str = "data"  # the mesh axis that is the slow link: one that splits the batch, and no parameters
     block: int = 0  # size of a block of values; 0: 256 (int8), 64 (int4), 4096 (top_k)
-    ratio: float = 0.01  # top_k, random_k: the share of values that is sent
+    ratio: float = 0.01  # top_k, random_k: fraction of values that are sent
     rank: int = 4  # power_sgd: rank of both factors of a matrix
 
     def __post_init__(self):

@@ -27,14 +27,14 @@ class IslandsConfig:
     momentum: float = 0.9  # Nesterov momentum of the outer optimizer
     pull: float = 0.0  # gossip: pull towards the mean of two islands, below 2 - 2 * momentum ** 2; 0: half of that
     fragments: int = 1  # number of parts in which parameters are exchanged, one after the other (streaming)
-    overlap: int = 0  # inner steps that go on while an exchange is under way
+    overlap: int = 0  # inner steps that overlap with an exchange
     blend: float = 0.5  # with overlap: the share of the island's own parameters kept when the update arrives
-    # format of what is sent: bfloat16; int8, int4, top_k, random_k or power_sgd with error feedback; none: float32
+    # compression of what is sent: bfloat16; int8, int4, top_k, random_k or power_sgd with error feedback; none: float32
     compression: str = "none"
     rank: int = 4  # power_sgd: rank of both factors of a matrix
     max_age: int = 16  # outer updates without an island's progress before that progress is dropped
     age_decay: float = 0.5  # async: progress a rounds older than at equal speed has weight (1 + a) ** -age_decay
-    snapshot_every: int = 20  # outer updates between snapshots of the outer state, from which others join
+    snapshot_every: int = 20  # outer updates between snapshots of the outer state, which new islands load
 
     def __post_init__(self):
         one_of("islands.mode", self.mode, MODES)

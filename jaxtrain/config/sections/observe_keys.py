@@ -25,8 +25,8 @@ class ObserveConfig:
     samples_every: int = 0  # steps between samples of train.sample_tokens tokens for the trackers; 0: none
     traces: str = ""  # OpenTelemetry spans of phases: otlp (sent to OTEL_EXPORTER_OTLP_...), file; "": none
     prometheus_port: int = 0  # port of the Prometheus exporter; a host's other processes use the next ones; 0: none
-    prometheus_host: str = "127.0.0.1"  # its address; 0.0.0.0 lets anyone who can reach this machine read it
-    prometheus_textfile: str = ""  # a folder that node_exporter's textfile collector reads
+    prometheus_host: str = "127.0.0.1"  # its address; with 0.0.0.0 anyone who can reach this machine can read it
+    prometheus_textfile: str = ""  # folder of node_exporter's textfile collector, for metrics as a file; "": none
 
     def __post_init__(self):
         one_of("observe.traces", self.traces, TRACES)

@@ -12,9 +12,9 @@ class SparsityConfig:
     """2:4 structured sparsity: of each four neighbouring inputs of a kernel, the two largest stay; off by default."""
 
     targets: list[str] = field(default_factory=list, hash=False)  # paths with wildcards of linear layers; none: off
-    start: int = 1  # the step after which weights become sparse; or a fraction of train.steps
-    every: int = 100  # steps between choices of the weights that stay
-    stop: int = 0  # the last step at which weights are chosen; or a fraction of train.steps; 0: start
+    start: int = 1  # step at which weights become sparse, or a fraction of train.steps
+    every: int = 100  # steps between updates of the sparsity mask
+    stop: int = 0  # last step at which the mask is updated, or a fraction of train.steps; 0: start
     decay: float = 0.0  # decay of masked weights, added to their gradient (SR-STE)
 
     def __post_init__(self):

@@ -17,12 +17,12 @@ PREFERENCE_LOSSES = {"dpo": "beta label_smoothing reference", "robust": "beta la
 class LoraConfig:
     """Adapters of low rank beside frozen linear layers (docs/tuning.md); none by default."""
 
-    rank: int = 0  # rank of the adapters, which alone are trained; 0: no adapters
+    rank: int = 0  # rank of the adapters, the only parameters that are trained; 0: no adapters
     alpha: float = 16.0  # adapters are multiplied by alpha / rank
     rank_stabilized: bool = False  # multiply by alpha / sqrt(rank) instead, so that higher ranks learn as fast
     # the linear layers that get adapters, by paths with wildcards
     targets: list[str] = field(default_factory=lambda: ["*"], hash=False)
-    experts: bool = False  # the matrices of routed experts are targets too
+    experts: bool = False  # also add adapters to routed experts
     dora: bool = False  # DoRA: adapters change the direction of columns; their lengths are trained separately
     quantize: str = ""  # quantization of frozen linear layers: int8 or nf4 (QLoRA); "": none
 
@@ -44,7 +44,7 @@ class PreferenceConfig:
     beta: float = 0.1  # higher values keep the policy closer to the reference
     label_smoothing: float = 0.0  # dpo, robust, simpo: the share of pairs that may be swapped
     margin: float = 0.0  # simpo (per token), reward: the margin by which the chosen answer's reward should be higher
-    center: float = 0.0  # reward: coefficient of the square of both rewards' sum, which keeps them around 0
+    center: float = 0.0  # reward: coefficient of the squared sum of both rewards, which keeps rewards centered at 0
     desirable_weight: float = 1.0  # kto: weight of desirable answers in the loss
     undesirable_weight: float = 1.0  # kto: weight of undesirable answers in the loss
     reference: str = "copy"  # the reference policy: a "copy", or its sums, "precomputed" at the start
@@ -76,14 +76,14 @@ REINFORCE_LOSSES = ("dapo", "grpo", "dr_grpo")
 class ReinforceConfig:
     """Learning from rewards of the model's own answers (docs/reinforce.md); off by default."""
 
-    prompts: str = ""  # JSON lines with a "prompt" each; "": no reinforcement learning
+    prompts: str = ""  # JSON lines file, each line with a "prompt"; "": no reinforcement learning
     reward: str = ""  # FILE.py:FUNCTION(answer, record), model:WORKDIR of a reward model, or the URL of a scorer
     reward_timeout_s: float = 20.0  # seconds for a scorer to answer a request
-    group_size: int = 8  # answers to each prompt, whose rewards are compared with each other
-    max_new_tokens: int = 64  # most tokens of an answer
-    reuse: int = 1  # steps that are trained on the same answers, before others are made
+    group_size: int = 8  # answers per prompt, whose rewards are compared with each other
+    max_new_tokens: int = 64  # maximum number of tokens of an answer
+    reuse: int = 1  # steps trained on the same answers before new ones are generated
     staleness: int = 0  # steps between generating answers and training on them, during which they are scored
-    gather_weights: bool = False  # weights are gathered and cast once for the answers of a step, not for each token
+    gather_weights: bool = False  # gather and cast weights once for all answers of a step, not for each token
     loss: str = "dapo"  # weights of tokens: "dapo": all equal; "grpo": answers equal; "dr_grpo": by a fixed length
     # subtracted from rewards: the group's "mean", that of the "others" (RLOO), or a head's "value" (PPO)
     baseline: str = "mean"
@@ -92,11 +92,11 @@ class ReinforceConfig:
     gamma: float = 1.0  # value: discount of a reward for each token before it
     gae_lambda: float = 0.95  # value: 1 compares with the actual reward, 0 with the value of the next token
     value_loss: float = 0.1  # value: coefficient of the squared error of values
-    value_clip: float = 0.2  # value: how far values may move before their gradient is cut off; 0: no limit
-    clip: float = 0.2  # an answer's probability may fall to this much below what it was, where that lowers the loss
-    clip_high: float = 0.28  # and rise to this much above; 0: as clip
+    value_clip: float = 0.2  # value: PPO clip range of values; 0: no clipping
+    clip: float = 0.2  # lower PPO clip range of the probability ratio
+    clip_high: float = 0.28  # upper PPO clip range (clip-higher); 0: same as clip
     ratio: str = "token"  # probability ratio: of each "token", or the geometric mean over a "sequence" (GSPO)
-    kl: float = 0.0  # coefficient of the divergence from the policy that the run began with; 0: without
+    kl: float = 0.0  # coefficient of the KL divergence from the initial policy; 0: no KL term
 
     def __post_init__(self):
         one_of("reinforce.loss", self.loss, REINFORCE_LOSSES)
@@ -130,13 +130,13 @@ class ReinforceConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Tasks of lm-evaluation-harness that are asked with each evaluation (docs/evaluate.md); none by default."""
+    """Tasks of lm-evaluation-harness that are run with each evaluation (docs/evaluate.md); none by default."""
 
     tasks: list[str] = field(default_factory=list, hash=False)  # names of tasks or of groups of tasks
     include: str = ""  # a folder with YAML files of your own tasks
     limit: int = 0  # number of questions of each task; 0: all
     num_fewshot: int = -1  # examples in front of each question; -1: as the task says
-    chat: bool = False  # questions go through the chat template of the data
+    chat: bool = False  # apply the chat template of the data to the questions
     batch_size: int = 64  # texts at once
 
     def __post_init__(self):
