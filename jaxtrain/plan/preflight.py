@@ -76,7 +76,7 @@ def check(run: Run) -> str:
     a failed prediction stop no run.
     """
     if run.has_own_parts:
-        return "no prediction: the model, objective or optimizer is not one that a config names"
+        return "memory and speed are not predicted, because the model, objective or optimizer is your own"
     devices = run.mesh.size
     # The mesh may have been given to `build` rather than by the config.
     config = dataclasses.replace(run.config, mesh=dataclasses.replace(run.config.mesh, auto=False, **run.mesh.shape))

@@ -49,7 +49,7 @@ class BatchFunction:
         return step * self._rows * self._tokens
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Return nothing: how long an epoch is, the function does not tell."""
+        """Return {}: the length of an epoch is unknown."""
         return {}
 
     @cached_property

@@ -3,8 +3,8 @@
     jaxtrain supervise --processes=2 -- --config=configs/gpt.py:tiny --workdir=runs/two
 
 Starts N processes of `jaxtrain train` on this host as one run, with the flags that follow `--`. When one dies or falls
-silent it ends the others and starts all again, until the last step is reached, the user made a mistake, or nothing
-helps. The exit status is the run's.
+silent it ends the others and starts all again, until the run is finished, the command turns out to be wrong, or
+--max_restarts is reached. The exit status is the run's.
 """
 
 import argparse
