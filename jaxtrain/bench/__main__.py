@@ -92,7 +92,7 @@ def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[st
 
     names = contenders.named(flags.compare)
     if names and flags.profile:
-        raise UserError("--profile", "a comparison is not traced", "leave one of them out")
+        raise UserError("--profile", "a comparison cannot be profiled", "leave one of them out")
     if names and flags.targets:
         raise UserError("--targets", "a comparison makes no predictions", "leave one of them out")
     compile_cache.enable_compilation_cache()

@@ -112,7 +112,7 @@ class Mirror:
     def _pause(self, step: int, problem: str, failures: int) -> None:
         """After a failure, schedule a retry, unless a newer checkpoint is waiting by then."""
         if failures == 1:
-            self._tell("mirror_failed", f"checkpoint {step} is not copied to {self.place} yet ({problem}); it is tried "
+            self._tell("mirror_failed", f"checkpoint {step} is not copied to {self.place} yet ({problem}); the copy is retried "
                        "again, and the run goes on", step=step, place=self.place, reason=problem)
         first, longest = PAUSE
         with self._changed:

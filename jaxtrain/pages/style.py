@@ -21,7 +21,7 @@ table{border-collapse:collapse;font-size:.875rem;width:100%;font-variant-numeric
 th,td{padding:.3rem .5rem;text-align:right;border-bottom:1px solid var(--edge);vertical-align:top}
 th{color:var(--soft);font-weight:600}
 td{white-space:nowrap}td.text,th{white-space:normal}td.rank{white-space:nowrap}
-.text{text-align:left;overflow-wrap:anywhere}.total td{font-weight:600}
+.text{text-align:left}.long{overflow-wrap:anywhere;min-width:14rem}.total td{font-weight:600}
 figure{margin:.9rem 0}figcaption{font-size:.9rem;overflow-wrap:anywhere}
 .legend{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:.15rem .9rem;font-size:.85rem}
 .legend .group{flex-basis:100%;color:var(--soft)}

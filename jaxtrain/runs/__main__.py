@@ -92,7 +92,7 @@ def _list(flags: argparse.Namespace) -> None:
             tell(json.dumps(dataclasses.asdict(one)))
         return
     if not found:
-        say(f"no such runs below {flags.root}")
+        say(f"no matching runs under {flags.root}")
         return
     tell("\n".join(listed(found, flags.root)))
 

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -274,6 +275,7 @@ def main(argv: list[str] | None) -> None:
     if flags.engine == "slurm":
         tell(_script(flags, options, sys.argv[1:] if argv is None else argv))
         return
+    began = time.monotonic()
     with Line(sys.stderr) as say:
         if flags.part or flags.stage != "tokens":
             prepare_part(flags.input, flags.output, options, flags.part, flags.stage, _engine(flags), say)
@@ -375,6 +377,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if not flags.output and not flags.dry_run:
         raise UserError("--output", "it is missing", "name the folder for the corpus, or give --dry_run")
     return flags
+
+
+def totals(corpus: Corpus, seconds: float) -> str:
+    """Return the documents, tokens and bytes of all splits together, and the time this command took, as one line."""
+    counts = [sum(getattr(getattr(corpus, split), key) for split in SPLITS)
+              for key in ("num_documents", "num_tokens", "num_bytes")]
+    return "total: {:,} documents, {:,} tokens, {:,} bytes in {:,.1f} s".format(*counts, seconds)
 
 
 def summary(corpus: Corpus) -> str:

@@ -113,6 +113,8 @@ class End:
         if jumped and self.culprit and self.culprit.code == -signal.SIGABRT and not self.lost:
             # JAX's own service, which uses that clock, ended all processes.
             self.why = f"the wall clock was set by {jumped:+.0f} s, and JAX took that for processes that fell silent"
+        error = failure_report.reason(self.culprit) if self.culprit and not silent else ""
+        self.told = f"{self.why}: {error}" if error and not jumped else self.why
         self.verdict = failure_report.verdict(self.culprit, self.why if silent else "") if self.culprit else self.why
 
 
@@ -184,7 +186,7 @@ class Supervisor:
                 self._record("gave_up", attempts=idle, why=end.why)
                 return exit_codes.STOPPED
             pause = min(self.flags.max_backoff, 2.0 ** (failures - 1)) * random.uniform(0.5, 1.5) if failures else 0.0
-            say(f"{end.why}; starting again" + (f" in {pause:.1f} s" if pause else "") + f"; logs: {end.logs}")
+            say(f"{end.told}; starting again" + (f" in {pause:.1f} s" if pause else "") + f"; logs: {end.logs}")
             self._sleep(pause)
             if self.asked:
                 return self._asked_status(exit_codes.SAVED)

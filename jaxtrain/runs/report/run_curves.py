@@ -31,7 +31,7 @@ class Chart:
 
 
 CHARTS = (
-    Chart("loss", "Loss", "nats a token", ("loss", "eval_loss", "eval_loss_ema")),
+    Chart("loss", "Loss", "nats per token", ("loss", "eval_loss", "eval_loss_ema")),
     Chart("reward", "Reward", "", ("reward",)),
     Chart("grad_norm", "Gradient norm", "", ("grad_norm",)),
     Chart("learning_rate", "Learning rate", "", ("learning_rate",)),

@@ -126,7 +126,9 @@ def test_all_reach_the_end(run, tmp_path):
 def test_what_is_not_started_again(run, tmp_path, code):
     status, err = ended(run({"else": [f"say because of {code}", f"exit {code}"]}))
     assert status == code and kinds(tmp_path) == ["attempt", "ended"]
-    assert "first to fail: process " in err and f"because of {code}" in err
+    (first,) = (line for line in err.splitlines() if line.startswith("supervise: "))
+    assert first.startswith("supervise: first to fail: process ")
+    assert first.endswith(f"(exit status {code}): because of {code}") == (code != exit_codes.INTERRUPTED)
 
 
 @pytest.mark.slow
@@ -136,7 +138,7 @@ def test_a_crash_starts_all_again(run, tmp_path):
             "2:0": ["step 3"]}
     code, err = ended(run(plan))
     assert code == 0
-    assert "supervise: process 1 crashed (exit status 1); starting again; logs: " in err
+    assert "supervise: process 1 crashed (exit status 1): RuntimeError: a cable; starting again; logs: " in err
     assert "Current thread" in (tmp_path / "logs/1/process-0.log").read_text()
     assert kinds(tmp_path) == ["attempt", "restart", "attempt"] or kinds(tmp_path)[-1] == "recovered"
     assert not alive((tmp_path / "pid-1-0").read_text())
