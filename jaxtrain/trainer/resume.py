@@ -133,7 +133,8 @@ def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManag
 
     if not start.step:
         if (section := tuned_from_nothing(run.config)) and not run.own_model:
-            say(f"warning: {section} tunes a model with random parameters; set train.init_from to start from a trained one")
+            say(f"warning: {section} tunes a model with random parameters; set train.init_from to start from a "
+                "trained one")
         try:
             state = run.init(parts=parts, meanwhile=compile_ahead)
         except UserError:  # train.init_from does not fit: another config may be what is wanted

@@ -282,6 +282,7 @@ def main(argv: list[str] | None) -> None:
             return
         corpus = prepare(flags.input, flags.output, options, _engine(flags), say)
     tell(summary(corpus))
+    tell(totals(corpus, time.monotonic() - began))
     if picture:
         lengths.draw(corpus, picture)
 

@@ -31,8 +31,8 @@ def summary(one: RunCurves) -> dict[str, str]:
     facts |= {key: number(run.steps.last[key]) for key in ("tokens", "examples", "loss") if key in run.steps.last}
     if (found := seed_statistics.best(one)) and found[0] != "loss":
         facts[f"best {found[0]}"] = f"{found[1]:.4f} at step {found[2]:,}"
-    for title, key, form in (("tokens a second", "tokens_per_s", "{:,.0f}"),
-                             ("examples per second", "examples_per_s", "{:,.0f}"),
+    for title, key, form in (("tokens/s", "tokens_per_s", "{:,.0f}"),
+                             ("examples/s", "examples_per_s", "{:,.0f}"),
                              ("step time", "step_time_s", "{:.4g} s"), ("MFU", "mfu", "{:.1%}")):
         if len(values := finite(run.steps[key])):
             facts[f"{title}, median"] = form.format(median(values.tolist()))
@@ -71,7 +71,7 @@ def compared(runs: Sequence[RunCurves]) -> Table:
     def ranked(one: RunCurves) -> list[float]:
         return [best[1] if (best := seed_statistics.best(one, key)) else math.inf for key in metrics]
 
-    shown = ("state", "step", "tokens", "examples", "tokens a second, median", "examples per second, median",
+    shown = ("state", "step", "tokens", "examples", "tokens/s, median", "examples/s, median",
              "step time, median", "MFU, median", "goodput", "time", "starts")
     keys = [key for key in shown if any(key in fact for fact in facts.values())]
     head = ["", "run", *(title for key in metrics for title in (f"best {key}", "at step", f"newest {key}")), *keys]
