@@ -1,4 +1,4 @@
-"""Submit a run to this machine, Slurm, Kubernetes or Ray, or write a job file for other engines.
+"""Submit a run to this machine, Slurm, Kubernetes or Ray, or write a job file.
 
     jaxtrain launch configs/gpt.py:tiny --on=local --workdir=runs/first
     jaxtrain launch configs/gpt.py --on=slurm --workdir=runs/big --nodes=4 --accelerators_per_node=8 --time=24:00:00
