@@ -1,4 +1,4 @@
-"""Measure a config's training speed on the devices of this machine, and where the time goes.
+"""Measure a config's training speed on this machine, and where the time goes.
 
     jaxtrain bench --config=configs/gpt.py --steps=20 --profile
     jaxtrain bench --config=configs/gpt.py --steps=20 --compare=step,plain

@@ -1,4 +1,4 @@
-"""Fit a scaling law to finished runs: predicted loss, and the best model size for a budget.
+"""Fit a scaling law to finished runs: predict the loss, and the best size for a budget.
 
     jaxtrain scaling WORKDIR WORKDIR WORKDIR ... --save=FILE
     jaxtrain scaling SWEEP --flops=1e21 --output=FILE
