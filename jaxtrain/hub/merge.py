@@ -168,7 +168,7 @@ def _check(flags: argparse.Namespace) -> None:
             raise UserError("--base", "ties merges changes, and needs what they are changes of",
                             "name the model that the sources were tuned from")
         if flags.weights:
-            raise UserError("--weights", "in ties all sources count alike", "leave it out, or use average")
+            raise UserError("--weights", "method=ties weights all sources equally", "leave it out, or use average")
         if flags.density is not None and not 0 < flags.density <= 1:
             raise UserError("--density", f"{flags.density} is not in (0, 1]", "try 0.2")
         if flags.scale is not None and not math.isfinite(flags.scale):

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         getattr(engine, flags.what)(job)
     if flags.what in ("pause", "resume", "cancel", "requeue"):
-        say(f"{flags.what}: told {job.engine}; see what becomes of it: jaxtrain jobs show {flags.workdir}")
+        say(f"{flags.what}: told {job.engine}; see its state: jaxtrain jobs show {flags.workdir}")
 
 
 def status_of(job: records.Job) -> records.Status:

@@ -59,8 +59,8 @@ def main(argv: list[str] | None = None) -> None:
                         f"give {', '.join(ENGINES[:4])}")
     content, values = (json.loads(json.dumps(each, default=str)) for each in (content, values_of(content["config"])))
     if redacted([content, values]) != [content, values]:
-        raise UserError("config", "a URL in it has a password or a query, which would stand in files of the sweep",
-                        "give what it says by a variable, from a file that job.secrets names")
+        raise UserError("config", "a URL in it has a password or a query, which would be in files of the sweep",
+                        "pass the credentials in an environment variable, from a file in job.secrets")
     sweep = sweep_of(content, values)
     if begun is None:
         check_metric(sweep)
