@@ -82,7 +82,7 @@ def show(what: Any, names: Sequence[Any] = ()) -> Picture:
         return Picture(drawing.svg(what), drawing.text(what))
     if getattr(what, "sharding", None) is not None:
         return pictures.of_array(what, names)
-    raise UserError("what", f"{type(what).__name__} has no picture",
+    raise UserError("what", f"{type(what).__name__} cannot be drawn",
                     "give a mesh, an array that has a sharding, or a schedule of run.schedules")
 
 

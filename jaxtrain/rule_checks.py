@@ -46,7 +46,8 @@ def agree(config: Config, rules: Rules) -> None:
     for weight in ("vocab", "mlp", "heads", "kv_heads", "expert_mlp"):
         if split(weight) != split(f"act_{weight}"):
             raise UserError(f"mesh.overrides.{weight}", f"it maps onto {'+'.join(split(weight)) or 'none'} and "
-                            f"act_{weight} onto {'+'.join(split(f'act_{weight}')) or 'none'}", "map both alike")
+                            f"act_{weight} onto {'+'.join(split(f'act_{weight}')) or 'none'}",
+                            "map both in the same way")
     for name, axis in (("seq", "context"), ("layers", "stage"), ("experts", "expert")):
         if rules[name] not in ((), (axis,)):
             raise UserError(f"mesh.overrides.{name}", f"it cannot be split over {'+'.join(rules[name])}",

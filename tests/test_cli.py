@@ -29,6 +29,7 @@ from jaxtrain.flags import COMMANDS, Parser, command, training_flags
 from jaxtrain.main import main
 from jaxtrain.plan import targets
 from tests.tiny import tiny_flags
+from tests.wording import unclear
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
@@ -101,6 +102,7 @@ def test_help(name, said):
         assert re.search(rf"^examples?:\n  {re.escape(parser.prog)}\b", shown, re.M), shown
         bare = [action.dest for action in parser._actions if not (action.help or getattr(action, "choices", None))]
         assert not bare, f"{parser.prog}: no help for {bare}"
+        assert unclear(" ".join(shown.split())) == []
 
 
 def test_every_module_that_runs_is_a_command():

@@ -179,11 +179,11 @@ class Mirror:
             return 0
         for _ in range(AGAIN):
             if self._closing:
-                raise UserError(self.place, "the run ends", "the next start goes on")
+                raise UserError(self.place, "the run ends", "the next start continues")
             storage.put(path, url)
             if storage.size(url) == size and _digest(url) == sha256:
                 return 1
-        raise UserError(url, f"differs from what was sent, in {AGAIN} attempts", "check whether others write there")
+        raise UserError(url, f"differs from what was sent in {AGAIN} attempts", "check whether others write there")
 
     def fetch(self, step: int | None = None) -> int | None:
         """Fetch the copy of this step, or the newest, into the run's directory; return its step, or None.

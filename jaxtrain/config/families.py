@@ -82,7 +82,7 @@ class RotaryConfig(DecoderConfig):
         for low, high in (("rope_low_freq_factor", "rope_high_freq_factor"), ("rope_beta_slow", "rope_beta_fast")):
             if getattr(self, high) <= getattr(self, low):
                 raise UserError(f"model.{high}", f"{getattr(self, high)} is not above model.{low}="
-                                f"{getattr(self, low)}", "give more turns")
+                                f"{getattr(self, low)}", "give a higher number")
         if self.rope_type == "yarn" and self.rope_theta <= 1:
             raise UserError("model.rope_theta", f"yarn needs a base above 1, not {self.rope_theta}", "try 10000")
         if (self.rope_mscale > 0) != (self.rope_mscale_all_dim > 0):
@@ -243,7 +243,7 @@ class DeepseekV3Config(ExpertsConfig):
                             "give an even number, such as 64")
         if self.num_kv_heads != self.num_heads:
             raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",
-                            "leave it 0: latent attention has as many")
+                            "set it to 0: latent attention has as many key and value heads as query heads")
         derive(self, "value_head_dim", self.head_dim)
         self._check_parts()
 
@@ -257,7 +257,7 @@ class DeepseekV3Config(ExpertsConfig):
                                 f"does not say what model.{key}={here} was there", "give that")
             if there and here != grown * there:
                 raise UserError(f"model.{key}", f"{here} is {here / there:g} times its width in model.mup_base, and "
-                                f"head_dim {grown:g} times", "let both grow alike, or keep head_dim")
+                                f"head_dim {grown:g} times", "let both grow by the same factor, or keep head_dim")
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ class VisionLanguageConfig(PictureConfig, LlamaConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.mtp_loss_weight:
-            raise UserError("model.mtp_loss_weight", "pictures are not predicted, and so nothing after the next token",
+            raise UserError("model.mtp_loss_weight", "it is not supported with images",
                             "leave it out")
 
     def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:

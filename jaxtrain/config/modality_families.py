@@ -122,7 +122,7 @@ class WhisperConfig(ModelConfig):
             raise UserError("model.mup_base", "whisper does not support muP", "leave it out")
         if self.num_kv_heads != self.num_heads:
             raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",
-                            "leave it 0: whisper has as many")
+                            "set it to 0: whisper has as many key and value heads as query heads")
         if self.embed_dim % 2 or self.embed_dim < 4:
             raise UserError("model.embed_dim", f"{self.embed_dim} is not a width for sines and cosines",
                             "give an even one from 4")
@@ -131,7 +131,8 @@ class WhisperConfig(ModelConfig):
         if self.ctc_weight > 1:
             raise UserError("model.ctc_weight", f"{self.ctc_weight} is a share above 1", "give one such as 0.3")
         if not self.prefix or len(self.prefix) >= self.max_seq_len:
-            raise UserError("model.prefix", f"{len(self.prefix)} tokens in rows of {self.max_seq_len}",
+            raise UserError("model.prefix",
+                            f"{len(self.prefix)} tokens in sequences of model.max_seq_len={self.max_seq_len}",
                             "give the tokens that a transcript begins with, at least one")
         for key, tokens in (("prefix", self.prefix), ("end", [self.end])):
             if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < self.vocab_size]:

@@ -132,7 +132,8 @@ class DataConfig:
                             f"{self.buckets} are not ascending lengths up to data.seq_len={self.seq_len}",
                             "give whole numbers, the shortest first")
         if self.packing == "bucket" and (self.mixture or self.stages):
-            raise UserError("data.packing", "bucket has rows of several lengths already", "use concat or best_fit with "
+            raise UserError("data.packing", "bucket has sequences of several lengths already",
+                            "use concat or best_fit with "
                             "data.mixture and data.stages")
         if self.buckets and self.packing != "bucket":
             raise UserError("data.buckets", f"data.packing={self.packing} has none", "set data.packing=bucket")
@@ -378,7 +379,7 @@ class Config:
         """Refuse keys of text for models that are not decoders of it, and the other way round."""
         pictures = self.model.rows_of == "pictures"
         if self.data.augment and not pictures:
-            raise UserError("data.augment", f"{self.model.name} reads no pictures", "leave it out")
+            raise UserError("data.augment", f"{self.model.name} is not a model of images", "leave it out")
         if self.data.crop and (self.model.text or pictures):
             raise UserError("data.crop", f"{self.model.name} has rows that hold all of a "
                             f"{'picture' if pictures else 'text'}", "leave it out")

@@ -32,7 +32,7 @@ class PatchesConfig(ModelConfig):
         super().__post_init__()
         positive(self, "model", "patch_size patches_per_side pictures_per_row")
         if self.mup_base:
-            raise UserError("model.mup_base", f"{self.name} has an encoder of pictures, for which muP is not supported",
+            raise UserError("model.mup_base", f"{self.name} has an image encoder, for which muP is not supported",
                             "leave it out")
 
     @property
@@ -81,7 +81,7 @@ class PictureConfig(PatchesConfig):
         one_of("model.gelu", self.gelu, ("tanh", "exact", "quick"))
         if 0 < self.picture_size < self.patch_size:
             raise UserError("model.picture_size", f"{self.picture_size} has no whole patch of {self.patch_size} pixels",
-                            "give the side of a picture, such as 224")
+                            "give the side of an image, such as 224")
         if self.class_token and not self.picture_size:
             raise UserError("model.class_token", "it is read with model.picture_size only", "set that, too")
         for key in ("pixel_mean", "pixel_std"):

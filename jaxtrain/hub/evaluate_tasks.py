@@ -1,4 +1,4 @@
-"""Evaluate what a run has trained on tasks of lm-evaluation-harness.
+"""Evaluate a trained or published model on tasks of lm-evaluation-harness.
 
     jaxtrain evaluate WORKDIR --tasks=hellaswag,arc_easy --num_fewshot=5
     jaxtrain evaluate WORKDIR --tasks=mine --include=tasks/ --limit=100
@@ -53,7 +53,7 @@ def main(argv: list[str] | None) -> None:
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     """Return the parsed flags and the dotted config overrides."""
     parser = parser_of("evaluate", __doc__)
-    parser.add_argument("workdir", metavar="WORKDIR", help="the folder of a run, or a published one")
+    parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of a run, or a folder in Hugging Face's format")
     parser.add_argument("--tasks", required=True, help="names of tasks or groups of tasks, separated by commas")
     parser.add_argument("--include", metavar="FOLDER", help="folder with YAML files of your own tasks")
     parser.add_argument("--num_fewshot", type=int, help="few-shot examples before each question; default: the task's")
@@ -61,7 +61,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--gen_kwargs", help="generation settings instead of the task's own, such as "
                                              "temperature=0.7,max_gen_toks=100")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to prompts")
-    parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: that of the run's data")
+    parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: the run's own")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest verified one")
     parser.add_argument("--ema", action="store_true",
                         help="use the moving average of the weights (train.ema_decay); results go to STEP-ema.json")

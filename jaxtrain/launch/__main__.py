@@ -1,4 +1,4 @@
-"""Submit a run to this machine, Slurm, Kubernetes or Ray, or write a job file for other engines.
+"""Submit a run to this machine, Slurm, Kubernetes or Ray, or write a job file.
 
     jaxtrain launch configs/gpt.py:tiny --on=local --workdir=runs/first
     jaxtrain launch configs/llama3_8b.py --on=slurm --workdir=runs/8b --nodes=4 --accelerators_per_node=8
@@ -100,7 +100,7 @@ def describe(on: str, workdir: Path, config: str | None, loaded: Config | None, 
                         "write jaxtrain launch CONFIG ..., or -- and a command at the end")
     if loaded:
         if spec.min_nodes % spec.nodes and not loaded.resilience.elastic:
-            raise UserError("min_nodes", "the config does not go on with fewer nodes",
+            raise UserError("min_nodes", "the config does not allow fewer nodes",
                             "set resilience.elastic=true, or leave it out")
         if counts := mesh_check.check_mesh(loaded, spec):
             about["node_counts"] = counts
@@ -116,7 +116,7 @@ def describe(on: str, workdir: Path, config: str | None, loaded: Config | None, 
     else:
         command = own
     if wrong := next((word for word in command if redacted(word) != word), None):
-        raise UserError(wrong, "it has a password, which would stand in files of the job", "put it into the config "
+        raise UserError(wrong, "it has a password, which would be in files of the job", "put it into the config "
                         "file, or name a file with it under secrets")
     commit, _ = jobs.provenance(Path.cwd())
     folder = workdir.absolute() / "jobs" / "0"

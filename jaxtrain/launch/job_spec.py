@@ -101,7 +101,7 @@ class JobSpec:
         chips, given = math.prod(map(int, self.topology.split("x"))), self.nodes * self.accelerators_per_node
         if chips != given:
             raise UserError("topology", f"{self.topology} has {chips} chips, and {self.nodes} x "
-                            f"{self.accelerators_per_node} are asked for", "set nodes and accelerators_per_node for it")
+                            f"{self.accelerators_per_node} are requested", "set nodes and accelerators_per_node for it")
 
     def _check_texts(self) -> None:
         for variable in (*self.env, *self.secrets):
@@ -116,7 +116,7 @@ class JobSpec:
         for variable, where in self.secrets.items():
             kind, _, place = where.partition(":")
             if kind not in ("file", "secret") or not place or (kind == "secret" and place.count("/") != 1):
-                raise UserError(f"secrets.{variable}", "it does not say where the secret is",
+                raise UserError(f"secrets.{variable}", "it does not give the place of the secret",
                                 "give file:PATH, or secret:NAME/KEY in Kubernetes")
         said = {name: getattr(self, name) for name in ("accelerator", "topology", "queue", "account", "priority",
                                                        "image", "notify")}
@@ -129,10 +129,10 @@ class JobSpec:
         """Refuse secrets where they would be written down; a job that was submitted before is read without this."""
         for variable, value in self.env.items():
             if _SECRET.search(variable) or redacted(value) != value:
-                raise UserError(f"env.{variable}", "its value would stand in files that others may read",
+                raise UserError(f"env.{variable}", "its value would be in files that others may read",
                                 f'name where it is instead: secrets.{variable} = "file:PATH"')
         if any(redacted(line) != line for line in (_OPEN.sub("", line) for line in self.setup)):
-            raise UserError("setup", "a URL has credentials in it, which would stand in files that others may read",
+            raise UserError("setup", "a URL has credentials in it, which would be in files that others may read",
                             "let it take them from a variable under secrets")
 
     @property

@@ -104,7 +104,7 @@ def identity(workdir: str | Path, saved: Mapping[str, Any],
         if not adopt:
             raise UserError("checkpoint", f"step {theirs[1]} in {workdir} belongs to another run than run.json there "
                             f"(id {theirs[0]} instead of {known['run']})",
-                            "move it away, or give --adopt to go on from it all the same")
+                            "move it away, or give --adopt to resume from it anyway")
         known["adopted"] = [*known["adopted"], theirs]
     return known, {}
 
@@ -169,7 +169,7 @@ def _changes(workdir: Path, started: Mapping[str, Any], current: Mapping[str, An
             if section == "data" and key in _STAGED and done:
                 changed.append(change)
             elif name == "train.ema_decay" and not value:
-                raise UserError(name, f"{workdir} has a run that keeps an average of its weights, and goes on with it",
+                raise UserError(name, f"the run in {workdir} keeps an average of its weights, which cannot be changed",
                                 f"set it to {before}, or begin another run with train.init_from")
             elif name in may_change:
                 allowed.append(change)

@@ -45,7 +45,7 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
     if not chosen:
         return config
     if own_parts:
-        raise UserError(chosen, "the planner knows only the objective and optimizers that a config names",
+        raise UserError(chosen, "the planner supports only objectives and optimizers that a config names",
                         "set sizes for the mesh axes" if config.mesh.auto else "name a policy, such as full")
     if isinstance(devices, int):
         raise UserError(chosen, "there are no devices to choose for", "use python -m jaxtrain.plan --target=...")

@@ -153,7 +153,7 @@ def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManag
     _, state, meta = restored
     if (found := int(jax.device_get(state.step))) != start.step:
         raise UserError("checkpoint", f"step {start.step} in {session.workdir} holds the state of step {found}",
-                        "move it away, and the run goes on from the checkpoint before it")
+                        "move it away, and the run resumes from the checkpoint before it")
     agree(session.workdir, start.skipped, meta, start.step)
     say(f"resumed from {'the snapshot of ' if start.recovered else ''}step {start.step}")
     return state

@@ -248,7 +248,7 @@ def test_a_run_asks_as_its_config_says(workdir, tasks, monkeypatch):
     assert ask("state") == {"eval_choose_acc": 0.5, "eval_choose_acc_strict": 1.0}
     assert before == (random.getstate(), np.random.get_state()[1].tolist())
     run.eval_batches = None
-    with pytest.raises(jt.UserError, match=r"evaluation\.tasks: they are asked with evaluations, and the data have no"):
+    with pytest.raises(jt.UserError, match=r"evaluation\.tasks: they run with each evaluation, and the data has no"):
         training_tasks.asked(run, "run")
 
 

@@ -175,7 +175,7 @@ class Supervisor:
                 continue
             failures = 0 if self.steps.best > best else failures + 1
             if end.lost is not None and self.staff.died(end.lost.slot):
-                say(f"process {end.lost.rank} keeps dying: the run goes on without it, and takes it back in "
+                say(f"process {end.lost.rank} keeps crashing: the run continues without it, and adds it again in "
                     f"{self.flags.retry_lost:.0f} s, or when a number is written to {self.workdir / 'processes'}")
                 self._record("process_lost", slot=end.lost.slot)
                 failures = 0
@@ -313,7 +313,7 @@ class Supervisor:
             assert self._asking
             answers, refusals = self._asking.communicate()
             if self._asking.returncode:
-                say(refusals.strip() or "it is not known yet with how many processes the run can go on")
+                say(refusals.strip() or "it is not known yet on how many processes the run can continue")
                 self._asking = None  # ask again next time
                 return False
             self._fitting = {int(line.split()[0]) for line in answers.splitlines()}

@@ -226,7 +226,7 @@ def _check_numbers(sweep: Sweep) -> None:
     if not (sweep.trials or sweep.tokens or sweep.dollars or sweep.seconds or search_space.size(sweep.ranges) < MOST):
         raise UserError("budget", "nothing ends the sweep", "set budget.trials, or tokens, dollars or time")
     if sweep.dollars and not dollars_an_hour(sweep.job):
-        raise UserError("budget.dollars", "no price is known of what the trials run on",
+        raise UserError("budget.dollars", "the price of the trials' machines is not known",
                         "set job.accelerator and job.accelerators_per_node, or leave it out")
     if sweep.stop and sweep.runs > 1:
         raise UserError("stop", "a point of which one seed is stopped has no mean over its seeds",

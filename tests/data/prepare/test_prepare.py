@@ -278,7 +278,7 @@ def test_a_tokenizer_that_changed_is_found(tmp_path, tokenizer, monkeypatch):
     ("a.txt", b"x", ["--tokenizer=a.txt"], "a.txt is not a tokenizer.json"),
     ("a.txt", b"x", ["--eval_fraction=1"], "--eval_fraction: 1.0 is not between"),
     ("a.txt", b"x", ["--workers=-1"], "--workers: -1"), ("a.txt", b"x", ["--workers=0"], "--workers: 0"),
-    ("a.txt", b"x", ["--input=none"], "none does not exist; name files or folders that are there"),
+    ("a.txt", b"x", ["--input=none"], "none does not exist; name existing files or folders"),
     ("a.txt", b"x", ["--output=a.txt"], "cannot be written"),
     ("a.txt", b"x", ["--output=."], "is not empty"),
     ("a.txt", b"x", ["--near_threshold=0.7"], "--near_threshold: it has no effect without --deduplicate=near"),
