@@ -181,6 +181,7 @@ class TrainConfig:
     """The loop and the compiled step."""
 
     steps: int = 100  # the length of the run in optimizer steps
+    epochs: float = 0.0  # its length in passes over the training data, in place of steps; 0: steps says it
     seed: int = 0  # seed of the initial parameters
     init_from: str = ""  # a folder in Hugging Face's format, or WORKDIR[@STEP], to begin with its parameters
     # initial encoder of vision_language: a published SigLIP or CLIP, or a run with an encoder
@@ -205,6 +206,7 @@ class TrainConfig:
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int = 0  # steps between evaluations, or a fraction of train.steps; 0: at the end only
     eval_batches: int = 8  # batches of each evaluation
+    patience: int = 0  # evaluations in a row without a new lowest eval_loss after which the run ends; 0: it does not
     sample_tokens: int = at_most(0, 2**24)  # length of the text sampled at the end
     progress: bool = True  # show a progress line
     # parameters that are not trained, by paths with wildcards or logical axes
@@ -223,7 +225,15 @@ class TrainConfig:
         one_of("train.frozen_dtype", self.frozen_dtype, ("", "float32", "bfloat16", "float16"))
         positive(self, "train", "accumulation log_every eval_batches")
         not_negative(self, "train",
-                     "steps expert_buffer loss_chunks z_loss eval_every sample_tokens neftune_noise_alpha")
+                     "steps epochs expert_buffer loss_chunks z_loss eval_every sample_tokens neftune_noise_alpha "
+                     "patience")
+        if self.epochs:
+            if self.steps not in (0, TrainConfig.steps):
+                raise length_given_twice(self.steps, self.epochs)
+            object.__setattr__(self, "steps", 0)  # not known until the data are read
+        if self.patience and not self.eval_every:
+            raise UserError("train.patience", "it counts evaluations, and train.eval_every=0 leaves only the one "
+                            "after the last step", "set train.eval_every, such as 0.05")
         if not 0 <= self.ema_decay < 1:
             raise UserError("train.ema_decay", f"{self.ema_decay} is not in [0, 1)", "try 0.999, or 0 for none")
         if self.unroll < -1:
@@ -333,7 +343,7 @@ class Config:
             raise UserError("data.global_batch_size", f"{self.data.global_batch_size} does not divide into "
                             f"train.accumulation={self.train.accumulation} micro-batches",
                             f"try {_round_up(self.data.global_batch_size, self.train.accumulation)}")
-        if self.optimizer.warmup_steps > self.train.steps:
+        if self.optimizer.warmup_steps > self.train.steps and not self.train.epochs:
             raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
         self._check_kind()
@@ -371,6 +381,12 @@ class Config:
     def hash(self) -> str:
         """Identifies the resolved config."""
         return hash_of(self.to_dict())
+
+
+def length_given_twice(steps: int, epochs: float) -> UserError:
+    """Return the refusal of a config that gives the length of the run in steps and in epochs."""
+    return UserError("train.epochs", f"{epochs:g} epochs and train.steps={steps} are two lengths of one run",
+                     "leave one of them out")
 
 
 def hash_of(sections: dict[str, Any]) -> str:
