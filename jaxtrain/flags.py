@@ -59,8 +59,9 @@ Train a config, or resume its run.
     jaxtrain train configs/gpt.py --config.data.source=README.md --workdir=runs/mine
     jaxtrain train configs/gpt.py --config.train.steps=50 --print_config=diff
 
-The same command resumes a run that was stopped. Exit status 0: the last step was reached; 2: a user error,
-in one line; 75: asked to stop, and saved; 76: gave up, start it again; 77: stopped at a limit; 130: stopped by Ctrl-C.
+The same command resumes a run that was stopped. Exit status 0: the last step was reached, or train.patience ended the
+run; 2: a user error, in one line; 75: asked to stop, and saved; 76: gave up, start it again; 77: stopped at a limit;
+130: stopped by Ctrl-C.
 """
 
 

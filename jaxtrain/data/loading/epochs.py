@@ -31,8 +31,8 @@ def steps_in(batches: Any, epochs: float) -> int:
     high = 1
     while not complete(high if end is None else min(high, end)):
         if end is not None and high >= end:
-            raise UserError(_KEY, f"the data end at step {end}, after {passes(batches, end):.3g} epochs", "give fewer, "
-                            "or raise the epochs of the sources in data.mixture")
+            raise UserError(_KEY, f"the data end at step {end}, after {passes(batches, end):.3g} epochs", "give fewer"
+                            + ", or raise the epochs of the sources in data.mixture" * hasattr(batches, "passes"))
         if high > 2**40:
             raise UserError(_KEY, f"{epochs:g} epochs take more than {high:,} steps", "give fewer")
         high *= 2
