@@ -63,8 +63,8 @@ Train a config, or resume its run.
     jaxtrain train configs/gpt.py --config.data.source=README.md --workdir=runs/mine
     jaxtrain train configs/gpt.py --config.train.steps=50 --print_config=diff
 
-The same command resumes a stopped run. Exit status 0: the last step was reached; 2: a user error,
-in one line; 75: saved and stopped on request; 76: failed, restart it; 77: a limit was reached; 130: Ctrl-C.
+The same command resumes a stopped run. Exit status 0: the last step was reached, or train.patience ended the run; 2: a
+user error, in one line; 75: saved and stopped on request; 76: failed, restart it; 77: a limit was reached; 130: Ctrl-C.
 """
 
 

@@ -35,7 +35,7 @@ _COUNT = {
     "mesh": {*AXES, "rules", "overrides"},
     "optimizer": {"clip_norm", "zero_stage"},
     "data": {"prefetch"},
-    "train": {"steps", "accumulation", "precision", "ema_decay", "log_every", "progress"},
+    "train": {"steps", "epochs", "accumulation", "precision", "ema_decay", "log_every", "progress"},
     "checkpoint": {"every", "keep", "keep_every", "best", "verify", "mtbf_hours", "mirror",
                    "local_checkpoint_every", "local_dir"},
     "resilience": None, "observe": None, "islands": None,  # all of them
@@ -43,7 +43,7 @@ _COUNT = {
 # Those that count as well where the batches are made of the config's text.
 _OF_TEXT = {
     "data": {field.name for field in fields(DataConfig)} - {"cross_document_attention", "augment", "crop"},
-    "train": {"eval_every", "eval_batches"},
+    "train": {"eval_every", "eval_batches", "patience"},
 }
 
 

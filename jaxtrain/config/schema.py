@@ -199,6 +199,7 @@ class TrainConfig:
     """The training loop and the compiled step."""
 
     steps: int = 100  # number of optimizer steps in the run
+    epochs: float = 0.0  # length of the run in passes over the training data, instead of train.steps; 0: not used
     seed: int = 0  # seed of the random initial parameters
     # initial parameters: a folder in Hugging Face's format, or the WORKDIR[@STEP] of a run; "": random
     init_from: str = ""
@@ -232,6 +233,8 @@ class TrainConfig:
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int = 0  # steps between evaluations, or a fraction of train.steps; 0: only at the end
     eval_batches: int = 8  # number of batches in each evaluation
+    # early stopping: number of consecutive evaluations without a new lowest eval_loss after which the run ends; 0: off
+    patience: int = 0
     # number of tokens to generate as a sample at the end of the run; 0: no sample
     sample_tokens: int = at_most(0, 2**24)
     progress: bool = True  # show a progress line in the terminal
@@ -251,7 +254,15 @@ class TrainConfig:
         one_of("train.frozen_dtype", self.frozen_dtype, ("", "float32", "bfloat16", "float16"))
         positive(self, "train", "accumulation log_every eval_batches")
         not_negative(self, "train",
-                     "steps expert_buffer loss_chunks z_loss eval_every sample_tokens neftune_noise_alpha")
+                     "steps epochs expert_buffer loss_chunks z_loss eval_every sample_tokens neftune_noise_alpha "
+                     "patience")
+        if self.epochs:
+            if self.steps not in (0, TrainConfig.steps):
+                raise length_given_twice(self.steps, self.epochs)
+            object.__setattr__(self, "steps", 0)  # not known until the data are read
+        if self.patience and not self.eval_every:
+            raise UserError("train.patience", "it counts evaluations, and train.eval_every=0 leaves only the one "
+                            "after the last step", "set train.eval_every, such as 0.05")
         if not 0 <= self.ema_decay < 1:
             raise UserError("train.ema_decay", f"{self.ema_decay} is not in [0, 1)", "try 0.999, or 0 for none")
         if self.unroll < -1:
@@ -267,7 +278,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save checkpoints and how many to keep; the last step is always saved."""
+    """The checkpoints: when they are saved and how many are kept; the last step is always saved."""
 
     every: int = 500  # steps between checkpoints, or a fraction of train.steps; 0: only at the end
     keep: int = 2  # number of newest valid checkpoints to keep; nothing newer than these is ever deleted
@@ -368,7 +379,7 @@ class Config:
             raise UserError("data.global_batch_size", f"{self.data.global_batch_size} does not divide into "
                             f"train.accumulation={self.train.accumulation} micro-batches",
                             f"try {_round_up(self.data.global_batch_size, self.train.accumulation)}")
-        if self.optimizer.warmup_steps > self.train.steps:
+        if self.optimizer.warmup_steps > self.train.steps and not self.train.epochs:
             raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
         self._check_kind()
@@ -406,6 +417,12 @@ class Config:
     def hash(self) -> str:
         """Identifies the resolved config."""
         return hash_of(self.to_dict())
+
+
+def length_given_twice(steps: int, epochs: float) -> UserError:
+    """Return the refusal of a config that gives the length of the run in steps and in epochs."""
+    return UserError("train.epochs", f"{epochs:g} epochs and train.steps={steps} are two lengths of one run",
+                     "leave one of them out")
 
 
 def hash_of(sections: dict[str, Any]) -> str:

@@ -105,7 +105,9 @@ def check(config: Any) -> None:
             ("reinforce.prompts", config.reinforce.prompts, "prompts are not divided among islands, so that all would "
              "answer the same ones"),
             ("resilience.spikes", config.resilience.spikes == "rollback", "what an island has offered stays in the "
-             "log, and cannot be gone back from")):
+             "log, and cannot be gone back from"),
+            ("train.patience", config.train.patience, "each island has evaluations of its own, and those that go on "
+             "would wait for one that ended early")):
         if config.islands.count and value:
             raise UserError(key, reason, "set it to skip" if key == "resilience.spikes" else
                             "leave it out, or islands.count")

@@ -28,7 +28,7 @@ class SparsityConfig:
                                 f"set that too, or leave sparsity.{spec.name} out")
         positive(self, "sparsity", "start every")
         not_negative(self, "sparsity", "stop decay")
-        if 0 < self.stop < self.start:
+        if 1 <= self.stop < self.start:
             raise UserError("sparsity.stop", f"{self.stop} is before sparsity.start={self.start}",
                             f"give {self.start} or more, or 0")
 
@@ -42,6 +42,6 @@ def check(config: Any) -> None:
     if c.targets and config.islands.count:
         raise UserError("islands.count", "a mean over islands has fewer zeros than the weights of each",
                         "leave it out, or sparsity.targets")
-    if c.targets and c.start > config.train.steps:
+    if c.targets and c.start > config.train.steps and not config.train.epochs:
         raise UserError("sparsity.start", f"{c.start} is behind train.steps={config.train.steps}, so that no weight "
                         "becomes sparse", "lower it")

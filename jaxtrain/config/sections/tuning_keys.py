@@ -230,6 +230,9 @@ def _check_reinforce(config: Any) -> None:
         return
     if config.preference.loss:
         raise UserError("preference.loss", "a run learns from preferences or from rewards", "leave out one of them")
+    if train.epochs:
+        raise UserError("train.epochs", "a run on its own answers to reinforce.prompts makes its data as it goes, so "
+                        "that they have no length", "give train.steps")
     if data.global_batch_size % c.group_size:
         raise UserError("data.global_batch_size", f"{data.global_batch_size} answers are not whole groups of "
                         f"reinforce.group_size={c.group_size}", f"make it a multiple of {c.group_size}")

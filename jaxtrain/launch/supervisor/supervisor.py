@@ -69,10 +69,15 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.group("restarts", "min_processes", "max_restarts", "max_backoff", "silent", "lost_after", "retry_lost")
     words = list(argv)
     split = words.index("--") if "--" in words else len(words)
-    if stray := [word for word in words[:split] if word.startswith(("--config", "--workdir"))]:
-        raise UserError(stray[0], "flags of the run come after --",
-                        f"write jaxtrain supervise --processes=N -- {' '.join(stray)}")
-    flags, rest = parser.parse_args(words[:split]), words[split + 1:]
+    flags, unknown = parser.parse_known_args(words[:split])
+    stray = [word for word in words[:split] if word.startswith(("--config", "--workdir")) or (
+        word in unknown and not word.startswith("-"))]  # the config may be given without --config=
+    if stray:
+        raise UserError(stray[0], "the config and the flags of the run come after --",
+                        f"write jaxtrain supervise --processes=N -- {' '.join([*stray, *words[split + 1:]])}")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    rest = words[split + 1:]
     flags.min_processes = flags.processes if flags.min_processes is None else flags.min_processes
     if flags.processes < 1:
         raise UserError("--processes", f"{flags.processes} is not a valid number of processes", "give 1 or more")

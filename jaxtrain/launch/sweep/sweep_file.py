@@ -273,6 +273,8 @@ def _check_values(sweep: Sweep) -> None:
         if sweep.metric.startswith(start) and not value:
             raise UserError("objective.metric", f"runs have no {sweep.metric} with {key}={value}",
                             f"set {key} under fixed, or take another such as loss")
+    if train.epochs:
+        raise UserError("train.epochs", "the length of a trial is given in steps", "give train.steps under fixed")
     if first >= train.steps:
         raise UserError("stop.first", f"a trial has {train.steps} steps", "give fewer")
     key = "eval_every" if sweep.metric.startswith("eval_") else "log_every"

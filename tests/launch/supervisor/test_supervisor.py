@@ -316,9 +316,14 @@ def test_accelerators_that_do_not_divide():
     (["--nodes=2", "--node_rank=2"], "--node_rank: 2 is not below"),
     (["--nodes=2", "--coordinator=a:1", "--processes=2", "--min_processes=1"], "cannot change its size"),
     (["--silent=-1"], "--silent: -1.0 is negative"),
-    (["--", "--workdir=x"], "--config: it is missing"),
+    (["--", "--workdir=x"], "CONFIG: it is missing"),
     (["--", "--config=x.py", "--process_id=1"], "--process_id: the supervisor gives it"),
-    (["--config=x.py"], "flags of the run come after --; write jaxtrain supervise --processes=N -- --config=x.py"),
+    (["--config=x.py"], "--config=x.py: the config and the flags of the run come after --; write jaxtrain supervise "
+     "--processes=N -- --config=x.py\n"),
+    (["x.py:a", "--processes=2", "--workdir=w", "--", "--adopt"], "x.py:a: the config and the flags of the run come "
+     "after --; write jaxtrain supervise --processes=N -- x.py:a --workdir=w --adopt\n"),
+    (["--processes", "2", "x.py"], "x.py: the config and the flags of the run come after --; write "),
+    (["--process=2", "--", "x.py"], "command line: unrecognized arguments: --process=2; did you mean '--processes'?"),
 ])
 def test_mistakes(words, message, capsys):
     assert supervise.main(words) == exit_codes.MISTAKE
