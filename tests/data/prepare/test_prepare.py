@@ -308,7 +308,7 @@ def test_a_flag_given_twice_counts_twice(tmp_path, capsys):
     assert "runs will not evaluate" in capsys.readouterr().out
     assert main([f"--input={first}", str(second), f"--output={tmp_path / 'two'}"]) == 2
     assert "several values follow a flag without =" in capsys.readouterr().err
-    assert main([f"--input={first}", f"--output={tmp_path / 'two'}", "--dry-run"]) == 2
+    assert main([f"--input={first}", f"--output={tmp_path / 'two'}", "--dry-runn"]) == 2
     assert "did you mean '--dry_run'" in capsys.readouterr().err
 
 
