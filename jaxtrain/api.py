@@ -33,7 +33,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     """Resolve a config against devices and check that it fits; nothing is allocated.
 
     Args:
-        config: `mesh=auto` in it becomes the mesh that the planner expects to be fastest.
+        config: `mesh=auto` in it becomes the mesh that the planner expects to be fastest, and `train.epochs` a number
+            of steps, for which the data are read.
         mesh: a mesh in place of the one that `config.mesh` describes.
         devices: all of `jax.devices()` by default; an integer stands for that many absent devices.
         platform: the kind of devices that an abstract mesh stands for: "cuda", "tpu" or "cpu".
@@ -60,13 +61,16 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     if own_model:
         if objective != configured:
             raise UserError("objective", "a model of your own is trained by its loss_fn", "leave one of them out")
-        return own_run.build_own(config, model=model, loss_fn=loss_fn, mesh=mesh, devices=devices, platform=platform,
-                                 optimizer=optimizer, data=data, axes=axes, gather=gather, with_key=with_key)
+        return builder.with_known_length(lambda config: own_run.build_own(
+            config, model=model, loss_fn=loss_fn, mesh=mesh, devices=devices, platform=platform, optimizer=optimizer,
+            data=data, axes=axes, gather=gather, with_key=with_key), config)
     for key, given in (("axes", axes is not None), ("gather", not gather), ("with_key", with_key)):
         if given:
             raise UserError(key, "it is about a model of your own", "give model= and loss_fn= too, or leave it out")
-    return with_model_batches(with_initial_params(builder.build(config, mesh=mesh, devices=devices, platform=platform,
-                                                                objective=objective, optimizer=optimizer, data=data)))
+    run = builder.with_known_length(lambda config: builder.build(
+        config, mesh=mesh, devices=devices, platform=platform, objective=objective, optimizer=optimizer, data=data),
+        config)
+    return with_model_batches(with_initial_params(run))
 
 
 def show(what: Any, names: Sequence[Any] = ()) -> Picture:
@@ -82,7 +86,7 @@ def show(what: Any, names: Sequence[Any] = ()) -> Picture:
         return Picture(drawing.svg(what), drawing.text(what))
     if getattr(what, "sharding", None) is not None:
         return pictures.of_array(what, names)
-    raise UserError("what", f"{type(what).__name__} has no picture",
+    raise UserError("what", f"{type(what).__name__} cannot be drawn",
                     "give a mesh, an array that has a sharding, or a schedule of run.schedules")
 
 

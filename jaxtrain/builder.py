@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import optax
@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtrain import rule_checks, validation
 from jaxtrain.base import arguments
 from jaxtrain.config import data_stages
+from jaxtrain.config.load import with_steps
 from jaxtrain.config.remat_policies import AUTO
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
@@ -29,6 +30,8 @@ from jaxtrain.sparsity.sparse_kernels import sparsity_of
 from jaxtrain.train_step import optimizers, partition, precision
 from jaxtrain.train_step.optimizers import structured_sparsity
 from jaxtrain.train_step.state import Skeleton, TrainState, abstract_state, make_layout, with_extra, with_shardings
+
+AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
@@ -89,6 +92,28 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     run = Run(config, mesh, rules, model, goal, optimizer, schedule, compute, with_shardings(abstract, layout.state),
               layout, schedules, platform, extras, data)
     _check_data_stages(run)
+    return run
+
+
+def check_length(config: Config) -> None:
+    """Refuse a run without a length."""
+    if not (config.train.steps or config.train.epochs):
+        raise UserError("train.steps", "a run of 0 steps trains nothing", "give 1 or more")
+
+
+def with_known_length(build: Callable[[Config], AnyRun], config: Config) -> AnyRun:
+    """Return the run that `build` makes of a config, with the steps that its `train.epochs` take, if it gives them.
+
+    Then the data are read and tokenized here.
+    """
+    check_length(config)
+    if not config.train.epochs:
+        return build(config)
+    from jaxtrain.data.loading import epochs
+
+    counted = build(config)  # for its batches alone
+    run = build(with_steps(config, epochs.steps_in(counted.train_batches, config.train.epochs)))
+    vars(run).update({name: found for name, found in vars(counted).items() if name in ("corpus", "train_batches")})
     return run
 
 

@@ -17,40 +17,44 @@ from jaxtrain.redaction import hide_in_tracebacks, printable
 COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and the first line of its docstring
     "train": ("jaxtrain.main", "Train a config, or resume its run."),
     "supervise": ("jaxtrain.supervise", "Start processes as one run, and restart them when one dies or hangs."),
-    "launch": ("jaxtrain.launch", "Submit a run to this machine, Slurm, Kubernetes or Ray, or write it for others."),
-    "jobs": ("jaxtrain.launch.jobs", "List, pause, resume and cancel jobs, on whatever engine they run."),
-    "sweep": ("jaxtrain.launch.sweep", "Search values of a config's keys by many runs, and stop the worse ones early."),
-    "plan": ("jaxtrain.plan", "Rank meshes for given hardware: which fit, how fast they train, what they cost."),
+    "launch": ("jaxtrain.launch", "Submit a run to this machine, Slurm, Kubernetes or Ray, or write a job file."),
+    "jobs": ("jaxtrain.launch.jobs", "List, pause, resume and cancel jobs on any engine."),
+    "sweep": ("jaxtrain.launch.sweep", "Search values of config keys with many runs, and stop bad ones early."),
+    "plan": ("jaxtrain.plan", "Rank meshes for given hardware by speed, with their memory and cost."),
     "scaling": ("jaxtrain.plan.scaling_laws",
-                "Fit a scaling law to finished runs: the loss of larger ones, and a budget's best size."),
-    "bench": ("jaxtrain.bench", "Measure how fast a config trains on the devices here, and where the time goes."),
-    "profile": ("jaxtrain.profiling", "Profile a run while it trains: where the time of its steps goes."),
+                "Fit a scaling law to finished runs: predict the loss, and the best size for a budget."),
+    "bench": ("jaxtrain.bench",
+              "Measure a config's training speed on this machine, and where the time goes."),
+    "profile": ("jaxtrain.profiling", "Profile a running training job: where the time of its steps goes."),
     "coordinates": ("jaxtrain.bench.coordinates",
                     "Check whether activations grow with width: the coordinate check of muP."),
-    "doctor": ("jaxtrain.doctor", "Check this machine for what would make training fail or slow."),
-    "generate": ("jaxtrain.hub.generate_texts", "Continue prompts, or answer them, with what a run has trained."),
-    "transcribe": ("jaxtrain.hub.speech.transcribe", "Transcribe speech in audio files, or while it is spoken."),
-    "evaluate": ("jaxtrain.hub.evaluate_tasks", "Evaluate what a run has trained on tasks of lm-evaluation-harness."),
-    "runs": ("jaxtrain.runs", "List, compare and tag runs, free what they no longer need, and reproduce one."),
-    "top": ("jaxtrain.runs.top", "Watch runs in the terminal: loss, throughput, time left, events and processes."),
-    "checkpoint": ("jaxtrain.checkpoint", "List, verify and compare a run's checkpoints, or go back to one."),
-    "goodput": ("jaxtrain.observe.goodput", "Account for a run's time across restarts: what share of it trained."),
-    "report": ("jaxtrain.runs.report", "Write one or several runs as one HTML page, or serve it while they go on."),
+    "doctor": ("jaxtrain.doctor", "Check this machine for problems that make training fail or slow it down."),
+    "generate": ("jaxtrain.hub.generate_texts", "Generate text from prompts with a trained or published model."),
+    "transcribe": ("jaxtrain.hub.speech.transcribe", "Transcribe audio files, or live speech."),
+    "evaluate": ("jaxtrain.hub.evaluate_tasks",
+                 "Evaluate a trained or published model on tasks of lm-evaluation-harness."),
+    "runs": ("jaxtrain.runs", "List, compare, tag and reproduce runs, and delete what they no longer need."),
+    "top": ("jaxtrain.runs.top", "Monitor runs in the terminal: loss, throughput, time left, events and processes."),
+    "checkpoint": ("jaxtrain.checkpoint", "List, verify and compare a run's checkpoints, or restore an earlier one."),
+    "goodput": ("jaxtrain.observe.goodput", "Show where a run's time went across restarts, and its goodput."),
+    "report": ("jaxtrain.runs.report",
+               "Write a report of one or several runs as an HTML page, or serve it while they train."),
     "dashboards": ("jaxtrain.observe.prometheus", "Write dashboards for Grafana and alert rules for Prometheus."),
-    "export": ("jaxtrain.hub.export", "Write a run's model as a folder in Hugging Face's format."),
+    "export": ("jaxtrain.hub.export", "Export a run's model as a folder in Hugging Face's format."),
     "merge": ("jaxtrain.hub.merge", "Merge models of one architecture into one folder in Hugging Face's format."),
     "adapters": ("jaxtrain.hub.adapters", "List, version, merge or export adapters (LoRA) in PEFT's format."),
-    "prepare": ("jaxtrain.data.prepare", "Tokenise text, once, into a corpus that runs read."),
+    "prepare": ("jaxtrain.data.prepare", "Tokenize text into a corpus to train on."),
     "prepare_sequences": ("jaxtrain.data.prepare_sequences",
-                          "Prepare audio clips, tables of events or pictures as sequences."),
+                          "Prepare audio clips, tables of events or images as sequences."),
     "train_tokenizer": ("jaxtrain.data.train_tokenizer", "Train a byte-level BPE tokenizer on text of your own."),
-    "inspect": ("jaxtrain.data.inspect", "Show any batch of a run: documents, their text, and the tokens trained on."),
-    "publish": ("jaxtrain.data.publish", "Copy a corpus to object storage, from where training can read it."),
+    "inspect": ("jaxtrain.data.inspect",
+                "Show any training batch of a run: documents, their text, and the tokens trained on."),
+    "publish": ("jaxtrain.data.publish", "Copy a corpus to object storage for training."),
     "croissant": ("jaxtrain.data.croissant", "Write the datasheet of a corpus in the Croissant 1.0 format."),
-    "schedules": ("jaxtrain.parallel.schedules", "Draw a pipeline schedule, and count its bubble and its memory."),
+    "schedules": ("jaxtrain.parallel.schedules", "Draw a pipeline schedule, and compute its bubble and memory."),
     "islands": ("jaxtrain.islands",
-                "Coordinate islands: serve the log of their updates, make certificates, show its state."),
-    "elastic": ("jaxtrain.plan.elastic", "List the numbers of processes with which a run could continue."),
+                "Coordinate islands: serve their updates, make certificates, show the state."),
+    "elastic": ("jaxtrain.plan.elastic", "List the numbers of processes on which a run could continue."),
 }
 _TRAIN = """\
 Train a config, or resume its run.
@@ -59,8 +63,8 @@ Train a config, or resume its run.
     jaxtrain train configs/gpt.py --config.data.source=README.md --workdir=runs/mine
     jaxtrain train configs/gpt.py --config.train.steps=50 --print_config=diff
 
-The same command resumes a run that was stopped. Exit status 0: the last step was reached; 2: a user error,
-in one line; 75: asked to stop, and saved; 76: gave up, start it again; 77: stopped at a limit; 130: stopped by Ctrl-C.
+The same command resumes a stopped run. Exit status 0: the last step was reached, or train.patience ended the run; 2: a
+user error, in one line; 75: saved and stopped on request; 76: failed, restart it; 77: a limit was reached; 130: Ctrl-C.
 """
 
 
@@ -248,17 +252,18 @@ def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]
     """Return the flags of `jaxtrain train`, and the dotted config overrides."""
     parser = parser_of("train", _TRAIN)
     add_config(parser)
-    parser.add_argument("--workdir", help="metrics, checkpoints and the resolved config go here; default: runs/CONFIG")
+    parser.add_argument("--workdir",
+                        help="folder for metrics, checkpoints and the resolved config; default: runs/CONFIG")
     parser.add_argument("--print_config", nargs="?", const="all", choices=("all", "diff"),
                         help="print the resolved config (or what the overrides changed in it) and stop")
     parser.add_argument("--may_change", type=lambda text: text.split(","), action="extend", default=[],
                         metavar="KEY,...",
-                        help="keys such as train.steps or optimizer.learning_rate that may differ from those that the "
-                             "run in the workdir was begun with; run.json records the change")
+                        help="keys, such as train.steps or optimizer.learning_rate, that may differ from those that "
+                             "the run in the workdir was started with; the change is recorded in run.json")
     parser.add_argument("--adopt", action="store_true",
-                        help="go on from the newest checkpoint in the workdir even if it belongs to another run")
+                        help="resume from the newest checkpoint in the workdir even if it belongs to another run")
     add_process_flags(parser)
-    parser.group("a run that was begun before", "may_change", "adopt")
+    parser.group("resuming a run", "may_change", "adopt")
     flags, rest = parser.parse_known_args(argv)
     overrides = overrides_of(rest, vars(flags))
     need_config(flags)

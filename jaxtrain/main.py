@@ -114,7 +114,7 @@ def _need_devices() -> None:
         wanted = os.environ.get("JAX_PLATFORMS", "")
         why = f" ({f'{error}'.splitlines()[0][:200]})" if f"{error}" else ""
         raise UserError("JAX_PLATFORMS", f"{wanted!r} names devices that JAX cannot use here{why}",
-                        "unset it, or install what it names: pip install 'jax[cuda13]' or 'jax[tpu]'") from error
+                        "unset it, or install that platform: pip install 'jax[cuda13]' or 'jax[tpu]'") from error
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ _COUNT = {
     "mesh": {*AXES, "rules", "overrides"},
     "optimizer": {"clip_norm", "zero_stage"},
     "data": {"prefetch"},
-    "train": {"steps", "accumulation", "precision", "ema_decay", "log_every", "progress"},
+    "train": {"steps", "epochs", "accumulation", "precision", "ema_decay", "log_every", "progress"},
     "checkpoint": {"every", "keep", "keep_every", "best", "verify", "mtbf_hours", "mirror",
                    "local_checkpoint_every", "local_dir"},
     "resilience": None, "observe": None, "islands": None,  # all of them
@@ -43,7 +43,7 @@ _COUNT = {
 # Those that count as well where the batches are made of the config's text.
 _OF_TEXT = {
     "data": {field.name for field in fields(DataConfig)} - {"cross_document_attention", "augment", "crop"},
-    "train": {"eval_every", "eval_batches"},
+    "train": {"eval_every", "eval_batches", "patience"},
 }
 
 
@@ -192,11 +192,12 @@ def build_own(config: Config, *, model: Any, loss_fn: LossFunction | None, mesh:
     for name, part, fix in (
             ("model", model, "give an NNX module, a pytree of parameters, or a function that returns either"),
             ("loss_fn", loss_fn, "give a function of the model and a batch that returns the mean loss or jt.Weighted"),
-            ("optimizer", optimizer, "give an optax transformation, such as optax.adamw(1e-3)"),
+            ("optimizer", optimizer, "pass an optax optimizer, such as optax.adamw(1e-3)"),
             ("data", text if data is None else data, "give a jt.BatchSource, such as jt.BatchFunction(function_of_the_"
              "step), or name data.source in the config")):
         if part is None:
-            raise UserError(name, "it is missing, and a run of your own model needs one", fix)
+            raise UserError(name, "it is missing; with model= you must pass one too" if model is not None else
+                            "it is missing", fix)
     assert loss_fn and optimizer
     if data is not None:
         arguments.is_batch_source(data)

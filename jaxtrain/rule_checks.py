@@ -46,7 +46,8 @@ def agree(config: Config, rules: Rules) -> None:
     for weight in ("vocab", "mlp", "heads", "kv_heads", "expert_mlp"):
         if split(weight) != split(f"act_{weight}"):
             raise UserError(f"mesh.overrides.{weight}", f"it maps onto {'+'.join(split(weight)) or 'none'} and "
-                            f"act_{weight} onto {'+'.join(split(f'act_{weight}')) or 'none'}", "map both alike")
+                            f"act_{weight} onto {'+'.join(split(f'act_{weight}')) or 'none'}",
+                            "map both in the same way")
     for name, axis in (("seq", "context"), ("layers", "stage"), ("experts", "expert")):
         if rules[name] not in ((), (axis,)):
             raise UserError(f"mesh.overrides.{name}", f"it cannot be split over {'+'.join(rules[name])}",
@@ -69,8 +70,8 @@ def are_used(config: Config, axes: Any) -> None:
     kept = {name for policy, _ in policies(config.train.remat, config.model.stacked_layers)
             for name in (*policy.names, *policy.hosted)}
     if unknown := sorted(kept - used - {"attention", "dots"}):
-        raise UserError("train.remat", f"{unknown[0]!r} is not a policy, nor does a product of model "
-                        f"{config.model.name!r} result in it",
+        raise UserError("train.remat", f"unknown policy {unknown[0]!r}; it is neither a preset nor an axis of model "
+                        f"{config.model.name!r}",
                         nearest(unknown[0], used.difference(sharding.ACTIVATION_NAMES).union(PRESETS)))
     for name in config.mesh.overrides:
         if name not in used:

@@ -77,7 +77,7 @@ class Run:
     # ------------------------------------------------------------------------------------------------ the three calls
     def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None,
              meanwhile: Callable[[], object] | None = None) -> TrainState:
-        """The state at step 0, sharded from the first byte; the values do not depend on the mesh.
+        """The state at step 0, created already sharded; the values do not depend on the mesh.
 
         `parts`: what `own_parts` returned for the workdir of this run. `meanwhile`: called while what makes random
         values is compiled and runs, if it has not been compiled yet.

@@ -8,6 +8,7 @@ _NAMES = {
     "global_batch_size": "batch_size bs train_batch_size per_device_batch_size micro_batch_size",
     "seq_len": "sequence_length seq_length context_length block_size max_seq_length max_target_length",
     "steps": "max_steps num_steps train_steps total_steps max_iters train_iters num_train_steps iterations",
+    "patience": "early_stopping early_stopping_patience early_stop early_stopping_steps",
     "accumulation": "grad_accum gradient_accumulation gradient_accumulation_steps grad_accumulation_steps",
     "warmup_steps": "warmup warmup_iters lr_warmup_steps num_warmup_steps",
     "clip_norm": "grad_clip clip_grad max_grad_norm gradient_clipping gradient_clip_val",
@@ -43,7 +44,8 @@ SYNONYMS |= dict.fromkeys(
     "learning from rewards is set by the reinforce keys, see docs/reinforce.md")
 SYNONYMS |= dict.fromkeys(
     ("epochs", "num_epochs", "num_train_epochs", "max_epochs"),
-    "the length of a run is train.steps; data.mixture.NAME.epochs limits one source of a mixture")
+    "train.epochs is the length of a run in passes over its data; data.mixture.NAME.epochs limits one source of a "
+    "mixture")
 SYNONYMS |= dict.fromkeys(
     ("pushgateway", "push_gateway", "prometheus_pushgateway", "prometheus_gateway", "pushgateway_url"),
     "there is no Pushgateway: it keeps the last values of a process that has died, and so hides the failures that "

@@ -129,8 +129,8 @@ def test_config(refused, mistake, tmp_path):
 @pytest.mark.parametrize("flag, line", [
     ("--work_dir=x", "--work_dir=x: there is no such flag; did you mean '--workdir'?"),
     ("--lr=1", "--lr=1: there is no such flag; did you mean '--config.optimizer.learning_rate'?"),
-    ("--epochs=1", "--epochs=1: there is no such flag; the length of a run is train.steps; data.mixture.NAME.epochs "
-     "limits one source of a mixture"),
+    ("--epochs=1", "--epochs=1: there is no such flag; train.epochs is the length of a run in passes over its data; "
+     "data.mixture.NAME.epochs limits one source of a mixture"),
     ("--xyzzy", "--xyzzy: there is no such flag; known: --adopt, --config, --coordinator, --may_change, "
      "--num_processes, --print_config, --process_id, --workdir and --config.SECTION.KEY=VALUE"),
     ("--config.model.num_layers", "--config.model.num_layers: it has no value; write --config.model.num_layers=VALUE"),

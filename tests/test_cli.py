@@ -29,6 +29,7 @@ from jaxtrain.flags import COMMANDS, Parser, command, training_flags
 from jaxtrain.main import main
 from jaxtrain.plan import targets
 from tests.tiny import tiny_flags
+from tests.wording import unclear
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
@@ -48,12 +49,16 @@ def flags(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(flags, tmp_path_factory):
-    """A workdir after one whole run from another current folder, with what was printed."""
+    """A workdir after one whole run from another current folder, with what was printed.
+
+    Its length is given in epochs, and is that of `flags`.
+    """
     folder, err = tmp_path_factory.mktemp("ran"), io.StringIO()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     gc.disable()  # as while a process of its own imports
+    length = ["--config.train.epochs=0.055", *(flag for flag in flags if "train.steps" not in flag)]
     with contextlib.chdir(folder), contextlib.redirect_stderr(err):
-        assert main(flags) == 0
+        assert main(length) == 0
     assert gc.isenabled()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     return folder / "runs" / "gpt-tiny", err.getvalue()  # the default workdir
@@ -101,6 +106,7 @@ def test_help(name, said):
         assert re.search(rf"^examples?:\n  {re.escape(parser.prog)}\b", shown, re.M), shown
         bare = [action.dest for action in parser._actions if not (action.help or getattr(action, "choices", None))]
         assert not bare, f"{parser.prog}: no help for {bare}"
+        assert unclear(" ".join(shown.split())) == []
 
 
 def test_every_module_that_runs_is_a_command():
@@ -334,6 +340,16 @@ def test_tensorboard(ran):
     (events,) = (ran[0] / "tensorboard").glob("events.out.tfevents.*")
     content = events.read_bytes()
     assert all(name in content for name in (b"loss", b"grad_norm", b"eval_loss", b"tokens_per_s"))
+
+
+def test_epochs_are_steps_once_the_data_are_read(ran):
+    config = json.loads((ran[0] / "config.json").read_text())
+    assert (config["train"]["steps"], config["train"]["epochs"]) == (4, 0) and "4 steps of 8 x 32" in ran[1]
+
+
+def test_the_list_of_runs_has_the_name_of_the_config(ran, capsys):
+    assert main_of("runs")(["list", str(ran[0].parent)]) == 0
+    assert "gpt.py:tiny" in capsys.readouterr().out
 
 
 def test_steps_zero(flags, tmp_path, capsys):

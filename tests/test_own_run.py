@@ -292,7 +292,7 @@ def test_what_is_written_does_not_mislead(tmp_path, capsys, monkeypatch):
     ("train.precision", "fp8", "fp8 is the precision of products in jaxtrain's own layers; use bfloat16"),
     ("train.remat", "full", "nothing reads it"), ("train.freeze", ["*"], "nothing reads it"),
     ("train.seed", 3, "nothing reads it in this run, since loss_fn takes no key"),
-    ("mesh.auto", True, "the planner knows only"),
+    ("mesh.auto", True, "the planner supports only"),
     ("pipeline.schedule", "gpipe", "nothing reads it"), ("checkpoint.best", "eval_loss", "no evaluation split"),
     ("data.global_batch_size", 32, f"it is 32, and the batches given by data= have {ROWS} rows"),
 ])
@@ -306,10 +306,10 @@ def test_keys_that_nothing_would_read_are_refused(key, value, message):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (dict(model=None), "^model: it is missing, .*; give an NNX module"),
-    (dict(loss_fn=None), "^loss_fn: it is missing, .*; give a function"),
-    (dict(optimizer=None), "^optimizer: it is missing, .*; give an optax"),
-    (dict(data=None), "^data: it is missing, .*; give a jt.BatchSource"),
+    (dict(model=None), "^model: it is missing; give an NNX module"),
+    (dict(loss_fn=None), "^loss_fn: it is missing; with model= you must pass one too; give a function"),
+    (dict(optimizer=None), "^optimizer: it is missing; .*; pass an optax"),
+    (dict(data=None), "^data: it is missing; .*; give a jt.BatchSource"),
     (dict(objective=lambda config, model: None), "^objective: a model of your own is trained by its loss_fn"),
     (dict(data=jt.BatchFunction(lambda step: {"x": 1.0})), "^data: its function returned no dict of arrays"),
     (dict(model=None, loss_fn=None, axes={}), "^axes: it is about a model of your own"),

@@ -84,7 +84,7 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
             words[i] = f"--workdir={workdirs / words[i].rpartition('/')[2]}"
         words += [] if named else [f"--workdir={workdirs / re.sub(r'[^a-z0-9]+', '-', command)}"]
         words += [f"--config.mesh.{axis}={1 if axis != 'data' else -1}" for axis in ("data", "fsdp", "tensor")
-                  if ":tiny" in words[where[0]] and "configs/gpt" not in words[where[0]]]
+                  if where and ":tiny" in words[where[0]] and "configs/gpt" not in words[where[0]]]
     return words, environment
 
 

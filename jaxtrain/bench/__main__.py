@@ -1,4 +1,4 @@
-"""Measure how fast a config trains on the devices here, and where the time goes.
+"""Measure a config's training speed on this machine, and where the time goes.
 
     jaxtrain bench --config=configs/gpt.py --steps=20 --profile
     jaxtrain bench --config=configs/gpt.py --steps=20 --compare=step,plain
@@ -92,7 +92,7 @@ def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[st
 
     names = contenders.named(flags.compare)
     if names and flags.profile:
-        raise UserError("--profile", "a comparison is not traced", "leave one of them out")
+        raise UserError("--profile", "a comparison cannot be profiled", "leave one of them out")
     if names and flags.targets:
         raise UserError("--targets", "a comparison makes no predictions", "leave one of them out")
     compile_cache.enable_compilation_cache()
@@ -200,21 +200,23 @@ def parser() -> argparse.ArgumentParser:
     made = parser_of("bench", __doc__)
     add_config(made)
     made.add_argument("--steps", type=int, default=50, help="steps to measure; default 50")
-    made.add_argument("--warmup", type=int, default=5, help="steps before those; default 5")
-    made.add_argument("--profile", action="store_true", help="trace a few more steps: time by kind and by kernel")
+    made.add_argument("--warmup", type=int, default=5, help="unmeasured warmup steps; default 5")
+    made.add_argument("--profile", action="store_true",
+                      help="also profile a few steps: time by kind of operation and by kernel")
     made.add_argument("--compare", default="", metavar="NAME,...",
-                      help="alternate with other programs of the same model: step, plain, torch, torch.compile,  "
+                      help="compare with other implementations of the same model, in alternation: step, plain, torch, "
+                           "torch.compile,  "
                            "torch.causal (explained in docs/measuring.md)")
     made.add_argument("--sweep", nargs="+", default=[], metavar="KEY=V1,V2",
                       help="measure every combination of these keys' values, one process each, and rank them")
     made.add_argument("--timeout", type=float, default=1800,
                       help="time limit of each process of a sweep in seconds; default 1800")
     add_process_flags(made)
-    made.add_argument("--targets", metavar="FILE", help="measurements by tools/calibrate.py, for the predictions")
-    made.add_argument("--json", metavar="FILE", help="append the measurement to this file, one line of JSON each")
-    made.add_argument("--name", help="the measurement's name in tables; default: the config and its changes")
-    made.add_argument("--label", help="the measurement's table, one word; see --into")
-    made.add_argument("--render", nargs="+", metavar="FILE", help="print the tables of measurements in --json files")
+    made.add_argument("--targets", metavar="FILE", help="measurements of tools/calibrate.py, for the predictions")
+    made.add_argument("--json", metavar="FILE", help="append the measurement to this file as a line of JSON")
+    made.add_argument("--name", help="name of the measurement in tables; default: the config and its changes")
+    made.add_argument("--label", help="name of the table for the measurement, one word; see --into")
+    made.add_argument("--render", nargs="+", metavar="FILE", help="print tables of the measurements in --json files")
     made.add_argument("--into", metavar="DOCUMENT",
                       help="with --render: write the tables into this document, between lines '<!-- rendered: KIND "
                            "LABEL -->' and '<!-- end -->'; KIND is run, memory, compare, profile or figures")

@@ -3,9 +3,9 @@
     jaxtrain coordinates --config=FILE --widths=64,128,256,512
     jaxtrain coordinates --config=FILE --config.model.mup_base.embed_dim=64 --config.model.mup_base.num_heads=4
 
-Trains the config for some steps at several widths, on one device and at a constant learning rate, and tells how large
-the activations of each layer are: the mean of their absolute values, on one batch, and how far they have come from
-where they began. A size that goes with width to the power of s has the slope s. Where a learning rate is to serve all
+Trains the config for some steps at several widths, on one device and at a constant learning rate, and prints how large
+the activations of each layer are (the mean of their absolute values, on one batch) and how much they have changed
+since the start. A size that grows as width to the power of s has the slope s. For one learning rate to suit all
 widths, no slope of a change may be far above 0.
 
 Exit status 0; 1: something grows with width; 2: a user error, reported in one line.
@@ -68,12 +68,13 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = parser_of("coordinates", __doc__)
     add_config(made)
-    made.add_argument("--widths", default="64,128,256,512", help="values of model.embed_dim; other widths grow along")
-    made.add_argument("--steps", type=int, default=4, help="to train before the last look; default: 4")
+    made.add_argument("--widths", default="64,128,256,512",
+                      help="values of model.embed_dim; other widths grow in proportion")
+    made.add_argument("--steps", type=int, default=4, help="number of training steps; default: 4")
     made.add_argument("--grow", choices=("heads", "head_dim"), default="heads",
-                      help="whether a wider model has more attention heads, or wider ones; default: heads")
-    made.add_argument("--json", metavar="FILE", help="also write all figures")
-    made.add_argument("--output", metavar="FILE", help="also draw them, as a page")
+                      help="whether wider models have more attention heads or wider ones; default: heads")
+    made.add_argument("--json", metavar="FILE", help="also write all numbers to this file")
+    made.add_argument("--output", metavar="FILE", help="also write a page with charts")
     return made
 
 

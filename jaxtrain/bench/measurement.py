@@ -102,7 +102,8 @@ def training(run: Run, steps: int, one_shape: bool = False) -> Iterator[tuple[Tr
                         "give fewer --steps, or more epochs in data.mixture")
     run.check_shapes(0, steps)
     if one_shape and len(batches.shapes_of(0, steps)) > 1:
-        raise UserError("data", "rows of several lengths are neither traced nor compared", "measure without --profile "
+        raise UserError("data", "batches of several sequence lengths cannot be profiled or compared",
+                        "measure without --profile "
                         "and --compare, or use data.packing=concat without data.stages")
     began = _now()
     with _cache_use() as cache:

@@ -1,4 +1,4 @@
-"""List, verify and compare a run's checkpoints, or go back to one.
+"""List, verify and compare a run's checkpoints, or restore an earlier one.
 
     jaxtrain checkpoint list WORKDIR
     jaxtrain checkpoint verify WORKDIR
@@ -49,10 +49,10 @@ def parser() -> argparse.ArgumentParser:
 
     add = partial(add_subcommand, commands, "checkpoint")
     lists = add("list WORKDIR", "show every checkpoint with its state, age, loss and location")
-    verifies = add("verify WORKDIR", "read every byte again; exit status 1 if any checkpoint is damaged")
-    diffs = add("diff WORKDIR STEP STEP", "show the arrays and other values in which two checkpoints differ")
+    verifies = add("verify WORKDIR", "read and verify every byte; exit status 1 if a checkpoint is damaged")
+    diffs = add("diff WORKDIR STEP STEP", "show which arrays and values differ between two checkpoints")
     goes = add("restore-to WORKDIR STEP",
-               "make the run continue from an older good checkpoint; deletes nothing")
+               "make the run resume from an earlier verified checkpoint; deletes nothing")
     for each in (lists, verifies, goes):
         each.add_argument("workdir", metavar="WORKDIR", help="the workdir of the run")
     verifies.add_argument("steps", metavar="STEP", type=int, nargs="*", help="only these; default: all")
@@ -60,8 +60,8 @@ def parser() -> argparse.ArgumentParser:
         each.add_argument("--mirror", metavar="URL", default="",
                           help="the run's mirror, if its URL has a password: config.json does not have it")
     diffs.add_argument("words", metavar="WORKDIR STEP [WORKDIR2] STEP", nargs="+", action="store",
-                       help="two checkpoints, of one run or of two")
-    goes.add_argument("step", metavar="STEP", type=int, help="the step to go back to")
+                       help="two checkpoints, of the same run or of two runs")
+    goes.add_argument("step", metavar="STEP", type=int, help="step of the checkpoint to restore")
     return made
 
 

@@ -153,7 +153,8 @@ def diff(workdir: str | Path, step: int, other: str | Path, other_step: int) -> 
     one, two = (_known(_directory(place), at) for place, at in ((workdir, step), (other, other_step)))
     for folder in (one, two):
         if problems := verify.list_files(folder)[1]:  # reading a pipe would never end
-            raise UserError("STEP", f"{folder}: {problems[0]}", "see with `verify` what is damaged")
+            raise UserError("STEP", f"{folder}: {problems[0]}",
+                            "run `jaxtrain checkpoint verify` to see what is damaged")
     try:
         metas = [_flat(verify.saved_meta(folder)) for folder in (one, two)]
         for key in sorted({*metas[0], *metas[1]}):
@@ -175,7 +176,7 @@ def diff(workdir: str | Path, step: int, other: str | Path, other_step: int) -> 
         raise
     except (OSError, ValueError) as error:
         raise UserError("STEP", f"a checkpoint cannot be read ({f'{error}'.splitlines()[0][:300]})",
-                        "see with `verify` what is damaged") from error
+                        "run `jaxtrain checkpoint verify` to see what is damaged") from error
 
 
 def _difference(one: Path, two: Path, path: str) -> str:

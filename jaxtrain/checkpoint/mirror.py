@@ -112,8 +112,8 @@ class Mirror:
     def _pause(self, step: int, problem: str, failures: int) -> None:
         """After a failure, schedule a retry, unless a newer checkpoint is waiting by then."""
         if failures == 1:
-            self._tell("mirror_failed", f"checkpoint {step} is not copied to {self.place} yet ({problem}); it is tried "
-                       "again, and the run goes on", step=step, place=self.place, reason=problem)
+            self._tell("mirror_failed", f"checkpoint {step} is not copied to {self.place} yet ({problem}); the copy is "
+                       "retried while the run continues", step=step, place=self.place, reason=problem)
         first, longest = PAUSE
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._waiting or self._wanted is not None,
@@ -179,11 +179,11 @@ class Mirror:
             return 0
         for _ in range(AGAIN):
             if self._closing:
-                raise UserError(self.place, "the run ends", "the next start goes on")
+                raise UserError(self.place, "the run ends", "the next start continues")
             storage.put(path, url)
             if storage.size(url) == size and _digest(url) == sha256:
                 return 1
-        raise UserError(url, f"differs from what was sent, in {AGAIN} attempts", "check whether others write there")
+        raise UserError(url, f"differs from what was sent in {AGAIN} attempts", "check whether others write there")
 
     def fetch(self, step: int | None = None) -> int | None:
         """Fetch the copy of this step, or the newest, into the run's directory; return its step, or None.

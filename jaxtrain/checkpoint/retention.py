@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from jaxtrain.checkpoint import step_folders, verify
@@ -36,12 +36,25 @@ def best_of(good: Iterable[int], workdir: Path, key: str) -> int | None:
     found: dict[int, float] = {}
     name, sign = key.removeprefix(HIGHEST), -1 if key.startswith(HIGHEST) else 1
     starts = {f'{{"step": {step}, '.encode(): step for step in good}
-    logs = [workdir / "metrics.jsonl", workdir / "evaluations" / "metrics.jsonl"]
-    for line in itertools.chain.from_iterable(map(whole_lines, filter(Path.exists, logs))):
+    for line in _lines(workdir):
         step = starts.get(line[:line.find(b",") + 2])  # most lines are of steps without a checkpoint
         if step is not None and isinstance(value := parsed(line).get(name), int | float):
             found[step] = sign * value
     return min(found, key=lambda step: (found[step], -step), default=None)
+
+
+def _could_have(workdir: Path, key: str, first: int) -> bool:
+    """Return whether a metric could have been there by now: one of evaluations not before one after step `first`."""
+    if not key.removeprefix(HIGHEST).startswith("eval_"):
+        return True
+    with contextlib.suppress(OSError, ValueError):
+        return any(b'"eval_' in line and parsed(line, {"step": int})["step"] >= first for line in _lines(workdir))
+    return False
+
+
+def _lines(workdir: Path) -> Iterator[bytes]:
+    logs = [workdir / "metrics.jsonl", workdir / "evaluations" / "metrics.jsonl"]
+    return itertools.chain.from_iterable(map(whole_lines, filter(Path.exists, logs)))
 
 
 class Retention:
@@ -86,8 +99,10 @@ class Retention:
         if self._best:
             with contextlib.suppress(OSError, ValueError):
                 found = best_of(good, self._directory.parent, self._best)
-            if good and found is None and not self._best_missing:
+            missing = found is None and bool(good) and _could_have(self._directory.parent, self._best, min(good))
+            if missing and not self._best_missing:
                 say(f"checkpoint.best: neither metrics.jsonl nor evaluations/metrics.jsonl has {self._best!r} at the "
-                    "steps of checkpoints, so none is kept for it; is that the name of a metric?")
-            self._best_missing = bool(good) and found is None
+                    "steps of checkpoints, so none is kept for it so far; is that the name of a metric, and are "
+                    "checkpoints saved where it is evaluated?")
+            self._best_missing = missing
         return found

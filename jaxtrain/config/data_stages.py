@@ -106,7 +106,7 @@ def _begin(key: str, entry: Mapping[str, Any], start: int, tokens: int, per_step
     """Return the step at which a stage begins, after one that began at `start` after `tokens`."""
     given = [name for name in ("from_step", "from_tokens") if name in entry]
     if len(given) != 1:
-        raise UserError(key, "it does not say when it begins" if not given else "it says twice when it begins",
+        raise UserError(key, "it does not set when it begins" if not given else "it says twice when it begins",
                         "give from_step or from_tokens")
     number = _number(f"{key}.{given[0]}", entry[given[0]])
     if number != int(number):
@@ -124,12 +124,13 @@ def _check_units(config: DataConfig, made: tuple[Stage, ...]) -> None:
         if stage.unit == stage.seq_len:
             continue
         if config.packing != "concat":
-            raise UserError("data.packing", f"{config.packing} plans rows of one length, and data.stages has several",
+            raise UserError("data.packing",
+                            f"{config.packing} packs sequences of one length, and data.stages has several",
                             "use concat, or new_epoch=true where the length changes")
         if stage.unit % stage.seq_len or stage.batch % (stage.unit // stage.seq_len):
-            raise UserError(f"{key}.seq_len", f"{stage.batch} rows of {stage.seq_len} are not a whole number of the "
-                            f"longest rows, {stage.unit}", "choose a length that divides the longest and a "
-                            "global_batch_size that the quotient divides")
+            raise UserError(f"{key}.seq_len", f"{stage.batch} sequences of {stage.seq_len} tokens are not a whole "
+                            f"number of the longest sequences, {stage.unit}", "choose a length that divides the "
+                            "longest and a global_batch_size that the quotient divides")
 
 
 def _check(key: str, entry: Any, known: tuple[str, ...]) -> None:

@@ -14,14 +14,15 @@ from jaxtrain.errors import UserError
 
 @dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
-    """The fields that every decoder of text has besides."""
+    """The fields that all text decoders have in addition."""
 
+    # size of the embedding table: at least the size of the tokenizer's vocabulary
     # pyrefly: ignore[bad-override]
-    vocab_size: int = at_most(320, 2**24)  # rows of the embedding table: at least the tokenizer's
+    vocab_size: int = at_most(320, 2**24)
     # pyrefly: ignore[bad-override]
-    window: int = 0  # sliding attention window in tokens; 0: none
+    window: int = 0  # sliding attention window in tokens; 0: full attention
     # pyrefly: ignore[bad-override]
-    tied_embeddings: bool = True  # whether the output projection is the embedding table
+    tied_embeddings: bool = True  # whether the output projection shares the weights of the embedding table
     text = True
 
     def __post_init__(self):
@@ -32,26 +33,34 @@ class DecoderConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class Gpt2Config(DecoderConfig):
-    """GPT-2: nothing beyond what every decoder has."""
+    """GPT-2, which has no further keys."""
 
 
 @dataclass(frozen=True)
 class RotaryConfig(DecoderConfig):
-    """Rotary positions, as they are or scaled for longer rows."""
+    """Rotary positions, optionally scaled for longer contexts."""
 
-    rope_theta: float = 10_000.0  # base of the rotary positions
-    rope_scaling: float = 1.0  # factor by which rows may be longer than originally; 1: unscaled positions
-    rope_type: str = "llama3"  # how rope_scaling scales: "linear", "ntk", "llama3" or "yarn"
-    rope_original_len: int = 8192  # llama3, yarn: the length that rope_scaling extends
-    rope_low_freq_factor: float = 1.0  # llama3: frequencies with fewer turns in the original length are divided,
-    rope_high_freq_factor: float = 4.0  # llama3: those with more turns than this are kept
-    rope_beta_fast: float = 32.0  # yarn: frequencies with more turns in the original length are kept,
-    rope_beta_slow: float = 1.0  # yarn: those with fewer turns than this are divided
-    rope_truncate: bool = True  # yarn: whether the bounds between those are rounded to whole pairs
-    # yarn: factor of cosine and sine; 0: 0.1 ln(rope_scaling) + 1, or from the mscales
+    rope_theta: float = 10_000.0  # base frequency of the rotary position embedding (RoPE)
+    # context extension: factor by which sequences may exceed rope_original_len; 1: no scaling
+    rope_scaling: float = 1.0
+    rope_type: str = "llama3"  # method of rope_scaling: "linear", "ntk", "llama3" or "yarn"
+    rope_original_len: int = 8192  # llama3, yarn: the context length before it was extended by rope_scaling
+    # llama3: frequencies that make fewer than this many turns within rope_original_len are scaled down by rope_scaling
+    rope_low_freq_factor: float = 1.0
+    # llama3: frequencies that make more than this many turns within rope_original_len stay unchanged
+    rope_high_freq_factor: float = 4.0
+    # yarn: frequencies that make more than this many turns within rope_original_len stay unchanged
+    rope_beta_fast: float = 32.0
+    # yarn: frequencies that make fewer than this many turns within rope_original_len are scaled down by rope_scaling
+    rope_beta_slow: float = 1.0
+    # yarn: whether the limits set by rope_beta_fast and rope_beta_slow are rounded to whole dimensions
+    rope_truncate: bool = True
+    # yarn: factor of cosine and sine; 0: 0.1 ln(rope_scaling) + 1, or computed from rope_mscale and rope_mscale_all_dim
     rope_attention_factor: float = 0.0
-    rope_mscale: float = 0.0  # yarn in DeepSeek's models: weight of that logarithm; the factor is divided by that of
-    rope_mscale_all_dim: float = 0.0  # yarn: this weight, by whose factor squared deepseek_v3 multiplies scores
+    rope_mscale: float = 0.0  # YaRN's mscale, as in DeepSeek's config.json; 0: not set
+    # YaRN's mscale_all_dim, as in DeepSeek's config.json; deepseek_v3 also scales attention scores by the square of its
+    # factor
+    rope_mscale_all_dim: float = 0.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -73,7 +82,7 @@ class RotaryConfig(DecoderConfig):
         for low, high in (("rope_low_freq_factor", "rope_high_freq_factor"), ("rope_beta_slow", "rope_beta_fast")):
             if getattr(self, high) <= getattr(self, low):
                 raise UserError(f"model.{high}", f"{getattr(self, high)} is not above model.{low}="
-                                f"{getattr(self, low)}", "give more turns")
+                                f"{getattr(self, low)}", "give a higher number")
         if self.rope_type == "yarn" and self.rope_theta <= 1:
             raise UserError("model.rope_theta", f"yarn needs a base above 1, not {self.rope_theta}", "try 10000")
         if (self.rope_mscale > 0) != (self.rope_mscale_all_dim > 0):
@@ -93,13 +102,13 @@ _SCALING_KEYS = tuple((field.name, field.default, kind) for kind, names in (
 
 @dataclass(frozen=True)
 class LlamaConfig(RotaryConfig):
-    """Llama, Qwen2 and Qwen3: rotary positions, scaled for longer rows, and a layer that looks ahead."""
+    """Llama, Qwen2 and Qwen3, with rotary positions, context extension and multi-token prediction."""
 
     name: str = "llama"
+    # multi-token prediction: loss weight of an extra layer that predicts the token after the next one; 0: no such layer
     # pyrefly: ignore[bad-override]
-    # loss weight of one more layer that predicts the token after the next; 0: no such layer
     mtp_loss_weight: float = 0.0
-    # with model.window, as in Qwen2 and Qwen3: the number of first layers that have no window
+    # with model.window, as in Qwen2 and Qwen3: number of first layers that use full attention
     # pyrefly: ignore[bad-override]
     global_first: int = at_most(0, 10_000)
 
@@ -116,18 +125,19 @@ class LlamaConfig(RotaryConfig):
 
 @dataclass(frozen=True)
 class RoutedConfig(RotaryConfig):
-    """Rotary positions, and routed experts."""
+    """Rotary positions and routed experts."""
 
     # pyrefly: ignore[bad-override]
-    num_experts: int = at_most(0, 2**16)  # routed experts of a layer; 0: dense layers
+    num_experts: int = at_most(0, 2**16)  # mixture of experts: number of routed experts in a layer; 0: dense layers
     # pyrefly: ignore[bad-override]
-    experts_per_token: int = at_most(2, 2**16)  # number of experts that each token passes through
+    experts_per_token: int = at_most(2, 2**16)  # number of experts that process each token (top-k)
     # pyrefly: ignore[bad-override]
-    expert_mlp_dim: int = at_most(0, 2**22)  # width of one expert; 0: mlp_dim
-    balance_loss: float = 0.0  # coefficient of the load-balance loss of each row and layer: docs/parallelism.md
-    router_z_loss: float = 0.0  # coefficient of the router logits' squared log-partition
+    expert_mlp_dim: int = at_most(0, 2**22)  # width of the hidden layer of one expert; 0: mlp_dim
+    # coefficient of the load-balancing loss, computed for each sequence and layer: docs/parallelism.md
+    balance_loss: float = 0.0
+    router_z_loss: float = 0.0  # coefficient of the router z-loss: the squared log-partition of the router's logits
+    # most tokens of a sequence that one expert accepts, relative to an even share; the others are dropped; 0: no limit
     # pyrefly: ignore[bad-override]
-    # most tokens of a row for an expert, relative to an even share; 0: no limit (none dropped)
     capacity_factor: float = 0.0
 
     # No fields: what a family without them has.
@@ -153,30 +163,32 @@ class RoutedConfig(RotaryConfig):
 
 @dataclass(frozen=True)
 class ExpertsConfig(RoutedConfig, LlamaConfig):
-    """Mixtral and Qwen3 with experts: Llama's fields, and those of the router and the experts."""
+    """Mixtral and Qwen3-MoE: mixtures of experts."""
 
     name: str = "mixtral"
+    # number of shared experts, which process every token; they form one MLP of their summed width
     # pyrefly: ignore[bad-override]
-    # experts that every token passes through besides, as one of their summed width
     shared_experts: int = at_most(0, 2**10)
+    # number of first layers that have a dense MLP of width mlp_dim instead of experts
     # pyrefly: ignore[bad-override]
-    dense_layers: int = at_most(0, 10_000)  # the first layers, which have a dense MLP of mlp_dim instead
+    dense_layers: int = at_most(0, 10_000)
+    # after dense_layers, every N-th layer has experts; the others have a dense MLP
     # pyrefly: ignore[bad-override]
-    # of the layers after those, every so many the last one has experts, the others a dense MLP
     experts_every: int = at_most(1, 10_000)
     # pyrefly: ignore[bad-override]
-    router: str = "softmax"  # how logits become scores: "softmax" or "sigmoid"
+    router: str = "softmax"  # function that turns router logits into scores: "softmax" or "sigmoid"
     # pyrefly: ignore[bad-override]
-    normalize_router: bool = True  # whether the weights of a token's experts are made to add up to 1
+    normalize_router: bool = True  # whether the weights of the experts chosen for a token are normalized to sum to 1
     # pyrefly: ignore[bad-override]
-    router_scale: float = 1.0  # factor of these weights
+    router_scale: float = 1.0  # factor by which the weights of the chosen experts are multiplied
     # pyrefly: ignore[bad-override]
-    expert_groups: int = at_most(1, 2**16)  # groups into which the experts are divided
+    expert_groups: int = at_most(1, 2**16)  # number of groups into which the experts are divided
+    # number of groups that a token may choose experts from: those with the highest sum of their two best scores
     # pyrefly: ignore[bad-override]
-    # groups that a token may choose from: those whose two best experts score highest
     expert_groups_used: int = at_most(1, 2**16)
+    # update size of the router bias that balances the load without a loss (DeepSeek-V3); 0: no bias
     # pyrefly: ignore[bad-override]
-    router_bias_rate: float = 0.0  # step of the bias that evens out expert load (DeepSeek-V3); 0: no bias
+    router_bias_rate: float = 0.0
 
     def _check_experts(self):
         not_negative(self, "model", "shared_experts dense_layers router_bias_rate")
@@ -205,16 +217,18 @@ class ExpertsConfig(RoutedConfig, LlamaConfig):
 
 @dataclass(frozen=True)
 class DeepseekV3Config(ExpertsConfig):
-    """DeepSeek-V3: experts, and attention through latents."""
+    """DeepSeek-V3: a mixture of experts with multi-head latent attention (MLA)."""
 
     name: str = "deepseek_v3"
-    q_rank: int = at_most(0, 2**20)  # width of the queries' latent; 0: none
+    # rank of the latent that queries are compressed to (q_lora_rank); 0: queries are not compressed
+    q_rank: int = at_most(0, 2**20)
     # pyrefly: ignore[bad-override]
-    kv_rank: int = at_most(0, 2**20)  # width of the keys' and values' latent
+    kv_rank: int = at_most(0, 2**20)  # rank of the latent that keys and values are compressed to (kv_lora_rank)
+    # width of the part of a head with rotary positions, in addition to head_dim, which has none
     # pyrefly: ignore[bad-override]
-    rope_head_dim: int = at_most(0, 2**16)  # how much of a head turns with positions, beside head_dim that does not
+    rope_head_dim: int = at_most(0, 2**16)
     # pyrefly: ignore[bad-override]
-    value_head_dim: int = at_most(0, 2**16)  # 0: head_dim
+    value_head_dim: int = at_most(0, 2**16)  # width of a value head; 0: head_dim
 
     def __post_init__(self):
         super().__post_init__()
@@ -229,7 +243,7 @@ class DeepseekV3Config(ExpertsConfig):
                             "give an even number, such as 64")
         if self.num_kv_heads != self.num_heads:
             raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",
-                            "leave it 0: latent attention has as many")
+                            "set it to 0: latent attention has as many key and value heads as query heads")
         derive(self, "value_head_dim", self.head_dim)
         self._check_parts()
 
@@ -243,21 +257,21 @@ class DeepseekV3Config(ExpertsConfig):
                                 f"does not say what model.{key}={here} was there", "give that")
             if there and here != grown * there:
                 raise UserError(f"model.{key}", f"{here} is {here / there:g} times its width in model.mup_base, and "
-                                f"head_dim {grown:g} times", "let both grow alike, or keep head_dim")
+                                f"head_dim {grown:g} times", "let both grow by the same factor, or keep head_dim")
 
 
 @dataclass(frozen=True)
 class Gemma3Config(DecoderConfig):
-    """Gemma 3: layers with a sliding window, and among them layers that attend to everything, with two rotary bases."""
+    """Gemma 3: local layers with a sliding window, and global layers, each kind with its own rotary base."""
 
     name: str = "gemma3"
     window: int = 512  # sliding window of the local layers, in tokens
     # pyrefly: ignore[bad-override]
-    global_every: int = 6  # the last of every so many layers is global
-    rope_theta: float = 1_000_000.0  # base of the rotary positions in the global layers
-    local_rope_theta: float = 10_000.0  # base of the rotary positions in the layers with a window
-    rope_factor: float = 1.0  # divisor of positions in the global layers: 8 from 4B on, 1 in 1B
-    query_scale: int = 0  # scores are divided by its square root; 0: head_dim
+    global_every: int = 6  # every N-th layer is global: it uses full attention
+    rope_theta: float = 1_000_000.0  # base frequency of the rotary positions in the global layers
+    local_rope_theta: float = 10_000.0  # base frequency of the rotary positions in the local layers
+    rope_factor: float = 1.0  # divisor of positions in the global layers: 1 in Gemma 3 1B, 8 in 4B and larger
+    query_scale: int = 0  # attention scores are divided by the square root of this number; 0: head_dim
     norm_eps: float = 1e-6
 
     def __post_init__(self):
@@ -272,18 +286,19 @@ class Gemma3Config(DecoderConfig):
 
 @dataclass(frozen=True)
 class GptOssConfig(RoutedConfig):
-    """gpt-oss: experts with biases in all layers, of which every second one has a sliding window, and sinks."""
+    """gpt-oss: a mixture of experts with biases and attention sinks; every second layer has a sliding window."""
 
     name: str = "gpt_oss"
     window: int = 128  # sliding window of the local layers, in tokens
     # pyrefly: ignore[bad-override]
-    global_every: int = 2  # the last of every so many layers is global
-    rope_theta: float = 150_000.0  # base of the rotary positions
-    num_experts: int = at_most(32, 2**16)  # routed experts of a layer
-    experts_per_token: int = at_most(4, 2**16)  # number of experts that each token passes through
-    swiglu_limit: float = 7.0  # gate and up of an expert are clamped to it, the gate only from above
-    swiglu_alpha: float = 1.702  # the gate is multiplied by the sigmoid of so many times itself
-    tied_embeddings: bool = False  # whether the output projection is the embedding table
+    global_every: int = 2  # every N-th layer is global: it uses full attention
+    rope_theta: float = 150_000.0  # base frequency of the rotary position embedding (RoPE)
+    num_experts: int = at_most(32, 2**16)  # mixture of experts: number of routed experts in a layer
+    experts_per_token: int = at_most(4, 2**16)  # number of experts that process each token (top-k)
+    # limit of an expert's activations: the up projection is clamped to [-limit, limit], the gate from above only
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702  # alpha in the experts' activation, gate x sigmoid(alpha x gate)
+    tied_embeddings: bool = False  # whether the output projection shares the weights of the embedding table
     sinks = True
 
     def _check_experts(self):
@@ -293,7 +308,7 @@ class GptOssConfig(RoutedConfig):
 
 @dataclass(frozen=True)
 class VisionLanguageConfig(PictureConfig, LlamaConfig):
-    """A Llama decoder whose rows hold pictures among the text, read by an encoder and a connector."""
+    """A vision-language model: a Llama decoder of text and images, with an image encoder and a connector."""
 
     name: str = "vision_language"
     text = False
@@ -301,7 +316,7 @@ class VisionLanguageConfig(PictureConfig, LlamaConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.mtp_loss_weight:
-            raise UserError("model.mtp_loss_weight", "pictures are not predicted, and so nothing after the next token",
+            raise UserError("model.mtp_loss_weight", "it is not supported with images",
                             "leave it out")
 
     def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:

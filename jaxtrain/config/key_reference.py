@@ -2,7 +2,7 @@
 
     python -m jaxtrain.config.key_reference
 
-prints docs/keys.md. What a key is for stands in the schema as the comment on its line.
+prints docs/keys.md. The description of a key is the comment on its line of the schema.
 """
 
 import ast
@@ -28,22 +28,23 @@ def reference() -> str:
     parts = [_HEAD]
     for section, cls in get_type_hints(Config).items():
         if section == "model":
-            parts += ["## model", "`model.name` picks the family. Every family has these keys:", _table(cls, section)]
+            parts += ["## model", "`model.name` selects the model family. All families have these keys:",
+                      _table(cls, section)]
             of_all = [field.name for field in fields(cls)]
             more = [field for field in fields(DecoderConfig) if field.name not in of_all]
-            parts += ["Every decoder of text has these too:", _table(DecoderConfig, section, more)]
+            parts += ["Text decoders (language models) also have these keys:", _table(DecoderConfig, section, more)]
             for family in dict.fromkeys(FAMILIES.values()):
                 names = [name for name, cls in FAMILIES.items() if cls is family]
                 parent = next(base for base in family.__mro__[1:] if base in (*FAMILIES.values(), DecoderConfig, cls))
                 others = [name for name, cls in FAMILIES.items() if cls is parent]
                 known = {field.name: field.default for field in fields(parent)}
-                if own := [field for field in fields(family) if known.get(field.name, MISSING) != field.default
-                           and field.name != "name"]:
-                    more = f" The keys of {' and '.join(others)}, and:" if others else ""
+                if own := [field for field in fields(family) if field.name != "name"
+                           and (field.name not in known or known[field.name] != field.default)]:
+                    more = f" It has the keys of {' and '.join(others)}, and:" if others else ""
                     parts += [f"### model.name={' or '.join(names)}", f"{family.__doc__}{more}",
                               _table(family, section, own)]
         else:
-            parts += [f"## {section}", cls.__doc__ or "", _table(cls, section)]
+            parts += [f"## {section}", inspect.cleandoc(cls.__doc__ or ""), _table(cls, section)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -56,7 +57,7 @@ def _table(cls: type, section: str, only: list[Field] | None = None) -> str:
     rows = ["| key | default | |", "|---|---|---|"]
     for field in fields(cls) if only is None else only:  # pyrefly: ignore[bad-argument-type]
         values = choices.get(f"{section}.{field.name}", "")
-        text = ". ".join(filter(None, (about.get(field.name, ""), values and f"One of {values}")))
+        text = ". ".join(filter(None, (about.get(field.name, "").rstrip("."), values and f"One of {values}")))
         rows.append(f"| `{section}.{field.name}` | `{_default(field)}` | {text.replace('|', chr(92) + '|')} |")
     return "\n".join(rows)
 

@@ -5,7 +5,7 @@ import json
 import math
 import runpy
 import traceback
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -13,7 +13,7 @@ from jaxtrain.base import arguments
 from jaxtrain.config import published_config
 from jaxtrain.config.families import FAMILIES
 from jaxtrain.config.field_checks import within_bounds
-from jaxtrain.config.schema import AXES, Config, TrainConfig
+from jaxtrain.config.schema import AXES, Config, TrainConfig, length_given_twice
 from jaxtrain.errors import UserError, nearest
 
 
@@ -81,6 +81,7 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
             raise UserError(section, f"{keys!r} is not a section", "give a mapping from keys to values")
         arguments.is_mapping(section, keys, fix)
         sections[section].update(keys)
+    sections["train"] = _one_length(sections["train"], overrides or {})
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         if section not in sections:
@@ -109,13 +110,50 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
     return Config(**{section: _section(types[section], section, keys) for section, keys in sections.items()})
 
 
+def _one_length(train: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the section `train` of a file without the length of the run that overrides give in the other unit."""
+    keys = "steps", "epochs"
+    for given in (train, {key: overrides.get(f"train.{key}") for key in keys}):
+        steps, epochs = (_literal(given.get(key)) for key in keys)
+        if steps and epochs and isinstance(epochs, int | float):
+            raise length_given_twice(steps, epochs)
+    other = {f"train.{key}": keys[1 - n] for n, key in enumerate(keys)}
+    dropped = [other[key] for key, value in overrides.items() if key in other and _literal(value)]
+    return {key: value for key, value in train.items() if key not in dropped}
+
+
 def _resolve_fractions(sections: dict[str, dict[str, Any]]) -> None:
-    """Replace numbers of steps that are given as fractions, such as 0.05, by that part of train.steps."""
+    """Replace numbers of steps that are given as fractions, such as 0.05, by that part of train.steps.
+
+    With train.epochs they stay fractions until the number of steps is known.
+    """
     for section, name in _FRACTIONS:
         part = _literal(sections[section].get(name))
-        if type(part) is float and 0 < part < 1:
+        if not _is_fraction(part):
+            continue
+        if _literal(sections["train"].get("epochs")):
+            sections[section][name] = _Fraction(part)
+        else:
             steps = _coerce("train.steps", sections["train"].get("steps", TrainConfig.steps), int)
-            sections[section][name] = max(0, min(steps, max(1, round(part * steps))))
+            sections[section][name] = _part_of(steps, part)
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < 1
+
+
+def _part_of(steps: int, part: float) -> int:
+    return max(0, min(steps, max(1, round(part * steps))))
+
+
+def with_steps(config: Config, steps: int) -> Config:
+    """Return a config with so many steps in place of its train.epochs."""
+    sections = {section: getattr(config, section) for section in ("train", *(name for name, _ in _FRACTIONS))}
+    sections["train"] = replace(sections["train"], steps=steps, epochs=0.0)
+    for section, name in _FRACTIONS:
+        if _is_fraction(part := getattr(sections[section], name)):
+            sections[section] = replace(sections[section], **{name: _part_of(steps, part)})
+    return replace(config, **sections)
 
 
 def _mixed(before: Any, key: str, path: list[str], value: Any) -> dict[str, Any]:
@@ -136,6 +174,10 @@ def diff(config: Config, base: Config) -> dict[str, tuple[Any, Any]]:
     """Return the dotted keys in which two configs differ, as (value, base value)."""
     a, b = config.to_dict(), base.to_dict()
     return {f"{s}.{k}": (v, b[s].get(k)) for s, keys in a.items() for k, v in keys.items() if v != b[s].get(k)}
+
+
+class _Fraction(float):
+    """A part of the number of steps of a run, where that number is not known yet."""
 
 
 class _Text(str):
@@ -167,6 +209,8 @@ def _section(cls: type, section: str, keys: dict[str, Any]):
 
 def _coerce(key: str, value: Any, wanted: Any) -> Any:
     wanted = get_origin(wanted) or wanted
+    if isinstance(value, _Fraction):
+        return float(value)
     if wanted is str:
         if isinstance(value, str):
             return str(value)

@@ -13,19 +13,23 @@ SILENCE = -1.5  # the least value of a log-mel frame, as of samples that are all
 
 @dataclass(frozen=True)
 class EventsConfig(ModelConfig):
-    """Events of users, or of anything else in time: a causal transformer that predicts the next one."""
+    """A causal transformer that predicts the next event, such as what a user does next."""
 
     name: str = "events"
-    # Columns of ids, and how many ids each has (with 0, which is for what is missing): {"item": 5000, "shop": 40}
+    # columns of ids, with the number of ids of each (including 0, which stands for a missing value): {"item": 5000,
+    # "shop": 40}
     categories: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
     numbers: list[str] = dataclasses.field(default_factory=list, hash=False)  # columns of numbers
-    predict: str = ""  # the column of ids that is predicted; "": the first of model.categories
-    time_loss: float = 0.0  # weight of the squared error of log(1 + time to the next event); 0: it is not predicted
+    predict: str = ""  # the column of ids to predict; "": the first one in model.categories
+    # weight of the loss for the time to the next event, the squared error of log(1 + time); 0: the time is not
+    # predicted
+    time_loss: float = 0.0
     # pyrefly: ignore[bad-override]
-    window: int = 0  # sliding attention window in events; 0: none
+    window: int = 0  # sliding attention window in events; 0: full attention
+    # whether the output projection shares the weights of the predicted column's embedding table
     # pyrefly: ignore[bad-override]
-    tied_embeddings: bool = True  # whether the output projection is the table of the predicted column
-    rope_theta: float = 10_000.0  # base of the rotary positions
+    tied_embeddings: bool = True
+    rope_theta: float = 10_000.0  # base frequency of the rotary position embedding (RoPE)
 
     def __post_init__(self):
         super().__post_init__()
@@ -54,11 +58,12 @@ class EventsConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class ClipsConfig(ModelConfig):
-    """Audio clips with labels: an encoder of their frames that says which label a clip has."""
+    """A classifier of audio clips: a transformer encoder of their frames."""
 
     name: str = "clips"
-    labels: int = at_most(0, 2**24)  # number of labels: the folders of prepare_sequences audio --target=folder
-    rope_theta: float = 10_000.0  # base of the rotary positions
+    # number of labels (classes): the folders that prepare_sequences audio --target=folder found
+    labels: int = at_most(0, 2**24)
+    rope_theta: float = 10_000.0  # base frequency of the rotary position embedding (RoPE)
     causal = False
     rows_cut = True  # pyrefly: ignore[bad-override]
 
@@ -69,27 +74,38 @@ class ClipsConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class WhisperConfig(ModelConfig):
-    """Whisper: an encoder of log-mel frames, and a decoder of tokens that attends to it."""
+    """Whisper: an encoder of log-mel frames, and a decoder of tokens with cross-attention."""
 
     name: str = "whisper"
+    # size of the embedding table: at least the size of the tokenizer's vocabulary
     # pyrefly: ignore[bad-override]
-    vocab_size: int = at_most(51_865, 2**24)  # rows of the embedding table: at least the tokenizer's
-    max_seq_len: int = 448  # the longest row of tokens, with model.prefix and model.end; each has a learned position
-    encoder_layers: int = at_most(0, 10_000)  # blocks of the encoder; 0: num_layers, which are those of the decoder
-    audio_positions: int = at_most(1500, 2**22)  # positions of the encoder, for two frames each: 1500 are 30 seconds
-    mask_padding: bool = True  # nothing attends to padding of audio; False: it is silence to the model, as published
-    mels: int = at_most(80, 2**12)  # bands of a frame: 80, or 128 in large-v3
-    audio_chunk: int = 0  # streaming: positions of the encoder see their own chunk of so many, and earlier ones; 0: all
-    audio_chunks_back: int = 0  # with audio_chunk, how many earlier chunks they see; 0: all
-    # Tokens in front of every transcript: its start and, where they are the same for all, language, task and timestamps
+    vocab_size: int = at_most(51_865, 2**24)
+    # the longest decoder sequence in tokens, including model.prefix and model.end; one position embedding is learned
+    # for each
+    max_seq_len: int = 448
+    # number of encoder blocks; 0: num_layers, which is the number of decoder blocks
+    encoder_layers: int = at_most(0, 10_000)
+    # number of encoder positions, each of two frames: 1500 positions are 30 seconds
+    audio_positions: int = at_most(1500, 2**22)
+    # mask the padding of audio in attention; False: padding is treated as silence, as in the published models
+    mask_padding: bool = True
+    mels: int = at_most(80, 2**12)  # number of mel bands in a frame: 80, or 128 in large-v3
+    # streaming: chunk size in encoder positions; each position attends to its own chunk and earlier ones; 0: to all
+    # audio
+    audio_chunk: int = 0
+    # with audio_chunk, the number of earlier chunks that a position attends to; 0: all of them
+    audio_chunks_back: int = 0
+    # tokens at the start of every transcript: the start token and, where they are the same for all, language, task and
+    # timestamps
     prefix: list[int] = dataclasses.field(default_factory=lambda: [50258], hash=False)
-    end: int = 50257  # the token after a transcript
-    ctc_weight: float = 0.0  # weight of the encoder's CTC loss, in place of that share of the cross-entropy; 0: no head
-    # SpecAugment (arXiv 1904.08779), which sets frames and bands of training rows to 0:
-    time_masks: int = at_most(0, 2**10)  # number of masked stretches of frames
-    time_mask: int = 100  # with time_masks, the most frames of a stretch
-    mel_masks: int = at_most(0, 2**10)  # number of masked ranges of bands
-    mel_mask: int = 27  # with mel_masks, the most bands of a range
+    end: int = 50257  # the token that ends a transcript
+    # weight of a CTC loss on the encoder's output; the cross-entropy has weight 1 - ctc_weight; 0: no CTC head
+    ctc_weight: float = 0.0
+    # SpecAugment (arXiv 1904.08779) in training: number of time masks, which set ranges of frames to 0
+    time_masks: int = at_most(0, 2**10)
+    time_mask: int = 100  # SpecAugment: the most frames in one time mask
+    mel_masks: int = at_most(0, 2**10)  # SpecAugment: number of frequency masks, which set ranges of mel bands to 0
+    mel_mask: int = 27  # SpecAugment: the most mel bands in one frequency mask
 
     tied_embeddings = True
     causal = False
@@ -106,7 +122,7 @@ class WhisperConfig(ModelConfig):
             raise UserError("model.mup_base", "whisper does not support muP", "leave it out")
         if self.num_kv_heads != self.num_heads:
             raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",
-                            "leave it 0: whisper has as many")
+                            "set it to 0: whisper has as many key and value heads as query heads")
         if self.embed_dim % 2 or self.embed_dim < 4:
             raise UserError("model.embed_dim", f"{self.embed_dim} is not a width for sines and cosines",
                             "give an even one from 4")
@@ -115,7 +131,8 @@ class WhisperConfig(ModelConfig):
         if self.ctc_weight > 1:
             raise UserError("model.ctc_weight", f"{self.ctc_weight} is a share above 1", "give one such as 0.3")
         if not self.prefix or len(self.prefix) >= self.max_seq_len:
-            raise UserError("model.prefix", f"{len(self.prefix)} tokens in rows of {self.max_seq_len}",
+            raise UserError("model.prefix",
+                            f"{len(self.prefix)} tokens in sequences of model.max_seq_len={self.max_seq_len}",
                             "give the tokens that a transcript begins with, at least one")
         for key, tokens in (("prefix", self.prefix), ("end", [self.end])):
             if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < self.vocab_size]:

@@ -16,16 +16,18 @@ WIDTHS = {"embed_dim": ("embed", "expert_embed", "ahead", "norm"), "mlp_dim": ("
 class ModelConfig:
     """The fields that every family has."""
 
-    name: str = "gpt2"  # the family
+    name: str = "gpt2"  # the model family
     num_layers: int = at_most(4, 10_000)  # transformer blocks
-    embed_dim: int = at_most(128, 2**20)  # width of the residual stream
-    num_heads: int = at_most(4, 2**16)  # attention heads (of the queries)
-    num_kv_heads: int = at_most(0, 2**16)  # 0: as many as num_heads
-    head_dim: int = at_most(0, 2**16)  # 0: embed_dim / num_heads
-    mlp_dim: int = at_most(0, 2**22)  # 0: 4 x embed_dim
-    max_seq_len: int = at_most(1024, 2**28)  # the longest row in tokens; GPT-2 has a learned position for each
-    norm_eps: float = 1e-5  # added to the variance in LayerNorm and RMSNorm
-    # muP: widths of a narrow model whose best learning rate this one then has, as {"embed_dim": 64, "num_heads": 4}
+    embed_dim: int = at_most(128, 2**20)  # hidden size: the width of the residual stream
+    num_heads: int = at_most(4, 2**16)  # number of attention heads (of query heads, with grouped-query attention)
+    num_kv_heads: int = at_most(0, 2**16)  # number of key and value heads; 0: num_heads, fewer: grouped-query attention
+    head_dim: int = at_most(0, 2**16)  # width of one attention head; 0: embed_dim / num_heads
+    mlp_dim: int = at_most(0, 2**22)  # width of the MLP's hidden layer; 0: 4 x embed_dim
+    # the longest sequence in tokens; GPT-2 learns one position embedding for each
+    max_seq_len: int = at_most(1024, 2**28)
+    norm_eps: float = 1e-5  # epsilon of LayerNorm and RMSNorm, added to the variance
+    # muP: the widths of a narrow model, such as {"embed_dim": 64, "num_heads": 4}, whose best learning rate also suits
+    # this model
     mup_base: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     # No fields (they have no annotation): what a family without such a field has.

@@ -26,21 +26,23 @@ AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")  # as in mesh.py
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """The section `mesh`: the size of each axis (one may be -1: the rest), and the rules that map names to axes."""
+    """The device mesh: the size of each axis (one may be -1: all remaining devices), and the sharding rules."""
 
-    auto: bool = False  # the planner chooses the sizes; written mesh=auto
-    hsdp: bool = False  # data: one part for each node, fsdp: within a node; written mesh=hsdp
-    # data parallelism: each part holds all parameters, unless optimizer.zero_stage spreads them
+    auto: bool = False  # the planner chooses the sizes of all axes; usually written as mesh=auto
+    hsdp: bool = False  # hybrid sharding: fsdp within each node, data across nodes; usually written as mesh=hsdp
+    # size of data parallelism: each replica holds all parameters, unless optimizer.zero_stage shards them
     data: int = at_most(-1, 2**20)
-    fsdp: int = at_most(1, 2**20)  # fully sharded data parallelism: parameters are spread, and gathered layer by layer
-    stage: int = at_most(1, 2**20)  # pipeline parallelism: each stage holds some of the layers
-    context: int = at_most(1, 2**20)  # context parallelism: each part holds a part of every sequence
-    expert: int = at_most(1, 2**20)  # expert parallelism: each part holds some of the experts
-    # tensor parallelism: heads, MLPs and the vocabulary are split, and the sequence between them
+    # size of fully sharded data parallelism: parameters are sharded, and gathered layer by layer
+    fsdp: int = at_most(1, 2**20)
+    stage: int = at_most(1, 2**20)  # size of pipeline parallelism: each stage holds some of the layers
+    context: int = at_most(1, 2**20)  # size of context parallelism: each device holds a part of every sequence
+    expert: int = at_most(1, 2**20)  # size of expert parallelism: each device holds some of the experts
+    # size of tensor parallelism: attention heads, MLPs and the vocabulary are sharded, and the sequence between them
     tensor: int = at_most(1, 2**20)
-    context_strategy: str = "auto"  # how attention communicates between the parts of a sequence
-    rules: str = "fsdp_tp"  # how logical axis names map onto these axes: data, fsdp or fsdp_tp
-    overrides: dict[str, str] = field(default_factory=dict, hash=False)  # logical name -> "axis", "a+b" or "none"
+    context_strategy: str = "auto"  # communication of attention when mesh.context splits sequences: docs/parallelism.md
+    rules: str = "fsdp_tp"  # how logical axis names map to mesh axes: data, fsdp or fsdp_tp
+    # changes to these rules: logical axis name -> "axis", "a+b" (both axes) or "none"
+    overrides: dict[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self):
         for axis in AXES:
@@ -61,15 +63,17 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """The section `pipeline`: how micro-batches pass through the stages, where mesh.stage is more than 1."""
+    """The pipeline schedule, which is used if mesh.stage is more than 1."""
 
-    schedule: str = "1f1b"  # the order of forward and backward passes of micro-batches
-    # micro-batches of each batch, or of each train.accumulation part; 0: chosen, or the table's
+    schedule: str = "1f1b"  # the schedule of forward and backward passes of micro-batches
+    # pipeline micro-batches per batch, or per train.accumulation part; 0: chosen automatically, or as in pipeline.table
     microbatches: int = at_most(0, 2**16)
-    # chunks of layers on each stage; 0: 2 for interleaved and zb_v, else 1, or the table's
+    # chunks of layers (virtual stages) on each stage; 0: 2 for interleaved and zb_v, else 1, or as in pipeline.table
     chunks: int = at_most(0, 10_000)
-    overlap: bool = False  # give transfers between stages a tick of their own: hidden, for a longer bubble
-    table: str = ""  # a file with your own schedule, CSV or JSON
+    # overlap transfers between stages with computation, by one tick more for each transfer: this makes the bubble
+    # longer
+    overlap: bool = False
+    table: str = ""  # a CSV or JSON file with a schedule of your own
 
     def __post_init__(self):
         one_of("pipeline.schedule", self.schedule, ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"))
@@ -80,28 +84,35 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The section `data`: the source, its tokenizer, and the size and order of batches."""
+    """The training data: sources, tokenizer, packing, and the size and order of batches."""
 
-    source: str = "stdlib"  # the running interpreter's own library; else a prepared corpus, or a file or folder of text
-    tokenizer: str = "bytes"  # tokenizer of text that is not a prepared corpus
-    # several sources instead of source: name -> {source, weight, epochs}
+    # a prepared corpus, or a file or folder of text; "stdlib": the source code of Python's standard library
+    source: str = "stdlib"
+    tokenizer: str = "bytes"  # tokenizer of a source that is text; a prepared corpus has its own
+    # several sources to mix, instead of data.source: name -> {source, weight, epochs}
     mixture: dict[str, Any] = field(default_factory=dict, hash=False)
-    stages: list[Any] = field(default_factory=list, hash=False)  # what changes at which step: docs/data-mixtures.md
-    # Documents end to end, cut at rows; "best_fit": few are cut; "bucket": one a row, which sequences of a prepared
-    # corpus always are; "pairs", "answers": whole ones.
+    # changes of sources' weights, sequence length or batch size during the run: docs/data-mixtures.md
+    stages: list[Any] = field(default_factory=list, hash=False)
+    # how documents become sequences of seq_len tokens. concat: joined end to end and cut at seq_len. best_fit: packed
+    # so that few are cut. bucket: one document per sequence, batched by length (prepared sequences need it). pairs,
+    # answers: preference pairs or labelled answers, one per row, never cut
     packing: str = "concat"
-    buckets: list[int] = field(default_factory=list, hash=False)  # lengths of rows in buckets; none: chosen
-    crop: bool = False  # sequences of more than seq_len steps lose their ends; else they are refused
-    cross_document_attention: bool = False  # attend to all earlier tokens of a row, as many published recipes do
-    seq_len: int = at_most(256, 2**28)  # tokens in a row
-    global_batch_size: int = at_most(16, 2**24)  # rows in a step, over all devices
-    seed: int = at_most(0, 2**63 - 1)  # seed of the order of the data
-    eval_fraction: float = 0.05  # share of the files for evaluation; a single file is split by position
-    cache_dir: str = ""  # "": $JAXTRAIN_CACHE or ~/.cache/jaxtrain
-    cache_bytes: int = at_most(2**36, 2**60)  # most bytes of a corpus in object storage that are cached on disk
-    corrupt: str = "fail"  # about corrupt data: fail, or "skip_and_count": affected rows carry no loss
-    prefetch: int = at_most(2, 1000)  # batches prepared ahead, on a background thread
-    # random changes of training pictures: "flip", "crop", "colour"
+    # with packing=bucket, the sequence lengths of the buckets, ascending; []: chosen automatically
+    buckets: list[int] = field(default_factory=list, hash=False)
+    crop: bool = False  # truncate prepared sequences of more than seq_len steps; false: refuse them
+    # let tokens attend to earlier documents in the same sequence, as many published recipes do
+    cross_document_attention: bool = False
+    seq_len: int = at_most(256, 2**28)  # sequence length in tokens
+    global_batch_size: int = at_most(16, 2**24)  # sequences per step (batch size), over all devices
+    seed: int = at_most(0, 2**63 - 1)  # seed of the shuffling of the data
+    # share of the files that is held out for evaluation; a single file is split by position
+    eval_fraction: float = 0.05
+    cache_dir: str = ""  # folder for tokenized and downloaded data; "": $JAXTRAIN_CACHE or ~/.cache/jaxtrain
+    cache_bytes: int = at_most(2**36, 2**60)  # most bytes of the local disk cache of a corpus in object storage
+    # what to do about corrupt data: "fail", or "skip_and_count": sequences with corrupt data carry no loss
+    corrupt: str = "fail"
+    prefetch: int = at_most(2, 1000)  # number of batches prepared ahead in a background thread
+    # random augmentations of training images: "flip", "crop", "colour"
     augment: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self):
@@ -121,7 +132,8 @@ class DataConfig:
                             f"{self.buckets} are not ascending lengths up to data.seq_len={self.seq_len}",
                             "give whole numbers, the shortest first")
         if self.packing == "bucket" and (self.mixture or self.stages):
-            raise UserError("data.packing", "bucket has rows of several lengths already", "use concat or best_fit with "
+            raise UserError("data.packing", "bucket has sequences of several lengths already",
+                            "use concat or best_fit with "
                             "data.mixture and data.stages")
         if self.buckets and self.packing != "bucket":
             raise UserError("data.buckets", f"data.packing={self.packing} has none", "set data.packing=bucket")
@@ -141,23 +153,26 @@ READ_BY = {"adamw": "b1 b2 eps", "adafactor": "", "lion": "b1 b2", "sgd": "b1", 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optax optimizer, its schedule, and how its state is sharded over the data axis."""
+    """The optimizer (built with optax), its learning rate schedule, and the sharding of its state."""
 
-    name: str = "adamw"  # made of optax's parts
-    learning_rate: float = 1e-3  # the peak
-    schedule: str = "cosine"  # how the learning rate decays
-    warmup_steps: int = 0  # in which the learning rate rises linearly; or a fraction of train.steps
-    decay_fraction: float = 0.2  # the last part of a "wsd" schedule
-    final_fraction: float = 0.1  # fraction of learning_rate at the end of the decay
-    weight_decay: float = 0.1  # weight decay of matrices, times the learning rate
-    clip_norm: float = 1.0  # 0: no clipping
-    b1: float = 0.9  # decay of the first moment; of adamw, lion, sgd (its momentum) and muon
-    b2: float = 0.95  # decay of the second moment; of adamw, lion and muon
-    momentum: float = 0.95  # momentum of the matrices that muon updates; AdamW updates the rest with b1 and b2
-    eps: float = 1e-8  # added to the root of the second moment, of adamw and muon
-    moment_dtype: str = "float32"  # dtype of matrices' moments between steps; int8: with a scale for each 128 elements
-    zero_stage: int = 0  # over mesh.data, spread the optimizer's state (1), gradients too (2), parameters too (3)
-    offload: bool = False  # keep its state in host memory between steps: slower, but saves device memory
+    name: str = "adamw"  # the optimizer: "adamw", "adafactor", "lion", "sgd" or "muon"
+    learning_rate: float = 1e-3  # the peak learning rate
+    schedule: str = "cosine"  # how the learning rate decays after warmup
+    warmup_steps: int = 0  # steps of linear warmup; or a fraction of train.steps
+    decay_fraction: float = 0.2  # with schedule=wsd, the share of the run in which the learning rate decays
+    final_fraction: float = 0.1  # learning rate at the end of the decay, as a fraction of learning_rate
+    weight_decay: float = 0.1  # weight decay, applied to matrices only and multiplied by the learning rate
+    clip_norm: float = 1.0  # gradients are clipped to this global norm; 0: no clipping
+    b1: float = 0.9  # decay rate of the first moment in adamw, lion and muon; the momentum of sgd
+    b2: float = 0.95  # decay rate of the second moment in adamw, lion and muon
+    # momentum of the matrices that muon updates; it updates all other parameters as AdamW, with b1 and b2
+    momentum: float = 0.95
+    eps: float = 1e-8  # epsilon of adamw and muon, added to the square root of the second moment
+    # dtype in which moments of matrices are stored; int8: with one scale per 128 elements
+    moment_dtype: str = "float32"
+    # ZeRO stage over mesh.data: shard the optimizer state (1), also gradients (2), also parameters (3)
+    zero_stage: int = 0
+    offload: bool = False  # keep the optimizer state in host memory between steps: slower, but saves device memory
 
     def __post_init__(self):
         one_of("optimizer.name", self.name, tuple(READ_BY))
@@ -181,42 +196,55 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The loop and the compiled step."""
+    """The training loop and the compiled step."""
 
-    steps: int = 100  # the length of the run in optimizer steps
-    seed: int = 0  # seed of the initial parameters
-    init_from: str = ""  # a folder in Hugging Face's format, or WORKDIR[@STEP], to begin with its parameters
-    # initial encoder of vision_language: a published SigLIP or CLIP, or a run with an encoder
+    steps: int = 100  # number of optimizer steps in the run
+    epochs: float = 0.0  # length of the run in passes over the training data, instead of train.steps; 0: not used
+    seed: int = 0  # seed of the random initial parameters
+    # initial parameters: a folder in Hugging Face's format, or the WORKDIR[@STEP] of a run; "": random
+    init_from: str = ""
+    # initial image encoder of vision_language: a published SigLIP or CLIP, or a run with an encoder
     init_encoder_from: str = ""
-    accumulation: int = at_most(1, 2**16)  # micro-batches per step
-    precision: str = "auto"  # auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, layers' products in 8 bits
-    attention: str = "auto"  # the kernel: auto chooses by device, dtype and shapes; docs/training.md
-    check_memory: bool = True  # refuse, before anything is compiled, what the planner says cannot fit
-    expert_exchange: str = "auto"  # how tokens reach their experts: "gather" all, or "ragged" all-to-all
-    # size of experts' buffers relative to an even load; more rows take further passes; 0: no limit
+    accumulation: int = at_most(1, 2**16)  # gradient accumulation: number of micro-batches per step
+    # dtype of computation. auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, with the matmuls of layers in
+    # 8 bits
+    precision: str = "auto"
+    attention: str = "auto"  # attention kernel; auto: chosen by device, dtype and shapes (docs/training.md)
+    # before compiling, refuse a run that will not fit in device memory according to the planner
+    check_memory: bool = True
+    # how tokens reach their experts with expert parallelism: "gather" (all-gather) or "ragged" (all-to-all)
+    expert_exchange: str = "auto"
+    # size of the experts' buffers relative to a balanced load; tokens that do not fit take additional passes; 0: no
+    # limit
     expert_buffer: float = 2.0
-    grouped_matmul: str = "auto"  # the kernel of experts: auto chooses by device, dtype and shapes
-    # kept of a layer: "none": all; "full": its input; "dots": also matmuls; "attention": also its output
+    grouped_matmul: str = "auto"  # kernel of the experts' matrix products; auto: chosen by device, dtype and shapes
+    # activations of a layer that are kept for the backward pass; the others are recomputed. "none": keep all; "full":
+    # only the layer's input; "dots": also the results of matmuls; "attention": also the output of attention;
+    # "attention_and_dots"; "auto": chosen by the planner; more in docs/training.md
     remat: str = "none"
-    # layers per scan iteration; 0: all of them; -1: all on GPUs where that pays, else 1
+    # layers per iteration of the scan over layers; 0: all of them; -1: all on GPUs where that is faster, else 1
     unroll: int = at_most(-1, 10_000)
-    # pieces the tokens of one micro-batch take through the loss head; 0: chosen by size
+    # number of chunks in which logits and loss of a micro-batch are computed, to save memory; 0: chosen by size
     loss_chunks: int = at_most(0, 2**20)
-    z_loss: float = 0.0  # coefficient of the squared log-partition of the logits
-    neftune_noise_alpha: float = 0.0  # NEFTune: amplitude of noise on embeddings in training, such as 5; 0: none
-    ema_decay: float = 0.0  # decay of the moving average of the weights, which is evaluated and saved; 0: none
+    z_loss: float = 0.0  # coefficient of the z-loss, the squared log-partition of the logits; 0: none
+    neftune_noise_alpha: float = 0.0  # NEFTune: scale of the noise added to embeddings in training, such as 5; 0: none
+    # decay of an exponential moving average of the weights, which is then evaluated and saved; 0: none
+    ema_decay: float = 0.0
     log_every: int = 1  # steps between lines of metrics.jsonl
-    eval_every: int = 0  # steps between evaluations, or a fraction of train.steps; 0: at the end only
-    eval_batches: int = 8  # batches of each evaluation
-    sample_tokens: int = at_most(0, 2**24)  # length of the text sampled at the end
-    progress: bool = True  # show a progress line
-    # parameters that are not trained, by paths with wildcards or logical axes
+    eval_every: int = 0  # steps between evaluations, or a fraction of train.steps; 0: only at the end
+    eval_batches: int = 8  # number of batches in each evaluation
+    # early stopping: number of consecutive evaluations without a new lowest eval_loss after which the run ends; 0: off
+    patience: int = 0
+    # number of tokens to generate as a sample at the end of the run; 0: no sample
+    sample_tokens: int = at_most(0, 2**24)
+    progress: bool = True  # show a progress line in the terminal
+    # parameters that are not trained: paths with wildcards, or logical axes
     freeze: list[str] = field(default_factory=list, hash=False)
-    # the only parameters that are trained, named in the same way
+    # the only parameters that are trained: paths with wildcards, or logical axes
     trainable: list[str] = field(default_factory=list, hash=False)
-    frozen_dtype: str = ""  # dtype of frozen parameters; "": as the others
-    deterministic: bool = False  # a step gives the same bits each time on GPUs too; resilience.replay_every needs it
-    # XLA options in addition to the preset; "": leave an option to XLA
+    frozen_dtype: str = ""  # dtype of frozen parameters; "": the same as that of the trained ones
+    deterministic: bool = False  # make steps bitwise reproducible on GPUs too; resilience.replay_every needs it
+    # XLA compiler options, added to the preset; the value "" leaves an option at XLA's default
     compiler_options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self):
@@ -226,7 +254,15 @@ class TrainConfig:
         one_of("train.frozen_dtype", self.frozen_dtype, ("", "float32", "bfloat16", "float16"))
         positive(self, "train", "accumulation log_every eval_batches")
         not_negative(self, "train",
-                     "steps expert_buffer loss_chunks z_loss eval_every sample_tokens neftune_noise_alpha")
+                     "steps epochs expert_buffer loss_chunks z_loss eval_every sample_tokens neftune_noise_alpha "
+                     "patience")
+        if self.epochs:
+            if self.steps not in (0, TrainConfig.steps):
+                raise length_given_twice(self.steps, self.epochs)
+            object.__setattr__(self, "steps", 0)  # not known until the data are read
+        if self.patience and not self.eval_every:
+            raise UserError("train.patience", "it counts evaluations, and train.eval_every=0 leaves only the one "
+                            "after the last step", "set train.eval_every, such as 0.05")
         if not 0 <= self.ema_decay < 1:
             raise UserError("train.ema_decay", f"{self.ema_decay} is not in [0, 1)", "try 0.999, or 0 for none")
         if self.unroll < -1:
@@ -242,19 +278,24 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """The section `checkpoint`: when to save and how many to keep; the last step is always saved."""
+    """The checkpoints: when they are saved and how many are kept; the last step is always saved."""
 
-    every: int = 500  # steps between saves, or a fraction of train.steps; 0: at the end only. A run advises better
-    keep: int = 2  # how many of the newest good checkpoints stay; nothing newer than them is ever deleted
-    keep_every: int = 0  # checkpoints at multiples of this step stay forever; 0: none
-    best: str = ""  # a metric, such as eval_loss, whose lowest checkpoint stays too, or highest:METRIC; "": none
-    verify: str = "full"  # check before loading: "full" reads and hashes every file, "sizes" compares only sizes
-    mtbf_hours: float = 0.0  # expected hours between failures, for advice about `every`; 0: 3,692 / processes
-    mirror: str = ""  # a path or URL (s3://bucket/run) to which good ones are copied too, and fetched from; "": none
-    # A second, faster tier: every so many steps each process keeps its part in this machine's memory, and a peer's.
-    # 0: off, since it takes up to three times the state of host memory, and as much for the peer.
+    every: int = 500  # steps between checkpoints, or a fraction of train.steps; 0: only at the end
+    keep: int = 2  # number of newest valid checkpoints to keep; nothing newer than these is ever deleted
+    keep_every: int = 0  # keep checkpoints at multiples of this step forever; 0: none
+    # also keep the checkpoint with the lowest value of a metric, such as eval_loss, or the highest, as highest:METRIC
+    best: str = ""
+    verify: str = "full"  # verification before loading: "full" reads and hashes every file, "sizes" compares sizes only
+    # mean time between failures in hours, for the hint about checkpoint.every; 0: 3,692 / number of processes
+    mtbf_hours: float = 0.0
+    # path or URL (s3://bucket/run) to which valid checkpoints are also copied, and from which they are restored; "":
+    # none
+    mirror: str = ""
+    # steps between in-memory checkpoints: each process keeps its shards in its own machine's memory and in a peer's. 0:
+    # off, since it takes up to three times the state of host memory, and as much for the peer.
     local_checkpoint_every: int = 0
-    # folder for these snapshots; "": /dev/shm or the folder for temporary files; may name variables
+    # folder for in-memory checkpoints; "": /dev/shm or the folder for temporary files; may contain environment
+    # variables
     local_dir: str = ""
 
     def __post_init__(self):
@@ -265,23 +306,25 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ResilienceConfig:
-    """The section `resilience`: what is watched for, and what is done about failures, hangs and anomalies."""
+    """Detection of failures, hangs and anomalies, and the reactions to them."""
 
-    elastic: bool = False  # use another mesh if the declared one does not fit the devices; set by the supervisor
-    # meshes to use then, best first, such as "data=2,tensor=2"; none: derived
+    elastic: bool = False  # use another mesh if the configured one does not fit the devices; set by the supervisor
+    # with elastic, the meshes to use, best first, such as "data=2,tensor=2"; []: derived from the configured one
     meshes: list[str] = field(default_factory=list, hash=False)
-    hang_factor: float = 20.0  # a step that takes so many times the median counts as hung; 0: nothing does
-    hang_floor: float = 120.0  # but no step counts as hung before so many seconds
-    start_limit: float = 3600.0  # limit in seconds for everything else: start, compilation, evaluation, saving
-    spikes: str = "record"  # on spikes of loss or gradient norm: "record" them, "skip" the update, or "rollback"
-    spike_z: float = 20.0  # robust standard deviations above the median of the last 128 steps that make a spike
-    max_skips: int = 10  # updates left out in a row before the run stops (with "rollback": goes back)
-    skip_batches: int = 16  # batches that a rollback skips: the spike's, and those before it
-    max_rollbacks: int = 10  # rollbacks of the whole run before it stops
-    check_every: int = 200  # steps between comparisons of devices that hold the same; before saves too; 0: never
-    replay_every: int = 0  # steps between ones that run twice and must give the same bits; 0: never
-    probe_every: float = 60.0  # seconds between comparisons of how fast processes and devices are; 0: never
-    straggler_factor: float = 1.25  # a process this many times as slow as its peers is reported
+    hang_factor: float = 20.0  # a step counts as hung after this many times the median step time; 0: never
+    hang_floor: float = 120.0  # seconds before which no step counts as hung
+    start_limit: float = 3600.0  # timeout in seconds of everything but steps: start, compilation, evaluation, saving
+    # what to do on a spike of loss or gradient norm: "record" it, "skip" the update, or "rollback"
+    spikes: str = "record"
+    spike_z: float = 20.0  # threshold of a spike, in robust standard deviations above the median of the last 128 steps
+    max_skips: int = 10  # consecutive skipped updates after which the run stops (or, with "rollback", rolls back)
+    skip_batches: int = 16  # number of batches that a rollback skips: the one with the spike and those before it
+    max_rollbacks: int = 10  # number of rollbacks in the whole run after which it stops
+    # steps between checks that replicas hold the same bits (silent data corruption); also before each save; 0: never
+    check_every: int = 200
+    replay_every: int = 0  # steps between steps that are computed twice and must give the same bits; 0: never
+    probe_every: float = 60.0  # seconds between speed comparisons of processes and devices; 0: never
+    straggler_factor: float = 1.25  # report a process that is this many times as slow as its peers
 
     def __post_init__(self):
         not_negative(self, "resilience", "check_every replay_every probe_every")
@@ -336,7 +379,7 @@ class Config:
             raise UserError("data.global_batch_size", f"{self.data.global_batch_size} does not divide into "
                             f"train.accumulation={self.train.accumulation} micro-batches",
                             f"try {_round_up(self.data.global_batch_size, self.train.accumulation)}")
-        if self.optimizer.warmup_steps > self.train.steps:
+        if self.optimizer.warmup_steps > self.train.steps and not self.train.epochs:
             raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
         self._check_kind()
@@ -347,7 +390,7 @@ class Config:
         """Refuse keys of text for models that are not decoders of it, and the other way round."""
         pictures = self.model.rows_of == "pictures"
         if self.data.augment and not pictures:
-            raise UserError("data.augment", f"{self.model.name} reads no pictures", "leave it out")
+            raise UserError("data.augment", f"{self.model.name} is not a model of images", "leave it out")
         if self.data.crop and (self.model.text or pictures):
             raise UserError("data.crop", f"{self.model.name} has rows that hold all of a "
                             f"{'picture' if pictures else 'text'}", "leave it out")
@@ -374,6 +417,12 @@ class Config:
     def hash(self) -> str:
         """Identifies the resolved config."""
         return hash_of(self.to_dict())
+
+
+def length_given_twice(steps: int, epochs: float) -> UserError:
+    """Return the refusal of a config that gives the length of the run in steps and in epochs."""
+    return UserError("train.epochs", f"{epochs:g} epochs and train.steps={steps} are two lengths of one run",
+                     "leave one of them out")
 
 
 def hash_of(sections: dict[str, Any]) -> str:

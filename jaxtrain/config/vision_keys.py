@@ -12,11 +12,12 @@ CHANNELS = 3
 
 @dataclass(frozen=True)
 class PatchesConfig(ModelConfig):
-    """Rows of patches of several pictures."""
+    """Models whose sequences are patches of several images."""
 
-    patch_size: int = at_most(16, 2**10)  # side of a patch in pixels
-    patches_per_side: int = at_most(64, 2**12)  # the longest side of a picture in patches, each with a learned position
-    pictures_per_row: int = at_most(8, 2**16)  # most pictures in a row
+    patch_size: int = at_most(16, 2**10)  # side length of a patch in pixels
+    # the longest side of an image in patches; one position embedding is learned for each row and each column
+    patches_per_side: int = at_most(64, 2**12)
+    pictures_per_row: int = at_most(8, 2**16)  # the most images packed into one sequence
     rows_of = "pictures"
     flops_known = False
 
@@ -31,7 +32,7 @@ class PatchesConfig(ModelConfig):
         super().__post_init__()
         positive(self, "model", "patch_size patches_per_side pictures_per_row")
         if self.mup_base:
-            raise UserError("model.mup_base", f"{self.name} has an encoder of pictures, for which muP is not supported",
+            raise UserError("model.mup_base", f"{self.name} has an image encoder, for which muP is not supported",
                             "leave it out")
 
     @property
@@ -47,25 +48,29 @@ class PatchesConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class PictureConfig(PatchesConfig):
-    """An encoder of pictures beside a model of text."""
+    """An image encoder beside a model of text."""
 
-    picture_layers: int = at_most(4, 10_000)  # transformer blocks of the encoder of pictures
-    picture_embed_dim: int = at_most(128, 2**20)  # width of the encoder of pictures
-    picture_heads: int = at_most(4, 2**16)  # attention heads of the encoder of pictures
-    picture_mlp_dim: int = at_most(0, 2**22)  # MLP width of the encoder of pictures; 0: 4 x picture_embed_dim
-    picture_norm_eps: float = 0.0  # norm_eps of the encoder of pictures; 0: norm_eps
-    # Pixels a side of the square pictures whose places have a learned position each, as in published encoders; pictures
-    # of other shapes get what lies between these. 0: a position is a vector for the row plus one for the column
+    picture_layers: int = at_most(4, 10_000)  # number of transformer blocks in the image encoder
+    picture_embed_dim: int = at_most(128, 2**20)  # hidden size of the image encoder
+    picture_heads: int = at_most(4, 2**16)  # number of attention heads in the image encoder
+    picture_mlp_dim: int = at_most(0, 2**22)  # MLP width of the image encoder; 0: 4 x picture_embed_dim
+    picture_norm_eps: float = 0.0  # epsilon of the image encoder's norms; 0: norm_eps
+    # side length in pixels of the square images for which the image encoder learns one position embedding per patch, as
+    # in published encoders; images of other shapes get interpolated ones. 0: the position embedding of a patch is the
+    # sum of one for its row and one for its column
     # pyrefly: ignore[bad-override]
     picture_size: int = at_most(0, 2**20)
-    # As in CLIP's encoder: a token before the patches of each picture, a norm before the blocks, no bias of patches
+    # a class token before the patches of each image, a norm before the first block and no bias in the patch embedding,
+    # as in CLIP
     # pyrefly: ignore[bad-override]
     class_token: bool = False
+    # activation of the encoders' MLPs: "tanh" or "exact" GELU, or "quick", which is x sigmoid(1.702 x)
     # pyrefly: ignore[bad-override]
-    gelu: str = "tanh"  # of the encoders' MLPs: "tanh", "exact" or "quick", which is x sigmoid(1.702 x)
-    # What is subtracted from each channel of pixels between 0 and 1, and what that is divided by
+    gelu: str = "tanh"
+    # mean of each colour channel, subtracted from pixel values between 0 and 1
     # pyrefly: ignore[bad-override]
     pixel_mean: list[float] = dataclasses.field(default_factory=lambda: [0.5] * CHANNELS, hash=False)
+    # standard deviation of each colour channel, by which pixel values are divided
     # pyrefly: ignore[bad-override]
     pixel_std: list[float] = dataclasses.field(default_factory=lambda: [0.5] * CHANNELS, hash=False)
 
@@ -76,7 +81,7 @@ class PictureConfig(PatchesConfig):
         one_of("model.gelu", self.gelu, ("tanh", "exact", "quick"))
         if 0 < self.picture_size < self.patch_size:
             raise UserError("model.picture_size", f"{self.picture_size} has no whole patch of {self.patch_size} pixels",
-                            "give the side of a picture, such as 224")
+                            "give the side of an image, such as 224")
         if self.class_token and not self.picture_size:
             raise UserError("model.class_token", "it is read with model.picture_size only", "set that, too")
         for key in ("pixel_mean", "pixel_std"):
@@ -103,22 +108,25 @@ class PictureConfig(PatchesConfig):
 
 @dataclass(frozen=True)
 class DualEncoderConfig(PictureConfig):
-    """SigLIP and CLIP: an encoder of pictures, and one of texts, whose shape the keys of every model say."""
+    """SigLIP and CLIP: an image encoder and a text encoder; the keys of all families set the text encoder's shape."""
 
     name: str = "siglip"
+    # size of the text embedding table: at least the size of the tokenizer's vocabulary
     # pyrefly: ignore[bad-override]
-    vocab_size: int = at_most(320, 2**24)  # rows of the table of texts' tokens: at least the tokenizer's
+    vocab_size: int = at_most(320, 2**24)
     text_len: int = at_most(64, 2**20)  # the longest text in tokens
-    joint_dim: int = at_most(0, 2**20)  # width of what pictures and texts are compared by; 0: embed_dim
-    # From patches to a picture: "attention" of a learned query; "probe", the same with a projected query (as published
-    # with SigLIP); "mean"; or, with class_token, "class": what becomes of that
+    # width of the space in which image and text embeddings are compared; 0: embed_dim
+    joint_dim: int = at_most(0, 2**20)
+    # how the patches of an image become one embedding: "attention" with a learned query; "probe", the same with a
+    # projected query (as in SigLIP); "mean"; or "class", the output of the class token (needs class_token)
     pooling: str = "attention"
-    # Linear maps to joint_dim: "both" with biases; "text": of texts only (as published with SigLIP); "unbiased":
-    # both without (as published with CLIP)
+    # linear projections to joint_dim: "both" encoders, with biases; "text" only (as in SigLIP); "unbiased": both,
+    # without biases (as in CLIP)
     projections: str = "both"
-    text_begin: int = -1  # the token in front of each text; -1: none
-    text_end: int = -1  # the token after each text; -1: none
-    text_pad: int = -1  # what texts are filled up with to text_len, and the encoder sees; -1: they are not
+    text_begin: int = -1  # token placed before each text; -1: none
+    text_end: int = -1  # token placed after each text; -1: none
+    # padding token to fill texts to text_len (the encoder attends to it, as in SigLIP); -1: no padding
+    text_pad: int = -1
 
     def __post_init__(self):
         super().__post_init__()
@@ -157,10 +165,10 @@ class DualEncoderConfig(PictureConfig):
 
 @dataclass(frozen=True)
 class PictureFlowConfig(PatchesConfig):
-    """Flow matching: a vision transformer that turns noise into pictures of a label."""
+    """Flow matching: a vision transformer that generates images of a given label from noise."""
 
     name: str = "picture_flow"
-    num_labels: int = at_most(10, 2**24)  # labels of pictures
+    num_labels: int = at_most(10, 2**24)  # number of labels (classes) of images
     causal = False
     rows_cut = True  # pyrefly: ignore[bad-override]
     # The encoder of pictures is the whole model, so that the keys of every model say its shape.

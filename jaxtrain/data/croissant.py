@@ -89,9 +89,10 @@ def _files(mlc: Any, folder: Path, manifest: dict[str, Any]) -> list[Any]:
 def main(argv: list[str] | None) -> None:
     """Run the command; exit status 2 means a user error, reported in one line."""
     parser = parser_of("croissant", __doc__)
-    parser.add_argument("corpus", help="a folder that jaxtrain prepare made")
+    parser.add_argument("corpus", help="folder of a corpus made by jaxtrain prepare")
     parser.add_argument("--output", default="", help="default: croissant.json in the folder")
-    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more of the datasheet")
+    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE",
+                        help="further entries of the datasheet")
     flags = parser.parse_args(argv)
     folder = Path(flags.corpus).expanduser()
     path = Path(flags.output).expanduser() if flags.output else folder / "croissant.json"

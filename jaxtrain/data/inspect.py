@@ -1,4 +1,4 @@
-"""Show any batch of a run: documents, their text, and the tokens trained on.
+"""Show any training batch of a run: documents, their text, and the tokens trained on.
 
     jaxtrain inspect --config=configs/gpt.py:tiny --config.data.source=corpora/own --step=3 --row=0
 
@@ -71,13 +71,13 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     """Return the parsed flags and the dotted config overrides."""
     parser = parser_of("inspect", __doc__)
     add_config(parser)
-    parser.add_argument("--step", type=int, default=0, help="the batch of this step; default: 0")
-    parser.add_argument("--workdir", help="a run's folder: skip the batches that its rollbacks skip")
-    parser.add_argument("--row", type=int, help="one row only")
+    parser.add_argument("--step", type=int, default=0, help="step whose batch to show; default: 0")
+    parser.add_argument("--workdir", help="workdir of a run: skip the batches that its rollbacks skipped")
+    parser.add_argument("--row", type=int, help="show this row of the batch only")
     parser.add_argument("--split", choices=("train", "eval"), default="train", help="default: train")
-    parser.add_argument("--tokens", action="store_true", help="print ids below the text")
+    parser.add_argument("--tokens", action="store_true", help="also print token ids")
     parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto",
-                        help="mark tokens that are trained on by colour; default: on a terminal")
+                        help="colour the tokens that are trained on; default: if the output is a terminal")
     flags, rest = parser.parse_known_args(argv)
     overrides = overrides_of(rest, vars(flags))
     need_config(flags)

@@ -1,4 +1,4 @@
-"""Copy a corpus to object storage, from where training can read it.
+"""Copy a corpus to object storage for training.
 
     jaxtrain publish corpora/stored memory://bucket/stored
     jaxtrain publish corpora/own s3://BUCKET/own
@@ -92,8 +92,8 @@ def _digest(url: str) -> str:
 def main(argv: list[str] | None) -> None:
     """Run the command; exit status 0: the corpus is complete; 2: a user error, reported in one line."""
     parser = parser_of("publish", __doc__)
-    parser.add_argument("corpus", help="a folder that jaxtrain prepare made")
-    parser.add_argument("url", help="the destination; then pass it to a run as --config.data.source")
+    parser.add_argument("corpus", help="folder of a corpus made by jaxtrain prepare")
+    parser.add_argument("url", help="URL to copy to; pass it to a run as --config.data.source")
     flags = parser.parse_args(argv)
     with Line(sys.stderr) as say:
         sent = publish(flags.corpus, flags.url, say)

@@ -90,9 +90,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_of("train_tokenizer", __doc__)
     parser.add_argument("--input", nargs="+", required=True, help="files or folders, as for jaxtrain prepare")
     parser.add_argument("--output", required=True, help="the tokenizer.json to write")
-    parser.add_argument("--vocab_size", type=int, default=32_768, help="number of ids; default: 32768")
-    parser.add_argument("--special_tokens", nargs="+", default=[], help="such as '<|im_start|>' '<|im_end|>'")
-    parser.add_argument("--field", default="text", help="the field of a JSON record or Parquet row that is text")
+    parser.add_argument("--vocab_size", type=int, default=32_768, help="size of the vocabulary; default: 32768")
+    parser.add_argument("--special_tokens", nargs="+", default=[],
+                        help="special tokens, such as '<|im_start|>' '<|im_end|>'")
+    parser.add_argument("--field", default="text", help="field of a JSON record or Parquet row that holds the text")
     parser.add_argument("--bytes", type=int, default=2**30, help="train on at most this much text")
     return parser.parse_args(argv)
 

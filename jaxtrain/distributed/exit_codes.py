@@ -2,7 +2,7 @@
 
 import signal
 
-DONE = 0  # the last step was reached
+DONE = 0  # the last step was reached, or the run stopped early by train.patience
 MISTAKE = 2  # a user error, which a restart would repeat
 SAVED = 75  # asked to stop by SIGTERM, and saved: restart (EX_TEMPFAIL of sysexits.h; Slurm's RequeueExit=75)
 RESTART = 76  # ended deliberately (hang, lost peer, rollback): restart

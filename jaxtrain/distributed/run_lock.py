@@ -45,13 +45,13 @@ def locked(workdir: str | Path, patience: float) -> Iterator[str]:
         files.append(os.open(workdir, os.O_RDONLY | os.O_CLOEXEC))
         other = _try(*files)
         if other and patience:
-            say(f"another run works in {workdir} ({other}); waiting up to {patience:.0f} s for it to end")
+            say(f"another run is using {workdir} ({other}); waiting up to {patience:.0f} s for it to end")
         until = time.monotonic() + patience
         while other and time.monotonic() < until:
             time.sleep(_TICK_S)
             other = _try(*files)
     except OSError as error:
-        say(f"{workdir} cannot be locked ({error.strerror}); another run in it would not be noticed")
+        say(f"{workdir} cannot be locked ({error.strerror}), so a second run in it would not be detected")
     try:
         yield other
     finally:

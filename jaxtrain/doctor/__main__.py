@@ -1,9 +1,9 @@
-"""Check this machine for what would make training fail or slow.
+"""Check this machine for problems that make training fail or slow it down.
 
     jaxtrain doctor
     jaxtrain doctor --workdir=DIR --json
 
-Prints one line per finding, with its fix. Exit status 0: training would work; 1: something FAILs; 2: the command line
+Prints one line per finding, with its fix. Exit status 0: training would work; 1: a check FAILs; 2: the command line
 is wrong.
 """
 
@@ -93,7 +93,7 @@ def _text(path: str) -> str:
 def parser() -> Parser:
     """Return the parser of the command line."""
     made = parser_of("doctor", __doc__)
-    made.add_argument("--workdir", default=".", help="the folder whose file system to check; default: here")
+    made.add_argument("--workdir", default=".", help="folder whose file system to check; default: the current one")
     made.add_argument("--coordinator", help="host:port of process 0, for runs of several processes; default: "
                                                      "JAX_COORDINATOR_ADDRESS")
     made.add_argument("--json", action="store_true", help="print one JSON object per finding: level, check, what, fix")

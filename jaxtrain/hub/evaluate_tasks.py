@@ -1,15 +1,14 @@
-"""Evaluate what a run has trained on tasks of lm-evaluation-harness.
+"""Evaluate a trained or published model on tasks of lm-evaluation-harness.
 
     jaxtrain evaluate WORKDIR --tasks=hellaswag,arc_easy --num_fewshot=5
     jaxtrain evaluate WORKDIR --tasks=mine --include=tasks/ --limit=100
     jaxtrain evaluate WORKDIR --tasks=mine --include=tasks/ --watch
     jaxtrain evaluate FOLDER --tasks=mine --include=tasks/ --adapters=formal=FOLDER,brief=FOLDER --output=mine.json
 
-Prints a table, and writes WORKDIR/evaluations/STEP.json (for a published folder, --output says where): the results, the
-settings, seeds and versions, and the hash of every prompt. With --watch it stays beside a run that trains, evaluates
-each new checkpoint that was found good, writes the numbers to WORKDIR/evaluations/metrics.jsonl and to the run's
-trackers, and ends with the run's last step. With --adapters the model is asked with each of them alone, and the name of
-an adapter ends that of its file.
+Prints a table, and writes the results, settings, seeds, versions and the hash of every prompt to
+WORKDIR/evaluations/STEP.json (for a published folder, to --output). With --watch it evaluates each new verified
+checkpoint of a run while it trains, writes the results to WORKDIR/evaluations/metrics.jsonl and the run's trackers, and
+ends after the run's last step. With --adapters each adapter is evaluated separately; results go to STEP-NAME.json.
 """
 
 import argparse
@@ -54,24 +53,25 @@ def main(argv: list[str] | None) -> None:
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     """Return the parsed flags and the dotted config overrides."""
     parser = parser_of("evaluate", __doc__)
-    parser.add_argument("workdir", metavar="WORKDIR", help="the folder of a run, or a published one")
+    parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of a run, or a folder in Hugging Face's format")
     parser.add_argument("--tasks", required=True, help="names of tasks or groups of tasks, separated by commas")
     parser.add_argument("--include", metavar="FOLDER", help="folder with YAML files of your own tasks")
-    parser.add_argument("--num_fewshot", type=int, help="examples in front of each; default: as the task says")
-    parser.add_argument("--limit", type=float, help="so many examples of each task, or this share of them below 1")
-    parser.add_argument("--gen_kwargs", help="such as temperature=0.7,max_gen_toks=100, in place of the task's own")
-    parser.add_argument("--chat", action="store_true", help="put prompts through the chat template")
-    parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: that of the run's data")
-    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest good one")
+    parser.add_argument("--num_fewshot", type=int, help="few-shot examples before each question; default: the task's")
+    parser.add_argument("--limit", type=float, help="number of examples of each task or, below 1, share of them")
+    parser.add_argument("--gen_kwargs", help="generation settings instead of the task's own, such as "
+                                             "temperature=0.7,max_gen_toks=100")
+    parser.add_argument("--chat", action="store_true", help="apply the chat template to prompts")
+    parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: the run's own")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest verified one")
     parser.add_argument("--ema", action="store_true",
-                        help="the moving average of the weights (train.ema_decay); into STEP-ema.json")
-    parser.add_argument("--batch_size", type=int, default=64, help="texts at once; default: 64")
+                        help="use the moving average of the weights (train.ema_decay); results go to STEP-ema.json")
+    parser.add_argument("--batch_size", type=int, default=64, help="texts per batch; default: 64")
     parser.add_argument("--seed", type=int, default=0, help="seed of few-shot examples and sampling; default: 0")
     parser.add_argument("--adapters", metavar="NAME=FOLDER,...",
-                        help="folders in PEFT's format, with each of which the model is evaluated")
+                        help="adapters in PEFT's format, each of which is evaluated separately")
     parser.add_argument("--output", metavar="FILE", help="file for the results; default: WORKDIR/evaluations/STEP.json")
-    parser.add_argument("--samples", action="store_true", help="write every prompt and answer too")
-    parser.add_argument("--watch", action="store_true", help="evaluate each new good checkpoint of a run that trains")
+    parser.add_argument("--samples", action="store_true", help="also write every prompt and answer")
+    parser.add_argument("--watch", action="store_true", help="evaluate each new verified checkpoint of a running run")
     add_process_flags(parser)
     parser.group("tasks", "tasks", "include", "num_fewshot", "limit", "gen_kwargs", "chat", "chat_template", "seed")
     parser.group("model", "step", "ema", "adapters", "batch_size")
@@ -83,12 +83,12 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     if "observe.trackers" in overrides and not flags.watch:
         raise UserError("--config.observe.trackers", "it is read with --watch only", "add that, or leave it out")
     if other := next((key for key in overrides if not key.startswith(free)), None):
-        raise UserError(f"--config.{other}", "the model is as it was trained",
-                        "change --config.mesh.KEY or --config.train.precision, or leave it out")
+        raise UserError(f"--config.{other}", "it cannot be changed after training",
+                        "set only --config.mesh.KEY or --config.train.precision")
     for key, given in (("--step", flags.step is not None), ("--output", flags.output),
                        ("--adapters", flags.adapters)):
         if flags.watch and given:
-            raise UserError(key, "--watch evaluates all checkpoints to come", "leave it out")
+            raise UserError(key, "--watch evaluates all new checkpoints", "remove it")
     for key, wrong, fix in (
             ("batch_size", flags.batch_size < 1, "give 1 or more"),
             ("seed", not 0 <= flags.seed < 2**32, "give 0 or more"),
@@ -100,7 +100,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
             ("adapters", any("/" in name for name in flags.adapters or ()), "files have these names: without a slash"),
             ("chat_template", flags.chat_template and not flags.chat, "add --chat")):
         if wrong:
-            raise UserError(f"--{key}", f"{getattr(flags, key)!r} is of no use", fix)
+            raise UserError(f"--{key}", f"{getattr(flags, key)!r} is not valid", fix)
     return flags, overrides
 
 
@@ -113,7 +113,7 @@ def _check_folder(folder: str) -> None:
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks of the harness, and how they are to be asked."""
+    """Tasks of the harness, and the settings to run them with."""
 
     names: list[str]
     manager: Any

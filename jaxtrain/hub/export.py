@@ -1,15 +1,15 @@
-"""Write a run's model as a folder in Hugging Face's format.
+"""Export a run's model as a folder in Hugging Face's format.
 
     jaxtrain export WORKDIR --output=FOLDER
     jaxtrain export WORKDIR --output=FOLDER --step=500 --dtype=float32
     jaxtrain export WORKDIR --output=FOLDER --licence=apache-2.0 --gates refusals.jsonl regressions.jsonl
     jaxtrain export WORKDIR --output=FOLDER --ema
 
-Transformers and inference servers read it. The folder appears when it is whole: config.json, the weights as
-safetensors, the run's tokenizer where it is of a kind that others read, a model card, and export.json, which says of
-which run and step it is, with the SHA-256 of every file.
+Transformers and inference servers can load it. The folder appears when it is complete: config.json, the weights as
+safetensors, the tokenizer if other programs can read it, a model card, and export.json, which records the
+run, the step and the SHA-256 of every file.
 
-With --gates the model has to answer prompts as it should before the folder counts as releasable; exit status 1: it did
+With --gates, the folder counts as releasable only if the model's answers to prompts pass; exit status 1: they do
 not.
 """
 
@@ -32,14 +32,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = parser_of("export", __doc__)
     parser.add_argument("workdir", help="workdir of the run")
     parser.add_argument("--output", dest="to", required=True, metavar="FOLDER", help="a new folder for the model")
-    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest good one")
-    parser.add_argument("--ema", action="store_true", help="the moving average of the weights (train.ema_decay)")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest verified one")
+    parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (train.ema_decay)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the weights")
-    parser.add_argument("--file_gb", type=float, default=4.0, help="the largest file of weights, in 10^9 bytes")
+    parser.add_argument("--file_gb", type=float, default=4.0, help="maximum size of a weights file, in 10^9 bytes")
     parser.add_argument("--licence", "--license", default="", help="licence for the model card, such as apache-2.0")
     parser.add_argument("--gates", metavar="FILE", nargs="+", default=[],
-                        help="JSON lines of prompts with must_match or must_not_match, which answers are searched for")
-    parser.add_argument("--gate_share", type=float, default=1.0, help="share of each suite of gates that has to pass")
+                        help="JSON lines of prompts with must_match or must_not_match patterns for the answers")
+    parser.add_argument("--gate_share", type=float, default=1.0,
+                        help="share of each gate file's prompts that must pass")
     add_process_flags(parser)
     flags = parser.parse_args(argv)
     if flags.gate_share != 1 and not flags.gates:

@@ -1,4 +1,4 @@
-"""Continue prompts, or answer them, with what a run has trained.
+"""Generate text from prompts with a trained or published model.
 
     jaxtrain generate WORKDIR --prompt="def main(" --prompt="import " --max_new_tokens=100
     jaxtrain generate WORKDIR --prompts=prompts.jsonl --temperature=0 --json
@@ -6,10 +6,10 @@
     jaxtrain generate FOLDER --messages=conversation.json
     jaxtrain generate FOLDER --adapters=formal=FOLDER,brief=FOLDER --adapter=brief --prompt="Dear"
 
-Reads WORKDIR/config.json, WORKDIR/tokenizer and the parameters of the newest checkpoint that was found good, without
-the optimizer's state. All devices here share the prompts; --config.mesh.tensor=N splits a model that one of them cannot
-hold. Of a published model, or a run that began with one, generation_config.json says how tokens are chosen and which of
-them end a text, unless a flag says otherwise.
+Loads WORKDIR/config.json, WORKDIR/tokenizer and the parameters of the newest verified checkpoint, without
+the optimizer state. Prompts are divided among all local devices; --config.mesh.tensor=N splits a model that one cannot
+hold. For a published model, or a run that started from one, sampling settings and end tokens come from
+generation_config.json, unless flags set them.
 """
 
 import argparse
@@ -71,37 +71,41 @@ def main(argv: list[str] | None) -> None:
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     """Return the parsed flags and the dotted config overrides."""
     parser = parser_of("generate", __doc__)
-    parser.add_argument("workdir", metavar="WORKDIR", help="the folder of a run, or a published one")
-    parser.add_argument("--prompt", action="append", default=[], help="a text to continue; can be given several times")
+    parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of a run, or a folder in Hugging Face's format")
+    parser.add_argument("--prompt", action="append", default=[], help="a text to continue; can be repeated")
     parser.add_argument("--prompts", metavar="FILE",
                         help='JSON lines: texts, or objects with a "prompt" or with "messages"')
     parser.add_argument("--messages", metavar="FILE", action="append", default=[],
                         help='a JSON list of messages, such as [{"role": "user", "content": "Hello"}], which are '
-                             "answered through the chat template; can be given several times")
-    parser.add_argument("--system", help="the system's message in front of each prompt, which is a user's then")
+                             "answered with the chat template; can be repeated")
+    parser.add_argument("--system", help="system message before each prompt, which then counts as the user's message")
     parser.add_argument("--adapters", metavar="NAME=FOLDER,...",
-                        help="folders in PEFT's format, of which each prompt may name one as its \"adapter\"")
-    parser.add_argument("--adapter", metavar="NAME", help="adapter for all prompts that name none")
-    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest good one")
+                        help="adapters in PEFT's format; each prompt may name one as its \"adapter\"")
+    parser.add_argument("--adapter", metavar="NAME", help="adapter for prompts that name none")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest verified one")
     parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (train.ema_decay)")
-    parser.add_argument("--max_new_tokens", type=int, default=128, help="default: 128")
-    parser.add_argument("--temperature", type=float, help="0: the most probable token; default: as "
-                        "generation_config.json says, 1 without one")
-    parser.add_argument("--top_k", type=int, help="choose among so many most probable tokens; default: likewise, all")
-    parser.add_argument("--top_p", type=float, help="choose among the fewest tokens that together are at least so "
-                        "probable; default: likewise, 1")
-    parser.add_argument("--min_p", type=float, help="leave out tokens less probable than this share of the most "
-                        "probable one; default: likewise, 0")
-    parser.add_argument("--repetition_penalty", type=float, help="above 1: tokens that are there already become less "
-                        "likely; default: likewise, 1")
-    parser.add_argument("--stop", action="append", default=[], help="a text to stop before; can be given several times")
-    parser.add_argument("--ignore_end", action="store_true", help="go on behind the end of a document")
-    parser.add_argument("--seed", type=int, default=0, help="another number gives other texts; default: 0")
-    parser.add_argument("--batch_size", type=int, default=64, help="prompts continued at once; default: 64")
-    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message, and is answered")
-    parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: that of the run's data")
-    parser.add_argument("--json", action="store_true", help="print JSON lines, with tokens and why each text ended")
-    parser.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each token")
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="maximum number of new tokens; default: 128")
+    parser.add_argument("--temperature", type=float, help="0: greedy; default: that of "
+                        "generation_config.json, or 1")
+    parser.add_argument("--top_k", type=int,
+                        help="sample from this many most probable tokens; default: generation_config.json's, or all")
+    parser.add_argument("--top_p", type=float, help="sample from the fewest tokens whose probabilities sum to this; "
+                        "default: generation_config.json's, or 1")
+    parser.add_argument("--min_p", type=float, help="drop tokens less probable than this share of the most "
+                        "probable one; default: generation_config.json's, or 0")
+    parser.add_argument("--repetition_penalty", type=float,
+                        help="above 1: make tokens less likely that the text already has; "
+                        "default: generation_config.json's, or 1")
+    parser.add_argument("--stop", action="append", default=[], help="stop before this text; can be repeated")
+    parser.add_argument("--ignore_end", action="store_true", help="do not stop at the end-of-document token")
+    parser.add_argument("--seed", type=int, default=0, help="random seed; default: 0")
+    parser.add_argument("--batch_size", type=int, default=64, help="prompts per batch; default: 64")
+    parser.add_argument("--chat", action="store_true", help="treat each prompt as a user's message, and answer it")
+    parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: the run's own")
+    parser.add_argument("--json", action="store_true",
+                        help="print JSON lines, with tokens and the reason why each text ended")
+    parser.add_argument("--logprobs", action="store_true",
+                        help="with --json: also print the log probability of each token")
     parser.group("sampling", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop",
                  "ignore_end", "seed")
     parser.group("adapters", "adapters", "adapter")

@@ -172,12 +172,12 @@ def _encoder(folder: Path, step: int | None, run: Run) -> Any:
     theirs = load_config(folder / "config.json").model if section is None else FAMILIES[section["name"]](**section)
     assert isinstance(model, PictureConfig)
     if not isinstance(theirs, PictureConfig):
-        raise UserError(ENCODER_KEY, f"{folder} has a model of name={theirs.name}, without an encoder of pictures",
+        raise UserError(ENCODER_KEY, f"{folder} has a model of name={theirs.name}, without an image encoder",
                         "name one of siglip, clip or vision_language")
     if other := [key for key in ENCODER if getattr(model, key) != getattr(theirs, key)]:
         raise UserError(ENCODER_KEY, f"the encoder in {folder} has other keys than the model",
                         "set " + ", ".join(f"model.{key}={getattr(theirs, key)}" for key in other))
-    say(f"begins with the encoder of pictures in {folder}")
+    say(f"begins with the image encoder of {folder}")
     if section is not None:
         return {"picture": published_weights.load_encoder(folder, theirs, abstract)}
     return restore.load_params(folder, {"picture": abstract}, _checkpoint(folder, step, ENCODER_KEY)[0])

@@ -4,9 +4,9 @@
     jaxtrain merge SOURCE SOURCE --output=FOLDER --method=slerp --weights=0.7,0.3
     jaxtrain merge SOURCE SOURCE --output=FOLDER --method=ties --base=SOURCE --density=0.2
 
-A source is a published folder, or WORKDIR or WORKDIR@STEP of a run, which is exported first. Tensors are read, merged
-in float32 and written one by one, so that no model is ever whole in memory. config.json, tokenizer and chat template
-are those of the first source.
+A source is a folder in Hugging Face's format, or WORKDIR[@STEP] of a run, which is exported first. Tensors are read,
+merged in float32 and written one by one, so no whole model is in memory. config.json, tokenizer and chat template come
+from the first source.
 """
 
 import argparse
@@ -32,7 +32,8 @@ PARALLEL = 0.9995  # the cosine above which an arc is a straight line, and its f
 def main(argv: list[str] | None = None) -> None:
     """Parse the flags and merge."""
     parser = parser_of("merge", __doc__)
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="a published folder, or WORKDIR[@STEP]")
+    parser.add_argument("sources", nargs="+", metavar="SOURCE",
+                        help="a folder in Hugging Face's format, or WORKDIR[@STEP]")
     parser.add_argument("--output", dest="to", required=True, metavar="FOLDER", help="a new folder for the model")
     parser.add_argument("--method", choices=METHODS, default="average", help="default: average")
     parser.add_argument("--weights", help="weight of each source, for average and slerp; default: all equal")
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--scale", type=float, help="for ties: the factor of the merged changes; default: 1")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"),
                         help="dtype of the weights; default: as in the first source")
-    parser.add_argument("--file_gb", type=float, default=4.0, help="the largest file of weights, in 10^9 bytes")
+    parser.add_argument("--file_gb", type=float, default=4.0, help="maximum size of a weights file, in 10^9 bytes")
     flags = parser.parse_args(argv)
     _check(flags)
     to = Path(flags.to)
@@ -167,7 +168,7 @@ def _check(flags: argparse.Namespace) -> None:
             raise UserError("--base", "ties merges changes, and needs what they are changes of",
                             "name the model that the sources were tuned from")
         if flags.weights:
-            raise UserError("--weights", "in ties all sources count alike", "leave it out, or use average")
+            raise UserError("--weights", "method=ties weights all sources equally", "leave it out, or use average")
         if flags.density is not None and not 0 < flags.density <= 1:
             raise UserError("--density", f"{flags.density} is not in (0, 1]", "try 0.2")
         if flags.scale is not None and not math.isfinite(flags.scale):

@@ -16,7 +16,7 @@ class Sampling:
     """The settings for choosing tokens; at temperature 0 the most probable one is always chosen."""
 
     temperature: float = 1.0
-    top_k: int = 0  # choose among so many most probable tokens; 0: among all
+    top_k: int = 0  # sample from this many most probable tokens; 0: among all
     top_p: float = 1.0  # among the fewest tokens that together are at least so probable
     min_p: float = 0.0  # among tokens that are at least so probable compared with the most probable one
     repetition_penalty: float = 1.0  # divides positive logits of tokens that the row has, and multiplies negative ones

@@ -26,7 +26,7 @@ def asked(run: Run, workdir: str | Path) -> Callable[[TrainState], dict[str, flo
     """
     config = run.config
     if run.eval_batches is None:
-        raise UserError(f"{SECTION}.tasks", "they are asked with evaluations, and the data have no evaluation split",
+        raise UserError(f"{SECTION}.tasks", "they run with each evaluation, and the data has no evaluation split",
                         "prepare them with a larger --eval_fraction, or use jaxtrain evaluate --watch")
     c = config.evaluation
     os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars, between the lines of the run

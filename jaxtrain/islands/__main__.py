@@ -1,11 +1,11 @@
-"""Coordinate islands: serve the log of their updates, make certificates, show its state.
+"""Coordinate islands: serve their updates, make certificates, show the state.
 
     jaxtrain islands keys --output=DIR --islands=4
     jaxtrain islands serve --folder=DIR --address=HOST:PORT --keys=DIR --islands=4 --quorum=3
     jaxtrain islands serve --folder=DIR --store=s3://BUCKET/islands --islands=4
     jaxtrain islands status --folder=DIR
 
-The coordinator may be killed at any moment: the same command, on the same folder, goes on.
+The coordinator may be killed at any time: the same command, on the same folder, continues.
 
 Exit status 0; 2: a user error, in one line; 130: stopped by Ctrl-C.
 """
@@ -43,34 +43,38 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="what", required=True, metavar="COMMAND", parser_class=Parser)
     keys = add_subcommand(commands, "islands", "keys --output=DIR --islands=4",
                           "make certificates for the coordinator and for each island, or for further islands")
-    keys.add_argument("--output", required=True, metavar="DIR", help="folder for them; private keys have mode 0600")
+    keys.add_argument("--output", required=True, metavar="DIR",
+                      help="folder for the certificates; private keys have mode 0600")
     keys.add_argument("--islands", type=int, required=True, help="number of islands, which are numbered from 0")
     keys.add_argument("--days", type=int, default=3650, help="validity of new certificates in days; default: 3650")
     serve = add_subcommand(commands, "islands", "serve --folder=DIR --address=0.0.0.0:7000 --keys=DIR --islands=4",
-                           "make the log of the islands' offers, and serve it")
-    serve.add_argument("--folder", required=True, metavar="DIR", help="the log: on a disk that survives this process")
-    serve.add_argument("--address", metavar="HOST:PORT", help="address at which islands reach it by TCP")
+                           "start the coordinator: collect the islands' updates in a log, and serve it")
+    serve.add_argument("--folder", required=True, metavar="DIR",
+                       help="folder of the log, on a disk that survives this process")
+    serve.add_argument("--address", metavar="HOST:PORT", help="TCP address that islands connect to")
     serve.add_argument("--keys", metavar="DIR", help="certificates of the coordinator, for --address")
-    serve.add_argument("--store", metavar="DIR", help="a folder or URL for islands that cannot reach the port")
+    serve.add_argument("--store", metavar="DIR", help="folder or URL for islands that cannot reach the port")
     serve.add_argument("--store_every", type=float, default=1.0, metavar="SECONDS",
-                       help="seconds between looks into --store; default: 1")
+                       help="seconds between checks of --store; default: 1")
     serve.add_argument("--mode", choices=MODES, default="sync",
-                       help="sync: one entry of the offers of all islands; async: one of each offer; default: sync")
+                       help="sync: one outer update from all islands together; async: one from each island; default: "
+                            "sync")
     for field in dataclasses.fields(Policy)[1:]:
         serve.add_argument(f"--{field.name}", type=type(field.default), default=field.default,
                            help=f"{_MEANINGS[field.name]}; default: {field.default}")
-    serve.add_argument("--largest", type=int, default=2**36, metavar="BYTES", help="largest content; default: 2**36")
-    status = add_subcommand(commands, "islands", "status --folder=DIR", "show a log, served or not")
+    serve.add_argument("--largest", type=int, default=2**36, metavar="BYTES",
+                       help="maximum size of an update in bytes; default: 2**36")
+    status = add_subcommand(commands, "islands", "status --folder=DIR", "show the state of a coordinator's log")
     status.add_argument("--folder", required=True, metavar="DIR", help="the folder of the coordinator")
     return made
 
 
 _MEANINGS = {
-    "islands": "how many islands the first round waits for",
-    "quorum": "fewest offers of which a round is made when it waited long enough",
-    "timeout": "seconds after a round's first offer after which missing islands are not waited for",
-    "lease": "seconds without a sign of life after which an island is not waited for",
-    "oldest": "async: most entries between an offer's base and its own entry; older ones are refused"}
+    "islands": "number of islands that the first round waits for",
+    "quorum": "fewest updates with which a round completes after its timeout",
+    "timeout": "seconds that a round waits for missing islands after its first update",
+    "lease": "seconds without a heartbeat after which a round no longer waits for an island",
+    "oldest": "async: refuse updates that are more than this many outer updates old"}
 
 
 def _keys(flags: argparse.Namespace) -> None:

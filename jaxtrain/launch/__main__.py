@@ -1,4 +1,4 @@
-"""Submit a run to this machine, Slurm, Kubernetes or Ray, or write it for others.
+"""Submit a run to this machine, Slurm, Kubernetes or Ray, or write a job file.
 
     jaxtrain launch configs/gpt.py:tiny --on=local --workdir=runs/first
     jaxtrain launch configs/llama3_8b.py --on=slurm --workdir=runs/8b --nodes=4 --accelerators_per_node=8
@@ -29,7 +29,7 @@ from jaxtrain.flags import command, overrides_of, parser_of
 from jaxtrain.launch import cost, mesh_check
 from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch.job_engines import engine_of
-from jaxtrain.launch.job_spec import ENGINES, HELP, JobSpec, read_spec
+from jaxtrain.launch.job_spec import ENGINES, JobSpec, read_spec
 from jaxtrain.redaction import redacted
 
 
@@ -50,8 +50,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="show what would be submitted, and stop")
     keys = parser.add_argument_group("resources of the job", "each is also a key of the file that --job names; lists "
                                      "and tables (setup, mounts, env, secrets, extra) are given there only")
-    for name in JobSpec.__dataclass_fields__:
-        keys.add_argument(f"--{name}", metavar="VALUE", help=HELP.get(name, argparse.SUPPRESS))
+    for name, spec in JobSpec.__dataclass_fields__.items():
+        keys.add_argument(f"--{name}", metavar="VALUE", help=spec.metadata.get("help", argparse.SUPPRESS))
     flags, rest = parser.parse_known_args(words)
     given = {name: value for name in JobSpec.__dataclass_fields__ if (value := getattr(flags, name)) is not None}
     engine, spec, made, loaded = engine_of(flags.on), read_spec(flags.job, given), [], None
@@ -100,7 +100,7 @@ def describe(on: str, workdir: Path, config: str | None, loaded: Config | None, 
                         "write jaxtrain launch CONFIG ..., or -- and a command at the end")
     if loaded:
         if spec.min_nodes % spec.nodes and not loaded.resilience.elastic:
-            raise UserError("min_nodes", "the config does not go on with fewer nodes",
+            raise UserError("min_nodes", "the config does not allow fewer nodes",
                             "set resilience.elastic=true, or leave it out")
         if counts := mesh_check.check_mesh(loaded, spec):
             about["node_counts"] = counts
@@ -116,7 +116,7 @@ def describe(on: str, workdir: Path, config: str | None, loaded: Config | None, 
     else:
         command = own
     if wrong := next((word for word in command if redacted(word) != word), None):
-        raise UserError(wrong, "it has a password, which would stand in files of the job", "put it into the config "
+        raise UserError(wrong, "it has a password, which would be in files of the job", "put it into the config "
                         "file, or name a file with it under secrets")
     commit, _ = jobs.provenance(Path.cwd())
     folder = workdir.absolute() / "jobs" / "0"

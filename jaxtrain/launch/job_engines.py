@@ -66,7 +66,7 @@ def engine_of(name: str) -> Engine:
 
 def refuse_running(job: Job, state: str, nodes: int | None) -> None:
     """Refuse to resume a job that goes on by itself."""
-    raise UserError("WORKDIR", f"its job is {state}, and goes on by itself", "leave it" if nodes is None else
+    raise UserError("WORKDIR", f"its job is {state}, and continues by itself", "leave it" if nodes is None else
                     f"for other nodes pause it first: jaxtrain jobs pause {job.workdir}")
 
 

@@ -23,26 +23,6 @@ from jaxtrain.errors import UserError, nearest
 from jaxtrain.redaction import redacted
 
 ENGINES = ("local", "slurm", "kubernetes", "ray", "skypilot", "dstack")
-HELP = {  # of the keys that are also flags, for `jaxtrain launch --help`
-    "name": "name of the job (default: the name of the workdir)",
-    "nodes": "number of machines (default 1)",
-    "min_nodes": "fewest machines to start with when no more are free; needs resilience.elastic=true (default: all)",
-    "processes_per_node": "processes on each machine (default: one per GPU, or one)",
-    "accelerators_per_node": "GPUs or TPU chips on each machine (default 0: CPUs only)",
-    "accelerator": "kind of accelerator, as the cluster names it, such as h100 or tpu-v5p-slice",
-    "topology": "topology of a TPU slice, such as 4x4",
-    "cpus_per_process": "CPUs for each process (default: the engine's)",
-    "memory_gb": "memory of each machine in GB (default: the engine's)",
-    "time": "time limit, H:MM:SS or D-HH:MM:SS (default: the engine's)",
-    "grace_s": "seconds that the run has to save before the time limit, or after it is told to stop (default 120)",
-    "queue": "Slurm partition, or local queue of Kueue",
-    "account": "Slurm account, or Kubernetes service account",
-    "priority": "Slurm QoS, or priority class of Kueue",
-    "preemptible": "whether other jobs may preempt this one, which then saves and continues later (default true)",
-    "retries": "restarts after a crash (default 3); what saved and stopped is restarted as long as it makes progress",
-    "image": "container image to run in",
-    "notify": "email address that Slurm notifies when the job ends or fails",
-}
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?")  # that of a Kubernetes object, which is the narrowest
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):(\d\d):(\d\d)")
@@ -54,32 +34,39 @@ _OPEN = re.compile(r"""(?<=://)(?:[\w.-]*:)?\$(?:\w+|\{\w+\})@|=\$(?:\w+|\{\w+\}
                    r"""|[#&](?:egg|subdirectory|md5|sha\d+)=[^\s&'"]*""")
 
 
+def _flag(default: Any, about: str) -> Any:
+    """Return a field that is also a flag of `jaxtrain launch`, with this help."""
+    return field(default=default, metadata={"help": about})
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """The resources and settings that a job needs."""
 
-    name: str = ""  # of the job, for people; by default the workdir's
-    nodes: int = 1  # machines
-    min_nodes: int = 0  # fewest to go on with where machines are lost (resilience.elastic); 0: all
-    processes_per_node: int = 0  # 0: one for each GPU, or one
-    accelerators_per_node: int = 0  # GPUs or chips of a TPU
-    accelerator: str = ""  # their kind as the engine names it, such as h100 or tpu-v5p-slice
-    topology: str = ""  # of a TPU slice, such as 4x4
-    cpus_per_process: int = 0  # 0: what the engine gives
-    memory_gb: float = 0.0  # of a node; 0: what the engine gives
-    time: str = ""  # the limit, H:MM:SS or D-HH:MM:SS; "": the engine's
-    grace_s: int = 120  # how long before the limit, or after it is told to stop, it may save
-    queue: str = ""  # Slurm's partition, Kueue's local queue
-    account: str = ""  # who pays, in Slurm; the service account of pods in Kubernetes
-    priority: str = ""  # Slurm's QoS, a workload priority class of Kueue
-    preemptible: bool = True  # others may stop it: it saves, and goes on later
-    retries: int = 3  # after crashes; what saved and stopped is started again however often that is
-    image: str = ""  # of a container
-    setup: tuple[str, ...] = ()  # lines of a shell before the run, such as one that activates an environment
+    name: str = _flag("", "name of the job; default: the workdir's name")
+    nodes: int = _flag(1, "number of machines; default: 1")
+    min_nodes: int = _flag(0, "fewest machines to continue with if others are lost, with resilience.elastic; "
+                              "default: all")
+    processes_per_node: int = _flag(0, "number of processes per machine; default: one per GPU, or one")
+    accelerators_per_node: int = _flag(0, "number of GPUs or TPU chips per machine; default: 0")
+    accelerator: str = _flag("", "type of accelerator as the engine names it, such as h100 or tpu-v5p-slice")
+    topology: str = _flag("", "topology of a TPU slice, such as 4x4")
+    cpus_per_process: int = _flag(0, "CPU cores per process; default: the engine's")
+    memory_gb: float = _flag(0.0, "memory per machine in GB; default: the engine's")
+    time: str = _flag("", "time limit, as H:MM:SS or D-HH:MM:SS; default: the engine's")
+    grace_s: int = _flag(120, "seconds to save a checkpoint before the time limit or when told to stop; default: 120")
+    queue: str = _flag("", "Slurm partition, or local queue of Kueue")
+    account: str = _flag("", "Slurm account, or service account of Kubernetes pods")
+    priority: str = _flag("", "Slurm QoS, or workload priority class of Kueue")
+    preemptible: bool = _flag(True, "whether other jobs may preempt it; it saves, and resumes later; default: true")
+    retries: int = _flag(3, "restarts after crashes; what saved and stopped is restarted while it makes progress; "
+                            "default: 3")
+    image: str = _flag("", "container image")
+    setup: tuple[str, ...] = ()  # shell commands before the run, such as one that activates an environment
     mounts: Mapping[str, str] = field(default_factory=dict)  # PATH in the container: a folder, pvc:NAME, or a bucket
-    env: Mapping[str, str] = field(default_factory=dict)  # variables and their values
+    env: Mapping[str, str] = field(default_factory=dict)  # environment variables
     secrets: Mapping[str, str] = field(default_factory=dict)  # variables; file:PATH or secret:NAME/KEY, where they are
-    notify: str = ""  # an address to which Slurm writes when it ends or fails
+    notify: str = _flag("", "address that Slurm notifies when the job ends or fails")
     extra: tuple[str, ...] = ()  # the engine's own: --constraint=infiniband for sbatch, LABEL=VALUE of Kubernetes nodes
 
     def __post_init__(self):
@@ -114,7 +101,7 @@ class JobSpec:
         chips, given = math.prod(map(int, self.topology.split("x"))), self.nodes * self.accelerators_per_node
         if chips != given:
             raise UserError("topology", f"{self.topology} has {chips} chips, and {self.nodes} x "
-                            f"{self.accelerators_per_node} are asked for", "set nodes and accelerators_per_node for it")
+                            f"{self.accelerators_per_node} are requested", "set nodes and accelerators_per_node for it")
 
     def _check_texts(self) -> None:
         for variable in (*self.env, *self.secrets):
@@ -129,7 +116,7 @@ class JobSpec:
         for variable, where in self.secrets.items():
             kind, _, place = where.partition(":")
             if kind not in ("file", "secret") or not place or (kind == "secret" and place.count("/") != 1):
-                raise UserError(f"secrets.{variable}", "it does not say where the secret is",
+                raise UserError(f"secrets.{variable}", "it does not give the place of the secret",
                                 "give file:PATH, or secret:NAME/KEY in Kubernetes")
         said = {name: getattr(self, name) for name in ("accelerator", "topology", "queue", "account", "priority",
                                                        "image", "notify")}
@@ -142,10 +129,10 @@ class JobSpec:
         """Refuse secrets where they would be written down; a job that was submitted before is read without this."""
         for variable, value in self.env.items():
             if _SECRET.search(variable) or redacted(value) != value:
-                raise UserError(f"env.{variable}", "its value would stand in files that others may read",
+                raise UserError(f"env.{variable}", "its value would be in files that others may read",
                                 f'name where it is instead: secrets.{variable} = "file:PATH"')
         if any(redacted(line) != line for line in (_OPEN.sub("", line) for line in self.setup)):
-            raise UserError("setup", "a URL has credentials in it, which would stand in files that others may read",
+            raise UserError("setup", "a URL has credentials in it, which would be in files that others may read",
                             "let it take them from a variable under secrets")
 
     @property

@@ -1,12 +1,12 @@
-"""List, pause, resume and cancel jobs, on whatever engine they run.
+"""List, pause, resume and cancel jobs on any engine.
 
     jaxtrain jobs list runs
     jaxtrain jobs show runs/big
     jaxtrain jobs logs runs/big --follow
     jaxtrain jobs pause runs/big
 
-A job is named by its run's workdir. Pausing saves first: the run goes on from there when it is resumed, on as many
-nodes as then fit.
+A job is identified by its workdir. `pause` saves a checkpoint first; `resume` continues from it, on as many
+nodes as are then free.
 """
 
 import time
@@ -24,14 +24,14 @@ from jaxtrain.launch.sweep import trials
 from jaxtrain.pages.plain_text import aligned
 
 _LINES = {
-    "list [ROOT]": "list the jobs of all workdirs under a folder",
-    "show WORKDIR": "show the state of a job, its restarts, last error and cost",
-    "logs WORKDIR": "print the output of its processes",
-    "why WORKDIR": "say why it waits or has failed",
-    "pause WORKDIR": "save and stop it, until it is resumed",
-    "resume WORKDIR": "continue a paused job",
-    "cancel WORKDIR": "save and end it",
-    "requeue WORKDIR": "save and stop it, and queue it again",
+    "list [ROOT]": "list the jobs of all workdirs in a folder",
+    "show WORKDIR": "show a job's state, command, restarts, last error and cost",
+    "logs WORKDIR": "print the output of a job's processes",
+    "why WORKDIR": "show why a job is waiting or has failed",
+    "pause WORKDIR": "save a checkpoint and stop, until the job is resumed",
+    "resume WORKDIR": "resume a paused job",
+    "cancel WORKDIR": "save a checkpoint and cancel the job",
+    "requeue WORKDIR": "save a checkpoint, stop, and queue the job again",
 }
 
 
@@ -46,9 +46,9 @@ def main(argv: list[str] | None = None) -> None:
             sub.add_argument("workdir", nargs="?", default="runs", metavar="ROOT", help="default: runs")
         else:
             sub.add_argument("workdir", metavar="WORKDIR", help="workdir of the run")
-    made["logs"].add_argument("--follow", "-f", action="store_true", help="continue until the job ends")
-    made["resume"].add_argument("--nodes", type=int, help="number of machines from now on (default: as before)")
-    made["cancel"].add_argument("--now", action="store_true", help="end it at once, without saving")
+    made["logs"].add_argument("--follow", "-f", action="store_true", help="keep printing until the job ends")
+    made["resume"].add_argument("--nodes", type=int, help="number of machines; default: as before")
+    made["cancel"].add_argument("--now", action="store_true", help="cancel without saving a checkpoint")
     flags = parser.parse_args(argv)
     if flags.what == "list":
         tell("\n".join(table(Path(flags.workdir))))
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         getattr(engine, flags.what)(job)
     if flags.what in ("pause", "resume", "cancel", "requeue"):
-        say(f"{flags.what}: told {job.engine}; see what becomes of it: jaxtrain jobs show {flags.workdir}")
+        say(f"{flags.what}: told {job.engine}; see its state: jaxtrain jobs show {flags.workdir}")
 
 
 def status_of(job: records.Job) -> records.Status:

@@ -110,7 +110,7 @@ def memory_warning(config: Config, spec: JobSpec) -> str:
     try:
         guess = estimate(elastic.choose(config, devices, devices), target, devices)
     except Exception as error:  # a prediction that fails stops no job
-        return f"no prediction of its memory: {f'{error}'.splitlines()[0] if f'{error}' else type(error).__name__}"
+        return f"its memory is not predicted: {f'{error}'.splitlines()[0] if f'{error}' else type(error).__name__}"
     part, size = guess.memory.most_common(1)[0]
     return "" if guess.fits else (
         f"warning: a step is predicted to take {gigabytes(guess.bytes)} GB of a device's {gigabytes(target.room)} GB "

@@ -115,7 +115,7 @@ class RayEngine:
         if (status := self.status(job)).state in ("running", "waiting"):
             refuse_running(job, status.state, nodes)
         if status.state == "unknown":
-            raise UserError("WORKDIR", f"nobody knows whether its job runs: {status.detail}", "try it again later")
+            raise UserError("WORKDIR", f"it is not known whether its job runs: {status.detail}", "try it again later")
         if nodes is not None:
             plan = json.loads(self.render(replace(job, spec=replace(job.spec, nodes=nodes)))[PLAN])
             atomic_files.write_json(job.folder / PLAN, plan)

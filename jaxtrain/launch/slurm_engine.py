@@ -180,7 +180,7 @@ class SlurmEngine:
         """Refuse a job in one of these states."""
         if (state := self.status(job).state) in states:
             raise UserError("WORKDIR", f"its job is {state}",
-                            "to go on from its last checkpoint, launch another job with this workdir")
+                            "to resume from its last checkpoint, launch another job with this workdir")
 
     def _resize(self, job: Job, nodes: int) -> None:
         """Ask for another number of nodes; where Slurm refuses it, for as many as before."""

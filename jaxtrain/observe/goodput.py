@@ -1,8 +1,8 @@
-"""Account for a run's time across restarts: what share of it trained.
+"""Show where a run's time went across restarts, and its goodput.
 
     jaxtrain goodput WORKDIR
 
-`ledger.py` writes the files that are added up here, one for each start of the run.
+Adds up the time ledgers of all starts of the run.
 """
 
 import contextlib

@@ -61,8 +61,8 @@ class MetricsWriter:
     * A number that is not finite is written as null, since JSON cannot represent it: `"loss": null` is a NaN loss.
     * `idle_s` is the part of a step's time before its dispatch began, in which the devices had nothing to do.
     * Step time runs from one step's completion to the next one's. The first step of a process has no predecessor (and
-      includes compilation), so it is in no average; a line with only that step has null. Evaluations are excluded too:
-      the clock restarts when one ends, and when what saves need has been compiled in the first step.
+      includes compilation), so it is in no average; a line with only that step has null. Evaluations and what is
+      compiled after a step are excluded too: the clock restarts when they end.
 
     Use it as a context manager: when it ends, all lines are written and the sinks closed.
     """
@@ -117,6 +117,10 @@ class MetricsWriter:
         """Leave what was done since the last step, such as sampling a text, out of the next one's time."""
         self._put("clock", time.perf_counter())
 
+    def compiled(self) -> None:
+        """Leave compiling, during which the last step may have ended, out of the next step's time."""
+        self._put("compiled", time.perf_counter())
+
     def flush(self) -> None:
         """Wait until all lines so far are written, or kept in memory for lack of disk space (then `behind` is true)."""
         written = threading.Event()
@@ -158,7 +162,8 @@ class MetricsWriter:
 
     def _work(self) -> None:
         """Run the thread; after an error it keeps taking items, so that no caller blocks forever."""
-        handlers = {"step": self._step, "eval": self._eval, "clock": self._clock, "flush": self._flush}
+        handlers = {"step": self._step, "eval": self._eval, "clock": self._clock, "compiled": self._compiled,
+                    "flush": self._flush}
         while item := self._queue.get():
             kind, *arguments = item
             try:
@@ -219,6 +224,9 @@ class MetricsWriter:
 
     def _clock(self, ended: float) -> None:
         self._completed = ended  # and not now: this thread may be late, and the next step has begun meanwhile
+
+    def _compiled(self, ended: float) -> None:
+        self._completed = max(ended, self._completed or ended)
 
     def _flush(self, written: threading.Event) -> None:
         try:

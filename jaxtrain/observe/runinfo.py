@@ -29,7 +29,7 @@ _FREE: dict[str, Set[str] | None] = {
     "optimizer": {"zero_stage", "offload"}, "reinforce": {"reward_timeout_s"},
     "islands": {"meeting", "keys", "max_age", "snapshot_every"},
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
-              "eval_batches", "sample_tokens", "progress", "check_memory", "expert_exchange",
+              "eval_batches", "patience", "sample_tokens", "progress", "check_memory", "expert_exchange",
               "grouped_matmul", "expert_buffer", "deterministic", "compiler_options",
               "init_from", "init_encoder_from"},  # what has a checkpoint of its own goes on from that
 }
@@ -104,7 +104,7 @@ def identity(workdir: str | Path, saved: Mapping[str, Any],
         if not adopt:
             raise UserError("checkpoint", f"step {theirs[1]} in {workdir} belongs to another run than run.json there "
                             f"(id {theirs[0]} instead of {known['run']})",
-                            "move it away, or give --adopt to go on from it all the same")
+                            "move it away, or give --adopt to resume from it anyway")
         known["adopted"] = [*known["adopted"], theirs]
     return known, {}
 
@@ -126,7 +126,8 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
     Returns:
         what changed, on purpose, between the `done` steps and those to come.
     """
-    if unknown := sorted(set(may_change) - MAY_CHANGE):
+    may_change = {"train.steps" if key == "train.epochs" else key for key in may_change}  # which epochs become
+    if unknown := sorted(may_change - MAY_CHANGE):
         raise UserError("--may_change", f"{unknown[0]} cannot change in a run", nearest(unknown[0], MAY_CHANGE))
     workdir = Path(workdir)
     make_workdir(workdir)
@@ -169,7 +170,7 @@ def _changes(workdir: Path, started: Mapping[str, Any], current: Mapping[str, An
             if section == "data" and key in _STAGED and done:
                 changed.append(change)
             elif name == "train.ema_decay" and not value:
-                raise UserError(name, f"{workdir} has a run that keeps an average of its weights, and goes on with it",
+                raise UserError(name, f"the run in {workdir} keeps an average of its weights, which cannot be changed",
                                 f"set it to {before}, or begin another run with train.init_from")
             elif name in may_change:
                 allowed.append(change)

@@ -167,7 +167,7 @@ class _Warned:
             result, why = None, f"{type(error).__name__}"
         if why and not self._said:
             self._said = True
-            say(f"warning: observe.traces: spans are lost ({why}); the run goes on")
+            say(f"warning: observe.traces: spans are lost ({why}); the run continues")
         return result
 
     def shutdown(self) -> None:

@@ -5,6 +5,8 @@ from html import escape
 
 from jaxtrain.pages.style import STYLE
 
+_LONGEST_WORD = 24  # characters; what is longer, such as a path, may be broken anywhere
+
 
 def document(title: str, parts: Iterable[str]) -> str:
     """Return a whole page, which needs no network."""
@@ -30,7 +32,9 @@ def html_table(head: Sequence[str], rows: Sequence[Iterable[str]], words: int) -
     """Return a table whose first `words` columns are text; on a phone each row becomes a block with its own labels."""
     def cell(i: int, text: str) -> str:
         label = "" if i < words else f' data-head="{escape(head[i])}"'
-        kind = "" if i >= words else " class=text" if head[i] else ' class="text rank"'
+        names = ["text"] * (i < words) + ["rank"] * (i < words and not head[i])
+        names += ["long"] * (i < words and max(map(len, text.split()), default=0) > _LONGEST_WORD)
+        kind = f' class="{" ".join(names)}"' if len(names) > 1 else " class=text" if names else ""
         return f'<td role="cell"{kind}{label}>{escape(text)}</td>'
 
     if not rows:

@@ -8,7 +8,7 @@ STYLE = """
 *{box-sizing:border-box}
 body{font:16px/1.5 system-ui,sans-serif;color:var(--text);background:var(--surface);max-width:68rem;margin:0 auto;
 padding:1rem}
-h1{font-size:clamp(1.4rem,4.5vw,2rem);line-height:1.2;margin:.5rem 0;overflow-wrap:break-word}
+h1{font-size:clamp(1.4rem,4.5vw,2rem);line-height:1.2;margin:.5rem 0;overflow-wrap:anywhere}
 h2{font-size:1.25rem;margin:2.5rem 0 .5rem}h3{font-size:1rem;margin:1.2rem 0 .3rem}
 p,ul{margin:.4rem 0}.soft,caption{color:var(--soft)}.reasons{padding-left:1.2rem;overflow-wrap:anywhere}
 .card{background:var(--card);border:1px solid var(--edge);border-radius:.6rem;padding:1rem;margin:1rem 0}
@@ -21,7 +21,7 @@ table{border-collapse:collapse;font-size:.875rem;width:100%;font-variant-numeric
 th,td{padding:.3rem .5rem;text-align:right;border-bottom:1px solid var(--edge);vertical-align:top}
 th{color:var(--soft);font-weight:600}
 td{white-space:nowrap}td.text,th{white-space:normal}td.rank{white-space:nowrap}
-.text{text-align:left;overflow-wrap:break-word}.total td{font-weight:600}
+.text{text-align:left}.long{overflow-wrap:anywhere;min-width:14rem}.total td{font-weight:600}
 figure{margin:.9rem 0}figcaption{font-size:.9rem;overflow-wrap:anywhere}
 .legend{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:.15rem .9rem;font-size:.85rem}
 .legend .group{flex-basis:100%;color:var(--soft)}

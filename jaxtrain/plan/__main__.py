@@ -1,4 +1,4 @@
-"""Rank meshes for given hardware: which fit, how fast they train, what they cost.
+"""Rank meshes for given hardware by speed, with their memory and cost.
 
     jaxtrain plan --config=configs/llama3_8b.py --target=h100x8
     jaxtrain plan --config=configs/gpt.py:tiny --target=h100x8 --config.mesh.data=2 --config.mesh.fsdp=4 --explain
@@ -30,27 +30,32 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = parser_of("plan", __doc__)
     add_config(made)
-    made.add_argument("--target", help=f"one of {', '.join(targets.TARGETS)}, times devices: h100x256; default: here")
+    made.add_argument("--target",
+                      help=f"one of {', '.join(targets.TARGETS)}, times devices: h100x256; default: this machine's "
+                           f"devices")
     made.add_argument("--targets", help="a JSON file with your own accelerators, or with measurements")
-    made.add_argument("--global_batch", type=int, help="rows of a step; default: the config's")
-    made.add_argument("--seq_len", type=int, help="tokens of a row; default: the config's")
+    made.add_argument("--global_batch", type=int, help="global batch size in sequences; default: the config's")
+    made.add_argument("--seq_len", type=int, help="sequence length in tokens; default: the config's")
     made.add_argument("--tokens", type=float, default=1e12,
-                      help="tokens to train on, for days and cost; default: 1e12")
+                      help="tokens to train on, to compute days and cost; default: 1e12")
     made.add_argument("--precisions", default="", metavar="NAME,...",
-                      help=f"also rank these precisions, besides the config's own: {', '.join(PRECISIONS)}")
+                      help=f"also rank these precisions, in addition to the config's: {', '.join(PRECISIONS)}")
     made.add_argument("--top", type=int, default=10, help="number of layouts to show; default: 10")
-    made.add_argument("--output", metavar="FILE", help="also write the ranking as a page, with memory and time drawn")
+    made.add_argument("--output", metavar="FILE",
+                      help="also write the ranking as a page with charts of memory and time")
     made.add_argument("--scaling", metavar="FILE",
-                      help="also say what loss the run reaches, by the fit that jaxtrain scaling --save wrote")
+                      help="also predict the run's loss, from the fit that jaxtrain scaling --save wrote")
     made.add_argument("--flops", type=float,
-                      help="with --scaling: a budget, and what it gets at best; default: the run's")
-    made.add_argument("--dollars", type=float, help="with --scaling: the same in money, at the first layout's speed")
+                      help="with --scaling: show the best model for this compute budget; default: the run's")
+    made.add_argument("--dollars", type=float,
+                      help="with --scaling: the same for a budget in dollars, at the first layout's speed")
     made.add_argument("--link", type=float, metavar="GBIT",
-                      help="with islands.count: gigabits a second between islands, to say which mode is fastest")
+                      help="with islands.count: gigabits per second between islands, to show which mode is fastest")
     made.add_argument("--slowest", type=float, default=1, metavar="TIMES",
-                      help="with --link: one island takes so many times as long for a step; default: 1")
-    made.add_argument("--explain", action="store_true", help="explain only the layout of the config")
-    made.add_argument("--verify", type=int, default=0, metavar="K", help="compile the best K for the real target")
+                      help="with --link: how many times slower than the others the slowest island is; default: 1")
+    made.add_argument("--explain", action="store_true", help="explain the config's own layout only")
+    made.add_argument("--verify", type=int, default=0, metavar="K",
+                      help="compile the best K layouts for the real target")
     made.add_argument("--roofline", action="store_true",
                       help="with --verify: the time of each compiled operation, exposed communication and MFU")
     made.add_argument("--timeline", metavar="FILE", help="with --verify: draw the compiled step's timeline, as SVG")

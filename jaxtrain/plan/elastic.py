@@ -1,9 +1,9 @@
-"""List the numbers of processes with which a run could continue.
+"""List the numbers of processes on which a run could continue.
 
     jaxtrain elastic --least=2 --full=4 --workdir=WORKDIR -- --config=FILE
 
-With fewer devices than declared, or more, a run uses another mesh with the same batch and the same numbers. Prints with
-how many processes, from `--least` on, a run of `--full` could go on: one line each, with the mesh. It needs no devices.
+With another number of devices, a run uses another mesh with the same batch and the same results. Prints the numbers of
+processes, from `--least` on, on which a run of `--full` could continue: one line each, with the mesh. Needs no devices.
 After `--` come the flags of `jaxtrain train`.
 """
 
@@ -181,8 +181,8 @@ def main(argv: list[str] | None = None) -> None:
     from jaxtrain.config.load import load_config
 
     parser = parser_of("elastic", __doc__)
-    parser.add_argument("--least", type=int, required=True, help="the fewest processes to try")
-    parser.add_argument("--full", type=int, required=True, help="the processes that the run has when none is lost")
+    parser.add_argument("--least", type=int, required=True, help="fewest processes to try")
+    parser.add_argument("--full", type=int, required=True, help="number of processes of the whole run")
     parser.add_argument("--workdir", type=Path, required=True, help="the workdir of the run, which must have started")
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)

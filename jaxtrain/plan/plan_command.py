@@ -76,7 +76,7 @@ def _config_of(flags: argparse.Namespace, overrides: dict[str, str]) -> Config:
         raise UserError("--link", "it is the rate of a link between islands, and above 0",
                         "set islands.count too, or leave it out")
     if not 1 <= flags.slowest < math.inf or (flags.slowest > 1 and flags.link is None):
-        raise UserError("--slowest", "it is how many times as long the slowest of islands takes for a step: 1 or more",
+        raise UserError("--slowest", "it is not a factor of 1 or more",
                         "give --link too, or leave it out")
     return config
 

@@ -32,11 +32,11 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
     """
     if config.mesh.hsdp:
         if isinstance(devices, int):
-            raise UserError("mesh.hsdp", "the nodes of devices that are not here are not known",
+            raise UserError("mesh.hsdp", "it is not known how devices that are not here are grouped into nodes",
                             "set mesh.data and mesh.fsdp")
         nodes = islands_of(devices)[0]
         if 1 < len(devices) == nodes:
-            raise UserError("mesh.hsdp", "each process has one device, and which of them share a node is not known",
+            raise UserError("mesh.hsdp", "each process has one device, so it is not known which devices share a node",
                             "start one process per node, or set mesh.data and mesh.fsdp")
         config = with_hybrid_mesh(config, len(devices), len(devices) // nodes)
         if jax.process_index() == 0:
@@ -45,7 +45,7 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
     if not chosen:
         return config
     if own_parts:
-        raise UserError(chosen, "the planner knows only the objective and optimizers that a config names",
+        raise UserError(chosen, "the planner supports only objectives and optimizers that a config names",
                         "set sizes for the mesh axes" if config.mesh.auto else "name a policy, such as full")
     if isinstance(devices, int):
         raise UserError(chosen, "there are no devices to choose for", "use python -m jaxtrain.plan --target=...")
@@ -64,7 +64,7 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
                         "change the key that it names")
     if choice is None:
         raise UserError("mesh.auto", f"nothing fits {len(devices)} devices of {gigabytes(target.room)} GB",
-                        "use more devices, a smaller model or shorter rows")
+                        "use more devices, a smaller model or shorter sequences")
     if jax.process_index() == 0:
         say(f"mesh=auto: {choice}, predicted {shown(choice.estimate)}")
     return choice.estimate.config
@@ -77,7 +77,7 @@ def check(run: Run) -> str:
     a failed prediction stop no run.
     """
     if run.has_own_parts:
-        return "no prediction: the model, objective or optimizer is not one that a config names"
+        return "memory and speed are not predicted, because the model, objective or optimizer is your own"
     devices = run.mesh.size
     # The mesh may have been given to `build` rather than by the config.
     config = dataclasses.replace(run.config, mesh=dataclasses.replace(run.config.mesh, auto=False, **run.mesh.shape))
@@ -91,7 +91,8 @@ def check(run: Run) -> str:
 
         guess = estimate(config, target, devices)
     except Exception as error:
-        return f"no prediction for this run: {f'{error}'.splitlines()[0] if f'{error}' else type(error).__name__}"
+        reason = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
+        return f"memory and speed are not predicted: {reason}"
     host = guess.host * (2 if config.resilience.replay_every else 1)  # a replayed step starts from a copy
     if config.train.check_memory and host > target.host_room:
         raise UserError("optimizer.offload", f"it takes {gigabytes(host)} GB of the host's memory for each device, and "

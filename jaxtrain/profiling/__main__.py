@@ -1,10 +1,10 @@
-"""Profile a run while it trains: where the time of its steps goes.
+"""Profile a running training job: where the time of its steps goes.
 
     jaxtrain profile WORKDIR --steps=5
     jaxtrain profile WORKDIR/profiles/120
 
-The first form asks the run in WORKDIR to trace its next steps, waits for the trace and summarises it in
-WORKDIR/profiles/STEP; the second summarises a profile that is there, as one that signal USR2 asked for. Exit status 0;
+The first form asks the run in WORKDIR to trace its next steps, waits for the trace and summarizes it in
+WORKDIR/profiles/STEP; the second summarizes an existing profile, such as one requested by signal USR2. Exit status 0;
 2: a user error, reported in one line.
 """
 

@@ -1,4 +1,4 @@
-"""List, compare and tag runs, free what they no longer need, and reproduce one.
+"""List, compare, tag and reproduce runs, and delete what they no longer need.
 
     jaxtrain runs list ROOT --sort=loss
     jaxtrain runs show WORKDIR
@@ -7,7 +7,7 @@
     jaxtrain runs gc ROOT --keep=1
     jaxtrain runs reproduce WORKDIR
 
-ROOT is a folder, or the URL of one in object storage, where the mirrors of checkpoints are found, and workdirs that
+ROOT is a folder, or the URL of one in object storage with mirrors of checkpoints or workdirs that
 were copied there.
 
 Exit status 0; 1: `reproduce` found a difference, or `gc` could not delete something; 2: a user error, in one line.
@@ -41,35 +41,37 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = parser_of("runs", __doc__)
     commands = made.add_subparsers(dest="what", required=True, metavar="COMMAND", parser_class=Parser)
-    lines = {"list [ROOT]": "list the runs below a folder or a URL, the newest first",
-             "show WORKDIR": "show all that is known of a run",
-             "compare WORKDIR WORKDIR": "show in what runs differ: config, loss, throughput, goodput and cost",
-             "tag WORKDIR NAME": "give a run names by which `list --tag` finds it and `gc` spares it",
-             "gc [ROOT]": "show what can be deleted of runs that ended, and delete it with --delete",
-             "reproduce WORKDIR": "compare what a run was trained with to what is here; print how to train it again"}
+    lines = {"list [ROOT]": "list the runs in a folder or at a URL, the newest first",
+             "show WORKDIR": "show everything about a run",
+             "compare WORKDIR WORKDIR": "show how runs differ: config, loss, throughput, goodput and cost",
+             "tag WORKDIR NAME": "tag a run: `list --tag` finds tagged runs, and `gc` keeps them",
+             "gc [ROOT]": "show what can be deleted from runs that have ended; --delete deletes it",
+             "reproduce WORKDIR": "compare a run's code, packages and data with those here, and print the command to "
+                                  "train it again"}
     subs = {words.partition(" ")[0]: add_subcommand(commands, "runs", words, line) for words, line in lines.items()}
     for name in ("list", "gc"):
         subs[name].add_argument("root", nargs="?", default="runs", metavar="ROOT", help="default: runs")
-        subs[name].add_argument("--depth", type=int, default=4, help="folders below ROOT that are looked into")
+        subs[name].add_argument("--depth", type=int, default=4, help="depth of folders below ROOT to search")
     for name in ("show", "tag", "reproduce"):
         subs[name].add_argument("workdir", metavar="WORKDIR", help="workdir of the run")
     lists, compares, tagging, frees, again = (
         subs[name] for name in ("list", "compare", "tag", "gc", "reproduce"))
     lists.add_argument("--state", action="extend", type=lambda text: text.split(","), default=[], metavar="STATE,...",
                        help=f"only runs in these states: {', '.join(STATES)}")
-    lists.add_argument("--tag", action="append", default=[], help="only runs with this tag, and all others given so")
-    lists.add_argument("--sort", choices=SORTS, default="time", help="losses ascend, all else but names descends")
-    lists.add_argument("--json", action="store_true", help="one JSON object a line, for scripts")
+    lists.add_argument("--tag", action="append", default=[], help="only runs with this tag; repeat it for several tags")
+    lists.add_argument("--sort", choices=SORTS, default="time",
+                       help="sort by this: losses and names ascending, everything else descending")
+    lists.add_argument("--json", action="store_true", help="print one JSON object per line, for scripts")
     compares.add_argument("workdirs", nargs="+", metavar="WORKDIR", help="two or more")
     tagging.add_argument("names", nargs="+", metavar="NAME", help="letters, digits, dots, dashes and underscores")
-    tagging.add_argument("--remove", action="store_true", help="take these tags away")
+    tagging.add_argument("--remove", action="store_true", help="remove these tags")
     frees.add_argument("--keep", type=int, default=1, metavar="N",
                        help="good checkpoints that a finished run keeps, besides those that its config keeps forever")
-    frees.add_argument("--tagged", action="store_true", help="tagged runs too, which are left alone otherwise")
-    frees.add_argument("--delete", action="store_true", help="delete it; without this nothing is changed")
+    frees.add_argument("--tagged", action="store_true", help="include tagged runs, which are kept otherwise")
+    frees.add_argument("--delete", action="store_true", help="delete the files; without this flag nothing is changed")
     again.add_argument("--workdir", dest="into", metavar="DIR", help="workdir of the new run; default: WORKDIR-again")
     again.add_argument("--checkout", metavar="DIR", help="make a git worktree of the run's commit there")
-    again.add_argument("--no_data", action="store_true", help="do not read the data to compare it")
+    again.add_argument("--no_data", action="store_true", help="do not compare the data")
     return made
 
 
@@ -92,7 +94,7 @@ def _list(flags: argparse.Namespace) -> None:
             tell(json.dumps(dataclasses.asdict(one)))
         return
     if not found:
-        say(f"no such runs below {flags.root}")
+        say(f"no matching runs under {flags.root}")
         return
     tell("\n".join(listed(found, flags.root)))
 

@@ -1,13 +1,13 @@
-"""Watch runs in the terminal: loss, throughput, time left, events and processes.
+"""Monitor runs in the terminal: loss, throughput, time left, events and processes.
 
     jaxtrain top WORKDIR
     jaxtrain top ROOT
     jaxtrain top WORKDIR WORKDIR --once
 
-One run is shown in detail, several as a table; a folder stands for all runs below it. It is drawn every second; q or
-Ctrl-C ends it. Where the output is not a terminal, one picture is printed.
+One run is shown in detail, several as a table; a folder stands for all runs in it. Updated every second; q or
+Ctrl-C quits. If the output is not a terminal, the current state is printed once.
 
-Everything is read from the workdirs, as the runs leave it there: they may run on other machines, and need not run.
+Everything is read from the workdirs, so runs may be on other machines, or have ended.
 """
 
 import contextlib
@@ -228,7 +228,7 @@ def main(argv: list[str] | None = None) -> None:
     """Draw until q or Ctrl-C."""
     parser = parser_of("top", __doc__)
     parser.add_argument("places", nargs="+", metavar="WORKDIR", help="workdir of a run, or a folder with workdirs")
-    parser.add_argument("--once", action="store_true", help="print one picture and end")
+    parser.add_argument("--once", action="store_true", help="print the current state once and exit")
     flags = parser.parse_args(argv)
     watch = Watch(flags.places)
     from rich.console import Console

@@ -55,7 +55,7 @@ def axis_sizes(sizes: Sequence[int], available: int, exact: bool = True) -> tupl
     asked = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size not in (1, -1))
     rest = [f"mesh.{axis}" for axis, size in zip(AXES, sizes, strict=True) if size == -1]
     if len(rest) > 1:
-        raise UserError("mesh", f"{' and '.join(rest)} are -1 and only one can be what is left over",
+        raise UserError("mesh", f"{' and '.join(rest)} are -1, and only one axis can be",
                         f"give the others a size, such as {rest[0]}=1")
     if -1 in sizes:
         if available % product:

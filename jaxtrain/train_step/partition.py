@@ -67,7 +67,7 @@ def frozen_paths(axes: dict, freeze: Sequence[str], trainable: Sequence[str]) ->
         trainable: patterns of the only parameters to train; not together with `freeze`.
     """
     if freeze and trainable:
-        raise UserError("train.freeze", "train.trainable says already what is trained", "give one of the two")
+        raise UserError("train.freeze", "train.trainable already sets what is trained", "give one of the two")
     flat, _ = jax.tree_util.tree_flatten_with_path(axes, is_leaf=lambda x: isinstance(x, tuple) or x is None)
     names = {jax.tree_util.keystr(path, simple=True, separator="/"): names or () for path, names in flat}
     key, patterns = ("train.trainable", trainable) if trainable else ("train.freeze", freeze)

@@ -237,7 +237,7 @@ class TrainStep:
     @property
     def _planned(self) -> "_Plan":
         if self._plan is None:
-            raise UserError("train step", "it knows no parameters yet", "call its init(...) or abstract(...) first")
+            raise UserError("train step", "it has no parameters yet", "call its init(...) or abstract(...) first")
         return self._plan
 
     def _make_plan(self, x: Any) -> "_Plan":

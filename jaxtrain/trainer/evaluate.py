@@ -12,16 +12,17 @@ from jaxtrain.files.bounded_files import whole_lines
 from jaxtrain.observe import MetricsWriter
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
+from jaxtrain.trainer.early_stop import Patience
 from jaxtrain.trainer.session import Session
 
 
 class Evaluator:
     """Evaluates a run's state and writes the result."""
 
-    def __init__(self, run: Run, session: Session, writer: MetricsWriter,
+    def __init__(self, run: Run, session: Session, writer: MetricsWriter, patience: Patience,
                  ask: Callable[[TrainState], dict[str, float]] | None = None):
-        """`ask`: returns further fields of the line."""
-        self._run, self._session, self._writer, self._ask = run, session, writer, ask
+        """`patience`: is told of each evaluation. `ask`: returns further fields of the line."""
+        self._run, self._session, self._writer, self._patience, self._ask = run, session, writer, patience, ask
 
     def due(self, step: int) -> bool:
         """Whether an evaluation follows this step."""
@@ -44,6 +45,7 @@ class Evaluator:
             with session.phase("eval"):
                 fields = run.evaluate(state, run.config.train.eval_batches) | (self._ask(state) if self._ask else {})
         self._writer.write_eval(step, fields)
+        self._patience.see(step, fields)
 
 
 def evaluation_tasks(run: Run, workdir: Path) -> Callable[[TrainState], dict[str, float]] | None:

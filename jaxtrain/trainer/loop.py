@@ -12,7 +12,7 @@ import optax
 
 from jaxtrain import errors, observe
 from jaxtrain.base import arguments
-from jaxtrain.builder import build
+from jaxtrain.builder import build, check_length, with_known_length
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.checkpoint.save_policy import SavePolicy
 from jaxtrain.config.schema import Config
@@ -30,7 +30,7 @@ from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.resilience.stragglers import Stragglers
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
-from jaxtrain.trainer import best_metric, tracked
+from jaxtrain.trainer import best_metric, early_stop, tracked
 from jaxtrain.trainer.evaluate import Evaluator, evaluation_tasks
 from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run
@@ -47,6 +47,8 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
           observers: Sequence[Observer | Tracker] = (),
           may_change: Sequence[str] = (), adopt: bool = False, config_name: str = "") -> TrainState:
     """Train to `train.steps`, from the newest good checkpoint in `workdir` if there is one; return the final state.
+
+    With `train.patience` the run may end earlier, at an evaluation.
 
     Args:
         config: a config, or a run from `build`, which may have a model and loss function of your own.
@@ -74,18 +76,18 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
         arguments.is_config(config)
     tracked.check_observers(observers)
     settings = config.config if isinstance(config, Run) else config
-    if not settings.train.steps:
-        raise errors.UserError("train.steps", "a run of 0 steps trains nothing", "give 1 or more")
+    check_length(settings)
     limits = settings.resilience
     with watched(workdir, limits) as (watchdog, ledger):
-        run = with_exchange(with_model_batches(config if isinstance(config, Run) else with_initial_params(build(
-            preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer)),
-            objective=objective or configured, optimizer=optimizer, data=data)), workdir))
+        run = with_exchange(with_model_batches(config if isinstance(config, Run) else with_initial_params(
+            with_known_length(
+                lambda config: build(config, objective=objective or configured, optimizer=optimizer, data=data),
+                preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer)))), workdir))
         say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
         with session_of(run, Path(workdir), watchdog, ledger, *tracked.apart(observers), may_change, adopt,
-                        config_name) as session:
+                        config_name, settings.train.epochs) as session:
             while True:
                 try:
                     with contextlib.ExitStack() as opened:
@@ -104,6 +106,8 @@ class Begun:
     checkpoints: CheckpointManager
     local: LocalCheckpoints
     trackers: tracked.Tracked
+    patience: early_stop.Patience
+    last: int  # the step to train to: train.steps, or where the run stopped early
     ask: Callable[[TrainState], dict[str, float]] | None  # what answers tasks in evaluations
 
 
@@ -115,38 +119,43 @@ def begin(run: Run, session: Session, opened: contextlib.ExitStack) -> tuple[Tra
     t, c, workdir = run.config.train, run.config.checkpoint, session.workdir
     session.watchdog.start()
     tracked.check(run, session)
+    early_stop.check(run)
     if c.best:
         best_metric.check(run)
     ask = evaluation_tasks(run, workdir)
     checkpoints = opened.enter_context(CheckpointManager(
-        workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every, best=c.best, verify=c.verify, mirror=c.mirror,
-        extras=run.extras))
+        workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every,
+        best=c.best or early_stop.METRIC * bool(t.patience), verify=c.verify, mirror=c.mirror, extras=run.extras))
     local = opened.enter_context(contextlib.closing(
         LocalCheckpoints(workdir, c.local_checkpoint_every, c.local_dir)))
     found = find_start(run, session, checkpoints, local)
     about, parts = check_workdir(run, session, checkpoints, found)
     trackers = opened.enter_context(tracked.Tracked(run, session, checkpoints, about))
     data = remaining(run.train_batches, found.skipped)
-    if found.step < t.steps:
+    patience = early_stop.Patience(run, workdir, found.step)
+    last = found.step if patience.over else t.steps
+    if found.step < last:
         session.ledger.open(t.steps)
     say(start_of_run(run, workdir))
 
     def compile_ahead() -> None:
         with session.phase("compile"):
-            run.compile_ahead(data, found.step, t.steps)
+            run.compile_ahead(data, found.step, last)
 
     state = initial_or_restored(run, session, checkpoints, found, parts, about, compile_ahead)
     session.ledger.resumed(found.step)
     compile_ahead()  # now, while nothing else wants the processor
-    return state, Begun(found, data, about, checkpoints, local, trackers, ask)
+    return state, Begun(found, data, about, checkpoints, local, trackers, patience, last, ask)
 
 
 def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainState:
-    """Train from the newest checkpoint to the last step, or until a rollback. `opened` closes what is opened here."""
+    """Train from the newest checkpoint to the end of the run, or until a rollback. `opened` closes what is opened here.
+    """
     t, r, c = run.config.train, run.config.resilience, run.config.checkpoint
     workdir, watchdog, ledger, interrupt = session.workdir, session.watchdog, session.ledger, session.interrupt
     state, begun = begin(run, session, opened)
     found, data, start, checkpoints, local = begun.found, begun.data, begun.found.step, begun.checkpoints, begun.local
+    patience = begun.patience
     with session.phase("compile"):
         suspects = SuspectDevices(workdir)
         replicas, replays = Replicas(run.abstract, r.check_every, suspects), Replays(r.replay_every, suspects)
@@ -157,7 +166,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         ledger.book("checkpoint"),  # after the loop: the time that the last save still takes
         contextlib.closing(local),
         checkpoints,  # waits: after this block the state is on disk, whatever signals come
-        run.drawn(data, start, t.steps) as batches,
+        run.drawn(data, start, begun.last) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),
                               log_every=t.log_every, sinks=sinks(run, session, start, begun.trackers.sink),
                               completed=session.completed, ledger=ledger) as writer,
@@ -168,16 +177,18 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
     ):
         guard = AnomalyGuard(workdir, r, checkpoints, found.skipped, say, session.phase)
         saver = Saver(checkpoints, local, policy, writer, ledger, begun.about | {"config": run.settings}, found.skipped)
-        evaluator, done = Evaluator(run, session, writer, begun.ask), start
+        evaluator, done = Evaluator(run, session, writer, patience, begun.ask), start
         begun.trackers.sink.start()
         if run.exchange is not None and start < t.steps:
             with session.exchanging(start):
                 state = run.exchange.begin(start, state, interrupt.requested, workdir)
-        if evaluator.missing(start):
+        if not patience.over and evaluator.missing(start):
             evaluator.evaluate(start, state)
         run.see(start, state)
         # Processes may take different times to get here, and their first collectives would not wait (Gloo: 30 s).
         for n, batch, waited in ledger.each("data_wait", processes.met(batches, "first step", r.start_limit)):
+            if patience.over:  # by the evaluation before
+                break
             watchdog.begin(n + 1)
             # 1. Observers see the batch.
             for observer in session.observers:
@@ -200,10 +211,10 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
             if n == start:  # compile what saves need while the device computes the first step
                 with session.phase("compile"):
                     checkpoints.prepare(state)
-                writer.restart_clock()
+                writer.compiled()
             # 6. All processes agree on whether to stop after this step.
             stop = interrupt.requested(done)
-            saving = saver.due(done, last=stop or done == t.steps)
+            saving = saver.due(done, last=stop or done == t.steps or (patience.watches and evaluator.due(done)))
             if saving and run.exchange is not None and run.exchange.unsaved(done):
                 with session.exchanging(done):
                     state = run.exchange.saved(done, state, interrupt.requested)
@@ -226,7 +237,8 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
                 writer.restart_clock()
             # 11. Data that are made with the state, such as the model's own answers, see it before the next batch.
             run.see(done, state)
-        if done == t.steps:
+        ended = done == t.steps or patience.over
+        if ended:
             with session.phase("checkpoint"):  # the last one is read back, however long that takes
                 saver.finish(done, state, lambda seconds: session.pause(done, seconds))
                 if run.exchange is not None:
@@ -234,10 +246,12 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
                 # The first process copies it to the mirror; at their exit JAX gives the others five minutes only.
                 processes.meet("end", r.start_limit)
 
-    if done == t.steps:
+    if ended:
         complete()
     local.remove()  # the state is on disk
-    if done < t.steps:
+    if not ended:
         raise Interrupted(done, interrupt.signal)
-    say(end_of_run(run, session, state, start, begun.trackers.sampled))
+    if patience.over and start < begun.last:
+        patience.record()
+    say(end_of_run(run, session, state, (start, done), begun.trackers.sampled, patience.reason(checkpoints)))
     return state

@@ -92,37 +92,49 @@ def describe_changes(run: Run, changes: Sequence[Mapping[str, Any]], step: int) 
     return "\n".join(lines)
 
 
-def end_of_run(run: Run, session: Session, state: TrainState, start: int, sampled: Mapping[int, str]) -> str:
+def end_of_run(run: Run, session: Session, state: TrainState, steps: tuple[int, int], sampled: Mapping[int, str],
+               early: str = "") -> str:
     """Return how the run ended, what it has cost and what to do next; or that nothing was to do.
 
     It has a sample of the trained model, if one is wanted.
 
-    `sampled`: samples that were taken already, by step.
+    Args:
+        steps: the steps at which this start of the run began and ended.
+        sampled: samples that were taken already, by step.
+        early: where and why it ended early; "" if it did not.
     """
-    t = run.config.train
-    if start == t.steps:
-        return (f"nothing to do: {session.workdir} has all {t.steps} steps; to train longer, add "
-                f"--config.train.steps={2 * t.steps} --may_change=train.steps")
+    t, (start, end) = run.config.train, steps
+    if start == end:
+        return f"nothing to do: {session.workdir} " + (early or f"has all {t.steps} steps; {_longer(run, session)}")
     cost = spending.of_run(session.ledger.account(), jax.devices()[0].device_kind, run.mesh.size)
-    said = [cost] if cost else []
+    said = [line for line in (early, cost) if line]
     if t.sample_tokens:
-        said.append(f"a sample:\n{sampled.get(t.steps) or sample_of(run, session, state, t.steps)}")
-    return "\n".join([*said, *next_steps(run, session.workdir)])
+        said.append(f"a sample:\n{sampled.get(end) or sample_of(run, session, state, end)}")
+    return "\n".join([*said, *next_steps(run, session.workdir, end)])
 
 
-def next_steps(run: Run, workdir: Path) -> list[str]:
+def _longer(run: Run, session: Session) -> str:
+    """Return how to train a finished run longer, with all that then changes where it was given as a fraction."""
+    c, changes = run.config, ["train.steps"]
+    if c.optimizer.warmup_steps:
+        changes.append("optimizer.warmup_steps")
+    length = (f"give --config.train.epochs={2 * session.epochs:g} in place of {session.epochs:g}, with"
+              if session.epochs else f"add --config.train.steps={2 * c.train.steps}")
+    return f"to train longer, {length} --may_change={','.join(changes)}"
+
+
+def next_steps(run: Run, workdir: Path, end: int) -> list[str]:
     """Return the last losses of a run, where its checkpoint is, and commands that read it."""
     losses: dict[str, Any] = {}
     for line in LogTail(workdir / "metrics.jsonl", {"step": int}, _NEWEST).added():
         losses |= {key: line[key] for key in ("loss", "eval_loss", "reward") if key in line}
     figures = "".join(f", {key} {value:.4f}" if isinstance(value, int | float) else f", {key} not finite"
                       for key, value in losses.items())
-    steps = run.config.train.steps
     commands = [f"jaxtrain report {workdir}"]
     if not run.own_model and run.config.model.text:
         commands += [f"jaxtrain generate {workdir} --prompt=..."] * (not run.config.preference.reward_head)
         commands.append(f"jaxtrain export {workdir} --output=FOLDER")
-    return [f"done: step {steps}{figures}; checkpoint {workdir / 'checkpoints' / str(steps)}",
+    return [f"done: step {end}{figures}; checkpoint {workdir / 'checkpoints' / str(end)}",
             "next: " + "\n      ".join(commands)]
 
 

@@ -81,7 +81,7 @@ class AnomalyGuard:
         if too_many:
             self._give_up(step, f"{what}; {in_a_row} updates in a row were left out, which is resilience.max_skips",
                           **told)
-        self._say(f"{what}; its update was " + ("left out" if in_a_row else "made, as resilience.spikes=record says"))
+        self._say(f"{what}; its update was " + ("skipped" if in_a_row else "applied, because resilience.spikes=record"))
 
     def _roll_back(self, step: int, offending: int, what: str) -> None:
         limits = self._limits

@@ -56,6 +56,7 @@ class Session:
     adopt: bool = False  # whether to go on from a checkpoint of another run
     exported: "RunMetrics | None" = None  # to Prometheus
     config_name: str = ""  # as run.json has it
+    epochs: float = 0.0  # that the length of the run was given in; 0: it was given in steps
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -104,7 +105,7 @@ class Session:
 @contextlib.contextmanager
 def session_of(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, observers: Sequence[Observer],
                trackers: Sequence[Tracker], may_change: Sequence[str], adopt: bool,
-               config_name: str = "") -> Iterator[Session]:
+               config_name: str = "", epochs: float = 0.0) -> Iterator[Session]:
     """Yield the session of a run that has its workdir to itself, with what watches, traces and exports it."""
     mesh = {axis: size for axis, size in run.mesh.shape.items() if size > 1}
     with (
@@ -118,7 +119,7 @@ def session_of(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, obse
         exported(run, workdir, ledger) as metrics,
     ):
         yield Session(workdir, watchdog, ledger, Interrupt(), [*observers, capture], trackers, spans, may_change, adopt,
-                      metrics, config_name)
+                      metrics, config_name, epochs)
 
 
 def exported(run: Run, workdir: str | Path, ledger: Ledger) -> contextlib.AbstractContextManager:

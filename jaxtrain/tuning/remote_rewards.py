@@ -102,7 +102,8 @@ class RemoteRewards:
                 error.close()
                 why = f"answers {error.code} {error.reason}"
                 if error.code != 429 and error.code < 500:
-                    raise UserError(KEY, f"{self.url} {why}", "check the URL and what its server takes") from None
+                    raise UserError(KEY, f"{self.url} {why}",
+                                    "check the URL and the format that its server accepts") from None
             except (OSError, http.client.HTTPException) as error:
                 cause = getattr(error, "reason", error)
                 why = f"does not answer ({str(cause) or type(cause).__name__})"

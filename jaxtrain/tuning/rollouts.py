@@ -248,7 +248,7 @@ class Rollouts:
         found = self._kept(first, made, numbers) if made < step else None
         if found is None:
             if seen != step or (made < step and self.folder is None):
-                raise UserError("batch", f"that of step {max(first, step)} is made of what the model answers at step "
+                raise UserError("batch", f"that of step {max(first, step)} is made of the model's answers at step "
                                 f"{made}", f"call run.data.see({made}, state) first")
             if made < step and jax.process_index() == 0:
                 assert self.folder is not None

@@ -117,7 +117,7 @@ def test_rows_of_several_lengths_are_measured_and_not_traced(flags, capsys):
     stages = [{"from_step": 2, "seq_len": 32}]
     words = [*flags, f"--config.data.stages={stages}", "--steps=2", "--warmup=1"]
     assert bench.main([*words, "--profile"]) == 2
-    assert "data: rows of several lengths are neither traced nor compared" in capsys.readouterr().err
+    assert "data: batches of several sequence lengths cannot be profiled or compared" in capsys.readouterr().err
 
 
 def test_answers_of_the_model_are_not_measured(flags, capsys):

@@ -215,7 +215,7 @@ def test_a_heartbeat_tells_of_a_run_that_locks_do_not_show(work, capsys, beat, r
 def test_a_difference_from_a_damaged_one_is_one_line(work, capsys, part, harm):
     harm(work / "checkpoints/10" / part)
     status, _, err = in_time(lambda: ran(capsys, "diff", work, 10, 20))
-    assert status == 2 and err.count("\n") == 1 and "see with `verify` what is damaged" in err
+    assert status == 2 and err.count("\n") == 1 and "run `jaxtrain checkpoint verify` to see what is damaged" in err
 
 
 def test_list_says_where_the_run_goes_on(work, tmp_path, capsys):

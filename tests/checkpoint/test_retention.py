@@ -59,6 +59,18 @@ def test_a_metric_that_is_not_there_is_said_once(tmp_path, capsys):
     assert capsys.readouterr().err.count("checkpoint.best: neither metrics.jsonl nor evaluations/metrics.jsonl ") == 1
 
 
+@pytest.mark.parametrize("lines, said", [
+    ([], 0), ([{"step": 3, "loss": 1.0}], 0), ([{"step": 2, "eval_loss": 1.0}], 0),  # that of step 3 is to come
+    ([{"step": 3, "eval_perplexity": 1.0}], 1), ([{"step": 4, "eval_loss": 1.0}], 1),
+    ([{"step": 3, "eval_loss": 1}], 0)])
+def test_an_evaluation_that_is_to_come_is_not_missed(tmp_path, capsys, lines, said):
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = Retention(tmp_path / "c", 1, 0, "eval_loss")
+    found.keeping([3])
+    found.keeping([3, 6])
+    assert capsys.readouterr().err.count("is that the name of a metric, and are checkpoints saved where") == said
+
+
 def test_a_watcher_says_which_is_best(tmp_path):
     (tmp_path / "evaluations").mkdir()
     (tmp_path / "evaluations" / "metrics.jsonl").write_text('{"step": 1, "eval_a": 2}\n{"step": 2, "eval_a": 1}\n')

@@ -83,7 +83,7 @@ def test_what_is_left_out_has_the_default_of_its_type(name, left_out, expected, 
 
 
 def test_a_base_of_rotary_positions_may_exceed_32_bits(tmp_path):
-    """That of models for a million tokens and more does."""
+    """Accept the base of a model for a million tokens."""
     config = published.truth()["llama"]["config"]
     assert section(tmp_path, {key: value for key, value in config.items() if not key.startswith("rope_")} | {
         "rope_theta": 3580165449.0})["rope_theta"] == 3580165449.0

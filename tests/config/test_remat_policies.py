@@ -20,8 +20,9 @@ def test_policies_of_six_layers(text, want):
 
 
 @pytest.mark.parametrize(("text", "sentence"), [
-    ("fulll", "'fulll' is not a policy, nor does a product of model 'gpt2' result in it; did you mean 'full'?"),
-    ("mlpp+attention", "'mlpp' is not a policy, nor does a product of model 'gpt2' result in it; did you mean 'mlp'?"),
+    ("fulll", "unknown policy 'fulll'; it is neither a preset nor an axis of model 'gpt2'; did you mean 'full'?"),
+    ("mlpp+attention",
+     "unknown policy 'mlpp'; it is neither a preset nor an axis of model 'gpt2'; did you mean 'mlp'?"),
     ("mlp@hosts", "'mlp@hosts' is not supported; known: attention, attention_and_dots, auto, dots, full, none"),
     ("attention@host", "attention@host is not the result of one product; name a logical axis: mlp@host"),
     ("full+mlp", "'full' is not a name to be joined with others; join attention, dots and logical axes"),

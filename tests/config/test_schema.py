@@ -13,7 +13,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain.config.families import FAMILIES
-from jaxtrain.config.load import diff, load_config, make_config
+from jaxtrain.config.load import diff, load_config, make_config, with_steps
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.sharding.mesh import AXES
@@ -49,8 +49,8 @@ def test_text_becomes_what_the_field_is(key, text, value):
     ({}, {"model.num_layer": 3}, "model.num_layer: there is no such key; did you mean 'num_layers'?"),
     ({}, {"optimizer.lr": 1}, "optimizer.lr: there is no such key; did you mean 'learning_rate'?"),
     ({}, {"batch_size": 8}, "batch_size: there is no such key; did you mean 'data.global_batch_size'?"),
-    ({}, {"data.epochs": 2}, "data.epochs: there is no such key; the length of a run is train.steps; "
-     "data.mixture.NAME.epochs limits one source of a mixture"),
+    ({}, {"data.epochs": 2}, "data.epochs: there is no such key; train.epochs is the length of a run in passes over "
+     "its data; data.mixture.NAME.epochs limits one source of a mixture"),
     ({}, {"train.attention": "flash"}, "train.attention: 'flash' is not supported; did you mean 'cudnn'?"),
     ({}, {"train.precision": "bf16"}, "train.precision: 'bf16' is not supported; did you mean 'bfloat16'?"),
     ({}, {"pipeline.schedule": "dualpipe"}, "pipeline.schedule: 'dualpipe' is not supported; did you mean 'zb_v'?"),
@@ -82,6 +82,10 @@ def test_text_becomes_what_the_field_is(key, text, value):
     ({}, {"mesh.fsdp": -1}, "mesh: more than one axis is -1; give all axes but one a size"),
     ({}, {"data.prefetch": 10**11}, "data.prefetch: 100,000,000,000 is above the limit; give 1,000 or less"),
     ({}, {"train.steps": 2**31}, "train.steps: 2,147,483,648 is above the limit; give 2,147,483,647 or less"),
+    ({}, {"train.epochs": -1}, "train.epochs: -1.0 is negative; give 0 or more"),
+    ({}, {"train.patience": 2}, "train.patience: it counts evaluations, and train.eval_every=0 leaves only the one "
+     "after the last step; set train.eval_every, such as 0.05"),
+    ({}, {"train.patience": -1}, "train.patience: -1 is negative; give 0 or more"),
     ({}, {"optimizer.warmup_steps": 101}, "optimizer.warmup_steps: 101 exceeds train.steps=100; warm up for fewer "
      "steps"),
 ])
@@ -100,6 +104,36 @@ def test_numbers_of_steps_may_be_parts_of_the_run():
     assert make_config(values, {"train.steps": 3}).optimizer.warmup_steps == 1  # 0 would mean none, or never
     assert make_config(values, {"train.steps": 0}).train.eval_every == 0
     assert make_config(found.to_dict()) == found  # what is recorded is numbers of steps
+
+
+def test_the_length_in_epochs():
+    found = make_config({"optimizer": {"warmup_steps": 0.05}, "sparsity": {"targets": ["*"], "start": 0.5}},
+                        {"train.epochs": "3", "train.eval_every": "0.25", "checkpoint.every": 200})
+    assert (found.train.epochs, found.train.steps) == (3, 0)  # not known yet
+    assert (found.optimizer.warmup_steps, found.train.eval_every, found.sparsity.start) == (0.05, 0.25, 0.5)
+    assert make_config(found.to_dict()) == found
+    counted = with_steps(found, 40)
+    assert (counted.train.epochs, counted.train.steps) == (0, 40)
+    assert (counted.optimizer.warmup_steps, counted.train.eval_every, counted.sparsity.start) == (2, 10, 20)
+    assert counted.checkpoint.every == 200 and make_config(counted.to_dict()) == counted
+    later = make_config({"optimizer": {"warmup_steps": 200}}, {"train.epochs": 1})  # which may be enough steps for it
+    with pytest.raises(UserError, match=r"warmup_steps: 200 exceeds train\.steps=40"):
+        with_steps(later, 40)
+
+
+@pytest.mark.parametrize("file, overrides, length", [
+    ({"steps": 7}, {"train.epochs": "2"}, (0, 2)), ({"epochs": 2}, {"train.steps": 7}, (7, 0)),
+    ({"steps": 7}, {"train.epochs": 0}, (7, 0)), ({"steps": 7, "epochs": 0.0}, {}, (7, 0)),
+    ({"steps": 7}, {"train.epochs": 2, "train.steps": 0}, (0, 2)),
+    ({"steps": 7, "epochs": 2}, {}, None), ({}, {"train.steps": "7", "train.epochs": "2"}, None),
+    ({"steps": 100, "epochs": 2}, {}, None)])
+def test_one_length_of_a_run_counts(file, overrides, length):
+    if length is not None:
+        found = make_config({"train": file}, overrides).train
+        assert (found.steps, found.epochs) == length
+        return
+    with pytest.raises(UserError, match=r"^train\.epochs: 2 epochs and train\.steps=\d+ are two lengths of one run; "):
+        make_config({"train": file}, overrides)
 
 
 def test_the_config_json_of_a_run_is_a_config(tmp_path):

@@ -248,7 +248,7 @@ def test_a_run_asks_as_its_config_says(workdir, tasks, monkeypatch):
     assert ask("state") == {"eval_choose_acc": 0.5, "eval_choose_acc_strict": 1.0}
     assert before == (random.getstate(), np.random.get_state()[1].tolist())
     run.eval_batches = None
-    with pytest.raises(jt.UserError, match=r"evaluation\.tasks: they are asked with evaluations, and the data have no"):
+    with pytest.raises(jt.UserError, match=r"evaluation\.tasks: they run with each evaluation, and the data has no"):
         training_tasks.asked(run, "run")
 
 
@@ -327,24 +327,24 @@ def test_a_conversation_is_asked_as_the_template_has_it(workdir):
     ),
     *exhaustive(
         (["--tasks=choose", "--include=nowhere"], "--include: nowhere is not a folder; name the one with the"),
-        (["--tasks=choose", "--watch", "--step=3"], "--step: --watch evaluates all checkpoints to come; leave it out"),
+        (["--tasks=choose", "--watch", "--step=3"], "--step: --watch evaluates all new checkpoints; remove it"),
         (["--tasks=choose", "--watch", "--adapters=a=b"],
-         "--adapters: --watch evaluates all checkpoints to come; leave"),
+         "--adapters: --watch evaluates all new checkpoints; remove"),
         (["--tasks=choose", "--adapters=a=b,a=c"],
          "--adapters: 'a=b,a=c' is not a list of different names with folders"),
         (["--tasks=choose", "--adapters=a/b=c"],
-         "--adapters: {'a/b': 'c'} is of no use; files have these names: without"),
-        (["--tasks=choose", "--batch_size=0"], "--batch_size: 0 is of no use; give 1 or more"),
+         "--adapters: {'a/b': 'c'} is not valid; files have these names: without"),
+        (["--tasks=choose", "--batch_size=0"], "--batch_size: 0 is not valid; give 1 or more"),
         (["--tasks=choose", "--config.model.num_layers=3"],
-         "--config.model.num_layers: the model is as it was trained"),
+         "--config.model.num_layers: it cannot be changed after training"),
         (["--tasks=choose", "--config.observe.trackers=wandb"],
          "--config.observe.trackers: it is read with --watch only; add that"),
-        (["--tasks=choose", "--limit=-1"], "--limit: -1.0 is of no use; give a number above 0"),
+        (["--tasks=choose", "--limit=-1"], "--limit: -1.0 is not valid; give a number above 0"),
         (["--tasks=choose", "--gen_kwargs=temperature"],
-         "--gen_kwargs: 'temperature' is of no use; give KEY=VALUE,..."),
+         "--gen_kwargs: 'temperature' is not valid; give KEY=VALUE,..."),
         (["--tasks=moved"], "--tasks: their data cannot be read (Unable to find "),
         (["--tasks=choose", "--num_fewshot=100"], "--tasks: the harness refuses this ("),
-        (["--tasks=choose", "--chat_template=plain"], "--chat_template: 'plain' is of no use; add --chat"),
+        (["--tasks=choose", "--chat_template=plain"], "--chat_template: 'plain' is not valid; add --chat"),
     ),
 ])
 def test_mistakes_are_told_in_one_line(words, message, workdir, tasks, capsys):

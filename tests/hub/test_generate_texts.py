@@ -110,6 +110,7 @@ def test_prompts_name_their_adapters(workdir, capsys, tmp_path):
     (["Org/Tiny", "--prompt=a"], "WORKDIR: there is no folder Org/Tiny; download a model of the Hugging Face Hub first"
                                  ": hf download Org/Tiny --local-dir=models/Tiny"),
     (["{gone}.gguf", "--prompt=a"], "WORKDIR: {gone}.gguf is a model in GGUF, which jaxtrain does not read; give the"),
+    (["{work}", "--prompt=a", "--step=-1"], "--step: -1 is not a step; leave it out for the newest good"),
     (["{work}", "--prompt=a", "--step=7"], "--step: {work} has no checkpoint of step 7 that was found good; "),
     (["{work}", "--prompt=a", "--top_p=2"], "top_p: 2.0 is out of range; give more than 0 and at most 1"),
     (["{work}", "--prompt=a", "--seed=-1"], "seed: -1 is out of range; give 0 or more, and less than 2^32"),

@@ -200,7 +200,7 @@ def test_what_is_not_weights_has_to_be_the_same(models, tmp_path, capsys):
     (["{0}", "{1}", "--method=ties"], "--base: ties merges changes, and needs what they are changes of; name the model "
                                        "that the sources were tuned from"),
     (["{0}", "{1}", "--method=ties", "--base={2}", "--weights=1,1"],
-     "--weights: in ties all sources count alike; leave it out, or use average"),
+     "--weights: method=ties weights all sources equally; leave it out, or use average"),
     (["{0}", "{1}", "--method=ties", "--base={2}", "--density=0"], "--density: 0.0 is not in (0, 1]; try 0.2"),
     (["{0}", "{1}", "--weights=1"], "--weights: there are 1 for 2 sources; give one for each"),
     (["{0}", "{1}", "--weights=1,-1"],

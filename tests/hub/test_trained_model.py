@@ -1,6 +1,7 @@
 """The config in a workdir, which may be damaged."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,3 +21,12 @@ def test_a_model_that_there_is_not_is_one_sentence(name, tmp_path):
 def test_a_config_without_a_name_is_that_of_the_default(tmp_path):
     (tmp_path / "config.json").write_text('{"model": {}}')
     assert trained_model.sections_of(tmp_path)["model"] == {"name": "gpt2"}
+
+
+@pytest.mark.parametrize("step", [-1, -10**9])
+def test_a_step_below_zero_is_one_sentence(step, tmp_path):
+    """The `--step` of generate, export and evaluate."""
+    with pytest.raises(jt.UserError) as error:
+        trained_model.load(tmp_path, SimpleNamespace(abstract_model={}), step)
+    assert str(error.value) == (f"--step: {step} is not a step; leave it out for the newest good checkpoint, or see "
+                                f"those that there are: jaxtrain checkpoint list {tmp_path}")

@@ -55,7 +55,7 @@ def test_an_island_of_two_processes_and_one_of_one(codec, port, tmp_path_factory
         with two_processes([*flags, "--config.mesh.fsdp=8"], tmp_path / "two") as both:
             said = ended([*both, one])
         assert [process.returncode for process in (*both, one)] == [0, 0, 0], "".join(said)
-        assert "".join(said).count("goes on at") == 2 * port, "each island says so once"
+        assert "".join(said).count("continues at") == 2 * port, "each island says so once"
     finally:
         serve.kill()
         one.kill()

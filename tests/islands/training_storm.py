@@ -84,7 +84,7 @@ class TrainingStorm(Storm):
         self.returns = Counter()
         for path in self.folder.glob("island *.out"):
             text = path.read_text()
-            self.returns += Counter({"to the store": text.count("goes on at"), "back": text.count("returns to it")})
+            self.returns += Counter({"to the store": text.count("continues at"), "back": text.count("returns to it")})
         losses = []
         for index in range(self.islands):
             lines = (self.folder / f"run{index}" / "metrics.jsonl").read_text().splitlines()

@@ -81,7 +81,7 @@ def test_cancelling_saves_first_and_at_once_does_not(workdir):
 
 def test_a_second_job_is_refused_and_one_that_was_killed_is_told(workdir, capsys):
     assert jobs_command.main(["resume", f"{workdir}"]) == 2
-    assert "its job is running, and goes on by itself; leave it" in capsys.readouterr().err
+    assert "its job is running, and continues by itself; leave it" in capsys.readouterr().err
     job_record.record(replace(job := job_record.newest(workdir), id=""))  # its submission was cut off
     assert launch.main(["--on=local", f"--workdir={workdir}", "--", "true"]) == 2
     assert "has a job that is running" in capsys.readouterr().err and job_record.newest(workdir).id == job.id
@@ -128,7 +128,7 @@ def test_a_config_is_read_before_it_is_submitted(tmp_path, capsys):
     assert "train.stepz: there is no such key" in capsys.readouterr().err
     fewer = ["--on=slurm", f"--workdir={tmp_path}", "--nodes=2", "--min_nodes=1"]
     assert launch.main(["configs/gpt.py:tiny", *fewer]) == 2
-    assert "min_nodes: the config does not go on with fewer nodes" in capsys.readouterr().err
+    assert "min_nodes: the config does not allow fewer nodes" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     assert launch.main(["configs/gpt.py:tiny", "--on=local", f"--workdir={tmp_path}", "--dry_run"]) == 0
     said = "-m jaxtrain.supervise --processes=1 --max_restarts=3 -- --config=configs/gpt.py:tiny"

@@ -112,4 +112,4 @@ def test_a_prediction_that_fails_stops_nothing(monkeypatch):
 
     monkeypatch.setattr(importlib.import_module("jaxtrain.plan.estimate"), "estimate", fails)
     said = memory_warning(load_config("configs/gpt.py:tiny", {}), JobSpec(accelerators_per_node=1, accelerator="h100"))
-    assert said == "no prediction of its memory: nothing"
+    assert said == "its memory is not predicted: nothing"

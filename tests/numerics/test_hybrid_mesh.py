@@ -47,7 +47,7 @@ def test_nodes_are_those_of_the_devices():
     """One machine of CPUs is one node."""
     asked = reference.tiny("llama", mesh="hsdp")
     assert dict(jt.build(asked, devices=jax.devices()[:4]).mesh.shape)["fsdp"] == 4
-    with pytest.raises(jt.UserError, match=r"^mesh\.hsdp: the nodes of devices that are not here"):
+    with pytest.raises(jt.UserError, match=r"^mesh\.hsdp: it is not known how devices that are not here"):
         jt.build(asked, devices=4)
     gpus = [SimpleNamespace(platform="gpu", process_index=number) for number in range(4)]
     with pytest.raises(jt.UserError, match=r"^mesh\.hsdp: each process has one device"):

@@ -154,7 +154,7 @@ def test_spec_augment_is_a_function_of_seed_step_and_row(corpus):
 
 @pytest.mark.parametrize(("keys", "message"), [
     (dict(model__end=400), "model.end: 400 is not a token below model.vocab_size=320; give ids of the tokenizer"),
-    (dict(model__prefix=[]), "model.prefix: 0 tokens in rows of 8; give the tokens that a transcript begins with"),
+    (dict(model__prefix=[]), "model.prefix: 0 tokens in sequences of model.max_seq_len=8; give the"),
     (dict(data__seq_len=128), "data.seq_len: 128 exceeds model.audio_positions=32; lower it or raise model.audio_pos"),
     (dict(model__ctc_weight=2.0), "model.ctc_weight: 2.0 is a share above 1; give one such as 0.3"),
     (dict(model__audio_chunks_back=2), "model.audio_chunks_back: it is read with model.audio_chunk only; set that"),

@@ -133,8 +133,8 @@ def test_pictures_are_made_by_eulers_method():
     ("siglip", dict(model__picture_heads=7), "model.picture_heads: 7 does not divide model.picture_embed_dim=40; ch"),
     ("siglip", dict(mesh__tensor=8), "model.text_len: the 12 places for 3 texts of a row in 8 parts: that does not"),
     ("clip", dict(mesh__context=4), "model.text_len: the 12 places for 3 texts of a row in 8 parts: that does not"),
-    ("clip", dict(model__mup_base={"embed_dim": 16, "num_heads": 4}), "model.mup_base: clip has an encoder of pictu"),
-    ("vision_language", dict(model__mtp_loss_weight=0.1), "model.mtp_loss_weight: pictures are not predicted, and so"),
+    ("clip", dict(model__mup_base={"embed_dim": 16, "num_heads": 4}), "model.mup_base: clip has an image enco"),
+    ("vision_language", dict(model__mtp_loss_weight=0.1), "model.mtp_loss_weight: it is not supported with images"),
     ("picture_flow", dict(data__augment=["blur"]), "data.augment: 'blur' is not supported; known: colour, crop"),
     ("clip", dict(compression__method="int8"), "compression.method: clip compares pairs over the whole batch"),
     ("picture_flow", dict(train__z_loss=1e-3), "train.z_loss: picture_flow has no cross-entropy per token; leave it o"),
@@ -158,7 +158,7 @@ def test_mistakes_are_told_in_one_line(kind, keys, message):
 
 def test_a_corpus_without_pictures_or_with_other_patches_is_refused():
     config, train = built("siglip", 1).config, SimpleNamespace(columns=("features", "target"))
-    for manifest, message in (({}, "data.source: siglip reads pictures, and it has features, target; name one that"),
+    for manifest, message in (({}, "data.source: siglip reads images, and it has features, target; name one that"),
                               ({"patch_size": 4}, "model.patch_size: it is 2, and data.source has patches of 4")):
         with pytest.raises(jt.UserError) as refusal:
             picture_batches(config, SimpleNamespace(manifest=manifest, train=train), "train")

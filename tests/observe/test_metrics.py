@@ -113,6 +113,17 @@ def test_an_evaluation_ends_when_the_loop_says_so_however_late_the_thread_is(tmp
     assert [line.get("step_time_s") for line in lines(tmp_path)] == [None, None, 10.0, 1.0]
 
 
+@pytest.mark.parametrize("compiled, completed, seconds", [(9.0, 5.0, 1.0), (6.0, 7.0, 3.0)])
+def test_what_is_compiled_after_the_first_step_is_not_in_the_step_time(tmp_path, clock, compiled, completed, seconds):
+    """Whether compiling ends after the step or before it."""
+    with open_writer(tmp_path) as writer:
+        push_at(writer, clock, 1, completed)
+        clock.now = compiled
+        writer.compiled()
+        push_at(writer, clock, 2, 10.0)
+    assert lines(tmp_path)[1]["step_time_s"] == seconds
+
+
 def test_no_mfu_without_a_peak(tmp_path):
     with open_writer(tmp_path, constants=Constants(tokens_per_step=1)) as writer:
         writer.push(1, {"loss": 0.0})

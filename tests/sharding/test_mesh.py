@@ -31,7 +31,7 @@ def test_fewer_devices_than_there_are():
 
 
 @pytest.mark.parametrize(("keys", "words"), [
-    (dict(data=-1, tensor=-1), "only one can be what is left over"),
+    (dict(data=-1, tensor=-1), "only one axis can be"),
     (dict(data=-1, tensor=3), "tensor=3 .*does not divide the 8 devices"),
     (dict(data=4, tensor=4), "needs 16 devices and there are 8"),
     (dict(data=2, devices=8), "needs 2 devices and there are 8"),

@@ -288,3 +288,19 @@ def test_wider_integers_are_the_same_batch(run):
     wide = {key: x.astype({"i": np.int64, "f": np.float64}[x.dtype.kind]) for key, x in batch.items()}
     (_, metrics), (_, again) = run.step(run.init(), batch), run.step(run.init(), wide)
     assert float(metrics["loss"]) == float(again["loss"])
+
+
+def test_the_length_in_epochs_follows_from_the_data():
+    """The schedule is that of the steps; jt.build refuses a run without a length, as jt.train does."""
+    def five(step):
+        return reference.batch(step)
+
+    epochs = dict(train__steps=0, train__epochs=0.8, mesh__data=2, optimizer__warmup_steps=0.5,
+                  optimizer__schedule="linear", optimizer__learning_rate=0.1)
+    built = jt.build(config(**epochs), devices=jax.devices()[:2], data=jt.BatchFunction(five, num_batches=5))
+    assert (built.config.train.steps, built.config.train.epochs, built.config.optimizer.warmup_steps) == (4, 0, 2)
+    assert [round(float(built.schedule(n)), 3) for n in range(5)] == [0.05, 0.1, 0.1, 0.055, 0.01]
+    with pytest.raises(jt.UserError, match=r"^train\.epochs: the batches given by data= have no known length"):
+        jt.build(config(**epochs), devices=jax.devices()[:2], data=jt.BatchFunction(five))
+    with pytest.raises(jt.UserError, match=r"^train\.steps: a run of 0 steps trains nothing"):
+        jt.build(config(train__steps=0, optimizer__warmup_steps=0, mesh__data=2), devices=jax.devices()[:2])

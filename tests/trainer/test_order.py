@@ -9,6 +9,7 @@ The tests compare whole recorded runs, so an event that is missing, repeated or 
 import contextlib
 import dataclasses
 import importlib
+import json
 import shutil
 import signal
 import threading
@@ -24,6 +25,7 @@ from jaxtrain.checkpoint import CheckpointManager, manager
 from jaxtrain.config.load import load_config
 from jaxtrain.data import Batches
 from jaxtrain.data.loading.skipped_batches import SkippedBatches
+from jaxtrain.observe.events import events
 from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.replicas import Replicas
 from jaxtrain.resilience.stragglers import Stragglers
@@ -314,3 +316,77 @@ def test_a_rollback_saves_nothing_of_what_it_undoes(run, tmp_path, monkeypatch, 
     assert ("metrics pushed", STEPS) in undone and ("saved", STEPS) not in undone
     # It goes back to the save after step 3, after which no evaluation is due.
     assert [event for event in recorder.all[left:] if event[0] not in LOOKS] == turns(4) + at(STEPS, *END)
+
+
+# ------------------------------------------------------------------------------------------------------ an early stop
+
+LOSSES = {2: 1.0, 4: 1.5, 6: 0.5}  # of evaluations, by step
+
+
+@pytest.fixture
+def impatient(run, monkeypatch):
+    """The run with `train.patience`, whose evaluations find what LOSSES says; to be called with another patience."""
+    def of(patience):
+        train = dataclasses.replace(run.config.train, patience=patience)
+        monkeypatch.setitem(vars(run), "config", dataclasses.replace(run.config, train=train))
+        return run
+
+    def evaluate(self, state, many):
+        return {"eval_loss": LOSSES[int(jax.device_get(state.step))]}
+
+    monkeypatch.setattr(Run, "evaluate", evaluate)
+    return of
+
+
+def saved_too(first, last):
+    """The turns of steps, with a save before each evaluation."""
+    def of(step):
+        evaluated = step % EVAL_EVERY == 0
+        return at(step, *EVERY_STEP, *SAVE * (evaluated or step % SAVE_EVERY == 0), *EVALUATION * evaluated)
+
+    return [event for step in range(first, last + 1) for event in of(step)]
+
+
+def evaluations(workdir):
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+
+
+def test_an_early_stop(impatient, tmp_path, capsys):
+    """It ends after an evaluation, whose state is saved; the next start does nothing, and more patience goes on."""
+    workdir = tmp_path / "work"
+    with recording(impatient(1)) as recorder:
+        state = loop.train(impatient(1), workdir)
+    early = [*saved_too(1, 4), ("batch asked for", 5), ("saved for good", 4)]
+    assert recorder.events == early and int(state.step) == 4
+    assert CheckpointManager(workdir / "checkpoints").steps() == [2, 3, 4]  # the best, and the last two
+    kept = f"whose checkpoint is {workdir}/checkpoints/2; to train on, add --config.train.patience=2, or 0 to"
+    said = capsys.readouterr().err
+    assert "\nstopped early at step 4 of 6, by train.patience=1: 1 evaluation found no lower eval_loss" in said
+    assert kept in said and "done: step 4, " in said and "is that the name of a metric" not in said
+    told = [event for event in events(workdir) if event["kind"] == "early_stop"]
+    assert [(event["step"], event["best_step"], event["eval_loss"]) for event in told] == [(4, 2, 1.0)]
+
+    with recording(impatient(1)) as recorder:
+        assert int(loop.train(impatient(1), workdir).step) == 4
+    assert recorder.events == [("saved for good", 4)]
+    said = capsys.readouterr().err
+    assert f"nothing to do: {workdir} stopped early at step 4 of 6, by" in said and kept in said
+    assert len([event for event in events(workdir) if event["kind"] == "early_stop"]) == 1
+
+    with recording(impatient(2)) as recorder:
+        loop.train(impatient(2), workdir)
+    assert recorder.events == [*saved_too(5, 6), ("saved for good", 6)] and evaluations(workdir) == LOSSES
+
+
+def test_an_early_stop_after_a_restart(impatient, tmp_path):
+    """A signal comes before the evaluation that ends the run: it ends at the same step, with the same evaluations."""
+    workdir = tmp_path / "work"
+    with recording(impatient(1)) as recorder:
+        recorder.when["on_dispatch", 4] = lambda: signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(loop.Interrupted):
+            loop.train(impatient(1), workdir)
+    with recording(impatient(1)) as recorder:
+        assert int(loop.train(impatient(1), workdir).step) == 4
+    assert recorder.events == [*at(4, *EVALUATION), ("batch asked for", 5), ("saved for good", 4)]
+    assert evaluations(workdir) == {2: 1.0, 4: 1.5}

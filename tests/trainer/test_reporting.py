@@ -10,9 +10,10 @@ from jaxtrain.observe.goodput import Incarnation, account
 from jaxtrain.trainer.reporting import end_of_run, many_epochs
 
 
-def make_run(steps=10, own=False, text=True, epochs=None, data=None, reward_head=False):
+def make_run(steps=10, own=False, text=True, epochs=None, warmup=0, data=None, reward_head=False):
     return SimpleNamespace(
         config=SimpleNamespace(train=SimpleNamespace(steps=steps, sample_tokens=0), model=SimpleNamespace(text=text),
+                               optimizer=SimpleNamespace(warmup_steps=warmup),
                                preference=SimpleNamespace(reward_head=reward_head)),
         mesh=SimpleNamespace(size=16), own_model=own, data=data,
         train_batches=SimpleNamespace(epochs=lambda step: epochs or {}))
@@ -23,7 +24,7 @@ def session(tmp_path):
     life = account([Incarnation(0.0, {"init": 600.0, "step": 3000.0}, "", 0, (10, 3000.0), 10)])
     lines = [{"step": 9, "loss": 9.0}, {"step": 9, "eval_loss": 9.5}, {"step": 10, "loss": 1.25}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return SimpleNamespace(ledger=SimpleNamespace(account=lambda: life), workdir=tmp_path)
+    return SimpleNamespace(ledger=SimpleNamespace(account=lambda: life), workdir=tmp_path, epochs=0)
 
 
 @pytest.mark.parametrize(("kind", "cost"), [
@@ -34,27 +35,40 @@ def test_the_end_says_losses_checkpoint_and_commands_and_on_devices_that_have_a_
     workdir = session.workdir
     done = [*cost, f"done: step 10, loss 1.2500, eval_loss 9.5000; checkpoint {workdir}/checkpoints/10",
             f"next: jaxtrain report {workdir}"]
-    assert end_of_run(make_run(own=True), session, None, 5, {}).splitlines() == done
-    assert end_of_run(make_run(text=False), session, None, 5, {}).splitlines() == done
-    assert end_of_run(make_run(), session, None, 5, {}).splitlines() == [
+    assert end_of_run(make_run(own=True), session, None, (5, 10), {}).splitlines() == done
+    assert end_of_run(make_run(text=False), session, None, (5, 10), {}).splitlines() == done
+    assert end_of_run(make_run(), session, None, (5, 10), {}).splitlines() == [
         *done, f"      jaxtrain generate {workdir} --prompt=...", f"      jaxtrain export {workdir} --output=FOLDER"]
 
 
 def test_the_end_of_a_reward_model_suggests_no_command_that_generates(session):
-    said = end_of_run(make_run(reward_head=True), session, None, 5, {})
+    said = end_of_run(make_run(reward_head=True), session, None, (5, 10), {})
     assert "jaxtrain export" in said and "generate" not in said
 
 
 def test_a_last_loss_that_is_not_finite_is_said_to_be_so(session):
     with (session.workdir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 10, "loss": null}\n')
-    assert "done: step 10, loss not finite, eval_loss 9.5000;" in end_of_run(make_run(), session, None, 5, {})
+    assert "done: step 10, loss not finite, eval_loss 9.5000;" in end_of_run(make_run(), session, None, (5, 10), {})
 
 
 def test_a_finished_run_says_how_to_train_longer(session):
-    assert end_of_run(make_run(), session, None, 10, {}) == (
+    assert end_of_run(make_run(), session, None, (10, 10), {}) == (
         f"nothing to do: {session.workdir} has all 10 steps; to train longer, add --config.train.steps=20 "
         "--may_change=train.steps")
+    said = end_of_run(make_run(warmup=1), session, None, (10, 10), {})  # which may have been given as a fraction
+    assert said.endswith(" --config.train.steps=20 --may_change=train.steps,optimizer.warmup_steps")
+    session.epochs = 1.5
+    assert end_of_run(make_run(), session, None, (10, 10), {}).endswith(
+        "; to train longer, give --config.train.epochs=3 in place of 1.5, with --may_change=train.steps")
+
+
+def test_the_end_of_a_run_that_stopped_early_says_where_and_why(monkeypatch, session):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind="cpu")])
+    said = end_of_run(make_run(own=True), session, None, (5, 8), {}, "stopped early, so").splitlines()
+    assert said[0] == "stopped early, so" and said[1].endswith(f"; checkpoint {session.workdir}/checkpoints/8")
+    assert end_of_run(make_run(), session, None, (8, 8), {}, "stopped early, so") == (
+        f"nothing to do: {session.workdir} stopped early, so")
 
 
 @pytest.mark.parametrize(("epochs", "sources"), [

@@ -294,7 +294,7 @@ def test_a_checkpoint_of_another_run_is_refused(flags, halfway, foreign, capsys)
         assert main([*flags, f"--workdir={halfway}"]) == 2
         assert capsys.readouterr().err.splitlines()[-1] == (
             f"checkpoint: step {STEPS} in {halfway} belongs to another run than run.json there (id {identity(foreign)} "
-            f"instead of {identity(halfway)}); move it away, or give --adopt to go on from it all the same")
+            f"instead of {identity(halfway)}); move it away, or give --adopt to resume from it anyway")
     assert before == ((halfway / "run.json").read_bytes(), (halfway / "metrics.jsonl").read_bytes())
 
 

@@ -147,8 +147,8 @@ def test_a_scorer_that_is_down(pauses):
 
 
 @pytest.mark.parametrize(("status", "body", "message"), [
-    (404, {}, "URL answers 404 Not Found; check the URL and what its server takes"),
-    (302, {}, "URL answers 302 Found; check the URL and what its server takes"),
+    (404, {}, "URL answers 404 Not Found; check the URL and the format that its server accepts"),
+    (302, {}, "URL answers 302 Found; check the URL and the format that its server accepts"),
     (200, {"rewards": [1, 2, 3]}, "URL gives 3 rewards for 4 answers; let it give one for each"),
     (200, b"[1, 2", "what URL answers cannot be read (Expecting ',' delimiter"),
     (200, b"\xff", "what URL answers cannot be read ('utf-8' codec"),

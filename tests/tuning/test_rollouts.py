@@ -62,7 +62,7 @@ def config(files, reward="even", **keys):
 def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files):
     run = jt.build(config(files, reinforce__temperature=0.7))
     state = run.init()
-    with pytest.raises(jt.UserError, match=r"batch: that of step 3 is made of what the model answers at step 3; call"):
+    with pytest.raises(jt.UserError, match=r"batch: that of step 3 is made of the model's answers at step 3; call"):
         run.data[3]
     run.see(3, state)
     batch = run.data[3]

@@ -121,7 +121,7 @@ def test_what_is_missing_or_damaged(built, answers, tmp_path, capsys):
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in told] == ["rollouts_missing"] * 2
     assert "5.jsonl is missing: the model of step 4 answers in place of that of step 2" in capsys.readouterr().err
-    with pytest.raises(jt.UserError, match=r"batch: that of step 4 is made of what the model answers at step 2; call"):
+    with pytest.raises(jt.UserError, match=r"batch: that of step 4 is made of the model's answers at step 2; call"):
         trained(begun(run), 4, 5)
 
 

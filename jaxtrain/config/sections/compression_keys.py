@@ -13,13 +13,15 @@ READ_BY = {"exact": "", "int8": "block", "int4": "block", "top_k": "block ratio"
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """The compression of gradient sums over one mesh axis, with error feedback; off by default."""
+    """Gradient compression over one slow mesh axis, with error feedback; off by default."""
 
-    method: str = ""  # exact (float32, once a step), int8, int4, top_k, random_k or power_sgd; "": as everywhere else
-    axis: str = "data"  # the mesh axis that is the slow link: one that splits the batch, and no parameters
-    block: int = at_most(0, 2**24)  # size of a block of values; 0: 256 (int8), 64 (int4), 4096 (top_k)
+    # format of gradients on the slow axis: exact (float32, sent once per step), int8, int4, top_k, random_k or
+    # power_sgd; "": no compression
+    method: str = ""
+    axis: str = "data"  # the mesh axis that is the slow link: it must split the batch, and no parameters
+    block: int = at_most(0, 2**24)  # block size in values; 0: 256 (int8), 64 (int4), 4096 (top_k)
     ratio: float = 0.01  # top_k, random_k: the share of values that is sent
-    rank: int = at_most(4, 2**16)  # power_sgd: rank of both factors of a matrix
+    rank: int = at_most(4, 2**16)  # power_sgd: rank of the two factors of each matrix
 
     def __post_init__(self):
         one_of("compression.method", self.method, ("", *READ_BY))

@@ -13,30 +13,38 @@ LOSSY = ("int8", "int4", "top_k", "random_k", "power_sgd")  # what is lost is re
 
 @dataclass(frozen=True)
 class IslandsConfig:
-    """Islands and their outer updates (docs/islands.md); off by default. All islands need equal keys except index."""
+    """Training in islands (DiLoCo) (docs/islands.md); off by default. All islands need equal keys except index."""
 
-    # islands among which each batch is divided: together they train on count x data.global_batch_size
+    # number of islands; each trains on batches of data.global_batch_size, so together they train on count times as
+    # many; 0: off
     count: int = at_most(0, 2**16)
-    index: int = 0  # number of this run's island, from 0
-    # where islands meet: tcp://HOST:PORT of `jaxtrain islands serve`, or its --store, or both as tcp://HOST:PORT,STORE:
-    # the store while the port is out of reach
+    index: int = 0  # number of the island that this run is, from 0
+    # where islands exchange updates: tcp://HOST:PORT of `jaxtrain islands serve`, a store (a path or URL), or both as
+    # tcp://HOST:PORT,STORE: the store is used while the port cannot be reached
     meeting: str = ""
-    keys: str = ""  # with tcp://: the folder with this island's certificates, from `jaxtrain islands keys`
-    mode: str = "sync"  # outer updates: "sync": of all islands together; "async": of each; "gossip": of pairs
-    every: int = 50  # inner steps between exchanges of the same parameters
-    learning_rate: float = 0.7  # of the outer optimizer; 1 with momentum=0 averages parameters (local SGD)
+    keys: str = ""  # with tcp://: folder with the certificates of this island, made by `jaxtrain islands keys`
+    # outer updates: "sync": one for all islands together; "async": one for each island; "gossip": between pairs of
+    # islands
+    mode: str = "sync"
+    every: int = 50  # inner steps between two exchanges of the same parameters
+    # learning rate of the outer optimizer; 1 with momentum=0 averages parameters (local SGD)
+    learning_rate: float = 0.7
     momentum: float = 0.9  # Nesterov momentum of the outer optimizer
-    pull: float = 0.0  # gossip: pull towards the mean of two islands, below 2 - 2 * momentum ** 2; 0: half of that
-    # number of parts in which parameters are exchanged, one after the other (streaming)
+    # gossip: strength of the pull towards the mean of two islands, below 2 - 2 * momentum ** 2; 0: half of that limit
+    pull: float = 0.0
+    # number of parts in which parameters are exchanged, one after the other (streaming DiLoCo)
     fragments: int = at_most(1, 10_000)
-    overlap: int = 0  # inner steps that go on while an exchange is under way
-    blend: float = 0.5  # with overlap: the share of the island's own parameters kept when the update arrives
-    # format of what is sent: bfloat16; int8, int4, top_k, random_k or power_sgd with error feedback; none: float32
+    overlap: int = 0  # inner steps that are trained while an exchange is under way
+    blend: float = 0.5  # with overlap: share of the island's own parameters that is kept when the update arrives
+    # format in which updates are sent: bfloat16; int8, int4, top_k, random_k or power_sgd with error feedback; none:
+    # float32
     compression: str = "none"
-    rank: int = at_most(4, 2**16)  # power_sgd: rank of both factors of a matrix
-    max_age: int = at_most(16, 2**20)  # outer updates without an island's progress before that progress is dropped
-    age_decay: float = 0.5  # async: progress a rounds older than at equal speed has weight (1 + a) ** -age_decay
-    snapshot_every: int = 20  # outer updates between snapshots of the outer state, from which others join
+    rank: int = at_most(4, 2**16)  # power_sgd: rank of the two factors of each matrix
+    # after missing this many outer updates, an island drops the progress that it could not contribute
+    max_age: int = at_most(16, 2**20)
+    # async: an update that is a rounds older than at equal speed has weight (1 + a) ** -age_decay
+    age_decay: float = 0.5
+    snapshot_every: int = 20  # outer updates between snapshots of the outer state, from which new islands join
 
     def __post_init__(self):
         one_of("islands.mode", self.mode, MODES)
@@ -97,7 +105,9 @@ def check(config: Any) -> None:
             ("reinforce.prompts", config.reinforce.prompts, "prompts are not divided among islands, so that all would "
              "answer the same ones"),
             ("resilience.spikes", config.resilience.spikes == "rollback", "what an island has offered stays in the "
-             "log, and cannot be gone back from")):
+             "log, and cannot be gone back from"),
+            ("train.patience", config.train.patience, "each island has evaluations of its own, and those that go on "
+             "would wait for one that ended early")):
         if config.islands.count and value:
             raise UserError(key, reason, "set it to skip" if key == "resilience.spikes" else
                             "leave it out, or islands.count")

@@ -13,20 +13,23 @@ TRACES = ("", "otlp", "file")
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """The services that show a run; they change none of its numbers, so a resumed run may change all of these keys."""
+    """Trackers and metrics services; they do not affect training, so a resumed run may change all of these keys."""
 
-    # services that get all metrics: tensorboard, wandb, mlflow, trackio
+    # experiment trackers that receive all metrics: tensorboard, wandb, mlflow, trackio
     trackers: list[str] = field(default_factory=list, hash=False)
-    project: str = "jaxtrain"  # the project under which trackers list the run
-    name: str = ""  # the run's name in trackers; "": that of the workdir
-    histograms_every: int = 0  # steps between histograms for the trackers; 0: none
-    # kinds of histograms: weights, gradients
+    project: str = "jaxtrain"  # project name in the trackers
+    name: str = ""  # name of the run in the trackers; "": the name of the workdir
+    histograms_every: int = 0  # steps between histograms sent to the trackers; 0: none
+    # what the histograms show: weights, gradients
     histograms: list[str] = field(default_factory=lambda: ["weights"], hash=False)
-    samples_every: int = 0  # steps between samples of train.sample_tokens tokens for the trackers; 0: none
-    traces: str = ""  # OpenTelemetry spans of phases: otlp (sent to OTEL_EXPORTER_OTLP_...), file; "": none
-    prometheus_port: int = 0  # port of the Prometheus exporter; a host's other processes use the next ones; 0: none
-    prometheus_host: str = "127.0.0.1"  # its address; 0.0.0.0 lets anyone who can reach this machine read it
-    prometheus_textfile: str = ""  # a folder that node_exporter's textfile collector reads
+    samples_every: int = 0  # steps between samples of train.sample_tokens tokens sent to the trackers; 0: none
+    # OpenTelemetry traces of the run's phases: "otlp" (sent to OTEL_EXPORTER_OTLP_...) or "file"; "": none
+    traces: str = ""
+    # port of the Prometheus exporter; further processes on a host use the next ports; 0: no exporter
+    prometheus_port: int = 0
+    # address of the Prometheus exporter; 0.0.0.0 lets anyone who can reach this machine read it
+    prometheus_host: str = "127.0.0.1"
+    prometheus_textfile: str = ""  # folder that is read by the textfile collector of node_exporter; "": none
 
     def __post_init__(self):
         one_of("observe.traces", self.traces, TRACES)

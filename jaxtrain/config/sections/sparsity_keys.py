@@ -9,13 +9,14 @@ from jaxtrain.errors import UserError
 
 @dataclass(frozen=True)
 class SparsityConfig:
-    """2:4 structured sparsity: of each four neighbouring inputs of a kernel, the two largest stay; off by default."""
+    """2:4 structured sparsity: of four neighbouring weights, the two of largest magnitude stay; off by default."""
 
-    targets: list[str] = field(default_factory=list, hash=False)  # paths with wildcards of linear layers; none: off
-    start: int = 1  # the step after which weights become sparse; or a fraction of train.steps
-    every: int = 100  # steps between choices of the weights that stay
-    stop: int = 0  # the last step at which weights are chosen; or a fraction of train.steps; 0: start
-    decay: float = 0.0  # decay of masked weights, added to their gradient (SR-STE)
+    # linear layers to prune, as paths with wildcards; []: none
+    targets: list[str] = field(default_factory=list, hash=False)
+    start: int = 1  # the step after which weights are sparse; or a fraction of train.steps
+    every: int = 100  # steps between updates of the mask
+    stop: int = 0  # the last step at which the mask is updated; or a fraction of train.steps; 0: start
+    decay: float = 0.0  # SR-STE: decay of masked weights, added to their gradient
 
     def __post_init__(self):
         if not all(isinstance(pattern, str) for pattern in self.targets):
@@ -27,7 +28,7 @@ class SparsityConfig:
                                 f"set that too, or leave sparsity.{spec.name} out")
         positive(self, "sparsity", "start every")
         not_negative(self, "sparsity", "stop decay")
-        if 0 < self.stop < self.start:
+        if 1 <= self.stop < self.start:
             raise UserError("sparsity.stop", f"{self.stop} is before sparsity.start={self.start}",
                             f"give {self.start} or more, or 0")
 
@@ -41,6 +42,6 @@ def check(config: Any) -> None:
     if c.targets and config.islands.count:
         raise UserError("islands.count", "a mean over islands has fewer zeros than the weights of each",
                         "leave it out, or sparsity.targets")
-    if c.targets and c.start > config.train.steps:
+    if c.targets and c.start > config.train.steps and not config.train.epochs:
         raise UserError("sparsity.start", f"{c.start} is behind train.steps={config.train.steps}, so that no weight "
                         "becomes sparse", "lower it")

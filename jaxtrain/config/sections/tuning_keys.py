@@ -6,7 +6,7 @@ from typing import Any
 from jaxtrain.config.field_checks import at_most, not_negative, one_of, positive
 from jaxtrain.errors import UserError
 
-# The keys that each loss of preferences reads.
+# The keys that each preference loss reads.
 PREFERENCE_LOSSES = {"dpo": "beta label_smoothing rpo_alpha reference",
                      "robust": "beta label_smoothing rpo_alpha reference", "ipo": "beta rpo_alpha reference",
                      "hinge": "beta rpo_alpha reference", "apo_zero": "beta rpo_alpha reference",
@@ -17,17 +17,18 @@ PREFERENCE_LOSSES = {"dpo": "beta label_smoothing rpo_alpha reference",
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Adapters of low rank beside frozen linear layers (docs/tuning.md); none by default."""
+    """LoRA: low-rank adapters of frozen linear layers (docs/tuning.md); off by default."""
 
-    rank: int = at_most(0, 2**16)  # rank of the adapters, which alone are trained; 0: no adapters
-    alpha: float = 16.0  # adapters are multiplied by alpha / rank
-    rank_stabilized: bool = False  # multiply by alpha / sqrt(rank) instead, so that higher ranks learn as fast
-    # the linear layers that get adapters, as paths with wildcards or names of PEFT: q_proj, mlp.down_proj, all-linear
+    rank: int = at_most(0, 2**16)  # rank of the LoRA adapters, which are the only trained parameters; 0: no adapters
+    alpha: float = 16.0  # the output of adapters is multiplied by alpha / rank
+    rank_stabilized: bool = False  # rsLoRA: multiply by alpha / sqrt(rank) instead, so that higher ranks learn as fast
+    # linear layers that get adapters: paths with wildcards, or PEFT's names, such as q_proj, mlp.down_proj, all-linear
     targets: list[str] = field(default_factory=lambda: ["*"], hash=False)
-    experts: bool = False  # the matrices of routed experts are targets too
-    dropout: float = 0.0  # share of an adapter's input that is set to zero in training
-    dora: bool = False  # DoRA: adapters change the direction of columns; their lengths are trained separately
-    quantize: str = ""  # quantization of frozen linear layers: int8 or nf4 (QLoRA); "": none
+    experts: bool = False  # also add adapters to the matrices of routed experts
+    dropout: float = 0.0  # dropout rate of the adapters' inputs in training
+    # DoRA: adapters change the direction of weight columns, and their magnitudes are trained separately
+    dora: bool = False
+    quantize: str = ""  # quantization of the frozen linear layers: int8 or nf4 (QLoRA); "": none
 
     def __post_init__(self):
         not_negative(self, "lora", "rank")
@@ -43,18 +44,23 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class PreferenceConfig:
-    """Learning from pairs of a chosen and a rejected answer, or from labels (docs/tuning.md); off by default."""
+    """Learning from preferences: pairs of a chosen and a rejected answer, or labelled answers; off by default.
 
-    # dpo, robust, ipo, hinge, apo_zero, apo_down, simpo, orpo, reward (a reward model), kto; "": next-token prediction
-    loss: str = ""
-    beta: float = 0.1  # higher values keep the policy closer to the reference
-    label_smoothing: float = 0.0  # dpo, robust, simpo: the share of pairs that may be swapped
-    rpo_alpha: float = 0.0  # RPO: coefficient of the chosen answer's cross-entropy per token, added to the loss
-    margin: float = 0.0  # simpo (per token), reward: the margin by which the chosen answer's reward should be higher
-    center: float = 0.0  # reward: coefficient of the square of both rewards' sum, which keeps them around 0
-    desirable_weight: float = 1.0  # kto: weight of desirable answers in the loss
-    undesirable_weight: float = 1.0  # kto: weight of undesirable answers in the loss
-    reference: str = "copy"  # the reference policy: a "copy", or its sums, "precomputed" at the start
+    See docs/tuning.md.
+    """
+
+    loss: str = ""  # preference loss, one of those below; "reward" trains a reward model; "": next-token prediction
+    beta: float = 0.1  # strength of the regularization: higher values keep the policy closer to the reference
+    label_smoothing: float = 0.0  # dpo, robust, simpo: the assumed share of pairs whose labels are swapped
+    # RPO: coefficient of the chosen answer's cross-entropy per token, which is added to the loss
+    rpo_alpha: float = 0.0
+    # simpo (per token), reward: the margin by which the chosen answer's reward should exceed the other's
+    margin: float = 0.0
+    center: float = 0.0  # reward: coefficient of the squared sum of both rewards, which keeps rewards centred at 0
+    desirable_weight: float = 1.0  # kto: loss weight of desirable answers
+    undesirable_weight: float = 1.0  # kto: loss weight of undesirable answers
+    # reference policy: a "copy" of the initial weights, or its log probabilities "precomputed" at the start
+    reference: str = "copy"
 
     def __post_init__(self):
         one_of("preference.loss", self.loss, ("", *PREFERENCE_LOSSES))
@@ -81,32 +87,38 @@ REINFORCE_LOSSES = ("dapo", "grpo", "dr_grpo")
 
 @dataclass(frozen=True)
 class ReinforceConfig:
-    """Learning from rewards of the model's own answers (docs/reinforce.md); off by default."""
+    """Reinforcement learning from rewards for the model's own answers (docs/reinforce.md); off by default."""
 
-    prompts: str = ""  # JSON lines with a "prompt" each; "": no reinforcement learning
-    reward: str = ""  # FILE.py:FUNCTION(answer, record), model:WORKDIR of a reward model, or the URL of a scorer
-    reward_timeout_s: float = 20.0  # seconds for a scorer to answer a request
-    group_size: int = at_most(8, 2**16)  # answers to each prompt, whose rewards are compared with each other
-    max_new_tokens: int = at_most(64, 2**24)  # most tokens of an answer
-    temperature: float = 1.0  # of sampling; the policy that is trained is the one at this temperature
-    mask_truncated: bool = False  # answers that max_new_tokens cuts off count for rewards, but are not trained on
-    reuse: int = at_most(1, 2**16)  # steps that are trained on the same answers, before others are made
-    # steps between generating answers and training on them, during which they are scored
+    prompts: str = ""  # file of JSON lines with a "prompt" each; "": no reinforcement learning
+    # reward function as FILE.py:FUNCTION(answer, record), reward model as model:WORKDIR, or a scoring service's URL
+    reward: str = ""
+    reward_timeout_s: float = 20.0  # seconds that a scoring service may take for one request
+    group_size: int = at_most(8, 2**16)  # answers generated for each prompt; their rewards are compared with each other
+    max_new_tokens: int = at_most(64, 2**24)  # maximum length of an answer in tokens
+    temperature: float = 1.0  # sampling temperature; the policy that is trained is the one at this temperature
+    # leave answers that reach max_new_tokens without ending out of the loss; their rewards still count in the group
+    mask_truncated: bool = False
+    reuse: int = at_most(1, 2**16)  # number of steps trained on the same answers before new ones are generated
+    # steps between generating answers and training on them; scoring happens in the meantime
     staleness: int = at_most(0, 2**10)
-    gather_weights: bool = False  # weights are gathered and cast once for the answers of a step, not for each token
-    loss: str = "dapo"  # weights of tokens: "dapo": all equal; "grpo": answers equal; "dr_grpo": by a fixed length
-    # subtracted from rewards: the group's "mean", that of the "others" (RLOO), or a head's "value" (PPO)
+    gather_weights: bool = False  # gather and cast sharded weights once per generation phase, instead of for each token
+    # how tokens are weighted: "dapo": all tokens equally; "grpo": all answers equally; "dr_grpo": tokens equally,
+    # divided by a fixed length
+    loss: str = "dapo"
+    # baseline subtracted from rewards: the "mean" of the group, the mean of the "others" in it (RLOO), or the "value"
+    # of a value head (PPO)
     baseline: str = "mean"
-    # divisor of advantages: the deviation in the "group" (value: the batch), the "batch", or "none"
+    # advantages are divided by the standard deviation in the "group" (with baseline=value: the batch) or the "batch",
+    # or not at all: "none"
     scale: str = "group"
-    gamma: float = 1.0  # value: discount of a reward for each token before it
-    gae_lambda: float = 0.95  # value: 1 compares with the actual reward, 0 with the value of the next token
-    value_loss: float = 0.1  # value: coefficient of the squared error of values
-    value_clip: float = 0.2  # value: how far values may move before their gradient is cut off; 0: no limit
-    clip: float = 0.2  # an answer's probability may fall to this much below what it was, where that lowers the loss
-    clip_high: float = 0.28  # and rise to this much above; 0: as clip
-    ratio: str = "token"  # probability ratio: of each "token", or the geometric mean over a "sequence" (GSPO)
-    kl: float = 0.0  # coefficient of the divergence from the policy that the run began with; 0: without
+    gamma: float = 1.0  # with baseline=value: discount factor of rewards, per token
+    gae_lambda: float = 0.95  # with baseline=value: lambda of generalized advantage estimation (GAE)
+    value_loss: float = 0.1  # with baseline=value: coefficient of the value head's squared error
+    value_clip: float = 0.2  # with baseline=value: clip range of the values' change; 0: no clipping
+    clip: float = 0.2  # PPO clip range, lower side
+    clip_high: float = 0.28  # PPO clip range, upper side (clip-higher); 0: same as clip
+    ratio: str = "token"  # probability ratio of each "token", or its geometric mean over the whole "sequence" (GSPO)
+    kl: float = 0.0  # coefficient of the KL divergence from the initial policy; 0: no KL penalty
 
     def __post_init__(self):
         one_of("reinforce.loss", self.loss, REINFORCE_LOSSES)
@@ -140,14 +152,14 @@ class ReinforceConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Tasks of lm-evaluation-harness that are asked with each evaluation (docs/evaluate.md); none by default."""
+    """Tasks of lm-evaluation-harness that run with each evaluation (docs/evaluate.md); none by default."""
 
-    tasks: list[str] = field(default_factory=list, hash=False)  # names of tasks or of groups of tasks
-    include: str = ""  # a folder with YAML files of your own tasks
-    limit: int = 0  # number of questions of each task; 0: all
-    num_fewshot: int = -1  # examples in front of each question; -1: as the task says
-    chat: bool = False  # questions go through the chat template of the data
-    batch_size: int = at_most(64, 2**20)  # texts at once
+    tasks: list[str] = field(default_factory=list, hash=False)  # names of tasks or groups of tasks
+    include: str = ""  # folder with YAML files of your own tasks
+    limit: int = 0  # number of examples of each task; 0: all
+    num_fewshot: int = -1  # few-shot examples before each question; -1: the task's own number
+    chat: bool = False  # apply the chat template of the data to questions
+    batch_size: int = at_most(64, 2**20)  # texts per batch
 
     def __post_init__(self):
         not_negative(self, "evaluation", "limit")
@@ -218,6 +230,9 @@ def _check_reinforce(config: Any) -> None:
         return
     if config.preference.loss:
         raise UserError("preference.loss", "a run learns from preferences or from rewards", "leave out one of them")
+    if train.epochs:
+        raise UserError("train.epochs", "a run on its own answers to reinforce.prompts makes its data as it goes, so "
+                        "that they have no length", "give train.steps")
     if data.global_batch_size % c.group_size:
         raise UserError("data.global_batch_size", f"{data.global_batch_size} answers are not whole groups of "
                         f"reinforce.group_size={c.group_size}", f"make it a multiple of {c.group_size}")

@@ -119,7 +119,7 @@ def _files(source: str) -> list[tuple[str, str, int]]:
         return [(file.name, file.path, file.size) for file in storage.find(source)]
     root = Path(source).expanduser()
     if not root.exists():
-        raise UserError("--input", f"{source} does not exist", "name files or folders that are there")
+        raise UserError("--input", f"{source} does not exist", "name existing files or folders")
     if root.is_file():
         return [(root.name, str(root), root.stat().st_size)]
     found = []

@@ -226,4 +226,4 @@ def _check(lengths: np.ndarray, buckets: Sequence[int], sizes: Sequence[int], se
                         "give one number of rows, or one for each bucket")
     if lengths.max() > buckets[-1]:
         raise UserError("buckets", f"the longest is {buckets[-1]} and a row has {lengths.max()}",
-                        "add a bucket for it, or cut what is longer")
+                        "add a bucket for it, or truncate longer sequences")

@@ -96,6 +96,14 @@ class Curriculum:
         part = self._at(step)
         return dict(zip(self.names, self._epochs(self._eras[part.stage.era], part.place_at(step)), strict=True))
 
+    def passes(self, step: int) -> float:
+        """Return the number of epochs over all sources together before this step: each counts by its length."""
+        part = self._at(step)
+        era = self._eras[part.stage.era]
+        lengths = [order.length for order in era.orders]
+        done = self._epochs(era, part.place_at(step))
+        return sum(length * epochs for length, epochs in zip(lengths, done, strict=True)) / sum(lengths)
+
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         return self.rows(step, range(self.shape(step)[0]))
 

@@ -10,6 +10,7 @@ from jaxtrain.config.schema import DataConfig
 from jaxtrain.data.corpus.corpus import Corpus
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batches import train_batches
+from jaxtrain.data.loading.epochs import passes
 from jaxtrain.errors import UserError
 
 
@@ -45,6 +46,10 @@ class IslandPart:
     def epochs(self, step: int) -> dict[str, float]:
         """Return the number of epochs that all islands together make before this step."""
         return self._batches.epochs(step)
+
+    def passes(self, step: int) -> float:
+        """Return the number of epochs over all sources together that all islands together make before this step."""
+        return passes(self._batches, step)
 
     def origin(self, step: int, index: int) -> Any:
         """Return the source of a row, the rows of that source, and its number there."""

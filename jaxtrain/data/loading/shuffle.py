@@ -33,7 +33,7 @@ class Order:
         if seed < 0:
             raise UserError("data.seed", f"{seed} is negative", "use 0 or more")
         if length < 1:
-            raise ValueError("there are no rows to put in order")
+            raise ValueError("there are no rows to shuffle")
         self.length = length
         self._permute = None
         if shuffle:

@@ -61,8 +61,8 @@ class PictureRows:
     def rows(self) -> list[list[int]]:
         """The numbers of the pictures in each row."""
         if len(self.lengths) and (longest := int(self.lengths.max())) > self.length:
-            raise UserError("data.seq_len", f"a row of {self.length} does not hold the largest picture, which takes "
-                            f"{longest}", f"set it to {longest} or more, or prepare smaller pictures")
+            raise UserError("data.seq_len", f"a row of {self.length} does not hold the largest image, which takes "
+                            f"{longest}", f"set it to {longest} or more, or prepare smaller images")
         return pack(self.lengths, self.length, self.most)
 
     @property

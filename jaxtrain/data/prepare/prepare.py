@@ -1,10 +1,10 @@
-"""Tokenise text, once, into a corpus that runs read.
+"""Tokenize text into a corpus to train on.
 
     jaxtrain prepare --input jaxtrain docs --output=corpora/own --eval_fraction=0.1
     jaxtrain prepare --input=jaxtrain --dry_run --sample=50 --steps pii quality language=en
 
-The input alone determines a list of tasks. A kill costs only the tasks under way: run the same command again to
-continue. The result is the same to the byte for any number of workers, and any engine.
+The input is divided into tasks. If the command is killed, only running tasks are lost: run it again to
+continue. The result has the same bytes for any number of workers and any engine.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -274,12 +275,14 @@ def main(argv: list[str] | None) -> None:
     if flags.engine == "slurm":
         tell(_script(flags, options, sys.argv[1:] if argv is None else argv))
         return
+    began = time.monotonic()
     with Line(sys.stderr) as say:
         if flags.part or flags.stage != "tokens":
             prepare_part(flags.input, flags.output, options, flags.part, flags.stage, _engine(flags), say)
             return
         corpus = prepare(flags.input, flags.output, options, _engine(flags), say)
     tell(summary(corpus))
+    tell(totals(corpus, time.monotonic() - began))
     if picture:
         lengths.draw(corpus, picture)
 
@@ -313,46 +316,53 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_of("prepare", __doc__)
     parser.add_argument("--input", nargs="+", default=[], help="files or folders: text, .jsonl[.gz|.zst], .parquet")
     parser.add_argument("--eval_input", nargs="+", default=[],
-                        help="files or folders to evaluate on; then all of --input is trained on")
-    parser.add_argument("--output", default="", help="the corpus; then pass it to a run as --config.data.source")
+                        help="files or folders for evaluation; all of --input is then for training")
+    parser.add_argument("--output", default="", help="folder of the corpus; pass it to a run as --config.data.source")
     parser.add_argument("--tokenizer", default=Options.tokenizer,
                         help="'bytes', 'characters' (of --input), or the path of a tokenizer.json, "
                         ".tiktoken[:SCHEME] or .model, or tiktoken:NAME")
-    parser.add_argument("--eod", default="", help="the token that ends a document; found for well-known vocabularies")
-    parser.add_argument("--bos", default="none", help="the token to put before each document, or none")
-    parser.add_argument("--field", default=Options.field, help="the field of a JSON record or Parquet row that is text")
+    parser.add_argument("--eod", default="", help="token that ends a document; known for common vocabularies")
+    parser.add_argument("--bos", default="none", help="token to put before each document, or none")
+    parser.add_argument("--field", default=Options.field,
+                        help="field of a JSON record or Parquet row that holds the text")
     parser.add_argument("--token_dtype", default="", help="dtype of token files without a header: uint16, uint32, ...")
-    parser.add_argument("--format", default=Options.format, help=f"of records: auto, {', '.join(FORMATS)}")
+    parser.add_argument("--format", default=Options.format, help=f"format of records: auto, {', '.join(FORMATS)}")
     parser.add_argument("--chat_template", default="", help=f"a jinja file, or {', '.join(BUILT_IN)}; default: the "
                         "tokenizer's own")
     parser.add_argument("--train_on", default=Options.train_on, help=f"turns to train on: {', '.join(TRAIN_ON)}")
     parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction,
-                        help=f"share of documents kept for evaluation; default: {Options.eval_fraction:g}")
-    parser.add_argument("--steps", nargs="+", default=[], help=f"{', '.join(STEPS)}, module:function, datatrove:CLASS")
+                        help=f"share of documents held out for evaluation;  default: {Options.eval_fraction:g}")
+    parser.add_argument("--steps", nargs="+", default=[],
+                        help=f"filters: {', '.join(STEPS)}, module:function, datatrove:CLASS")
     parser.add_argument("--deduplicate", nargs="?", const="exact", default=False, choices=("exact", "near"),
                         help="keep only the first of equal or nearly equal documents")
-    parser.add_argument("--near_threshold", type=float, default=Near.threshold, help="Jaccard similarity of shingles")
-    parser.add_argument("--near_permutations", type=int, default=Near.permutations, help="permutations per signature")
-    parser.add_argument("--near_shingle", type=int, default=Near.shingle, help="words per shingle")
-    parser.add_argument("--licence_of", default="", help="the input's licence (SPDX), or record:FIELD to count a field")
-    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more for the datasheet")
+    parser.add_argument("--near_threshold", type=float, default=Near.threshold,
+                        help="near duplicates: Jaccard similarity of shingles from which documents count as equal")
+    parser.add_argument("--near_permutations", type=int, default=Near.permutations,
+                        help="near duplicates: permutations per MinHash signature")
+    parser.add_argument("--near_shingle", type=int, default=Near.shingle, help="near duplicates: words per shingle")
+    parser.add_argument("--licence_of", default="",
+                        help="licence of the input (SPDX), or record:FIELD to count the values of a field")
+    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE",
+                        help="further entries of the datasheet")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes,
-                        help="input that makes one shard; default: a 32nd of it, from 1 to 64 MiB")
+                        help="bytes of input per shard; default: 1/32 of the input, from 1 to 64 MiB")
     parser.add_argument("--record_bytes", type=int, default=Options.record_bytes,
-                        help=f"leave out longer lines of JSON and tables that inflate to more; default: "
+                        help=f"drop longer lines of JSON, and tables that decompress to more; default: "
                         f"{Options.record_bytes}")
-    parser.add_argument("--dry_run", action="store_true", help="only report what would be left out or changed")
+    parser.add_argument("--dry_run", action="store_true", help="only report what would be dropped or changed")
     parser.add_argument("--sample", type=int, default=0, help="number of documents in a dry run; default: all")
-    parser.add_argument("--workers", type=int, help="tasks at a time; default: all cores")
+    parser.add_argument("--workers", type=int, help="tasks to run in parallel; default: number of cores")
     parser.add_argument("--engine", choices=["local", "ray", "slurm"], default="local",
-                        help="where tasks run: processes here, a Ray cluster, or Slurm jobs, by a script")
+                        help="where tasks run: local processes, a Ray cluster, or Slurm jobs of a script")
     parser.add_argument("--ray_address", default="", help="host:port of a cluster, 'auto', or 'local' for a new one")
-    parser.add_argument("--parts", type=int, help="Slurm jobs at a time, of --workers each; default: 16")
-    parser.add_argument("--script", default="", help="write the script here instead of to standard output")
-    parser.add_argument("--part", default="", help="K/N: only every N-th task from K on; run without it to finish")
+    parser.add_argument("--parts", type=int, help="Slurm jobs to run in parallel, of --workers each; default: 16")
+    parser.add_argument("--script", default="", help="file for the Slurm script; default: standard output")
+    parser.add_argument("--part", default="",
+                        help="K/N: run only every N-th task from K on; run once without it to finish")
     parser.add_argument("--stage", choices=["duplicates", "tokens"], default="tokens",
-                        help="with --part: search for duplicates (with --deduplicate), or tokenise")
-    parser.add_argument("--histogram", help="draw a histogram of document lengths in this PNG")
+                        help="with --part: find duplicates (with --deduplicate), or tokenize")
+    parser.add_argument("--histogram", help="write a histogram of document lengths to this PNG")
     parser.group("records and conversations", "field", "format", "chat_template", "train_on", "token_dtype")
     parser.group("cleaning", "steps", "deduplicate", "near_threshold", "near_permutations", "near_shingle",
                  "record_bytes", "dry_run", "sample")
@@ -375,6 +385,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if not flags.output and not flags.dry_run:
         raise UserError("--output", "it is missing", "name the folder for the corpus, or give --dry_run")
     return flags
+
+
+def totals(corpus: Corpus, seconds: float) -> str:
+    """Return the documents, tokens and bytes of all splits together, and the time this command took, as one line."""
+    counts = [sum(getattr(getattr(corpus, split), key) for split in SPLITS)
+              for key in ("num_documents", "num_tokens", "num_bytes")]
+    return "total: {:,} documents, {:,} tokens, {:,} bytes in {:,.1f} s".format(*counts, seconds)
 
 
 def summary(corpus: Corpus) -> str:

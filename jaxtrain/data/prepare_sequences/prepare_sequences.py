@@ -1,4 +1,4 @@
-"""Prepare audio clips, tables of events or pictures as sequences.
+"""Prepare audio clips, tables of events or images as sequences.
 
     jaxtrain prepare_sequences audio --input=FOLDER --output=FOLDER
     jaxtrain prepare_sequences pictures --input=FOLDER --output=FOLDER
@@ -161,64 +161,69 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Return the parsed flags."""
     parser = parser_of("prepare_sequences", __doc__)
     kinds = parser.add_subparsers(dest="kind", required=True, parser_class=Parser)
-    audio = kinds.add_parser("audio", help="clips to log-mel frames", text="""\
+    audio = kinds.add_parser("audio", help="audio clips, as log-mel frames", text="""\
 Prepare audio clips as log-mel frames.
 
     jaxtrain prepare_sequences audio --input=FOLDER --output=FOLDER
 """)
-    audio.add_argument("--target", default=Audio.target, help=f"the target of a clip, {', '.join(TARGETS)}; "
+    audio.add_argument("--target", default=Audio.target, help=f"label of a clip: {', '.join(TARGETS)}; "
                        f"default: {Audio.target}")
-    audio.add_argument("--tokenizer", default=Audio.tokenizer, help="tokenizer of texts, 'bytes' or a tokenizer.json; "
+    audio.add_argument("--tokenizer", default=Audio.tokenizer, help="tokenizer of texts: 'bytes' or a tokenizer.json; "
                        "default: bytes")
     audio.add_argument("--clip_hours", type=float, default=Audio.clip_hours,
-                       help=f"leave out longer clips; default: {Audio.clip_hours:g}")
-    audio.add_argument("--mels", type=int, default=Audio.mels, help="bands of a frame, 128 for large-v3; "
+                       help=f"drop clips longer than this; default: {Audio.clip_hours:g}")
+    audio.add_argument("--mels", type=int, default=Audio.mels, help="mel bands per frame; 128 for large-v3; "
                        f"default: {Audio.mels}")
-    audio.add_argument("--audio_column", default=Audio.audio_column, help="column of Parquet with the bytes "
-                       f"of files; default: {Audio.audio_column}")
-    audio.add_argument("--text_column", default=Audio.text_column, help="column of Parquet with transcripts; "
+    audio.add_argument("--audio_column", default=Audio.audio_column, help="Parquet column with the bytes "
+                       f"of audio files; default: {Audio.audio_column}")
+    audio.add_argument("--text_column", default=Audio.text_column, help="Parquet column with transcripts; "
                        f"default: {Audio.text_column}")
     audio.add_argument("--special_tokens", action="store_true",
-                       help="tokens such as <|de|> in transcripts are those of the tokenizer")
-    events = kinds.add_parser("events", help="tables of events to one sequence per user", text="""\
+                       help="parse special tokens such as <|de|> in transcripts")
+    events = kinds.add_parser("events", help="tables of events, as one sequence per user", text="""\
 Prepare tables of events as one sequence per user.
 
     jaxtrain prepare_sequences events --input=FOLDER --output=FOLDER --user=COLUMN --time=COLUMN --category COLUMN
 """)
-    events.add_argument("--user", required=True, help="the column with the user of an event")
-    events.add_argument("--time", required=True, help="the column that orders a user's events")
-    events.add_argument("--category", nargs="+", default=[], help="columns to number, the most frequent value first")
-    events.add_argument("--number", nargs="+", default=[], help="columns to take as numbers")
-    events.add_argument("--vocab_size", type=int, default=Events.vocab_size, help=f"most ids per category; "
+    events.add_argument("--user", required=True, help="column with the user (or other key) of an event")
+    events.add_argument("--time", required=True, help="column with the time of an event")
+    events.add_argument("--category", nargs="+", default=[],
+                        help="columns of categories; values get ids, the most frequent first")
+    events.add_argument("--number", nargs="+", default=[], help="columns of numbers")
+    events.add_argument("--vocab_size", type=int, default=Events.vocab_size, help="maximum number of ids per category; "
                         f"default: {Events.vocab_size}")
-    pictures = kinds.add_parser("pictures", help="pictures to patches", text="""\
-Prepare pictures, of files, tar archives or Parquet, as patches.
+    pictures = kinds.add_parser("pictures", help="images, as patches", text="""\
+Prepare images from files, tar archives or Parquet as patches.
 
     jaxtrain prepare_sequences pictures --input=FOLDER --output=FOLDER
 """)
-    pictures.add_argument("--target", default=Pictures.target, help="the target of a picture, none, text, folder; "
+    pictures.add_argument("--target", default=Pictures.target, help="label of an image: none, text, folder; "
                           f"default: {Pictures.target}")
-    pictures.add_argument("--tokenizer", default=Pictures.tokenizer, help="of captions, 'bytes' or a tokenizer.json; "
+    pictures.add_argument("--tokenizer", default=Pictures.tokenizer,
+                          help="tokenizer of captions: 'bytes' or a tokenizer.json; "
                           "default: bytes")
-    for name, what in (("patch_size", "side of a patch in pixels"), ("most_patches", "most patches of a picture"),
-                       ("patches_per_side", "most patches of its longer side")):
+    for name, what in (("patch_size", "side length of a patch in pixels"),
+                       ("most_patches", "maximum patches per image"),
+                       ("patches_per_side", "maximum patches along the longer side")):
         pictures.add_argument(f"--{name}", type=int, default=getattr(Pictures, name),
                               help=f"{what}; default: {getattr(Pictures, name)}")
-    pictures.add_argument("--square", type=int, default=Pictures.square, help="pixels a side of the square that every "
-                          "picture becomes, as published encoders read it; default: pictures keep their shapes")
-    pictures.add_argument("--crop_square", action="store_true", help="keep the middle square of a picture, as CLIP "
-                          "does, instead of squeezing it, as SigLIP does")
-    pictures.add_argument("--picture_field", default=Pictures.picture_field, help="the pictures' column of Parquet; "
+    pictures.add_argument("--square", type=int, default=Pictures.square,
+                          help="side length in pixels of a square to which "
+                          "images are resized, as published encoders need it; default: keep their shapes")
+    pictures.add_argument("--crop_square", action="store_true",
+                          help="with --square: crop images to the centre, as CLIP "
+                          "does, instead of squeezing them, as SigLIP does")
+    pictures.add_argument("--picture_field", default=Pictures.picture_field, help="Parquet column with images; "
                           f"default: {Pictures.picture_field}")
-    pictures.add_argument("--text_field", default=Pictures.text_field, help="the captions' column of Parquet; "
+    pictures.add_argument("--text_field", default=Pictures.text_field, help="Parquet column with captions; "
                           f"default: {Pictures.text_field}")
     for kind, default in ((audio, Audio), (events, Events), (pictures, Pictures)):
         kind.add_argument("--input", nargs="+", required=True, help="files or folders")
-        kind.add_argument("--output", required=True, help="the corpus")
+        kind.add_argument("--output", required=True, help="folder of the corpus")
         kind.add_argument("--eval_fraction", type=float, default=default.eval_fraction,
-                          help=f"share of sequences kept for evaluation; default: {default.eval_fraction:g}")
-        kind.add_argument("--task_bytes", type=int, default=default.task_bytes, help="input that makes one shard")
-        kind.add_argument("--workers", type=int, help="processes; default: all cores")
+                          help=f"share of sequences held out for evaluation;  default: {default.eval_fraction:g}")
+        kind.add_argument("--task_bytes", type=int, default=default.task_bytes, help="bytes of input per shard")
+        kind.add_argument("--workers", type=int, help="number of processes; default: number of cores")
     flags = parser.parse_args(argv)
     if flags.workers is not None and flags.workers < 1:
         raise UserError("--workers", f"{flags.workers} is not a positive number", "use 1 or more, or leave it out")

@@ -1,4 +1,4 @@
-"""Transcribe speech in audio files, or while it is spoken.
+"""Transcribe audio files, or live speech.
 
     jaxtrain transcribe WORKDIR talk.wav
     jaxtrain transcribe FOLDER talks --timestamps --language=de --beams=5 --output=said.jsonl
@@ -12,8 +12,8 @@ one that is spoken; otherwise it is detected for each file. With --references th
 compared, and the word error rate is printed.
 
 The file - is standard input: WAV, or 16-bit samples at 16 kHz, of one channel. With --stream, words are printed once
-two readings of what was said so far agree on them; a line is a window, and where a word turns out to be another one
-when its window is over, the whole line follows as "corrected: ...". This takes a model trained with model.audio_chunk.
+two successive transcripts agree on them. Each line is one window; if a word turns out to be wrong
+when its window ends, the whole line is printed again as "corrected: ...". Needs a model trained with model.audio_chunk.
 """
 
 import json
@@ -72,19 +72,21 @@ def main(argv: list[str] | None = None) -> None:
 
 def _flags(argv: list[str] | None) -> Any:
     parser = parser_of("transcribe", __doc__)
-    parser.add_argument("workdir", help="workdir of the run, or a published folder")
+    parser.add_argument("workdir", help="workdir of a run, or folder of a published model")
     parser.add_argument("files", nargs="+", help="audio files, or folders of them; -: standard input")
-    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest good one")
-    parser.add_argument("--beams", type=int, default=1, help="transcripts that are followed at once; 1: greedily")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest verified one")
+    parser.add_argument("--beams", type=int, default=1,
+                        help="beam size of the beam search; 1: greedy decoding; default: 1")
     parser.add_argument("--language", default="", help="spoken language, such as de; default: what model.prefix "
                         "says, or detected where a published model knows several")
     parser.add_argument("--task", default="", help="transcribe, or translate into English")
-    parser.add_argument("--timestamps", action="store_true", help="say when each segment is said")
+    parser.add_argument("--timestamps", action="store_true", help="print the start and end time of each segment")
     parser.add_argument("--stream", action="store_true", help="print the transcript as it grows")
-    parser.add_argument("--batch_size", type=int, help="windows that are transcribed at once; default: 8")
+    parser.add_argument("--batch_size", type=int, help="windows per batch; default: 8")
     parser.add_argument("--output", default="", metavar="FILE", help="write JSON lines here; default: print texts")
     parser.add_argument("--references", action="store_true", help="compare with the .txt files beside the audio")
-    parser.add_argument("--english", action="store_true", help="with --references: compare by the rules for English")
+    parser.add_argument("--english", action="store_true",
+                        help="with --references: normalize both texts by the rules for English")
     flags = parser.parse_args(argv)
     for key in ("beams", "batch_size"):
         if (value := getattr(flags, key)) is not None and value < 1:

@@ -177,7 +177,7 @@ class FallbackMeeting:
                 return
             self._why = f"{error}"
             self._at_port.clear()
-            say(f"{error}; island {self._island} goes on at {self._place}, and tries the port again every "
+            say(f"{error}; island {self._island} continues at {self._place}, and tries the port again every "
                 f"{AGAIN_S:.0f} s")
         if self._store.is_unserved:
             say(self._unserved())

@@ -63,9 +63,17 @@ def error_in(lines: Sequence[str]) -> str:
     return ""
 
 
+def reason(child: Child) -> str:
+    """Return the line of a child's log that says why it failed, or "": of a user error or a limit, the last line."""
+    error = error_line(child.log)
+    if not error and child.code in (exit_codes.MISTAKE, exit_codes.STOPPED):
+        error = "".join(last_lines(child.log, 1))[:400]
+    return error
+
+
 def verdict(child: Child, why: str = "") -> str:
     """Return a report of the first failure; `why` replaces the exit status where that does not explain it."""
     lines = "\n".join(f"  | {line}" for line in last_lines(child.log))
-    error = error_line(child.log)
+    error = reason(child)
     return "\n".join([f"first to fail: {why or child.words()}" + (f": {error}" if error else ""),
                       *([f"the end of {child.log}:", lines] if lines else [f"{child.log} is empty"])])

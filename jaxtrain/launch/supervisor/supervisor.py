@@ -2,8 +2,8 @@
 
     jaxtrain supervise --processes=2 -- --config=configs/gpt.py:tiny --workdir=runs/two
 
-Starts N processes of `jaxtrain train` on this host as one run, with the flags that follow `--`. When one dies or falls
-silent it ends the others and starts all again, until the run is finished, the command turns out to be wrong, or
+Starts N processes of `jaxtrain train` on this host as one run, with the flags that follow `--`. When one of them
+crashes or hangs, it stops the others and restarts all, until the run is finished, the command turns out to be wrong, or
 --max_restarts is reached. The exit status is the run's.
 """
 
@@ -48,31 +48,36 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = parser_of("supervise", __doc__,
                        usage="%(prog)s [--processes=N ...] -- --config=FILE [flags of jaxtrain train]")
     parser.add_argument("--processes", type=int, default=1, help="number of processes on this host; default: 1")
-    parser.add_argument("--min_processes", type=int, help="fewest processes to continue with when "
-                        "others keep failing; default: all")
+    parser.add_argument("--min_processes", type=int,
+                        help="fewest processes to continue with when others keep crashing; default: all")
     parser.add_argument("--max_restarts", type=int, default=5,
-                        help="restarts in a row without a new step until it gives up; default: 5")
+                        help="consecutive restarts without a new step after which it gives up; default: 5")
     parser.add_argument("--max_backoff", type=float, default=60.0,
-                        help="seconds between two attempts, at most; default: 60")
+                        help="maximum seconds between two attempts; default: 60")
     parser.add_argument("--silent", type=float, default=300.0,
-                        help="seconds without a heartbeat "
-                        "after which a process counts as hung; 0: never; default: 300")
+                        help="seconds without a heartbeat after which a process counts as hung; 0: never; default: 300")
     parser.add_argument("--lost_after", type=int, default=2,
-                        help="failures in a row after which a process is left out; default: 2")
+                        help="consecutive crashes after which a process is no longer restarted; default: 2")
     parser.add_argument("--retry_lost", type=float, default=600.0,
-                        help="seconds after which a process that was left out is used again; default: 600")
+                        help="seconds after which such a process is tried again; default: 600")
     parser.add_argument("--coordinator", help="host:port of node 0, in a run on several hosts")
-    parser.add_argument("--nodes", type=int, default=1, help="hosts, each with a supervisor of its own; default: 1")
+    parser.add_argument("--nodes", type=int, default=1,
+                        help="number of hosts, each with its own supervisor; default: 1")
     parser.add_argument("--node_rank", type=int, default=0, help="number of this host, from 0")
     parser.add_argument("--program", nargs="+", help=argparse.SUPPRESS)  # for tests: instead of jaxtrain.main
     parser.group("several hosts", "coordinator", "nodes", "node_rank")
     parser.group("restarts", "min_processes", "max_restarts", "max_backoff", "silent", "lost_after", "retry_lost")
     words = list(argv)
     split = words.index("--") if "--" in words else len(words)
-    if stray := [word for word in words[:split] if word.startswith(("--config", "--workdir"))]:
-        raise UserError(stray[0], "flags of the run come after --",
-                        f"write jaxtrain supervise --processes=N -- {' '.join(stray)}")
-    flags, rest = parser.parse_args(words[:split]), words[split + 1:]
+    flags, unknown = parser.parse_known_args(words[:split])
+    stray = [word for word in words[:split] if word.startswith(("--config", "--workdir")) or (
+        word in unknown and not word.startswith("-"))]  # the config may be given without --config=
+    if stray:
+        raise UserError(stray[0], "the config and the flags of the run come after --",
+                        f"write jaxtrain supervise --processes=N -- {' '.join([*stray, *words[split + 1:]])}")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    rest = words[split + 1:]
     flags.min_processes = flags.processes if flags.min_processes is None else flags.min_processes
     if flags.processes < 1:
         raise UserError("--processes", f"{flags.processes} is not a valid number of processes", "give 1 or more")
@@ -113,6 +118,8 @@ class End:
         if jumped and self.culprit and self.culprit.code == -signal.SIGABRT and not self.lost:
             # JAX's own service, which uses that clock, ended all processes.
             self.why = f"the wall clock was set by {jumped:+.0f} s, and JAX took that for processes that fell silent"
+        error = failure_report.reason(self.culprit) if self.culprit and not silent else ""
+        self.told = f"{self.why}: {error}" if error and not jumped else self.why
         self.verdict = failure_report.verdict(self.culprit, self.why if silent else "") if self.culprit else self.why
 
 
@@ -173,7 +180,7 @@ class Supervisor:
                 continue
             failures = 0 if self.steps.best > best else failures + 1
             if end.lost is not None and self.staff.died(end.lost.slot):
-                say(f"process {end.lost.rank} keeps dying: the run goes on without it, and takes it back in "
+                say(f"process {end.lost.rank} keeps crashing: the run continues without it, and adds it again in "
                     f"{self.flags.retry_lost:.0f} s, or when a number is written to {self.workdir / 'processes'}")
                 self._record("process_lost", slot=end.lost.slot)
                 failures = 0
@@ -184,7 +191,7 @@ class Supervisor:
                 self._record("gave_up", attempts=idle, why=end.why)
                 return exit_codes.STOPPED
             pause = min(self.flags.max_backoff, 2.0 ** (failures - 1)) * random.uniform(0.5, 1.5) if failures else 0.0
-            say(f"{end.why}; starting again" + (f" in {pause:.1f} s" if pause else "") + f"; logs: {end.logs}")
+            say(f"{end.told}; starting again" + (f" in {pause:.1f} s" if pause else "") + f"; logs: {end.logs}")
             self._sleep(pause)
             if self.asked:
                 return self._asked_status(exit_codes.SAVED)
@@ -311,7 +318,7 @@ class Supervisor:
             assert self._asking
             answers, refusals = self._asking.communicate()
             if self._asking.returncode:
-                say(refusals.strip() or "it is not known yet with how many processes the run can go on")
+                say(refusals.strip() or "it is not known yet on how many processes the run can continue")
                 self._asking = None  # ask again next time
                 return False
             self._fitting = {int(line.split()[0]) for line in answers.splitlines()}

@@ -1,11 +1,11 @@
-"""Search values of a config's keys by many runs, and stop the worse ones early.
+"""Search values of config keys with many runs, and stop bad ones early.
 
     jaxtrain sweep sweep.toml --on=local
     jaxtrain sweep sweep.toml --on=slurm --dry_run
     jaxtrain sweep sweep.toml --report
 
-The file says which keys are searched and how (docs/sweep.md). Each trial is a job with a workdir of its own, which
-`jaxtrain jobs list ROOT` shows. The same command takes up a sweep that was interrupted.
+The file defines which keys to search and how (docs/sweep.md). Each trial is a job with its own workdir, which
+`jaxtrain jobs list ROOT` shows. The same command resumes an interrupted sweep.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _FORM = {"content": dict, "values": dict, "directory": str, "began": float}
 _MAY_CHANGE = ("budget", "parallel", "job", "workdir")  # when a sweep is taken up again
 
 
-@command(stopped="stopped; the trials that run go on, and the same command takes up the sweep")
+@command(stopped="stopped; running trials continue, and the same command resumes the sweep")
 def main(argv: list[str] | None = None) -> None:
     """Parse the flags and run the sweep, or show what it found."""
     parser = parser_of("sweep", __doc__)
@@ -59,8 +59,8 @@ def main(argv: list[str] | None = None) -> None:
                         f"give {', '.join(ENGINES[:4])}")
     content, values = (json.loads(json.dumps(each, default=str)) for each in (content, values_of(content["config"])))
     if redacted([content, values]) != [content, values]:
-        raise UserError("config", "a URL in it has a password or a query, which would stand in files of the sweep",
-                        "give what it says by a variable, from a file that job.secrets names")
+        raise UserError("config", "a URL in it has a password or a query, which would be in files of the sweep",
+                        "pass the credentials in an environment variable, from a file in job.secrets")
     sweep = sweep_of(content, values)
     if begun is None:
         check_metric(sweep)

@@ -226,7 +226,7 @@ def _check_numbers(sweep: Sweep) -> None:
     if not (sweep.trials or sweep.tokens or sweep.dollars or sweep.seconds or search_space.size(sweep.ranges) < MOST):
         raise UserError("budget", "nothing ends the sweep", "set budget.trials, or tokens, dollars or time")
     if sweep.dollars and not dollars_an_hour(sweep.job):
-        raise UserError("budget.dollars", "no price is known of what the trials run on",
+        raise UserError("budget.dollars", "the price of the trials' machines is not known",
                         "set job.accelerator and job.accelerators_per_node, or leave it out")
     if sweep.stop and sweep.runs > 1:
         raise UserError("stop", "a point of which one seed is stopped has no mean over its seeds",
@@ -273,6 +273,8 @@ def _check_values(sweep: Sweep) -> None:
         if sweep.metric.startswith(start) and not value:
             raise UserError("objective.metric", f"runs have no {sweep.metric} with {key}={value}",
                             f"set {key} under fixed, or take another such as loss")
+    if train.epochs:
+        raise UserError("train.epochs", "the length of a trial is given in steps", "give train.steps under fixed")
     if first >= train.steps:
         raise UserError("stop.first", f"a trial has {train.steps} steps", "give fewer")
     key = "eval_every" if sweep.metric.startswith("eval_") else "log_every"

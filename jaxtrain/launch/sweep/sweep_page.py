@@ -13,8 +13,10 @@ from jaxtrain.pages.page_parts import document, html_table, paragraph
 from jaxtrain.plan.report.curves import text
 
 _WIDE, _TALL, _MARGIN = 720, 260, 60
+_LETTER, _GAP = 7.5, 14  # pixels of a letter at most, and between two labels
 _MOST_LINES, _MOST_PLACES = 100, 200
 _LINES = """<style>.lines{width:100%;height:auto;font:12px system-ui,sans-serif;fill:var(--text)}
+.lines text{paint-order:stroke;stroke:var(--surface);stroke-width:3px}
 .lines path{fill:none;stroke:var(--soft);stroke-width:1;stroke-opacity:.45}
 .lines .axis{stroke-opacity:1}.lines .good{stroke:var(--line0);stroke-width:1.5;stroke-opacity:.9}
 .lines .best{stroke:var(--line1);stroke-width:3;stroke-opacity:1}</style>"""
@@ -30,21 +32,21 @@ def page(sweep: Sweep, tried: Sequence[Tried]) -> str:
     parts = [_LINES, f"<h1>{escape(title)}</h1>", paragraph(f"{counts}. {sweep.metric}, "
              f"{'higher' if sweep.maximise else 'lower'} is better. Workdirs: {sweep.workdir}", "soft")]
     if done:
-        parts += ['<section class="card"><h3>The best point</h3>', '<pre class="command">' + escape(quoted([
+        parts += ['<section class="card"><h3>Best point</h3>', '<pre class="command">' + escape(quoted([
             f"--config.{key}={value}" for key, value in sweep.overrides(done[0].keys, None).items()])) + "</pre>",
             paragraph(f"{sweep.metric} {findings.value_of(done[0]):.6g}, {done[0].trials[0].workdir}"), "</section>"]
     head, rows = findings.rows(sweep, tried)
-    parts += ["<h2>All points, the best first</h2>", html_table(head, rows, 2)]
+    parts += ["<h2>All points, best first</h2>", html_table(head, rows, 2)]
     head, rows = findings.importance(sweep, tried)
     parts += ["<h2>How much each key matters</h2>", html_table(head, rows, 1), paragraph(
-        "“Explains” is the share of the variance of the complete points, by their ranks, that lies between groups of "
-        "points with like values of this key alone: a group for each listed value, or four equal groups of a range. "
-        "What as many groups of chance would explain is taken away, and what keys explain only together is in no row."
+        "“Explains” is the share of the variance of the complete points' ranks that is explained by this key alone: "
+        "by one group of points for each listed value, or four equal groups for a range. "
+        "Corrected for chance. Interactions between keys are not included."
         + (" PED-ANOVA (Watanabe et al. 2023) compares the best tenth of the points with all of them."
            if len(head) > 2 else ""), "soft")]
     parts += ["<h2>Points as lines</h2>", paragraph(
-        "A line is a complete point: its values of the keys, and on the right what came of it. The best is thick, the "
-        "best fifth blue.", "soft"), coordinates(sweep, done)]
+        "Each line is a complete point: its values of the keys, and on the right its result. The best one is thick, "
+        "the best fifth is blue.", "soft"), coordinates(sweep, done)]
     parts += [f"<h2>{escape(sweep.metric)} over steps</h2>", curves(order[:_MOST_LINES], sweep.sign)]
     return document(title, parts)
 
@@ -57,18 +59,22 @@ def coordinates(sweep: Sweep, done: Sequence[Tried]) -> str:
     axes = [(key, _Axis.of(one)) for key, one in sweep.ranges.items()]
     worst, best = (max(values), min(values)) if sweep.sign > 0 else (min(values), max(values))
     axes.append((sweep.metric, _Axis(worst, best)))
-    step = (_WIDE - 2 * _MARGIN) / (len(axes) - 1)
-    lines = [_svg(f"{len(done)} points over {', '.join(name for name, _ in axes)}")]
+    # Labels have their middle at their axis, so this much room for the longest keeps them all apart.
+    longest = _LETTER * max(len(label) for name, axis in axes for label in (name, *map(findings.text_of, axis.marks())))
+    margin = max(_MARGIN, longest / 2)
+    step = max((_WIDE - 2 * margin) / (len(axes) - 1), longest + _GAP)
+    wide = 2 * margin + step * (len(axes) - 1)
+    lines = [_svg(f"{len(done)} points over {', '.join(name for name, _ in axes)}", wide)]
     for place, point in reversed([*enumerate(done)]):
         at = [axis.place(value) for (_, axis), value in zip(axes, [*point.keys.values(), point.value], strict=True)]
-        lines.append(_line([(_MARGIN + step * i, _TALL - _TALL * up) for i, up in enumerate(at)], place, len(done),
+        lines.append(_line([(margin + step * i, _TALL - _TALL * up) for i, up in enumerate(at)], place, len(done),
                            f"trial {point.trials[0].number}"))
     for i, (name, axis) in enumerate(axes):
-        x, anchor = _MARGIN + step * i, "start" if i == 0 else "end" if i == len(axes) - 1 else "middle"
-        lines += [f'<path class="axis" d="M{x:.1f} 0V{_TALL}"/>', text(x, -24, name, anchor)]
-        lines += [text(x, 16 + (_TALL - 22) * (1 - axis.place(mark)), findings.text_of(mark), anchor)
+        x = margin + step * i
+        lines += [f'<path class="axis" d="M{x:.1f} 0V{_TALL}"/>', text(x, -24, name, "middle")]
+        lines += [text(x, 16 + (_TALL - 22) * (1 - axis.place(mark)), findings.text_of(mark), "middle")
                   for mark in axis.marks()]
-    return "\n".join([*lines, "</svg>"])
+    return "\n".join(['<div class="scroll">', *lines, "</svg></div>"])
 
 
 class _Axis:
@@ -119,8 +125,9 @@ def curves(points: Sequence[Tried], sign: int) -> str:
     return "\n".join([*lines, "</svg>"])
 
 
-def _svg(said: str) -> str:
-    return (f'<svg class="lines" viewBox="0 -40 {_WIDE} {_TALL + 70}" role="img" aria-label="{escape(said)}">')
+def _svg(said: str, wide: float = _WIDE) -> str:
+    least = f' style="min-width:{wide:.0f}px"' if wide > _WIDE else ""  # the page scrolls rather than shrink labels
+    return f'<svg class="lines" viewBox="0 -40 {wide:.0f} {_TALL + 70}"{least} role="img" aria-label="{escape(said)}">'
 
 
 def _line(places: Sequence[tuple[float, float]], place: int, count: int, title: str) -> str:

@@ -61,8 +61,8 @@ class Sweeper:
         if "first" in self.sweep.stop and self.sweep.trials:
             rungs, factor = self._rungs(trial), self.sweep.stop.get("factor", 3)
             if factor ** len(rungs) > self.sweep.trials:
-                say(f"none of {self.sweep.trials} trials will go on beyond step {rungs[-1]} of {trial.length}: one of "
-                    f"{factor} passes each of the {len(rungs)} rungs, so that takes {factor ** len(rungs)} trials")
+                say(f"none of {self.sweep.trials} trials will continue beyond step {rungs[-1]} of {trial.length}: one "
+                    f"of {factor} passes each of the {len(rungs)} rungs, so that takes {factor ** len(rungs)} trials")
 
     def first_points(self) -> list[Point]:
         """Return the points that are tried first, some of those that do not depend on results."""
@@ -154,7 +154,7 @@ class Sweeper:
             return None
         trial = self.trials[chosen[0]]
         trial.passed, trial.ended, trial.job = chosen[1] + 1, None, int(jobs.newest(trial.workdir).folder.name) + 1
-        say(f"trial {trial.number} goes on: it is among the best at step {self._rungs(trial)[chosen[1]]} now")
+        say(f"trial {trial.number} continues: it is among the best at step {self._rungs(trial)[chosen[1]]} now")
         return trial
 
     # ------------------------------------------------------------------------------------------------- what they became

@@ -1,1 +1,1 @@
-"""What stands on the layers of a decoder beside its logits: heads of rewards and values, and of further tokens."""
+"""Heads beside that of the next token: scalars for rewards and values, and the prediction of a second token."""

@@ -138,8 +138,8 @@ class _Follower:
         if self._thread.is_alive():
             self._left, self._down = True, self._down or "it has not answered in time"
         if self._down:
-            self._tell("tracker_behind", f"{self._name} has the lines of this run up to step {self._have[0]} only "
-                       f"({self._down}); metrics.jsonl has them all, and the same command sends them")
+            self._tell("tracker_behind", f"{self._name} has the metrics of this run only up to step {self._have[0]} "
+                       f"({self._down}); metrics.jsonl has all of them, and running the same command again sends them")
 
     # ------------------------------------------------------------------------------------------------- on its thread
 
@@ -226,7 +226,7 @@ class _Follower:
         self._tried = extra
         if self._tries > _TRIES:
             self._refused.add(what)
-            self._tell("tracker_refuses", f"{self._name} gets no {what} any more ({self._down})", reason=self._down)
+            self._tell("tracker_refuses", f"{self._name} gets no more {what} uploads ({self._down})", reason=self._down)
         if what not in self._refused:
             getattr(self._tracker, what)(*arguments)
 
@@ -260,8 +260,8 @@ class _Follower:
         self._generation, self._sent, self._begun, self._floor = self._generation + 1, NOTHING, False, 0
         self._compared = self._rolled_back
         self._keep()
-        self._tell("tracker_superseded", f"{self._name} has lines that are no longer those of this run; it begins "
-                   f"another one, {self._about.name} ({self._generation})")
+        self._tell("tracker_superseded", f"{self._name} has metrics that a rollback or restart replaced; it "
+                   f"begins a new run there, {self._about.name} ({self._generation})")
 
     def _keep(self) -> None:
         """Note in the workdir what was sent; where that fails, lines may come twice after a crash."""
@@ -275,12 +275,12 @@ class _Follower:
     def _up(self) -> None:
         if self._down:
             self._down = ""
-            self._tell("tracker_back", f"{self._name} is there again, and has all lines")
+            self._tell("tracker_back", f"{self._name} is reachable again and has all metrics")
 
     def _tell_down(self, why: str) -> None:
         if not self._down:
-            self._tell("tracker_down", f"{self._name} is down ({why}); training goes on, and it gets what it lacks "
-                       "later", reason=why)
+            self._tell("tracker_down", f"{self._name} is down ({why}); training continues, and the missing metrics "
+                       "are sent later", reason=why)
         self._down = why
 
     def _tell(self, kind: str, sentence: str, **fields: Any) -> None:

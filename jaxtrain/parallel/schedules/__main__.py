@@ -1,4 +1,4 @@
-"""Draw a pipeline schedule, and count its bubble and its memory.
+"""Draw a pipeline schedule, and compute its bubble and memory.
 
     jaxtrain schedules --schedule=zb_h1 --stages=4 --microbatches=8
     jaxtrain schedules --report
@@ -49,19 +49,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of("schedules", __doc__)
     parser.add_argument("--schedule", default="1f1b", help=f"{', '.join(NAMES)}; default: 1f1b")
-    parser.add_argument("--stages", type=int, help="default 4, or those of the table")
-    parser.add_argument("--microbatches", type=int, help="default 8, or those of the table")
-    parser.add_argument("--chunks", type=int, help="per stage; default 2 for interleaved and zb_v, else 1")
-    parser.add_argument("--paired", action="store_true", help="up to one F and one B per stage and tick")
-    parser.add_argument("--latency", type=int, default=1, help="2: each transfer overlaps with a tick")
+    parser.add_argument("--stages", type=int, help="number of stages; default 4, or as in the table")
+    parser.add_argument("--microbatches", type=int, help="number of micro-batches; default 8, or as in the table")
+    parser.add_argument("--chunks", type=int, help="chunks per stage; default 2 for interleaved and zb_v, else 1")
+    parser.add_argument("--paired", action="store_true", help="allow one F and one B per stage in the same tick")
+    parser.add_argument("--latency", type=int, default=1,
+                        help="2: each transfer takes a tick, and overlaps with computation; default 1")
     parser.add_argument("--table", help="a schedule of your own, in CSV or JSON")
-    parser.add_argument("--f", type=float, default=1, help="time of a stage's forward")
-    parser.add_argument("--b", type=float, default=1, help="time of the gradient of its input")
-    parser.add_argument("--w", type=float, default=1, help="time of the gradient of its weights")
+    parser.add_argument("--f", type=float, default=1, help="time of a stage's forward pass")
+    parser.add_argument("--b", type=float, default=1, help="time of a stage's backward pass for inputs")
+    parser.add_argument("--w", type=float, default=1, help="time of a stage's backward pass for weights")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
-                        help="B does the forward again, f longer (default)")
-    parser.add_argument("--output", metavar="FILE", help="draw into this SVG file")
-    parser.add_argument("--png", help="draw into this file, through matplotlib")
+                        help="B recomputes the forward pass, and takes F longer (default)")
+    parser.add_argument("--output", metavar="FILE", help="write the drawing to this SVG file")
+    parser.add_argument("--png", help="write the drawing to this PNG file, with matplotlib")
     parser.add_argument("--report", action="store_true", help="compare all schedules instead")
     flags = parser.parse_args(argv)
     for name in "fbw":

@@ -1,12 +1,12 @@
-"""Fit a scaling law to finished runs: the loss of larger ones, and a budget's best size.
+"""Fit a scaling law to finished runs: predict the loss, and the best size for a budget.
 
     jaxtrain scaling WORKDIR WORKDIR WORKDIR ... --save=FILE
     jaxtrain scaling SWEEP --flops=1e21 --output=FILE
     jaxtrain plan --config=configs/gpt.py:124m --target=h100x8 --tokens=3e9 --scaling=FILE
 
-The loss is E + A / N^alpha + B / D^beta, where N is how many parameters a token is multiplied by and D how many tokens
-a run was trained on, so that training takes 6 N D FLOPs, and those of attention. Bands are the 5th and the 95th
-percentile of fits to runs that are drawn again. The runs need at least three sizes and three numbers of tokens.
+The loss is E + A / N^alpha + B / D^beta, where N is the number of parameters used per token and D the number of tokens
+a run was trained on, so that training takes 6 N D FLOPs, plus those of attention. Bands are the 5th and 95th
+percentiles of fits to bootstrap samples of the runs. The runs need at least three sizes and three numbers of tokens.
 
 Exit status 0; 2: a user error, reported in one line.
 """
@@ -49,10 +49,10 @@ def parser() -> argparse.ArgumentParser:
     made = parser_of("scaling", __doc__)
     made.add_argument("runs", nargs="+", metavar="RUNS", action="store",
                       help="workdirs of runs, and folders of sweeps or their results.jsonl")
-    made.add_argument("--metric", default="eval_loss", help="the loss, by its key in metrics.jsonl; default: eval_loss")
-    made.add_argument("--samples", type=int, default=200, help="samples of the runs, for the bands; default: 200")
-    made.add_argument("--seed", type=int, default=0, help="seed of the samples; default: 0")
-    made.add_argument("--flops", type=float, help="a budget to spend on training: the best size for it")
+    made.add_argument("--metric", default="eval_loss", help="key of the loss in metrics.jsonl; default: eval_loss")
+    made.add_argument("--samples", type=int, default=200, help="bootstrap samples for the bands; default: 200")
+    made.add_argument("--seed", type=int, default=0, help="seed of the bootstrap; default: 0")
+    made.add_argument("--flops", type=float, help="compute budget: show the best model size for it")
     made.add_argument("--save", metavar="FILE", help="write the fit, for jaxtrain plan --scaling=FILE")
     made.add_argument("--output", metavar="FILE", help="draw the runs, the fit and the best sizes, as a page")
     made.set_defaults(dollars=None)

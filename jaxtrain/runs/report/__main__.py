@@ -1,11 +1,11 @@
-"""Write one or several runs as one HTML page, or serve it while they go on.
+"""Write a report of one or several runs as an HTML page, or serve it while they train.
 
     jaxtrain report WORKDIR
     jaxtrain report WORKDIR WORKDIR --output=seeds.html
     jaxtrain report WORKDIR --live
 
-The page has curves, where the time went, events, checkpoints, samples and the config, and needs no network. With
-several runs curves lie over each other, and runs that differ in seeds alone have a mean and an interval.
+The page shows curves, where the time went, events, checkpoints, samples and the config, and works offline. With
+several runs, curves are overlaid, and runs that differ only in seeds get a mean and a confidence interval.
 """
 
 import sys

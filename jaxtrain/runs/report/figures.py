@@ -26,9 +26,9 @@ COLOURS = ("#1f5f99", "#b8480a", "#00795a", "#a3498f", "#7a6a00", "#2a8fb5", "#5
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 _MARKS = {"restart": ("dot", -1), "rollback": ("dash", 7), "spike": ("dashdot", 4)}  # a dash and a colour
+_WITHOUT_OUTLIERS = ("loss", "grad_norm", "throughput", "examples", "mfu", "step_time")
+_LEAST_SPREAD = 0.02  # of the middle value: a curve is not shown in more detail than this
 _MOST_MARKS, _MOST_MARKERS = 300, 100
-# A chart of fewer points shows all of them; and one of which 90 % of the points take at least this part of the axis.
-_FEW, _FLAT = 20, 3
 _TALL, _BLOCKS = 280, 40  # pixels of a chart in a notebook, and characters of one in words
 
 
@@ -46,28 +46,13 @@ def figure(chart: Chart, runs: Sequence[RunCurves], groups: Sequence[Group] = ()
     `meta` of each trace has what the page draws it by: `x`, its places on other axes; `colour`, the number of its
     colour; `role`, "raw", "mean" (which the page smooths), "line" or "mark".
     """
-    made = graph_objects().Figure(layout=_layout(chart.unit))
+    layout = _layout(chart.unit)
+    layout["yaxis"]["range"] = value_range(chart, runs)
+    made = graph_objects().Figure(layout=layout)
     made.add_traces([trace for number, one in enumerate(runs) for trace in _traces(chart, one, number, len(runs))])
     if chart.name == "loss":
         made.add_traces([_band(group) for group in groups])
-    made.update_yaxes(range=_range(chart, runs))
     return made
-
-
-def _range(chart: Chart, runs: Sequence[RunCurves]) -> list[float] | None:
-    """Return the part of the vertical axis to show, without outliers that would flatten all else; None: all of it.
-
-    A few points, such as the first losses, or a step that waited for something else, must not take up most of a chart.
-    """
-    curves = [curve.values for key in chart.keys for one in runs if (curve := one.curve(key))]
-    values = np.concatenate([each[np.isfinite(each)] for each in curves] or [np.empty(0)])
-    if len(values) < _FEW:
-        return None
-    least, low, high, greatest = np.percentile(values, [0, 5, 95, 100])
-    margin = (high - low) / 2
-    if margin <= 0 or greatest - least < _FLAT * (high - low):
-        return None
-    return [float(max(least - margin / 4, low - margin)), float(min(greatest + margin / 4, high + margin))]
 
 
 @dataclass(frozen=True)
@@ -104,10 +89,36 @@ def plot(workdir: str | Path, *more: str | Path) -> Plot:
             trace.update(showlegend=trace.name not in seen, legendgroup=trace.name, meta=None)
             seen.add(trace.name)
             made.add_trace(trace, row, 1)
-        made.update_yaxes(title=chart.unit, range=_range(chart, runs), row=row, col=1)
+        made.update_yaxes(title=chart.unit, range=value_range(chart, runs), row=row, col=1)
     made.update_layout(height=_TALL * len(titles), hovermode="x", template="plotly_white")
     words = "\n".join(_in_words(chart, one) for chart in shown for one in runs)
     return Plot(made, words or "no steps yet")
+
+
+def value_range(chart: Chart, runs: Sequence[RunCurves]) -> list[float] | None:
+    """Return the values that a chart shows at first, without outliers; None: all of them.
+
+    Each curve is shown within three interquartile ranges of its middle half, so that neither the loss of the first
+    steps nor one slow step makes the rest a flat line.
+    """
+    if chart.name not in _WITHOUT_OUTLIERS:
+        return None
+    curves = [values[np.isfinite(values)] for one in runs for key in chart.keys if (found := one.curve(key))
+              for values in [found.values]]
+    curves = [values for values in curves if len(values)]
+    if not curves:
+        return None
+    ends = []
+    for values in curves:
+        low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+        reach = 3 * max(high - low, _LEAST_SPREAD * abs(middle))
+        ends.append((max(values.min(), low - reach), min(values.max(), high + reach)))
+    bottom, top = min(low for low, _ in ends), max(high for _, high in ends)
+    everything = np.concatenate(curves)
+    if bottom <= everything.min() and top >= everything.max():
+        return None
+    margin = 0.05 * (top - bottom)
+    return [float(bottom - margin * (bottom > everything.min() or bottom - margin > 0)), float(top + margin)]
 
 
 def _in_words(chart: Chart, run: RunCurves) -> str:
@@ -122,7 +133,7 @@ def _in_words(chart: Chart, run: RunCurves) -> str:
 
 def _layout(unit: str) -> dict[str, Any]:
     return {"template": "none", "hovermode": "x unified", "margin": {"l": 60, "r": 12, "t": 12, "b": 44},
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "groupclick": "toggleitem"},
             "xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": unit}}}
 
 
@@ -134,11 +145,13 @@ def _traces(chart: Chart, one: RunCurves, number: int, count: int) -> list[Any]:
     points = POINTS if count <= 4 else max(200, 4 * POINTS // count)
     made = []
     for place, curve in enumerate(curves):
-        colour, dash = (place, place) if count == 1 else (number, number + place * (not curve.key.startswith("eval_")))
-        several = len(chart.keys) > 1  # so that training and evaluation, for one, are told apart
-        name, group = (curve.key, curve.key) if count == 1 else (f"{one.name}{f' {curve.key}' * several}", one.name)
-        keys = {"name": html.escape(name), "legendgroup": html.escape(f"{group} {curve.key}")}
-        made += _curve(curve, keys, colour, dash, points)
+        # Colours tell several runs apart. Dashes tell their curves apart where a chart has several of each run, and
+        # otherwise the runs too.
+        colour, dash = (place, place) if count == 1 else (number, place if len(chart.keys) > 1 else number)
+        name, group = (curve.key, curve.key) if count == 1 else (
+            f"{one.name} {curve.key}" if len(chart.keys) > 1 else one.name, one.name)
+        keys = {"name": html.escape(name), "legendgroup": html.escape(group)}
+        made += _curve(curve, keys, colour, dash, number if count > 1 else place, points)
     finite = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves] or [np.empty(0)])
     if not len(finite):
         finite = np.ones(1)
@@ -149,7 +162,7 @@ def _traces(chart: Chart, one: RunCurves, number: int, count: int) -> list[Any]:
     return made
 
 
-def _curve(curve: Curve, named: dict[str, Any], colour: int, dash: int, points: int) -> list[Any]:
+def _curve(curve: Curve, named: dict[str, Any], colour: int, dash: int, symbol: int, points: int) -> list[Any]:
     """Return the traces of a curve: as it is, its means to be smoothed, and where it is not finite."""
     scatter = graph_objects().Scatter
     of_evaluation = curve.key.startswith("eval_")
@@ -161,7 +174,7 @@ def _curve(curve: Curve, named: dict[str, Any], colour: int, dash: int, points: 
     keys = {**named, "line": line, "connectgaps": False}
     made = [scatter(**keys, **_places(curve.at(rows), role, colour), y=_compact(curve.values[rows]),
                     mode="lines+markers" if points_too else "lines",
-                    marker={"symbol": _SYMBOLS[dash % len(_SYMBOLS)], "size": 7})]
+                    marker={"symbol": _SYMBOLS[symbol % len(_SYMBOLS)], "size": 7})]
     if role == "raw":
         axes = {axis: thinning.averages(places, points) for axis, places in curve.axes.items()}
         made.append(scatter(**keys, **_places(axes, "mean", colour), y=_compact(

@@ -14,7 +14,7 @@ _OURS = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 def serve(page: ReportPage, port: int = 0) -> None:
     """Serve the page until Ctrl-C; port 0: one that is free."""
     with server(page, port) as made:
-        say(f"http://{_HOST}:{made.server_address[1]}/ has the report, and renews it; Ctrl-C ends it")
+        say(f"http://{_HOST}:{made.server_address[1]}/ shows the report and keeps it up to date; press Ctrl-C to stop")
         made.serve_forever()
 
 

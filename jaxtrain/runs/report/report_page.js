@@ -43,6 +43,11 @@ function looked(trace, colour, axis, share) {  // the trace as the controls want
   return made;
 }
 
+function shown(range, log) {  // the range of an axis as its scale has it; undefined: Plotly finds one
+  if (!range || !log) return range;
+  return range[0] > 0 ? range.map(Math.log10) : undefined;
+}
+
 function draw(figure) {
   const name = figure.dataset.chart, drawing = figure.querySelector(".drawing");
   if (!drawing.clientWidth || !figures[name]) return;  // in a part that is closed, or no run has it any more
@@ -57,7 +62,8 @@ function draw(figure) {
     hoverlabel: {bgcolor: colour("--card"), bordercolor: colour("--edge"), font: {color: colour("--text")}, namelength: -1},
     xaxis: {...layout.xaxis, ...lines, nticks: narrow ? 5 : 0,
       ...(curves && {title: {text: byId("axis").selectedOptions[0].text}})},
-    yaxis: {...layout.yaxis, ...lines, ...(curves && {type: log ? "log" : "linear"}), ...(log && {range: null})},
+    yaxis: {...layout.yaxis, ...lines, ...(curves && {type: log ? "log" : "linear",
+      range: shown(layout.yaxis.range, log)})},
     margin: {...layout.margin, ...(narrow && {l: 40, r: 6})}};
   Plotly.react(drawing, data.map(trace => looked(trace, colour, axis, share)), wanted,
     {responsive: true, displaylogo: false, displayModeBar: narrow ? false : undefined,

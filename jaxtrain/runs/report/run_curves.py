@@ -31,16 +31,16 @@ class Chart:
 
 
 CHARTS = (
-    Chart("loss", "Loss", "nats a token", ("loss", "eval_loss", "eval_loss_ema")),
+    Chart("loss", "Loss", "nats per token", ("loss", "eval_loss", "eval_loss_ema")),
     Chart("reward", "Reward", "", ("reward",)),
     Chart("grad_norm", "Gradient norm", "", ("grad_norm",)),
     Chart("learning_rate", "Learning rate", "", ("learning_rate",)),
-    Chart("throughput", "Throughput", "tokens a second", ("tokens_per_s",)),
+    Chart("throughput", "Throughput", "tokens per second", ("tokens_per_s",)),
     Chart("examples", "Throughput", "examples per second", ("examples_per_s",)),
-    Chart("mfu", "Model FLOPs utilization (MFU)", "share of the peak", ("mfu", "mfu_full")),
-    Chart("step_time", "Time of a step", "seconds", ("step_time_s",)),
-    Chart("data_wait", "Wait for the data of a step", "seconds", ("data_wait_s",)),
-    Chart("goodput", "Goodput", "share of the run's life", ("goodput",)),
+    Chart("mfu", "Model FLOPs utilization (MFU)", "fraction of peak", ("mfu", "mfu_full")),
+    Chart("step_time", "Step time", "seconds", ("step_time_s",)),
+    Chart("data_wait", "Time waiting for data, per step", "seconds", ("data_wait_s",)),
+    Chart("goodput", "Goodput", "fraction of the run's time", ("goodput",)),
 )
 
 

@@ -31,8 +31,8 @@ def summary(one: RunCurves) -> dict[str, str]:
     facts |= {key: number(run.steps.last[key]) for key in ("tokens", "examples", "loss") if key in run.steps.last}
     if (found := seed_statistics.best(one)) and found[0] != "loss":
         facts[f"best {found[0]}"] = f"{found[1]:.4f} at step {found[2]:,}"
-    for title, key, form in (("tokens a second", "tokens_per_s", "{:,.0f}"),
-                             ("examples per second", "examples_per_s", "{:,.0f}"),
+    for title, key, form in (("tokens/s", "tokens_per_s", "{:,.0f}"),
+                             ("examples/s", "examples_per_s", "{:,.0f}"),
                              ("step time", "step_time_s", "{:.4g} s"), ("MFU", "mfu", "{:.1%}")):
         if len(values := finite(run.steps[key])):
             facts[f"{title}, median"] = form.format(median(values.tolist()))
@@ -41,7 +41,7 @@ def summary(one: RunCurves) -> dict[str, str]:
                   "time": duration(run.account.life), "starts": f"{len(run.account.incarnations)}, "
                   f"{run.account.failures} failed"}
         if (left := run.account.left) and run.state() == "running":
-            facts["to go, about"] = duration(left)
+            facts["time left, about"] = duration(left)
     if sizes := _mesh(run):
         shape = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         facts["devices"] = f"{math.prod(sizes.values())} {run.run.get('device_kind', '')}" + f" ({shape})" * bool(shape)
@@ -71,7 +71,7 @@ def compared(runs: Sequence[RunCurves]) -> Table:
     def ranked(one: RunCurves) -> list[float]:
         return [best[1] if (best := seed_statistics.best(one, key)) else math.inf for key in metrics]
 
-    shown = ("state", "step", "tokens", "examples", "tokens a second, median", "examples per second, median",
+    shown = ("state", "step", "tokens", "examples", "tokens/s, median", "examples/s, median",
              "step time, median", "MFU, median", "goodput", "time", "starts")
     keys = [key for key in shown if any(key in fact for fact in facts.values())]
     head = ["", "run", *(title for key in metrics for title in (f"best {key}", "at step", f"newest {key}")), *keys]
@@ -100,7 +100,7 @@ def over_seeds(groups: Sequence[seed_statistics.Group]) -> Table:
                 n, mean, deviation, margin = found
                 rows.append([", ".join(one.name for one in group.runs), what, f"{n}", f"{mean:.4f}", f"{deviation:.4f}",
                              f"{mean - margin:.4f} to {mean + margin:.4f}"])
-    return ["runs", "value", "runs with it", "mean", "deviation", "95 % interval of the mean"], rows
+    return ["runs", "value", "number of runs", "mean", "standard deviation", "95 % interval of the mean"], rows
 
 
 def config_differences(runs: Sequence[RunCurves]) -> Table:
@@ -144,7 +144,7 @@ def mixture(run: RecordedRun) -> Table:
             shares.append(f"{share:.1%}" + f" from step {stage.start:,}" * (len(stages) > 1))
             read += share * max(0, min(run.step, end) - stage.start) * stage.seq_len * stage.batch
         rows.append([source.name or "all", source.source, ", ".join(shares), f"{read:,.0f}"])
-    return ["source", "text", "share of the rows", "tokens so far, about"], rows
+    return ["source", "text", "share of the samples", "tokens so far, about"], rows
 
 
 def starts(run: RecordedRun) -> Table:
@@ -152,7 +152,7 @@ def starts(run: RecordedRun) -> Table:
     found = run.account.incarnations if run.account else ()
     shown = [category for category in CATEGORIES if any(one.seconds[category] for one in found)
              or category == "lost_work"]
-    rows = [[f"{place}", clock(one.began), one.ended or "killed, or runs",
+    rows = [[f"{place}", clock(one.began), one.ended or "killed, or still running",
              "" if one.resumed is None else f"{one.resumed:,}", f"{one.reached[0]:,}", duration(sum(seconds.values())),
              *(f"{seconds[key]:,.1f}" for key in shown)]
             for place, (one, seconds) in enumerate(zip(found, settled(found), strict=True), 1)]
@@ -165,7 +165,7 @@ def happened(runs: Sequence[RunCurves]) -> Table:
     found = [(event, one.name) for one in runs for event in one.run.events]
     found.sort(key=lambda pair: pair[0]["time"] if isinstance(pair[0].get("time"), int | float) else 0, reverse=True)
     named = ["run"] if len(runs) > 1 else []
-    return ["time (UTC)", *named, "kind", "what", "process"], [
+    return ["time (UTC)", *named, "kind", "details", "process"], [
         [clock(event.get("time")), *([name] if named else []), event["kind"], said(event),
          f"{event.get('process', '')}"]
         for event, name in found[:_MOST_ROWS]]
@@ -175,7 +175,7 @@ def saves(run: RecordedRun) -> Table:
     """Return the checkpoints that a run has, with what its events say of each."""
     told = {event["step"]: event for event in run.events
             if event["kind"] == "checkpoint" and isinstance(event.get("step"), int)}
-    head, keys = ["held up the loop, s", "written in, s", "read back in, s"], ("blocked_s", "written_s", "verified_s")
+    head, keys = ["blocked training, s", "written in, s", "verified in, s"], ("blocked_s", "written_s", "verified_s")
     return ["step", "saved (UTC)", *head], [[f"{step:,}", clock(told.get(step, {}).get("time")),
                                              *(number(told[step].get(key)) if step in told else "" for key in keys)]
                                             for step in run.checkpoints]
@@ -211,7 +211,7 @@ def key_numbers(chart: Chart, runs: Sequence[RunCurves]) -> Table:
                      f"{len(values) - len(there):,}",
                      *(number(values[place]) if step <= at[-1] else ""
                        for step, place in zip(steps, places, strict=True))])
-    return ["curve", "least", "greatest", "not finite", *(f"step {step:,}" for step in steps)], rows
+    return ["curve", "minimum", "maximum", "not finite", *(f"step {step:,}" for step in steps)], rows
 
 
 def finite(values: np.ndarray) -> np.ndarray:

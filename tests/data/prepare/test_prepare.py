@@ -278,7 +278,7 @@ def test_a_tokenizer_that_changed_is_found(tmp_path, tokenizer, monkeypatch):
     ("a.txt", b"x", ["--tokenizer=a.txt"], "a.txt is not a tokenizer.json"),
     ("a.txt", b"x", ["--eval_fraction=1"], "--eval_fraction: 1.0 is not between"),
     ("a.txt", b"x", ["--workers=-1"], "--workers: -1"), ("a.txt", b"x", ["--workers=0"], "--workers: 0"),
-    ("a.txt", b"x", ["--input=none"], "none does not exist; name files or folders that are there"),
+    ("a.txt", b"x", ["--input=none"], "none does not exist; name existing files or folders"),
     ("a.txt", b"x", ["--output=a.txt"], "cannot be written"),
     ("a.txt", b"x", ["--output=."], "is not empty"),
     ("a.txt", b"x", ["--near_threshold=0.7"], "--near_threshold: it has no effect without --deduplicate=near"),
@@ -308,7 +308,7 @@ def test_a_flag_given_twice_counts_twice(tmp_path, capsys):
     assert "runs will not evaluate" in capsys.readouterr().out
     assert main([f"--input={first}", str(second), f"--output={tmp_path / 'two'}"]) == 2
     assert "several values follow a flag without =" in capsys.readouterr().err
-    assert main([f"--input={first}", f"--output={tmp_path / 'two'}", "--dry-run"]) == 2
+    assert main([f"--input={first}", f"--output={tmp_path / 'two'}", "--dry-runn"]) == 2
     assert "did you mean '--dry_run'" in capsys.readouterr().err
 
 

@@ -117,7 +117,7 @@ def test_rows_have_texts_labels_or_sequences_beside_the_patches(stored):
             np.testing.assert_array_equal(row["tokens"][here][patches:], targets[:-1])
     labelled = LabelledPictures(prepared(stored, "files", "--target=folder").train, 48, 3)
     assert sum(int(labelled[i]["weights"].sum()) for i in range(len(labelled))) == len(SIZES)
-    with pytest.raises(jt.UserError, match="a row of 16 does not hold the largest picture, which takes 21; set it"):
+    with pytest.raises(jt.UserError, match="a row of 16 does not hold the largest image, which takes 21; set it"):
         len(PairedPictures(corpus.train, 16, 3, 9))
 
 
@@ -218,8 +218,8 @@ def test_grey_pictures_of_16_bits_keep_their_shades(kind, mode, tmp_path):
 
 @pytest.mark.parametrize(("row", "message"), [
     ({"text": ["a", "b"]}, "--text_field: row 0 of a.parquet has no text but list; name a column of text"),
-    ({"image": "a.png"}, "--picture_field: row 0 of a.parquet has no bytes of a picture but str; write"),
-    ({"image": {"file": "a.png"}}, "--picture_field: row 0 of a.parquet has no bytes of a picture but dict; write")])
+    ({"image": "a.png"}, "--picture_field: row 0 of a.parquet has no bytes of an image but str; write"),
+    ({"image": {"file": "a.png"}}, "--picture_field: row 0 of a.parquet has no bytes of an image but dict; write")])
 def test_columns_of_other_types_are_refused(row, message, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq

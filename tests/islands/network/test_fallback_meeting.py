@@ -1,4 +1,4 @@
-"""An island that goes on at the store while the port is out of reach, and returns: one log, each offer in it once."""
+"""An island that continues at the store while the port is out of reach, and returns: one log, each offer in it once."""
 
 import math
 import os
@@ -56,7 +56,7 @@ def said(capsys):
     return Said(capsys)
 
 
-AWAY = r"127.0.0.1:\d+: the coordinator of the islands is out of reach \(.+\); island 0 goes on at "
+AWAY = r"127.0.0.1:\d+: the coordinator of the islands is out of reach \(.+\); island 0 continues at "
 BACK = r"127.0.0.1:\d+: the coordinator of the islands answers again, and island 0 returns to it from "
 
 

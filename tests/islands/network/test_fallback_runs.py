@@ -101,7 +101,7 @@ def test_an_island_without_its_port_goes_on_to_the_same_bits(tmp_path, site, cut
     site.carry()
     same(mode, site, attempts)
     said = capsys.readouterr().err
-    assert (said.count("goes on at"), said.count("returns to it")) == (1, int(cut[1] is not None))
+    assert (said.count("continues at"), said.count("returns to it")) == (1, int(cut[1] is not None))
 
 
 @pytest.mark.parametrize("mode, taken", tiered(

@@ -104,7 +104,7 @@ def test_a_lost_node_starts_the_job_again_on_the_others(begun, cluster):
 def test_a_second_job_in_a_workdir_is_refused(begun, capsys):
     workdir = begun()
     assert jobs_command.main(["resume", f"{workdir}"]) == 2
-    assert "its job is running, and goes on by itself; leave it" in capsys.readouterr().err
+    assert "its job is running, and continues by itself; leave it" in capsys.readouterr().err
     jobs.record(replace(job := jobs.newest(workdir), id=""))  # its submission was cut off
     assert launch.main(["--on=slurm", f"--workdir={workdir}", "--", "true"]) == 2
     assert "has a job that is running" in capsys.readouterr().err and jobs.newest(workdir).id == job.id

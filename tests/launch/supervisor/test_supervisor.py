@@ -126,7 +126,9 @@ def test_all_reach_the_end(run, tmp_path):
 def test_what_is_not_started_again(run, tmp_path, code):
     status, err = ended(run({"else": [f"say because of {code}", f"exit {code}"]}))
     assert status == code and kinds(tmp_path) == ["attempt", "ended"]
-    assert "first to fail: process " in err and f"because of {code}" in err
+    (first,) = (line for line in err.splitlines() if line.startswith("supervise: "))
+    assert first.startswith("supervise: first to fail: process ")
+    assert first.endswith(f"(exit status {code}): because of {code}") == (code != exit_codes.INTERRUPTED)
 
 
 @pytest.mark.slow
@@ -136,7 +138,7 @@ def test_a_crash_starts_all_again(run, tmp_path):
             "2:0": ["step 3"]}
     code, err = ended(run(plan))
     assert code == 0
-    assert "supervise: process 1 crashed (exit status 1); starting again; logs: " in err
+    assert "supervise: process 1 crashed (exit status 1): RuntimeError: a cable; starting again; logs: " in err
     assert "Current thread" in (tmp_path / "logs/1/process-0.log").read_text()
     assert kinds(tmp_path) == ["attempt", "restart", "attempt"] or kinds(tmp_path)[-1] == "recovered"
     assert not alive((tmp_path / "pid-1-0").read_text())
@@ -314,9 +316,14 @@ def test_accelerators_that_do_not_divide():
     (["--nodes=2", "--node_rank=2"], "--node_rank: 2 is not below"),
     (["--nodes=2", "--coordinator=a:1", "--processes=2", "--min_processes=1"], "cannot change its size"),
     (["--silent=-1"], "--silent: -1.0 is negative"),
-    (["--", "--workdir=x"], "--config: it is missing"),
+    (["--", "--workdir=x"], "CONFIG: it is missing"),
     (["--", "--config=x.py", "--process_id=1"], "--process_id: the supervisor gives it"),
-    (["--config=x.py"], "flags of the run come after --; write jaxtrain supervise --processes=N -- --config=x.py"),
+    (["--config=x.py"], "--config=x.py: the config and the flags of the run come after --; write jaxtrain supervise "
+     "--processes=N -- --config=x.py\n"),
+    (["x.py:a", "--processes=2", "--workdir=w", "--", "--adopt"], "x.py:a: the config and the flags of the run come "
+     "after --; write jaxtrain supervise --processes=N -- x.py:a --workdir=w --adopt\n"),
+    (["--processes", "2", "x.py"], "x.py: the config and the flags of the run come after --; write "),
+    (["--process=2", "--", "x.py"], "command line: unrecognized arguments: --process=2; did you mean '--processes'?"),
 ])
 def test_mistakes(words, message, capsys):
     assert supervise.main(words) == exit_codes.MISTAKE

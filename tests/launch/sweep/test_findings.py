@@ -1,6 +1,7 @@
 """The report of a sweep: the order of its points, what its keys explain, and the page."""
 
 import html
+import itertools
 import json
 import math
 import random
@@ -105,6 +106,21 @@ def test_the_page_needs_nothing_and_draws_all_points(found, monkeypatch):
             if path.get("class") != "axis"]
     assert ends[-1] > 200 > min(ends), "the lower, the lower"
     assert {word.text for word in lines.iter("text")} >= {*KEYS, "eval_loss", "0.0001", "1", "0", "0.1"}
+
+
+def test_labels_of_many_keys_do_not_overlap(tmp_path):
+    keys = {f"optimizer.a_rather_long_key_{i}": [1, 2] for i in range(9)}
+    sweep = replace(described(Machine(tmp_path)), ranges={key: Range(tuple(values)) for key, values in keys.items()})
+    curve = MetricCurve(tmp_path, "eval_loss")
+    curve.values = {1: 2.0}
+    trials = [Trial(tmp_path, n, dict.fromkeys(keys, 1 + n), None, 1, curve, ended={
+        "state": "complete", "value": 1.0 + n, "seconds": 1.0, "tokens": 5, "dollars": None}) for n in range(2)]
+    (drawn,) = re.findall(r"<svg.*?</svg>", sweep_page.coordinates(sweep, points_of(trials, 1)), re.S)
+    svg = ElementTree.fromstring(drawn)
+    ends = [(x - 3.5 * len(word.text), x + 3.5 * len(word.text)) for word in svg.iter("text")
+            if word.get("y") == "-24.0" for x in [float(word.get("x"))]]
+    assert len(ends) == 10 and ends[0][0] >= 0 and ends[-1][1] <= float(svg.get("viewBox").split()[2])
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(ends))
 
 
 def test_what_a_page_says_is_text_and_its_command_a_command(tmp_path):

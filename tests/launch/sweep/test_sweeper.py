@@ -135,7 +135,7 @@ def test_halving_stops_most_and_finds_the_best(tmp_path, monkeypatch, capsys):
     assert best["state"] == "complete"
     # What goes on later, when it turns out to be among the best, goes on where it was stopped.
     again = [name for name in machine.begun if machine.begun.count(name) > 1]
-    assert again and "goes on: it is among the best at step" in capsys.readouterr().err
+    assert again and "continues: it is among the best at step" in capsys.readouterr().err
     stopped = [line for line in found if line["state"] == "stopped"]
     assert all(line["steps"] in range(9, 30) and line["value"] for line in stopped)
     monkeypatch.setattr(machine, "status", lambda job: Status("cancelled"))

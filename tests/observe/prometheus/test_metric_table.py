@@ -36,7 +36,7 @@ def test_the_files_are_current(tmp_path, capsys):
         assert path.read_text() == content, "run python -m jaxtrain.observe.prometheus --folder=deploy"
     assert main([f"--folder={tmp_path}"]) == 0
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == files().keys()
-    assert main(["--folder=/dev/null/x"]) == 2 and "--folder: /dev/null" in capsys.readouterr().err
+    assert main(["--folder=/dev/null/x"]) == 2 and "--output: /dev/null" in capsys.readouterr().err
 
 
 def test_the_page_has_the_table():

@@ -53,7 +53,7 @@ def picture_batches(config: Config, corpus: SequenceCorpus, split: str) -> Pictu
     _check(c, corpus)
     if not len(sequences := getattr(corpus, split)):
         if split == "train":
-            raise UserError("data.source", "it has no picture to train on", "prepare it with a smaller eval_fraction")
+            raise UserError("data.source", "it has no image to train on", "prepare it with a smaller eval_fraction")
         return None
     shape, at = (sequences, d.seq_len, c.pictures_per_row), c.patches_per_side if c.class_token else None
     if isinstance(c, VisionLanguageConfig):
@@ -74,11 +74,11 @@ def _check(c: Any, corpus: SequenceCorpus) -> None:
     """Refuse a corpus that is not what the model reads."""
     said, labelled = corpus.manifest, c.name == "picture_flow"
     if (patch := said.get("patch_size")) is None:
-        raise UserError("data.source", f"{c.name} reads pictures, and it has {', '.join(corpus.train.columns)}",
+        raise UserError("data.source", f"{c.name} reads images, and it has {', '.join(corpus.train.columns)}",
                         "name one that jaxtrain prepare_sequences pictures wrote")
     if patch != c.patch_size:
         raise UserError("model.patch_size", f"it is {c.patch_size}, and data.source has patches of {patch} pixels",
-                        f"set it to {patch}, or prepare the pictures with --patch_size={c.patch_size}")
+                        f"set it to {patch}, or prepare the images with --patch_size={c.patch_size}")
     if (column := "label" if labelled else "target") not in corpus.train.columns:
         raise UserError("data.source", f"{c.name} reads a {'label' if labelled else 'caption'} of each picture, and it "
                         f"has no column {column!r}", f"prepare it by --target={'folder' if labelled else 'text'}")

@@ -1,0 +1,97 @@
+"""Early stopping, `train.patience`: a run ends where evaluations no longer find a new lowest eval_loss."""
+
+import contextlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint import CheckpointManager
+from jaxtrain.distributed.coordination import exchange
+from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import parsed, whole_lines
+from jaxtrain.observe import events
+from jaxtrain.run import Run
+
+METRIC = "eval_loss"
+KIND = "early_stop"  # of the event
+
+
+def check(run: Run) -> None:
+    """Refuse `train.patience` where nothing is evaluated."""
+    if run.config.train.patience and run.eval_batches is None:
+        raise UserError("train.patience", "the data have no evaluation split, so that there are no evaluations",
+                        "prepare them with a larger --eval_fraction, or leave it out")
+
+
+class Patience:
+    """The evaluations of a run so far, which all processes know alike, and whether the run ends because of them.
+
+    Nothing of it is saved: after a restart the lines of metrics.jsonl say what the evaluations before found.
+    """
+
+    def __init__(self, run: Run, workdir: Path, start: int):
+        """Read the evaluations up to step `start`; every process makes this call."""
+        self._most, self._steps, self._workdir = run.config.train.patience, run.config.train.steps, workdir
+        self._found: list[tuple[int, float]] = []
+        if self._most:  # the first process decides, since files may arrive late on other machines
+            self._found = [(step, _number(loss)) for step, loss in exchange(_evaluations(workdir, start))[0]]
+
+    @property
+    def watches(self) -> bool:
+        """Whether evaluations may end the run: what they see is saved, so that it can go on from there."""
+        return self._most > 0
+
+    def see(self, step: int, fields: Mapping[str, Any]) -> None:
+        """Take the result of an evaluation."""
+        self._found.append((step, _number(fields[METRIC])))
+
+    @property
+    def over(self) -> bool:
+        """Whether the run ends after the newest evaluation, before its last step."""
+        return self.watches and self._since >= self._most and self._found[-1][0] < self._steps
+
+    @property
+    def _since(self) -> int:
+        """The number of evaluations after the one that found the lowest loss first."""
+        losses = [loss for _, loss in self._found]
+        return len(losses) - 1 - losses.index(min(losses)) if losses else 0
+
+    def reason(self, checkpoints: CheckpointManager) -> str:
+        """Return where and why the run ended early, and how it goes on; "" if it did not."""
+        if not self.over:
+            return ""
+        (step, loss), many = self._lowest, self._since
+        kept = f", whose checkpoint is {self._workdir / 'checkpoints' / str(step)}" * (step in checkpoints.steps())
+        return (f"stopped early at step {self._found[-1][0]} of {self._steps}, by train.patience={self._most}: "
+                f"{many} evaluation{'s in a row' * (many > 1)} found no lower {METRIC} than {loss:.4f}, that of step "
+                f"{step}{kept}; to train on, add --config.train.patience={2 * many}, or 0 to train to the last step")
+
+    def record(self) -> None:
+        """Write the event of an early stop, in the first process."""
+        if jax.process_index() == 0:
+            step, loss = self._lowest
+            events.record(self._workdir, KIND, step=self._found[-1][0], best_step=step, patience=self._most,
+                          **{METRIC: loss})
+
+    @property
+    def _lowest(self) -> tuple[int, float]:
+        return self._found[len(self._found) - 1 - self._since]
+
+
+def _number(loss: float | None) -> float:
+    """Return the loss, or infinity for one that is not finite, which metrics.jsonl has as null."""
+    return loss if loss is not None and math.isfinite(loss) else math.inf
+
+
+def _evaluations(workdir: Path, start: int) -> list[tuple[int, float | None]]:
+    """Return the step and loss of each evaluation up to a step that metrics.jsonl has."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in whole_lines(workdir / "metrics.jsonl"):
+            with contextlib.suppress(ValueError):  # damaged
+                if f'"{METRIC}"'.encode() in line and (told := parsed(line, {"step": int}))["step"] <= start:
+                    found.append((told["step"], told[METRIC] if isinstance(told[METRIC], int | float) else None))
+    return found
