@@ -286,7 +286,8 @@ def _wait_for_port(coordinator: str, seconds: float) -> None:
             if time.monotonic() > end:
                 raise UserError("--coordinator", f"port {port} of this host cannot be used "
                                 f"({os.strerror(error.errno or 0)})",
-                                "end what listens there, or choose another port in all processes") from None
+                                "stop the program that listens there, or choose another port in all "
+                                "processes") from None
         time.sleep(0.5)
 
 

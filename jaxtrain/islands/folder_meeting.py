@@ -251,7 +251,7 @@ class Bridge:
         try:
             offer = offer_of(bounded_files.parsed(self._store.read(f"offers/{name}") or b""))
             if name != f"{offer.island}-{offer.base}.json":
-                raise ValueError(f"its name says otherwise than its content: {offer.island}-{offer.base}")
+                raise ValueError(f"its name does not match its content: {offer.island}-{offer.base}")
         except ValueError as error:
             return self._leave(name, error)
         try:
@@ -355,7 +355,7 @@ class _Store:
         if (content := self.read(name, largest)) is None:
             raise Trimmed(f"{name} is not there")
         if hashlib.sha256(content).hexdigest() != sha256:
-            raise ValueError(f"{name} has another hash than its name says")
+            raise ValueError(f"{name} does not match the hash in its name")
         return content
 
     def write(self, name: str, content: bytes) -> None:

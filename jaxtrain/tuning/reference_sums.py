@@ -237,8 +237,9 @@ class ReferenceSums:
         if _without_places(now) != _without_places(begun or {}):
             was = f"{(begun or {}).get('workdir') or (begun or {}).get('folder') or 'nothing'}"
             at = f"@{begun['step']}" if begun and "step" in begun else ""
-            raise UserError(KEY, f"{self.path} lacks numbers of the reference, and train.init_from={source} is not "
-                            "what the run began with", f"set train.init_from={was}{at}, or bring the file back")
+            raise UserError(KEY, f"{self.path} lacks numbers of the reference, and train.init_from={source} differs "
+                            "from the model that the run started from", f"set train.init_from={was}{at}, or restore "
+                            "the file")
 
     def _data(self, skipped: SkippedBatches) -> str:
         """Return a hash of what decides which rows come when."""

@@ -54,7 +54,7 @@ def _trains(corpus: Corpus) -> bool:
 def _refuse_without_training_text(corpus: Corpus) -> None:
     if not any(map(_trains, corpus.parts.values() or [corpus])):
         raise UserError("data.mixture" if corpus.parts else "data.source", "it has evaluation text, and none to train "
-                        "on", "put it into data.mixture beside a corpus to train on")
+                        "on", "put it into data.mixture together with a corpus to train on")
 
 
 def eval_batches(config: DataConfig, corpus: Corpus) -> Batches | None:

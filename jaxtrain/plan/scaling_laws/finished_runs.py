@@ -65,7 +65,7 @@ def _trials(path: Path) -> list[Path]:
         raise UserError("RUNS", f"{path} has no line of a trial", "give the results.jsonl of a sweep")
     ended = [line for line in lines if line["state"] == "complete"]
     if len(ended) < len(lines):
-        say(f"{path}: {len(lines) - len(ended)} of {len(lines)} trials did not end, and are left out")
+        say(f"{path}: {len(lines) - len(ended)} of {len(lines)} trials did not finish, and are skipped")
     found = []
     for line in ended:
         folder = Path(line["workdir"])
@@ -82,7 +82,7 @@ def _of_workdir(folder: Path, metric: str, size: Any) -> Point | None:
     lines = list(json_lines(folder / "metrics.jsonl", {"step": int}))
     last = max((line["step"] for line in lines), default=0)
     if last < (steps := load_config(folder / "config.json").train.steps) or not lines:
-        say(f"{folder}: it is at step {last} of {steps}, and is left out")
+        say(f"{folder}: it is at step {last} of {steps}, and is skipped")
         return None
     values = [line[metric] for line in lines if isinstance(line.get(metric), _NUMBER) and line["step"] == last]
     tokens = max((line["tokens"] for line in lines if isinstance(line.get("tokens"), _NUMBER)), default=0)

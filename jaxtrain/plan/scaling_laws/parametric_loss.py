@@ -106,7 +106,7 @@ def fit(points: Sequence[Point], samples: int = 200, seed: int = 0) -> Fit:
         told = min(len(np.unique(rows[:, i])) for i in (0, 1)) > 1  # else a power has no value
         laws.append(_law(_fitted(rows, [best]), middle) if told else None)
     if (law := _law(best, middle)) is None:
-        raise UserError("RUNS", "no law with constants that are numbers fits them: what they differ by is mostly noise",
+        raise UserError("RUNS", "no law with constants that are numbers fits them: their differences are mostly noise",
                         "add runs, of sizes and numbers of tokens that are further apart")
     return Fit(law, [sample for sample in laws if sample is not None], tuple(points), laws.count(None))
 

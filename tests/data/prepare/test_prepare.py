@@ -315,7 +315,7 @@ def test_a_flag_given_twice_counts_twice(tmp_path, capsys):
 def test_a_corpus_that_was_not_copied_whole_is_no_text(tmp_path):
     corpus = prepare(str(write(tmp_path / "a.jsonl")), tmp_path / "out", Options())
     (corpus.path / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"has no manifest.json, so it is not a corpus; copy the corpus whole"):
+    with pytest.raises(UserError, match=r"has no manifest.json, so it is not a corpus; copy the complete corpus"):
         load_corpus(DataConfig(source=str(corpus.path), cache_dir=str(tmp_path)))
 
 
