@@ -204,7 +204,7 @@ class ReferenceSums:
         return some, self.program(size, length)(params, self.run.place(batch))
 
     def program(self, rows: int, length: int) -> jax.stages.Compiled:
-        """Return the compiled function from parameters and a batch to sums, for so many rows of this length."""
+        """Return the compiled function from parameters and a batch to sums, for this many rows of this length."""
         if (rows, length) not in self._programs:
             run, goal = self.run, self.run.objective
             batch = {name: jax.ShapeDtypeStruct((rows, length), run.batch_spec.dtypes[name],

@@ -45,7 +45,7 @@ class Law:
     beta: float
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Return the loss of a model of so many parameters after so many tokens."""
+        """Return the loss of a model of this many parameters after this many tokens."""
         with np.errstate(over="ignore", invalid="ignore"):  # laws of samples may have any powers
             return float(self.E + self.A * np.float64(parameters)**-self.alpha
                          + self.B * np.float64(tokens)**-self.beta)

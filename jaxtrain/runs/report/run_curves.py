@@ -35,7 +35,7 @@ CHARTS = (
     Chart("reward", "Reward", "", ("reward",)),
     Chart("grad_norm", "Gradient norm", "", ("grad_norm",)),
     Chart("learning_rate", "Learning rate", "", ("learning_rate",)),
-    Chart("throughput", "Throughput", "tokens a second", ("tokens_per_s",)),
+    Chart("throughput", "Throughput", "tokens per second", ("tokens_per_s",)),
     Chart("examples", "Throughput", "examples per second", ("examples_per_s",)),
     Chart("mfu", "Model FLOPs utilization (MFU)", "share of the peak", ("mfu", "mfu_full")),
     Chart("step_time", "Time of a step", "seconds", ("step_time_s",)),

@@ -31,7 +31,7 @@ def summary(one: RunCurves) -> dict[str, str]:
     facts |= {key: number(run.steps.last[key]) for key in ("tokens", "examples", "loss") if key in run.steps.last}
     if (found := seed_statistics.best(one)) and found[0] != "loss":
         facts[f"best {found[0]}"] = f"{found[1]:.4f} at step {found[2]:,}"
-    for title, key, form in (("tokens a second", "tokens_per_s", "{:,.0f}"),
+    for title, key, form in (("tokens per second", "tokens_per_s", "{:,.0f}"),
                              ("examples per second", "examples_per_s", "{:,.0f}"), ("MFU", "mfu", "{:.1%}")):
         if len(values := finite(run.steps[key])):
             facts[f"{title}, median"] = form.format(median(values.tolist()))
@@ -64,7 +64,7 @@ def compared(runs: Sequence[RunCurves]) -> Table:
     found = {one: seed_statistics.best(one) for one in runs}
     order = sorted(runs, key=lambda one: best[1] if (best := found[one]) else math.inf)
     facts = {one: summary(one) for one in order}
-    shown = ("state", "step", "tokens", "tokens a second, median", "MFU, median", "goodput", "time", "starts")
+    shown = ("state", "step", "tokens", "tokens per second, median", "MFU, median", "goodput", "time", "starts")
     keys = [key for key in shown if any(key in fact for fact in facts.values())]
     head = ["", "run", "metric", "best", "at step", "newest", *keys]
     return head, [[f"{place}", one.name, *((best[0], f"{best[1]:.4f}", f"{best[2]:,}") if (best := found[one])
@@ -159,7 +159,7 @@ def saves(run: RecordedRun) -> Table:
     """Return the checkpoints that a run has, with what its events say of each."""
     told = {event["step"]: event for event in run.events
             if event["kind"] == "checkpoint" and isinstance(event.get("step"), int)}
-    head, keys = ["held up the loop, s", "written in, s", "read back in, s"], ("blocked_s", "written_s", "verified_s")
+    head, keys = ["blocked training, s", "write time, s", "verification time, s"], ("blocked_s", "written_s", "verified_s")
     return ["step", "saved (UTC)", *head], [[f"{step:,}", clock(told.get(step, {}).get("time")),
                                              *(number(told[step].get(key)) if step in told else "" for key in keys)]
                                             for step in run.checkpoints]
