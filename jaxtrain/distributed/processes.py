@@ -252,7 +252,7 @@ def _at_most(seconds: int, place: Place | None) -> Iterator[None]:
         else:
             reason = f"process {place.rank} is at {place.coordinator}, but not all of the {place.processes} came"
         os.write(2, f"--coordinator: {reason} within {seconds} seconds; check that all of them started, and that there "
-                    f"are so many ({place.source if place else 'JAX'} said so)\n".encode())
+                    f"are as many ({place.source if place else 'JAX'} said so)\n".encode())
         os._exit(exit_codes.RESTART)
 
     timer = threading.Timer(seconds, end)

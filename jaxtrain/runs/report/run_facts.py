@@ -159,7 +159,8 @@ def saves(run: RecordedRun) -> Table:
     """Return the checkpoints that a run has, with what its events say of each."""
     told = {event["step"]: event for event in run.events
             if event["kind"] == "checkpoint" and isinstance(event.get("step"), int)}
-    head, keys = ["blocked training, s", "write time, s", "verification time, s"], ("blocked_s", "written_s", "verified_s")
+    head = ["blocked training, s", "write time, s", "verification time, s"]
+    keys = ("blocked_s", "written_s", "verified_s")
     return ["step", "saved (UTC)", *head], [[f"{step:,}", clock(told.get(step, {}).get("time")),
                                              *(number(told[step].get(key)) if step in told else "" for key in keys)]
                                             for step in run.checkpoints]
