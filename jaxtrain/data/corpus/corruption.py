@@ -1,4 +1,4 @@
-"""Training on a corpus with corrupt stretches: rows that touch them are left out, and all other rows keep their place.
+"""Training on a corpus with corrupt stretches: rows that touch them are dropped, and all other rows keep their place.
 
 With `data.corrupt=skip_and_count` a row that needs a corrupt stretch keeps its place in the order of rows, but has no
 loss. Corruption is found by the checksums of chunks in the manifest.

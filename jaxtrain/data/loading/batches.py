@@ -134,7 +134,7 @@ def packing(config: DataConfig, corpus: Corpus) -> str:
     cuts = f"{cut:,} of {documents:,} documents are cut"
     if config.packing in ("pairs", "answers"):
         number = documents // 2 if config.packing == "pairs" else documents
-        cuts = f"{cut:,} of {number:,} {config.packing} are longer than data.seq_len and left out"
+        cuts = f"{cut:,} of {number:,} {config.packing} are longer than data.seq_len and dropped"
     fill = sum(share * count for share, count in full) / sum(count for _, count in full)
     return f"{config.packing}: rows are {fill:.2%} full, {cuts}{only}"
 

@@ -111,8 +111,8 @@ def compared(found: dict[str, list[Segment]], folder: str | Path, english: bool)
     if english:
         normalized = transcript_normalizer.english(transcript_normalizer.published_spellings(folder))
     errors = word_errors.count(said, [text_of(segments) for segments in found.values()], normalized)
-    return (f"word error rate {errors.rate:.2%} of {errors.words:,} words: {errors.substituted} replaced, "
-            f"{errors.deleted} left out, {errors.inserted} added")
+    return (f"word error rate {errors.rate:.2%} of {errors.words:,} words: {errors.substituted} substituted, "
+            f"{errors.deleted} deleted, {errors.inserted} inserted")
 
 
 def transcribe(folder: str | Path, files: Sequence[str], step: int | None = None, *, beams: int = 1,

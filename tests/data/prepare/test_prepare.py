@@ -325,7 +325,7 @@ def test_input_without_a_usable_document_is_refused(tmp_path, name, content, cap
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(content)
     assert main([f"--input={tmp_path}/in", f"--output={tmp_path}/out"]) == 2
-    assert "--input: none of its documents can be used (1 were left out: not UTF-8 text); give text in UTF-8" in (
+    assert "--input: none of its documents can be used (1 were dropped: not UTF-8 text); give text in UTF-8" in (
         capsys.readouterr().err)
     assert not (tmp_path / "out/manifest.json").exists()
 
