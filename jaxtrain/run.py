@@ -187,7 +187,7 @@ class Run:
             self.of_shape(shape).compiled_step  # noqa: B018 (compiles)
 
     def of_shape(self, shape: tuple[int, ...]) -> "Run":
-        """Return this run for batches of so many rows and tokens a row: same state, same mesh (for `data.stages`)."""
+        """Return this run for batches of this many rows and tokens a row: same state, same mesh (for `data.stages`)."""
         rows, seq_len = shape
         data = self.config.data
         if (rows, seq_len) == (data.global_batch_size, data.seq_len):
@@ -396,7 +396,7 @@ class Run:
         return found | {"eval_bits_per_byte": nats * predicted / text.num_bytes / float(np.log(2))}
 
     def _evaluated(self, state: TrainState, many: int) -> tuple[float, list[Any]]:
-        """The mean loss of so many batches for evaluation, and their further sums."""
+        """The mean loss of this many batches for evaluation, and their further sums."""
         sums, batches = [], self.eval_batches
         assert batches is not None
         for n in range(many):
@@ -411,7 +411,7 @@ class Run:
         return hasattr(self.data, "see")
 
     def see(self, step: int, state: TrainState) -> None:
-        """Show the state after so many steps to data that are made with it."""
+        """Show the state after this many steps to data that are made with it."""
         for part in (self.data, self.joined):
             if hasattr(part, "see"):
                 part.see(step, state)

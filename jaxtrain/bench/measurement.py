@@ -92,7 +92,7 @@ class _Losses:
 
 @contextlib.contextmanager
 def training(run: Run, steps: int, one_shape: bool = False) -> Iterator[tuple[Training, dict[str, Any]]]:
-    """Yield a training loop that is ready for so many steps, and its compile time as record entries.
+    """Yield a training loop that is ready for this many steps, and its compile time as record entries.
 
     `one_shape`: refuse data whose batches differ in shape.
     """

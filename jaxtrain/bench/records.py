@@ -129,7 +129,7 @@ def read(file: str | Path) -> list[Record]:
         try:
             record = bounded_files.parsed(line, object)
         except ValueError:
-            say(f"warning: line {number} of {file} is not JSON and is left out")
+            say(f"warning: line {number} of {file} is not JSON and is skipped")
             continue
         if not isinstance(record, dict) or "what" not in record:
             raise UserError(f"{file}", f"line {number} is not a measurement", "give files that --json wrote")

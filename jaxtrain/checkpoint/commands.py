@@ -125,7 +125,8 @@ def verified(workdir: str | Path, steps: list[int]) -> Iterator[tuple[str, bool]
     for step in steps:
         _known(directory, step, there)
     if not there:
-        raise UserError("WORKDIR", f"{workdir} has no checkpoints yet", "see what `list` shows")
+        raise UserError("WORKDIR", f"{workdir} has no checkpoints yet",
+                        "see the steps that `jaxtrain checkpoint list` shows")
     for step in steps or there:
         with Work(f"step {step}", _to_read(directory, step)) as work:
             problems = verify.verify(directory, step, work.add)
@@ -220,7 +221,8 @@ def restore_to(workdir: str | Path, step: int, mirror_url: str = "") -> str:
 
 def _turn_back(workdir: Path, directory: Path, folder: Path, step: int, place: str) -> str:
     if problems := verify.verify(directory, step):
-        raise UserError("STEP", f"{folder} is damaged ({problems[0]})", "choose another one that `list` calls good")
+        raise UserError("STEP", f"{folder} is damaged ({problems[0]})",
+                        "choose another step that `jaxtrain checkpoint list` shows as good")
     said, undo = [], []
     for newer in [other for other in verify.steps(directory) if other > step]:
         aside = _free(directory / f"{newer}{_ASIDE}")

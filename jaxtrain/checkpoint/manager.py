@@ -67,7 +67,7 @@ class CheckpointManager:
         self._extras = extras
         self._directory = Path(directory).absolute()
         if found := set(str(self._directory)) & set("[]\\"):
-            raise UserError("--workdir", f"Orbax does not find again what it saves below {self._directory}, because of "
+            raise UserError("--workdir", f"Orbax cannot restore checkpoints in {self._directory}, because of "
                             f"the {' and '.join(sorted(found))} in it", "give a folder without these characters")
         self._retention = Retention(self._directory, keep, keep_every, best)
         self._saver = AsyncSaver()
@@ -128,7 +128,7 @@ class CheckpointManager:
         set_aside = sorted(path.name for path in self._directory.glob(f"*{step_folders.DAMAGED}*"))
         if below is None and (damaged := exchange(set_aside, lambda found: found[0])):
             raise UserError("checkpoint", f"none of the checkpoints in {self._directory} is good ({', '.join(damaged)};"
-                            " events.jsonl says why)", "bring a good copy back, or move them away to begin at step 0")
+                            " events.jsonl says why)", "restore a good copy, or move them away to start at step 0")
         return None
 
     def _fetched(self, step: int | None) -> int | None:

@@ -242,7 +242,7 @@ class Mirror:
             there = storage.read_small(theirs).decode(errors="replace")
             if here != there and (here or verify.steps(self._directory)):  # it did not just lose its directory
                 raise UserError("checkpoint.mirror", f"{self.place} holds copies of another run",
-                                "give this run a place of its own")
+                                "give this run its own place")
         else:
             there = here or json.dumps({"run": secrets.token_hex(8)})
         if not here:

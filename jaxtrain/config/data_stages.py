@@ -106,7 +106,7 @@ def _begin(key: str, entry: Mapping[str, Any], start: int, tokens: int, per_step
     """Return the step at which a stage begins, after one that began at `start` after `tokens`."""
     given = [name for name in ("from_step", "from_tokens") if name in entry]
     if len(given) != 1:
-        raise UserError(key, "it does not set when it begins" if not given else "it says twice when it begins",
+        raise UserError(key, "it does not set when it begins" if not given else "it sets twice when it begins",
                         "give from_step or from_tokens")
     number = _number(f"{key}.{given[0]}", entry[given[0]])
     if number != int(number):

@@ -58,7 +58,7 @@ def _protocol(manifest: dict[str, Any]) -> list[str]:
     said = []
     for step in manifest.get("steps", ()):
         removed = ", ".join(f"{count:,} ({reason})" for reason, count in step["removed"].items()) or "none"
-        said.append(f"{step['step']}: of {step['seen']:,} documents left out {removed}; changed {step['changed']:,}.")
+        said.append(f"{step['step']}: of {step['seen']:,} documents dropped {removed}; changed {step['changed']:,}.")
     return [*said, f"Tokenised with {manifest['tokenizer']['name']}, {manifest['tokenizer']['fingerprint']}."]
 
 

@@ -87,7 +87,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
 def cuts(tokens: Tokens, config: DataConfig) -> str:
     """Describe how many conversations are cut."""
     if config.packing in ("pairs", "answers"):
-        return f"cut: no {config.packing}; those longer than a row are left out"
+        return f"cut: no {config.packing}; those longer than a row are dropped"
     long = sum(int((np.diff(shard.offsets) - 1 > config.seq_len).sum()) for shard in tokens.shards)
     if config.packing in ("best_fit", "bucket"):
         return f"cut: {long:,} of {tokens.num_documents:,} conversations, longer than data.seq_len={config.seq_len}"

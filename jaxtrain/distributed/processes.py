@@ -252,7 +252,7 @@ def _at_most(seconds: int, place: Place | None) -> Iterator[None]:
         else:
             reason = f"process {place.rank} is at {place.coordinator}, but not all of the {place.processes} came"
         os.write(2, f"--coordinator: {reason} within {seconds} seconds; check that all of them started, and that there "
-                    f"are so many ({place.source if place else 'JAX'} said so)\n".encode())
+                    f"are as many ({place.source if place else 'JAX'} said so)\n".encode())
         os._exit(exit_codes.RESTART)
 
     timer = threading.Timer(seconds, end)
@@ -286,7 +286,8 @@ def _wait_for_port(coordinator: str, seconds: float) -> None:
             if time.monotonic() > end:
                 raise UserError("--coordinator", f"port {port} of this host cannot be used "
                                 f"({os.strerror(error.errno or 0)})",
-                                "end what listens there, or choose another port in all processes") from None
+                                "stop the program that listens there, or choose another port in all "
+                                "processes") from None
         time.sleep(0.5)
 
 

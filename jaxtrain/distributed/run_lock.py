@@ -38,7 +38,7 @@ def run_lock(workdir: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(workdir: str | Path, patience: float) -> Iterator[str]:
-    """Lock `workdir` within this context; yields "", or the holder if it is still locked after so many seconds."""
+    """Lock `workdir` within this context; yields "", or the holder if it is still locked after this many seconds."""
     files, other = [], ""
     try:
         files.append(os.open(Path(workdir) / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))

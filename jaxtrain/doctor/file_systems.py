@@ -108,7 +108,7 @@ def rates(seen: Measured) -> list[Finding]:
     """Check the speed of writing, of reading, and of creating small files."""
     wrote, read, small = seen["wrote"], seen.get("read"), seen.get("small")
     said = f"writes {size(wrote)}/s" + (f", reads {size(read)}/s" if read else "") + (
-        f", makes {small:.0f} small files a second" if small else "")
+        f", makes {small:.0f} small files per second" if small else "")
     if wrote < _SLOW or (read or wrote) < _SLOW:
         return [warn("disk", f"{said}: saves and restores take long",
                      "give a --workdir on a faster disk, or save less often (raise checkpoint.every)")]

@@ -57,7 +57,8 @@ def own(ip: str, port: int) -> list[Finding]:
         socket.create_server(("", port)).close()
     except OSError as error:
         return [warn(CHECK, f"port {port} of this host cannot be used ({os.strerror(error.errno or 0)})",
-                     "fine if the run is already up; else stop what listens there (ss -ltnp), or choose another port")]
+                     "fine if the run is already up; else stop the program that listens there (ss -ltnp), or choose "
+                     "another port")]
     return [ok(CHECK, f"{ip} is this host, and port {port} is free for process 0")]
 
 

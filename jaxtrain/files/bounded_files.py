@@ -1,4 +1,4 @@
-"""Read small files safely: regular files only, at most so many bytes, and JSON of the form expected.
+"""Read small files safely: regular files only, at most this many bytes, and JSON of the form expected.
 
 A file may be damaged, replaced by a folder, a pipe or a device, or be written by others. Reading it ends in a moment
 with its content or with an `OSError` or `ValueError`, never in an endless wait or without memory left.

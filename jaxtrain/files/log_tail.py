@@ -16,7 +16,7 @@ class LogTail:
     def __init__(self, path: str | Path, form: Any = dict, last: int | None = None):
         """Begin before the first line of a file, which need not exist yet; lines of another form are left out.
 
-        `last`: begin with the lines that end within so many last bytes; None: with all of them.
+        `last`: begin with the lines that end within this many bytes of the end; None: with all of them.
         """
         self._path, self._form, self._bytes = Path(path), form, last
         self._begin()

@@ -81,10 +81,10 @@ class Work:
             self._line(self.text(now - self._began))
 
     def text(self, seconds: float) -> str:
-        """Return what is said after so many seconds."""
+        """Return what is said after this many seconds."""
         rate = self._done / seconds
         if self._unit:
-            words = [f"{self._done:,.0f} of {self.total:,.0f} {self._unit}", f"{rate:.3g} a second"]
+            words = [f"{self._done:,.0f} of {self.total:,.0f} {self._unit}", f"{rate:.3g} per second"]
         else:
             words = [f"{self._done / 1e9:.2f} of {self.total / 1e9:.2f} GB", f"{rate / 1e6:,.0f} MB/s"]
         left = timedelta(seconds=round(max(0.0, self.total - self._done) / rate)) if rate else "unknown time"

@@ -71,7 +71,7 @@ class Decoding:
         return sharding.shards(self.rules.spec(("batch",))[0], self.run.mesh)
 
     def rows_for(self, texts: int) -> int:
-        """Return how many rows a batch of so many texts has."""
+        """Return how many rows a batch of this many texts has."""
         return self.rows * bucket(-(-texts // self.rows))
 
     def context(self) -> contextlib.AbstractContextManager[None]:
@@ -79,7 +79,7 @@ class Decoding:
         return sharding.use(self.run.mesh, self.rules, self.run.platform)
 
     def placement(self, dimensions: int) -> P:
-        """Return how an array of so many dimensions is spread over the mesh by its first one."""
+        """Return how an array of this many dimensions is spread over the mesh by its first one."""
         return sharding.without_trivial_axes(self.rules.spec(("batch", *[None] * (dimensions - 1))), self.run.mesh)
 
     def laid_out(self, params: Any) -> Any:

@@ -227,7 +227,7 @@ def _prompts(flags: argparse.Namespace) -> tuple[list[Prompt], list[str | None]]
     if not texts:
         raise UserError("--prompt", "there is no prompt", "give --prompt=TEXT, --prompts=FILE or --messages=FILE")
     if ignored:
-        say(f"warning: {flags.prompts} names adapters, and the model answers alone: there are no --adapters")
+        say(f"warning: {flags.prompts} names adapters, which are ignored: there are no --adapters")
     return texts, names
 
 

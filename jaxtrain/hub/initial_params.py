@@ -250,7 +250,7 @@ def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
     adapters = before.lora
     if adapters.rank and adapters != run.config.lora:
         raise UserError(KEY, f"{folder} has adapters (lora.rank={adapters.rank}), and this run has others or none",
-                        "set the lora keys as there, or begin with what jaxtrain export makes of it, which merges them")
+                        "set the same lora keys, or run jaxtrain export, which merges the adapters, and use its folder")
     if before.preference.reward_head and not run.config.preference.reward_head:
         raise UserError(KEY, f"{folder} has a reward model, and this run trains a language model",
                         "begin with a language model, or set preference.loss=reward")

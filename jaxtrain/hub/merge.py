@@ -165,7 +165,7 @@ def _check(flags: argparse.Namespace) -> None:
             raise UserError(f"--{key}", f"--method={flags.method} does not read it", "leave it out, or use ties")
     if flags.method == "ties":
         if not flags.base:
-            raise UserError("--base", "ties merges changes, and needs what they are changes of",
+            raise UserError("--base", "ties merges changes, and needs the model that was changed",
                             "name the model that the sources were tuned from")
         if flags.weights:
             raise UserError("--weights", "method=ties weights all sources equally", "leave it out, or use average")

@@ -91,7 +91,7 @@ class Scorer:
     programs: Decoding
 
     def shape(self, texts: int, longest: int) -> tuple[int, int]:
-        """Return how many rows and tokens the program takes for so many texts of at most `longest` tokens."""
+        """Return how many rows and tokens the program takes for this many texts of at most `longest` tokens."""
         return self.programs.rows * -(-texts // self.programs.rows), 1 << max(3, (longest - 2).bit_length())
 
     def batch(self, params: Any, rows: list[list[int]], most: int, readouts: bool = False,

@@ -77,7 +77,8 @@ class Coordinator:
         """Take an offer; the same island and base again, or in a round that is closed, does nothing."""
         if offer.base > self.position:
             raise UserError(f"island {offer.island}", f"its offer follows entry {offer.base}, and this log has "
-                            f"{self.position}", "let all islands meet at the log with which they began, or begin anew")
+                            f"{self.position}",
+                            "let all islands meet at the log that they started with, or start again")
         known = offer.base <= self.bases.get(offer.island, -1)
         if not known and (other := next(filter(offer.differs, self._since(offer.base)), None)):
             raise UserError(f"island {offer.island}", f"its outer parameters after entry {offer.base}, or its config, "

@@ -40,7 +40,7 @@ SIGN_S = 20.0  # between two signs of life
 QUIET = 3  # signs of life of an island without one of a coordinator after which it says so, again and again
 SERVED, LOG = "alive/coordinator", "log"
 LARGEST = 2**36  # bytes of a content or snapshot
-SLACK = 4, 2**20  # contents of others are at most so many times as large as one's own, and so many bytes more
+SLACK = 4, 2**20  # contents of others are at most this many times as large as one's own, and so many bytes more
 _SMALL = 2**16  # bytes of what is neither a content nor an entry
 _OFFER = r"[0-9]{1,16}-[0-9]{1,16}"
 _NAMES = {"offers": rf"{_OFFER}\.json", "refused": rf"[0-9a-f]{{64}}-{_OFFER}", "contents": rf"[0-9a-f]{{64}}-{_OFFER}",
@@ -252,7 +252,7 @@ class Bridge:
         try:
             offer = offer_of(bounded_files.parsed(self._store.read(f"offers/{name}") or b""))
             if name != f"{offer.island}-{offer.base}.json":
-                raise ValueError(f"its name says otherwise than its content: {offer.island}-{offer.base}")
+                raise ValueError(f"its name does not match its content: {offer.island}-{offer.base}")
         except ValueError as error:
             return self._leave(name, error)
         try:
@@ -358,7 +358,7 @@ class _Store:
         if (content := self.read(name, largest)) is None:
             raise Trimmed(f"{name} is not there")
         if hashlib.sha256(content).hexdigest() != sha256:
-            raise ValueError(f"{name} has another hash than its name says")
+            raise ValueError(f"{name} does not match the hash in its name")
         return content
 
     def write(self, name: str, content: bytes) -> None:

@@ -80,7 +80,7 @@ class Meeting(Protocol):
         """Offer progress; returns once the offer cannot get lost, which is not yet its entry."""
 
     def entries(self, after: int, wait: float) -> Sequence[Entry]:
-        """Return the entries with numbers from `after + 1` on; waits for one for so many seconds, then returns none.
+        """Return the entries with numbers from `after + 1` on; waits for one for this many seconds, then returns none.
 
         Raises:
             Trimmed: entry `after + 1` was there once.

@@ -114,7 +114,7 @@ class OuterLog:
         with self._changed:
             if after > self.position:
                 raise UserError("the log of islands", f"it has {self.position} entries, and an island had {after}",
-                                "let all islands meet at the log with which they began, or begin anew")
+                                "let all islands meet at the log that they started with, or start again")
             self._changed.wait_for(lambda: self.position > after or self.failed, wait)
             if after < self.trimmed:  # now: two snapshots may have come meanwhile
                 raise Trimmed(f"the log begins after entry {self.trimmed}")

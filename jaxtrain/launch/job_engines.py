@@ -80,4 +80,4 @@ def refuse_unmounted(job: Job) -> None:
     """Refuse a job whose container would leave its workdir on a disk that is deleted with it."""
     if not any(job.workdir.is_relative_to(path) for path in job.spec.mounts):
         raise UserError("--workdir", f"{job.workdir} is not on a mount, and what a container writes elsewhere is lost "
-                        "with it", 'mount what it is on, under the same path as here: [mounts] "/PATH" = "pvc:NAME"')
+                        "with it", 'mount its file system under the same path as here: [mounts] "/PATH" = "pvc:NAME"')

@@ -31,7 +31,7 @@ class Reading:
 
 
 def columns_of(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
-    """Return at most so many means of values in order, without those that are not finite; NaN where there are none.
+    """Return at most this many means of values in order, without those that are not finite; NaN where there are none.
 
     Fewer values than half of that are repeated.
     """

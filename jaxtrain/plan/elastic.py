@@ -98,7 +98,7 @@ def here(config: Config, workdir: Path) -> Config:
 
 
 def _possible(config: Config, devices: int) -> Config:
-    """Return the config itself, if any mesh of so many devices works with it."""
+    """Return the config itself, if any mesh of this many devices works with it."""
     from jaxtrain.plan.search import meshes
     from jaxtrain.plan.targets import TARGETS
 

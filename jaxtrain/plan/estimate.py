@@ -79,11 +79,11 @@ class Estimate:
         return f"{self.mfu:.1%}" if self.useful and self.target.platform != "cpu" else ""
 
     def days(self, tokens: float) -> float:
-        """Return the days to train on so many tokens, without interruptions."""
+        """Return the days to train on this many tokens, without interruptions."""
         return tokens / self.tokens_per_second / 86_400
 
     def cost(self, tokens: float) -> float:
-        """Return the dollars to train on so many tokens, at the target's price."""
+        """Return the dollars to train on this many tokens, at the target's price."""
         return self.days(tokens) * 24 * self.devices * self.target.price
 
 

@@ -149,7 +149,7 @@ def _gc(flags: argparse.Namespace) -> None:
         raise UserError("--keep", f"{flags.keep} would leave a run without a checkpoint", "give 1 or more")
     found = run_garbage.below(flags.root, flags.depth, flags.keep, flags.tagged)
     for place, reason in found.spared:
-        say(plain(f"{place}: left alone: {reason}"))
+        say(plain(f"{place}: kept: {reason}"))
     rows = [[plain(one.path), in_bytes(one.size), one.reason] for one in found.garbage]
     if rows:
         tell("\n".join(aligned([["PATH", "SIZE", "WHY"], *rows])))

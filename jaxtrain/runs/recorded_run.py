@@ -86,7 +86,7 @@ class RecordedRun:
     def __init__(self, workdir: str | Path, last: int | None = None):
         """Read the folder of a run, which has trained, or has begun to.
 
-        `last`: read only the lines of metrics and events within so many last bytes; None: all of them.
+        `last`: read only the lines of metrics and events within this many bytes of the end; None: all of them.
 
         Raises:
             UserError: it is not one.

@@ -86,7 +86,7 @@ def delete(found: Found, keep: int, tagged: bool = False) -> tuple[int, list[str
     for workdir in found.workdirs:
         with locked(workdir, 0) as other:
             if reason := (other and f"{other} works in it") or _untouchable(workdir, tagged):
-                failed.append(f"{workdir}: left alone: {reason}")
+                failed.append(f"{workdir}: kept: {reason}")
                 continue
             known = {one.path for one in found.garbage}
             for one in [one for one in of_run(workdir, keep, found.origins) if one.path in known]:

@@ -202,7 +202,7 @@ class AtHand:
 def at_hand(place: str | Path, last: int | None = None) -> Iterator[AtHand]:
     """Yield the records of a run; those at a URL are copied, without its checkpoints, and deleted afterwards.
 
-    `last`: copy only so many last bytes of a log; None: all of them.
+    `last`: copy only this many last bytes of a log; None: all of them.
     """
     if not storage.is_url(place):
         yield AtHand(Path(place), size_of(place), size_of(Path(place) / "checkpoints"))

@@ -270,7 +270,7 @@ def _single_keys() -> Iterator[None]:
 
 
 def _key(seconds: float) -> str:
-    """Return the key that is pressed within so many seconds, or ""."""
+    """Return the key that is pressed within this many seconds, or ""."""
     if sys.stdin.isatty() and select.select([sys.stdin], [], [], seconds)[0]:
         return os.read(sys.stdin.fileno(), 1).decode(errors="replace")
     if not sys.stdin.isatty():

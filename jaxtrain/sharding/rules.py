@@ -80,7 +80,7 @@ class Rules:
 
     def __getitem__(self, name: str) -> tuple[str, ...]:
         if name not in self.table:
-            raise UserError(f"logical axis {name!r}", "no rule says which mesh axis splits it",
+            raise UserError(f"logical axis {name!r}", "no rule sets which mesh axis splits it",
                             f"{_meant(name, self.table)}give it a rule, as in jt.rules(\"fsdp_tp\", {name}=None) or "
                             f"mesh.overrides.{name}=tensor")
         return self.table[name]

@@ -61,7 +61,7 @@ class ShardedStep:
         """Call a compiled step, and refuse a state that it cannot take in one sentence."""
         leaves = jax.tree.leaves(state)
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):  # XLA for CPU may crash on such arrays
-            raise UserError("state", "an earlier step used it up, whose result has its memory now",
+            raise UserError("state", "its memory was donated to an earlier step, so it cannot be used again",
                             "use the returned one: state, metrics = step(state, batch)")
         try:
             return compiled(state, batch)

@@ -204,7 +204,7 @@ class ReferenceSums:
         return some, self.program(size, length)(params, self.run.place(batch))
 
     def program(self, rows: int, length: int) -> jax.stages.Compiled:
-        """Return the compiled function from parameters and a batch to sums, for so many rows of this length."""
+        """Return the compiled function from parameters and a batch to sums, for this many rows of this length."""
         if (rows, length) not in self._programs:
             run, goal = self.run, self.run.objective
             batch = {name: jax.ShapeDtypeStruct((rows, length), run.batch_spec.dtypes[name],
@@ -237,8 +237,9 @@ class ReferenceSums:
         if _without_places(now) != _without_places(begun or {}):
             was = f"{(begun or {}).get('workdir') or (begun or {}).get('folder') or 'nothing'}"
             at = f"@{begun['step']}" if begun and "step" in begun else ""
-            raise UserError(KEY, f"{self.path} lacks numbers of the reference, and train.init_from={source} is not "
-                            "what the run began with", f"set train.init_from={was}{at}, or bring the file back")
+            raise UserError(KEY, f"{self.path} lacks numbers of the reference, and train.init_from={source} differs "
+                            "from the model that the run started from", f"set train.init_from={was}{at}, or restore "
+                            "the file")
 
     def _data(self, skipped: SkippedBatches) -> str:
         """Return a hash of what decides which rows come when."""

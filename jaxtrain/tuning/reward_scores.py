@@ -19,7 +19,7 @@ PREFIX = "model:"  # of a `reinforce.reward` that names a workdir
 def reward_model(named: str, count: int = 0, platform: str = "") -> tuple[Run, Path, int | None]:
     """Return the reward model that model:WORKDIR or model:WORKDIR@STEP names, its workdir and the step.
 
-    It is on all devices, or for so many of a platform that are not here.
+    It is on all devices, or for this many of a platform that are not here.
     """
     folder, step = source_and_step(named.removeprefix(PREFIX))
     if not (folder / "checkpoints").is_dir():

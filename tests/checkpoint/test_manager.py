@@ -203,7 +203,7 @@ def test_any_folder_keeps_good_checkpoints(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["run[1]", "a\\b"])
 def test_a_folder_that_orbax_cannot_use_is_refused(tmp_path, name):
-    with pytest.raises(UserError, match=r"--workdir: Orbax does not find again what it saves below .*; give a folder"):
+    with pytest.raises(UserError, match=r"--workdir: Orbax cannot restore checkpoints in .*; give a folder"):
         CheckpointManager(tmp_path / name / "checkpoints")
 
 

@@ -82,8 +82,8 @@ def test_the_datasheet_validates_and_tells_what_is_known(tmp_path, source, caplo
     assert (sheet.name, sheet.description, sheet.license) == ("out", "Letters of a family", ["CC-BY-4.0"])
     assert (sheet.data_biases, sheet.data_limitations) == (["one family only"], ["few letters"])
     assert sheet.data_preprocessing_protocol[:2] == [
-        "pii: of 10 documents left out none; changed 1.",
-        "deduplicate=exact: of 10 documents left out none; changed 0."]
+        "pii: of 10 documents dropped none; changed 1.",
+        "deduplicate=exact: of 10 documents dropped none; changed 0."]
     assert "2 files" in sheet.data_collection_raw_data
     files = {file.content_url: file.sha256 for file in sheet.distribution}
     assert {"manifest.json", "train-00000.bin"} <= set(files)

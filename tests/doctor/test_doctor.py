@@ -415,7 +415,7 @@ GOOD = {"folder": "/runs", "free": 900 * GB, "names": 10**6, "skew": 0.0, "locks
     ({**GOOD, "free": GB // 10}, "", "FAIL", ["100 MB free"]), ({**GOOD, "free": 5 * GB}, "", "warn", ["5 GB free"]),
     ({**GOOD, "names": 3}, "", "warn", ["inodes"]), ({**GOOD, "skew": -7.0}, "", "warn", ["7.0 s behind"]),
     ({**GOOD, "locks": False}, "", "FAIL", ["no file locks"]), ({**GOOD, "wrote": 1e7}, "", "warn", ["writes 10 MB/s"]),
-    ({**GOOD, "small": 5.0}, "", "warn", ["5 small files a second"]),
+    ({**GOOD, "small": 5.0}, "", "warn", ["5 small files per second"]),
     ({"folder": "/runs"}, "took longer than 25 s", "FAIL", ["/runs does not answer"]),
     (GOOD, "took longer than 25 s", "warn", ["not measured to the end"]),
 ], ids=range(10))

@@ -89,7 +89,7 @@ def test_prompts_name_their_adapters(workdir, capsys, tmp_path):
     prompts.write_text('{"prompt": "It was", "adapter": 2}\n')
     flags, _ = generate_texts.parse(["work", f"--prompts={prompts}"])
     assert generate_texts._prompts(flags) == (["It was"], [None])
-    assert capsys.readouterr().err.startswith(f"warning: {prompts} names adapters, and the model answers alone: there ")
+    assert capsys.readouterr().err.startswith(f"warning: {prompts} names adapters, which are ignored: there ")
     prompts.write_text('{"prompt": "It was", "adapter": "two"}\n{"prompt": "It was"}\n')
     folders = {name: tmp_path / name for name in ("one", "two")}
     given = ",".join(f"{name}={folder}" for name, folder in folders.items())

@@ -197,8 +197,8 @@ def test_what_is_not_weights_has_to_be_the_same(models, tmp_path, capsys):
     (["{0}", "{1}", "{2}", "--method=slerp"], "SOURCE: --method=slerp is for two models, and 3 are given; use "
                                                "--method=average"),
     (["{0}", "{1}", "--density=0.5"], "--density: --method=average does not read it; leave it out, or use ties"),
-    (["{0}", "{1}", "--method=ties"], "--base: ties merges changes, and needs what they are changes of; name the model "
-                                       "that the sources were tuned from"),
+    (["{0}", "{1}", "--method=ties"], "--base: ties merges changes, and needs the model that was changed; name the "
+                                      "model that the sources were tuned from"),
     (["{0}", "{1}", "--method=ties", "--base={2}", "--weights=1,1"],
      "--weights: method=ties weights all sources equally; leave it out, or use average"),
     (["{0}", "{1}", "--method=ties", "--base={2}", "--density=0"], "--density: 0.0 is not in (0, 1]; try 0.2"),

@@ -147,7 +147,7 @@ def test_what_is_damaged_is_left_and_said(log, tmp_path, capsys):
     (place / "offers" / "1-0.json").write_text('{"island": 0}')
     for _ in range(2):
         bridge.look()
-    assert not log.taken(offer) and capsys.readouterr().err.count("has another hash") == 1
+    assert not log.taken(offer) and capsys.readouterr().err.count("does not match the hash") == 1
     path.write_bytes(content)
     bridge.look()
     assert log.taken(offer)

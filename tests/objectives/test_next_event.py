@@ -134,7 +134,7 @@ def test_a_layout_is_planned_without_the_corpus():
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    (dict(data__seq_len=8), "data.seq_len: 54 sequences have more than 8 steps, the longest 16; raise it, or lose the"),
+    (dict(data__seq_len=8), "data.seq_len: 54 sequences have more than 8 steps, the longest 16; raise it, or tr"),
     (dict(model__categories={"page": 9}, model__numbers=[]), "data.source: it has no column 'page', which the model r"),
     (dict(model__categories={"item": 5}), "data.source: its column 'item' has ids up to 7, and the model takes those"),
     (dict(data__source="stdlib"), "data.source: stdlib is not a folder with a prepared corpus of sequences; name one"),

@@ -127,14 +127,14 @@ def test_runs_that_may_be_running_are_left_alone(tmp_path, capsys):
     assert main(["gc", f"{tmp_path}", "--delete"]) == 0
     said = capsys.readouterr()
     assert everything(tmp_path) == before and "0 B were freed" in said.out
-    assert f"{by_ledger}: left alone: it is running" in said.err and f"{begun}: left alone" in said.err
-    assert f"{by_heartbeat}: left alone: process 0 of this run" in said.err
+    assert f"{by_ledger}: kept: it is running" in said.err and f"{begun}: kept" in said.err
+    assert f"{by_heartbeat}: kept: process 0 of this run" in said.err
 
 
 def test_a_run_that_was_killed_is_dead_after_an_hour(tmp_path, capsys):
     run = littered(tmp_path / "run", ended="", began=time.time() - 2000 - 600)
     main(["gc", f"{tmp_path}"])
-    assert "left alone: it did not say that it ended, and was alive 0 s ago" in capsys.readouterr().err
+    assert "kept: it did not say that it ended, and was alive 0 s ago" in capsys.readouterr().err
     for path in run.glob("*.json*"):
         os.utime(path, (1e9, 1e9))
     assert not found(tmp_path), "by its ledger it was alive ten minutes ago"

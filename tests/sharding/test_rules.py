@@ -51,7 +51,7 @@ def test_presets_build_on_each_other_and_overrides_win():
 @pytest.mark.parametrize(("do", "key", "words"), [
     (lambda: jt.rules("fsdp_tp")["hedas"], "logical axis 'hedas'", "did you mean 'heads'"),
     (lambda: jt.rules("fsdp_tp").spec(("embed", "mine")), "logical axis 'mine'",
-     'no rule says which mesh axis splits it; give it a rule, as in jt.rules("fsdp_tp", mine=None) or '
+     'no rule sets which mesh axis splits it; give it a rule, as in jt.rules("fsdp_tp", mine=None) or '
      "mesh.overrides.mine=tensor"),
     (lambda: jt.rules("fsdp_pt"), "mesh.rules", "did you mean 'fsdp_tp'"),
     (lambda: jt.rules("fsdp", mlp="tensr"), "mesh.overrides.mlp", "did you mean 'tensor'"),

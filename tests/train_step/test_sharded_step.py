@@ -18,7 +18,7 @@ def test_a_state_that_was_used_up_is_refused(run):
     state, batch = run.init(), reference.batch(0)
     after, _ = run.step(state, batch)
     for again in (run, run.sharded):
-        with pytest.raises(jt.UserError, match="state: an earlier step used it up"):
+        with pytest.raises(jt.UserError, match="state: its memory was donated to an earlier step"):
             (again.step if again is run else again)(state, batch)
     run.step(after, batch)
 

@@ -196,7 +196,8 @@ def test_what_the_run_began_with_is_asked_for_when_numbers_are_missing(corpus, w
     jt.train(tiny(corpus), parts)  # nothing is missing, so that nothing is asked for
     for path in (parts / "checkpoints" / "8", parts / reference_sums.FILE):
         shutil.rmtree(path) if path.is_dir() else path.write_bytes(path.read_bytes()[:-1])
-    wrong = r"and train\.init_from=.*/other is not what the run began with; set train\.init_from=.*/base@2, or bring "
+    wrong = (r"and train\.init_from=.*/other differs from the model that the run started from; "
+             r"set train\.init_from=.*/base@2, or rest")
     with pytest.raises(jt.UserError, match=rf"preference\.reference: .* lacks numbers of the reference, {wrong}"):
         jt.train(config(train__init_from=str(tmp_path / "other")), parts)
     assert "reference_sums.bin is not as it was written: the reference's numbers are computed anew" in (

@@ -151,7 +151,7 @@ class _Server6(_Server):
 
 
 def _line(connection: socket.socket, seconds: float) -> bytes:
-    """Read one short line and nothing behind it, within so many seconds for all of it."""
+    """Read one short line and nothing behind it, within this many seconds for all of it."""
     found, end = b"", time.monotonic() + seconds
     while not found.endswith(b"\n"):
         connection.settimeout(max(0.001, end - time.monotonic()))

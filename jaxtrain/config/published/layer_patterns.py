@@ -21,7 +21,7 @@ def global_every(known: Keys, usual: int, refuse: Refuse) -> int:
     layers = listed(known, refuse)
     every = usual if layers == layer_types(usual, count) else layers.index(FULL) + 1 if FULL in layers else count + 1
     if layers != layer_types(every, count):
-        raise refuse("layer_types", "cannot be expressed: only every so many layers the last one is global")
+        raise refuse("layer_types", "cannot be expressed: only every N-th layer can be global")
     return every
 
 
@@ -61,5 +61,5 @@ def routed(known: Keys, refuse: Refuse) -> tuple[int, int]:
     first = sparse.index(True) + 1 - every if True in sparse else 0
     if sparse != [n >= first and (n + 1) % every == 0 for n in range(count)] or (count - first) % every:
         raise refuse("mlp_only_layers" if dense else "decoder_sparse_step", "cannot be expressed: only the first "
-                     "layers may be dense, and of the others every so many the last one has experts")
+                     "layers may be dense, and of the others only every N-th layer can have experts")
     return first, every

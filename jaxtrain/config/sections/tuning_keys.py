@@ -187,14 +187,15 @@ def tuned_from_nothing(config: Any) -> str:
 def check(config: Any) -> None:
     """Refuse a `Config` in which these sections do not go with the others."""
     if config.lora.quantize and config.train.trainable:
-        raise UserError("lora.quantize", "train.trainable trains weights beside the adapters, and those in a few bits "
+        raise UserError("lora.quantize",
+                        "train.trainable trains weights in addition to the adapters, and quantized weights "
                         "cannot be trained", "leave one of them out")
     if config.lora.quantize and config.train.precision == "fp8":
         raise UserError("lora.quantize", "train.precision=fp8 rounds the weights of products itself",
                         "leave one of them out")
     if config.lora.rank and config.train.freeze:
         raise UserError("train.freeze", "with lora.rank everything is frozen but the adapters",
-                        "leave it out; train.trainable names what is trained beside them")
+                        "leave it out; train.trainable trains weights in addition to them")
     if config.lora.experts and not config.model.num_experts:
         raise UserError("lora.experts", f"model.name={config.model.name} has no experts", "leave it out")
     if config.lora.experts and config.lora.dora:

@@ -53,7 +53,7 @@ def _check_frames(given: Mapping[str, Any], folder: Path) -> None:
 
 
 def frames_of(mels: int, positions: int) -> Keys:
-    """Return what preprocessor_config.json says of frames of so many bands, two for each position of the encoder."""
+    """Return what preprocessor_config.json says of frames of this many bands, two for each position of the encoder."""
     seconds = positions * 2 / _SECOND
     return _FRAMES | {"feature_size": mels, "chunk_length": int(seconds) if seconds.is_integer() else seconds,
                       "feature_extractor_type": "WhisperFeatureExtractor"}

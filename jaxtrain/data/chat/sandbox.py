@@ -1,6 +1,6 @@
 """Compile chat templates in jinja2's sandbox, with bounds on the steps that one rendering takes and on its texts.
 
-The bounds count instead of measuring time, so that the same records are left out on every machine. What they do not
+The bounds count instead of measuring time, so that the same records are dropped on every machine. What they do not
 catch ends with the process that renders (`template_worker`), which has little memory and time.
 """
 

@@ -83,7 +83,7 @@ class Chat:
     def marked_many(self, contents: list[bytes]) -> list[list[str] | str]:
         """Return the text of each completion with its prompt, with marks around the trained parts, for each example.
 
-        Or the reason why an example is left out. The newest are kept, for the same examples are asked for before and
+        Or the reason why an example is dropped. The newest are kept, for the same examples are asked for before and
         after the search for duplicates.
         """
         new = [content for content in dict.fromkeys(contents) if content not in self._known]
@@ -228,7 +228,7 @@ class Chat:
         return sorted({*ends, self.tokenizer.eod})
 
     def encode_many(self, contents: list[bytes]) -> list[list[Learnt] | str]:
-        """Return each example's documents, or the reason why it is left out."""
+        """Return each example's documents, or the reason why it is dropped."""
         found = self.marked_many(contents)
         documents = iter(encode(self.specials, [text for one in found if not isinstance(one, str) for text in one]))
         done = [one if isinstance(one, str) else [next(documents) for _ in one] for one in found]
@@ -252,7 +252,7 @@ def refuse_useless_masks(splits: dict[str, Any], left_out: dict[str, int]) -> No
                             "use --train_on=all if that is intended")
         if split == "train" and not learnt:
             reasons = ", ".join(f"{count:,} ({reason})" for reason, count in left_out.items()) or "there are no records"
-            raise UserError("--input", f"nothing of the train split would be trained on; left out: {reasons}",
+            raise UserError("--input", f"nothing of the train split would be trained on; dropped: {reasons}",
                             "look at the records, --format and --chat_template, or use a smaller --eval_fraction")
 
 

@@ -74,7 +74,7 @@ def _apply(name: str, step: Step, document: Text) -> Text | str:
                         "repair the step or leave it out") from error
     if not isinstance(result, Text | str) or result == "":
         raise UserError("--steps", f"{shown(name)} gave {result!r:.80} for {document.name}",
-                        "let it return the document, or as text why it is left out")
+                        "let it return the document, or a text with the reason to drop it")
     if isinstance(result, Text) and result.content is not document.content and not _is_text(result.content):
         raise UserError("--steps", f"{shown(name)} gave {result.content!r:.80} as the content of {document.name}",
                         "let it be bytes of UTF-8")

@@ -1,4 +1,4 @@
-"""Training on a corpus with corrupt stretches: rows that touch them are left out, and all other rows keep their place.
+"""Training on a corpus with corrupt stretches: rows that touch them are dropped, and all other rows keep their place.
 
 With `data.corrupt=skip_and_count` a row that needs a corrupt stretch keeps its place in the order of rows, but has no
 loss. Corruption is found by the checksums of chunks in the manifest.
@@ -124,7 +124,7 @@ class SparedRows:
             count = len(self.lost)
         if self._refused >= min(MANY, len(self)) and not self._intact:
             raise UserError("data.source", f"all {count:,} rows that were read are corrupt",
-                            "prepare the corpus again, or copy it anew")
+                            "prepare the corpus again, or copy it again")
         if fresh and count & (count - 1) == 0:  # 1, 2, 4, 8, ...
             warnings.warn(f"data.corrupt: {count} of {len(self)} rows carry no loss, so far", stacklevel=3)
 

@@ -86,14 +86,14 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
         raise UserError("data.source", f"{folder} is not finished", "run the same prepare command again")
     if not storage.is_url(folder) and not Path(path).exists():
         raise UserError("data.source", f"{folder} has no manifest.json, so it is not a corpus",
-                        f"copy the corpus whole, or make one of it: jaxtrain "
+                        f"copy the complete corpus, or prepare one: jaxtrain "
                         f"{'prepare' if format == FORMAT else 'prepare_sequences'} --help")
     _refuse_outside(folder, ["manifest.json"])
     try:
         content = storage.read_small(path, LARGE)
     except storage.Gone as error:
         raise UserError("data.source", f"{folder} has no manifest.json, so it is not a corpus",
-                        "check the name, or put one there with python -m jaxtrain.data.publish") from error
+                        "check the name, or copy one there with python -m jaxtrain.data.publish") from error
     except OSError as error:
         raise UserError("data.source", f"{path} {reason(error)}", "prepare the corpus again") from error
     try:

@@ -27,7 +27,7 @@ CALL = "function_call"  # ShareGPT's role of a turn that is a call, written as J
 
 
 class Unusable(ValueError):
-    """Raised with the reason why a record is left out."""
+    """Raised with the reason why a record is dropped."""
 
 
 @dataclass(frozen=True)

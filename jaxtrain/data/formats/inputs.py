@@ -155,11 +155,11 @@ def _pieces(name: str, path: str, size: int, task_bytes: int, token_dtype: str, 
 
 def read(piece: Piece, field: str, eod: int | None = None, beside: Sequence[str] = (),
          form: str = "text", most: int = RECORD_BYTES) -> Iterator[Text | Ids | str]:
-    """Yield a piece's documents in order; a string instead of one says why it was left out.
+    """Yield a piece's documents in order; a string instead of one says why it was dropped.
 
     A record without text is an error. `eod` is the id that ends documents in token files; without it these are skipped.
     `beside` names further fields of a record to return with its text if it has them. `form` is one of
-    conversations.FORMATS. A line of more than `most` bytes is left out, whatever a compressed file makes of a few.
+    conversations.FORMATS. A line of more than `most` bytes is dropped, whatever a compressed file makes of a few.
     """
     if form != "text" and piece.kind not in RECORDS:
         if not piece.start:  # once per file
@@ -283,7 +283,7 @@ def _first(piece: Piece, most: int) -> bytes:
     with _opened(piece) as file:
         lines = iter(lambda: file.readline(most + 1), b"")
         line = next((line for line in lines if line.strip()), b"{}")
-        return line if len(line) <= most else b"{}"  # it will be left out
+        return line if len(line) <= most else b"{}"  # it will be dropped
 
 
 def _rows(piece: Piece, field: str, beside: Sequence[str], form: str, most: int) -> Iterator[Text | str]:

@@ -200,7 +200,7 @@ class Megatron:
         raw = _map(path, np.dtype(np.uint8), 34)
         sizes, places, ends = 4 * sequences, 12 * sequences, 12 * sequences + 8 * documents
         if len(raw) < ends:
-            raise UserError("--input", f"{path} is shorter than its header says", "replace it")
+            raise UserError("--input", f"{path} is shorter than its header declares", "replace it")
         self.sizes, self.places = raw[:sizes].view("<i4"), raw[sizes:places].view("<i8")
         self.first = raw[places:ends].view("<i8")  # sequence of each document; the last entry is the end
         self.dtype = np.dtype(_MEGATRON_TYPES[code]).newbyteorder("<")
@@ -209,7 +209,7 @@ class Megatron:
         if len(lengths) and (lengths.min() < 0 or self.places.min() < 0):
             raise UserError("--input", f"{path} has sequences with a negative size or place", "replace it")
         if (self.places > there - lengths).any():
-            raise UserError("--input", f"{self.bin} is shorter than its index says", "replace it")
+            raise UserError("--input", f"{self.bin} is shorter than its index declares", "replace it")
         if (len(self.first) and not 0 <= self.first[0] <= self.first[-1] <= sequences) or not _rises(self.first):
             raise UserError("--input", f"{path} has documents of sequences that are not there", "replace it")
 

@@ -31,7 +31,7 @@ class Array:
         return declared if isinstance(declared, cls) else cls(declared)
 
     def shape(self, rows: int, length: int) -> tuple[int, ...]:
-        """Return its shape in a batch of so many rows of this length."""
+        """Return its shape in a batch of this many rows of this length."""
         return rows, *(length if size == SEQ else int(size) for size in self.dims)
 
 
@@ -59,7 +59,7 @@ class BatchSpec:
         return {key: Array.of(declared) for key, declared in self.dtypes.items()}
 
     def abstract(self, rows: int, length: int, where: Callable[[int], Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes, dtypes and shardings of a batch; `where` is the sharding of so many dimensions."""
+        """Return shapes, dtypes and shardings of a batch; `where` is the sharding of this many dimensions."""
         return {key: jax.ShapeDtypeStruct(shape := array.shape(rows, length), array.dtype, sharding=where(len(shape)))
                 for key, array in self.arrays.items()}
 

@@ -54,7 +54,7 @@ def _trains(corpus: Corpus) -> bool:
 def _refuse_without_training_text(corpus: Corpus) -> None:
     if not any(map(_trains, corpus.parts.values() or [corpus])):
         raise UserError("data.mixture" if corpus.parts else "data.source", "it has evaluation text, and none to train "
-                        "on", "put it into data.mixture beside a corpus to train on")
+                        "on", "put it into data.mixture together with a corpus to train on")
 
 
 def eval_batches(config: DataConfig, corpus: Corpus) -> Batches | None:
@@ -134,7 +134,7 @@ def packing(config: DataConfig, corpus: Corpus) -> str:
     cuts = f"{cut:,} of {documents:,} documents are cut"
     if config.packing in ("pairs", "answers"):
         number = documents // 2 if config.packing == "pairs" else documents
-        cuts = f"{cut:,} of {number:,} {config.packing} are longer than data.seq_len and left out"
+        cuts = f"{cut:,} of {number:,} {config.packing} are longer than data.seq_len and dropped"
     fill = sum(share * count for share, count in full) / sum(count for _, count in full)
     return f"{config.packing}: rows are {fill:.2%} full, {cuts}{only}"
 

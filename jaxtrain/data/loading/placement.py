@@ -17,7 +17,7 @@ def place_batch(batches: BatchSource, step: int, where: Callable[[int], NamedSha
     """Return the batch of a step on the mesh; each process reads only the rows that its own devices hold.
 
     Args:
-        where: the sharding of an array of so many dimensions, of which only the first is split.
+        where: the sharding of an array of this many dimensions, of which only the first is split.
         check: refuses a batch, or some rows of one, that lacks arrays, or has others.
     """
     if jax.process_count() == 1:

@@ -55,7 +55,7 @@ def whole_rows(packing: str, tokens: Tokens, corpus: Corpus) -> tuple[Tokens, ty
 class AnswerRows(FittedRows):
     """Rows of a best-fit plan of answers, with `labels`, 1 where a target is of a desirable one, and `kl_` columns.
 
-    In these a prompt is left out whose answer would be its own: of the row's only document, or of an equal prompt.
+    In these a prompt is dropped whose answer would be its own: of the row's only document, or of an equal prompt.
     """
 
     columns = COLUMNS

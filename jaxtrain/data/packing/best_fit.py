@@ -78,7 +78,7 @@ def plan(tokens: Tokens, seq_len: int) -> Plan:
 def pieces(tokens: Tokens, seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """Yield starts and lengths of pieces, and the number of cut documents; a document's last token is only a target.
 
-    With `tokens.whole` nothing is cut: what is longer than `seq_len` is left out, and counted.
+    With `tokens.whole` nothing is cut: what is longer than `seq_len` is dropped, and counted.
     """
     before = 0
     for shard in tokens.shards:

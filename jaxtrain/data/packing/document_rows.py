@@ -27,7 +27,7 @@ class Unpacked(Protocol):
 
 
 class DocumentRows:
-    """Rows of one document each, in the columns of packed rows; documents with nothing to predict are left out.
+    """Rows of one document each, in the columns of packed rows; documents with nothing to predict are dropped.
 
     With `longest`, longer documents are cut into rows of that length and a remainder, so that no token is lost.
     """

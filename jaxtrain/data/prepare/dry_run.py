@@ -41,7 +41,7 @@ def dry_run(tasks: Sequence[Task], options: Options, sample: int = 0) -> str:
                 signatures += signature(clean, options)
         counts.append(steps.counts)
         left_out.append(unusable)
-    lines = [f"{count:,} left out: {reason}" for reason, count in added(left_out).items()]
+    lines = [f"{count:,} dropped: {reason}" for reason, count in added(left_out).items()]
     for row, some in zip(summed(counts), examples, strict=True):
         lines += [_title(row), *(f"    {count:,} {reason}" for reason, count in row["removed"].items()),
                   *(f"  {example}" for example in some)]
@@ -83,7 +83,7 @@ def _duplicates(options: Options, names: list[str], heads: list[str], keys: byte
 
 def _title(row: dict[str, Any]) -> str:
     removed = sum(row["removed"].values())
-    return f"{row['step']}: of {row['seen']:,} documents {removed:,} left out, {row['changed']:,} changed"
+    return f"{row['step']}: of {row['seen']:,} documents {removed:,} dropped, {row['changed']:,} changed"
 
 
 def _change(before: Text, after: Text) -> str:

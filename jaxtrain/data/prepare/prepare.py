@@ -196,7 +196,7 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
     if options.masked:
         refuse_useless_masks(splits, added(ledger["left_out"] for ledger in done))
     if not any(entry["documents"] for entry in splits.values()):
-        why = "; ".join(f"{count} were left out: {reason}" for reason, count in added(
+        why = "; ".join(f"{count} were dropped: {reason}" for reason, count in added(
             ledger["left_out"] for ledger in done).items() if count)
         raise UserError("--input", f"none of its documents can be used{f' ({why})' * bool(why)}",
                         "give text in UTF-8, JSON lines or Parquet (docs/data-formats.md)")
@@ -414,5 +414,5 @@ def summary(corpus: Corpus) -> str:
         lines.append(f"format {manifest['options']['format']}, chat template {manifest['chat']['name'] or 'none'}: "
                      f"{learnt / tokens:.1%} of the tokens are trained on")
     lines += [f"changed: {step['changed']:,} ({step['step']})" for step in manifest.get("steps", ()) if step["changed"]]
-    lines += [f"left out: {count:,} ({reason})" for reason, count in manifest["left_out"].items()]
+    lines += [f"dropped: {count:,} ({reason})" for reason, count in manifest["left_out"].items()]
     return "\n".join([*lines, lengths.histogram(corpus)])

@@ -50,7 +50,7 @@ def described(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise UserError("--describe", f"{word!r} is not KEY=VALUE", "write description='...' or the like")
+            raise UserError("--describe", f"{word!r} is not KEY=VALUE", "write, for example, description='...'")
         if key not in FIELDS:
             raise UserError("--describe", f"a datasheet has no field {key!r}", nearest(key, FIELDS))
         if key == "date_published":

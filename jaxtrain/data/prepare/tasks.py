@@ -33,7 +33,7 @@ from jaxtrain.redaction import redacted
 Task = tuple[Piece, ...]
 ALIKE = ("", "equal to another", "nearly equal to another")
 TOGETHER = 256  # documents that a tokenizer or a chat template gets at a time
-REASONS = 100  # why documents are left out, that are told apart
+REASONS = 100  # why documents are dropped, that are told apart
 TOGETHER_BYTES = 2**22  # of conversations: no further ones are added to these
 
 
@@ -56,7 +56,7 @@ class Options:
     format: str = "auto"  # of records: conversations.FORMATS; auto: that of the first one
     chat_template: str = ""  # a file, or a name in templates.BUILT_IN; "": the tokenizer's own
     train_on: str = "assistant"  # turns of conversations: assistant, last (the last of these), or all (everything)
-    record_bytes: int = inputs.RECORD_BYTES  # a longer line of JSON is left out
+    record_bytes: int = inputs.RECORD_BYTES  # a longer line of JSON is dropped
     eval_input: tuple[str, ...] = ()  # input for evaluation only; then all other input is for training only
 
     def __post_init__(self):
@@ -194,7 +194,7 @@ def tokenize_shard(number: int, task: Task, output: str | Path, options: Options
 
 
 def _to_tokenize(number: int, task: Task, output: Path, options: Options, plan: str, chat: Chat | None):
-    """Return documents, counts of those left out so far, counts of each step, and the digests of the files used.
+    """Return documents, counts of those dropped so far, counts of each step, and the digests of the files used.
 
     After a search for duplicates with cleaning steps, the documents come from the store.
     """
@@ -260,7 +260,7 @@ def _gathered(read: Iterable[Text | Ids | str]) -> Iterator[list[Text | Ids | st
 
 def documents(task: Task, options: Options, left_out: dict[str, int], steps: Steps,
               chat: Chat | None) -> Iterator[tuple[Text | Ids, Origin]]:
-    """Yield a task's documents after all steps; those left out are counted."""
+    """Yield a task's documents after all steps; those dropped are counted."""
     for found, origin in offered(task, options, left_out, steps, chat):
         clean = steps(found)
         if isinstance(clean, str):

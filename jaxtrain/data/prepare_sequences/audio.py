@@ -84,7 +84,7 @@ class Audio:
     tokenizer: str = "bytes"
     eval_fraction: float = 0.005
     task_bytes: int = 2**26
-    clip_hours: float = 4  # a longer clip is left out, since a small file can hold much silence
+    clip_hours: float = 4  # a longer clip is dropped, since a small file can hold much silence
     mels: int = MELS  # bands of a frame
     audio_column: str = "audio"  # of Parquet: bytes, or a struct with `bytes`
     text_column: str = "text"  # of Parquet
@@ -213,7 +213,7 @@ def _is_clip(name: str) -> bool:
 def _members(piece: Piece, wants_text: bool, without: Callable[[str], None]) -> Iterator[tuple[int, bytes, bytes]]:
     """Yield where each clip of a tar begins, its bytes and its transcript, when both have come.
 
-    Members with the same name except for its end belong together. What has no counterpart is left out.
+    Members with the same name except for its end belong together. What has no counterpart is dropped.
     """
     waiting: dict[str, dict[str, Member]] = {}
     with inputs.readable(piece.path), storage.open(piece.path) as tar:
@@ -248,12 +248,12 @@ def _content(piece: Piece) -> bytes:
 
 
 def samples_of(piece: Piece, hours: float) -> np.ndarray | str:
-    """Return the samples of a clip at 16 kHz, averaged over channels, or the reason why it is left out."""
+    """Return the samples of a clip at 16 kHz, averaged over channels, or the reason why it is dropped."""
     return _TOO_LARGE if piece.size > CLIP_BYTES else samples_in(_content(piece), hours)
 
 
 def unusable(piece: Piece) -> str:
-    """Return the reason why a clip is left out, as far as the beginning of its file says; "": none."""
+    """Return the reason why a clip is dropped, as far as the beginning of its file says; "": none."""
     soundfile = inputs.extra("soundfile", "audio", group="audio")
     try:
         with inputs.readable(piece.path), storage.open(piece.path) as file, soundfile.SoundFile(file) as clip:

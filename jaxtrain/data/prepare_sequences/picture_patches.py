@@ -29,7 +29,7 @@ FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")  # some others start programs
 TARGETS = ("none", "text", "folder")
 CHANNELS = 3
-PIXELS = 2**26  # a picture of more is left out, since a small file can hold any number
+PIXELS = 2**26  # a picture of more is dropped, since a small file can hold any number
 PICTURE_BYTES = 2**29  # so is a file or a member of an archive that is larger
 
 
@@ -199,7 +199,7 @@ class Pictures:
             yield Found(piece.name, content or b"", caption, Origin(i, row))
 
     def _pixels(self, content: bytes) -> np.ndarray | str:
-        """Decode a picture, upright and in three channels, in a size of whole patches; or say why it is left out."""
+        """Decode a picture, upright and in three channels, in a size of whole patches; or say why it is dropped."""
         pil, ops = (inputs.extra(f"PIL.{name}", "pictures", group="pictures") for name in ("Image", "ImageOps"))
         try:
             pil.init()
@@ -218,7 +218,7 @@ class Pictures:
     def _squared(self, picture: Any, how: Any) -> np.ndarray | str:
         """Return a picture as a square, squeezed or cut, without the pixels beyond the last whole patch.
 
-        Or why it is left out: a line of pixels would become very long before it is cut.
+        Or why it is dropped: a line of pixels would become very long before it is cut.
         """
         side, width, height = self.square, picture.width, picture.height
         if self.crop_square:

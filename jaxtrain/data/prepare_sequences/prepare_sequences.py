@@ -76,7 +76,7 @@ class Source(Protocol):
 
     def read(self, number: int, task: Task, output: Path, left_out: dict[str, int],
              ) -> Iterator[tuple[dict[str, Any], Origin]]:
-        """Yield the sequences of a task in order, and count in `left_out` what is left out."""
+        """Yield the sequences of a task in order, and count in `left_out` what is dropped."""
         ...
 
     def manifest(self) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def summary(corpus: SequenceCorpus) -> str:
     for split in SPLITS:
         lengths = getattr(corpus, split).counts()
         lines.append(f"{split:<6}{len(lengths):>14,} sequences {lengths.sum():>18,} steps")
-    lines += [f"left out: {count:,} ({reason})" for reason, count in corpus.manifest["left_out"].items()]
+    lines += [f"dropped: {count:,} ({reason})" for reason, count in corpus.manifest["left_out"].items()]
     lengths = corpus.train.counts()
     # Where few lengths occur, all of them need fewer buckets than are asked for.
     for buckets in dict.fromkeys(bucketing.choose(lengths, count) for count in (1, 4, 8) if len(lengths)):

@@ -13,7 +13,7 @@ def with_texts(pieces: Sequence[Piece], has_text: Callable[[str], bool], what: s
     """Return each piece, followed by the file with its text (`a.txt` of `a.wav`) where there is one.
 
     `has_text`: whether a piece of this name has a file with its text. `what`: how a message calls that text. Texts
-    that are all missing are an error, since they are then somewhere else; a piece without one is left out when read.
+    that are all missing are an error, since they are then somewhere else; a piece without one is dropped when read.
     """
     groups: list[tuple[Piece, ...]] = [
         (piece, *_text_of(piece)) if has_text(piece.name) else (piece,) for piece in pieces]

@@ -54,7 +54,7 @@ class CharacterTokenizer(Vocabulary):
         return ids.astype(np.uint32)
 
     def decode(self, ids: Iterable[int], specials: bool = False) -> str:
-        """Return readable text; the end of documents is left out, or spelt out with `specials`."""
+        """Return readable text; the end of documents is dropped, or spelt out with `specials`."""
         table = [*self.characters, END if specials else ""]
         return "".join(table[id] for id in map(int, ids) if 0 <= id < self.vocab_size)
 

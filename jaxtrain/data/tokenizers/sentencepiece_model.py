@@ -48,7 +48,7 @@ class SentencePieceTokenizer(Vocabulary):
         return [uint32(ids) for ids in found]
 
     def decode(self, ids: Iterable[int], specials: bool = False) -> str:
-        """Return readable text; control tokens are left out."""
+        """Return readable text; control tokens are dropped."""
         return self._model.decode([id for id in map(int, ids) if 0 <= id < self.vocab_size])
 
     def count_bytes(self, ids: np.ndarray) -> int:

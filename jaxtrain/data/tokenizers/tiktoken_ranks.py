@@ -92,7 +92,7 @@ class TiktokenTokenizer(Vocabulary):
         return uint32(self._encoding.encode_ordinary(text.decode(errors="replace")))
 
     def decode(self, ids: Iterable[int], specials: bool = False) -> str:
-        """Return readable text; special tokens are left out, or spelt out with `specials`."""
+        """Return readable text; special tokens are dropped, or spelt out with `specials`."""
         spelt = set(self._special.values()) if specials else set()
         return self._encoding.decode([id for id in map(int, ids) if self._length(id) > 0 or id in spelt])
 

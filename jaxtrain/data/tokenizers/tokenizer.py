@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int], specials: bool = False) -> str:
-        """Return readable text; ids that stand for no text are left out, or spelt out with `specials`."""
+        """Return readable text; ids that stand for no text are dropped, or spelt out with `specials`."""
         ...
 
     def count_bytes(self, ids: np.ndarray) -> int:
@@ -128,7 +128,7 @@ class JsonTokenizer(Vocabulary):
             return self.raw.encode_batch_fast(texts, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], specials: bool = False) -> str:
-        """Return readable text; special tokens are left out, or spelt out with `specials`."""
+        """Return readable text; special tokens are dropped, or spelt out with `specials`."""
         return self.raw.decode([int(id) for id in ids], skip_special_tokens=not specials)
 
     def count_bytes(self, ids: np.ndarray) -> int:

@@ -54,7 +54,7 @@ def described(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"{folder}", f"it has no {CONFIG}", "give a folder in PEFT's format")
     for key, unused in _UNUSED.items():
         if found.get(key, unused[0]) not in unused:
-            raise UserError(f"{path}", f"{key}={found[key]!r} cannot be expressed", "use adapters of LoRA alone")
+            raise UserError(f"{path}", f"{key}={found[key]!r} cannot be expressed", "use plain LoRA adapters")
     start = found.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
         raise UserError(f"{path}", f"init_lora_weights={start!r} has changed the weights of the model as well",

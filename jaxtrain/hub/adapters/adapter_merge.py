@@ -92,7 +92,7 @@ def products(folder: Path, model: ModelConfig, weight: float) -> dict[str, Produ
             continue
         if module == name or up is None or len(down.shape) != 2 or up.shape[1:] != down.shape[:1]:
             raise UserError(f"{folder}", f"its tensor {name} is not one of a pair lora_A [rank, in], lora_B [out, "
-                            "rank]", "give adapters of LoRA alone")
+                            "rank]", "give plain LoRA adapters")
         found[f"{module}.weight"] = Product(down, up, magnitude, _scale(said, module, down.shape[0]), weight)
     return found
 

@@ -48,7 +48,7 @@ def _keys_of(name: str, folder: str | Path, model: ModelConfig) -> LoraConfig:
                         "write those of a run: jaxtrain adapters export WORKDIR --output=FOLDER")
     found = LoraConfig(**adapter_files.keys(folder, model))
     if found.dora:
-        raise UserError(f"adapters: {name}", f"{folder} has DoRA, whose lengths of columns rows cannot choose",
+        raise UserError(f"adapters: {name}", f"{folder} has DoRA, whose column lengths cannot be chosen per prompt",
                         "load it alone, or merge it: jaxtrain adapters merge")
     if model.name == "deepseek_v3" and any(lora.is_target(f"{stack}/layer/attention/kv", found) for stack in
                                            Decoder.STACKS):

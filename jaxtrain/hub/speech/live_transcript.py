@@ -75,7 +75,7 @@ class LiveTranscript:
         return frames, valid if self.model.c.mask_padding else np.ones_like(valid)
 
     def _encode(self, frames: np.ndarray, valid: np.ndarray, chunks: int) -> None:
-        """Encode the next chunks, up to so many."""
+        """Encode the next chunks, up to this many."""
         now, width = self.now, self.encoder.width
         part = slice(now.chunks * width + 1 if now.state else 0, chunks * width + 1)
         now.features[part] = frames[part]

@@ -87,7 +87,7 @@ class SpeechModel:
         return min(self.c.max_seq_len - len(self.prompt), self.rules.longest)
 
     def prompts(self, rows: int) -> np.ndarray:
-        """Return the tokens before the transcripts of so many rows."""
+        """Return the tokens before the transcripts of this many rows."""
         return np.array([self.prompt] * rows, np.int32)
 
     def prompt_for(self, window_MC: np.ndarray, valid_M: np.ndarray) -> list[int]:

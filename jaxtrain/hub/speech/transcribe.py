@@ -96,7 +96,7 @@ def _flags(argv: list[str] | None) -> Any:
     if flags.stream and flags.batch_size:
         raise UserError("--batch_size", "with --stream windows come one after the other", "leave it out")
     if flags.references and PIPE in flags.files:
-        raise UserError("--references", "standard input has no text beside it", "name a file, or leave the flag out")
+        raise UserError("--references", "standard input has no reference text", "name a file, or leave the flag out")
     return flags
 
 
@@ -113,8 +113,8 @@ def compared(found: dict[str, list[Segment]], folder: str | Path, english: bool)
     if english:
         normalized = transcript_normalizer.english(transcript_normalizer.published_spellings(folder))
     errors = word_errors.count(said, [text_of(segments) for segments in found.values()], normalized)
-    return (f"word error rate {errors.rate:.2%} of {errors.words:,} words: {errors.substituted} replaced, "
-            f"{errors.deleted} left out, {errors.inserted} added")
+    return (f"word error rate {errors.rate:.2%} of {errors.words:,} words: {errors.substituted} substituted, "
+            f"{errors.deleted} deleted, {errors.inserted} inserted")
 
 
 def transcribe(folder: str | Path, files: Sequence[str], step: int | None = None, *, beams: int = 1,
@@ -198,7 +198,7 @@ def stream(folder: str | Path, files: Sequence[str], step: int | None = None, *,
 
     sources = _sources(folder, files)
     if not (chunk := 2 * HOP * sections_of(folder)["model"].get("audio_chunk", 0)):
-        raise UserError("--stream", "the encoder of this model attends to what comes later, too",
+        raise UserError("--stream", "the encoder of this model attends to later audio too",
                         "leave it out, or train with model.audio_chunk=50: a second")
     model = open_model(folder, step, beams=beams, language=language, task=task, timestamps=timestamps)
     if DETECTED in model.prompt:

@@ -26,7 +26,7 @@ BACKENDS: dict[str, Callable[..., jax.Array]] = {
 _REFUSALS = {"cudnn": cudnn_attention.refusal, "mosaic": mosaic_attention.refusal, "splash": splash_attention.refusal}
 _GPU = ("mosaic", "cudnn")
 _KERNELS = {"gpu": _GPU, "cuda": _GPU, "tpu": ("splash",)}  # of which auto chooses the first that can
-_PADDING = {"mosaic": mosaic_attention.BLOCK, "splash": splash_attention.LANES}  # to a multiple of so many tokens
+_PADDING = {"mosaic": mosaic_attention.BLOCK, "splash": splash_attention.LANES}  # to a multiple of this many tokens
 
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 def rungs(first: int, factor: int, steps: int) -> list[int]:
-    """Return the steps after which trials of so many steps are compared; all that goes on beyond the last is run."""
+    """Return the steps after which trials of this many steps are compared; all that goes on beyond the last is run."""
     found = []
     while first < steps:
         found.append(first)
@@ -24,7 +24,7 @@ def promotable(reports: Sequence[Mapping[int, float]], passed: Mapping[int, int]
     Args:
         reports: for each rung, what the trials that reached it have there; lower is better.
         passed: how many rungs a trial was let through.
-        factor: one of so many goes on.
+        factor: one of this many goes on.
     """
     for rung in reversed(range(len(reports))):
         for trial in best(reports[rung], len(reports[rung]) // factor):

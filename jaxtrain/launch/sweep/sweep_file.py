@@ -229,7 +229,7 @@ def _check_numbers(sweep: Sweep) -> None:
         raise UserError("budget.dollars", "the price of the trials' machines is not known",
                         "set job.accelerator and job.accelerators_per_node, or leave it out")
     if sweep.stop and sweep.runs > 1:
-        raise UserError("stop", "a point of which one seed is stopped has no mean over its seeds",
+        raise UserError("stop", "if one seed of a point is stopped, the point has no mean over its seeds",
                         "leave seeds out, and repeat the best points with several")
     for key, least in (("first", 1), ("factor", 2)):
         if key in sweep.stop and "pruner" not in sweep.stop and sweep.stop[key] < least:

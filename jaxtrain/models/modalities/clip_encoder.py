@@ -60,7 +60,7 @@ class ClipEncoder(nnx.Module):
         return self.blocks(x_BTD, weights_BT > 0, angles, slots=(slots or {}).get("blocks"))[0]
 
     def finish(self, x_BTD: jax.Array, weights_BT: jax.Array, frames_B: jax.Array) -> jax.Array:
-        """Return the logits of clips of so many frames from what the last layer returns, on all devices of a row."""
+        """Return the logits of clips of this many frames from what the last layer returns, on all devices of a row."""
         x_BTD = sharding.constrain(self.norm(x_BTD), *INSIDE)
         logits_BTL = sharding.einsum("btd,dl->btl", x_BTD, self.labels[...], ("embed", None), ("batch", "seq", None))
         logits_BTL = whole_rows(logits_BTL * weights_BT[..., None], None)

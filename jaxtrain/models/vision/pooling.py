@@ -18,7 +18,7 @@ from jaxtrain.sharding import rules as sharding
 
 
 def slots(count: int) -> int:
-    """Return the number of places for so many segments: the devices that share a row divide it."""
+    """Return the number of places for this many segments: the devices that share a row divide it."""
     parts = sharding.shards(sharding.split_by("block_seq"), jax.sharding.get_abstract_mesh())
     return -(-count // parts) * parts
 

@@ -105,7 +105,7 @@ def _checkpoints() -> Iterator[Metric]:
     yield from (
         Metric(f"jaxtrain_checkpoint_{name}", "gauge", about, "checkpoint", key, first=True) for name, key, about in (
             ("last_timestamp_seconds", "time", "When that checkpoint was found good, in seconds since 1970."),
-            ("blocked_seconds", "blocked_s", "Seconds for which the last save held up the loop."),
+            ("blocked_seconds", "blocked_s", "Seconds for which the last save blocked the training loop."),
             ("write_seconds", "written_s", "Seconds that the last save took to be written, in the background."),
             ("verify_seconds", "verified_s", "Seconds that it took to read the last checkpoint back."),
             ("size_bytes", "bytes", "Bytes of the arrays in a checkpoint."),

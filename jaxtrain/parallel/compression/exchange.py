@@ -69,7 +69,7 @@ def hierarchical_all_reduce(codec: Codec, x: Any, state: State, inner: str, acro
 
 
 def part_shape(shape: Sequence[int], parts: int) -> tuple[int]:
-    """Return the shape of the part of an array that one of so many devices sums."""
+    """Return the shape of the part of an array that one of this many devices sums."""
     return (-(-math.prod(shape) // parts),)
 
 

@@ -82,5 +82,5 @@ def _write(path: str | Path, content: bytes) -> None:
     try:
         Path(path).write_bytes(content)
     except OSError as error:
-        raise UserError(str(path), f"it cannot be written ({error.strerror})", "name a file in a directory there is"
+        raise UserError(str(path), f"it cannot be written ({error.strerror})", "name a file in an existing directory"
                         ) from error

@@ -36,7 +36,7 @@ def of_row(run: Run) -> float:
 
 
 def attended(layers: int, width: int, pairs: float) -> float:
-    """Return the FLOPs of layers whose queries attend to so many keys in all: of scores and values."""
+    """Return the FLOPs of layers whose queries attend to this many keys in all: of scores and values."""
     return 6 * layers * 2 * width * pairs
 
 

@@ -152,7 +152,7 @@ def _efficiency(found: Found) -> list[str]:
             e = point.choice.estimate if point.choice else None
             numbers = (f"{e.mfu:.1%}" if e.useful else "", f"{e.tokens_per_second / e.devices:,.0f}",
                        duration(e.seconds), gigabytes(e.bytes)) if e else ("", "", "", "")
-            rows.append((name, f"{point.choice}" if point.choice else f"left out: {point.why}", f"{point.devices:,}",
+            rows.append((name, f"{point.choice}" if point.choice else f"excluded: {point.why}", f"{point.devices:,}",
                          f"{point.batch:,}", *numbers))
     return ["<h2>Other numbers of devices</h2>", paragraph(
         f"The fastest layout ({found.best}) at a quarter to four times as many devices, with data or fsdp multiplied, "

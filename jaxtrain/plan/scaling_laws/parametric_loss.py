@@ -45,7 +45,7 @@ class Law:
     beta: float
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Return the loss of a model of so many parameters after so many tokens."""
+        """Return the loss of a model of this many parameters after this many tokens."""
         with np.errstate(over="ignore", invalid="ignore"):  # laws of samples may have any powers
             return float(self.E + self.A * np.float64(parameters)**-self.alpha
                          + self.B * np.float64(tokens)**-self.beta)
@@ -106,7 +106,7 @@ def fit(points: Sequence[Point], samples: int = 200, seed: int = 0) -> Fit:
         told = min(len(np.unique(rows[:, i])) for i in (0, 1)) > 1  # else a power has no value
         laws.append(_law(_fitted(rows, [best]), middle) if told else None)
     if (law := _law(best, middle)) is None:
-        raise UserError("RUNS", "no law with constants that are numbers fits them: what they differ by is mostly noise",
+        raise UserError("RUNS", "no law with constants that are numbers fits them: their differences are mostly noise",
                         "add runs, of sizes and numbers of tokens that are further apart")
     return Fit(law, [sample for sample in laws if sample is not None], tuple(points), laws.count(None))
 

@@ -38,7 +38,7 @@ def load(path: str | Path) -> Fit:
 
 
 def predicted(fit: Fit, parameters: float, tokens: float) -> str:
-    """Return the loss of a model of so many parameters after so many tokens, with its band, in words."""
+    """Return the loss of a model of this many parameters after this many tokens, with its band, in words."""
     low, high = fit.band(lambda law: law.loss(parameters, tokens))
     far = fit.beyond(parameters, tokens)
     warning = f", {far:,.0f} times as much as in any run of the fit" if far >= 1.5 else ""

@@ -374,7 +374,7 @@ def test_numbers_and_formats_that_are_no_widths_are_as_ever(characters):
 
 
 def test_one_of_many_conversations_that_takes_too_much(characters, monkeypatch):
-    """An ordinary one is the template's fault, and a long one is left out by itself."""
+    """An ordinary one is the template's fault, and a long one is dropped by itself."""
     source = ("{% for m in messages %}{{ m.content[:9] }}{% if 'stop' in m.content %}{% for _ in range(99999) %}"
               "{{ (m.content * 99) | replace('s', 'b') | length }}{% endfor %}{% endif %}{% endfor %}")
     asked = [example([{**TALK[1], "content": text}]) for text in ("a", "stop" + "a" * 9999, "b")]

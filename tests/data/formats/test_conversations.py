@@ -290,7 +290,7 @@ def test_what_is_left_out_is_counted(tmp_path, capsys):
     assert main([f"--input={write(tmp_path / 'a.jsonl', records)}", f"--output={tmp_path / 'out'}", "--workers=1",
                  "--eval_fraction=0"]) == 0
     shown = capsys.readouterr().out
-    assert "left out: 2 (no turn to learn)" in shown and "left out: 1 (no messages)" in shown
+    assert "dropped: 2 (no turn to learn)" in shown and "dropped: 1 (no messages)" in shown
     assert "format messages, chat template plain" in shown and "% of the tokens are trained on" in shown
 
 
@@ -308,11 +308,11 @@ def test_files_without_records_among_conversations_are_counted(tmp_path):
 def test_a_corpus_of_nothing_is_refused(tmp_path, capsys):
     source = write(tmp_path / "a.jsonl", [{"messages": []}])
     assert main([f"--input={source}", f"--output={tmp_path / 'out'}", "--workers=1", "--train_on=all"]) == 2
-    assert "none of its documents can be used (1 were left out: no messages)" in capsys.readouterr().err
+    assert "none of its documents can be used (1 were dropped: no messages)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("records", "flags", "words"), [
-    ([{"messages": [ASKED]}], [], "nothing of the train split would be trained on; left out: 1 (no turn to learn)"),
+    ([{"messages": [ASKED]}], [], "nothing of the train split would be trained on; dropped: 1 (no turn to learn)"),
     ([{"prompt": "", "completion": "a"}], [], "every token of the train split would be trained on"),
     ([{"messages": [ASKED, SAID]}, {"text": "x"}], [], "a.jsonl, line 2 has no field 'messages'"),
     ([{"messages": [ASKED, SAID], "text": "x"}], [], "name one with --format"),
@@ -325,7 +325,7 @@ def test_a_corpus_of_nothing_is_refused(tmp_path, capsys):
     ([{"prompt": "q", "completion": "a", "label": False}], ["--train_on=all"], "use --train_on=assistant"),
     ([{"prompt": "q", "completion": "a", "label": 1}], [], "line 1 has the label 1; write true or false, or leave"),
     ([{"messages": [ASKED, SAID]}], [f"--input={EXAMPLES.parent / 'embed_train_step.py'}", "--format=messages"],
-     "nothing of the train split would be trained on; left out: 1 (no records)"),
+     "nothing of the train split would be trained on; dropped: 1 (no records)"),
 ], ids=str)
 def test_a_mistake_is_one_line(tmp_path, capsys, records, flags, words):
     source = write(tmp_path / "a.jsonl", records)

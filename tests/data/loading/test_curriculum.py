@@ -222,7 +222,7 @@ def test_far_steps_cost_what_near_ones_do():
     ({"mixture": {"a": "b"}}, r"data.mixture.a: 'b' is not a mapping"),
     ({"mixture": {"a": {"weight": -1}}}, r"data.mixture.a.weight: -1 is not a valid number"),
     ({"stages": [{"weights": {}}]}, r"data.stages\[0\]: it does not set when it begins"),
-    ({"stages": [{"from_step": 2, "from_tokens": 2}]}, r"it says twice when it begins"),
+    ({"stages": [{"from_step": 2, "from_tokens": 2}]}, r"it sets twice when it begins"),
     ({"stages": [{"from_step": 9}, {"from_step": 5}]}, r"data.stages\[1\].from_step: it begins at step 5 and the stage "
                                                        r"before at 9"),
     ({"stages": [{"from_step": 2.5}]}, r"2.5 is not a whole number"),

@@ -1,4 +1,4 @@
-"""Rows of labelled answers, and beside them the same prompts with the answers of others; long answers are left out."""
+"""Rows of labelled answers, and beside them the same prompts with the answers of others; long answers are dropped."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Rows of preference pairs: both answers of a pair in one row, each as its own document; long pairs are left out."""
+"""Rows of preference pairs: both answers of a pair in one row, each as its own document; long pairs are dropped."""
 
 import numpy as np
 import pytest

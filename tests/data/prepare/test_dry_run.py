@@ -17,15 +17,15 @@ def test_a_dry_run_reports_and_writes_nothing(tmp_path, monkeypatch, capsys):
     flags = ["--input=a.jsonl", "--dry_run", "--deduplicate=near", "--steps", "pii", "blocklist=list.txt"]
     assert main(flags) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "1 left out: empty",
-        "pii: of 11 documents 0 left out, 1 changed",
+        "1 dropped: empty",
+        "pii: of 11 documents 0 dropped, 1 changed",
         "  a.jsonl, line 2: 'from jo@doe.org here' -> 'from email@example.com here'",
-        "blocklist=list.txt: of 11 documents 6 left out, 0 changed",
+        "blocklist=list.txt: of 11 documents 6 dropped, 0 changed",
         "    6 a listed word",
         f"  a.jsonl, line 3: a listed word: 'forbidden {'x' * 90}'",
         "  a.jsonl, line 8: a listed word: 'forbidden 0'",
         "  a.jsonl, line 9: a listed word: 'forbidden 1'",
-        "deduplicate=near: of 5 documents 2 left out, 0 changed",
+        "deduplicate=near: of 5 documents 2 dropped, 0 changed",
         "    1 equal to another",
         "    1 nearly equal to another",
         "  a.jsonl, line 4 is like a.jsonl, line 1: 'keep one'",
@@ -40,7 +40,7 @@ def test_a_sample_comes_from_all_over(tmp_path, capsys):
         assert main([f"--input={tmp_path}/a.jsonl", "--dry_run", f"--sample={sample}", f"--task_bytes={tasks}",
                      "--steps", "pii"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0] == f"pii: of {sample} documents 0 left out, {sample} changed"
+        assert lines[0] == f"pii: of {sample} documents 0 dropped, {sample} changed"
         assert ("'a2@doe.org'" in lines[3]) == (tasks == 10**6)
 
 
@@ -65,5 +65,5 @@ def test_what_the_template_leaves_out_is_told(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     assert main([f"--input={tmp_path / 'a.jsonl'}", "--dry_run", "--deduplicate"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "1 left out: no turn to learn", "deduplicate=exact: of 2 documents 0 left out, 0 changed",
+        "1 dropped: no turn to learn", "deduplicate=exact: of 2 documents 0 dropped, 0 changed",
         "nothing was written"]

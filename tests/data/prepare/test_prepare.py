@@ -315,7 +315,7 @@ def test_a_flag_given_twice_counts_twice(tmp_path, capsys):
 def test_a_corpus_that_was_not_copied_whole_is_no_text(tmp_path):
     corpus = prepare(str(write(tmp_path / "a.jsonl")), tmp_path / "out", Options())
     (corpus.path / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"has no manifest.json, so it is not a corpus; copy the corpus whole"):
+    with pytest.raises(UserError, match=r"has no manifest.json, so it is not a corpus; copy the complete corpus"):
         load_corpus(DataConfig(source=str(corpus.path), cache_dir=str(tmp_path)))
 
 
@@ -325,7 +325,7 @@ def test_input_without_a_usable_document_is_refused(tmp_path, name, content, cap
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(content)
     assert main([f"--input={tmp_path}/in", f"--output={tmp_path}/out"]) == 2
-    assert "--input: none of its documents can be used (1 were left out: not UTF-8 text); give text in UTF-8" in (
+    assert "--input: none of its documents can be used (1 were dropped: not UTF-8 text); give text in UTF-8" in (
         capsys.readouterr().err)
     assert not (tmp_path / "out/manifest.json").exists()
 

@@ -106,7 +106,7 @@ def test_missing_values(tmp_path):
     corpus = prepare_sequences([str(tmp_path / "a.parquet")], tmp_path / "out",
                                Events("user", "at", ("item",), eval_fraction=0))
     assert corpus.manifest["left_out"] == {"an event without user": 1, "an event without time": 2}
-    assert corpus.manifest["vocabularies"]["item"]["values"] == ["z"]  # what is left out is not counted
+    assert corpus.manifest["vocabularies"]["item"]["values"] == ["z"]  # what is dropped is not counted
     assert [row["item"].tolist() for row in corpus.train] == [[1, 0]]
 
 

@@ -123,7 +123,7 @@ def test_zeros_follow_a_clip_of_a_published_model():
     (["a.wav", "--beams=0"], "--beams: 0 is below 1; give 1 or more"),
     (["a.wav", "--english"], "--english: it is read with --references only; give that too, or leave it out"),
     (["a.wav", "--stream", "--batch_size=2"], "--batch_size: with --stream windows come one after the other; leave it"),
-    (["-", "--references"], "--references: standard input has no text beside it; name a file, or leave the flag out"),
+    (["-", "--references"], "--references: standard input has no reference text; name a file, or leave the flag out"),
     (["-", "--stream"], "-: standard input is a terminal; write audio into it, as in: arecord ... | jaxtrain ..."),
 ])
 def test_mistakes_are_told_in_one_line(workdir, monkeypatch, capsys, argv, message):
@@ -142,7 +142,7 @@ def test_a_model_that_attends_to_what_comes_later_cannot_stream(workdir, monkeyp
     (workdir / "config.json").write_text(json.dumps({"model": {"name": "whisper", **model}}))
     assert transcribe.main([f"{workdir}", f"{workdir}/a.wav", "--stream"]) == 2
     assert capsys.readouterr().err == (
-        "--stream: the encoder of this model attends to what comes later, too; leave it out, or train with "
+        "--stream: the encoder of this model attends to later audio too; leave it out, or train with "
         "model.audio_chunk=50: a second\n")
 
 

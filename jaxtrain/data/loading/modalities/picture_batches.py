@@ -58,7 +58,7 @@ def picture_batches(config: Config, corpus: SequenceCorpus, split: str) -> Pictu
     shape, at = (sequences, d.seq_len, c.pictures_per_row), c.patches_per_side if c.class_token else None
     if isinstance(c, VisionLanguageConfig):
         if "crop" in d.augment:
-            raise UserError("data.augment", "a caption would say what a crop has lost, and patches are tokens here",
+            raise UserError("data.augment", "a caption may describe what a crop removes, and patches are tokens here",
                             "leave out crop")
         rows: PictureRows = CaptionedPictures(*shape, corpus.manifest["captions"]["end"], class_at=at)
     elif isinstance(c, DualEncoderConfig):

@@ -36,7 +36,7 @@ class DeclaredRows:
         if self.cut and (whole or not config.crop):
             raise UserError("data.seq_len", f"{self.cut:,} sequences have more than {config.seq_len} steps, the "
                             f"longest {sequences.counts().max():,}", "raise it, or prepare shorter ones" if whole else
-                            "raise it, or lose their ends by data.crop=true")
+                            "raise it, or truncate them with data.crop=true")
 
     def row(self, i: int, length: int) -> dict[str, np.ndarray]:
         """Return the arrays of one sequence, padded to `length`."""
