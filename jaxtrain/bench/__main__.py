@@ -201,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
     made = parser_of("bench", __doc__)
     made.add_argument("--config", help="FILE[:variant]; --config.SECTION.KEY=VALUE changes a key of it")
     made.add_argument("--steps", type=int, default=50, help="steps to measure; default 50")
-    made.add_argument("--warmup", type=int, default=5, help="steps before those; default 5")
+    made.add_argument("--warmup", type=int, default=5, help="warm-up steps before those; default 5")
     made.add_argument("--profile", action="store_true", help="trace a few more steps: time by kind and by kernel")
     made.add_argument("--compare", default="", metavar="NAME,...",
                       help="alternate with other programs of the same model: step, plain, torch, torch.compile,  "

@@ -67,8 +67,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = parser_of("coordinates", __doc__)
     made.add_argument("--config", required=True, help="FILE[:variant]; --config.SECTION.KEY=VALUE changes a key of it")
-    made.add_argument("--widths", default="64,128,256,512", help="values of model.embed_dim; other widths grow along")
-    made.add_argument("--steps", type=int, default=4, help="to train before the last look; default: 4")
+    made.add_argument("--widths", default="64,128,256,512", help="values of model.embed_dim; other widths scale along")
+    made.add_argument("--steps", type=int, default=4, help="steps to train before the last look; default: 4")
     made.add_argument("--grow", choices=("heads", "head_dim"), default="heads",
                       help="whether a wider model has more attention heads, or wider ones; default: heads")
     made.add_argument("--json", metavar="FILE", help="also write all figures")

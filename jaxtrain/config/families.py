@@ -281,7 +281,7 @@ class GptOssConfig(RoutedConfig):
 
 @dataclass(frozen=True)
 class VisionLanguageConfig(PictureConfig, LlamaConfig):
-    """A Llama decoder whose rows hold pictures among the text, read by an encoder and a connector."""
+    """A Llama decoder whose rows hold images among the text, read by an encoder and a connector."""
 
     name: str = "vision_language"
     text = False
@@ -289,7 +289,7 @@ class VisionLanguageConfig(PictureConfig, LlamaConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.mtp_loss_weight:
-            raise UserError("model.mtp_loss_weight", "pictures are not predicted, and so nothing after the next token",
+            raise UserError("model.mtp_loss_weight", "images are not predicted, so it has no next tokens",
                             "leave it out")
 
     def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:

@@ -54,7 +54,7 @@ class EventsConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class ClipsConfig(ModelConfig):
-    """Audio clips with labels: an encoder of their frames that says which label a clip has."""
+    """Labelled audio clips: an encoder of their frames that predicts the label of a clip."""
 
     name: str = "clips"
     labels: int = 0  # number of labels: the folders of prepare_sequences audio --target=folder
@@ -69,7 +69,7 @@ class ClipsConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class WhisperConfig(ModelConfig):
-    """Whisper: an encoder of log-mel frames, and a decoder of tokens that attends to it."""
+    """Whisper: an encoder of log-mel frames, and a decoder of tokens that attends to the encoder."""
 
     name: str = "whisper"
     # pyrefly: ignore[bad-override]

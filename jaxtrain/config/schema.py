@@ -82,8 +82,8 @@ class DataConfig:
     # several sources instead of source: name -> {source, weight, epochs}
     mixture: dict[str, Any] = field(default_factory=dict, hash=False)
     stages: list[Any] = field(default_factory=list, hash=False)  # what changes at which step: docs/data-mixtures.md
-    # "concat": documents end to end, cut at row ends; "best_fit": few are cut; "bucket": one per row, as for sequences of
-    # a prepared corpus; "pairs", "answers": preference pairs or labelled answers, never cut.
+    # "concat": documents end to end, cut at row ends; "best_fit": few are cut; "bucket": one per row, as for sequences
+    # of a prepared corpus; "pairs", "answers": preference pairs or labelled answers, never cut.
     packing: str = "concat"
     buckets: list[int] = field(default_factory=list, hash=False)  # bucket lengths; none: chosen automatically
     crop: bool = False  # truncate sequences longer than seq_len; False: such sequences are an error

@@ -31,7 +31,7 @@ class PatchesConfig(ModelConfig):
         super().__post_init__()
         positive(self, "model", "patch_size patches_per_side pictures_per_row")
         if self.mup_base:
-            raise UserError("model.mup_base", f"{self.name} has an encoder of pictures, for which muP is not supported",
+            raise UserError("model.mup_base", f"{self.name} has an image encoder, for which muP is not supported",
                             "leave it out")
 
     @property
@@ -47,18 +47,18 @@ class PatchesConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class PictureConfig(PatchesConfig):
-    """An encoder of pictures beside a model of text."""
+    """An image encoder in addition to a text model."""
 
     picture_layers: int = 4  # transformer blocks of the image encoder
     picture_embed_dim: int = 128  # width of the image encoder
     picture_heads: int = 4  # attention heads of the image encoder
     picture_mlp_dim: int = 0  # MLP width of the image encoder; 0: 4 x picture_embed_dim
     picture_norm_eps: float = 0.0  # norm_eps of the image encoder; 0: norm_eps
-    # Pixels a side of the square pictures whose places have a learned position each, as in published encoders; pictures
-    # of other shapes get what lies between these. 0: a position is a vector for the row plus one for the column
+    # Side in pixels of square images with a learned position for each patch, as in published encoders; for other shapes
+    # positions are interpolated. 0: a position is a vector for the row plus one for the column
     # pyrefly: ignore[bad-override]
     picture_size: int = 0
-    # As in CLIP's encoder: a token before the patches of each picture, a norm before the blocks, no bias of patches
+    # as in CLIP: a class token before the patches of each image, a norm before the blocks, and patches without bias
     # pyrefly: ignore[bad-override]
     class_token: bool = False
     # pyrefly: ignore[bad-override]
@@ -76,7 +76,7 @@ class PictureConfig(PatchesConfig):
         one_of("model.gelu", self.gelu, ("tanh", "exact", "quick"))
         if 0 < self.picture_size < self.patch_size:
             raise UserError("model.picture_size", f"{self.picture_size} has no whole patch of {self.patch_size} pixels",
-                            "give the side of a picture, such as 224")
+                            "give the side of an image, such as 224")
         if self.class_token and not self.picture_size:
             raise UserError("model.class_token", "it is read with model.picture_size only", "set that, too")
         for key in ("pixel_mean", "pixel_std"):
@@ -97,15 +97,15 @@ class PictureConfig(PatchesConfig):
 
 @dataclass(frozen=True)
 class DualEncoderConfig(PictureConfig):
-    """SigLIP and CLIP: an encoder of pictures, and one of texts, whose shape the keys of every model say."""
+    """SigLIP and CLIP: an image encoder and a text encoder; the keys of every model are those of the text encoder."""
 
     name: str = "siglip"
     # pyrefly: ignore[bad-override]
     vocab_size: int = 320  # rows of the text embedding table: at least the tokenizer's vocabulary
     text_len: int = 64  # the longest text in tokens
     joint_dim: int = 0  # width of the joint embedding of images and texts; 0: embed_dim
-    # From patches to a picture: "attention" of a learned query; "probe", the same with a projected query (as published
-    # with SigLIP); "mean"; or, with class_token, "class": what becomes of that
+    # How patches become one embedding: "attention" of a learned query; "probe": the same with a projected query (as
+    # published with SigLIP); "mean"; or "class": the class token, with class_token
     pooling: str = "attention"
     # Linear maps to joint_dim: "both" with biases; "text": of texts only (as published with SigLIP); "unbiased":
     # both without (as published with CLIP)
@@ -125,7 +125,7 @@ class DualEncoderConfig(PictureConfig):
                             "set pooling=class with class_token, and another one without")
         if self.projections == "text" and self.joint_dim != self.picture_embed_dim:
             raise UserError("model.joint_dim", f"{self.joint_dim} differs from model.picture_embed_dim="
-                            f"{self.picture_embed_dim}, and model.projections=text maps no pictures", "set it to that")
+                            f"{self.picture_embed_dim}, and model.projections=text maps no images", "set it to that")
         for key in ("text_begin", "text_end", "text_pad"):
             if not -1 <= getattr(self, key) < self.vocab_size:
                 raise UserError(f"model.{key}", f"{getattr(self, key)} is not a token below model.vocab_size="
@@ -151,7 +151,7 @@ class DualEncoderConfig(PictureConfig):
 
 @dataclass(frozen=True)
 class PictureFlowConfig(PatchesConfig):
-    """Flow matching: a vision transformer that turns noise into pictures of a label."""
+    """Flow matching: a vision transformer that turns noise into images of a label."""
 
     name: str = "picture_flow"
     num_labels: int = 10  # number of image labels

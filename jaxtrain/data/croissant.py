@@ -91,7 +91,7 @@ def main(argv: list[str] | None) -> None:
     parser = parser_of("croissant", __doc__)
     parser.add_argument("corpus", help="a folder that jaxtrain prepare made")
     parser.add_argument("--output", default="", help="default: croissant.json in the folder")
-    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more of the datasheet")
+    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more fields of the datasheet")
     flags = parser.parse_args(argv)
     folder = Path(flags.corpus).expanduser()
     path = Path(flags.output).expanduser() if flags.output else folder / "croissant.json"

@@ -93,7 +93,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab_size", type=int, default=32_768, help="number of ids; default: 32768")
     parser.add_argument("--special_tokens", nargs="+", default=[], help="such as '<|im_start|>' '<|im_end|>'")
     parser.add_argument("--field", default="text", help="the field of a JSON record or Parquet row that is text")
-    parser.add_argument("--bytes", type=int, default=2**30, help="train on at most this much text")
+    parser.add_argument("--bytes", type=int, default=2**30, help="maximum number of bytes of text to train on")
     return parser.parse_args(argv)
 
 

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     keys.add_argument("--islands", type=int, required=True, help="number of islands, which are numbered from 0")
     keys.add_argument("--days", type=int, default=3650, help="validity of new certificates in days; default: 3650")
     serve = add_subcommand(commands, "islands", "serve --folder=DIR --address=0.0.0.0:7000 --keys=DIR --islands=4",
-                           "make the log of the islands' offers, and serve it")
+                           "create the log of the islands' offers and serve it")
     serve.add_argument("--folder", required=True, metavar="DIR", help="the log: on a disk that survives this process")
     serve.add_argument("--address", metavar="HOST:PORT", help="address at which islands reach it by TCP")
     serve.add_argument("--keys", metavar="DIR", help="certificates of the coordinator, for --address")

@@ -30,23 +30,24 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--config", required=True, help="FILE[:variant]; --config.SECTION.KEY=VALUE changes a key of it")
     made.add_argument("--target", help=f"one of {', '.join(targets.TARGETS)}, times devices: h100x256; default: here")
     made.add_argument("--targets", help="a JSON file with your own accelerators, or with measurements")
-    made.add_argument("--global_batch", type=int, help="rows of a step; default: the config's")
-    made.add_argument("--seq_len", type=int, help="tokens of a row; default: the config's")
+    made.add_argument("--global_batch", type=int, help="samples per step; default: the config's")
+    made.add_argument("--seq_len", type=int, help="tokens per sample; default: the config's")
     made.add_argument("--tokens", type=float, default=1e12,
                       help="tokens to train on, for days and cost; default: 1e12")
     made.add_argument("--precisions", default="", metavar="NAME,...",
-                      help=f"also rank these precisions, besides the config's own: {', '.join(PRECISIONS)}")
+                      help=f"also rank these precisions, in addition to the config's own: {', '.join(PRECISIONS)}")
     made.add_argument("--top", type=int, default=10, help="number of layouts to show; default: 10")
-    made.add_argument("--html", metavar="FILE", help="also write the ranking as a page, with memory and time drawn")
+    made.add_argument("--html", metavar="FILE", help="also write the ranking as a page with charts of memory and time")
     made.add_argument("--scaling", metavar="FILE",
-                      help="also say what loss the run reaches, by the fit that jaxtrain scaling --save wrote")
+                      help="also predict the loss of the run from the fit that jaxtrain scaling --save wrote")
     made.add_argument("--flops", type=float,
-                      help="with --scaling: a budget, and what it gets at best; default: the run's")
-    made.add_argument("--dollars", type=float, help="with --scaling: the same in money, at the first layout's speed")
+                      help="with --scaling: a FLOP budget, and the best loss within it; default: the run's")
+    made.add_argument("--dollars", type=float,
+                      help="with --scaling: the same for a budget in dollars, at the first layout's speed")
     made.add_argument("--link", type=float, metavar="GBIT",
                       help="with islands.count: gigabits a second between islands, to say which mode is fastest")
     made.add_argument("--slowest", type=float, default=1, metavar="TIMES",
-                      help="with --link: one island takes so many times as long for a step; default: 1")
+                      help="with --link: step time of the slowest island, relative to the others; default: 1")
     made.add_argument("--explain", action="store_true", help="explain only the layout of the config")
     made.add_argument("--verify", type=int, default=0, metavar="K", help="compile the best K for the real target")
     made.add_argument("--roofline", action="store_true",

@@ -88,7 +88,7 @@ def here(config: Config, workdir: Path) -> Config:
     full = max(processes, int(os.environ.get(FULL, processes)))
     chosen = choose(config, devices, devices * full // processes)
     if chosen != config and jax.process_index() == 0:
-        change = (f"{words(_sizes(config))} was declared, and there are {devices} devices: the run goes on with "
+        change = (f"{words(_sizes(config))} was configured, but there are {devices} devices: the run continues with "
                   f"{words(_sizes(chosen))} and train.accumulation={chosen.train.accumulation}")
         say(f"elastic: {change}; batch, data and losses stay the same")
         workdir.mkdir(parents=True, exist_ok=True)
@@ -181,8 +181,8 @@ def main(argv: list[str] | None = None) -> None:
     from jaxtrain.config.load import load_config
 
     parser = parser_of("elastic", __doc__)
-    parser.add_argument("--least", type=int, required=True, help="the fewest processes to try")
-    parser.add_argument("--full", type=int, required=True, help="the processes that the run has when none is lost")
+    parser.add_argument("--least", type=int, required=True, help="minimum number of processes to try")
+    parser.add_argument("--full", type=int, required=True, help="number of processes of the run when none is lost")
     parser.add_argument("--workdir", type=Path, required=True, help="the workdir of the run, which must have started")
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)

@@ -42,11 +42,11 @@ def parser() -> argparse.ArgumentParser:
     made = parser_of("runs", __doc__)
     commands = made.add_subparsers(dest="what", required=True, metavar="COMMAND", parser_class=Parser)
     lines = {"list [ROOT]": "list the runs below a folder or a URL, the newest first",
-             "show WORKDIR": "show all that is known of a run",
-             "compare WORKDIR WORKDIR": "show in what runs differ: config, loss, throughput, goodput and cost",
-             "tag WORKDIR NAME": "give a run names by which `list --tag` finds it and `gc` spares it",
-             "gc [ROOT]": "show what can be deleted of runs that ended, and delete it with --delete",
-             "reproduce WORKDIR": "compare what a run was trained with to what is here; print how to train it again"}
+             "show WORKDIR": "show everything that is known about a run",
+             "compare WORKDIR WORKDIR": "show how runs differ: config, loss, throughput, goodput and cost",
+             "tag WORKDIR NAME": "tag a run, so that `list --tag` finds it and `gc` keeps it",
+             "gc [ROOT]": "show what can be deleted of finished runs, and delete it with --delete",
+             "reproduce WORKDIR": "compare a run's code, data and packages with those here; print how to repeat it"}
     subs = {words.partition(" ")[0]: add_subcommand(commands, "runs", words, line) for words, line in lines.items()}
     for name in ("list", "gc"):
         subs[name].add_argument("root", nargs="?", default="runs", metavar="ROOT", help="default: runs")

@@ -85,7 +85,7 @@ def delete(found: Found, keep: int, tagged: bool = False) -> tuple[int, list[str
     freed, failed = 0, []
     for workdir in found.workdirs:
         with locked(workdir, 0) as other:
-            if reason := (other and f"{other} works in it") or _untouchable(workdir, tagged):
+            if reason := (other and f"{other} is using it") or _untouchable(workdir, tagged):
                 failed.append(f"{workdir}: left alone: {reason}")
                 continue
             known = {one.path for one in found.garbage}

@@ -5,7 +5,7 @@
     jaxtrain top WORKDIR WORKDIR --once
 
 One run is shown in detail, several as a table; a folder stands for all runs below it. It is drawn every second; q or
-Ctrl-C ends it. Where the output is not a terminal, one picture is printed.
+Ctrl-C ends it. Where the output is not a terminal, one snapshot is printed.
 
 Everything is read from the workdirs, as the runs leave it there: they may run on other machines, and need not run.
 """
@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> None:
     """Draw until q or Ctrl-C."""
     parser = parser_of("top", __doc__)
     parser.add_argument("places", nargs="+", metavar="WORKDIR", help="workdir of a run, or a folder with workdirs")
-    parser.add_argument("--once", action="store_true", help="print one picture and end")
+    parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
     flags = parser.parse_args(argv)
     watch = Watch(flags.places)
     from rich.console import Console

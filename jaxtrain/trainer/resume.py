@@ -131,7 +131,7 @@ def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManag
 
     if not start.step:
         if (section := tuned_from_nothing(run.config)) and not run.own_model:
-            say(f"warning: {section} tunes a model with random parameters; set train.init_from to start from a trained one")
+            say(f"warning: {section} tunes a model with random parameters; train.init_from starts from a trained one")
         try:
             state = run.init(parts=parts, meanwhile=compile_ahead)
         except UserError:  # train.init_from does not fit: another config may be what is wanted
@@ -150,7 +150,7 @@ def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManag
     _, state, meta = restored
     if (found := int(jax.device_get(state.step))) != start.step:
         raise UserError("checkpoint", f"step {start.step} in {session.workdir} holds the state of step {found}",
-                        "move it away, and the run goes on from the checkpoint before it")
+                        "move it away, and the run resumes from the checkpoint before it")
     agree(session.workdir, start.skipped, meta, start.step)
     say(f"resumed from {'the snapshot of ' if start.recovered else ''}step {start.step}")
     return state

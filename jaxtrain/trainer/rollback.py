@@ -79,7 +79,7 @@ class AnomalyGuard:
         if limits.spikes == "rollback" and (spike or too_many):
             self._roll_back(step, max(in_a_row, 1) if too_many else 1, what)
         if too_many:
-            self._give_up(step, f"{what}; {in_a_row} updates in a row were left out, which is resilience.max_skips",
+            self._give_up(step, f"{what}; {in_a_row} updates in a row were skipped, which is resilience.max_skips",
                           **told)
         self._say(f"{what}; its update was " + ("skipped" if in_a_row else "applied, because resilience.spikes=record"))
 

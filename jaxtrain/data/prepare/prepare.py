@@ -317,7 +317,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", nargs="+", default=[], help="files or folders: text, .jsonl[.gz|.zst], .parquet")
     parser.add_argument("--eval_input", nargs="+", default=[],
                         help="files or folders to evaluate on; then all of --input is trained on")
-    parser.add_argument("--output", default="", help="the corpus; then pass it to a run as --config.data.source")
+    parser.add_argument("--output", default="", help="folder of the corpus; pass it to a run as --config.data.source")
     parser.add_argument("--tokenizer", default=Options.tokenizer,
                         help="'bytes', 'characters' (of --input), or the path of a tokenizer.json, "
                         ".tiktoken[:SCHEME] or .model, or tiktoken:NAME")
@@ -325,12 +325,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bos", default="none", help="the token to put before each document, or none")
     parser.add_argument("--field", default=Options.field, help="the field of a JSON record or Parquet row that is text")
     parser.add_argument("--token_dtype", default="", help="dtype of token files without a header: uint16, uint32, ...")
-    parser.add_argument("--format", default=Options.format, help=f"of records: auto, {', '.join(FORMATS)}")
+    parser.add_argument("--format", default=Options.format, help=f"format of the records: auto, {', '.join(FORMATS)}")
     parser.add_argument("--chat_template", default="", help=f"a jinja file, or {', '.join(BUILT_IN)}; default: the "
                         "tokenizer's own")
     parser.add_argument("--train_on", default=Options.train_on, help=f"turns to train on: {', '.join(TRAIN_ON)}")
     parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction,
-                        help=f"share of documents kept for evaluation; default: {Options.eval_fraction:g}")
+                        help=f"fraction of documents held out for evaluation; default: {Options.eval_fraction:g}")
     parser.add_argument("--steps", nargs="+", default=[], help=f"{', '.join(STEPS)}, module:function, datatrove:CLASS")
     parser.add_argument("--deduplicate", nargs="?", const="exact", default=False, choices=("exact", "near"),
                         help="keep only the first of equal or nearly equal documents")
@@ -338,13 +338,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--near_permutations", type=int, default=Near.permutations, help="permutations per signature")
     parser.add_argument("--near_shingle", type=int, default=Near.shingle, help="words per shingle")
     parser.add_argument("--licence_of", default="", help="the input's licence (SPDX), or record:FIELD to count a field")
-    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more for the datasheet")
+    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE", help="more fields of the datasheet")
     parser.add_argument("--task_bytes", type=int, default=Options.task_bytes,
-                        help="input that makes one shard; default: a 32nd of it, from 1 to 64 MiB")
+                        help="bytes of input per shard; default: 1/32 of the input, between 1 and 64 MiB")
     parser.add_argument("--record_bytes", type=int, default=Options.record_bytes,
-                        help=f"leave out longer lines of JSON and tables that inflate to more; default: "
+                        help=f"drop JSON lines and Parquet row groups larger than this; default: "
                         f"{Options.record_bytes}")
-    parser.add_argument("--dry_run", action="store_true", help="only report what would be left out or changed")
+    parser.add_argument("--dry_run", action="store_true", help="only report what would be dropped or changed")
     parser.add_argument("--sample", type=int, default=0, help="number of documents in a dry run; default: all")
     parser.add_argument("--workers", type=int, help="tasks at a time; default: all cores")
     parser.add_argument("--engine", choices=["local", "ray", "slurm"], default="local",

@@ -96,7 +96,7 @@ class Pictures:
                 raise UserError(f"--{name}", f"{getattr(self, name)} is not possible", "use 1 or more")
         if self.square and not self.patch_size <= self.square < 2**15:
             raise UserError("--square", f"{self.square} is not possible with patches of {self.patch_size} pixels",
-                            "use the side of a picture in pixels, such as 224")
+                            "use the side of an image in pixels, such as 224")
         if self.crop_square and not self.square:
             raise UserError("--crop_square", "it is read with --square only", "give that, too")
 
@@ -121,7 +121,7 @@ class Pictures:
         """Return tasks of pictures in order of name, each file followed by its caption; archives stay whole."""
         found = inputs.find_pieces(sources, self.task_bytes, ends=(*FILES, ".tar", ".parquet"))
         if not found:
-            raise UserError("--input", f"{', '.join(sources)} has no pictures",
+            raise UserError("--input", f"{', '.join(sources)} has no images",
                             f"name files or folders of {', '.join((*FILES, '.tar', '.parquet'))}")
         groups = with_texts(found, _is_picture, "caption") if self.target == "text" else [(piece,) for piece in found]
         return inputs.cut(groups, self.task_bytes)

@@ -48,17 +48,18 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = parser_of("supervise", __doc__,
                        usage="%(prog)s [--processes=N ...] -- --config=FILE [flags of jaxtrain train]")
     parser.add_argument("--processes", type=int, default=1, help="number of processes on this host; default: 1")
-    parser.add_argument("--min_processes", type=int, help="fewest to go on with when others keep dying; default: all")
+    parser.add_argument("--min_processes", type=int,
+                        help="fewest processes to continue with when others keep dying; default: all")
     parser.add_argument("--max_restarts", type=int, default=5,
-                        help="restarts in a row without a new step until it gives up; default: 5")
+                        help="consecutive restarts without a new step before giving up; default: 5")
     parser.add_argument("--max_backoff", type=float, default=60.0,
                         help="seconds between two attempts, at most; default: 60")
     parser.add_argument("--silent", type=float, default=300.0,
-                        help="seconds without a sign of life until a process counts as hung; 0: never; default: 300")
+                        help="seconds without a heartbeat after which a process counts as hung; 0: never; default: 300")
     parser.add_argument("--lost_after", type=int, default=2,
-                        help="deaths in a row until a process is left out; default: 2")
+                        help="consecutive crashes after which a process is dropped; default: 2")
     parser.add_argument("--retry_lost", type=float, default=600.0,
-                        help="seconds until one that was left out is taken back; default: 600")
+                        help="seconds until a dropped process is added again; default: 600")
     parser.add_argument("--coordinator", help="host:port of node 0, in a run on several hosts")
     parser.add_argument("--nodes", type=int, default=1, help="hosts, each with a supervisor of its own; default: 1")
     parser.add_argument("--node_rank", type=int, default=0, help="number of this host, from 0")

@@ -240,7 +240,7 @@ def test_a_server_that_goes_away(world, forked, tmp_path, tmp_path_factory):
     assert [step for step, _ in truth(tmp_path)[0]] == list(range(1, STEPS + 1))
     kinds = [event["kind"] for event in events.events(tmp_path)]
     assert (kinds.count("tracker_down"), kinds.count("tracker_behind")) == (1, 1), said
-    assert "mlflow has the lines of this run up to step " in said
+    assert "mlflow has the metrics of this run only up to step " in said
 
 
 @pytest.mark.parametrize("name", NAMES)

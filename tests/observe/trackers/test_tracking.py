@@ -128,7 +128,7 @@ def test_a_rollback_with_other_batches(tmp_path, kind, capsys):
     else:
         id = "r1-2"
         assert backend.ended == ["rolled_back", "superseded", "finished"]
-        assert "begins another one, name (2)" in capsys.readouterr().err
+        assert "begins a new run there, name (2)" in capsys.readouterr().err
     assert backend.has(id) == [position(one) for one in (*STEPS[:5], line(5))]
     assert [one["loss"] for one in backend.runs[id] if "loss" in one] == [1.0, 1.0, 0.5, 0.5, 1.0]
     rolled_back(tmp_path, 4)  # and goes on with that
@@ -161,7 +161,7 @@ def test_down_costs_one_warning_and_no_line(tmp_path, monkeypatch, capsys):
     assert backend.has() == ALL
     err = capsys.readouterr().err
     assert err.count("Fake is down (ConnectionError: refused by https://***@host)") == 1 and "secret" not in err
-    assert err.count("Fake is there again, and has all lines") == 1
+    assert err.count("Fake is reachable again and has all metrics") == 1
     assert "secret" not in (tmp_path / "events.jsonl").read_text()
 
 
@@ -216,7 +216,7 @@ def test_down_at_the_end(tmp_path, capsys):
     backend = Backend()
     backend.down = True
     Attempt(tmp_path, Fake(backend)).write(*STEPS).end()
-    assert "Fake has the lines of this run up to step 0 only (ConnectionError" in capsys.readouterr().err
+    assert "Fake has the metrics of this run only up to step 0 (ConnectionError" in capsys.readouterr().err
     backend.down = False
     Attempt(tmp_path, Fake(backend)).end()
     assert backend.has() == ALL
@@ -240,7 +240,7 @@ def test_a_tracker_that_hangs(tmp_path, monkeypatch, capsys):
     free.set()
     err = capsys.readouterr().err
     assert err.count("Hangs is down (it has not answered for 0 s)") == 1
-    assert "Hangs has the lines of this run up to step 0 only" in err
+    assert "Hangs has the metrics of this run only up to step 0" in err
 
 
 def test_one_that_hung_in_an_attempt_that_was_rolled_back_gets_nothing_more_there(tmp_path, monkeypatch):

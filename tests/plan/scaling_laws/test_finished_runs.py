@@ -57,7 +57,7 @@ def test_the_trials_of_a_sweep_are_runs(runs, tmp_path, capsys):
     lines += [line | {"workdir": "gone", "state": "failed", "value": None, "tokens": 0}]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     assert finished_runs.points([tmp_path / "results.jsonl"]) == list(runs.values())
-    assert "1 of 10 trials did not end, and are left out" in capsys.readouterr().err
+    assert "1 of 10 trials did not finish and are skipped" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_runs_that_are_none_are_told(tmp_path, capsys):
     run_of(short, 16, 100, done=STEPS - 1)
     run_of(lacking, 16, 100)
     assert finished_runs.points([short]) == []
-    assert f"{short}: it is at step 19 of 20, and is left out" in capsys.readouterr().err
+    assert f"{short}: skipped, because it is at step 19 of 20" in capsys.readouterr().err
     with pytest.raises(jt.UserError, match=r"--metric: .*lacking/metrics.jsonl has no accuracy at step 20"):
         finished_runs.points([lacking], "accuracy")
     trial = {"workdir": f"{lacking}", "state": "complete", "value": 3.0, "tokens": 100}
