@@ -69,8 +69,7 @@ def are_used(config: Config, axes: Any) -> None:
     kept = {name for policy, _ in policies(config.train.remat, config.model.stacked_layers)
             for name in (*policy.names, *policy.hosted)}
     if unknown := sorted(kept - used - {"attention", "dots"}):
-        raise UserError("train.remat", f"unknown policy {unknown[0]!r}, and model "
-                        f"{config.model.name!r} has no product of that name",
+        raise UserError("train.remat", f"unknown policy {unknown[0]!r}",
                         nearest(unknown[0], used.difference(sharding.ACTIVATION_NAMES).union(PRESETS)))
     for name in config.mesh.overrides:
         if name not in used:
