@@ -68,7 +68,7 @@ def show(workdir: str | Path, mirror_url: str = "") -> str:
     newer = ", or from a newer snapshot" * bool(good and any(int(row[0]) > good[-1] for row in kept))
     younger = [step for step in unread if good and step > good[-1]]
     first = f"step {younger[-1]} if it reads back whole, else from " if younger else ""
-    last = (f"the run goes on from {first}step {good[-1]}{newer}; `good` says that it was read back whole when it was "
+    last = (f"the run resumes from {first}step {good[-1]}{newer}; `good` says that it was read back whole when it was "
             "saved, and `verify` reads it again") if good else (
         "no checkpoint here is good; those not verified yet are read back when the run starts" if local else
         "there is no checkpoint here")
@@ -213,7 +213,7 @@ def restore_to(workdir: str | Path, step: int, mirror_url: str = "") -> str:
     folder = _known(directory, step)
     with locked(workdir, 0) as other:
         if other:
-            raise UserError("WORKDIR", f"another run works in {workdir} ({other})", "stop it, then run this again")
+            raise UserError("WORKDIR", f"another run is using {workdir} ({other})", "stop it, then run this again")
         if living := run_processes.alive(workdir):
             raise UserError("WORKDIR", living, f"stop it, and run this again {run_processes.ALIVE_S} s later")
         return _turn_back(workdir, directory, folder, step, mirror_url or _config(workdir).get("mirror", ""))

@@ -139,7 +139,7 @@ class DualEncoderConfig(PictureConfig):
                             "set pooling=class with class_token, and another one without")
         if self.projections == "text" and self.joint_dim != self.picture_embed_dim:
             raise UserError("model.joint_dim", f"{self.joint_dim} differs from model.picture_embed_dim="
-                            f"{self.picture_embed_dim}, and model.projections=text maps no pictures", "set it to that")
+                            f"{self.picture_embed_dim}, and model.projections=text maps no images", "set it to that")
         for key in ("text_begin", "text_end", "text_pad"):
             if not -1 <= getattr(self, key) < self.vocab_size:
                 raise UserError(f"model.{key}", f"{getattr(self, key)} is not a token below model.vocab_size="

@@ -31,7 +31,7 @@ def run_lock(workdir: str | Path) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         other = exchange(None, lambda _: held.enter_context(locked(workdir, PATIENCE_S)))
         if other:
-            raise exit_codes.RunExit(exit_codes.RESTART, f"--workdir: another run works in {workdir} ({other}); end "
+            raise exit_codes.RunExit(exit_codes.RESTART, f"--workdir: another run is using {workdir} ({other}); end "
                                      "that one, wait for it, or give another folder")
         yield
 

@@ -47,7 +47,7 @@ class OuterLog:
             for name in ("contents", "partial", "snapshots"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
             if other := self._held.enter_context(locked(self.folder, 0)):
-                raise UserError("--folder", f"another coordinator works in {folder} ({other})", "end that one first")
+                raise UserError("--folder", f"another coordinator is using {folder} ({other})", "end that one first")
             self.name = _name(self.folder / "name")
             self._journal = _Journal(self.folder / "journal.jsonl")
             self._coordinator, self.failed = Coordinator(policy, self._journal.records), ""  # why it decides no more

@@ -113,13 +113,12 @@ class MetricsWriter:
         """Write an evaluation line (`eval_loss`, `eval_bits_per_byte`, ...) after the lines of the steps before it."""
         self._put("eval", step, fields, time.perf_counter())
 
-    def restart_clock(self) -> None:
-        """Leave what was done since the last step, such as sampling a text, out of the next one's time."""
-        self._put("clock", time.perf_counter())
+    def restart_clock(self, during: bool = False) -> None:
+        """Exclude what was done since the last step, such as sampling a text, from the next step's time.
 
-    def compiled(self) -> None:
-        """Leave compiling, during which the last step may have ended, out of the next step's time."""
-        self._put("compiled", time.perf_counter())
+        `during`: it was done while the last step was computed, such as compiling, and that step may end later.
+        """
+        self._put("clock", time.perf_counter(), during)
 
     def flush(self) -> None:
         """Wait until all lines so far are written, or kept in memory for lack of disk space (then `behind` is true)."""
@@ -162,8 +161,7 @@ class MetricsWriter:
 
     def _work(self) -> None:
         """Run the thread; after an error it keeps taking items, so that no caller blocks forever."""
-        handlers = {"step": self._step, "eval": self._eval, "clock": self._clock, "compiled": self._compiled,
-                    "flush": self._flush}
+        handlers = {"step": self._step, "eval": self._eval, "clock": self._clock, "flush": self._flush}
         while item := self._queue.get():
             kind, *arguments = item
             try:
@@ -222,11 +220,9 @@ class MetricsWriter:
         self._clock(ended)
         self._write({"step": step, **_plain(jax.device_get(dict(fields)))})
 
-    def _clock(self, ended: float) -> None:
-        self._completed = ended  # and not now: this thread may be late, and the next step has begun meanwhile
-
-    def _compiled(self, ended: float) -> None:
-        self._completed = max(ended, self._completed or ended)
+    def _clock(self, ended: float, during: bool = False) -> None:
+        # Not now: this thread may be late, and the next step has begun meanwhile.
+        self._completed = max(ended, (self._completed or ended) if during else ended)
 
     def _flush(self, written: threading.Event) -> None:
         try:

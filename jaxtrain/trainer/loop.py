@@ -211,7 +211,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
             if n == start:  # compile what saves need while the device computes the first step
                 with session.phase("compile"):
                     checkpoints.prepare(state)
-                writer.compiled()
+                writer.restart_clock(during=True)
             # 6. All processes agree on whether to stop after this step.
             stop = interrupt.requested(done)
             saving = saver.due(done, last=stop or done == t.steps or (patience.watches and evaluator.due(done)))

@@ -83,7 +83,7 @@ def test_a_run_is_refused_where_another_one_works(other, tmp_path, tmp_path_fact
              f"--workdir={tmp_path}"]
     assert main(flags) == exit_codes.RESTART
     err = capsys.readouterr().err
-    assert f"--workdir: another run works in {tmp_path} (process {other.pid} " in err and "waiting up to 1 s" in err
+    assert f"--workdir: another run is using {tmp_path} (process {other.pid} " in err and "waiting up to 1 s" in err
     assert not (tmp_path / "metrics.jsonl").exists() and not (tmp_path / "config.json").exists()
     # One that ends meanwhile is waited for.
     monkeypatch.setattr(run_lock, "PATIENCE_S", 60.0)

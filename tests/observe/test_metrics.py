@@ -119,7 +119,7 @@ def test_what_is_compiled_after_the_first_step_is_not_in_the_step_time(tmp_path,
     with open_writer(tmp_path) as writer:
         push_at(writer, clock, 1, completed)
         clock.now = compiled
-        writer.compiled()
+        writer.restart_clock(during=True)
         push_at(writer, clock, 2, 10.0)
     assert lines(tmp_path)[1]["step_time_s"] == seconds
 

@@ -14,6 +14,7 @@ from jaxtrain.plan.report.curves import text
 
 _WIDE, _TALL, _MARGIN = 720, 260, 60
 _LETTER, _GAP = 7.5, 14  # pixels of a letter at most, and between two labels
+_FIRST = 0.1  # of the steps, whose values do not set the range of curves
 _MOST_LINES, _MOST_PLACES = 100, 200
 _LINES = """<style>.lines{width:100%;height:auto;font:12px system-ui,sans-serif;fill:var(--text)}
 .lines text{paint-order:stroke;stroke:var(--surface);stroke-width:3px}
@@ -36,7 +37,7 @@ def page(sweep: Sweep, tried: Sequence[Tried]) -> str:
             f"--config.{key}={value}" for key, value in sweep.overrides(done[0].keys, None).items()])) + "</pre>",
             paragraph(f"{sweep.metric} {findings.value_of(done[0]):.6g}, {done[0].trials[0].workdir}"), "</section>"]
     head, rows = findings.rows(sweep, tried)
-    parts += ["<h2>All points, best first</h2>", html_table(head, rows, 2)]
+    parts += ["<h2>All points, best first</h2>", f'<div class="scroll">{html_table(head, rows, 2)}</div>']
     head, rows = findings.importance(sweep, tried)
     parts += ["<h2>How much each key matters</h2>", html_table(head, rows, 1), paragraph(
         "“Explains” is the share of the variance of the complete points' ranks that is explained by this key alone: "
@@ -102,12 +103,14 @@ def curves(points: Sequence[Tried], sign: int) -> str:
     """Draw the metric of trials over their steps, the best first; outliers are cut off above."""
     drawn = [[(step, value) for step, value in sorted(trial.curve.values.items()) if math.isfinite(value)]
              for point in points for trial in point.trials]
-    values = sorted(sign * value for curve in drawn for _, value in curve)
+    steps = max((step for curve in drawn for step, _ in curve), default=0)
+    # What the first steps reach would make all that follows a flat line.
+    values = sorted(sign * value for curve in drawn for step, value in curve if step >= _FIRST * steps)
     if not values:
         return "<p>None.</p>"
-    low, high = values[0], values[min(len(values) - 1, math.ceil(0.95 * len(values)))]
+    low = min(sign * value for curve in drawn for _, value in curve)
+    high = values[min(len(values) - 1, math.ceil(0.95 * len(values)))]
     low, high = (low, high) if high > low else (low - 0.5, low + 0.5)
-    steps = max(step for curve in drawn for step, _ in curve)
 
     def height(value: float) -> float:
         worse = min(1.0, (sign * value - low) / (high - low))

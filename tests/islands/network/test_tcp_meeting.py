@@ -298,7 +298,7 @@ def test_a_silent_line_is_left_for_another(island, served):
 
 
 def test_one_coordinator_at_a_time_and_a_folder_that_can_be_written(served, tmp_path):
-    with pytest.raises(UserError, match="another coordinator works in"):
+    with pytest.raises(UserError, match="another coordinator is using"):
         OuterLog(served.folder, Policy())
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be used"):
