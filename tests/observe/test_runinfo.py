@@ -69,6 +69,7 @@ def test_all_that_must_be_allowed_is_named_at_once(tmp_path):
                                             r"(train.steps|optimizer.warmup_steps) to continue it so, or give"):
             check_workdir(tmp_path, config, may_change=may_change)
     check_workdir(tmp_path, config, may_change=("train.steps", "optimizer.warmup_steps"))
+    check_workdir(tmp_path, config, may_change=("train.epochs", "optimizer.warmup_steps"))  # which are steps by now
     with pytest.raises(UserError, match=r"model.num_layers=.* or --config.model.num_layers=[0-9]+$"):
         check_workdir(tmp_path, make_config({}, {"train.steps": 200, "model.num_layers": 3}))
 
@@ -97,7 +98,8 @@ def test_the_rest_may_change(tmp_path):
                "data.cache_dir": "elsewhere", "data.prefetch": 4, "train.accumulation": 2, "train.remat": "full",
                "train.precision": "float32", "train.log_every": 7, "train.progress": False,
                "pipeline.microbatches": 4, "train.check_memory": False, "train.expert_exchange": "gather",
-               "train.grouped_matmul": "xla", "train.expert_buffer": 0.0}
+               "train.grouped_matmul": "xla", "train.expert_buffer": 0.0,
+               "train.patience": 3, "train.eval_every": 5}
     config = write(tmp_path, changed)
     assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict()
 

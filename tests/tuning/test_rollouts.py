@@ -202,6 +202,8 @@ def test_advantages():
     (dict(reinforce__max_new_tokens=20), "reinforce.max_new_tokens: 20 leaves no room for a prompt in data.seq_len=20"),
     (dict(reinforce__max_new_tokens=14), "reinforce.prompts: 'say x1:' has 7 tokens, and data.seq_len less "),
     (dict(data__packing="bucket"), "data.packing: batches are made of the model's own answers; leave it out"),
+    (dict(train__epochs=2, train__steps=0), "train.epochs: a run on its own answers to reinforce.prompts makes its "
+     "data as it goes, so that they have no length; give train.steps"),
     (dict(preference__loss="dpo", data__packing="pairs"), "preference.loss: a run learns from preferences or from "),
 ])
 def test_mistakes_are_told_in_one_line(files, keys, message):

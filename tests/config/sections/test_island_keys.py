@@ -32,6 +32,7 @@ def test_refusals(keys, said):
 @pytest.mark.parametrize("keys, said", [
     ({"reinforce": {"prompts": "p.jsonl", "reward": "r.py:f"}, "train": {"eval_every": 0}},
      r"^reinforce.prompts: prompts are not divided among islands"),
+    ({"train": {"patience": 2, "eval_every": 5}}, r"^train.patience: each island has evaluations of its own"),
     ({"resilience": {"spikes": "rollback"}}, r"^resilience.spikes: what an island has offered stays in the log"),
 ])
 def test_sections_with_which_islands_do_not_go(keys, said):

@@ -57,6 +57,7 @@ WRONG = [  # what is said otherwise, how the line begins, and a part of the rest
     ({"stop": {"factor": 3}}, "stop", "has no 'first'"), ({"stop": {"first": 0}}, "stop.first", "give 1 or more"),
     ({"stop": {"first": 1, "factor": 1}}, "stop.factor", "give 2 or more"),
     ({"stop": {"first": 81}}, "stop.first", "a trial has 81 steps"),
+    ({"fixed": {"train.epochs": 3}}, "train.epochs", "give train.steps under fixed"),
     ({"stop": {"first": 1}, "fixed": {"train.eval_every": 9}}, "stop.first", "before step 9"),
     ({"stop": {"first": 1}, "fixed": {"train.log_every": 5}, "objective": {"metric": "loss"}}, "stop.first", "step 5"),
     ({"stop": {"first": 9}, "seeds": 2}, "stop", "no mean over its seeds"),
