@@ -96,8 +96,9 @@ def end_of_run(run: Run, session: Session, state: TrainState, start: int, sample
     """
     t = run.config.train
     if start == t.steps:
+        warmup = ",optimizer.warmup_steps" if run.config.optimizer.warmup_steps else ""  # maybe a share
         return (f"nothing to do: {session.workdir} has all {t.steps} steps; to train longer, add "
-                f"--config.train.steps={2 * t.steps} --may_change=train.steps")
+                f"--config.train.steps={2 * t.steps} --may_change=train.steps{warmup}")
     cost = spending.of_run(session.ledger.account(), jax.devices()[0].device_kind, run.mesh.size)
     said = [cost] if cost else []
     if t.sample_tokens:

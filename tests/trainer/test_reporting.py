@@ -10,9 +10,10 @@ from jaxtrain.observe.goodput import Incarnation, account
 from jaxtrain.trainer.reporting import end_of_run, many_epochs
 
 
-def make_run(steps=10, own=False, text=True, epochs=None):
+def make_run(steps=10, own=False, text=True, epochs=None, warmup=0):
     return SimpleNamespace(
-        config=SimpleNamespace(train=SimpleNamespace(steps=steps, sample_tokens=0), model=SimpleNamespace(text=text)),
+        config=SimpleNamespace(train=SimpleNamespace(steps=steps, sample_tokens=0), model=SimpleNamespace(text=text),
+                               optimizer=SimpleNamespace(warmup_steps=warmup)),
         mesh=SimpleNamespace(size=16), own_model=own, train_batches=SimpleNamespace(epochs=lambda step: epochs or {}))
 
 
@@ -39,10 +40,11 @@ def test_the_end_says_losses_checkpoint_and_commands_and_on_devices_that_have_a_
         *done, f"      jaxtrain generate {workdir} --prompt=...", f"      jaxtrain export {workdir} --output=FOLDER"]
 
 
-def test_a_finished_run_says_how_to_train_longer(session):
-    assert end_of_run(make_run(), session, None, 10, {}) == (
+@pytest.mark.parametrize(("warmup", "keys"), [(0, "train.steps"), (2, "train.steps,optimizer.warmup_steps")])
+def test_a_finished_run_says_how_to_train_longer(session, warmup, keys):
+    assert end_of_run(make_run(warmup=warmup), session, None, 10, {}) == (
         f"nothing to do: {session.workdir} has all 10 steps; to train longer, add --config.train.steps=20 "
-        "--may_change=train.steps")
+        f"--may_change={keys}")
 
 
 @pytest.mark.parametrize(("epochs", "sources"), [

@@ -65,9 +65,16 @@ def main(argv: list[str] | None = None) -> None:
             "file": name, "text": text_of(segments), "segments": [asdict(one) for one in segments]}) + "\n"
             for name, segments in found.items()))
     elif not flags.stream:
-        tell("\n".join(f"{name}\t{text_of(segments)}" for name, segments in found.items()))
+        tell("\n".join(line for name, segments in found.items() for line in _lines(name, segments, flags.timestamps)))
     if flags.references:
         say(compared(found, flags.workdir, flags.english))
+
+
+def _lines(name: str, segments: list[Segment], timestamps: bool) -> list[str]:
+    """Return a file's name and transcript; with `timestamps`, a line of name, begin, end and text for each segment."""
+    if not timestamps:
+        return [f"{name}\t{text_of(segments)}"]
+    return [f"{name}\t{one.begin:.2f}\t{one.end:.2f}\t{one.text.strip()}" for one in segments]
 
 
 def _flags(argv: list[str] | None) -> Any:
@@ -79,7 +86,8 @@ def _flags(argv: list[str] | None) -> Any:
     parser.add_argument("--language", default="", help="spoken language, such as de; default: what model.prefix "
                         "says, or detected where a published model knows several")
     parser.add_argument("--task", default="", help="transcribe, or translate into English")
-    parser.add_argument("--timestamps", action="store_true", help="say when each segment is said")
+    parser.add_argument("--timestamps", action="store_true", help="say when each segment is said: a "
+                        "line has the file, its begin and end in seconds, and its text")
     parser.add_argument("--stream", action="store_true", help="print the transcript as it grows")
     parser.add_argument("--batch_size", type=int, help="windows that are transcribed at once; default: 8")
     parser.add_argument("--output", default="", metavar="FILE", help="write JSON lines here; default: print texts")
