@@ -108,7 +108,7 @@ def summary(workdir: str | Path, now: float | None = None) -> Summary:
     found.state, found.tags = run.state(now), made
     found.step, found.last_step = _whole(line.get("step")), run.last_step
     found.loss, found.eval_loss = number(line.get("loss")), number(run.evaluations.last.get("eval_loss"))
-    found.config = Path(run.run.get("config_file") or "").name
+    found.config = ":".join(Path(part).name for part in (run.run.get("config_file") or "").split(":"))
     found.config_hash, found.commit = run.run.get("config_hash") or "", run.run.get("git_commit") or ""
     if account:
         found.goodput, found.time = account.goodput, account.incarnations[-1].sign

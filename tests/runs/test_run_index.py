@@ -157,3 +157,8 @@ def test_object_storage(tmp_path, capsys, bucket, network):
     network.fault = lambda number, method, path: "forbidden"
     with pytest.raises(UserError, match="check the credentials"):
         run_index.summaries(bucket)
+
+
+def test_the_config_of_a_run_keeps_its_variant_where_that_names_a_folder(tmp_path):
+    make(tmp_path / "run", run={"config_file": "configs/finetune.py:lora:models/base"})
+    assert run_index.summary(tmp_path / "run").config == "finetune.py:lora:base"

@@ -222,7 +222,7 @@ def test_finished(flags, straight, capsys):
     assert main([*flags, f"--workdir={straight}"]) == 0
     assert capsys.readouterr().err.endswith(
         f"nothing to do: {straight} has all {STEPS} steps; to train longer, add --config.train.steps={2 * STEPS} "
-        "--may_change=train.steps\n")
+        "--may_change=train.steps,optimizer.warmup_steps\n")
     assert files() == before
 
 

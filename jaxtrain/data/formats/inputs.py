@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import io
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ RECORD_BYTES = 2**28  # of the longest line or row that is read
 RATIO = 1000  # text is not compressed as much
 LEVELS = 4  # bytes in memory for each value in a list, even null: where its lists begin and which of them it is in
 ROWS = 1024  # of a table that are read at a time
+_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how an array of records begins
 FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .array_record or tokens"
 
 
@@ -72,13 +74,25 @@ class Ids:
 
 def find_tasks(inputs: str | Sequence[str], task_bytes: int = 2**26, token_dtype: str = "") -> list[tuple[Piece, ...]]:
     """Return all pieces in order of input and name, cut into tasks; small neighbours share a task."""
+    named = [inputs] if isinstance(inputs, str | Path) else inputs
+    for source in named:
+        _refuse_array(str(source))
     pieces = find_pieces(inputs, task_bytes, token_dtype)
     if not pieces:
-        named = [inputs] if isinstance(inputs, str | Path) else inputs
         found = [name for source in named for name, _, _ in _files(str(source))]
         what = "has no files" if not found else "is empty" if len(found) == 1 else f"has {len(found)} files, all empty"
         raise UserError("--input", f"{', '.join(map(str, named))} {what}", FIX)
     return cut([(piece,) for piece in pieces], task_bytes)
+
+
+def _refuse_array(source: str) -> None:
+    """Refuse a .json file that is one array of records, which would silently become a single document of text."""
+    if not source.lower().endswith(".json"):
+        return
+    for name, path, _ in _files(source):
+        if _ARRAY.match(storage.read(path, 0, 4096)):
+            raise UserError("--input", f"{name} is one JSON array of records, and records are read one a line",
+                            f"convert it (jq -c '.[]' {name} > {name}l), and give that file")
 
 
 def task_bytes_of(inputs: str | Sequence[str]) -> int:

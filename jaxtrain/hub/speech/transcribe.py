@@ -65,9 +65,17 @@ def main(argv: list[str] | None = None) -> None:
             "file": name, "text": text_of(segments), "segments": [asdict(one) for one in segments]}) + "\n"
             for name, segments in found.items()))
     elif not flags.stream:
-        tell_text("\n".join(f"{name}\t{text_of(segments)}" for name, segments in found.items()))
+        tell_text("\n".join(line for name, segments in found.items()
+                            for line in _lines(name, segments, flags.timestamps)))
     if flags.references:
         say(compared(found, flags.workdir, flags.english))
+
+
+def _lines(name: str, segments: list[Segment], timestamps: bool) -> list[str]:
+    """Return a file's name and transcript; with `timestamps`, a line of name, begin, end and text for each segment."""
+    if not timestamps:
+        return [f"{name}\t{text_of(segments)}"]
+    return [f"{name}\t{one.begin:.2f}\t{one.end:.2f}\t{one.text.strip()}" for one in segments]
 
 
 def _flags(argv: list[str] | None) -> Any:
@@ -80,7 +88,8 @@ def _flags(argv: list[str] | None) -> Any:
     parser.add_argument("--language", default="", help="spoken language, such as de; default: what model.prefix "
                         "says, or detected where a published model knows several")
     parser.add_argument("--task", default="", help="transcribe, or translate into English")
-    parser.add_argument("--timestamps", action="store_true", help="print the start and end time of each segment")
+    parser.add_argument("--timestamps", action="store_true", help="print a line for each segment: file, start and end "
+                        "in seconds, and text")
     parser.add_argument("--stream", action="store_true", help="print the transcript as it grows")
     parser.add_argument("--batch_size", type=int, help="windows per batch; default: 8")
     parser.add_argument("--output", default="", metavar="FILE", help="write JSON lines here; default: print texts")

@@ -254,3 +254,14 @@ def test_empty_files_are_called_empty(tmp_path):
     (tmp_path / "b.txt").touch()
     with pytest.raises(UserError, match="has 2 files, all empty; "):
         find_tasks(str(tmp_path))
+
+
+def test_a_json_array_of_records_is_refused_where_it_is_named_and_text_inside_a_folder(capsys, tmp_path, source):
+    (source / "alpaca.json").write_text(json.dumps([{"instruction": "Say hi", "output": "hi"}], indent=1))
+    (source / "text.json").write_text('{"a": [1]}')
+    assert main([f"--input={source / 'alpaca.json'}", f"--output={tmp_path / 'out'}", "--workers=1"]) == 2
+    assert capsys.readouterr().err == (
+        "--input: alpaca.json is one JSON array of records, and records are read one a line; "
+        "convert it (jq -c '.[]' alpaca.json > alpaca.jsonl), and give that file\n")
+    for kept in (source, source / "text.json"):
+        assert find_tasks(str(kept))
