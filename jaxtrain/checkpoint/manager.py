@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxtrain.base import arguments
-from jaxtrain.checkpoint import fingerprint, step_folders, verify
+from jaxtrain.checkpoint import fingerprint, full_disk, step_folders, verify
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.checkpoint.orbax.async_saver import AsyncSaver
 from jaxtrain.checkpoint.orbax.orbax_logging import innermost, orbax
@@ -325,7 +325,7 @@ class CheckpointManager:
             self._saver.save(self._directory / str(step), flat, meta, sums)
         except (OSError, ValueError) as error:  # raised by storage; bugs in jaxtrain raise other kinds
             if jax.process_count() > 1:  # the others may be in the middle of it: restart all rather than wait
-                why = step_folders.why_not_written(self._directory, step, size, innermost(error))
+                why = full_disk.why_not_written(self._directory, step, size, innermost(error))
                 raise NotSaved(step, self._directory, why, alone=True) from None
             self._saver.drain()
             self._failed(step, size, error)
@@ -382,7 +382,7 @@ class CheckpointManager:
 
     def _failed(self, step: int, wanted: int, error: Exception) -> None:
         """Report and record a failed save of so many bytes."""
-        reason = step_folders.why_not_written(self._directory, step, wanted, innermost(error))
+        reason = full_disk.why_not_written(self._directory, step, wanted, innermost(error))
         self._failure = NotSaved(step, self._directory, reason)
         self._tell("checkpoint_failed", f"checkpoint {step} could not be saved ({reason}); the next save tries "
                    "again", step=step, reason=reason)

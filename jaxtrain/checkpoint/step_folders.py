@@ -1,6 +1,5 @@
 """The folders of checkpoints: how they are renamed and deleted, and how room is made for a new one."""
 
-import contextlib
 import errno
 import itertools
 import os
@@ -16,7 +15,6 @@ DAMAGED, ABANDONED, DELETED, MISPLACED = ".damaged", ".abandoned", ".deleted", "
 TEMPORARY = ".orbax-checkpoint-tmp"  # as Orbax calls it
 # Errors of a first save that the user has to fix.
 _MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def rename(folder: Path, ending: str) -> Path:
@@ -43,21 +41,6 @@ def delete_unfinished(directory: Path, step: int) -> None:
     """Delete what a failed save of this step left; nothing may be writing it any more."""
     for entry in directory.glob(f"{step}{TEMPORARY}*"):
         shutil.rmtree(entry, ignore_errors=True)
-
-
-def why_not_written(directory: Path, step: int, wanted: int, reason: str) -> str:
-    """Return why a save failed in the middle; where the disk or a quota is full, with the bytes needed and free.
-
-    What the failed save itself has written counts as free, because it is about to be deleted.
-    """
-    full = next((os.strerror(code) for code in _NO_ROOM if os.strerror(code) in reason), None)
-    if full is None:
-        return reason
-    with contextlib.suppress(OSError):
-        files = [file for entry in directory.glob(f"{step}{TEMPORARY}*") for file in entry.rglob("*")]
-        free = shutil.disk_usage(directory).free + sum(512 * file.lstat().st_blocks for file in files)
-        return f"{full}: {wanted:,} bytes are needed, and {free:,} are free"
-    return f"{full}: {wanted:,} bytes are needed"
 
 
 def prepare(directory: Path, step: int, wanted: int, *, first: bool, tell: Callable[..., None]) -> str | None:

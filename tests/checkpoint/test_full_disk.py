@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import CheckpointManager, manager, step_folders, verify
+from jaxtrain.checkpoint import CheckpointManager, full_disk, manager, step_folders, verify
 from jaxtrain.checkpoint.orbax.async_saver import AsyncSaver
 from jaxtrain.checkpoint.orbax.barrier import Barrier
 from jaxtrain.checkpoint.orbax.orbax_logging import orbax
@@ -103,6 +103,8 @@ def test_one_sentence_says_what_is_needed_and_where_it_resumes(tmp_path, monkeyp
                        r"free space .*: it resumes from step 1$"):
         checkpoints.wait()
     assert re.fullmatch(rf"checkpoint 2 could not be saved \({reason}\); .*\n", capfd.readouterr().err)
+    assert full_disk.why_not_written(tmp_path, 2, 4, "OSError: [Errno 28] No space left on device in process 1") == (
+        "No space left on device in process 1: 4 bytes are needed, and 7 are free")
     assert f"{manager.NotSaved(1, tmp_path / 'c', '')}".endswith("it begins again at step 0")
 
 
