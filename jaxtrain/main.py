@@ -41,9 +41,9 @@ def main(argv: list[str] | None = None) -> int:
 
         with before_the_loop():
             return exit_process(run(flags, overrides))
-    except exit_codes.RunExit as end:  # raised in all processes alike
+    except exit_codes.RunExit as end:
         say(end)
-        return exit_process(end.code)
+        return exit_process(end.code, end if end.alone else None)
     except UserError as mistake:
         say(mistake)
         return exit_process(exit_codes.MISTAKE, mistake)

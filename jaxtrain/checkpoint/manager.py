@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxtrain.base import arguments
-from jaxtrain.checkpoint import fingerprint, step_folders, verify
+from jaxtrain.checkpoint import fingerprint, full_disk, step_folders, verify
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.checkpoint.orbax.async_saver import AsyncSaver
 from jaxtrain.checkpoint.orbax.orbax_logging import innermost, orbax
@@ -40,9 +40,12 @@ _names = map("checkpoint/{}".format, itertools.count())  # names of exchanges; a
 class NotSaved(exit_codes.RunExit):
     """Raised when the newest save is not on disk; the next start repeats the work done since the save before."""
 
-    def __init__(self, step: int, directory: Path, reason: str):
+    def __init__(self, step: int, directory: Path, reason: str, *, alone: bool = False):
+        before = max((saved for saved in verify.steps(directory) if saved < step), default=None)
+        again = "begins again at step 0" if before is None else f"resumes from step {before}"
         super().__init__(exit_codes.RESTART, f"checkpoint: step {step} could not be saved in {directory} ({reason}); "
-                         "free space or repair the storage, and run the same command again")
+                         f"free space or repair the storage, and run the same command again: it {again}")
+        self.alone = alone
 
 
 class CheckpointManager:
@@ -299,7 +302,7 @@ class CheckpointManager:
         refused = exchange(None, lambda _: step_folders.prepare(self._directory, step, wanted, first=first,
                                                                 tell=self._tell))
         if refused:
-            self._failed(step, OSError(refused))
+            self._failed(step, wanted, OSError(refused))
             self._make_room(step)
         if refused == "" and exchange(self.failed(), any) and not self._checks.of(step, next(_names)):
             self._failure = None  # the save had succeeded after all
@@ -311,6 +314,7 @@ class CheckpointManager:
         jax.block_until_ready(flat)
         parts, name = fingerprint.on_device(flat), next(_names)
         shapes = {path: describe(leaf) for path, leaf in flat.items()}  # the arrays themselves may be donated soon
+        size = sum(leaf.nbytes for leaf in flat.values())
 
         def sums():
             found = fingerprint.total(self._saver.barrier.gathered())
@@ -321,12 +325,13 @@ class CheckpointManager:
             self._saver.save(self._directory / str(step), flat, meta, sums)
         except (OSError, ValueError) as error:  # raised by storage; bugs in jaxtrain raise other kinds
             if jax.process_count() > 1:  # the others may be in the middle of it: restart all rather than wait
-                raise OSError(f"checkpoint {step} could not be saved ({innermost(error)})") from error
+                why = full_disk.why_not_written(self._directory, step, size, innermost(error))
+                raise NotSaved(step, self._directory, why, alone=True) from None
             self._saver.drain()
-            self._failed(step, error)
+            self._failed(step, size, error)
             self._make_room(step)
             return None
-        job = _Job(step, name, sum(leaf.nbytes for leaf in flat.values()))
+        job = _Job(step, name, size)
         job.thread = threading.Thread(target=self._finish, args=(job,), name="checkpoint", daemon=True)
         self._jobs.append(job)
         return job
@@ -343,7 +348,7 @@ class CheckpointManager:
                 with contextlib.suppress(Exception):  # the coordinator is lost, and soon all processes are
                     self._saver.barrier.fail(innermost(error))
                 self._saver.drain()
-                self._failed(job.step, error)
+                self._failed(job.step, job.size, error)
             else:
                 self._failure = None
             finally:
@@ -351,7 +356,7 @@ class CheckpointManager:
             failures = together(f"{job.name}/saved", failure and innermost(failure), list)
             if any(failures):
                 if not failure:
-                    self._failed(job.step, OSError(next(filter(None, failures))))
+                    self._failed(job.step, job.size, OSError(next(filter(None, failures))))
                 self._make_room(job.step)
                 return
             committed = time.perf_counter()
@@ -375,8 +380,9 @@ class CheckpointManager:
             self._tell("checkpoint_aftermath", f"checkpoint {job.step} is good, but what follows failed "
                        f"({innermost(error)}); the next one tries again", step=job.step, reason=innermost(error))
 
-    def _failed(self, step: int, error: Exception) -> None:
-        reason = innermost(error)
+    def _failed(self, step: int, wanted: int, error: Exception) -> None:
+        """Report and record a failed save of so many bytes."""
+        reason = full_disk.why_not_written(self._directory, step, wanted, innermost(error))
         self._failure = NotSaved(step, self._directory, reason)
         self._tell("checkpoint_failed", f"checkpoint {step} could not be saved ({reason}); the next save tries "
                    "again", step=step, reason=reason)

@@ -23,6 +23,8 @@ _WORDS = {
 class RunExit(Exception):
     """Raised to end the run deliberately, with a sentence for people and a status for launchers."""
 
+    alone = False  # whether it is raised in one process only, and the others do not know of it yet
+
     def __init__(self, code: int, sentence: str):
         self.code = code
         super().__init__(sentence)

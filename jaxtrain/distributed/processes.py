@@ -179,7 +179,7 @@ def fail(status: int, error: BaseException) -> int:
         print(f"process {process()} lost the connection to another process ({_first_line(error)}): it ends, to be "
               "started again", file=sys.stderr)
         status = exit_codes.RESTART
-    elif status not in exit_codes.FINAL:
+    elif status not in exit_codes.FINAL and not isinstance(error, exit_codes.RunExit):
         say("".join(traceback.format_exception(error)))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ def alive(workdir: str | Path) -> str:
             if age < ALIVE_S and beat.get("phase") != "ended" and not _is_dead(beat):
                 return f"process {process} of this run ({beat.get('host')}) was alive {max(0, age):.0f} s ago"
     return ""
+
+
+def last_beat(workdir: str | Path, since: float) -> float:
+    """Return when a process that has not ended since then gave its newest heartbeat; 0: none did."""
+    times = (beat.get("time", 0) for beat in heartbeats(workdir).values()
+             if beat.get("phase") != "ended" and not _is_dead(beat))
+    return max((float(then) for then in times if since <= then <= sys.float_info.max), default=0.0)
 
 
 def was_killed(workdir: str | Path, since: float) -> bool:

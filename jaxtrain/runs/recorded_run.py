@@ -138,12 +138,23 @@ class RecordedRun:
         """The steps of its whole checkpoints."""
         return verify.steps(self.workdir / "checkpoints")
 
+    @property
+    def sign(self) -> float:
+        """The time of its last sign of life, in its ledger or by a heartbeat; 0: it gave none.
+
+        Either may be missing, for example after the disk was full for a while.
+        """
+        written = self.account.incarnations[-1].sign if self.account else 0.0
+        return max(written, run_processes.last_beat(self.workdir, written))
+
     def state(self, now: float | None = None) -> str:
         """Return "running", "finished", "stopped" (by a signal), "failed", "silent" (killed, or hung) or "new"."""
-        if self.account is None:
-            return "new"
-        newest = self.account.incarnations[-1]
-        if newest.ended:
+        newest = self.account.incarnations[-1] if self.account else None
+        sign = self.sign
+        if newest and newest.ended and sign < newest.sign + SILENT:  # after that, a start without a ledger gave it
             return newest.ended
-        silent = (time.time() if now is None else now) - newest.sign >= SILENT
-        return "silent" if silent or run_processes.was_killed(self.workdir, newest.began) else "running"
+        if not newest and not sign:
+            return "new"
+        silent = (time.time() if now is None else now) - sign >= SILENT
+        began = newest.began if newest else 0.0
+        return "silent" if silent or run_processes.was_killed(self.workdir, began) else "running"

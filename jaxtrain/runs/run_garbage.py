@@ -123,7 +123,7 @@ def _untouchable(workdir: Path, tagged: bool) -> str:
     if (state := run.state()) == "running":
         return "it is running"
     if state in ("silent", "new"):
-        sign = max(changed(workdir) or 0.0, run.account.incarnations[-1].sign if run.account else 0.0)
+        sign = max(changed(workdir) or 0.0, run.sign)
         if (silent := time.time() - sign) < QUIET_S:
             return f"it did not say that it ended, and was alive {age(silent)} ago"
     return run_processes.alive(workdir)

@@ -111,7 +111,7 @@ def summary(workdir: str | Path, now: float | None = None) -> Summary:
     found.config = ":".join(Path(part).name for part in (run.run.get("config_file") or "").split(":"))
     found.config_hash, found.commit = run.run.get("config_hash") or "", run.run.get("git_commit") or ""
     if account:
-        found.goodput, found.time = account.goodput, account.incarnations[-1].sign
+        found.goodput, found.time = account.goodput, run.sign
         found.cost = rate * account.lived / 3600 if rate else None
     return found
 

@@ -136,7 +136,7 @@ def reading(one: Watched, now: float) -> Reading:
     if saved := run.checkpoints:
         figures["last save"] = f"step {saved[-1]}{_saved(one.workdir, saved[-1], now)}"
     if account and state != "running":
-        figures["last sign"] = f"{age(now - account.incarnations[-1].sign)} ago"
+        figures["last sign"] = f"{age(now - run.sign)} ago"
     pace, last = run_index.number(line.get("step_time_s")), run.last_step
     left = duration((last - step) * pace) if pace and last > step and state == "running" else ""
     return Reading(f"{one.workdir}", step, last, state, left, run.steps["loss"], figures, [

@@ -1,8 +1,11 @@
 """A save that fails costs that checkpoint only: the run goes on, what was good stays, and the next save tries again."""
 
 import contextlib
+import errno
 import json
+import logging
 import os
+import re
 import resource
 import shutil
 import signal
@@ -15,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import CheckpointManager, manager, step_folders, verify
+from jaxtrain.checkpoint import CheckpointManager, full_disk, manager, step_folders, verify
+from jaxtrain.checkpoint.orbax.async_saver import AsyncSaver
 from jaxtrain.checkpoint.orbax.barrier import Barrier
+from jaxtrain.checkpoint.orbax.orbax_logging import orbax
 from jaxtrain.errors import UserError
 from jaxtrain.observe import Constants, MetricsWriter
 from jaxtrain.observe.events import events
@@ -67,6 +72,66 @@ def test_a_full_disk(small, unseen, capfd):
     err = capfd.readouterr().err
     assert "Traceback" not in err and err.count("the next save tries again") == 2
     assert next(event["kind"] for event in events(small)) == "checkpoint"
+
+
+TENSORSTORE = ValueError("RESOURCE_EXHAUSTED: Error writing \"c/2/d/ab\": Failed to write: [os_error_code='28' "
+                         "source locations='file_util_posix.cc:270']")
+
+
+@pytest.mark.parametrize("begun", [True, False])  # whether it fails in the background
+@pytest.mark.parametrize(("error", "reason"), [
+    (OSError(errno.ENOSPC, "No space left on device"), "No space left on device: 4 bytes are needed, and 7 are free"),
+    (OSError(errno.EDQUOT, "Disk quota exceeded"), "Disk quota exceeded: 4 bytes are needed, and 7 are free"),
+    (OSError(errno.EROFS, "Read-only file system"), r"OSError: \[Errno 30\] Read-only file system"),
+    (TENSORSTORE, "No space left on device: 4 bytes are needed, and 7 are free")])
+def test_one_sentence_says_what_is_needed_and_where_it_resumes(tmp_path, monkeypatch, capfd, error, reason, begun):
+    (tmp_path / "c" / "1").mkdir(parents=True)
+    monkeypatch.setattr(step_folders.shutil, "disk_usage", lambda path: SimpleNamespace(free=7))
+    checkpoints = CheckpointManager(tmp_path / "c")
+
+    def broken(*_):
+        try:
+            raise error
+        except (OSError, ValueError) as cause:
+            raise ValueError("NOT_FOUND: a long message of Orbax") from cause
+
+    monkeypatch.setattr(AsyncSaver, "save", (lambda *_: None) if begun else broken)
+    monkeypatch.setattr(AsyncSaver, "wait", broken)
+    monkeypatch.setattr(AsyncSaver, "drain", lambda self: None)
+    checkpoints.save(2, {"step": jnp.int32(2)})
+    with pytest.raises(manager.NotSaved, match=rf"^checkpoint: step 2 could not be saved in {tmp_path}/c \({reason}\); "
+                       r"free space .*: it resumes from step 1$"):
+        checkpoints.wait()
+    assert re.fullmatch(rf"checkpoint 2 could not be saved \({reason}\); .*\n", capfd.readouterr().err)
+    assert full_disk.why_not_written(tmp_path, 2, 4, "OSError: [Errno 28] No space left on device in process 1") == (
+        "No space left on device in process 1: 4 bytes are needed, and 7 are free")
+    assert f"{manager.NotSaved(1, tmp_path / 'c', '')}".endswith("it begins again at step 0")
+
+
+def test_a_failure_of_one_process_while_a_save_begins_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "c").mkdir()
+    checkpoints = CheckpointManager(tmp_path / "c")
+    monkeypatch.setattr(AsyncSaver, "save", lambda *_: exec("raise OSError(28, 'No space left on device')"))
+    monkeypatch.setattr(manager.CheckpointManager, "_may_be_saved", lambda *_: True)
+    monkeypatch.setattr(manager.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(Barrier, "begin", lambda *_: None)
+    with pytest.raises(manager.NotSaved, match=r"needed, and .* are free") as failed:
+        checkpoints.save(2, {"step": jnp.int32(2)})
+    assert failed.value.alone and failed.value.__suppress_context__
+
+
+def test_writes_that_fail_beside_another_print_no_traceback(caplog):
+    """Orbax raises one failure and forgets the others, which asyncio prints at the end of the process."""
+    orbax()
+    mine = "/site-packages/orbax/checkpoint/_src/path/async_path.py"
+    with pytest.raises(OSError, match="No space") as of_orbax:
+        exec(compile("raise OSError(28, 'No space left on device')", mine, "exec"))
+    for error, printed in (of_orbax.value, False), (TENSORSTORE, False), (OSError(28, "of a user's own code"), True):
+        caplog.clear()
+        logging.getLogger("asyncio").error("Future exception was never retrieved", exc_info=error)
+        assert bool(caplog.records) == printed, error
+    logging.getLogger("asyncio").error("another message", exc_info=of_orbax.value)
+    assert caplog.records[-1].getMessage() == "another message"
 
 
 def test_a_disk_without_a_byte(small, unseen, capfd):

@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 
 from jaxtrain.errors import UserError
+from jaxtrain.runs import run_index, top
 from jaxtrain.runs.recorded_run import RecordedRun
+from jaxtrain.runs.report.run_curves import RunCurves
+from jaxtrain.runs.report.run_facts import summary
+from tests.runs.folders import make
 
 
 def test_a_run_is_read_as_it_grows(tmp_path):
@@ -60,3 +64,41 @@ def test_a_run_is_read_as_it_grows(tmp_path):
                         ({"time": now - 200}, "running"), ({"phase": "ended"}, "running")):
         (tmp_path / "heartbeats" / "process-0").write_text(json.dumps(beats | said))
         assert start(3) == state, said
+
+
+def test_a_heartbeat_is_a_sign_of_life_where_the_ledger_is_not_written(tmp_path):
+    """The list of runs, the panel and the report ask the same function."""
+    now = time.time()
+    run = make(tmp_path / "run", ended="", began=now - 9000)
+    (run / "heartbeats").mkdir()
+
+    def beat(process=0, **said):
+        (run / "heartbeats" / f"process-{process}").write_text(json.dumps(
+            {"step": 3, "begun": 4, "phase": "train", "time": now - 2, "pid": os.getpid(), "host": "another"} | said))
+
+    def states():
+        watched = top.Watched(run)
+        watched.look()
+        recorded = RecordedRun(run)
+        found = {run_index.summary(run, now).state, top.reading(watched, now).state, recorded.state(now),
+                 summary(RunCurves(recorded, ""))["state"]}
+        assert len(found) == 1
+        return found.pop(), recorded.sign
+
+    silent = ("silent", pytest.approx(now - 7000))
+    assert states() == silent
+    for said, expected in (({}, ("running", now - 2)), ({"phase": "ended"}, silent), ({"time": 10**400}, silent),
+                           ({"time": now - 40}, ("silent", now - 40)), ({"time": now - 8000}, silent)):
+        beat(**said)
+        assert states() == expected, said
+    beat(3, phase="save")
+    assert states() == ("running", now - 2), "of any process"
+    ledger = run / "ledger" / "0001.json"
+    ledger.write_text(json.dumps(json.loads(ledger.read_text()) | {"ended": "stopped"}))
+    assert states() == ("running", now - 2), "of a start after the last one in the ledger"
+    beat(3, time=now - 6980)
+    assert states()[0] == "stopped", "written while it ended"
+    ledger.unlink()
+    assert states()[0] == "silent"
+    beat(0)
+    assert states() == ("running", now - 2)

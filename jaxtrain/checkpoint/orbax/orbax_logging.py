@@ -5,20 +5,33 @@ import logging
 import os
 import re
 import sys
+import traceback
+
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in a long message of TensorStore
 
 
 def orbax():
     """Import and return Orbax, muted: its messages would break up the progress line, and its failures raise anyway."""
     import orbax.checkpoint as ocp
 
-    logger = logging.getLogger("absl")  # shared by all users of absl: filter one source, do not silence the logger
-    if _not_news not in logger.filters:
-        logger.addFilter(_not_news)
+    # Others use these loggers too: filter what comes from Orbax, do not silence them.
+    for name, wanted in ("absl", _not_news), ("asyncio", _not_echo):
+        if wanted not in (logger := logging.getLogger(name)).filters:
+            logger.addFilter(wanted)
     return ocp
 
 
 def _not_news(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
+
+
+def _not_echo(record: logging.LogRecord) -> bool:
+    """Return False for the traceback of a write that failed beside the one whose failure Orbax raised."""
+    if "exception was never retrieved" not in record.getMessage() or not record.exc_info:
+        return True
+    _, error, trace = record.exc_info
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+    return not (any(f"{os.sep}orbax{os.sep}" in file for file in files) or _OS_ERROR.search(f"{error}"))
 
 
 @contextlib.contextmanager
@@ -34,7 +47,7 @@ def innermost(error: BaseException) -> str:
     """Return the root cause of an error in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    if code := re.search(r"os_error_code='(\d+)'", str(error)):  # TensorStore wraps it in a long message
+    if code := _OS_ERROR.search(f"{error}"):
         return os.strerror(int(code[1]))
     said = isinstance(error, OSError) and error.errno is None  # raised by jaxtrain, here or in another process
     line = next(iter(f"{error}".strip().splitlines()), "")
