@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain import main
 from jaxtrain.checkpoint import CheckpointManager, full_disk, manager, step_folders, verify
 from jaxtrain.checkpoint.orbax.async_saver import AsyncSaver
 from jaxtrain.checkpoint.orbax.barrier import Barrier
 from jaxtrain.checkpoint.orbax.orbax_logging import orbax
+from jaxtrain.distributed import exit_codes, processes
 from jaxtrain.errors import UserError
 from jaxtrain.observe import Constants, MetricsWriter
 from jaxtrain.observe.events import events
@@ -108,7 +111,7 @@ def test_one_sentence_says_what_is_needed_and_where_it_resumes(tmp_path, monkeyp
     assert f"{manager.NotSaved(1, tmp_path / 'c', '')}".endswith("it begins again at step 0")
 
 
-def test_a_failure_of_one_process_while_a_save_begins_is_one_sentence(tmp_path, monkeypatch):
+def test_a_failure_of_one_process_while_a_save_begins_is_one_sentence(tmp_path, monkeypatch, capfd):
     (tmp_path / "c").mkdir()
     checkpoints = CheckpointManager(tmp_path / "c")
     monkeypatch.setattr(AsyncSaver, "save", lambda *_: exec("raise OSError(28, 'No space left on device')"))
@@ -118,6 +121,12 @@ def test_a_failure_of_one_process_while_a_save_begins_is_one_sentence(tmp_path, 
     with pytest.raises(manager.NotSaved, match=r"needed, and .* are free") as failed:
         checkpoints.save(2, {"step": jnp.int32(2)})
     assert failed.value.alone and failed.value.__suppress_context__
+    monkeypatch.setattr(processes, "processes", lambda: 2)
+    monkeypatch.setattr(processes.os, "_exit", sys.exit)
+    monkeypatch.setattr(main, "run", lambda *_: (_ for _ in ()).throw(failed.value))
+    with pytest.raises(SystemExit) as end:
+        main.main(["--config=configs/gpt.py"])
+    assert end.value.code == exit_codes.RESTART and capfd.readouterr().err == f"{failed.value}\n"
 
 
 def test_writes_that_fail_beside_another_print_no_traceback(caplog):
