@@ -264,7 +264,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save checkpoints and how many to keep; the last step is always saved."""
+    """The checkpoint schedule, and the number of checkpoints to keep; the last step is always saved."""
 
     every: int = 500  # steps between checkpoints, or a fraction of train.steps; 0: only at the end
     keep: int = 2  # number of newest valid checkpoints to keep; nothing newer than these is ever deleted
