@@ -383,7 +383,7 @@ class Run:
         return found | self._evaluation_fields(nats, more)
 
     def _evaluation_fields(self, nats: float, more: list[Any]) -> dict[str, float]:
-        """Return the fields of an evaluation besides its loss, from that and its further sums."""
+        """Return the metrics of an evaluation besides its loss, from that and the further sums of its batches."""
         if more:
             told = self.objective.evaluation.metrics(*more)
             return {f"eval_{name}": float(told[name]) for name in self.objective.evaluation_metrics}

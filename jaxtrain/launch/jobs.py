@@ -129,7 +129,8 @@ def history(job: records.Job, state: str) -> dict[str, str]:
     """
     found = restart_history.of(job)
     facts = {"restarts": f"{found}"} if found.count or found.idle else {"failure": found.reason} if found.reason else {}
-    error = restart_history.last_error(job) if facts or state == "failed" else ""
+    failed = state == "failed"
+    error = restart_history.last_error(job, failed) if facts or failed else ""
     return facts | ({"last error": error} if error else {})
 
 

@@ -142,7 +142,7 @@ def test_all_devices_share_the_prompts(workdir):
 
 
 def test_messages_are_prompts_through_the_template(workdir, capsys, tmp_path):
-    """They may be in a file, in a line of JSON, or a system's message in front of a prompt."""
+    """Messages of a file, of a line of JSON, and a system's message in front of a prompt."""
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     (tmp_path / "turns.json").write_text(json.dumps(turns))
     (tmp_path / "lines.jsonl").write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"prompt": turns}))

@@ -50,14 +50,14 @@ def of(job: Job) -> Restarts:
     return Restarts(max(number, counted["starts"] - 1), reason, counted["idle"], counted["step"])
 
 
-def last_error(job: Job) -> str:
-    """Return the line of a job's output that names the last error, or its last line; "": it has printed nothing."""
+def last_error(job: Job, failed: bool) -> str:
+    """Return the line of a job's output that names the last error; of a job that failed without one, its last line."""
     if logs := getattr(engine_of(job.engine), "logs", None):
         lines = [line.rstrip() for line in logs(job, False)][-failure_report.LINES:]
     else:
         lines = failure_report.last_lines(job.output, failure_report.LINES)
     own = [line for line in lines if line.strip() and not _LAUNCHERS.match(line)]
-    return failure_report.error_in(own) or (own or [""])[-1][:400]
+    return failure_report.error_in(own) or (own[-1][:400] if failed and own else "")
 
 
 def _time(event: dict) -> float:

@@ -74,7 +74,8 @@ def test_a_job_with_what_is_idle_gives_way_and_goes_on(forgotten, begun, cluster
     begin = ("scontrol", "update", f"JobId={jobs.newest(spare).id}")
     cluster.run(*begin, "StartTime=now+3600")  # else it waits for some seconds only, which may pass unseen
     waits(spare, "BeginTime")
-    assert why(spare, capsys) == STOPPED
+    said, restarts = why(spare, capsys).splitlines()
+    assert said == STOPPED and restarts.startswith("restarts: 1; the last one because process ")
     cluster.run(*begin, "StartTime=now")
     more = begun("--nodes=1", *RESEARCH, *WHOLE, workdir=tmp_path / "more", wait=False)
     waits(more, "QOSGrpNodeLimit")
