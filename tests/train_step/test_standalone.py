@@ -518,7 +518,7 @@ def pair(second):
     (dict(batch={"a": np.ones((4, 1)), "b": np.ones((8, 1))}), r"batch: .* first dimensions \[\[4\], \[8\]\]"),
     (dict(batch={"a": np.ones((4, 1)), "b": 1.0}), r"batch: .* first dimensions \[\[\], \[4\]\]"),
     (dict(batch={}), "batch: its 0 arrays"),
-    (dict(axes={**AXES, "up": ("embd", "mlp")}), "'embd': no rule says which mesh axis .*; did you mean 'embed'"),
+    (dict(axes={**AXES, "up": ("embd", "mlp")}), "'embd': no rule sets which mesh axis .*; did you mean 'embed'"),
     (dict(axes={**AXES, "up": ("embed",)}), "up: it has 2 dimensions and 1 logical names"),
     (dict(axes={**AXES, "up": ("vocab", "mlp")}), "both map onto mesh axis 'tensor'"),
     (dict(axes={"up": None}), "axes: its structure is not that of the parameters"),

@@ -52,7 +52,7 @@ WRONG = [  # what is said otherwise, how the line begins, and a part of the rest
     ({"budget": {"tokens": 0}}, "budget.tokens", "spent already"),
     ({"budget": {"time": "3h"}}, "budget.time", "write H:MM:SS"),
     ({"budget": {"dollar": 3}}, "budget.dollar", "dollars"),
-    ({"budget": {"dollars": 3}}, "budget.dollars", "no price is known"),
+    ({"budget": {"dollars": 3}}, "budget.dollars", "the price of the trials"),
     ({"budget": {}, "keys": WIDE}, "budget", "nothing ends the sweep"),
     ({"stop": {"factor": 3}}, "stop", "has no 'first'"), ({"stop": {"first": 0}}, "stop.first", "give 1 or more"),
     ({"stop": {"first": 1, "factor": 1}}, "stop.factor", "give 2 or more"),
