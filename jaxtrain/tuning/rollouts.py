@@ -150,6 +150,7 @@ class Rollouts:
         self.run, self.records, self.reward, self.tokenizer, self.folder = run, records, reward, tokenizer, folder
         config = run.config
         self.settings, self.seq_len, self.seed = config.reinforce, config.data.seq_len, config.data.seed
+        self.temperature, self.mask_truncated = config.reinforce.temperature, config.reinforce.mask_truncated
         self.count = config.data.global_batch_size  # of answers in a step
         self.reuse, self.staleness = config.reinforce.reuse, config.reinforce.staleness  # steps
         self.groups = self.count // self.settings.group_size
@@ -272,7 +273,7 @@ class Rollouts:
         seed = int(np.random.SeedSequence([self.seed, first]).generate_state(1)[0])
         answers = generate(self.run, self._laid_out(state), prompts, max_new_tokens=self.settings.max_new_tokens,
                            seed=seed, stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer,
-                           temperature=self.settings.temperature, tempered=True)
+                           temperature=self.temperature, tempered=True)
         if self.settings.value_head:
             answers = valued(self.run, state, prompts, answers)
         took = self._took("rollout_s", began)
@@ -339,7 +340,7 @@ class Rollouts:
                 for name in ("weights", "sampled", "rewards", "answers", *known)}
         row["tokens"][:size], row["targets"][:size] = ids[:-1], ids[1:]
         row["segments"][:size], row["positions"][:size] = 1, np.arange(size)
-        cut_off = self.settings.mask_truncated and answer.finish_reason == "length"
+        cut_off = self.mask_truncated and answer.finish_reason == "length"
         row["weights"][first:size], row["sampled"][first:size] = not cut_off, said
         for name, each in known.items():
             row[name][first:size] = each

@@ -141,7 +141,7 @@ def test_memory_that_ran_out_is_known_in_all_words(error):
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    ([], "--config: it is missing"), (["--config=configs/gpt.py", "--steps=0"], "--steps: 0 is too few"),
+    ([], "CONFIG: it is missing"), (["--config=configs/gpt.py", "--steps=0"], "--steps: 0 is too few"),
     (["--config=configs/gpt.py:tiny", "--compare=torhc"], "did you mean 'torch'"),
     (["--config=configs/gpt.py:tiny", "--compare=plain", "--profile"], "--profile: "),
     (["--config=configs/gpt.py:tiny", "--sweep", "train.remat"], "--sweep: 'train.remat' gives no values"),

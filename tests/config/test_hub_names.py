@@ -97,7 +97,7 @@ def test_what_cannot_be_begun_with_is_told_by_its_cause(hub, source, message):
 @pytest.mark.parametrize(("config", "message"), [
     ("Org/Tiny", "give hf:Org/Tiny for a model on the Hugging Face Hub, or the path of a config"),
     ("model.gguf", "--config: model.gguf is a model in GGUF, which jaxtrain does not read"),
-    ("cache", "cache is a folder without a config.json: give a config such as configs/gpt.py, or hf:FOLDER")])
+    ("cache", "cache is a folder; give the path of a config such as configs/gpt.py")])
 def test_what_is_no_config_is_told_by_its_cause(hub, config, message):
     with pytest.raises(jt.UserError) as refused:
         jt.load_config(config)

@@ -237,7 +237,7 @@ def test_a_folder_is_not_a_config(tmp_path):
     for path in (tmp_path, f"{tmp_path}/"):
         with pytest.raises(UserError) as wrong:
             load_config(path)
-        assert wrong.value.reason == f"{path} is a folder"
+        assert wrong.value.reason == f"{tmp_path} is a folder"
         assert wrong.value.fix == f"give the path of a config such as {tmp_path / 'a.py'} or {tmp_path / 'b.py'}"
 
 

@@ -73,7 +73,7 @@ def test_long_work_tells_rate_and_time_left(clock):
     work = Work("search", unit="layouts", stream=Terminal())
     work.total = 40
     work.add(10)
-    assert work.text(5.0) == "search: 10 of 40 layouts, 25%, 2 a second, 0:00:15 left"
+    assert work.text(5.0) == "search: 10 of 40 layouts, 25%, 2 per second, 0:00:15 left"
     assert Work("reading", 0).text(1.0) == "reading: 0.00 of 0.00 GB, 0%, 0 MB/s, unknown time left"
 
 
@@ -85,7 +85,7 @@ def test_in_a_log_long_work_says_little(clock):
             work.add()
             quiet.add()
     assert stream.getvalue().splitlines() == [
-        f"reading: {n} of 100 files, {n}%, 1 a second, 0:{(100 - n) // 60:02}:{(100 - n) % 60:02} left"
+        f"reading: {n} of 100 files, {n}%, 1 per second, 0:{(100 - n) // 60:02}:{(100 - n) % 60:02} left"
         for n in (30, 60, 90)]
 
 

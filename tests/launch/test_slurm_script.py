@@ -220,9 +220,9 @@ def test_what_has_ended_is_neither_paused_nor_resumed(tmp_path, monkeypatch):
     (slurm / "answer").write_text("PENDING|None|")
     assert engine.why(job) == "it waits, and Slurm does not say yet for what"
     for answer, ask, line in (
-            ("CANCELLED|BeginTime|", engine.pause, "its job is cancelled; to go on from its last checkpoint, launch"),
-            ("COMPLETED|None|n1", lambda job: engine.resume(job, None), "its job is done; to go on"),
-            ("RUNNING|None|n1", lambda job: engine.resume(job, None), "its job is running, and goes on by"),
+            ("CANCELLED|BeginTime|", engine.pause, "its job is cancelled; to resume from its last checkpoint, launch"),
+            ("COMPLETED|None|n1", lambda job: engine.resume(job, None), "its job is done; to resume"),
+            ("RUNNING|None|n1", lambda job: engine.resume(job, None), "its job is running, and continues by"),
             ("RUNNING|None|n1", lambda job: engine.resume(job, 2), ".*; for other nodes pause it first")):
         (slurm / "answer").write_text(answer)
         with pytest.raises(UserError, match=f"^WORKDIR: {line}"):

@@ -151,7 +151,7 @@ def test_a_run_that_starts_meanwhile_is_left_alone(tmp_path):
     with locked(run, 0) as other:
         assert not other
         freed, failed = run_garbage.delete(seen, 1)
-    assert freed == 0 and "is using it" in failed[0] and everything(tmp_path) == before | {"run/lock"}
+    assert freed == 0 and "works in it" in failed[0] and everything(tmp_path) == before | {"run/lock"}
     tags.change(run, ["mine"])
     assert run_garbage.delete(seen, 1)[0] == 0
     tags.change(run, ["mine"], remove=True)

@@ -55,5 +55,5 @@ def test_a_run_and_its_schedule_show_themselves():
     assert "blocks/layer/mlp/up/kernel" in html and "whole state" in html and " ticks, " in html
     schedule = jt.show(run.schedules[0])
     assert "<svg" in schedule._repr_html_() and f"{schedule}".startswith("stage 0  F0")
-    with pytest.raises(jt.UserError, match=r"what: int has no picture; give a mesh"):
+    with pytest.raises(jt.UserError, match=r"what: int cannot be drawn; give a mesh"):
         jt.show(3)

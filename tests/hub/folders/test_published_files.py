@@ -37,7 +37,7 @@ def base(tmp_path):
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
-    (folder / "tokenizer.json").write_text(vocabulary("<s>", "</s>", "<unk>", "<pad>"))
+    (folder / "tokenizer.json").write_text(vocabulary("<s>", "</s>", "<unk>", "<pad>", "a"))
     (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>"}))
     for name in ("LICENSE", "README.md", "model.safetensors", "model.safetensors.index.json", "code.py"):
         (folder / name).write_text("{}")

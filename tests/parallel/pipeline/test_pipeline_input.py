@@ -27,7 +27,7 @@ def build(**keys):
     (dict(schedule="interleaved", chunks=1), "pipeline.chunks", "several chunks per stage, not 1", "use 1f1b"),
     (dict(schedule="zb_v", chunks=3), "pipeline.chunks", "2 chunks per stage, not 3", "set it to 2"),
     (dict(schedule="zb_h1", chunks=2), "pipeline.chunks", "1 chunk per stage, not 2", "set it to 1"),
-    (dict(schedule="interleaved", chunks=500_000), "pipeline.chunks", "more than there are layers", "use 2 or fewer"),
+    (dict(schedule="interleaved", chunks=5000), "pipeline.chunks", "more than there are layers", "use 2 or fewer"),
     (dict(table="none.csv"), "pipeline.table", "none.csv cannot be read", "give a CSV or JSON file"),
     (dict(train__loss_chunks=32, microbatches=16), "train.loss_chunks", "does not divide the 16 tokens", "divisor"),
     (dict(stage=2), "pipeline.stage", "", ""),

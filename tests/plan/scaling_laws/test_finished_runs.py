@@ -109,7 +109,7 @@ def test_runs_that_are_none_are_told(tmp_path, capsys):
     run_of(short, 16, 100, done=STEPS - 1)
     run_of(lacking, 16, 100)
     assert finished_runs.points([short]) == []
-    assert f"{short}: it is at step 19 of 20, and is skipped" in capsys.readouterr().err
+    assert f"{short}: skipped, because it is at step 19 of 20" in capsys.readouterr().err
     with pytest.raises(jt.UserError, match=r"--metric: .*lacking/metrics.jsonl has no accuracy at step 20"):
         finished_runs.points([lacking], "accuracy")
     trial = {"workdir": f"{lacking}", "state": "complete", "value": 3.0, "tokens": 100}
