@@ -68,7 +68,7 @@ def show(workdir: str | Path, mirror_url: str = "") -> str:
     newer = ", or from a newer snapshot" * bool(good and any(int(row[0]) > good[-1] for row in kept))
     younger = [step for step in unread if good and step > good[-1]]
     first = f"step {younger[-1]} if it reads back whole, else from " if younger else ""
-    last = (f"the run goes on from {first}step {good[-1]}{newer}; `good` says that it was read back whole when it was "
+    last = (f"the run resumes from {first}step {good[-1]}{newer}; `good` says that it was read back whole when it was "
             "saved, and `verify` reads it again") if good else (
         "no checkpoint here is good; those not verified yet are read back when the run starts" if local else
         "there is no checkpoint here")

@@ -113,7 +113,7 @@ class Mirror:
         """After a failure, schedule a retry, unless a newer checkpoint is waiting by then."""
         if failures == 1:
             self._tell("mirror_failed", f"checkpoint {step} is not copied to {self.place} yet ({problem}); it is tried "
-                       "again, and the run goes on", step=step, place=self.place, reason=problem)
+                       "again, and the run continues", step=step, place=self.place, reason=problem)
         first, longest = PAUSE
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._waiting or self._wanted is not None,

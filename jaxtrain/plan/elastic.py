@@ -88,7 +88,7 @@ def here(config: Config, workdir: Path) -> Config:
     full = max(processes, int(os.environ.get(FULL, processes)))
     chosen = choose(config, devices, devices * full // processes)
     if chosen != config and jax.process_index() == 0:
-        change = (f"{words(_sizes(config))} was declared, and there are {devices} devices: the run goes on with "
+        change = (f"{words(_sizes(config))} was declared, and there are {devices} devices: the run continues with "
                   f"{words(_sizes(chosen))} and train.accumulation={chosen.train.accumulation}")
         say(f"elastic: {change}; batch, data and losses stay the same")
         workdir.mkdir(parents=True, exist_ok=True)

@@ -99,7 +99,7 @@ def test_list(work, tmp_path, capsys):
     assert lines[4][:2] == ["25", "damaged: found by verification and not used (25.damaged)"]
     assert lines[5][1].startswith("not complete: being written, or the run ended meanwhile")
     assert lines[6][:3] == ["33", "in memory", "snapshot"] and "0.5000" in lines[6]
-    assert "\nthe run goes on from step 30 if it reads back whole, else from step 20, or from a newer snapshot; " in out
+    assert "\nthe run resumes from step 30 if it reads back whole, else from step 20, or from a newer snapshot; " in out
 
 
 def test_list_sees_files_that_are_gone(work, capsys):
@@ -109,7 +109,7 @@ def test_list_sees_files_that_are_gone(work, capsys):
     lines = cells(ran(capsys, "list", work)[1])
     assert re.fullmatch(r"damaged: state/d/\S+ is missing", lines[3][1])
     assert lines[2][1] == "damaged: its files are gone"
-    assert lines[4][0].startswith("the run goes on from step 10; `good` says that")
+    assert lines[4][0].startswith("the run resumes from step 10; `good` says that")
 
 
 def test_list_with_nothing_there(tmp_path, capsys):
@@ -224,7 +224,7 @@ def test_list_says_where_the_run_goes_on(work, tmp_path, capsys):
     Mirror(work / "checkpoints", place).send(20)
     next((work / "checkpoints" / "20").rglob("state/d/*")).unlink()
     (work / "checkpoints" / "30" / "good.json").unlink()
-    assert "the run goes on from step 30 if it reads back whole, else from step 20;" in ran(capsys, "list", work)[1]
+    assert "the run resumes from step 30 if it reads back whole, else from step 20;" in ran(capsys, "list", work)[1]
     with contextlib.closing(CheckpointManager(work / "checkpoints", mirror=place)) as checkpoints:
         assert checkpoints.newest() == 30 and checkpoints.newest(below=30) == 20
 

@@ -257,7 +257,7 @@ def test_a_store_that_is_down_holds_up_nothing(network, bucket, work, capsys):
         assert checkpoints.newest() == 3
         checkpoints.save(4, state_of(4), {"step": 4})
         checkpoints.wait()  # tried in vain
-        assert "mirror_gave_up" in kinds(work) and "the run goes on" in capsys.readouterr().err
+        assert "mirror_gave_up" in kinds(work) and "the run continues" in capsys.readouterr().err
         down.clear()
         checkpoints.save(5, state_of(5), {"step": 5})
         checkpoints.wait()

@@ -89,7 +89,7 @@ def test_lines_of_a_file(tmp_path):
 def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path, capsys):
     (tmp_path / "traces.jsonl").mkdir()
     a_run(tmp_path, "file")
-    assert capsys.readouterr().err == "warning: observe.traces: spans are lost (IsADirectoryError); the run goes on\n"
+    assert capsys.readouterr().err == "warning: observe.traces: spans are lost (IsADirectoryError); the run continues\n"
 
 
 def test_without_the_key_nothing_is_traced(tmp_path):

@@ -61,7 +61,7 @@ def _serve(metrics: RunMetrics, workdir: str | Path, address: tuple[str, int], e
         except (OSError, OverflowError, UnicodeError) as error:
             if not refused:
                 refused = getattr(error, "strerror", "") or f"{error}"
-                said = f"nothing can be exported at {shown} ({refused}); the run goes on, and this is tried again"
+                said = f"nothing can be exported at {shown} ({refused}); the run continues, and this is tried again"
                 of_host = isinstance(error, socket.gaierror | UnicodeError)
                 key = "host" if of_host or getattr(error, "errno", 0) == errno.EADDRNOTAVAIL else "port"
                 events.tell(workdir, "prometheus_failed", f"observe.prometheus_{key}: {said} every {AGAIN_S:.0f} s",
@@ -89,7 +89,7 @@ def _write(metrics: RunMetrics, workdir: str | Path, folder: Path, ended: thread
             if not refused:
                 refused = True
                 events.tell(workdir, "prometheus_failed", f"observe.prometheus_textfile: {path} cannot be written "
-                            f"({error.strerror}); the run goes on, and it is tried again every {FILE_S:.0f} s",
+                            f"({error.strerror}); the run continues, and it is tried again every {FILE_S:.0f} s",
                             path=f"{path}", reason=error.strerror)
         ended.wait(FILE_S)
     with contextlib.suppress(OSError):

@@ -156,7 +156,7 @@ def test_fewer_devices_without_a_supervisor(flags, tmp_path, capsys):
     assert main([*flags, *mesh]) == 2
     assert "needs 16 devices and there are 8" in capsys.readouterr().err
     assert main([*flags, *mesh, "--config.resilience.elastic=true"]) == 0
-    assert "data=4,tensor=4 was declared, and there are 8 devices: the run goes on with data=2,tensor=4 and " \
+    assert "data=4,tensor=4 was declared, and there are 8 devices: the run continues with data=2,tensor=4 and " \
            "train.accumulation=2" in capsys.readouterr().err
     (event,) = (event for event in events(tmp_path) if event["kind"] == "elastic")
     assert event["kind"] == "elastic" and event["devices"] == 8

@@ -103,7 +103,7 @@ def test_a_port_in_use_costs_no_run_and_is_taken_when_it_is_free(tmp_path, monke
     assert [event["kind"] for event in events(tmp_path / "run")] == ["prometheus_failed", "prometheus"]
     said = capsys.readouterr().err.splitlines()
     assert said[0] == (f"observe.prometheus_port: nothing can be exported at http://{address}/metrics (Address already "
-                       "in use); the run goes on, and this is tried again every 0 s")
+                       "in use); the run continues, and this is tried again every 0 s")
     assert said[1] == f"metrics are exported at http://{address}/metrics"
 
 
@@ -165,4 +165,4 @@ def test_a_folder_that_is_missing_costs_no_run(tmp_path, monkeypatch, capsys):
         (tmp_path / "text").mkdir()
         waited_for((tmp_path / "text" / "jaxtrain-run-0.prom").exists)
     assert [event["kind"] for event in events(tmp_path / "run")] == ["prometheus_failed"]
-    assert "the run goes on" in capsys.readouterr().err
+    assert "the run continues" in capsys.readouterr().err
