@@ -189,7 +189,7 @@ def test_a_sweep_ranks_what_fits_and_goes_on_behind_what_does_not(flags, tmp_pat
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert all(line["name"].endswith(f"train.remat={value}") for line, value in zip(
         lines, ("full", "no", "none"), strict=True)), lines
-    assert "train.remat: 'no' is not a policy" in lines[1]["failed"]
+    assert "train.remat: unknown policy 'no'" in lines[1]["failed"]
     rows = [row.split("|")[1].strip() for row in capsys.readouterr().out.splitlines() if row.startswith("| train.")]
     speeds = {line["name"].split()[-1]: line.get("tokens_per_s", 0) for line in lines}
     assert rows == sorted(speeds, key=lambda name: -speeds[name]) and rows[-1] == "train.remat=no"

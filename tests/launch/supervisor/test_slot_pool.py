@@ -113,8 +113,8 @@ def test_leaving_processes_out_does_not_go_on_for_ever(tmp_path, monkeypatch, re
         assert len(attempts) < 100
         attempts.append(slots := run.staff.wanted())
         child = SimpleNamespace(slot=slots[0], rank=0, code=1)
-        return SimpleNamespace(done=False, culprit=child, lost=child, resized=resized, why="it crashed", told="it crashed", since=0.0,
-                               verdict="", logs="")
+        return SimpleNamespace(done=False, culprit=child, lost=child, resized=resized, why="it crashed",
+                               told="it crashed", since=0.0, verdict="", logs="")
 
     monkeypatch.setattr(run, "_attempt", attempt)
     monkeypatch.setattr(run, "_fits", lambda processes: True)

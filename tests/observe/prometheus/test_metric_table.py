@@ -33,7 +33,7 @@ def test_names():
 def test_the_files_are_current(tmp_path, capsys):
     for name, content in files().items():
         path = ROOT / "deploy" / name
-        assert path.read_text() == content, "run python -m jaxtrain.observe.prometheus --folder=deploy"
+        assert path.read_text() == content, "run python -m jaxtrain.observe.prometheus --output=deploy"
     assert main([f"--folder={tmp_path}"]) == 0
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == files().keys()
     assert main(["--folder=/dev/null/x"]) == 2 and "--output: /dev/null" in capsys.readouterr().err
