@@ -62,6 +62,8 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
     words = [re.sub(r"(^|=|:)(corpora|models)/", rf"\1{workdirs}/", word) for word in words]
     words = [re.sub(r"^runs/tour(?=/|$)", str(workdirs), word) for word in words]
     words = [re.sub(r"^(--input=|)jaxtrain$", r"\1jaxtrain/data", word) for word in words]  # a sixth of the text
+    # A config that comes first is the same as --config=CONFIG (tests/test_cli.py).
+    words = [re.sub(r"^(?=configs/\w+\.py)", "--config=", word) for word in words]
     if words[1:3] == ["-m", "jaxtrain.plan"]:
         words = [re.sub(r"^(--config=.*\.py)$", r"\1:tiny", word) for word in words
                  if not word.startswith("--config.data.seq_len=")]  # longer than what tiny models read
@@ -132,9 +134,8 @@ def chains() -> list:
         return next((folder for folder in ("corpora/", "models/", "runs/tour") if folder in command), "")
 
     # These have tests of their own, or take hours.
-    slow = ("pytest", "tools/bench", "tools/hub_truth", "tools/adapter_truth", "tools/tuning_truth",
-            "tools/whisper_truth", "tools/towers_truth", "tools/chaos", "tools/accelerator", "tools/mutants",
-            "python examples/", "jaxtrain.launch")
+    slow = ("pytest", "tools/bench", "_truth.py", "tools/whisper_from", "tools/compare_evaluation", "tools/chaos",
+            "tools/accelerator", "tools/mutants", "python examples/", "jaxtrain.launch")
     commands = [command for command in shown() if re.search("examples/(reinforce|sft)", command) or not any(
         word in command for word in slow)]
     groups = [list(group) for _, group in itertools.groupby(commands, key=made)]
