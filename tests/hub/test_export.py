@@ -222,8 +222,8 @@ def test_weights_are_rounded_to_bfloat16_by_default(workdir, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "message"), [
     (["--to={out}"], "--output: {out} is there already; name a folder that is not"),
-    (["--to={out}/config.json/new"], "--output: {out}/config.json/new.partial cannot be made (Not a directory); give a "
-                                     "folder that can be"),
+    (["--to={out}/config.json/new"], "--output: {out}/config.json/new.partial cannot be made (Not a directory); name "
+                                     "another"),
     (["--to={new}", "--step=-1"], "--step: -1 is not a step; leave it out for the newest good checkpoint, or see those "
                                   "that there are: jaxtrain checkpoint list {work}"),
     (["--to={new}", "--step=7"], "--step: {work} has no checkpoint of step 7 that was found good; see those that "
