@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.modality_families import WhisperConfig
-from jaxtrain.config.speech.published_speech import PREPROCESSOR, frames_of, rules_of
+from jaxtrain.config.speech.published_speech import PREPROCESSOR, frames_of
 from jaxtrain.config.speech.transcript_rules import CONFIG, GENERATION, TranscriptRules
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
-from jaxtrain.hub.speech.speech_model import own_rules, rules_for, sources_of
+from jaxtrain.hub.folders.published_files import folder_of
+from jaxtrain.hub.speech.speech_model import own_rules, rules_for
 
 _KEPT = ("forced_decoder_ids", "suppress_tokens", "begin_suppress_tokens", "pad_token_id", "bos_token_id")  # of config
 
@@ -27,9 +28,9 @@ def write(workdir: Path, folder: Path, c: WhisperConfig, words: Any, described: 
         words: its tokenizer; None: it is not known.
         described: what config.json is to say, which is added to.
     """
-    rules, base = rules_for(workdir, c, words), None
-    if rules.published:
-        base = next(source for source in sources_of(workdir) if rules_of(source))
+    rules = rules_for(workdir, c, words)
+    base = folder_of(workdir) if rules.published else None
+    if base is not None:
         config = user_json(base / CONFIG, dict, f"{base}", "copy it again") or {}
         described |= {key: config[key] for key in _KEPT if key in config}
         said = user_json(base / GENERATION, dict, f"{base}", "copy it again") or {}

@@ -1,6 +1,5 @@
 """A trained speech model as transcribing needs it: with its tokenizer, the tokens before a transcript, and decoding."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -8,17 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.published_config import FILE
 from jaxtrain.config.speech.published_speech import rules_of
 from jaxtrain.config.speech.transcript_rules import DETECTED, GENERATION, TranscriptRules
 from jaxtrain.errors import UserError, say
-from jaxtrain.files.bounded_files import user_json
+from jaxtrain.hub.folders.published_files import folder_of
 from jaxtrain.hub.speech.transcript_windows import Segment, read_window
 
 START, NO_TIMES, FIRST_TIME = "<|startoftranscript|>", "<|notimestamps|>", "<|0.00|>"
 TASKS = ("transcribe", "translate")
 LATEST = 50  # steps of 0.02 seconds: what transcripts begin with at the latest (arXiv 2212.04356)
-KEPT = "published"  # the folder of a workdir with the small files of the model that the run began with
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,22 +134,18 @@ def known_tokens(words: Any, c: Any, first: int) -> int:
 
 def rules_for(folder: str | Path, c: Any, words: Any) -> TranscriptRules:
     """Return the rules of the model in a folder: of the published one that it is or began with, or its tokenizer's."""
-    own = own_rules(c, words)
-    for source in sources_of(Path(folder)):
-        found = rules_of(source)
-        if found is None:
-            continue
-        if (found.start, found.end) != (c.prefix[0], c.end):
-            break  # the run has other tokens
-        if wrong := [id for id in (*found.forced, *found.languages.values(), *found.tasks.values(),
-                                   found.no_times or 0) if id >= c.vocab_size]:
-            raise UserError(f"{source / GENERATION}", f"{wrong[0]} is not a token below vocab_size={c.vocab_size}",
-                            "bring the file that belongs to the model")
-        if not found.languages and not found.one_language:
-            found = replace(found, languages=own.languages, tasks=found.tasks or own.tasks,
-                            no_times=own.no_times if found.no_times is None else found.no_times)
-        return found
-    return own
+    own, source = own_rules(c, words), folder_of(folder)
+    found = rules_of(source) if source else None
+    if found is None or source is None or (found.start, found.end) != (c.prefix[0], c.end):  # or it has other tokens
+        return own
+    if wrong := [id for id in (*found.forced, *found.languages.values(), *found.tasks.values(), found.no_times or 0)
+                 if id >= c.vocab_size]:
+        raise UserError(f"{source / GENERATION}", f"{wrong[0]} is not a token below vocab_size={c.vocab_size}",
+                        "bring the file that belongs to the model")
+    if not found.languages and not found.one_language:
+        found = replace(found, languages=own.languages, tasks=found.tasks or own.tasks,
+                        no_times=own.no_times if found.no_times is None else found.no_times)
+    return found
 
 
 def own_rules(c: Any, words: Any) -> TranscriptRules:
@@ -179,19 +172,6 @@ def prefix_note(folder: Path, c: Any) -> str:
     return (f"warning: the model in {folder} knows several languages, and model.prefix names none: give one, such as "
             f"--config.model.prefix={ids}, or begin transcripts with tokens such as {said} (prepare_sequences "
             "--special_tokens)")
-
-
-def sources_of(folder: Path) -> Iterator[Path]:
-    """Yield where the small files of the published model may be that is in a folder, or that its run began with."""
-    yield folder / KEPT
-    yield folder
-    said = user_json(folder / FILE, dict, "WORKDIR", "copy it again") or {}
-    began = (said.get("train") or {}).get("init_from") if isinstance(said.get("model"), dict) else None
-    if isinstance(began, str) and began and Path(began).is_dir():
-        if (Path(began) / "checkpoints").is_dir():
-            yield from sources_of(Path(began))
-        else:
-            yield Path(began)
 
 
 def _first_time(rules: TranscriptRules, words: Any) -> int:

@@ -67,11 +67,11 @@ def test_a_run_has_the_rules_of_the_model_that_it_began_with(tmp_path):
     published = folder_of(tmp_path / "published model")
     run = folder_of(tmp_path / "run", {"model": {"name": "whisper"}, "train": {"init_from": f"{published}"}}, None)
     again = folder_of(tmp_path / "again", {"model": {"name": "whisper"}, "train": {"init_from": f"{run}"}}, None)
-    (run / "checkpoints").mkdir()
+    folder_of(again / "published")
     for folder in (published, run, again):
         found = speech_model.rules_for(folder, SPEAKER, WORDS)
         assert found.published and found.prompt(SPEAKER.prefix) == [31, DETECTED, 37, 41]
-    folder_of(run / "published", None, tiny.GENERATIONS["one"])
+    folder_of(run / "published", said=tiny.GENERATIONS["one"])
     assert speech_model.rules_for(run, SPEAKER, WORDS).prompt(SPEAKER.prefix) == [31, 41]
     other = SimpleNamespace(prefix=[1], end=3, vocab_size=53)
     assert not speech_model.rules_for(run, other, WORDS).published
