@@ -41,10 +41,13 @@ NEXT = "it is the next one, and waits until enough nodes are free (Resources)"
 FIRST = "jobs of a higher priority wait too, and come first (Priority); "
 
 
-def why(workdir: Path, capsys) -> str:
+def why(workdir: Path, capsys, restarts: int = 0) -> str:
+    """Return why a job waits; of one that saved and stopped before, that is told too."""
     capsys.readouterr()
     assert jobs_command.main(["why", f"{workdir}"]) == 0
-    return capsys.readouterr().out.strip()
+    told, *history = capsys.readouterr().out.splitlines()
+    assert [line.partition(";")[0] for line in history] == [f"restarts: {restarts}"] * bool(restarts)
+    return told
 
 
 def waits(workdir: Path, reason: str) -> None:
@@ -74,14 +77,13 @@ def test_a_job_with_what_is_idle_gives_way_and_goes_on(forgotten, begun, cluster
     begin = ("scontrol", "update", f"JobId={jobs.newest(spare).id}")
     cluster.run(*begin, "StartTime=now+3600")  # else it waits for some seconds only, which may pass unseen
     waits(spare, "BeginTime")
-    said, restarts = why(spare, capsys).splitlines()
-    assert said == STOPPED and restarts.startswith("restarts: 1; the last one because process ")
+    assert why(spare, capsys, restarts=1) == STOPPED
     cluster.run(*begin, "StartTime=now")
     more = begun("--nodes=1", *RESEARCH, *WHOLE, workdir=tmp_path / "more", wait=False)
     waits(more, "QOSGrpNodeLimit")
     assert why(more, capsys) == SHARE_USED
     waits(spare, "Resources")
-    assert why(spare, capsys) == NEXT
+    assert why(spare, capsys, restarts=1) == NEXT
     late = begun("--nodes=4", *SPARE, *WHOLE, workdir=tmp_path / "late", wait=False)
     waits(late, "Priority")
     first, second = jobs.newest(more).id, jobs.newest(spare).id
