@@ -21,7 +21,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import read, user_json
 
 TRAIN_ON = ("assistant", "last", "all")
-_KEPT = re.compile(f"[{OPEN}{CLOSE}{BREAK}{CODE}]")
+_RESERVED = re.compile(f"[{OPEN}{CLOSE}{BREAK}{CODE}]")
 _GENERATION = re.compile(r"{%[-+]?\s*generation\b")
 
 BUILT_IN = {
@@ -36,7 +36,7 @@ BUILT_IN = {
 {% else %}{{ message.content + "<|im_end|>" }}{% endif %}{{ "\\n" }}{% endfor %}
 {% if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}""",
 }
-KEPT = 1024  # examples
+NEWEST = 1024  # examples
 T = TypeVar("T")
 NOTHING = "no turn to learn"
 FIX = f"name a file with --chat_template, or one of our own: {', '.join(BUILT_IN)}"
@@ -89,12 +89,12 @@ class Chat:
         new = [content for content in dict.fromkeys(contents) if content not in self._known]
         self._known |= zip(new, self._marked(new), strict=True)
         found = [self._known[content] for content in contents]
-        for content in list(self._known)[:-KEPT]:
+        for content in list(self._known)[:-NEWEST]:
             del self._known[content]
         return found
 
     def _marked(self, contents: list[bytes]) -> list[list[str] | str]:
-        examples = [None if _KEPT.search(content.decode()) else Example.from_bytes(content) for content in contents]
+        examples = [None if _RESERVED.search(content.decode()) else Example.from_bytes(content) for content in contents]
         spoken = iter(self._spoken(example for example in examples if example and not isinstance(example.prompt, str)))
 
         def of(example: Example | None) -> list[str] | str:
