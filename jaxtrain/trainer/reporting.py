@@ -71,7 +71,7 @@ def start_of_run(run: Run, workdir: Path) -> str:
 def many_epochs(run: Run) -> list[str]:
     """Return a warning for each source of text of which the run makes too many epochs.
 
-    Models of pictures need many, and prompts are answered anew each time.
+    Models of images need many, and prompts are answered anew each time.
     """
     if run.data is not None or not run.config.model.text:
         return []

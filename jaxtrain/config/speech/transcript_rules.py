@@ -8,22 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config.published import generation_keys
 from jaxtrain.config.speech.language_names import code_of
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files.bounded_files import user_json
 
 Keys = Mapping[str, Any]
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG, GENERATION = "config.json", generation_keys.FILE
 DETECTED = -1  # stands for the token of the language that is heard
 _START, _END, _SUPPRESSED_FIRST = 50257, 50256, (220, 50256)  # in transformers, where config.json does not say
-# What changes transcripts in transformers and is not done here, and the values that change nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,), "do_sample": (False,), "repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,), "encoder_no_repeat_ngram_size": (0,), "min_length": (0,),
-    "bad_words_ids": ([],), "min_new_tokens": (0,), "sequence_bias": ({}, []), "forced_bos_token_id": (),
-    "forced_eos_token_id": (), "exponential_decay_length_penalty": (), "guidance_scale": (1,),
-    "condition_on_prev_tokens": (False,), "compression_ratio_threshold": (), "logprob_threshold": (),
-    "no_speech_threshold": (), "penalty_alpha": (0,)}
 
 
 @dataclass(frozen=True)
@@ -133,8 +126,7 @@ def published_rules(given: Keys, folder: Path) -> TranscriptRules:
         times=own.get("return_timestamps") is True and no_times is not None,
         suppressed=_ids(own, "suppress_tokens", where), suppressed_first=_ids(own, "begin_suppress_tokens", where),
         latest=one("max_initial_timestamp_index"), longest=length or 2**31,
-        not_applied=tuple(f"{key}={value!r}" for key, plain in _NEUTRAL.items()
-                          if (value := own.get(key)) is not None and value not in plain))
+        not_applied=tuple(generation_keys.not_applied(own, generation_keys.OF_TRANSCRIPTS)))
     return _with_forced(rules, own, given, where)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config.published import generation_keys
 from jaxtrain.config.published_config import FILE
 from jaxtrain.errors import UserError
 from jaxtrain.hub.folders import published_files
@@ -16,14 +17,6 @@ from jaxtrain.hub.sampling import Sampling
 
 # Of transformers, for keys that the file leaves out where it samples.
 _SAMPLES = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
-# What changes the text and is not applied here, and the values at which it changes nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,), "num_beam_groups": (1,), "penalty_alpha": (0, None), "typical_p": (1,), "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,), "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,), "min_length": (0,),
-    "encoder_repetition_penalty": (1,), "exponential_decay_length_penalty": (), "bad_words_ids": ([],),
-    "force_words_ids": ([],), "forced_bos_token_id": (), "forced_eos_token_id": (), "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],), "sequence_bias": ({}, []), "min_new_tokens": (0,), "guidance_scale": (1,),
-    "dola_layers": (), "watermarking_config": (), "top_h": (), "remove_invalid_values": (False,)}
 
 
 def said_of(folder: str | Path) -> dict[str, Any] | None:
@@ -37,8 +30,8 @@ def said_of(folder: str | Path) -> dict[str, Any] | None:
     config = published_files.json_of(published, FILE)  # from which transformers makes one
     inner = config.get("text_config")
     config = (inner if isinstance(inner, dict) else {}) | config
-    return {key: config[key] for key in ("eos_token_id", "do_sample", *_SAMPLES, "repetition_penalty", *_NEUTRAL)
-            if key in config}
+    keys = "eos_token_id", "do_sample", *_SAMPLES, "repetition_penalty", *generation_keys.OF_TEXTS
+    return {key: config[key] for key in keys if key in config}
 
 
 def ends_of(folder: str | Path) -> list[int]:
@@ -76,5 +69,4 @@ def sampling_of(said: Mapping[str, Any] | None, given: Mapping[str, Any]) -> Sam
 
 def not_applied(said: Mapping[str, Any] | None) -> list[str]:
     """Return the settings of a model that change texts and are not applied here, as KEY=VALUE."""
-    return [f"{key}={value!r}" for key, neutral in _NEUTRAL.items()
-            if (value := (said or {}).get(key)) is not None and value not in neutral]
+    return generation_keys.not_applied(said or {}, generation_keys.OF_TEXTS)

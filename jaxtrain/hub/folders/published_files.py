@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.config.published import generation_keys
 from jaxtrain.config.published_config import FILE
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 
 FOLDER = "published"  # of a workdir
-GENERATION, TOKENIZER, TOKENIZER_CONFIG = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
+GENERATION, TOKENIZER, TOKENIZER_CONFIG = generation_keys.FILE, "tokenizer.json", "tokenizer_config.json"
 TEMPLATE, TOKENS = "chat_template.jinja", "special_tokens_map.json"
 _ENDS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _LEGAL = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")  # beginnings of names; terms of use go on to apply
