@@ -51,7 +51,8 @@ SAVE = ("metrics flushed", "saved")
 EVALUATION = ("evaluated", "evaluation written")
 END = ("saved for good",)  # Checkpoints.insist: waits for the last save, and repeats one that failed
 # "seen": by data that are made with the state.
-LOOKS = ("anomaly look", "all anomalies looked at", "seen")  # the places of these are the subject of their own tests
+# The places of these are the subject of their own tests.
+LOOKS = ("anomaly look", "all anomalies looked at", "seen", "compiling left out of the next step's time")
 
 
 # ------------------------------------------------------------------------------------------------------- the recorder
@@ -120,7 +121,12 @@ def recording(run: Run) -> Iterator[Recorder]:
             recorder.add("checks", number)
             return original(self, number, state, now=now)
 
+        def restart_clock(self, during=False, original=observe.MetricsWriter.restart_clock):
+            recorder.add("compiling left out of the next step's time" if during else "clock restarted")
+            return original(self, during)
+
         patch.setattr(Run, "drawn", drawn)
+        patch.setattr(observe.MetricsWriter, "restart_clock", restart_clock)
         record(Run, "see", "seen")
         record(Watchdog, "begin", "on_batch")
         patch.setattr(Replays, "run", step)
@@ -221,6 +227,13 @@ def test_the_first_state_is_computed_while_the_step_is_compiled(run, monkeypatch
 def test_evaluations_and_saves(straight):
     recorder, _ = straight
     assert recorder.events == turns(1) + at(STEPS, *END)
+
+
+def test_what_saves_need_is_compiled_in_the_first_step_and_not_counted_in_the_second(straight):
+    recorder, _ = straight
+    place = recorder.all.index(("compiling left out of the next step's time", 1))
+    assert recorder.all[place - 1] == ("metrics pushed", 1)
+    assert [name for name, _ in recorder.all].count("compiling left out of the next step's time") == 1
 
 
 def test_the_state_is_donated_to_the_step(straight):

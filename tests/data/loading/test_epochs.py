@@ -25,6 +25,11 @@ def test_they_are_rounded_up_to_whole_steps():
         assert steps_in(batches, epochs) == max(1, math.ceil(epochs * rows / size - 1e-9)), (rows, size, epochs)
 
 
+def test_a_step_that_completes_an_epoch_but_for_a_rounding_error_completes_it():
+    assert 49 * (1 / 49) < 1
+    assert steps_in(SimpleNamespace(num_batches=None, passes=lambda step: step * (1 / 49)), 1) == 49
+
+
 def mixture(**keys):
     return DataConfig(**{"seq_len": 16, "global_batch_size": 8} | keys)
 
