@@ -305,7 +305,8 @@ def test_a_flag_given_twice_counts_twice(tmp_path, capsys):
     first, second = write(tmp_path / "a.jsonl", ["one"]), write(tmp_path / "b.jsonl", ["two"])
     assert main([f"--input={first}", f"--input={second}", f"--output={tmp_path / 'out'}", "--workers=1"]) == 0
     assert open_corpus(tmp_path / "out").train.num_documents == 2
-    assert "runs will not evaluate" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "runs will not evaluate" in said and "total: 2 documents, " in said
     assert main([f"--input={first}", str(second), f"--output={tmp_path / 'two'}"]) == 2
     assert "several values follow a flag without =" in capsys.readouterr().err
     assert main([f"--input={first}", f"--output={tmp_path / 'two'}", "--dry-runn"]) == 2

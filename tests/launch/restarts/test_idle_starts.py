@@ -115,6 +115,15 @@ def test_show_and_why_tell_of_restarts_and_the_last_error(tmp_path, monkeypatch,
     assert "restarts" not in (said := capsys.readouterr().out) and "odd" not in said  # of a job that went well
 
 
+@pytest.mark.parametrize(("printed", "failed", "error"), [
+    ("attempt 0\n", False, ""), ("attempt 0\n", True, "attempt 0"),
+    ("ValueError: 7\nthe end\n", False, "ValueError: 7")])
+def test_only_a_job_that_failed_has_its_last_line_as_its_error(tmp_path, printed, failed, error):
+    job = records.Job(records.new_folder(tmp_path), "slurm", "name", ["x"], "/", JobSpec())
+    job.output.write_text(printed)
+    assert restart_history.last_error(job, failed) == error
+
+
 def test_a_job_on_this_machine_has_its_restarts_from_the_supervisor(tmp_path):
     job = records.Job(tmp_path / "jobs" / "1", "local", "name", ["x"], "/", JobSpec(), submitted=50.0)
     (tmp_path / "events.jsonl").write_text("".join(json.dumps({"time": when, "kind": kind, "why": why}) + "\n" for (

@@ -57,7 +57,7 @@ def test_the_trials_of_a_sweep_are_runs(runs, tmp_path, capsys):
     lines += [line | {"workdir": "gone", "state": "failed", "value": None, "tokens": 0}]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     assert finished_runs.points([tmp_path / "results.jsonl"]) == list(runs.values())
-    assert "1 of 10 trials did not finish, and are skipped" in capsys.readouterr().err
+    assert "1 of 10 trials did not finish and are skipped" in capsys.readouterr().err
 
 
 @pytest.mark.slow
