@@ -42,8 +42,9 @@ def make_mesh(
 
 def check_mesh(mesh: Any, required: bool = False) -> None:
     """Refuse what is not a mesh of all six axes; None is one to be made, unless one is required."""
-    if (required or mesh is not None) and not set(AXES) <= set(getattr(mesh, "axis_names", ())):
-        raise UserError("mesh", f"{mesh} lacks the axes {', '.join(AXES)}", "make it by jt.make_mesh(...)")
+    lacking = [axis for axis in AXES if axis not in getattr(mesh, "axis_names", ())]
+    if (required or mesh is not None) and lacking:
+        raise UserError("mesh", f"{mesh} lacks the axes {', '.join(lacking)}", "make it by jt.make_mesh(...)")
 
 
 def axis_sizes(sizes: Sequence[int], available: int, exact: bool = True) -> tuple[int, ...]:

@@ -361,7 +361,7 @@ def test_remat_auto_keeps_as_much_as_fits(monkeypatch):
     with pytest.raises(jt.UserError, match=r"train.remat: the planner supports only .*; name a policy, such as full"):
         preflight.resolve(config, jax.devices()[:8], own_parts=True)
     with pytest.raises(jt.UserError, match=r"train.remat: the planner chooses it for the mesh of the config"):
-        jt.build(config, mesh=jax.make_mesh((8,), ("fsdp",), devices=jax.devices()[:8]))
+        jt.build(config, mesh=jt.make_mesh(fsdp=8))
 
 
 def test_results_on_hosts_take_their_memory_and_pass_partly_behind_products():
