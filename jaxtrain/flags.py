@@ -280,6 +280,8 @@ def overrides_of(words: Iterable[str], flags: Iterable[str]) -> dict[str, str]:
     overrides = {}
     for word in words:
         key, equals, value = word.removeprefix("--config.").partition("=")
+        if word.startswith("--config.") and "/" in key.partition(".")[0]:  # a path
+            raise UserError(word, "there is no such key", _instead_of(word, flags))
         if word.startswith("--config.") and not equals:
             raise UserError(word, "it has no value", f"write {word}=VALUE")
         if not word.startswith("--config."):

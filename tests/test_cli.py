@@ -181,6 +181,8 @@ def test_flags_may_have_dashes_and_the_names_of_before():
                                     "and without dashes, such as configs/gpt.py:tiny"),
     (["--configs/b.py:tiny"], "--configs/b.py:tiny: there is no such flag; give one config, in front of the flags and "
                               "without dashes, such as configs/gpt.py:tiny"),
+    (["--config.configs/b.py:tiny"], "--config.configs/b.py:tiny: there is no such key; give one config, in front of "
+                                     "the flags and without dashes, such as configs/gpt.py:tiny"),
     (["a.py", "--train.steps=5"], "--train.steps=5: there is no such flag; write --config.train.steps=5"),
     (["a.py", "train.steps=5"], "train.steps=5: there is no such flag; write --config.train.steps=5"),
     (["a.py", "--train.steps", "5"], "--train.steps: there is no such flag; write --config.train.steps=VALUE"),

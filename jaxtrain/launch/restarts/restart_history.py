@@ -56,7 +56,8 @@ def last_error(job: Job, failed: bool) -> str:
         lines = [line.rstrip() for line in logs(job, False)][-failure_report.LINES:]
     else:
         lines = failure_report.last_lines(job.output, failure_report.LINES)
-    own = [line for line in lines if line.strip() and not _LAUNCHERS.match(line)]
+    quoted = [line.removeprefix("  | ") for line in lines]  # as a supervisor shows the end of a process's log
+    own = [line for line in quoted if line.strip() and not _LAUNCHERS.match(line)]
     return failure_report.error_in(own) or (own[-1][:400] if failed and own else "")
 
 

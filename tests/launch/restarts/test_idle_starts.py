@@ -117,7 +117,8 @@ def test_show_and_why_tell_of_restarts_and_the_last_error(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize(("printed", "failed", "error"), [
     ("attempt 0\n", False, ""), ("attempt 0\n", True, "attempt 0"),
-    ("ValueError: 7\nthe end\n", False, "ValueError: 7")])
+    ("ValueError: 7\nthe end\n", False, "ValueError: 7"),
+    ("  | data.source: there is none\n", True, "data.source: there is none")])
 def test_only_a_job_that_failed_has_its_last_line_as_its_error(tmp_path, printed, failed, error):
     job = records.Job(records.new_folder(tmp_path), "slurm", "name", ["x"], "/", JobSpec())
     job.output.write_text(printed)
