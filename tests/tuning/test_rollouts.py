@@ -107,8 +107,7 @@ def test_the_config_of_fine_tuning_is_one_of_rollouts(files):
 @pytest.mark.parametrize(("masks", "reason", "learns"), [
     (True, "length", False), (True, "stop", True), (False, "length", True)])
 def test_answers_that_are_cut_off_can_be_left_out_of_the_loss(masks, reason, learns):
-    settings = ReinforceConfig(prompts="a", reward="b", mask_truncated=masks)
-    row = rollouts.Rollouts._row(SimpleNamespace(settings=settings, seq_len=8), [5, 6], Generated(
+    row = rollouts.Rollouts._row(SimpleNamespace(mask_truncated=masks, seq_len=8), [5, 6], Generated(
         "", (7, 8), (-1.0, -2.0), reason), 0.5, {"advantages": np.float32([2, 2])})
     assert row["weights"].tolist() == [0, learns, learns, 0, 0, 0, 0, 0]
     assert row["rewards"].tolist() == [0, 0.5, 0, 0, 0, 0, 0, 0] and row["answers"].sum() == 1
