@@ -40,6 +40,20 @@ def made(base: Path, keys: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {"config": config, "tensors": {name: tensor.shape for name, tensor in tensors.items()}}
 
 
+def principal(base: Path, keys: dict[str, Any]) -> dict[str, list[float]]:
+    """Return what PEFT's adapters begin with as PiSSA, by module: their product with a vector that follows from it."""
+    model = peft.get_peft_model(torch_model(base).float(), peft.LoraConfig(
+        task_type="CAUSAL_LM", init_lora_weights="pissa", **keys))
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, peft.tuners.lora.Linear):
+            a, b = (part["default"].weight.detach().double().numpy() for part in (module.lora_A, module.lora_B))
+            name = name.removeprefix("base_model.model.")
+            along = published.weight(name, (a.shape[1],)).astype(np.float64)
+            found[name] = [float(f"{x:.7g}") for x in module.scaling["default"] * b @ (a @ along)]
+    return found
+
+
 def exported(name: str, case: dict[str, Any]) -> float:
     """The largest error of the logits of the adapters that jaxtrain writes, relative to the largest logit."""
     with tempfile.TemporaryDirectory() as folder:
@@ -65,8 +79,12 @@ def main() -> int:
             adapters = published_adapters.write(Path(folder) / "adapters", case)
             cases[name] = case | {"logits": [float(f"{x:.9g}") for x in logits_of(base, adapters)]}
         print(name, len(case["tensors"]), "tensors")
+    with tempfile.TemporaryDirectory() as folder:
+        base_name, keys = published_adapters.PRINCIPAL
+        starts = principal(published.write(Path(folder), published.truth()[base_name]), keys)
     by = {"peft": peft.__version__, "torch": torch.__version__}
-    published_adapters.TRUTH.write_text(json.dumps({"made_by": by, "cases": cases}, separators=(",", ":")) + "\n")
+    published_adapters.TRUTH.write_text(json.dumps({"made_by": by, "cases": cases, "principal": starts},
+                                                   separators=(",", ":")) + "\n")
     return 0
 
 

@@ -89,7 +89,6 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     from jaxtrain.hub.release import gates as release_gates
     from jaxtrain.hub.release import model_card
     from jaxtrain.hub.weights import published_weights
-    from jaxtrain.models import lora
 
     workdir, to = Path(workdir), Path(to)
     check_is_new(to)
@@ -106,7 +105,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     with nothing_left(partial):
         exchange(None, lambda _: make_folder(partial))  # it is there for all processes
         published_weights.save(params, run.config.model, partial, jax.numpy.dtype(dtype), file_bytes,
-                               lora.scale(run.config.lora))
+                               run.config.lora)
         exchange(None)  # all files are written
         if first:
             _write_configs(workdir, partial, described, run.config, dtype)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import restore
+from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config import hub_names, published_config
 from jaxtrain.config.families import FAMILIES, ModelConfig
 from jaxtrain.config.load import load_config
@@ -28,7 +29,7 @@ from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.hub.weights import published_weights
 from jaxtrain.hub.weights.safetensors_files import INDEX
 from jaxtrain.models.heads.scalar_head import without_heads
-from jaxtrain.models.lora import without_adapters
+from jaxtrain.models.lora import is_adapter, without_adapters
 from jaxtrain.run import Run
 from jaxtrain.train_step.quantized_kernels import as_floats
 
@@ -46,7 +47,21 @@ def initial_params(config: Config) -> Callable[[Run], Any]:
                         f"give {KEY}")
     loads = [partial(load, *source_and_step(source, key)) for source, key, load in (
         (source, KEY, _loaded), (encoder, ENCODER_KEY, _encoder)) if source]
-    return lambda run: {name: x for load in loads for name, x in load(run).items()}
+
+    def load(run: Run) -> Any:
+        found = {name: x for load in loads for name, x in load(run).items()}
+        return _with_principal_components(found, run) if run.config.lora.init == "pissa" else found
+
+    return load
+
+
+def _with_principal_components(params: Any, run: Run) -> Any:
+    """Return the parameters with the adapters of `lora.init=pissa`, unless they have some already."""
+    if any(map(is_adapter, flatten(params))):
+        return params
+    from jaxtrain.hub.adapters import principal_components
+
+    return principal_components.with_adapters(params, run.abstract_model, run.config.lora)
 
 
 def origins(train: TrainConfig) -> dict[str, Any]:
@@ -122,6 +137,9 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
         return _of_workdir(folder, step, run)
     if step is None and _is_published(folder):
         adapted = adapter_files.is_adapter_folder(folder)
+        if adapted and run.config.lora.init == "pissa":
+            raise UserError("lora.init", f"the adapters in {folder} have their values already, which pissa would "
+                            "replace", f"leave it out, or set {KEY} to the model they are for")
         section = published_config.model_section(adapter_files.base_of(folder) if adapted else folder)
         theirs = FAMILIES[section["name"]](**section)
         _check_multipliers(theirs, run)

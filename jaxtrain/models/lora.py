@@ -3,6 +3,10 @@
 A linear layer x W becomes x W + scale x A B, with A down to the rank and B up from it. A begins random and B at zero,
 so that the model begins as the one that is adapted. The rest of it is frozen, as by `train.freeze`.
 
+With PiSSA (arXiv 2404.02948) A and B begin as the principal components of W, and what they begin with is subtracted:
+x W + scale x (A B - A' B'), where A' and B' are frozen copies of the start. This is the published method, which adapts
+W - scale A' B', with W unchanged: a model without its adapters is the one that is adapted.
+
 With DoRA (arXiv 2402.09353) the sum of both matrices only turns the columns of W, and another trained parameter says by
 how much each is longer than in W, at first 1.
 
@@ -14,6 +18,7 @@ Shape suffixes: of a weight, the letters of the layer's own equation; R the rank
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -31,6 +36,7 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 
 NAME = "adapter"  # of the attribute of a linear layer, and so in the paths of its parameters
+STARTS = ("start_down", "start_up")  # of the frozen copies of what PiSSA's adapters begin with
 ALL = "all-linear"
 # PEFT's names of linear layers in published models, and the ends of the paths that they have here.
 PUBLISHED = {
@@ -73,21 +79,32 @@ class Adapter(nnx.Module):
                                compute_dtype="float32") if c.dora else None
         self.down = param(rngs, (*lead, *inner, c.rank), (*layers, *self.down_axes), std=0.02)
         self.up = param(rngs, (*lead, c.rank, *outer), (*layers, *self.up_axes), std=0)
+        # hub/adapters/principal_components.py gives all four their values.
+        starts = c.init == "pissa"
+        self.start_down = param(rngs, (*lead, *inner, c.rank), (*layers, *self.down_axes), std=0) if starts else None
+        self.start_up = param(rngs, (*lead, c.rank, *outer), (*layers, *self.up_axes), std=0) if starts else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = sharding.leave_reduced(x)
         if len(self.down_axes) == 2 and self.down_axes[0] == "embed":  # inputs between blocks may be split over `seq`
             x = sharding.constrain(x, "batch", "seq", "act_embed")
         x = training_noise.dropout(x, self.dropout, self.path)
-        x_BTR = sharding.einsum(self.down_equation, x, self.down.get_value(), self.down_axes, ("batch", "seq", None))
+        y = self._multiply(x, self.down, self.up)
+        if self.start_down is not None:
+            y -= self._multiply(x, self.start_down, self.start_up)
+        return y * self.scale if _CHOSEN.get() is None else y
+
+    def _multiply(self, x: jax.Array, down: Any, up: Any) -> jax.Array:
+        x_BTR = sharding.einsum(self.down_equation, x, down.get_value(), self.down_axes, ("batch", "seq", None))
         if (chosen_BR := _CHOSEN.get()) is not None:
             x_BTR = (x_BTR * chosen_BR[:, None]).astype(x_BTR.dtype)
-        y = sharding.einsum(self.up_equation, x_BTR, self.up.get_value(), self.up_axes, self.out)
-        return y * self.scale if chosen_BR is None else y
+        return sharding.einsum(self.up_equation, x_BTR, up.get_value(), self.up_axes, self.out)
 
     def adapted(self, weight: jax.Array) -> jax.Array:
         """Return the layer's weight, in the layout of its use, with the adapter."""
         both = weight + self.product(self.down.get_value(), self.up.get_value())
+        if self.start_down is not None and self.start_up is not None:
+            both -= self.product(self.start_down.get_value(), self.start_up.get_value())
         return both if self.magnitude is None else both * self.lengths(weight).astype(both.dtype)
 
     def lengths(self, weight: jax.Array) -> jax.Array:
@@ -188,6 +205,35 @@ def _matches(path: str, pattern: str) -> bool:
 def is_adapter(path: str) -> bool:
     """Return whether a parameter's path is that of an adapter."""
     return f"/{NAME}/" in path
+
+
+def is_trained(path: str) -> bool:
+    """Return whether a parameter's path is that of an adapter which is trained, not what it begins with."""
+    return is_adapter(path) and not path.endswith(STARTS)
+
+
+def as_plain(flat: Mapping[str, Any], c: LoraConfig) -> tuple[dict[str, Any], LoraConfig]:
+    """Return all parameters by path, and their keys, with PiSSA's adapters as LoRA of twice the rank and equal scale.
+
+    A B - A' B' is the product of A beside A' and of B above -B'.
+    """
+    if c.init != "pissa":
+        return dict(flat), c
+    found = {path: x for path, x in flat.items() if not path.endswith(STARTS)}
+    for path, start_down in flat.items():
+        if path.endswith(STARTS[0]):
+            module = path.removesuffix(f"{NAME}/{STARTS[0]}")
+            down, up, start_up = (flat[f"{module}{NAME}/{name}"] for name in ("down", "up", STARTS[1]))
+            layers = stacked(down, up, flat[f"{module}kernel"])
+            found[f"{module}{NAME}/down"] = jnp.concatenate([down, start_down], -1)
+            found[f"{module}{NAME}/up"] = jnp.concatenate([up, -start_up], layers)
+    more = 2**0.5 if c.rank_stabilized else 2.0
+    return found, replace(c, rank=2 * c.rank, alpha=more * c.alpha, init="zero")
+
+
+def stacked(down: Any, up: Any, kernel: Any) -> int:
+    """Return how many dimensions of a layer's parameters, which come first, number layers of a stack: 1 or none."""
+    return down.ndim + up.ndim - 2 - kernel.ndim
 
 
 def without_adapters(tree: Any) -> Any:

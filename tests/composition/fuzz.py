@@ -163,8 +163,9 @@ def lora_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     quantize = rng.choice(("", "", "int8", "nf4")) if keys.get("train.precision") != "fp8" else ""
     targets, kind = rng.choice((["*"], ["*attention/*"])), rng.choice(("", "", "dora", "experts"))
     experts = {"lora.experts": True} if kind == "experts" and keys["family"] in EXPERTS else {}
+    pissa = {"lora.init": "pissa", "train.init_from": "unread"} if not kind + quantize and rng.random() < 0.4 else {}
     return {"lora.rank": rng.choice((1, 3)), "lora.alpha": 4.0, "lora.targets": targets, "lora.quantize": quantize,
-            "lora.dora": kind == "dora"} | experts
+            "lora.dora": kind == "dora"} | experts | pissa
 
 
 def config_of(keys: dict[str, Any]):
@@ -239,7 +240,7 @@ def _alone(keys: dict[str, Any], params: Any, batch: Any) -> tuple[float, Any]:
     import jaxtrain as jt
     from tests.numerics import reference
 
-    kept = ("train.freeze", "train.z_loss", "train.neftune_noise_alpha", "family", "packing")
+    kept = ("train.freeze", "train.init_from", "train.z_loss", "train.neftune_noise_alpha", "family", "packing")
     plain = {key: value for key, value in keys.items() if key in kept or key.startswith(("model.", "data.", "lora."))}
     run = jt.build(config_of(plain | {"train.precision": "float32"}), devices=jax.devices()[:1])
     return jax.device_get(run.value_and_grad(reference.start_from(run, params), batch))

@@ -19,6 +19,9 @@ def merged(params, scale: float):
         kernel, a, b = found["kernel"], params["adapter"]["down"], params["adapter"]["up"]
         stacked, rank = kernel.shape[:a.ndim + b.ndim - 2 - kernel.ndim], a.shape[-1]  # a layer that looks ahead is not
         product = jnp.matmul(a.reshape(*stacked, -1, rank), b.reshape(*stacked, rank, -1), precision="highest")
+        if "start_down" in params["adapter"]:  # PiSSA
+            a, b = (params["adapter"][name] for name in ("start_down", "start_up"))
+            product -= jnp.matmul(a.reshape(*stacked, -1, rank), b.reshape(*stacked, rank, -1), precision="highest")
         found["kernel"] = kernel + scale * product.reshape(kernel.shape)
         if "magnitude" in params["adapter"]:  # DoRA, with norms that are constants (arXiv 2402.09353, section 4.3)
             m = params["adapter"]["magnitude"]

@@ -48,9 +48,11 @@ CASES = {
                                         lora__rank_stabilized=True)),
     "dora, latents, experts": ("deepseek_v3", dict(mesh=(1, 2, 2), mesh__expert=2, lora__dora=True)),
 }
+CASES |= {f"pissa, {name}": (CASES[name][0], CASES[name][1] | dict(lora__init="pissa", train__init_from="unread"))
+          for name in ("all axes", "zero-bubble", "latents, experts")}
 QUICK = ("tensor",)
 # The others have meshes and kinds of adapters that are in these, too.
-SLOW = ("dora, nf4, remat, context", "experts, biases, buffers", "zero-bubble")
+SLOW = ("dora, nf4, remat, context", "experts, biases, buffers", "zero-bubble", "pissa, all axes")
 
 
 @pytest.mark.parametrize("name", [
@@ -122,6 +124,9 @@ def test_the_compiled_step_has_gradients_of_adapters_alone():
     (dict(lora__targets=["layers.0.self_attn.q_proj"]), "lora.targets: no linear layer's path matches 'layers.0"),
     (dict(lora__dropout=1.0), "lora.dropout: 1.0 is not in [0, 1)"),
     (dict(train__freeze=["embed"]), "train.freeze: with lora.rank everything is frozen but the adapters; leave it out"),
+    (dict(lora__init="svd"), "lora.init: 'svd' is not "),
+    (dict(lora__init="pissa"), "lora.init: pissa begins with the principal components of trained weights, and the run"),
+    (dict(lora__init="pissa", lora__dora=True), "lora.init: pissa is not for adapters with lora.dora; leave lora.dora"),
     (dict(lora__targets=[]), "lora.targets: [] is not a list of paths; give ['*'] for all linear layers"),
     (dict(lora__rank=-1), "lora.rank: -1 is negative; give 0 or more"),
     (dict(lora__quantize="int4"), "lora.quantize: 'int4' is not "),

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config.sections.tuning_keys import ReinforceConfig
 from jaxtrain.hub.generate import Generated
 from jaxtrain.tuning import rollouts
 from tests.numerics import reference

@@ -24,6 +24,8 @@ class LoraConfig:
     rank_stabilized: bool = False  # rsLoRA: multiply by alpha / sqrt(rank) instead, so that higher ranks learn as fast
     # linear layers that get adapters: paths with wildcards, or PEFT's names, such as q_proj, mlp.down_proj, all-linear
     targets: list[str] = field(default_factory=lambda: ["*"], hash=False)
+    # what adapters begin with: "zero" (products of 0), or "pissa", the principal components of the weights
+    init: str = "zero"
     experts: bool = False  # also add adapters to the matrices of routed experts
     dropout: float = 0.0  # dropout rate of the adapters' inputs in training
     # DoRA: adapters change the direction of weight columns, and their magnitudes are trained separately
@@ -33,10 +35,16 @@ class LoraConfig:
     def __post_init__(self):
         not_negative(self, "lora", "rank")
         positive(self, "lora", "alpha")
-        _unread(self, "lora", self.rank, "rank above 0", "alpha rank_stabilized targets experts dropout dora quantize")
+        _unread(self, "lora", self.rank, "rank above 0", "alpha rank_stabilized targets init experts dropout dora "
+                "quantize")
         if not 0 <= self.dropout < 1:
             raise UserError("lora.dropout", f"{self.dropout} is not in [0, 1)", "try 0.05")
         one_of("lora.quantize", self.quantize, ("", "int8", "nf4"))
+        one_of("lora.init", self.init, ("zero", "pissa"))
+        for key in ("experts", "dora", "quantize") if self.init == "pissa" else ():
+            if getattr(self, key):
+                raise UserError("lora.init", f"pissa is not for adapters with lora.{key}", f"leave lora.{key} out, or "
+                                "set lora.init=zero")
         if not self.targets or not all(isinstance(pattern, str) for pattern in self.targets):
             raise UserError("lora.targets", f"{self.targets} is not a list of paths",
                             "give ['*'] for all linear layers")
@@ -186,6 +194,9 @@ def tuned_from_nothing(config: Any) -> str:
 
 def check(config: Any) -> None:
     """Refuse a `Config` in which these sections do not go with the others."""
+    if config.lora.init == "pissa" and not config.train.init_from:
+        raise UserError("lora.init", "pissa begins with the principal components of trained weights, and the run "
+                        "begins with random ones", "set train.init_from, or leave it out")
     if config.lora.quantize and config.train.trainable:
         raise UserError("lora.quantize",
                         "train.trainable trains weights in addition to the adapters, and quantized weights "

@@ -156,7 +156,8 @@ def _column_norms(path: str, shape: Sequence[int], flat: Mapping[str, jax.Array]
 
 def save(params: Any, model: ModelConfig, c: LoraConfig, folder: Path, base: str, dtype: Any) -> None:
     """Write the adapters among the parameters. Every process makes the call; the first one writes."""
-    flat, everything = flatten(lora.adapters(params)), flatten(params)
+    everything, c = lora.as_plain(flatten(params), c)
+    flat = {path: x for path, x in everything.items() if lora.is_adapter(path)}
     known = adapter_entries(model, flat, True)
     for path in [entry.ours for entry in known if entry.ours.endswith("/magnitude")]:
         norms = _column_norms(path, flat[path].shape, everything)

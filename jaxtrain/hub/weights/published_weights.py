@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.families import ModelConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files.work_progress import Work
@@ -28,8 +29,8 @@ from jaxtrain.hub.weights import mxfp4, safetensors_files
 from jaxtrain.hub.weights.mxfp4 import Packed
 from jaxtrain.hub.weights.safetensors_files import Tensor
 from jaxtrain.hub.weights.tensor_names import Entry, entries, picture_encoder
+from jaxtrain.models import lora
 from jaxtrain.models.heads import scalar_head
-from jaxtrain.models.lora import NAME as ADAPTER
 from jaxtrain.sharding.rules import axes_of
 from jaxtrain.train_step import quantization
 from jaxtrain.train_step.quantized_kernels import KERNEL, SCALES, as_floats
@@ -189,13 +190,15 @@ def read(tensors: Mapping[str, Tensor | Packed], entry: Entry, shape: Sequence[i
     return out
 
 
-def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int, lora_scale: float = 0.0) -> list[str]:
+def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int,
+         adapters: LoraConfig | None = None) -> list[str]:
     """Write the parameters into files of at most `limit` bytes each, and their index; return the files' names.
 
-    Every process makes the call, and writes its share of the files. Adapters are added to their matrices, times
-    `lora_scale`.
+    Every process makes the call, and writes its share of the files. `adapters`: the keys of those that are among the
+    parameters, which are added to their matrices.
     """
-    flat = flatten(params)
+    flat, adapters = lora.as_plain(flatten(params), adapters or LoraConfig())
+    lora_scale = lora.scale(adapters)
     parts = parts_of(entries(model, scalar_head.REWARD in params), flat)
     shapes = {name: _shape_on_disk(entry, flat) for name, [(entry, _), *_] in parts.items()}
     kinds = {name: np.dtype(np.float32 if entry.float32 else dtype) for name, [(entry, _), *_] in parts.items()}
@@ -284,7 +287,7 @@ def _merged(path: str, which: tuple[int, ...], flat: Mapping[str, jax.Array], dt
             lora_scale: float) -> np.ndarray:
     """Gather one layer of a parameter, or one expert, with the adapter that it may have."""
     module, _, matrix = path.rpartition("/")
-    own = f"{module}/{ADAPTER}" if matrix == KERNEL else f"{module}/{ADAPTER}/{matrix}"  # the latter: of experts
+    own = f"{module}/{lora.NAME}" if matrix == KERNEL else f"{module}/{lora.NAME}/{matrix}"  # the latter: of experts
     down, up, magnitude = (f"{own}/{name}" for name in ("down", "up", "magnitude"))
     if down not in flat and _scales_of(path, flat) is None:
         return _gathered(flat[path], which, dtype)

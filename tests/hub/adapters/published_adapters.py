@@ -30,6 +30,9 @@ CASES = {  # name: (the case of published models, what PEFT's LoraConfig is give
 }
 
 
+PRINCIPAL = ("llama_head_dim", {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"})  # of PiSSA
+
+
 def truth() -> dict:
     return json.loads(TRUTH.read_text())["cases"]
 

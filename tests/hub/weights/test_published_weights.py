@@ -101,7 +101,7 @@ def test_adapters_of_experts_are_added_to_what_is_exported(name, tmp_path):
     params = jax.device_put(plain_lora.at_random(jax.device_get(run.init().all_params)), jax.tree.map(
         lambda leaf: leaf.sharding, run.abstract_model))
     (tmp_path / "out").mkdir()
-    published_weights.save(params, run.config.model, tmp_path / "out", np.float32, 10**6, 3.0)
+    published_weights.save(params, run.config.model, tmp_path / "out", np.float32, 10**6, run.config.lora)
     plain = built(folder, data=1)
     found = published_weights.load(tmp_path / "out", plain.config.model, plain.abstract.params)
     wanted = plain_lora.merged(jax.device_get(params), 3.0)

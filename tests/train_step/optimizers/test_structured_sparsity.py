@@ -111,7 +111,7 @@ def test_what_is_exported_is_sparse(tmp_path):
     """Two of four inputs of each matrix, as published: [outputs, inputs]; the others are whole."""
     run, _ = training()
     params = trained()[2]
-    published_weights.save(params, run.config.model, tmp_path, jnp.dtype("bfloat16"), 10**9, 1.0)
+    published_weights.save(params, run.config.model, tmp_path, jnp.dtype("bfloat16"), 10**9)
     files = {name: tensor.view() for name, tensor in safetensors_files.tensors_of(tmp_path).items()}
     sparse = {name: x for name, x in files.items() if name.endswith("proj.weight")}
     assert len(sparse) == 7
