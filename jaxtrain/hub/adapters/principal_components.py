@@ -1,4 +1,4 @@
-"""What PiSSA's adapters (arXiv 2404.02948) begin with: the principal components of the weights that they adapt.
+"""The principal components of weights, with which PiSSA's adapters of them begin (arXiv 2404.02948).
 
 With W = U S V, of which the largest singular values are kept, A is U sqrt(S / scale) and B is sqrt(S / scale) V, so
 that scale x A B is the best approximation of W of this rank. The host factorizes one matrix at a time.
