@@ -21,7 +21,7 @@ from PIL import Image
 import jaxtrain as jt
 from jaxtrain.data.prepare_sequences.picture_patches import Pictures
 from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences, summary
-from jaxtrain.models.vision.vision_language import logits
+from jaxtrain.models.vision.connector import logits
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230), "yellow": (230, 220, 50)}
 KINDS, SIZES = ("square", "circle", "cross"), {"small": 0.22, "large": 0.42}

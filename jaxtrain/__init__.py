@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from jaxtrain.hub.generate import Generated, generate, sample
     from jaxtrain.hub.trained_model import load_model, with_adapters
     from jaxtrain.kernels.cross_entropy import cross_entropy
-    from jaxtrain.models import make_model
-    from jaxtrain.objectives import NextToken, Objective
+    from jaxtrain.models.make_model import make_model
+    from jaxtrain.objectives import Objective
     from jaxtrain.objectives.distillation import distillation
+    from jaxtrain.objectives.next_token import NextToken
     from jaxtrain.observe import MetricsWriter
     from jaxtrain.observe.trackers.tracker import Tracker
     from jaxtrain.run import Run

@@ -16,7 +16,8 @@ from jaxtrain.config.remat_policies import AUTO
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError, nearest
-from jaxtrain.models import Compute, make_model
+from jaxtrain.models.decoder import Compute
+from jaxtrain.models.make_model import make_model
 from jaxtrain.models.trained_parameters import is_frozen
 from jaxtrain.objectives import MakeObjective, Objective, configured
 from jaxtrain.parallel.compression import compressed_gradients

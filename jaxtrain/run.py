@@ -20,7 +20,9 @@ from jaxtrain.data.loading.batch_spec import BatchSpec
 from jaxtrain.data.loading.loader import in_step, prefetch
 from jaxtrain.data.loading.placement import place_batch
 from jaxtrain.errors import UserError, tell
-from jaxtrain.models import Compute, make_model, training_noise
+from jaxtrain.models import training_noise
+from jaxtrain.models.decoder import Compute
+from jaxtrain.models.make_model import make_model
 from jaxtrain.objectives import Objective, configured
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
 from jaxtrain.parallel.compression.compressed_gradients import CompressedGradients

@@ -15,9 +15,9 @@ PACKAGE = ROOT / "jaxtrain"
 LAYERS = (
     "__init__ __main__ main cli api supervise bench", "trainer", "islands", "launch runs profiling", "plan",
     "tuning hub", "builder own_run", "run", "validation rule_checks sparsity", "objectives", "checkpoint", "resilience",
-    "doctor", "models", "parallel", "kernels", "train_step", "data", "distributed", "observe", "config flags",
+    "doctor", "models", "parallel", "kernels", "train_step", "data", "distributed", "observe", "config flags hf",
     "sharding", "storage files errors redaction synonyms compile_cache pages base")
-BUDGETS = {"LEARNING": 6030, "SURVIVAL": 3915}  # docs/decisions.md says why not 3,500 and 2,500
+BUDGETS = {"LEARNING": 5970, "SURVIVAL": 3915}  # docs/decisions.md says why not 3,500 and 2,500
 
 
 def modules() -> dict[str, Path]:
@@ -104,6 +104,7 @@ def test_no_folder_is_flat():
     files = defaultdict(int)
     for path in PACKAGE.rglob("*.py"):
         files[str(path.parent.relative_to(ROOT))] += not path.stem.startswith("__")
+    del files["jaxtrain/models"]  # one file a family
     assert {folder: count for folder, count in files.items() if count > 15} == {}
 
 

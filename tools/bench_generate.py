@@ -35,9 +35,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jaxtrain as jt
-from jaxtrain.config import published_config
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.files import atomic_files
+from jaxtrain.hf import hf_config
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.decoding import Decoding
 from jaxtrain.hub.weights import published_weights
@@ -102,7 +102,7 @@ def published(run, params, folder: Path) -> Path:
     """Write the model as a published folder, in float32."""
     folder.mkdir()
     published_weights.save(params, run.config.model, folder, np.dtype("float32"), 2**40)
-    atomic_files.write_json(folder / published_config.FILE, published_config.config_json(run.config.model))
+    atomic_files.write_json(folder / hf_config.FILE, hf_config.config_json(run.config.model))
     return folder
 
 

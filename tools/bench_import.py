@@ -70,8 +70,8 @@ def write_zeros(folder: Path, model, wanted) -> None:
     import math
 
     from jaxtrain.checkpoint.trees import flatten
+    from jaxtrain.config.family import entries
     from jaxtrain.hub.weights import published_weights, safetensors_files
-    from jaxtrain.hub.weights.tensor_names import entries
 
     header, at = {}, 0
     flat = flatten(wanted)

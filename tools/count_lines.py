@@ -17,11 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1] / "jaxtrain"
 LEARNING = """
     __init__ main errors redaction builder run validation rule_checks
-    config/schema config/families config/model_config config/field_checks config/load
+    config/schema config/family config/decoder_config config/model_config config/field_checks config/load
     config/sections/tuning_keys config/sections/observe_keys config/sections/island_keys
     config/sections/compression_keys config/sections/sparsity_keys
     sharding/rules sharding/mesh sharding/products
-    models/__init__ models/decoder models/layers models/attention/self_attention models/gpt2 models/trained_parameters
+    models/make_model models/decoder models/layers models/attention/self_attention models/gpt2 models/trained_parameters
     kernels/functions kernels/cross_entropy kernels/attention/__init__ kernels/attention/xla_attention
     objectives/objective objectives/next_token
     train_step/state train_step/gradients

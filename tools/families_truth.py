@@ -3,7 +3,7 @@
     python tools/families_truth.py                      # writes the table of defaults, and the truth of the tests
     python tools/families_truth.py --cases=300 --to=F   # writes what transformers makes of that many drawn files a type
 
-Needs torch and transformers, which the tests do not. The table, jaxtrain/config/published/defaults.json, has for each
+Needs torch and transformers, which the tests do not. The table, jaxtrain/hf/defaults.json, has for each
 type the keys that its class declares, with their default and the types that it accepts, the other names of keys, and
 the base of rotary positions. `python -m tests.config.families FILE` compares jaxtrain with what `--to` wrote.
 """
@@ -26,7 +26,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from jaxtrain.config.published import defaults
+from jaxtrain.hf import defaults
 from tests.config import families
 from tests.hub import published
 from tools import hub_truth

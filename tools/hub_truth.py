@@ -70,14 +70,14 @@ def computed(folder: Path, scratch: Path) -> dict[str, Any]:
 def exported(name: str, case: dict[str, Any]) -> float:
     """The largest error of the logits of what jaxtrain exports, relative to the largest logit."""
     import jaxtrain as jt
-    from jaxtrain.config.families import FAMILIES
-    from jaxtrain.config.published_config import config_json, model_section
+    from jaxtrain.config.family import config_of
+    from jaxtrain.hf.hf_config import config_json, model_section
     from jaxtrain.hub.weights import published_weights
 
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         folder, to = published.write(Path(first) / "in", case), Path(second)
         section = model_section(folder)
-        model = FAMILIES[section["name"]](**section)
+        model = config_of(section)
         run = jt.build(jt.make_config({"model": section, "data": {"seq_len": 8}, "mesh": {"data": 1}}))
         params = published_weights.load(folder, model, run.abstract.all_params)
         published_weights.save(params, model, to, np.float32, 10_000)
@@ -92,7 +92,7 @@ def rewarded(case: dict[str, Any]) -> float:
     import jax
 
     import jaxtrain as jt
-    from jaxtrain.config.published_config import config_json, model_section
+    from jaxtrain.hf.hf_config import config_json, model_section
     from jaxtrain.hub.weights import published_weights
 
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:

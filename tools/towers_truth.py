@@ -72,7 +72,7 @@ def computed(name: str) -> dict[str, Any]:
 def exported(name: str) -> float:
     """The largest error of the embeddings of what jaxtrain exports."""
     import jaxtrain as jt
-    from jaxtrain.config.published_config import config_json, starting_config
+    from jaxtrain.hf.hf_config import config_json, starting_config
     from jaxtrain.hub.weights import published_weights
 
     truth = json.loads(TO.read_text())[name]
@@ -97,13 +97,13 @@ def compared() -> None:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-    from jaxtrain.config.families import FAMILIES
-    from jaxtrain.config.published_towers import preprocessor, section
+    from jaxtrain.config.family import config_class
     from jaxtrain.data.prepare_sequences.picture_patches import Pictures
+    from jaxtrain.hf.dual_encoders import preprocessor, section
 
     rng = np.random.default_rng(0)
     for kind, made in (("siglip", SiglipImageProcessorPil), ("clip", CLIPImageProcessorPil)):
-        model = FAMILIES[kind](**section(kind, {}, Path("config.json")))
+        model = config_class(kind)(**section(kind, {}, Path("config.json")))
         said = {key: value for key, value in preprocessor(model).items() if key != "image_processor_type"}
         (mean, std), differences, others = tiny.mean_and_std(kind), [], []
         processor = made(**said | {"image_mean": mean, "image_std": std})

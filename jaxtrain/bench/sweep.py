@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from jaxtrain.bench import records, tables
-from jaxtrain.config.families import FAMILIES
+from jaxtrain.config.family import config_classes
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, nearest, say
 from jaxtrain.redaction import redacted
@@ -38,7 +38,7 @@ def _known(key: str) -> None:
         raise UserError("--sweep", f"there is no section {section!r}", nearest(section, sections))
     known = set(get_type_hints(sections[section]))
     if section == "model":  # in any model family
-        known = {field.name for cls in FAMILIES.values() for field in fields(cls)}
+        known = {field.name for cls in config_classes().values() for field in fields(cls)}
     if name.partition(".")[0] not in known:
         raise UserError("--sweep", f"there is no key {key!r}", nearest(name, known))
 

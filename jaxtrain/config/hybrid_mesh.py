@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 
 from jaxtrain.config.schema import AXES, Config
-from jaxtrain.config.vision_keys import DualEncoderConfig
 from jaxtrain.errors import UserError
 
 
@@ -28,7 +27,7 @@ def with_hybrid_mesh(config: Config, devices: int, node: int) -> Config:
     if sizes.data == 1 or config.compression.method not in ("", "exact"):  # others send gradients that are whole
         return config
     config = replace(config, optimizer=replace(config.optimizer, zero_stage=max(2, config.optimizer.zero_stage)))
-    if sizes.stage > 1 or config.compression.method or isinstance(config.model, DualEncoderConfig):
+    if sizes.stage > 1 or config.compression.method or config.model.compares_rows:
         return config
     with contextlib.suppress(UserError):  # of objectives that compare examples of the whole batch, as that model does
         return replace(config, compression=replace(config.compression, method="exact"))

@@ -13,7 +13,8 @@ import tokenize
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
-from jaxtrain.config.families import FAMILIES, DecoderConfig
+from jaxtrain.config.decoder_config import DecoderConfig
+from jaxtrain.config.family import config_classes
 from jaxtrain.config.schema import Config
 
 _HEAD = """\
@@ -25,7 +26,7 @@ schema by `python -m jaxtrain.config.key_reference`; [training options](training
 
 def reference() -> str:
     """Return the page: a table for each section, and for `model` one for each family."""
-    parts = [_HEAD]
+    parts, families = [_HEAD], config_classes()
     for section, cls in get_type_hints(Config).items():
         if section == "model":
             parts += ["## model", "`model.name` selects the model family. All families have these keys:",
@@ -33,10 +34,10 @@ def reference() -> str:
             of_all = [field.name for field in fields(cls)]
             more = [field for field in fields(DecoderConfig) if field.name not in of_all]
             parts += ["Text decoders (language models) also have these keys:", _table(DecoderConfig, section, more)]
-            for family in dict.fromkeys(FAMILIES.values()):
-                names = [name for name, cls in FAMILIES.items() if cls is family]
-                parent = next(base for base in family.__mro__[1:] if base in (*FAMILIES.values(), DecoderConfig, cls))
-                others = [name for name, cls in FAMILIES.items() if cls is parent]
+            for family in dict.fromkeys(families.values()):
+                names = [name for name, cls in families.items() if cls is family]
+                parent = next(base for base in family.__mro__[1:] if base in (*families.values(), DecoderConfig, cls))
+                others = [name for name, cls in families.items() if cls is parent]
                 known = {field.name: field.default for field in fields(parent)}
                 if own := [field for field in fields(family) if field.name != "name"
                            and (field.name not in known or known[field.name] != field.default)]:

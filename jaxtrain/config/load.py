@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from jaxtrain.base import arguments
-from jaxtrain.config import published_config
-from jaxtrain.config.families import FAMILIES
+from jaxtrain.config.family import config_class, config_classes, names
 from jaxtrain.config.field_checks import within_bounds
 from jaxtrain.config.schema import AXES, Config, TrainConfig, length_given_twice
 from jaxtrain.errors import UserError, nearest
@@ -31,8 +30,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """Return what a config file says, by section, before defaults and checks."""
     if str(path).startswith("hf:"):
         from jaxtrain.config.hub_names import folder
+        from jaxtrain.hf import hf_config
 
-        return published_config.starting_config(folder(str(path).removeprefix("hf:"), "--config"))
+        return hf_config.starting_config(folder(str(path).removeprefix("hf:"), "--config"))
     file, _, variant = str(path).partition(".py:")
     file = Path(file if file.endswith((".py", ".json")) else file + ".py")
     if not file.is_file():
@@ -187,14 +187,15 @@ class _Text(str):
 def _family(keys: dict[str, Any]) -> type:
     """Return the class that model.name selects; refuses a key of other families, and names those."""
     name = keys.get("name", "gpt2")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError("model.name", f"there is no model {name!r}", nearest(str(name), FAMILIES))
-    own = {field.name for field in fields(FAMILIES[name])}
+    if not isinstance(name, str):
+        raise UserError("model.name", f"there is no model {name!r}", nearest(str(name), names()))
+    own = {field.name for field in fields(config_class(name))}
     for key in keys:
-        having = [other for other, cls in FAMILIES.items() if key in {field.name for field in fields(cls)}]
-        if key not in own and having:
+        having = [] if key in own else [other for other, cls in config_classes().items()
+                                        if key in {field.name for field in fields(cls)}]
+        if having:
             raise UserError(f"model.{key}", f"{name} has no such key", f"remove it, or use {' or '.join(having)}")
-    return FAMILIES[name]
+    return config_class(name)
 
 
 def _section(cls: type, section: str, keys: dict[str, Any]):

@@ -52,6 +52,8 @@ class ModelConfig:
     global_every = 0
     global_first = 0
     sinks = False  # whether attention has them
+    compares_rows = False  # whether the loss compares each row of a batch with the others
+    scaled_embeddings = False  # whether embeddings are multiplied by the square root of their width
     fixed = ()  # paths of parameters that nobody trains
 
     def __post_init__(self):

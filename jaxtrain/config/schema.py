@@ -8,8 +8,9 @@ from operator import attrgetter
 from typing import Any
 
 from jaxtrain.config import remat_policies
-from jaxtrain.config.families import Gpt2Config, ModelConfig
+from jaxtrain.config.family import config_class
 from jaxtrain.config.field_checks import at_most, bounded, derive, not_negative, one_of, positive
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.sections import compression_keys, island_keys, sparsity_keys, tuning_keys
 from jaxtrain.config.sections.compression_keys import CompressionConfig
 from jaxtrain.config.sections.island_keys import IslandsConfig
@@ -347,7 +348,8 @@ class ResilienceConfig:
 class Config:
     """A whole run. What is not written in a config file has the default written here."""
 
-    model: ModelConfig = field(default_factory=Gpt2Config)  # model.name picks the class: jaxtrain/config/families.py
+    # model.name picks the class: jaxtrain/config/family.py
+    model: ModelConfig = field(default_factory=lambda: config_class("gpt2")())
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)

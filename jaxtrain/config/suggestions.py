@@ -4,11 +4,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
 
-from jaxtrain.config import hub_names, published_config
-from jaxtrain.config.families import FAMILIES
+from jaxtrain.config import hub_names
+from jaxtrain.config.family import config_classes
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files import bounded_files
+from jaxtrain.hf import hf_config
 from jaxtrain.synonyms import SYNONYMS
 
 
@@ -16,7 +17,7 @@ def nearest_key(word: str) -> str:
     """Return words that suggest a key, such as optimizer.learning_rate for "lr" or "optimiser.lr"; "" if none is near.
     """
     whole = [f"{section}.{name}" for section, cls in get_type_hints(Config).items() for name in get_type_hints(cls)]
-    whole += [f"model.{field.name}" for cls in FAMILIES.values() for field in fields(cls)]
+    whole += [f"model.{field.name}" for cls in config_classes().values() for field in fields(cls)]
     name = word.rpartition(".")[2]
     meant = SYNONYMS.get(name, name)
     same = [key for key in whole if key.rpartition(".")[2] == meant]
@@ -39,7 +40,7 @@ def missing_config(file: Path, path: Path) -> UserError:
 
 def _config_in(folder: Path) -> str:
     """Return what to give in place of a folder: workdirs and published folders have a config, too."""
-    own = folder / published_config.FILE
+    own = folder / hf_config.FILE
     given = bounded_files.user_json(own, dict, "--config", "give the path of a config")
     if given is not None:
         return f"give {own}, the config of its run" if isinstance(given.get("model"), dict) else f"give hf:{folder}"

@@ -19,6 +19,7 @@ class PatchesConfig(ModelConfig):
     patches_per_side: int = at_most(64, 2**12)
     pictures_per_row: int = at_most(8, 2**16)  # the most images packed into one sequence
     rows_of = "pictures"
+    pictures_with = "labels"  # what is beside the pictures of a row: "labels", "texts" or "captions"
     flops_known = False
 
     # No fields: an encoder of pictures has them.
@@ -111,6 +112,8 @@ class DualEncoderConfig(PictureConfig):
     """SigLIP and CLIP: an image encoder and a text encoder; the keys of all families set the text encoder's shape."""
 
     name: str = "siglip"
+    pictures_with = "texts"
+    compares_rows = True
     # size of the text embedding table: at least the size of the tokenizer's vocabulary
     # pyrefly: ignore[bad-override]
     vocab_size: int = at_most(320, 2**24)

@@ -22,10 +22,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.families import RoutedConfig
+from jaxtrain.config.decoder_config import RoutedConfig
 from jaxtrain.hub.sampling import Sampling, choose, penalized
-from jaxtrain.models import Compute, Decoder, lora, make_model
+from jaxtrain.models import lora
 from jaxtrain.models.attention.kv_cache import CACHE, Cache, in_place
+from jaxtrain.models.decoder import Compute, Decoder
+from jaxtrain.models.make_model import make_model
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES
 from jaxtrain.train_step.state import Skeleton

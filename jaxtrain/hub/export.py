@@ -82,9 +82,9 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     """
     import jax
 
-    from jaxtrain.config.published_config import config_json
     from jaxtrain.distributed.coordination import exchange
     from jaxtrain.files import atomic_files
+    from jaxtrain.hf.hf_config import config_json
     from jaxtrain.hub import trained_model
     from jaxtrain.hub.release import gates as release_gates
     from jaxtrain.hub.release import model_card
@@ -128,10 +128,10 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
 def _write_configs(workdir: Path, folder: Path, described: dict[str, Any], config: Any, dtype: str) -> None:
     """Write config.json, the tokenizer and all else that the published model had which the run began with."""
     from jaxtrain.config.modality_families import WhisperConfig
-    from jaxtrain.config.published_towers import PREPROCESSOR, preprocessor
     from jaxtrain.config.vision_keys import DualEncoderConfig
     from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
     from jaxtrain.files import atomic_files
+    from jaxtrain.hf.dual_encoders import PREPROCESSOR, preprocessor
     from jaxtrain.hub.folders import published_files
     from jaxtrain.hub.release import exported_config, exported_tokenizer
 

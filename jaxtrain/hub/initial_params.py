@@ -9,10 +9,11 @@ from typing import Any
 
 from jaxtrain.checkpoint import restore
 from jaxtrain.checkpoint.trees import flatten
-from jaxtrain.config import hub_names, published_config
-from jaxtrain.config.families import FAMILIES, ModelConfig
+from jaxtrain.config import hub_names
+from jaxtrain.config.family import config_of
 from jaxtrain.config.load import load_config
 from jaxtrain.config.modality_families import WhisperConfig
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import Config, TrainConfig
 from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from jaxtrain.errors import UserError, say
 from jaxtrain.files.atomic_files import file_digest
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.files.work_progress import Work
+from jaxtrain.hf import hf_config
 from jaxtrain.hub import new_tokens
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.export import RECORD
@@ -86,12 +88,12 @@ def origin(source: str, key: str = KEY) -> dict[str, Any]:
 
 
 def _is_published(folder: Path) -> bool:
-    return (folder / published_config.FILE).is_file() or adapter_files.is_adapter_folder(folder)
+    return (folder / hf_config.FILE).is_file() or adapter_files.is_adapter_folder(folder)
 
 
 def _hashes(folder: Path, key: str) -> dict[str, str]:
     """Return the SHA-256 of the config and of the weights; refuse files that are not as they were exported."""
-    names = (published_config.FILE, adapter_files.CONFIG, INDEX)
+    names = (hf_config.FILE, adapter_files.CONFIG, INDEX)
     paths = [path for path in (*(folder / name for name in names), *sorted(folder.glob("*.safetensors")))
              if path.is_file()]
     with ThreadPoolExecutor(8) as threads, Work("hashing weights", sum(path.stat().st_size for path in paths)) as work:
@@ -140,8 +142,8 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
         if adapted and run.config.lora.init == "pissa":
             raise UserError("lora.init", f"the adapters in {folder} have their values already, which pissa would "
                             "replace", f"leave it out, or set {KEY} to the model they are for")
-        section = published_config.model_section(adapter_files.base_of(folder) if adapted else folder)
-        theirs = FAMILIES[section["name"]](**section)
+        section = hf_config.model_section(adapter_files.base_of(folder) if adapted else folder)
+        theirs = config_of(section)
         _check_multipliers(theirs, run)
         _check_kind(theirs, run)
         what = f"adapters in {folder} and the parameters in {adapter_files.base_of(folder)}" if adapted else (
@@ -153,7 +155,7 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
             if note := prefix_note(folder, run.config.model):
                 say(note)
         if not (adapted or any(folder.glob("*.safetensors")) or (folder / INDEX).exists()):
-            raise UserError(KEY, f"{folder} has a {published_config.FILE} and no weights", "put them there, or set "
+            raise UserError(KEY, f"{folder} has a {hf_config.FILE} and no weights", "put them there, or set "
                             f"{KEY} to nothing (--config.{KEY}=) to begin with random ones")
         abstract = run.abstract_model if adapted else without_adapters(run.abstract_model)
         return _with_vocabulary(theirs, run, _own_part(theirs, run, abstract), (
@@ -186,8 +188,8 @@ def _encoder(folder: Path, step: int | None, run: Run) -> Any:
     ours = (folder / "checkpoints").is_dir()
     if not ours and (step is not None or not _is_published(folder)):
         raise _neither(folder, ENCODER_KEY)
-    section = published_config.model_section(folder) if not ours else None
-    theirs = load_config(folder / "config.json").model if section is None else FAMILIES[section["name"]](**section)
+    section = hf_config.model_section(folder) if not ours else None
+    theirs = load_config(folder / "config.json").model if section is None else config_of(section)
     assert isinstance(model, PictureConfig)
     if not isinstance(theirs, PictureConfig):
         raise UserError(ENCODER_KEY, f"{folder} has a model of name={theirs.name}, without an image encoder",
@@ -211,7 +213,7 @@ def _neither(folder: Path, key: str = KEY) -> UserError:
         return UserError(key, f"there is no folder {folder}", "give the workdir of a run, a published folder, or "
                          "hf:ORG/NAME for a model on the Hugging Face Hub")
     return UserError(key, f"{folder} is neither a run's workdir with checkpoints nor a folder with a published "
-                     f"{published_config.FILE} or {adapter_files.CONFIG}", "give one of these")
+                     f"{hf_config.FILE} or {adapter_files.CONFIG}", "give one of these")
 
 
 def _otherwise(theirs: ModelConfig, run: Run) -> str:
@@ -235,7 +237,7 @@ def _otherwise(theirs: ModelConfig, run: Run) -> str:
 
 def _check_multipliers(theirs: ModelConfig, run: Run) -> None:
     """Refuse parameters that another model would have with them: muP multiplies by other numbers than theirs."""
-    if published_config.multipliers(theirs) != published_config.multipliers(run.config.model):
+    if hf_config.multipliers(theirs) != hf_config.multipliers(run.config.model):
         raise UserError("model.mup_base", f"scores, logits or embeddings of {KEY} are multiplied by other numbers",
                         f"set it to {theirs.mup_base}, as there" if theirs.mup_base else "leave it out, as there")
 

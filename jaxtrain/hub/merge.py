@@ -65,7 +65,7 @@ def merge(folders: Sequence[Path], to: Path, formula: Callable[[Sequence[np.ndar
         dtype: of the weights; None: as in the first folder.
         record: what export.json says.
     """
-    from jaxtrain.config.published_config import model_section
+    from jaxtrain.hf.hf_config import model_section
     from jaxtrain.hub.weights import rewritten_folder, safetensors_files
 
     sections = [model_section(folder) for folder in folders]
@@ -195,7 +195,7 @@ def _weights(flags: argparse.Namespace) -> list[float]:
 
 def _folder(source: str, to: Path, opened: contextlib.ExitStack) -> Path:
     """Return a published folder: the source, or a temporary one with what a run has trained."""
-    from jaxtrain.config.published_config import FILE
+    from jaxtrain.hf.hf_config import FILE
 
     if (Path(source) / FILE).is_file() and not (Path(source) / "checkpoints").is_dir():
         return Path(source)

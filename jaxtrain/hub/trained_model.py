@@ -13,14 +13,14 @@ import jax
 from jaxtrain import builder
 from jaxtrain.base import arguments
 from jaxtrain.checkpoint import restore
-from jaxtrain.config import hub_names, published_config
-from jaxtrain.config.families import FAMILIES
+from jaxtrain.config import hub_names
+from jaxtrain.config.family import config_class, config_of, family, names
 from jaxtrain.config.load import make_config
-from jaxtrain.config.published import defaults
 from jaxtrain.config.schema import ROWS
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
+from jaxtrain.hf import defaults, hf_config
 from jaxtrain.hub.adapters import adapter_files, stacked_adapters
 from jaxtrain.hub.adapters.stacked_adapters import Folders
 from jaxtrain.hub.weights import published_weights
@@ -38,28 +38,27 @@ def sections_of(folder: str | Path, text: bool = False, published: bool = True) 
     `text`: refuse a run whose model is not a decoder of text. `published`: and one that cannot be published either.
     """
     arguments.is_path("WORKDIR", folder, "give the workdir of a run")
-    path = Path(folder) / published_config.FILE
+    path = Path(folder) / hf_config.FILE
     if not Path(folder).is_dir():
         raise _no_folder(Path(folder))
     found = user_json(path, dict, "WORKDIR", "give the workdir of a run")
     if found is None and adapter_files.is_adapter_folder(folder):
-        sections = published_config.starting_config(f"{adapter_files.base_of(folder)}")
-        return sections | {"lora": adapter_files.keys(folder, FAMILIES[sections["model"]["name"]](**sections["model"]))}
+        sections = hf_config.starting_config(f"{adapter_files.base_of(folder)}")
+        return sections | {"lora": adapter_files.keys(folder, config_of(sections["model"]))}
     if found is None:
         packed = next(iter(sorted(Path(folder).glob("*.gguf"))), None)
         raise hub_names.in_gguf(packed, "WORKDIR") if packed else UserError(
             "WORKDIR", f"{folder} has no {path.name}", "give the workdir of a run, or a published folder")
     if not isinstance(found.get("model"), dict):
-        return published_config.starting_config(str(folder))
+        return hf_config.starting_config(str(folder))
     if wrong := next((name for name, section in found.items() if not isinstance(section, dict)), None):
         raise UserError("WORKDIR", f"{path} is not the config of a run: {wrong} is not a section",
                         "give a run's workdir")
     name = found["model"].setdefault("name", "gpt2")
-    if not isinstance(name, str) or name not in FAMILIES:
+    if not isinstance(name, str) or name not in names():
         raise UserError("WORKDIR", f"{path} is not the config of a run: model.name={defaults.shown(name)} is "
                         "not a model that jaxtrain has", "give a run's workdir")
-    family = FAMILIES[name]
-    if not family.text and (text or (published and name not in published_config.PUBLISHED)):
+    if not config_class(name).text and (text or (published and not family(name).hf)):
         raise UserError("WORKDIR", f"it trained {name}, which is not a decoder of text",
                         "its run evaluates it: see metrics.jsonl")
     return found
@@ -87,8 +86,8 @@ def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str, coun
     scores = sections.get("preference", {}).get("loss") == "reward"  # it has a reward head
     kept: Sections = {"model": sections["model"], "lora": sections.get("lora", {}),
                       "preference": {"loss": "reward"} if scores else {}}
-    family = FAMILIES[sections["model"].get("name", "gpt2")]
-    packing = "pairs" if scores else "concat" if family.text else ROWS[family.rows_of][0]
+    model = config_class(sections["model"].get("name", "gpt2"))
+    packing = "pairs" if scores else "concat" if model.text else ROWS[model.rows_of][0]
     longest = make_config(kept | {"data": {"seq_len": 1, "packing": packing}}).model.longest_row
     kept |= {"mesh": {key: mesh[key] for key in ("rules", "overrides") if key in mesh},
              "train": {"precision": sections.get("train", {}).get("precision", "auto")},
@@ -125,7 +124,7 @@ def load(folder: str | Path, run: Run, step: int | None = None, averaged: bool =
         _refuse_average(folder, averaged)
         return adapter_files.load_with_base(folder, run.config.model, run.config.lora, abstract), None
     if not (Path(folder) / "checkpoints").is_dir() and step is None and "model_type" in (
-            user_json(Path(folder) / published_config.FILE, dict, "WORKDIR", "give the workdir of a run") or {}):
+            user_json(Path(folder) / hf_config.FILE, dict, "WORKDIR", "give the workdir of a run") or {}):
         _refuse_average(folder, averaged)
         return published_weights.load(folder, run.config.model, abstract), None
     found = restore.find_good(folder, step)
@@ -168,8 +167,8 @@ def load_with_origin(folder: str | Path, overrides: Mapping[str, Any] | None = N
             raise UserError("adapters", f"the model in {folder} has adapters already", "give the model they are for")
         for one in adapters.values():
             adapter_files.warn_of_other_base(one, folder)
-        family = FAMILIES[sections["model"]["name"]](**sections["model"])
-        sections |= {"lora": stacked_adapters.keys(adapters, family, overrides.pop("lora.quantize", ""))}
+        model = config_of(sections["model"])
+        sections |= {"lora": stacked_adapters.keys(adapters, model, overrides.pop("lora.quantize", ""))}
     run = model_of(sections, overrides, spread="data")
     kept = None if adapters is None else lora.without_adapters(run.abstract_model)
     params, found = load(folder, run, step, averaged, kept)

@@ -1,19 +1,120 @@
 """DeepSeek-V3: latent attention, some dense layers, then experts chosen by biased sigmoid scores (arXiv 2412.19437)."""
 
-from flax import nnx
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from jaxtrain.config.families import DeepseekV3Config
-from jaxtrain.models.attention.mla import LatentAttention
-from jaxtrain.models.attention.rotary import score_factor
-from jaxtrain.models.decoder import Compute, Decoder
-from jaxtrain.models.llama import rotary_decoder
+from jaxtrain.config.family import Family
+from jaxtrain.config.field_checks import at_most, derive, not_negative
+from jaxtrain.errors import UserError
+from jaxtrain.hf import decoder_tensors
+from jaxtrain.hf.decoder_tensors import HEADS, OUT
+from jaxtrain.hf.hf_format import BIASES, COMMON, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.rotary_keys import rotary
+from jaxtrain.models.llama import written
+from jaxtrain.models.mixtral import ExpertsConfig
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from jaxtrain.models.attention.mla import LatentAttention
+    from jaxtrain.models.decoder import Compute, Decoder
+
+_BIAS_RATE = 0.001  # of the first 14.3T tokens (arXiv 2412.19437, section 4.2); config.json does not say
 
 
-def deepseek_v3(c: DeepseekV3Config, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
+@dataclass(frozen=True)
+class DeepseekV3Config(ExpertsConfig):
+    """DeepSeek-V3: a mixture of experts with multi-head latent attention (MLA)."""
+
+    name: str = "deepseek_v3"
+    # rank of the latent that queries are compressed to (q_lora_rank); 0: queries are not compressed
+    q_rank: int = at_most(0, 2**20)
+    # pyrefly: ignore[bad-override]
+    kv_rank: int = at_most(0, 2**20)  # rank of the latent that keys and values are compressed to (kv_lora_rank)
+    # width of the part of a head with rotary positions, in addition to head_dim, which has none
+    # pyrefly: ignore[bad-override]
+    rope_head_dim: int = at_most(0, 2**16)
+    # pyrefly: ignore[bad-override]
+    value_head_dim: int = at_most(0, 2**16)  # width of a value head; 0: head_dim
+
+    def __post_init__(self):
+        super().__post_init__()
+        not_negative(self, "model", "q_rank kv_rank rope_head_dim value_head_dim")
+        if not self.kv_rank:
+            raise UserError("model.kv_rank", "deepseek_v3 needs a latent", "give its width, such as 512")
+        if "kv_rank" in self.mup_base and not self.q_rank:
+            raise UserError("model.mup_base.kv_rank", "queries without a latent grow with embed_dim, and they have the "
+                            "latents' logical axis", "leave it out, so that the latent grows like embed_dim")
+        if self.rope_head_dim < 2 or self.rope_head_dim % 2:
+            raise UserError("model.rope_head_dim", f"{self.rope_head_dim} is not a width that rotates",
+                            "give an even number, such as 64")
+        if self.num_kv_heads != self.num_heads:
+            raise UserError("model.num_kv_heads", f"{self.num_kv_heads} differs from model.num_heads={self.num_heads}",
+                            "set it to 0: latent attention has as many key and value heads as query heads")
+        derive(self, "value_head_dim", self.head_dim)
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Refuse heads of which by `mup_base` one part grows and another one does not."""
+        grown = self.growth.get("head_dim", 1)
+        for key in ("rope_head_dim", "value_head_dim"):
+            here, there = getattr(self, key), self.mup_base.get(key, 0)
+            if not there and grown != 1 and (key, here) != ("value_head_dim", self.head_dim):
+                raise UserError(f"model.mup_base.{key}", f"heads are {grown:g} times as wide as in the base, and it "
+                                f"does not say what model.{key}={here} was there", "give that")
+            if there and here != grown * there:
+                raise UserError(f"model.{key}", f"{here} is {here / there:g} times its width in model.mup_base, and "
+                                f"head_dim {grown:g} times", "let both grow by the same factor, or keep head_dim")
+
+
+def deepseek_v3(c: DeepseekV3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build a DeepSeek-V3 decoder."""
-    def attention(out_std: float, rngs: nnx.Rngs) -> LatentAttention:
+    from jaxtrain.models.attention.mla import LatentAttention
+    from jaxtrain.models.attention.rotary import score_factor
+    from jaxtrain.models.rotary_decoder import rotary_decoder
+
+    def attention(out_std: float, rngs: "nnx.Rngs") -> "LatentAttention":
         return LatentAttention(c.embed_dim, c.num_heads, c.head_dim, c.rope_head_dim, c.value_head_dim, c.q_rank,
                                c.kv_rank, c.norm_eps, out_std=out_std, window=c.window, backend=compute.attention,
                                context=compute.context, score_factor=score_factor(c), rngs=rngs)
 
     return rotary_decoder(c, compute, attention, c.rope_head_dim, rngs=rngs)
+
+
+def _read(known: Keys, refuse: Refuse) -> Keys:
+    if known["num_key_value_heads"] not in (None, known["num_attention_heads"]):
+        raise refuse("num_key_value_heads", "cannot be expressed: only as many as num_attention_heads can")
+    return {"router": "sigmoid", "router_bias_rate": _BIAS_RATE, "num_kv_heads": 0} | rotary(
+        "deepseek_v3", known, refuse)
+
+
+def _write(c: DeepseekV3Config) -> Keys:
+    return written(c) | {"q_lora_rank": c.q_rank or None, "head_dim": c.rope_head_dim}
+
+
+def _layer(c: DeepseekV3Config, experts: bool) -> list[Entry]:
+    turn = c.rope_head_dim
+    queries = [Entry("attention/q_down/kernel", "self_attn.q_a_proj.weight", "ld->dl"),
+               Entry("attention/q_norm/scale", "self_attn.q_a_layernorm.weight"),
+               Entry("attention/q/kernel", "self_attn.q_b_proj.weight", "(hk)l->lhk", paired=turn)]
+    return [
+        *(queries if c.q_rank else [Entry("attention/q/kernel", "self_attn.q_proj.weight", HEADS, paired=turn)]),
+        Entry("attention/kv_down/kernel", "self_attn.kv_a_proj_with_mqa.weight", "ld->dl", paired=turn),
+        Entry("attention/kv_norm/scale", "self_attn.kv_a_layernorm.weight"),
+        Entry("attention/kv/kernel", "self_attn.kv_b_proj.weight", "(hk)l->lhk"),
+        Entry("attention/out/kernel", "self_attn.o_proj.weight", OUT), *decoder_tensors.NORMS,
+        *(decoder_tensors.experts(c) if experts else decoder_tensors.swiglu())]
+
+
+FAMILY = Family(
+    DeepseekV3Config, deepseek_v3, tensors=decoder_tensors.decoder(_layer, further_layers=True),
+    hf=(HFConfig("deepseek_v3", "DeepseekV3ForCausalLM", COMMON | {
+        "q_lora_rank": "q_rank", "kv_lora_rank": "kv_rank", "qk_nope_head_dim": "head_dim",
+        "qk_rope_head_dim": "rope_head_dim", "v_head_dim": "value_head_dim", "n_routed_experts": "num_experts",
+        "num_experts_per_tok": "experts_per_token", "moe_intermediate_size": "expert_mlp_dim",
+        "n_shared_experts": "shared_experts", "first_k_dense_replace": "dense_layers", "n_group": "expert_groups",
+        "topk_group": "expert_groups_used", "routed_scaling_factor": "router_scale",
+        "norm_topk_prob": "normalize_router"},
+        fixed=BIASES | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
+                        "rope_interleave": (True,), "rms_norm_eps": (1e-6,)},
+        read=_read, write=_write),))

@@ -1,127 +1,102 @@
 """Gemma 3: local and global attention by turns, norms before and after each sublayer (arXiv 2503.19786).
 
-All layers have parameters of the same shapes, so they are one stack: a layer learns from its number whether it is local
-(a sliding window, and the small rotary base) or global. Norms multiply by 1 + scale, embeddings are multiplied by the
-square root of their width, and queries and keys are normalised.
+Norms multiply by 1 + scale, embeddings are multiplied by the square root of their width, and queries and keys are
+normalised.
 """
 
-import math
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
+from jaxtrain.config.decoder_config import DecoderConfig
+from jaxtrain.config.family import Family
+from jaxtrain.config.field_checks import derive, not_negative, positive
+from jaxtrain.errors import UserError
+from jaxtrain.hf import decoder_tensors
+from jaxtrain.hf.hf_format import COMMON, NO, Entry, HFConfig, Keys
+from jaxtrain.hf.layer_patterns import layer_types
+from jaxtrain.hf.rotary_keys import gemma_layers
 
-from jaxtrain.config.families import Gemma3Config
-from jaxtrain.kernels.functions import gelu, rms_norm
-from jaxtrain.models.attention.attention_by_layer import attend_by_layer
-from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
-from jaxtrain.models.attention.rotary import Rotary, frequencies
-from jaxtrain.models.attention.self_attention import Attention
-from jaxtrain.models.decoder import Compute, Decoder
-from jaxtrain.models.layers import INSIDE, Embed, Head, SwiGLU, param
-from jaxtrain.sharding import rules as sharding
+if TYPE_CHECKING:
+    from flax import nnx
 
-Angles = tuple[jax.Array, jax.Array]
-
-
-class ScaledEmbed(Embed):
-    """Token embeddings times the square root of their width, which is rounded to their dtype as in the original.
-
-    `base`: the width in place of theirs, where `mup_base` says that activations are to be as large as in that width.
-    """
-
-    def __init__(self, vocab: int, dim: int, base: int = 0, *, rngs: nnx.Rngs):
-        super().__init__(vocab, dim, rngs=rngs)
-        self.factor = math.sqrt(base or dim)
-
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = super().__call__(tokens_BT)
-        return x_BTD * jnp.asarray(self.factor, x_BTD.dtype)
+    from jaxtrain.models.decoder import Compute, Decoder
+    from jaxtrain.models.sandwich_layers import SandwichBlock
 
 
-class ShiftedRMSNorm(nnx.Module):
-    """Root-mean-square normalisation in float32, times 1 + scale: a scale that decays to 0 leaves the norm alone."""
+@dataclass(frozen=True)
+class Gemma3Config(DecoderConfig):
+    """Gemma 3: local layers with a sliding window, and global layers, each kind with its own rotary base."""
 
-    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs, axis: str = "norm"):
-        self.eps, self.axis = eps, axis
-        self.scale = param(rngs, (dim,), (axis,), std=0)
+    name: str = "gemma3"
+    window: int = 512  # sliding window of the local layers, in tokens
+    # pyrefly: ignore[bad-override]
+    global_every: int = 6  # every N-th layer is global: it uses full attention
+    rope_theta: float = 1_000_000.0  # base frequency of the rotary positions in the global layers
+    local_rope_theta: float = 10_000.0  # base frequency of the rotary positions in the local layers
+    rope_factor: float = 1.0  # divisor of positions in the global layers: 1 in Gemma 3 1B, 8 in 4B and larger
+    query_scale: int = 0  # attention scores are divided by the square root of this number; 0: head_dim
+    norm_eps: float = 1e-6
+    scaled_embeddings = True
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        scale = 1 + sharding.gather(self.scale[...], self.axis).astype(jnp.float32)
-        return sharding.by_row(lambda x: rms_norm(x, scale, self.eps), x)
-
-
-class GeGLU(SwiGLU):
-    """The tanh-GELU of a gate times up, then down, without biases."""
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(gelu(self.gate(x_BTD)) * self.up(x_BTD))
-
-
-class BothRotaries:
-    """The rotary positions of local and of global layers."""
-
-    def __init__(self, c: Gemma3Config):
-        self.local = Rotary(frequencies(c.head_dim, c.local_rope_theta))
-        self.everywhere = Rotary(frequencies(c.head_dim, c.rope_theta) / c.rope_factor)
-
-    def angles(self, positions_BT: jax.Array) -> tuple[Angles, Angles]:
-        """Return the angles of local layers, and those of global ones."""
-        return self.local.angles(positions_BT), self.everywhere.angles(positions_BT)
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "model", "window global_every rope_theta local_rope_theta rope_factor")
+        not_negative(self, "model", "query_scale")
+        derive(self, "query_scale", self.head_dim)
+        if self.growth.get("head_dim", 1) != 1 and self.query_scale != self.head_dim:
+            raise UserError("model.query_scale", f"{self.query_scale} does not grow with heads that grow by "
+                            "model.mup_base", "leave it 0, or keep head_dim")
 
 
-class LocalOrGlobalAttention(Attention):
-    """Grouped-query self-attention, of which the number of the layer says whether it has a window."""
-
-    def __init__(self, c: Gemma3Config, compute: Compute, out_std: float, rngs: nnx.Rngs):
-        super().__init__(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
-                         backend=compute.attention, context=compute.context, rngs=rngs,
-                         qk_norm=partial(ShiftedRMSNorm, c.head_dim, c.norm_eps, axis="head_dim", rngs=rngs))
-        self.global_every = c.global_every
-        self.query_factor = math.sqrt(c.head_dim / c.query_scale)  # attention itself divides by sqrt(head_dim)
-
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: tuple[Angles, Angles],
-                 layer: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
-        q, k, v = self.project(x_BTD)
-        everywhere = (layer + 1) % self.global_every == 0
-        turn = jax.tree.map(lambda near, far: jnp.where(everywhere, far, near), *angles)
-        q, k = Rotary.rotate(q, turn), Rotary.rotate(k, turn)
-        if self.query_factor != 1:
-            q = (q * self.query_factor).astype(q.dtype)
-        if cache is not None and cache.entries is not None:
-            return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window))
-        out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
-                              context=self.context)
-        return self.out(out), kept(cache, k, v)
-
-
-class Gemma3Block(nnx.Module):
-    """Attention, then MLP; each is normalised before and after, and added to what came in."""
-
-    def __init__(self, c: Gemma3Config, compute: Compute, out_std: float, rngs: nnx.Rngs):
-        def norm():
-            return ShiftedRMSNorm(c.embed_dim, c.norm_eps, rngs=rngs)
-        self.attention_norm, self.attention = norm(), LocalOrGlobalAttention(c, compute, out_std, rngs)
-        self.attention_out_norm, self.mlp_norm = norm(), norm()
-        self.mlp, self.mlp_out_norm = GeGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs), norm()
-
-    def __call__(self, x_BTD: jax.Array, segments_BT, angles, layer,
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
-        h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
-        h, aux = self.attention(h, segments_BT, angles, layer, cache)
-        x_BTD = x_BTD + self.attention_out_norm(h)
-        h = sharding.enter(self.mlp_norm(x_BTD), INSIDE, shared_by=("act_mlp",))
-        return x_BTD + self.mlp_out_norm(self.mlp(h)), aux
-
-
-def gemma3(c: Gemma3Config, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
+def gemma3(c: Gemma3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Return a decoder in the style of Gemma 3."""
+    from jaxtrain.models.attention.rotary import Rotary, frequencies
+    from jaxtrain.models.decoder import Decoder
+    from jaxtrain.models.layers import Head
+    from jaxtrain.models.sandwich_layers import (
+        BothRotaries,
+        GeGLU,
+        LocalOrGlobalAttention,
+        SandwichBlock,
+        ScaledEmbed,
+        ShiftedRMSNorm,
+    )
+
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
-    embed = ScaledEmbed(c.vocab_size, c.embed_dim, c.mup_base.get("embed_dim", 0), rngs=rngs)
+
+    def block(rngs: "nnx.Rngs") -> "SandwichBlock":
+        return SandwichBlock(
+            partial(ShiftedRMSNorm, c.embed_dim, c.norm_eps, rngs=rngs),
+            partial(LocalOrGlobalAttention, c, compute, out_std, c.global_every, c.query_scale, rngs=rngs),
+            partial(GeGLU, c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs))
+
+    rotary = BothRotaries(Rotary(frequencies(c.head_dim, c.local_rope_theta)),
+                          Rotary(frequencies(c.head_dim, c.rope_theta) / c.rope_factor))
     return Decoder(
-        embed, lambda rngs: Gemma3Block(c, compute, out_std, rngs), c.num_layers,
-        ShiftedRMSNorm(c.embed_dim, c.norm_eps, rngs=rngs), rotary=BothRotaries(c),
+        ScaledEmbed(c.vocab_size, c.embed_dim, c.mup_base.get("embed_dim", 0), rngs=rngs), block, c.num_layers,
+        ShiftedRMSNorm(c.embed_dim, c.norm_eps, rngs=rngs), rotary=rotary,
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs), numbered=True,
         compute=compute, rngs=rngs)
+
+
+def _write(c: Gemma3Config) -> Keys:
+    return {"layer_types": layer_types(c.global_every, c.num_layers), "rope_theta": c.rope_theta,
+            "rope_local_base_freq": c.local_rope_theta, "sliding_window_pattern": c.global_every,
+            "rope_scaling": {"rope_type": "linear", "factor": c.rope_factor} if c.rope_factor != 1 else None}
+
+
+def _layer(c: Gemma3Config, experts: bool) -> list[Entry]:
+    return [*decoder_tensors.ATTENTION, *decoder_tensors.QK_NORMS, *decoder_tensors.SANDWICH_NORMS,
+            *decoder_tensors.swiglu()]
+
+
+FAMILY = Family(
+    Gemma3Config, gemma3, tensors=decoder_tensors.decoder(_layer),
+    hf=(HFConfig("gemma3_text", "Gemma3ForCausalLM",
+                 COMMON | {"sliding_window": "window", "query_pre_attn_scalar": "query_scale"},
+                 fixed={"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": NO,
+                        "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
+                        "use_bidirectional_attention": NO},
+                 read=gemma_layers, write=_write, nested="gemma3",
+                 classifier="Gemma3TextForSequenceClassification"),))

@@ -4,64 +4,67 @@ All layers have parameters of the same shapes, so they are one stack: a layer le
 sliding window.
 """
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
+from jaxtrain.config.decoder_config import RoutedConfig
+from jaxtrain.config.family import Family
+from jaxtrain.config.field_checks import at_most, positive
+from jaxtrain.hf import decoder_tensors
+from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.layer_patterns import global_every, layer_types
+from jaxtrain.hf.rotary_keys import rotary
+from jaxtrain.models.llama import written
 
-from jaxtrain.config.families import GptOssConfig
-from jaxtrain.models.attention.attention_by_layer import attend_by_layer
-from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
-from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
-from jaxtrain.models.attention.self_attention import Attention
-from jaxtrain.models.decoder import Compute, Decoder
-from jaxtrain.models.experts.moe import MoE
-from jaxtrain.models.layer_groups import NumberedBlock
-from jaxtrain.models.layers import Embed, Head, RMSNorm, param
-from jaxtrain.sharding import rules as sharding
+if TYPE_CHECKING:
+    from flax import nnx
 
-
-def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -> jax.Array:
-    """Return gate sigmoid(alpha gate) (up + 1), with up clamped to the limit and the gate so from above."""
-    g, u = jnp.minimum(gate.astype(jnp.float32), limit), jnp.clip(up.astype(jnp.float32), -limit, limit)
-    return (g * jax.nn.sigmoid(alpha * g) * (u + 1)).astype(up.dtype)
+    from jaxtrain.models.decoder import Compute, Decoder
+    from jaxtrain.models.layer_groups import NumberedBlock
+    from jaxtrain.models.layers import RMSNorm
 
 
-class SinkAttention(Attention):
-    """Grouped-query self-attention with a sink for each head; the number of the layer says whether it has a window."""
+@dataclass(frozen=True)
+class GptOssConfig(RoutedConfig):
+    """gpt-oss: a mixture of experts with biases and attention sinks; every second layer has a sliding window."""
 
-    def __init__(self, c: GptOssConfig, compute: Compute, out_std: float, rngs: nnx.Rngs):
-        super().__init__(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, qkv_bias=True,
-                         out_bias=True, window=c.window, backend=compute.attention, context=compute.context, rngs=rngs)
-        self.global_every = c.global_every
-        self.sinks = param(rngs, (c.num_heads,), ("heads",), compute_dtype="float32")
+    name: str = "gpt_oss"
+    window: int = 128  # sliding window of the local layers, in tokens
+    # pyrefly: ignore[bad-override]
+    global_every: int = 2  # every N-th layer is global: it uses full attention
+    rope_theta: float = 150_000.0  # base frequency of the rotary position embedding (RoPE)
+    num_experts: int = at_most(32, 2**16)  # mixture of experts: number of routed experts in a layer
+    experts_per_token: int = at_most(4, 2**16)  # number of experts that process each token (top-k)
+    # limit of an expert's activations: the up projection is clamped to [-limit, limit], the gate from above only
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702  # alpha in the experts' activation, gate x sigmoid(alpha x gate)
+    tied_embeddings: bool = False  # whether the output projection shares the weights of the embedding table
+    sinks = True
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: tuple[jax.Array, ...],
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
-        """Apply attention; `angles` are cosine, sine, and the number of the layer."""
-        q, k, v = self.project(x_BTD)
-        cos, sin, layer = angles
-        q, k = Rotary.rotate(q, (cos, sin)), Rotary.rotate(k, (cos, sin))
-        everywhere, sinks_H = (layer + 1) % self.global_every == 0, sharding.gather(self.sinks[...], "heads")
-        if cache is not None and cache.entries is not None:
-            return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window), sinks_H)
-        out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, sinks_H=sinks_H,
-                              backend=self.backend, context=self.context)
-        return self.out(out), kept(cache, k, v)
+    def _check_experts(self):
+        positive(self, "model", "window global_every num_experts swiglu_limit swiglu_alpha")
+        super()._check_experts()
 
 
-def gpt_oss(c: GptOssConfig, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
+def gpt_oss(c: GptOssConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Return a decoder in the style of gpt-oss."""
+    from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
+    from jaxtrain.models.attention.sink_attention import SinkAttention
+    from jaxtrain.models.decoder import Decoder
+    from jaxtrain.models.experts.clamped_swiglu import clamped_swiglu
+    from jaxtrain.models.experts.moe import MoE
+    from jaxtrain.models.layer_groups import NumberedBlock
+    from jaxtrain.models.layers import Embed, Head, RMSNorm
+
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
     activation = partial(clamped_swiglu, limit=c.swiglu_limit, alpha=c.swiglu_alpha)
 
-    def norm(rngs: nnx.Rngs) -> RMSNorm:
+    def norm(rngs: "nnx.Rngs") -> "RMSNorm":
         return RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs)
 
-    def block(rngs: nnx.Rngs) -> NumberedBlock:
-        return NumberedBlock(norm(rngs), SinkAttention(c, compute, out_std, rngs), norm(rngs),
+    def block(rngs: "nnx.Rngs") -> "NumberedBlock":
+        return NumberedBlock(norm(rngs), SinkAttention(c, compute, out_std, c.global_every, rngs=rngs), norm(rngs),
                              MoE(c, out_std=out_std, options=compute.experts, biased=True, activation=activation,
                                  rngs=rngs))
 
@@ -70,3 +73,43 @@ def gpt_oss(c: GptOssConfig, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
         rotary=Rotary(*scaled_frequencies(c, c.head_dim)),
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs), numbered=True,
         compute=compute, rngs=rngs)
+
+
+# Where a file has no rope_parameters.
+_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+         "original_max_position_embeddings": 4096}
+
+
+def _read(known: Keys, refuse: Refuse) -> Keys:
+    return {"global_every": global_every(known, 2, refuse)} | rotary("gpt_oss", known, refuse, usual=_YARN)
+
+
+def _write(c: GptOssConfig) -> Keys:
+    found = written(c)
+    return found | {"layer_types": layer_types(c.global_every, c.num_layers),
+                    "rope_scaling": found["rope_scaling"] or {"rope_type": "default"}}
+
+
+# Every second column of one tensor is the gate's, the others are up's.
+_EXPERTS = [
+    Entry("mlp/router/kernel", "mlp.router.weight", "ed->de"), Entry("mlp/router/logit_bias", "mlp.router.bias"),
+    *(entry for n, name in enumerate(("gate", "up")) for entry in (
+        Entry(f"mlp/{name}", "mlp.experts.gate_up_proj", "ed(fp)->edf", (n, 2)),
+        Entry(f"mlp/{name}_bias", "mlp.experts.gate_up_proj_bias", "e(fp)->ef", (n, 2)))),
+    Entry("mlp/down", "mlp.experts.down_proj", "efd->efd"),
+    Entry("mlp/down_bias", "mlp.experts.down_proj_bias", "ed->ed")]
+
+
+def _layer(c: GptOssConfig, experts: bool) -> list[Entry]:
+    return [*decoder_tensors.ATTENTION, *decoder_tensors.QKV_BIASES,
+            Entry("attention/out/bias", "self_attn.o_proj.bias"), Entry("attention/sinks", "self_attn.sinks"),
+            *decoder_tensors.NORMS, *_EXPERTS]
+
+
+FAMILY = Family(
+    GptOssConfig, gpt_oss, tensors=decoder_tensors.decoder(_layer),
+    hf=(HFConfig("gpt_oss", "GptOssForCausalLM", COMMON | {
+        "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
+        "intermediate_size": "expert_mlp_dim", "sliding_window": "window", "swiglu_limit": "swiglu_limit",
+        "swiglu_alpha": "swiglu_alpha"},
+        fixed={"attention_bias": (True,), "hidden_act": SILU}, read=_read, write=_write, quantized="mxfp4"),))

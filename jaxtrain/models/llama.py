@@ -1,32 +1,66 @@
-"""Llama 3: rotary positions, RMSNorm, grouped-query attention, SwiGLU (Llama Team, 2024; arXiv 2407.21783)."""
+"""Llama 3: rotary positions, RMSNorm, grouped-query attention, SwiGLU (Llama Team, 2024; arXiv 2407.21783).
 
-from collections.abc import Callable
+Mistral is the same with a sliding window.
+"""
+
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-from flax import nnx
+from jaxtrain.config.decoder_config import RotaryConfig
+from jaxtrain.config.family import Family
+from jaxtrain.config.field_checks import at_most, not_negative
+from jaxtrain.errors import UserError
+from jaxtrain.hf import decoder_tensors, layer_patterns
+from jaxtrain.hf.hf_format import COMMON, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.rotary_keys import published_rotary, rotary
 
-from jaxtrain.config.families import ExpertsConfig, LlamaConfig, RotaryConfig
-from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
-from jaxtrain.models.attention.self_attention import Attention
-from jaxtrain.models.decoder import Block, Compute, Decoder
-from jaxtrain.models.experts.moe import MoE
-from jaxtrain.models.heads.multi_token_prediction import MTPHead
-from jaxtrain.models.layer_groups import Group, NumberedBlock
-from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
-from jaxtrain.models.rematerialization import wraps
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from jaxtrain.models.attention.self_attention import Attention
+    from jaxtrain.models.decoder import Compute, Decoder
 
 
-def llama(c: LlamaConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = False,
-          qkv_bias: bool = False) -> Decoder:
+@dataclass(frozen=True)
+class LlamaConfig(RotaryConfig):
+    """Llama, Qwen2 and Qwen3, with rotary positions, context extension and multi-token prediction."""
+
+    name: str = "llama"
+    # multi-token prediction: loss weight of an extra layer that predicts the token after the next one; 0: no such layer
+    # pyrefly: ignore[bad-override]
+    mtp_loss_weight: float = 0.0
+    # with model.window, as in Qwen2 and Qwen3: number of first layers that use full attention
+    # pyrefly: ignore[bad-override]
+    global_first: int = at_most(0, 10_000)
+    late_window = True  # whether the first layers may be without the window
+
+    def __post_init__(self):
+        super().__post_init__()
+        not_negative(self, "model", "mtp_loss_weight global_first")
+        if self.global_first and (not self.window or self.global_first >= self.num_layers):
+            raise UserError("model.global_first", f"{self.global_first} of {self.num_layers} layers leaves none with "
+                            f"model.window={self.window}", "lower it, or leave it out")
+        if self.global_first and (not self.late_window or self.mtp_loss_weight):
+            raise UserError("model.global_first", f"{self.name}{' with mtp_loss_weight' * (self.mtp_loss_weight > 0)} "
+                            "has the window in all layers", "leave it out")
+
+
+def llama(c: LlamaConfig, compute: "Compute", *, rngs: "nnx.Rngs", qk_norm: bool = False,
+          qkv_bias: bool = False) -> "Decoder":
     """Build a Llama decoder, a Mixtral one if it has experts; with `qk_norm` a Qwen3 one, with `qkv_bias` a Qwen2 one.
     """
+    from jaxtrain.models.attention.self_attention import Attention
+    from jaxtrain.models.layers import RMSNorm
+    from jaxtrain.models.rotary_decoder import rotary_decoder
+
     kind = Attention
     if c.global_first:
         from jaxtrain.models.attention.late_window import LateWindowAttention
 
         kind = partial(LateWindowAttention, c.global_first)
 
-    def attention(out_std: float, rngs: nnx.Rngs) -> Attention:
+    def attention(out_std: float, rngs: "nnx.Rngs") -> "Attention":
         return kind(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
                     qk_norm=partial(RMSNorm, c.head_dim, c.norm_eps, axis="head_dim", rngs=rngs)
                     if qk_norm else None, qkv_bias=qkv_bias, backend=compute.attention,
@@ -35,32 +69,23 @@ def llama(c: LlamaConfig, compute: Compute, *, rngs: nnx.Rngs, qk_norm: bool = F
     return rotary_decoder(c, compute, attention, c.head_dim, rngs=rngs)
 
 
-def rotary_decoder(c: RotaryConfig, compute: Compute, attention: Callable[[float, nnx.Rngs], nnx.Module],
-                   rotary_width: int, *, rngs: nnx.Rngs) -> Decoder:
-    """Build the decoder that Llama and its descendants share, given `attention(std of its output weights, rngs)`."""
-    out_std = 0.02 / (2 * c.num_layers) ** 0.5
+def layer(c: LlamaConfig, experts: bool) -> list[Entry]:
+    """Return the entries of a layer, which has no experts."""
+    return [*decoder_tensors.ATTENTION, *decoder_tensors.NORMS, *decoder_tensors.swiglu()]
 
-    def block(rngs: nnx.Rngs, experts: bool) -> Block:
-        return (NumberedBlock if c.global_first else Block)(
-            RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-            attention(out_std, rngs),
-            RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-            MoE(c, out_std=out_std, options=compute.experts, rngs=rngs)
-            if experts and isinstance(c, ExpertsConfig)
-            else SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
-        )
 
-    last, dense = partial(block, experts=c.num_experts > 0), partial(block, experts=False)
-    keeps = wraps(compute.remat, c.stacked_layers, compute.unroll)
-    group = partial(Group, [dense] * (c.experts_every - 1) + [last], keeps[-1][0])
-    return Decoder(
-        Embed(c.vocab_size, c.embed_dim, rngs=rngs), group if c.experts_every > 1 else last, c.stacked_layers,
-        RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-        rotary=Rotary(*scaled_frequencies(c, rotary_width)),
-        head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
-        first=dense, num_first=c.dense_layers, grouped=c.experts_every > 1,
-        numbered=c.global_first > 0,
-        ahead=(partial(MTPHead, c.embed_dim, c.norm_eps, last, remat=wraps(compute.remat, c.stacked_layers, 0)[-1][0])
-               if c.mtp_loss_weight else None),
-        compute=compute, rngs=rngs,
-    )
+def _read(kind: str, known: Keys, refuse: Refuse) -> Keys:
+    window = layer_patterns.window_everywhere(known, refuse, known["sliding_window"] if kind == "mistral" else None)
+    return {"window": window} | rotary(kind, known, refuse)
+
+
+def written(c: RotaryConfig) -> Keys:
+    """Return the keys of config.json of rotary positions and the window."""
+    return published_rotary(c) | {"sliding_window": c.window or None}
+
+
+FAMILY = Family(
+    LlamaConfig, llama, tensors=decoder_tensors.decoder(layer),
+    hf=(HFConfig("llama", "LlamaForCausalLM", COMMON, read=partial(_read, "llama"), write=written,
+                 describes=lambda c: not c.window),
+        HFConfig("mistral", "MistralForCausalLM", COMMON, read=partial(_read, "mistral"), write=written)))

@@ -2,6 +2,26 @@
 
 from functools import partial
 
-from jaxtrain.models.llama import llama
+from jaxtrain.config.family import Family
+from jaxtrain.hf import decoder_tensors, layer_patterns
+from jaxtrain.hf.hf_format import COMMON, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.rotary_keys import rotary
+from jaxtrain.models.llama import LlamaConfig, layer, llama, written
 
-qwen2 = partial(llama, qkv_bias=True)
+
+def _read(known: Keys, refuse: Refuse) -> Keys:
+    return layer_patterns.late_window(known, refuse) | rotary("qwen2", known, refuse)
+
+
+def with_late_window(c: LlamaConfig) -> Keys:
+    """Return the keys of config.json of rotary positions and of a window that the first layers may be without."""
+    return written(c) | ({"use_sliding_window": True, "max_window_layers": c.global_first} if c.window else {})
+
+
+def _layer(c: LlamaConfig, experts: bool) -> list[Entry]:
+    return [*layer(c, experts), *decoder_tensors.QKV_BIASES]
+
+
+FAMILY = Family(
+    LlamaConfig, partial(llama, qkv_bias=True), tensors=decoder_tensors.decoder(_layer),
+    hf=(HFConfig("qwen2", "Qwen2ForCausalLM", COMMON, read=_read, write=with_late_window),))

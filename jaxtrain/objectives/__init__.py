@@ -1,27 +1,18 @@
 """The objectives that a train step can minimise; `Run` takes one as it is and knows nothing else about it."""
 
-from jaxtrain.config.schema import Config
-from jaxtrain.objectives.captioning import Captioning
-from jaxtrain.objectives.clip_label import ClipLabel
-from jaxtrain.objectives.contrastive import Contrastive
-from jaxtrain.objectives.flow_matching import FlowMatching
-from jaxtrain.objectives.next_event import NextEvent
-from jaxtrain.objectives.next_token import NextToken
-from jaxtrain.objectives.objective import MakeObjective, Objective
-from jaxtrain.objectives.transcription import Transcription
-from jaxtrain.train_step.state import Skeleton
+import importlib
 
-# What the families minimise that are not decoders of text, by `model.name`.
-FAMILIES: dict[str, MakeObjective] = {
-    "events": NextEvent.of, "clips": ClipLabel.of, "siglip": Contrastive.of, "clip": Contrastive.of,
-    "vision_language": Captioning.of, "picture_flow": FlowMatching.of,
-    "whisper": Transcription.of}
+from jaxtrain.config.family import family
+from jaxtrain.config.schema import Config
+from jaxtrain.objectives.objective import MakeObjective, Objective
+from jaxtrain.train_step.state import Skeleton
 
 
 def configured(config: Config, model: Skeleton) -> Objective:
     """Return the objective that a config names, or that its family has."""
-    if config.model.name in FAMILIES:
-        return FAMILIES[config.model.name](config, model)
+    if where := family(config.model.name).objective:
+        module, _, name = where.partition(":")
+        return getattr(importlib.import_module(module), name).of(config, model)
     if config.preference.reward_head:
         from jaxtrain.objectives.reward_model import RewardModel
 
@@ -38,7 +29,9 @@ def configured(config: Config, model: Skeleton) -> Objective:
         from jaxtrain.objectives.policy_gradient import PolicyGradient
 
         return PolicyGradient.of(config, model)
+    from jaxtrain.objectives.next_token import NextToken
+
     return NextToken.of(config, model)
 
 
-__all__ = ["FAMILIES", "MakeObjective", "NextEvent", "NextToken", "Objective", "configured"]
+__all__ = ["MakeObjective", "Objective", "configured"]

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config.families import VisionLanguageConfig
 from jaxtrain.config.schema import Config
-from jaxtrain.models.vision.vision_language import embedded
+from jaxtrain.models.vision.connector import embedded
+from jaxtrain.models.vision_language import VisionLanguageConfig
 from jaxtrain.objectives.contrastive import patches_spec
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.train_step.state import Skeleton

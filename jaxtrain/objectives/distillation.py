@@ -20,7 +20,8 @@ from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.cross_entropy import distillation_loss
-from jaxtrain.models import Compute, Decoder, make_model
+from jaxtrain.models.decoder import Compute, Decoder
+from jaxtrain.models.make_model import make_model
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import MakeObjective
 from jaxtrain.sharding.rules import on_every_stage

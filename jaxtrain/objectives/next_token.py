@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxtrain.config.schema import Config
 from jaxtrain.kernels.cross_entropy import cross_entropy, penalized_cross_entropy
-from jaxtrain.models import Decoder, training_noise
+from jaxtrain.models import training_noise
+from jaxtrain.models.decoder import Decoder
 from jaxtrain.models.experts import moe
 from jaxtrain.models.heads.multi_token_prediction import with_second_targets
 from jaxtrain.objectives.objective import OfTheModelAlone

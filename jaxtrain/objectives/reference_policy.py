@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.schema import Config
 from jaxtrain.kernels.token_cross_entropy import token_cross_entropy
-from jaxtrain.models import Compute, Decoder, make_model
+from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.heads.scalar_head import without_heads
+from jaxtrain.models.make_model import make_model
 from jaxtrain.models.trained_parameters import is_frozen
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.parallel.context import arrange

@@ -18,7 +18,7 @@ from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.kernels.ctc import ctc_loss
-from jaxtrain.models.modalities.whisper import Whisper
+from jaxtrain.models.modalities.speech_transformer import Whisper
 from jaxtrain.objectives.next_token import NextToken, stacks
 from jaxtrain.parallel.context import arrange, row_copies, whole_rows
 from jaxtrain.parallel.pipeline.stage import Parts

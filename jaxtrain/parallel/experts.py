@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.config.families import ModelConfig
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import Config, TrainConfig
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.functions import swiglu

@@ -21,7 +21,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.hub import decoding, scoring
 from jaxtrain.hub.sampling import Sampling
-from jaxtrain.models import Decoder
+from jaxtrain.models.decoder import Decoder
 from jaxtrain.plan.cost import memory
 from jaxtrain.plan.cost.memory_parts import CACHE, COPY, LOGITS, named
 from jaxtrain.plan.targets import Target

@@ -205,8 +205,8 @@ def _truth(model: Any, batch: tuple[Any, ...], z_loss: float, lora: Any, targets
     import jax.numpy as jnp
     from flax import nnx
 
-    from jaxtrain.models import make_model
     from jaxtrain.models.lora import scale
+    from jaxtrain.models.make_model import make_model
     from jaxtrain.train_step.state import Skeleton
     from tests.numerics import reference
     from tests.numerics.plain_lora import at_random, merged
@@ -363,7 +363,7 @@ def main(argv: list[str] | None = None) -> int:
         fuzz_kernels.interpret()
     draw_one = fuzz_kernels.draw if args.kernels else functools.partial(draw, devices=args.devices)
     rng, seen, counts = random.Random(args.seed), set(), collections.Counter()
-    while counts["ok"] + counts["failed"] < (1 if args.case else args.cases):
+    while counts["ok"] + counts["failed"] < args.cases and not (args.case and seen):
         keys = json.loads(args.case) if args.case else draw_one(rng)
         text = json.dumps(keys, sort_keys=True)
         if text in seen:

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.families import FAMILIES, ModelConfig
-from jaxtrain.config.published import defaults
-from jaxtrain.config.published_config import model_section
+from jaxtrain.config.family import config_of
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
+from jaxtrain.hf import defaults
+from jaxtrain.hf.hf_config import model_section
 
 TRUTH = Path(__file__).with_name("families_truth.json")
 KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gemma3", "deepseek_v3",
@@ -137,7 +138,7 @@ def section(given: dict[str, Any], folder: Path) -> ModelConfig | str:
     (folder / "config.json").write_text(json.dumps(given))
     try:
         keys = model_section(folder)
-        return FAMILIES[keys["name"]](**keys)
+        return config_of(keys)
     except UserError as error:
         return f"{error}"
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 import jaxtrain as jt
-from jaxtrain.config.published import defaults
 from jaxtrain.errors import UserError
+from jaxtrain.hf import defaults
 from jaxtrain.hub.weights import safetensors_files
 from tests.config import families
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.config.families import FAMILIES
-from jaxtrain.config.published import defaults
-from jaxtrain.config.published_config import config_json, model_section
+from jaxtrain.config.family import config_class
+from jaxtrain.hf import defaults
+from jaxtrain.hf.hf_config import config_json, model_section
 from tests.config import families, fuzz_published
 
 CASES = json.loads(families.TRUTH.read_text())
@@ -42,7 +42,7 @@ def test_a_published_gemma_3_of_4b_is_read(tmp_path):
     found = section(tmp_path, model_type="gemma3", text_config={
         "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024})
-    model = FAMILIES["gemma3"](**found)
+    model = config_class("gemma3")(**found)
     assert (model.vocab_size, model.num_heads, model.num_kv_heads, model.head_dim) == (262_208, 8, 4, 256)
     assert (model.window, model.global_every, model.rope_factor, model.rope_theta) == (1024, 6, 8.0, 1e6)
 
@@ -51,9 +51,9 @@ def test_a_published_gemma_3_of_4b_is_read(tmp_path):
     *(("gemma3", layers, 6) for layers in (1, 2, 4, 5, 6, 7)), ("gemma3", 3, 9), ("gpt_oss", 1, 2), ("gpt_oss", 1, 5)])
 def test_models_of_few_layers_are_published(family, layers, every, tmp_path):
     """All of their layers are local: the number of the first global one counts for nothing."""
-    model = FAMILIES[family](name=family, num_layers=layers, global_every=every, **(
+    model = config_class(family)(name=family, num_layers=layers, global_every=every, **(
         {"mlp_dim": 32, "expert_mlp_dim": 32} if family == "gpt_oss" else {}))
-    back = FAMILIES[family](**section(tmp_path, **config_json(model)))
+    back = config_class(family)(**section(tmp_path, **config_json(model)))
     assert back.windows == model.windows
 
 
@@ -81,9 +81,9 @@ def test_which_layers_have_a_window(kind, given, expected, tmp_path):
 
 
 def test_a_model_with_late_windows_is_published(tmp_path):
-    model = FAMILIES["qwen2"](name="qwen2", window=5, global_first=3, num_layers=4)
+    model = config_class("qwen2")(name="qwen2", window=5, global_first=3, num_layers=4)
     assert model.windows == {5: 1, 0: 3}
-    assert FAMILIES["qwen2"](**section(tmp_path, **config_json(model))).windows == model.windows
+    assert config_class("qwen2")(**section(tmp_path, **config_json(model))).windows == model.windows
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -6,8 +6,8 @@ import json
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config.families import FAMILIES
-from jaxtrain.config.published_config import config_json, model_section
+from jaxtrain.config.family import config_class, config_of
+from jaxtrain.hf.hf_config import config_json, model_section
 from tests.hub import published
 from tests.numerics import reference
 
@@ -23,10 +23,10 @@ def test_what_is_written_says_what_was_read(name, tmp_path):
     kind, given = published.CASES[name]
     newer = section(tmp_path, published.truth()[name]["config"])
     older = section(tmp_path, given | {"model_type": kind})
-    model = FAMILIES[newer["name"]](**newer)
-    assert model == FAMILIES[older["name"]](**older)
+    model = config_of(newer)
+    assert model == config_of(older)
     written = section(tmp_path, config_json(model))
-    assert FAMILIES[written["name"]](**written) == model
+    assert config_of(written) == model
 
 
 @pytest.mark.parametrize(("name", "changes", "reason"), [
@@ -106,7 +106,7 @@ def test_the_published_gpt_oss_is_the_shipped_config(tmp_path):
                          "original_max_position_embeddings": 4096},
         "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
         "tie_word_embeddings": False})
-    assert FAMILIES["gpt_oss"](**found, balance_loss=wanted.balance_loss) == wanted
+    assert config_class("gpt_oss")(**found, balance_loss=wanted.balance_loss) == wanted
 
 
 ODD = (None, "x", -1, 0, 1.5, [], {}, [1], {"a": 1}, True, 10**30)

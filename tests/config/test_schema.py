@@ -12,7 +12,7 @@ from typing import get_type_hints
 import pytest
 
 import jaxtrain
-from jaxtrain.config.families import FAMILIES
+from jaxtrain.config.family import config_class, config_classes
 from jaxtrain.config.load import diff, load_config, make_config, with_steps
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
@@ -148,7 +148,7 @@ def test_the_config_json_of_a_run_is_a_config(tmp_path):
 
 def test_the_name_picks_the_class_also_when_it_is_overridden():
     llama = make_config({"model": {"name": "gpt2"}}, {"model.name": "llama", "model.rope_theta": "5e5"}).model
-    assert type(llama) is FAMILIES["llama"] and llama.rope_theta == 5e5
+    assert type(llama) is config_class("llama") and llama.rope_theta == 5e5
     assert "num_experts" not in Config(model=llama).to_dict()["model"] and llama.num_experts == 0
 
 
@@ -179,7 +179,7 @@ def read_fields(source: str) -> set[tuple[str, str]]:
     A name holds a section where it was assigned one (`t = config.train`) or is annotated as one (`c: ModelConfig`).
     """
     by_class = {cls.__name__: section for section, cls in SECTIONS.items()}
-    by_class |= {base.__name__: "model" for cls in FAMILIES.values() for base in cls.__mro__[:-1]}
+    by_class |= {base.__name__: "model" for cls in config_classes().values() for base in cls.__mro__[:-1]}
     nodes = list(ast.walk(ast.parse(source)))
     held = {(node.arg, by_class[node.annotation.id]) for node in nodes if isinstance(node, ast.arg)
             and isinstance(node.annotation, ast.Name) and node.annotation.id in by_class}
@@ -202,7 +202,7 @@ def read_fields(source: str) -> set[tuple[str, str]]:
 
 def unread(sources: list[str]) -> set[tuple[str, str]]:
     fields = {(section, field.name) for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
-    fields |= {("model", field.name) for cls in FAMILIES.values() for field in dataclasses.fields(cls)}
+    fields |= {("model", field.name) for cls in config_classes().values() for field in dataclasses.fields(cls)}
     return fields.difference(*map(read_fields, sources))
 
 
@@ -250,7 +250,7 @@ def test_no_whole_number_is_without_a_bound():
     """Each is refused by its key before anything is counted by it."""
     keys = [({}, f"{section}.{field.name}") for section, cls in SECTIONS.items() if section != "model"
             for field in dataclasses.fields(cls) if get_type_hints(cls)[field.name] is int]
-    keys += [({"name": name} | _NEEDS.get(name, {}), f"model.{field.name}") for name, cls in FAMILIES.items()
+    keys += [({"name": name} | _NEEDS.get(name, {}), f"model.{field.name}") for name, cls in config_classes().items()
              for field in dataclasses.fields(cls) if get_type_hints(cls)[field.name] is int]
     assert len(keys) > 200
     for model, key in keys:

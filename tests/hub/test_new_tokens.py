@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config.published_config import model_section
+from jaxtrain.hf.hf_config import model_section
 from tests.hub import published
 
 ROWS = 24  # of the published vocabulary

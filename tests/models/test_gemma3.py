@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 
 import jaxtrain as jt
-from jaxtrain.config.families import Gemma3Config
-from jaxtrain.models import make_model
-from jaxtrain.models.gemma3 import ScaledEmbed
+from jaxtrain.models.gemma3 import Gemma3Config
+from jaxtrain.models.make_model import make_model
+from jaxtrain.models.sandwich_layers import ScaledEmbed
 from jaxtrain.observe import flops_per_token
 from tests.composition import fuzz
 

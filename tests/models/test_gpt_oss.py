@@ -3,7 +3,7 @@
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config.families import GptOssConfig
+from jaxtrain.models.gpt_oss import GptOssConfig
 from tests.composition import fuzz
 
 # Every second of five layers is global: both stages hold layers of both kinds, and one an empty slot.

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jaxtrain as jt
-from jaxtrain.models import make_model
+from jaxtrain.models.make_model import make_model
 from jaxtrain.observe import flops_per_token
 from jaxtrain.train_step.report import matmul_parameters
 from jaxtrain.train_step.state import Skeleton

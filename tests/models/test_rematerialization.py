@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from jaxtrain.config.load import make_config
-from jaxtrain.models import Compute, make_model
+from jaxtrain.models.decoder import Compute
+from jaxtrain.models.make_model import make_model
 from jaxtrain.models.rematerialization import layers_at_once
 from jaxtrain.sharding import products
 from tests.tiers import exhaustive, slow

@@ -65,7 +65,7 @@ def _begun(model: Any, lora: Any, targets: tuple[str, ...], scalar_head: str) ->
     import jax
     from flax import nnx
 
-    from jaxtrain.models import make_model
+    from jaxtrain.models.make_model import make_model
     from jaxtrain.train_step.state import Skeleton
     from tests.numerics.plain_lora import at_random
 

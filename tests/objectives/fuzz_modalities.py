@@ -121,7 +121,7 @@ def truth(model: Any, seed: int, parts: int) -> tuple[Any, Any, Any]:
     from flax import nnx
 
     from jaxtrain.config.sections.tuning_keys import LoraConfig
-    from jaxtrain.models import make_model
+    from jaxtrain.models.make_model import make_model
     from jaxtrain.train_step.state import Skeleton
 
     shapes = jax.eval_shape(lambda key: Skeleton.of(make_model(

@@ -16,7 +16,7 @@ from jaxtrain.data.loading.batch_spec import BatchSpec
 from jaxtrain.data.loading.modalities.sequence_batches import load_sequences, sequence_batches
 from jaxtrain.data.prepare_sequences.event_streams import Events
 from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
-from jaxtrain.objectives import NextEvent
+from jaxtrain.objectives.next_event import NextEvent
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import parse
 from jaxtrain.sharding.mesh import AXES

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from jaxtrain.builder import build
-from jaxtrain.config.families import DecoderConfig, DeepseekV3Config
+from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.load import load_config, make_config
+from jaxtrain.models.deepseek_v3 import DeepseekV3Config
 from jaxtrain.objectives.distillation import distillation
 from jaxtrain.observe import device_peak, flops_per_token, mfu
 from jaxtrain.plan import targets

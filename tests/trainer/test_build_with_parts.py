@@ -12,7 +12,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import observe
-from jaxtrain.objectives import NextToken
+from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.observe.own_parts import difference
 from tests.numerics import reference
 

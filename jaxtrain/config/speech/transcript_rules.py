@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.published import generation_keys
 from jaxtrain.config.speech.language_names import code_of
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files.bounded_files import user_json
+from jaxtrain.hf import generation_keys
 
 Keys = Mapping[str, Any]
 CONFIG, GENERATION = "config.json", generation_keys.FILE

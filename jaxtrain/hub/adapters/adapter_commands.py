@@ -9,11 +9,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxtrain.config.published_config import FILE
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
+from jaxtrain.hf.hf_config import FILE
 from jaxtrain.hub import export as exports
 from jaxtrain.hub import initial_params, trained_model
 from jaxtrain.hub.adapters import adapter_files

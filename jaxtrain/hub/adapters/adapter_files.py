@@ -17,14 +17,15 @@ import numpy as np
 
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config import hub_names
-from jaxtrain.config.families import ModelConfig
-from jaxtrain.config.published_config import FILE
+from jaxtrain.config.family import entries, family
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files, bounded_files
+from jaxtrain.hf.hf_config import FILE
+from jaxtrain.hf.hf_format import Entry
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.hub.weights.safetensors_files import Tensor
-from jaxtrain.hub.weights.tensor_names import Entry, entries
 from jaxtrain.models import lora
 from jaxtrain.train_step import partition
 
@@ -189,7 +190,7 @@ def adapter_entries(model: ModelConfig, paths: Mapping[str, Any], blocks: bool) 
         if not _is_linear(entry) or down not in paths:
             continue
         outer, inner = re.findall(r"\(\w+\)|\w", entry.layout.split("->")[0])
-        outer, inner = (inner, outer) if model.name == "gpt2" else (outer, inner)
+        outer, inner = (inner, outer) if is_turned(model) else (outer, inner)
         ours = entry.layout.split("->")[1]
         given, made = ("".join(letter for letter in ours if letter in group) for group in (inner, outer))
         rank, part = ("(pr)", entry.part) if entry.part[1] > 1 and blocks else ("r", (0, 1))
@@ -200,6 +201,16 @@ def adapter_entries(model: ModelConfig, paths: Mapping[str, Any], blocks: bool) 
         if (magnitude := f"{_linear(entry)}/{lora.NAME}/magnitude") in paths:
             found += [replace(entry, ours=magnitude, theirs=name + MAGNITUDE, layout=f"{outer}->{made}")]
     return found
+
+
+def is_turned(model: ModelConfig) -> bool:
+    """Return whether published matrices of a model are [in, out], as GPT-2's are."""
+    published = family(model.name).tensors
+    return published is not None and published.turned
+
+
+def _is_fused(entry: Entry) -> bool:
+    return _is_linear(entry) and entry.part[1] > 1
 
 
 def _is_linear(entry: Entry) -> bool:
@@ -250,10 +261,10 @@ def _check_blocks(folder: str | Path, tensors: Mapping[str, Tensor], rank: int) 
 
 
 def _config(model: ModelConfig, c: LoraConfig, flat: Mapping[str, Any], base: str) -> dict[str, Any]:
-    fused = any(f"/attention/{name}/" in path for path in flat for name in "qkv") and model.name == "gpt2"
+    fused = any(f"{_linear(entry)}/" in path for entry in entries(model) if _is_fused(entry) for path in flat)
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None, "r": c.rank,
             "lora_alpha": c.alpha, "use_rslora": c.rank_stabilized, "use_dora": c.dora, "lora_dropout": c.dropout,
-            "bias": "none", "fan_in_fan_out": model.name == "gpt2", "modules_to_save": None, "inference_mode": True,
+            "bias": "none", "fan_in_fan_out": is_turned(model), "modules_to_save": None, "inference_mode": True,
             "target_modules": _modules(model, flat),
             **(_patterns(c) if fused else {"rank_pattern": {}, "alpha_pattern": {}})}
 

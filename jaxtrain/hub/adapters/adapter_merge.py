@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import published_config
-from jaxtrain.config.families import FAMILIES, ModelConfig
+from jaxtrain.config.family import config_of
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
+from jaxtrain.hf import hf_config
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.release import model_card
 from jaxtrain.hub.weights import published_weights, rewritten_folder, safetensors_files
@@ -55,11 +56,11 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
     if adapter_files.is_adapter_folder(base):
         raise UserError("BASE", f"{base} has adapters, not a model",
                         "name the model's folder first: jaxtrain adapters merge BASE ADAPTERS --output=MERGED")
-    section = published_config.model_section(base)
-    model = FAMILIES[section["name"]](**section)
+    section = hf_config.model_section(base)
+    model = config_of(section)
     known = published_weights.by_full_name(safetensors_files.tensors_of(base), model)
     tensors = {tensor.name: tensor for tensor in known.values()}  # by the names that this folder has
-    turned = model.name == "gpt2"  # its matrices are [in, out]
+    turned = adapter_files.is_turned(model)  # its matrices are [in, out]
     added: dict[str, list[Product]] = defaultdict(list)
     for folder, weight in adapters:
         adapter_files.warn_of_other_base(folder, base)

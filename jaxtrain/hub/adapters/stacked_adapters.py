@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.checkpoint.trees import flatten
-from jaxtrain.config.families import ModelConfig
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.hub.adapters import adapter_files
-from jaxtrain.models import Decoder, lora
+from jaxtrain.models import lora
+from jaxtrain.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from jaxtrain.run import Run
@@ -50,7 +51,7 @@ def _keys_of(name: str, folder: str | Path, model: ModelConfig) -> LoraConfig:
     if found.dora:
         raise UserError(f"adapters: {name}", f"{folder} has DoRA, whose column lengths cannot be chosen per prompt",
                         "load it alone, or merge it: jaxtrain adapters merge")
-    if model.name == "deepseek_v3" and any(lora.is_target(f"{stack}/layer/attention/kv", found) for stack in
+    if model.kv_rank and any(lora.is_target(f"{stack}/layer/attention/kv", found) for stack in
                                            Decoder.STACKS):
         raise UserError(f"adapters: {name}", f"{folder} adapts kv_b_proj, which generation uses as one matrix for all "
                         "rows", "load it alone, or merge it: jaxtrain adapters merge")

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.published import generation_keys
-from jaxtrain.config.published_config import FILE
 from jaxtrain.errors import UserError
+from jaxtrain.hf import generation_keys
+from jaxtrain.hf.hf_config import FILE
 from jaxtrain.hub.folders import published_files
 from jaxtrain.hub.folders.published_files import GENERATION
 from jaxtrain.hub.sampling import Sampling

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.config.published import generation_keys
-from jaxtrain.config.published_config import FILE
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
+from jaxtrain.hf import generation_keys
+from jaxtrain.hf.hf_config import FILE
 
 if TYPE_CHECKING:
     from jaxtrain.data.tokenizers.tokenizer import Tokenizer

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.families import FAMILIES
-from jaxtrain.config.published_config import FILE, config_json, model_section
+from jaxtrain.config.family import config_of
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
+from jaxtrain.hf.hf_config import FILE, config_json, model_section
 from jaxtrain.hub.folders.published_files import json_of
 
 Keys = dict[str, Any]
@@ -63,7 +63,7 @@ def _published_as(folder: Path) -> Keys | None:
     """Return how a published model would be described here; None if it cannot be read."""
     try:
         section = model_section(folder)
-        return config_json(FAMILIES[section["name"]](**section))
+        return config_json(config_of(section))
     except UserError:
         return None
 

@@ -9,15 +9,16 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.config.families import FAMILIES, ModelConfig
-from jaxtrain.config.published_config import FILE
-from jaxtrain.config.published_towers import named_fillers
+from jaxtrain.config.family import config_class
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.vision_keys import DualEncoderConfig
 from jaxtrain.data.tokenizers import published_tokens, tokenizer_folder
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.data.tokenizers.tokenizer_folder import record_of
 from jaxtrain.errors import say
 from jaxtrain.files import atomic_files
+from jaxtrain.hf.dual_encoders import named_fillers
+from jaxtrain.hf.hf_config import FILE
 from jaxtrain.hub import generate_texts, trained_model
 from jaxtrain.hub.folders import generation_config
 from jaxtrain.hub.folders.published_files import (
@@ -123,7 +124,7 @@ def _write_generation(folder: Path, base: Path | None, described: dict[str, Any]
 def _write_template(workdir: Path, folder: Path, base: Path | None, tokenizer: "Tokenizer") -> list[int]:
     """Write the chat template of the run's data, if it has one; return the tokens that end an answer, or []."""
     sections = trained_model.sections_of(workdir)
-    if not FAMILIES[sections["model"]["name"]].text:
+    if not config_class(sections["model"]["name"]).text:
         return []
     template = generate_texts.kept_template(workdir, sections).get("template")
     if not template:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config import published_towers
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import json_lines, user_json
@@ -86,7 +85,7 @@ def _is_reward_model(sections: Mapping[str, Any]) -> bool:
 def _kind(sections: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return what the hub calls a model's task, how the end of its class in transformers reads, and what it is."""
     name = sections.get("model", {}).get("name")
-    if name in published_towers.KINDS:
+    if name in ("siglip", "clip"):
         return "zero-shot-image-classification", "", "pair of encoders of pictures and texts"
     if name == "whisper":
         return "automatic-speech-recognition", "ForSpeechSeq2Seq", "model of speech"

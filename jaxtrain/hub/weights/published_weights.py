@@ -20,15 +20,17 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint.trees import flatten
-from jaxtrain.config.families import ModelConfig
+from jaxtrain.config.family import entries, family
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig
-from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig
+from jaxtrain.config.vision_keys import PictureConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files.work_progress import Work
+from jaxtrain.hf.encoder_tensors import picture_encoder
+from jaxtrain.hf.hf_format import Entry
 from jaxtrain.hub.weights import mxfp4, safetensors_files
 from jaxtrain.hub.weights.mxfp4 import Packed
 from jaxtrain.hub.weights.safetensors_files import Tensor
-from jaxtrain.hub.weights.tensor_names import Entry, entries, picture_encoder
 from jaxtrain.models import lora
 from jaxtrain.models.heads import scalar_head
 from jaxtrain.sharding.rules import axes_of
@@ -362,13 +364,13 @@ def _gather(where: jax.NamedSharding, stacked: int, dtype: np.dtype) -> Callable
 
 def by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Return tensors by the names of a language model with a head: others lack a prefix, or have one more."""
-    if isinstance(model, DualEncoderConfig):
+    published = family(model.name).tensors
+    if published is None or not published.prefix:
         return dict(tensors)
-    prefix = "transformer." if model.name == "gpt2" else "model."
-    found = {}
+    prefix, found = published.prefix, {}
     for name, tensor in tensors.items():
-        if model.name == "whisper" and name in ("proj_out.weight", "ctc_head.weight"):
-            found["lm_head.weight" if name.startswith("proj") else name] = tensor
+        if name in published.renamed:
+            found[published.renamed[name]] = tensor
             continue
         name = name.removeprefix("language_model.").replace("model.language_model.", "model.")
         found[name if name.startswith((prefix, "lm_head.", "score.")) else prefix + name] = tensor
@@ -389,9 +391,9 @@ def _tied_head(folder: str | Path, tensors: Mapping[str, Any]) -> set[str]:
 
 
 def _is_ignored(name: str, model: ModelConfig) -> bool:
-    layer = re.search(r"\.layers\.(\d+)\.", name) if model.name == "deepseek_v3" else None
-    ahead = layer is not None and int(layer[1]) >= model.num_layers  # layers that predict further tokens
-    return bool(_IGNORED.search(name)) or ahead
+    published = family(model.name).tensors
+    layer = re.search(r"\.layers\.(\d+)\.", name) if published and published.further_layers else None
+    return bool(_IGNORED.search(name)) or (layer is not None and int(layer[1]) >= model.num_layers)
 
 
 def _check(folder: str | Path, tensor: Tensor | Packed | None, name: str, shape: tuple[int, ...],

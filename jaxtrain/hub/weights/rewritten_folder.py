@@ -8,15 +8,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.config.families import FAMILIES
-from jaxtrain.config.published_config import FILE
+from jaxtrain.config.family import config_of, entries
 from jaxtrain.files import atomic_files, bounded_files
+from jaxtrain.hf.hf_config import FILE
 from jaxtrain.hub import export
 from jaxtrain.hub.folders import published_files
 from jaxtrain.hub.release import exported_config, model_card
 from jaxtrain.hub.weights import safetensors_files
 from jaxtrain.hub.weights.safetensors_files import DTYPES, OTHERS, Tensor
-from jaxtrain.hub.weights.tensor_names import entries
 
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
@@ -39,7 +38,7 @@ def write(like: Path, to: Path, tensors: Mapping[str, Tensor], computed: Callabl
     """
     export.check_is_new(to)
     partial = to.with_name(f"{to.name}.partial")
-    float32 = {entry.theirs.rpartition(".")[2] for entry in entries(FAMILIES[model["name"]](**model)) if entry.float32}
+    float32 = {entry.theirs.rpartition(".")[2] for entry in entries(config_of(model)) if entry.float32}
     with export.nothing_left(partial):
         export.make_folder(partial)
         safetensors_files.write_folder(

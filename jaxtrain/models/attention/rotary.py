@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.families import RotaryConfig
+from jaxtrain.config.decoder_config import RotaryConfig
 
 
 def frequencies(width: int, theta: float) -> np.ndarray:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.families import RoutedConfig
+from jaxtrain.config.decoder_config import RoutedConfig
 from jaxtrain.kernels.functions import swiglu
 from jaxtrain.models.experts.router import Routing, capacity, route
 from jaxtrain.models.layers import INSIDE, RESIDUAL, SwiGLU, param

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.config.families import RoutedConfig
+from jaxtrain.config.decoder_config import RoutedConfig
 from jaxtrain.kernels.functions import softmax
 from jaxtrain.parallel.rows import Row
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config.published_config import model_section
 from jaxtrain.config.speech import language_names, published_speech
 from jaxtrain.config.speech.transcript_rules import DETECTED
+from jaxtrain.hf.hf_config import model_section
 from tests.hub.speech import tiny_whisper as tiny
 
 TRUTH = json.loads((Path(tiny.__file__).with_name("whisper_truth.json")).read_text())

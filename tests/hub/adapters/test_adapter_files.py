@@ -12,13 +12,13 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
-from jaxtrain.config import published_config
+from jaxtrain.config.family import entries
 from jaxtrain.config.sections.tuning_keys import LoraConfig
+from jaxtrain.hf import hf_config
 from jaxtrain.hub import initial_params, trained_model
 from jaxtrain.hub.adapters import __main__ as adapters
 from jaxtrain.hub.adapters import adapter_files, adapter_merge
 from jaxtrain.hub.weights import published_weights, safetensors_files
-from jaxtrain.hub.weights.tensor_names import entries
 from jaxtrain.models import lora
 from jaxtrain.sharding import rules as sharding
 from tests.hub import published
@@ -265,7 +265,7 @@ def test_dora_beside_a_layer_that_looks_ahead_is_written_without_that_layer(fami
         (tmp_path / name).mkdir()
     published_weights.save(lora.without_adapters(whole), run.config.model, tmp_path / "base", np.dtype("float32"),
                            2**40)
-    (tmp_path / "base" / "config.json").write_text(json.dumps(published_config.config_json(run.config.model)))
+    (tmp_path / "base" / "config.json").write_text(json.dumps(hf_config.config_json(run.config.model)))
     adapter_files.save(whole, run.config.model, run.config.lora, tmp_path / "adapters", "../base", np.dtype("float32"))
     plain, state = jt.load_model(tmp_path / "adapters", {"mesh.data": 8})
     assert plain.config.lora.dora and not plain.config.model.mtp_loss_weight

@@ -9,8 +9,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
-from jaxtrain.config.published_config import model_section
 from jaxtrain.config.sections.tuning_keys import LoraConfig
+from jaxtrain.hf.hf_config import model_section
 from jaxtrain.hub.adapters import adapter_files, adapter_merge, principal_components
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.models import lora

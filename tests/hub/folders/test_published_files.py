@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from jaxtrain.config.families import FAMILIES
-from jaxtrain.config.published_config import config_json, model_section
+from jaxtrain.config.family import config_class
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
+from jaxtrain.hf.hf_config import config_json, model_section
 from jaxtrain.hub.folders import published_files
 from jaxtrain.hub.release import exported_config, exported_tokenizer, model_card
 
@@ -59,7 +59,7 @@ def workdir(base, tmp_path):
 def exported(workdir, to, section=None, reward=False, dtype="bfloat16"):
     to.mkdir()
     base = published_files.folder_of(workdir)
-    model = FAMILIES["llama"](**(section or model_section(base)))
+    model = config_class("llama")(**(section or model_section(base)))
     described = config_json(model, reward)
     exported_tokenizer.write(workdir, to, base, described, model)
     exported_config.write(to, base, described, dtype, reward)
@@ -91,7 +91,7 @@ def test_a_key_that_the_run_has_otherwise_is_written_and_the_others_are_kept(bas
     assert {key: found.get(key) for key in changed} == changed and not any(found.get(key) for key in gone)
     assert {key: found[key] for key in ("pad_token_id", "initializer_range")} == {
         "pad_token_id": 3, "initializer_range": 0.02}
-    assert FAMILIES["llama"](**model_section(tmp_path / "out")) == FAMILIES["llama"](**section)
+    assert config_class("llama")(**model_section(tmp_path / "out")) == config_class("llama")(**section)
 
 
 def test_a_reward_model_is_published_as_a_classifier_that_pads_as_before(workdir, tmp_path):

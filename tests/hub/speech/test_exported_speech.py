@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxtrain.config.modality_families import WhisperConfig
-from jaxtrain.config.published_config import model_section
 from jaxtrain.config.speech.published_speech import rules_of
+from jaxtrain.hf.hf_config import model_section
 from jaxtrain.hub.speech import exported_speech, speech_model
 from tests.hub.speech import tiny_whisper as tiny
 

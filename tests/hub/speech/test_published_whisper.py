@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config.published_config import config_json, model_section, starting_config
 from jaxtrain.data.prepare_sequences import audio
+from jaxtrain.hf.hf_config import config_json, model_section, starting_config
 from jaxtrain.hub import trained_tokenizer
 from jaxtrain.hub.speech import speech_model, transcribe
 from jaxtrain.hub.weights import published_weights, safetensors_files

@@ -9,7 +9,7 @@ import pytest
 from jaxtrain.config.modality_families import SILENCE
 from jaxtrain.data.prepare_sequences.audio import log_mel
 from jaxtrain.hub.speech import transcript_windows
-from jaxtrain.models.modalities.whisper import silent_after
+from jaxtrain.models.modalities.speech_transformer import silent_after
 
 FIRST = 20  # the token of 0 seconds
 C = SimpleNamespace(audio_positions=5, mels=80)

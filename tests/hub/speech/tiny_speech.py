@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.hub.speech.speech_model import SpeechModel, own_rules
-from jaxtrain.models import make_model
+from jaxtrain.models.make_model import make_model
 
 LETTERS = "abcdxefgyhijzk mnop"  # of tokens 4 and up
 FIRST_TIME = 4 + len(LETTERS)

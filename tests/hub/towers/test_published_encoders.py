@@ -12,18 +12,18 @@ import tokenizers
 
 import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
-from jaxtrain.config import published_towers
-from jaxtrain.config.families import FAMILIES
-from jaxtrain.config.published_config import config_json, model_section, starting_config
-from jaxtrain.config.published_towers import PREPROCESSOR, preprocessor
+from jaxtrain.config.family import config_class
 from jaxtrain.data.packing.picture_rows import PairedPictures
 from jaxtrain.data.prepare_sequences.picture_patches import to_patches
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
+from jaxtrain.hf import dual_encoders
+from jaxtrain.hf.dual_encoders import PREPROCESSOR, preprocessor
+from jaxtrain.hf.encoder_tensors import picture_encoder
+from jaxtrain.hf.hf_config import config_json, model_section, starting_config
 from jaxtrain.hub.initial_params import ENCODER
 from jaxtrain.hub.release import exported_tokenizer
 from jaxtrain.hub.weights import published_weights, safetensors_files
-from jaxtrain.hub.weights.tensor_names import picture_encoder
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from tests.hub import published
@@ -114,7 +114,7 @@ def test_configs_go_both_ways(name, tmp_path):
     expected = {"picture_size": size, "pixel_mean": mean, "pixel_std": std, "patches_per_side": 4,
                 "max_seq_len": 8 * (16 + (kind == "clip")), **tokens}
     assert {key: section[key] for key in expected} == expected
-    model = FAMILIES[kind](**section)
+    model = config_class(kind)(**section)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/config.json").write_text(json.dumps(config_json(model)))
     (tmp_path / "out" / PREPROCESSOR).write_text(json.dumps(preprocessor(model)))
@@ -158,9 +158,9 @@ def test_what_cannot_be_expressed_is_refused(name, keys, processor, message, tmp
 
 def test_tokens_that_fill_texts_up_are_named_as_they_are_read(tmp_path):
     """The tokens of an end and of padding may differ, which config.json cannot say."""
-    model = FAMILIES["siglip"](**model_section(write(tmp_path, "siglip")) | {"text_end": 3, "text_pad": 0})
+    model = config_class("siglip")(**model_section(write(tmp_path, "siglip")) | {"text_end": 3, "text_pad": 0})
     added = [{"id": number, "content": f"<{number}>", "special": True} for number in (0, 2, 3)]
-    told = published_towers.named_fillers(model, {"added_tokens": added})
+    told = dual_encoders.named_fillers(model, {"added_tokens": added})
     assert (told["eos_token"], told["pad_token"], *told["added_tokens_decoder"]) == ("<3>", "<0>", "3", "0")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
     again = model_section(tmp_path)
@@ -178,7 +178,8 @@ def test_a_tokenizer_goes_out_with_the_template_that_it_came_with(tmp_path):
     made.save(f"{tmp_path}/in/tokenizer.json")
     kept = load_tokenizer(f"{tmp_path}/in/tokenizer.json", "<eos>", "<bos>")
     tokenizer_folder.save(kept, tmp_path / "work/tokenizer")
-    exported_tokenizer.write(tmp_path / "work", tmp_path / "out", None, {}, FAMILIES["clip"](text_begin=2, text_end=1))
+    exported_tokenizer.write(tmp_path / "work", tmp_path / "out", None, {},
+                             config_class("clip")(text_begin=2, text_end=1))
     assert tokenizers.Tokenizer.from_file(f"{tmp_path}/out/tokenizer.json").encode("cat").ids == [2, 3, 1]
     assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["pad_token"] == "<eos>"  # as CLIP's
 
@@ -187,7 +188,7 @@ def test_weights_that_lie_are_refused(tmp_path):
     case = {"config": TRUTH["clip"]["config"], "tensors": dict(TRUTH["clip"]["shapes"])}
     case["tensors"]["vision_model.embeddings.position_embedding.weight"] = [26, 24]
     case["tensors"]["text_model.embeddings.position_ids"] = [1, 6]  # a buffer, which old files have
-    model = FAMILIES["clip"](**model_section(published.write(tmp_path / "a", case)))
+    model = config_class("clip")(**model_section(published.write(tmp_path / "a", case)))
     abstract = {"picture": {"grid": {"table": jax.ShapeDtypeStruct((17, 24), np.float32)}}}
     with pytest.raises(jt.UserError, match=r"position_embedding\.weight has the shape \[26, 24\] where the model n"):
         published_weights.load(tmp_path / "a", model, abstract)
@@ -197,9 +198,9 @@ def test_a_model_that_has_no_format_is_not_published():
     for keys, message in (({"pooling": "mean"}, "model.pooling: 'mean' cannot be published as siglip"),
                           ({"picture_size": 0}, "model.picture_size: without it positions are"),
                           ({"text_begin": 3}, "model.text_begin: 3 cannot be published as siglip")):
-        section = published_towers.section("siglip", tiny.CONFIGS["siglip"], Path("config.json"))
+        section = dual_encoders.section("siglip", tiny.CONFIGS["siglip"], Path("config.json"))
         with pytest.raises(jt.UserError, match=re.escape(message)):
-            config_json(FAMILIES["siglip"](**section | keys))
+            config_json(config_class("siglip")(**section | keys))
 
 
 @pytest.mark.parametrize("name", [pytest.param("siglip", marks=pytest.mark.slow),

@@ -10,7 +10,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
-from jaxtrain.config.published_config import model_section
+from jaxtrain.hf.hf_config import model_section
 from jaxtrain.hub.weights import mxfp4, published_weights, safetensors_files
 from tests.hub import published
 

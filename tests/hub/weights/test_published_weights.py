@@ -10,9 +10,9 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
-from jaxtrain.config.published_config import model_section
+from jaxtrain.config.family import entries
+from jaxtrain.hf.hf_config import model_section
 from jaxtrain.hub.weights import published_weights, safetensors_files
-from jaxtrain.hub.weights.tensor_names import entries
 from jaxtrain.models.lora import without_adapters
 from jaxtrain.sharding import rules as sharding
 from tests.hub import published

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config.families import DeepseekV3Config, LlamaConfig
 from jaxtrain.models.attention.rotary import Rotary, frequencies, scaled_frequencies, score_factor
+from jaxtrain.models.deepseek_v3 import DeepseekV3Config
+from jaxtrain.models.llama import LlamaConfig
 from tests.numerics import plain_rotary, reference
 from tests.tiers import slow_if
 

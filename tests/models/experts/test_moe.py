@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.models import make_model
 from jaxtrain.models.experts import moe
-from jaxtrain.models.gpt_oss import clamped_swiglu
+from jaxtrain.models.experts.clamped_swiglu import clamped_swiglu
+from jaxtrain.models.make_model import make_model
 from jaxtrain.parallel.context import balanced_order
 from jaxtrain.parallel.experts import OVERFLOW, Options
 from jaxtrain.plan import hlo

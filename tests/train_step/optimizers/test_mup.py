@@ -15,7 +15,7 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.config.schema import READ_BY, OptimizerConfig
-from jaxtrain.models import make_model
+from jaxtrain.models.make_model import make_model
 from jaxtrain.train_step.optimizers import global_norm, make_optimizer, mup
 from jaxtrain.train_step.optimizers.matrices import Dimensions
 from jaxtrain.train_step.optimizers.muon import muon_dimensions

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.families import VisionLanguageConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.config.vision_keys import DualEncoderConfig, PatchesConfig
 from jaxtrain.data.corpus.sequences import SequenceCorpus
@@ -56,7 +55,7 @@ def picture_batches(config: Config, corpus: SequenceCorpus, split: str) -> Pictu
             raise UserError("data.source", "it has no image to train on", "prepare it with a smaller eval_fraction")
         return None
     shape, at = (sequences, d.seq_len, c.pictures_per_row), c.patches_per_side if c.class_token else None
-    if isinstance(c, VisionLanguageConfig):
+    if c.pictures_with == "captions":
         if "crop" in d.augment:
             raise UserError("data.augment", "a caption may describe what a crop removes, and patches are tokens here",
                             "leave out crop")
@@ -67,12 +66,12 @@ def picture_batches(config: Config, corpus: SequenceCorpus, split: str) -> Pictu
         rows = LabelledPictures(*shape)
     train = split == "train"
     return PictureBatches(rows, global_batch_size=d.global_batch_size, seed=d.seed if train else 0,
-                          augment=d.augment if train else (), noise=c.name == "picture_flow", repeat=train)
+                          augment=d.augment if train else (), noise=c.pictures_with == "labels", repeat=train)
 
 
 def _check(c: Any, corpus: SequenceCorpus) -> None:
     """Refuse a corpus that is not what the model reads."""
-    said, labelled = corpus.manifest, c.name == "picture_flow"
+    said, labelled = corpus.manifest, c.pictures_with == "labels"
     if (patch := said.get("patch_size")) is None:
         raise UserError("data.source", f"{c.name} reads images, and it has {', '.join(corpus.train.columns)}",
                         "name one that jaxtrain prepare_sequences pictures wrote")

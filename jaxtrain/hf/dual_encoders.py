@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.field_checks import most
-from jaxtrain.config.published import defaults
 from jaxtrain.config.vision_keys import CHANNELS, DualEncoderConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
+from jaxtrain.hf import defaults
+from jaxtrain.hf.hf_format import Keys
 
-Keys = dict[str, Any]
 PREPROCESSOR = "preprocessor_config.json"
-KINDS = ("siglip", "clip")
+# Keys that say how rows are made, and what preprocessor_config.json and the tokenizer say.
+UNPUBLISHED = ("pictures_per_row", "patches_per_side", "max_seq_len", "pixel_mean", "pixel_std", "text_end", "text_pad")
 # Published key -> ours, of the encoder of texts and of that of pictures.
 _TEXT = {"vocab_size": "vocab_size", "hidden_size": "embed_dim", "intermediate_size": "mlp_dim",
          "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "max_position_embeddings": "text_len",
@@ -105,6 +106,11 @@ def _half(kind: str, given: Keys, name: str, refuse: Callable[[str, Any, str], U
     if older is not None and not isinstance(older, dict):
         raise refuse(f"{name}_dict", older, "is not an object")
     return (given.get(name) or {}) if older is None else older
+
+
+def beside(kind: str, given: Keys, folder: Path, section: Keys) -> Keys:
+    """Return the keys that other files of a folder say: what is done to pixels, and the tokens that fill up texts."""
+    return pixels(kind, folder, section["picture_size"]) | fillers(kind, folder)
 
 
 def pixels(kind: str, folder: Path, picture_size: int) -> Keys:

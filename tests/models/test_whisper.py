@@ -11,7 +11,7 @@ from flax import nnx
 import jaxtrain as jt
 from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.hub.speech.speech_decoding import SpeechDecoding, Timestamps
-from jaxtrain.models import make_model
+from jaxtrain.models.make_model import make_model
 
 END, FIRST_TIME, KNOWN = 3, 18, 23
 

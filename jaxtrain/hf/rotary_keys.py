@@ -4,15 +4,11 @@ There are two forms, `rope_parameters` and the older `rope_scaling` beside `rope
 transformers takes counts.
 """
 
-from typing import Any
+from jaxtrain.config.decoder_config import RotaryConfig
+from jaxtrain.hf import defaults
+from jaxtrain.hf.hf_format import Keys, Refuse
+from jaxtrain.hf.layer_patterns import FULL, SLIDING, global_every
 
-from jaxtrain.config.families import RotaryConfig
-from jaxtrain.config.published import defaults
-from jaxtrain.config.published.layer_patterns import FULL, SLIDING, Refuse, global_every
-
-Keys = dict[str, Any]
-_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-         "original_max_position_embeddings": 4096}  # of gpt-oss, where a file has no rope_parameters
 _SCALINGS = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor"),
              "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")}
 _NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
@@ -21,10 +17,13 @@ _NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta
 _ZERO_IS_NONE = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # to transformers as well
 
 
-def rotary(kind: str, known: Keys, refuse: Refuse) -> Keys:
-    """Return our keys of rotary positions."""
+def rotary(kind: str, known: Keys, refuse: Refuse, usual: Keys | None = None) -> Keys:
+    """Return our keys of rotary positions.
+
+    `usual`: the rope_parameters of this model type where a file has none.
+    """
     newer = known.get("rope_parameters")
-    newer = _YARN if newer is None and kind == "gpt_oss" else newer
+    newer = usual if newer is None else newer
     where = "rope_scaling" if known.get("rope_scaling") else "rope_parameters"
     scaling = known.get("rope_scaling") or newer or {}
     if scaling.get("partial_rotary_factor", known.get("partial_rotary_factor")) not in (1, None):

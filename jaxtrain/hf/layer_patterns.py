@@ -1,12 +1,7 @@
 """The layers of published models that have an attention window, and those that have experts, to our keys and back."""
 
-from collections.abc import Callable
-from typing import Any
+from jaxtrain.hf.hf_format import Keys, Refuse
 
-from jaxtrain.errors import UserError
-
-Keys = dict[str, Any]
-Refuse = Callable[[str, str], UserError]
 FULL, SLIDING = "full_attention", "sliding_attention"
 _OLDER_NAMES = {"attention": FULL}
 
@@ -23,6 +18,30 @@ def global_every(known: Keys, usual: int, refuse: Refuse) -> int:
     if layers != layer_types(every, count):
         raise refuse("layer_types", "cannot be expressed: only every N-th layer can be global")
     return every
+
+
+def window_everywhere(known: Keys, refuse: Refuse, window: int | None) -> int:
+    """Return the window of all layers, whatever a file calls them; 0: none."""
+    if window is not None and window < 1:
+        raise refuse("sliding_window", "is not a size that a window has")
+    if known.get("layer_types") is not None:
+        listed(known, refuse)
+    return window or 0
+
+
+def late_window(known: Keys, refuse: Refuse) -> Keys:
+    """Return the window of a Qwen2 or Qwen3, which its first layers may be without."""
+    window = known["sliding_window"] if known["use_sliding_window"] else None
+    if window is not None and window < 1:
+        raise refuse("sliding_window", "is not a size that a window has")
+    if window is None and known["layer_types"] is None:
+        return {"window": 0}
+    before = first_window(known, refuse)
+    if before == known["num_hidden_layers"]:
+        return {"window": 0}
+    if window is None:
+        raise refuse("layer_types", "cannot be expressed: it has layers with a window, and there is no window")
+    return {"window": window} | ({"global_first": before} if before else {})
 
 
 def first_window(known: Keys, refuse: Refuse) -> int:

@@ -1,4 +1,4 @@
-"""A decoder that reads pictures: an encoder makes a vector of each patch, and a connector a token's embedding of it.
+"""Pictures for a decoder: an encoder makes a vector of each patch, and a connector a token's embedding of it.
 
 A patch takes a token's place in the row, so that pictures may be anywhere in it. Tokens see the patches before them.
 
@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.families import VisionLanguageConfig
+from jaxtrain.config.vision_keys import PictureConfig
 from jaxtrain.kernels.functions import gelu
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear
-from jaxtrain.models.llama import llama
 from jaxtrain.models.vision.vit import Vit
 from jaxtrain.sharding import rules as sharding
 
@@ -33,9 +32,8 @@ class Connector(nnx.Module):
         return self.down(gelu(self.up(sharding.constrain(x_BTD, *INSIDE))))
 
 
-def vision_language(c: VisionLanguageConfig, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
-    """Build a Llama decoder with a `picture` encoder and a `connector`."""
-    model: Any = llama(c, compute, rngs=rngs)
+def with_pictures(model: Any, c: PictureConfig, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
+    """Return a decoder with a `picture` encoder and a `connector`."""
     model.picture = Vit(c, compute, rngs=rngs)
     model.connector = Connector(c.picture_embed_dim, c.embed_dim, rngs=rngs)
     for _, weight in nnx.iter_graph(model.picture):  # its layers are not a pipeline stage's own

@@ -1,0 +1,128 @@
+"""The fields that decoders of text share: of all of them, of those with rotary positions, and of those with experts."""
+
+from dataclasses import dataclass, fields
+
+from jaxtrain.config.field_checks import at_most, derive, not_negative, one_of, positive
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class DecoderConfig(ModelConfig):
+    """The fields that all text decoders have in addition."""
+
+    # size of the embedding table: at least the size of the tokenizer's vocabulary
+    # pyrefly: ignore[bad-override]
+    vocab_size: int = at_most(320, 2**24)
+    # pyrefly: ignore[bad-override]
+    window: int = 0  # sliding attention window in tokens; 0: full attention
+    # pyrefly: ignore[bad-override]
+    tied_embeddings: bool = True  # whether the output projection shares the weights of the embedding table
+    text = True
+
+    def __post_init__(self):
+        positive(self, "model", "vocab_size")
+        not_negative(self, "model", "window")
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class RotaryConfig(DecoderConfig):
+    """Rotary positions, optionally scaled for longer contexts."""
+
+    rope_theta: float = 10_000.0  # base frequency of the rotary position embedding (RoPE)
+    # context extension: factor by which sequences may exceed rope_original_len; 1: no scaling
+    rope_scaling: float = 1.0
+    rope_type: str = "llama3"  # method of rope_scaling: "linear", "ntk", "llama3" or "yarn"
+    rope_original_len: int = 8192  # llama3, yarn: the context length before it was extended by rope_scaling
+    # llama3: frequencies that make fewer than this many turns within rope_original_len are scaled down by rope_scaling
+    rope_low_freq_factor: float = 1.0
+    # llama3: frequencies that make more than this many turns within rope_original_len stay unchanged
+    rope_high_freq_factor: float = 4.0
+    # yarn: frequencies that make more than this many turns within rope_original_len stay unchanged
+    rope_beta_fast: float = 32.0
+    # yarn: frequencies that make fewer than this many turns within rope_original_len are scaled down by rope_scaling
+    rope_beta_slow: float = 1.0
+    # yarn: whether the limits set by rope_beta_fast and rope_beta_slow are rounded to whole dimensions
+    rope_truncate: bool = True
+    # yarn: factor of cosine and sine; 0: 0.1 ln(rope_scaling) + 1, or computed from rope_mscale and rope_mscale_all_dim
+    rope_attention_factor: float = 0.0
+    rope_mscale: float = 0.0  # YaRN's mscale, as in DeepSeek's config.json; 0: not set
+    # YaRN's mscale_all_dim, as in DeepSeek's config.json; deepseek_v3 also scales attention scores by the square of its
+    # factor
+    rope_mscale_all_dim: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "model", "rope_theta rope_scaling rope_original_len rope_low_freq_factor rope_beta_slow")
+        not_negative(self, "model", "rope_attention_factor rope_mscale rope_mscale_all_dim")
+        one_of("model.rope_type", self.rope_type, ("linear", "ntk", "llama3", "yarn"))
+        self._check_scaling()
+
+    def _check_scaling(self):
+        if self.rope_scaling < 1:
+            raise UserError("model.rope_scaling", f"{self.rope_scaling} would shorten the context", "give 1 or more")
+        if self.rope_scaling == 1 and self.rope_type != "llama3":
+            raise UserError("model.rope_scaling", f"rope_type={self.rope_type} has no factor to scale by",
+                            "give one above 1, or leave rope_type out")
+        for key, default, kind in _SCALING_KEYS:
+            if getattr(self, key) != default and (self.rope_scaling == 1 or self.rope_type != kind):
+                raise UserError(f"model.{key}", f"it is read with rope_type={kind} and a rope_scaling above 1 only",
+                                "set those, or leave it out")
+        for low, high in (("rope_low_freq_factor", "rope_high_freq_factor"), ("rope_beta_slow", "rope_beta_fast")):
+            if getattr(self, high) <= getattr(self, low):
+                raise UserError(f"model.{high}", f"{getattr(self, high)} is not above model.{low}="
+                                f"{getattr(self, low)}", "give a higher number")
+        if self.rope_type == "yarn" and self.rope_theta <= 1:
+            raise UserError("model.rope_theta", f"yarn needs a base above 1, not {self.rope_theta}", "try 10000")
+        if (self.rope_mscale > 0) != (self.rope_mscale_all_dim > 0):
+            raise UserError("model.rope_mscale", "it has a meaning only together with model.rope_mscale_all_dim",
+                            "give both or neither")
+        if self.rope_type == "ntk" and (self.rope_head_dim or self.head_dim) <= 2:
+            raise UserError("model.rope_type", "ntk changes the base by a power that a rotary width of 2 does not have",
+                            "use linear")
+
+
+# The keys of one way to scale, their defaults, and which way.
+_SCALING_KEYS = tuple((field.name, field.default, kind) for kind, names in (
+    ("llama3", "low_freq_factor high_freq_factor"),
+    ("yarn", "beta_fast beta_slow truncate attention_factor mscale mscale_all_dim"))
+    for field in fields(RotaryConfig) if field.name.removeprefix("rope_") in names.split())
+
+
+@dataclass(frozen=True)
+class RoutedConfig(RotaryConfig):
+    """Rotary positions and routed experts."""
+
+    # pyrefly: ignore[bad-override]
+    num_experts: int = at_most(0, 2**16)  # mixture of experts: number of routed experts in a layer; 0: dense layers
+    # pyrefly: ignore[bad-override]
+    experts_per_token: int = at_most(2, 2**16)  # number of experts that process each token (top-k)
+    # pyrefly: ignore[bad-override]
+    expert_mlp_dim: int = at_most(0, 2**22)  # width of the hidden layer of one expert; 0: mlp_dim
+    # coefficient of the load-balancing loss, computed for each sequence and layer: docs/parallelism.md
+    balance_loss: float = 0.0
+    router_z_loss: float = 0.0  # coefficient of the router z-loss: the squared log-partition of the router's logits
+    # most tokens of a sequence that one expert accepts, relative to an even share; the others are dropped; 0: no limit
+    # pyrefly: ignore[bad-override]
+    capacity_factor: float = 0.0
+
+    # No fields: what a family without them has.
+    shared_experts = 0
+    router = "softmax"
+    normalize_router = True
+    router_scale = 1.0
+    expert_groups = 1
+    expert_groups_used = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        not_negative(self, "model", "num_experts expert_mlp_dim balance_loss router_z_loss capacity_factor")
+        derive(self, "expert_mlp_dim", self.mlp_dim)
+        self._check_experts()
+
+    def _check_experts(self):
+        positive(self, "model", "experts_per_token")
+        if self.experts_per_token > (reach := self.num_experts // self.expert_groups * self.expert_groups_used):
+            raise UserError("model.experts_per_token", f"{self.experts_per_token} exceeds the {reach} experts that a "
+                            "token may choose from", f"use {reach} or fewer")

@@ -1,0 +1,96 @@
+"""A model family as the rest of jaxtrain knows it, and the table of families, by `model.name`.
+
+Everything of a family is one file, `jaxtrain/models/NAME.py`, whose `FAMILY` is one of these. The file is imported when
+a config asks for the family, and imports JAX only when the model is built, so that a mistake in a config is told at
+once. A package of another author names its own in the entry points of the group `jaxtrain.families`.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.errors import UserError, nearest
+from jaxtrain.hf.hf_format import Entry, HFConfig, HFTensors
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family.
+
+    Args:
+        config: the dataclass of its `model` section, with just the fields that it reads.
+        build: returns the initialized module, `build(config, compute, rngs=rngs)`.
+        hf: the model types of config.json that are this family.
+        tensors: the tensors of its published models; None: no published format.
+        objective: what it is trained on where it is not a decoder of text, as MODULE:CLASS with a method `of`.
+        useful_flops: returns how many vectors of a row meet the matrix at a path, and the FLOPs of attention, from the
+            config and the steps of a row; None: both follow from the parameters.
+    """
+
+    config: type[ModelConfig]
+    build: Callable[..., Any]
+    hf: tuple[HFConfig, ...] = ()
+    tensors: HFTensors | None = None
+    objective: str = ""
+    useful_flops: Callable[[Any, int], tuple[Callable[[str], float], float]] | None = None
+
+
+GROUP = "jaxtrain.families"
+FAMILIES = {name: f"jaxtrain.models.{name}" for name in (
+    "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss", "events", "clips",
+    "siglip", "clip", "vision_language", "picture_flow", "whisper")} | {"events": "jaxtrain.models.event_sequences"}
+
+
+@cache
+def _from_outside() -> Mapping[str, EntryPoint]:
+    """Return the families of other packages, by name."""
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def names() -> list[str]:
+    """Return the names of all families."""
+    return [*FAMILIES, *(_from_outside().keys() - FAMILIES.keys())]
+
+
+@cache
+def family(name: str) -> Family:
+    """Return the family of this name."""
+    if name in FAMILIES:
+        return importlib.import_module(FAMILIES[name]).FAMILY
+    if point := _from_outside().get(name):
+        return point.load()
+    raise UserError("model.name", f"there is no model {name!r}", nearest(str(name), names()))
+
+
+def config_class(name: str) -> type[ModelConfig]:
+    """Return the dataclass of the `model` section of a family."""
+    return family(name).config
+
+
+def config_of(section: Mapping[str, Any]) -> ModelConfig:
+    """Return the config that the keys of a `model` section describe."""
+    return config_class(section["name"])(**section)
+
+
+def config_classes() -> dict[str, type[ModelConfig]]:
+    """Return the dataclass of the `model` section of every family."""
+    return {name: each.config for name, each in families()}
+
+
+def entries(c: ModelConfig, reward_head: bool = False) -> list[Entry]:
+    """Return the published tensor of every parameter of a model; none for a family without a published format.
+
+    `reward_head`: it has one in place of the output projection.
+    """
+    tensors = family(c.name).tensors
+    return tensors.entries(c, reward_head) if tensors else []
+
+
+def families() -> Iterator[tuple[str, Family]]:
+    """Yield the name of each family, and the family."""
+    for name in names():
+        yield name, family(name)

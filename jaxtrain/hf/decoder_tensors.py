@@ -1,0 +1,88 @@
+"""The tensors that published decoders share: lists of entries of a layer, and of a whole decoder.
+
+Paths are below the layer, names below "model.layers.{layer}.".
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from jaxtrain.hf.hf_format import Entry, HFTensors
+
+REWARD_HEAD = "reward_head/kernel"
+HEADS, OUT = "(hk)d->dhk", "d(hk)->hkd"
+ATTENTION = [*(Entry(f"attention/{name}/kernel", f"self_attn.{name}_proj.weight", HEADS) for name in "qkv"),
+             Entry("attention/out/kernel", "self_attn.o_proj.weight", OUT)]
+QKV_BIASES = [Entry(f"attention/{name}/bias", f"self_attn.{name}_proj.bias", "(hk)->hk") for name in "qkv"]
+QK_NORMS = [Entry(f"attention/{name}_norm/scale", f"self_attn.{name}_norm.weight") for name in "qk"]
+NORMS = [Entry("attention_norm/scale", "input_layernorm.weight"),
+         Entry("mlp_norm/scale", "post_attention_layernorm.weight")]
+# Norms before and after attention and the MLP.
+SANDWICH_NORMS = [Entry("attention_norm/scale", "input_layernorm.weight"),
+                  Entry("attention_out_norm/scale", "post_attention_layernorm.weight"),
+                  Entry("mlp_norm/scale", "pre_feedforward_layernorm.weight"),
+                  Entry("mlp_out_norm/scale", "post_feedforward_layernorm.weight")]
+
+
+def swiglu(ours: str = "mlp", theirs: str = "mlp") -> list[Entry]:
+    """Return the entries of a gated MLP."""
+    return [Entry(f"{ours}/{name}/kernel", f"{theirs}.{name}_proj.weight", "fd->df" if name != "down" else "df->fd")
+            for name in ("gate", "up", "down")]
+
+
+def experts(c: Any, block: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> list[
+        Entry]:
+    """Return the entries of a layer's router and experts, of which each has its own tensors."""
+    found = [Entry("mlp/router/kernel", f"{block}.gate.weight", "ed->de")]
+    if c.router_bias_rate:
+        found += [Entry("mlp/router/bias", f"{block}.gate.e_score_correction_bias", float32=True)]
+    for ours, name in zip(("gate", "up", "down"), names, strict=True):
+        found += [Entry(f"mlp/{ours}", f"{block}.experts.{{expert}}.{name}.weight",
+                        "df->fd" if ours == "down" else "fd->df", experts=c.num_experts)]
+    return found + (swiglu("mlp/shared", "mlp.shared_experts") if c.shared_experts else [])
+
+
+def decoder(layer: Callable[[Any, bool], list[Entry]], **options: Any) -> HFTensors:
+    """Return the tensors of a decoder of which `layer(config, whether it has experts)` returns those of one layer."""
+    def entries(c: Any, reward_head: bool) -> list[Entry]:
+        found = [Entry("embed/table", "model.embed_tokens.weight", "vd->vd"), Entry("norm/scale", "model.norm.weight"),
+                 *head(c, reward_head)]
+        for stack, numbers, routed in stacks(c):
+            found += in_stack(stack, numbers, "model.layers", layer(c, routed))
+        return found
+
+    return HFTensors(entries, **options)
+
+
+def head(c: Any, reward_head: bool) -> list[Entry]:
+    """Return the entry of the output projection, or of the reward head in its place; none if embeddings are tied."""
+    if reward_head:
+        return [Entry(REWARD_HEAD, "score.weight", "vd->dv")]
+    return [] if c.tied_embeddings else [Entry("output/kernel", "lm_head.weight", "vd->dv")]
+
+
+def in_stack(stack: str, numbers: range, at: str, layer: list[Entry]) -> list[Entry]:
+    """Return the entries of a layer as those of a stack of layers with these published numbers."""
+    return [replace(entry, ours=f"{stack}/{entry.ours}", theirs=f"{at}.{{layer}}.{entry.theirs}", layers=numbers)
+            for entry in layer]
+
+
+def stacks(c: Any) -> list[tuple[str, range, bool]]:
+    """Return the path of each stack of layers, the published numbers of its layers, and whether they have experts."""
+    every, dense = c.experts_every, c.dense_layers
+    first = [("first_blocks/layer", range(dense), False)] if dense else []
+    if every == 1:
+        return [*first, ("blocks/layer", range(dense, c.num_layers), c.num_experts > 0)]
+    return [*first, *((f"blocks/layer/layer_{n}", range(dense + n, c.num_layers, every), n == every - 1)
+                      for n in range(every))]
+
+
+def pair(ours: str, theirs: str, layout: str = "d->d", bias: str = "d->d", weight: str = "scale") -> list[Entry]:
+    """Return the entries of a weight and a bias."""
+    return [Entry(f"{ours}/{weight}", f"{theirs}.weight", layout), Entry(f"{ours}/bias", f"{theirs}.bias", bias)]
+
+
+def gelu_mlp(ours: str, theirs: str) -> list[Entry]:
+    """Return the entries of an MLP of two layers with biases."""
+    return [*pair(f"{ours}/up", f"{theirs}.fc1", "fd->df", weight="kernel"),
+            *pair(f"{ours}/down", f"{theirs}.fc2", "df->fd", weight="kernel")]

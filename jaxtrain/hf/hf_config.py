@@ -1,0 +1,186 @@
+"""The `model` section of a config from a published model's config.json, and back.
+
+What changes numbers and cannot be expressed is refused by name. A key that config.json leaves out has the default that
+Hugging Face's transformers gives it for the model type. Each family says what its types have (`HFConfig`).
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config import family
+from jaxtrain.config.decoder_config import RotaryConfig
+from jaxtrain.config.field_checks import most
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.schema import ROWS, DataConfig
+from jaxtrain.errors import UserError
+from jaxtrain.files import bounded_files
+from jaxtrain.hf import defaults
+from jaxtrain.hf.hf_format import HFConfig, Keys, Refuse
+
+FILE = "config.json"
+# Keys that may be 0, or are no sizes; and those of which null means what a family derives.
+_NO_SIZES = ("n_shared_experts", "first_k_dense_replace", "eos_token_id")
+_DERIVED = ("num_key_value_heads", "head_dim", "n_inner", "q_lora_rank")
+# Keys of ours that published models have no word for, since they only shape training.
+_OF_TRAINING = ("name", "mtp_loss_weight", "balance_loss", "router_z_loss", "capacity_factor", "router_bias_rate")
+
+
+@cache
+def types() -> Mapping[str, tuple[str, HFConfig]]:
+    """Return the published model types, each with the name of its family."""
+    return {published.model_type: (name, published) for name, each in family.families() for published in each.hf}
+
+
+def model_section(folder: str | Path) -> Keys:
+    """Return the keys of a config's `model` section for the model in `folder`."""
+    path = Path(folder) / FILE
+    given = bounded_files.user_json(path, dict, "--config", "give a folder in Hugging Face's format")
+    if given is None:
+        fix = "give a folder in Hugging Face's format"
+        if (path.parent / "adapter_config.json").is_file():
+            fix = f"it has adapters: give that of their model, and --config.train.init_from={folder}"
+        raise UserError("--config", f"there is no {path}", fix)
+    try:
+        given = _text_of(given, path)
+        kind = given.get("model_type")
+        if kind is None and isinstance(given.get("model"), dict):
+            raise UserError("--config", f"{folder} is the workdir of a run, not a published folder",
+                            f"begin with it by train.init_from={folder}, or export it first")
+        if not isinstance(kind, str) or kind not in types():
+            said = kind if isinstance(kind, str) and len(kind) < 50 else defaults.shown(kind)
+            raise UserError(f"{path}", f"model_type={said} is not one that jaxtrain has",
+                            f"known: {', '.join(types())}")
+        section = _section(kind, given, path)
+        return section | types()[kind][1].beside(given, path.parent, section)
+    except UserError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"{path}", f"a value does not have the form expected ({error})", "download it again") from error
+
+
+def _text_of(given: Keys, path: Path) -> Keys:
+    """Return what a config.json says of the model of text, where that is a part of it."""
+    kind = next((kind for kind, (_, published) in types().items() if published.nested
+                 and published.nested == given.get("model_type")), "")
+    if not kind:
+        return given
+    both = defaults.filled(given["model_type"], given, path)
+    text = both["text_config"] or {}
+    tied = defaults.filled(kind, text, path, "text_config.")["tie_word_embeddings"]
+    if both["tie_word_embeddings"] is not tied:
+        raise UserError(f"{path}", f"tie_word_embeddings={both['tie_word_embeddings']} is {tied} in text_config",
+                        "use a model that jaxtrain can express")
+    return text | {"model_type": kind}  # whatever it says: the class has one
+
+
+def starting_config(folder: str) -> dict[str, Keys]:
+    """Return the sections of a config that begins with the model in `folder` and its weights."""
+    section = model_section(folder)
+    other = sorted(path.name for end in ("bin", "pt", "pth", "gguf") for path in Path(folder).glob(f"*.{end}"))
+    if other and not any(Path(folder).glob("*.safetensors")):
+        raise UserError("--config", f"the weights in {folder} are not safetensors but {other[0]}",
+                        "save them as safetensors, or move them away to begin with random ones")
+    data = {"seq_len": min(DataConfig.seq_len, section["max_seq_len"])}
+    if not family.config_class(section["name"]).text:
+        model = family.config_of(section)
+        data = {"seq_len": model.longest_row, "packing": ROWS[model.rows_of][0]}
+    found = {"model": section, "data": data, "train": {"init_from": folder}}
+    if is_reward_model(folder):
+        found |= {"preference": {"loss": "reward"}, "data": found["data"] | {"packing": "pairs"}}
+    return found
+
+
+def is_reward_model(folder: str | Path) -> bool:
+    """Return whether the model in `folder` is published as a classifier, as reward models are."""
+    said = bounded_files.user_json(Path(folder) / FILE, dict, "--config", "download it again") or {}
+    classes = said.get("architectures")
+    return isinstance(classes, list) and any(f"{name}".endswith("ForSequenceClassification") for name in classes)
+
+
+def _section(kind: str, given: Keys, path: Path) -> Keys:
+    name, published = types()[kind]
+    if published.own_read is not None:
+        return published.own_read(given, path)
+    known = defaults.filled(kind, given, path)
+
+    def refuse(key: str, why: str) -> UserError:
+        return UserError(f"{path}", f"{key}={defaults.shown(known.get(key))} {why}",
+                         "use a model that jaxtrain can express")
+
+    for key, allowed in published.fixed.items():
+        if known.get(key, allowed[0]) not in allowed:
+            raise refuse(key, f"cannot be expressed: only {allowed[0]!r} can")
+    packed = (known.get("quantization_config") or {}).get("quant_method")
+    if known.get("quantization_config") and packed != (published.quantized or None):
+        raise refuse("quantization_config", "cannot be expressed: only plain weights can")
+    return {"name": name} | _sizes(name, published, known, refuse) | published.read(known, refuse)
+
+
+def _sizes(name: str, published: HFConfig, known: Keys, refuse: Refuse) -> Keys:
+    """Return the keys that have another name only, once they are sizes that a model can have."""
+    found, limits = {}, most(family.config_class(name))
+    for key, ours in published.keys.items():
+        if (value := known.get(key)) is None:
+            if key not in _DERIVED and key in defaults.table()[published.model_type]["keys"]:
+                raise refuse(key, "cannot be expressed")
+            continue
+        if type(value) is int and key not in _NO_SIZES and value < 1:
+            raise refuse(key, "is not a size that a model has")
+        if type(value) is int and value > limits.get(ours, value):
+            raise refuse(key, f"is more than {limits[ours]:,}, the most that jaxtrain reads")
+        found[ours] = value
+    return found
+
+
+def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
+    """Return what config.json says of a model; raises UserError where the published model type cannot express it.
+
+    `reward_head`: the model has one, and is published as a classifier with one label.
+    """
+    published = next((one for one in family.family(c.name).hf if one.describes(c)), None)
+    if published is None:
+        raise UserError("model.name", f"{c.name} has no published format", "keep it in jaxtrain's format")
+    if published.own_write is not None:
+        found = published.own_write(c)
+    else:
+        found = {"architectures": [published.architecture], "model_type": published.model_type}
+        found |= {key: allowed[0] for key, allowed in published.fixed.items()}
+        found |= {key: getattr(c, ours) for key, ours in published.keys.items()}
+        found |= published.write(c)
+    _check(c, published, found)
+    if reward_head:
+        stem = published.architecture.removesuffix("ForCausalLM")
+        found |= {"architectures": [published.classifier or f"{stem}ForSequenceClassification"],
+                  "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+    return found
+
+
+def multipliers(c: ModelConfig) -> tuple[float, float, float]:
+    """Return what muP multiplies embeddings, scores and logits by. Those of published models are 1."""
+    embed, head = (c.growth.get(axis, 1.0) for axis in ("embed", "head_dim"))
+    return embed**-0.5 if c.scaled_embeddings else 1.0, head**-0.5, 1 / embed if c.tied_embeddings else 1.0
+
+
+def _check(c: ModelConfig, published: HFConfig, written: Mapping[str, Any]) -> None:
+    """Refuse a key that the published model type has no word for, unless it only shapes training."""
+    kind, free = published.model_type, {*_OF_TRAINING, *published.unpublished}
+    try:
+        back = family.config_class(c.name)(**_section(kind, dict(written), Path(FILE)))
+    except UserError as error:
+        raise UserError("model", f"it cannot be published as {kind} ({error})",
+                        "keep it in jaxtrain's format") from None
+    if c.num_experts and not c.dense_layers and c.experts_every == 1:
+        free.add("mlp_dim")  # which no layer has
+    if multipliers(c) == (1, 1, 1):
+        free.add("mup_base")  # it has shaped training only
+    for key in c.__dataclass_fields__.keys() - free:
+        same = c.rope_type == "ntk" if isinstance(c, RotaryConfig) and key.startswith("rope_") else False
+        same |= key == "global_every" and min(c.global_every, back.global_every) > c.num_layers  # no layer is global
+        if getattr(c, key) != getattr(back, key) and not same:
+            raise UserError(f"model.{key}", f"{getattr(c, key)!r} cannot be published as {kind}",
+                            "keep the model in jaxtrain's format")
+    if bool(c.router_bias_rate) != bool(back.router_bias_rate):
+        raise UserError("model.router_bias_rate", f"{c.router_bias_rate} cannot be published as {kind}",
+                        "keep the model in jaxtrain's format")

@@ -1,0 +1,87 @@
+"""Mixtral: Llama's blocks with routed experts in place of the MLP (arXiv 2401.04088)."""
+
+from dataclasses import dataclass
+
+from jaxtrain.config.decoder_config import RoutedConfig
+from jaxtrain.config.family import Family
+from jaxtrain.config.field_checks import at_most, not_negative, one_of, positive
+from jaxtrain.errors import UserError
+from jaxtrain.hf import decoder_tensors, layer_patterns
+from jaxtrain.hf.hf_format import COMMON, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.rotary_keys import rotary
+from jaxtrain.models.llama import LlamaConfig, llama, written
+
+
+@dataclass(frozen=True)
+class ExpertsConfig(RoutedConfig, LlamaConfig):
+    """Mixtral and Qwen3-MoE: mixtures of experts."""
+
+    name: str = "mixtral"
+    late_window = False
+    # number of shared experts, which process every token; they form one MLP of their summed width
+    # pyrefly: ignore[bad-override]
+    shared_experts: int = at_most(0, 2**10)
+    # number of first layers that have a dense MLP of width mlp_dim instead of experts
+    # pyrefly: ignore[bad-override]
+    dense_layers: int = at_most(0, 10_000)
+    # after dense_layers, every N-th layer has experts; the others have a dense MLP
+    # pyrefly: ignore[bad-override]
+    experts_every: int = at_most(1, 10_000)
+    # pyrefly: ignore[bad-override]
+    router: str = "softmax"  # function that turns router logits into scores: "softmax" or "sigmoid"
+    # pyrefly: ignore[bad-override]
+    normalize_router: bool = True  # whether the weights of the experts chosen for a token are normalized to sum to 1
+    # pyrefly: ignore[bad-override]
+    router_scale: float = 1.0  # factor by which the weights of the chosen experts are multiplied
+    # pyrefly: ignore[bad-override]
+    expert_groups: int = at_most(1, 2**16)  # number of groups into which the experts are divided
+    # number of groups that a token may choose experts from: those with the highest sum of their two best scores
+    # pyrefly: ignore[bad-override]
+    expert_groups_used: int = at_most(1, 2**16)
+    # update size of the router bias that balances the load without a loss (DeepSeek-V3); 0: no bias
+    # pyrefly: ignore[bad-override]
+    router_bias_rate: float = 0.0
+
+    def _check_experts(self):
+        not_negative(self, "model", "shared_experts dense_layers router_bias_rate")
+        one_of("model.router", self.router, ("softmax", "sigmoid"))
+        positive(self, "model", "experts_per_token experts_every router_scale expert_groups expert_groups_used")
+        if not self.num_experts:
+            for key, none in (("shared_experts", 0), ("dense_layers", 0), ("router_bias_rate", 0), ("balance_loss", 0),
+                              ("router_z_loss", 0), ("capacity_factor", 0), ("expert_groups", 1), ("experts_every", 1)):
+                if getattr(self, key) != none:
+                    raise UserError(f"model.{key}", "the model has no experts", f"set {key}={none}")
+            return
+        if self.dense_layers >= self.num_layers:
+            raise UserError("model.dense_layers", f"{self.dense_layers} of {self.num_layers} layers leaves no layer "
+                            "for the experts", "lower it or set model.num_experts=0")
+        if (layers := self.num_layers - self.dense_layers) % self.experts_every:
+            raise UserError("model.experts_every", f"{self.experts_every} does not divide the {layers} layers "
+                            f"after model.dense_layers={self.dense_layers}", "choose a divisor of it")
+        if self.num_experts % self.expert_groups:
+            raise UserError("model.expert_groups", f"{self.expert_groups} does not divide "
+                            f"model.num_experts={self.num_experts}", "choose a divisor of it")
+        if self.expert_groups_used > self.expert_groups:
+            raise UserError("model.expert_groups_used", f"{self.expert_groups_used} exceeds "
+                            f"model.expert_groups={self.expert_groups}", f"use {self.expert_groups} or fewer")
+        super()._check_experts()
+
+
+def _read(known: Keys, refuse: Refuse) -> Keys:
+    window = layer_patterns.window_everywhere(known, refuse, known["sliding_window"])
+    return {"window": window} | rotary("mixtral", known, refuse)
+
+
+def _write(c: ExpertsConfig) -> Keys:
+    return written(c) | {"intermediate_size": c.expert_mlp_dim}
+
+
+def _layer(c: ExpertsConfig, experts: bool) -> list[Entry]:
+    mlp = decoder_tensors.experts(c, "block_sparse_moe", ("w1", "w3", "w2")) if experts else decoder_tensors.swiglu()
+    return [*decoder_tensors.ATTENTION, *decoder_tensors.NORMS, *mlp]
+
+
+FAMILY = Family(
+    ExpertsConfig, llama, tensors=decoder_tensors.decoder(_layer),
+    hf=(HFConfig("mixtral", "MixtralForCausalLM", COMMON | {
+        "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"}, read=_read, write=_write),))
