@@ -60,7 +60,7 @@ def planned(sizes: dict[str, Any], dtype: str, devices: int) -> list[Row]:
     other = "float32" if dtype == "bfloat16" else "bfloat16"
     rows = matmuls("llm", dtype)
     for B, T, H, G, K in sizes["attention"]:
-        shapes = [(B, T, H, K), (B, T, G, K), (B, T, G, K)]
+        shapes: list[tuple[int, ...]] = [(B, T, H, K), (B, T, G, K), (B, T, G, K)]
         work = kernels.flops(kernels.FORWARD, shapes) + kernels.flops(kernels.BACKWARD, shapes)
         rows.append(Row("attention", dtype, (B, T, H, G, K), work))
     rows += [Row("memory", "float32", (size,), 2.0 * size) for size in sizes["memory"]]
