@@ -76,7 +76,7 @@ def test_contributing_is_one_page_with_commands_that_are_those_of_elsewhere():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_are_there(page):
-    """Those that stand in code; NAME in one is to be replaced."""
+    """Every path in code exists, unless it has NAME in it, which the reader replaces."""
     code = re.findall(r"^```.*?^```|`[^`\n]+`", page.read_text(), re.M | re.S)
     paths = re.compile(r"(?<![\w/.-])(?:tools|tests|docs|configs|examples|deploy|\.github|\.ci)/[\w./-]*\w")
     named = {name for one in code for name in paths.findall(one) if "NAME" not in name}
