@@ -10,7 +10,7 @@ from pygments.lexers.special import TextLexer
 project = "jaxtrain"
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "examples/**.ipynb"]
-exclude_patterns = [".*", "build", "dist", "runs", "corpora", "results", "configs", "jaxtrain", "measurements", "tests",
+exclude_patterns = [".*", "build", "dist", "runs", "corpora", "results", "configs", "deploy", "jaxtrain", "tests",
                     "tools", "*.egg-info"]  # folders that need not be looked through
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 

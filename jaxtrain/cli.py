@@ -12,7 +12,7 @@ GROUPS = {  # the commands as `--help` lists them
     "data": ("prepare", "prepare_sequences", "train_tokenizer", "inspect", "publish", "croissant"),
     "trained models": ("generate", "transcribe", "evaluate", "export", "merge", "adapters"),
     "runs": ("runs", "top", "report", "checkpoint", "goodput", "dashboards"),
-    "speed and planning": ("plan", "bench", "profile", "scaling", "schedules", "coordinates"),
+    "speed and planning": ("plan", "calibrate", "bench", "profile", "scaling", "schedules", "coordinates"),
     "machines": ("doctor",),
 }
 

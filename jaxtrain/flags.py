@@ -23,6 +23,7 @@ COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and t
     "plan": ("jaxtrain.plan", "Rank meshes for given hardware by speed, with their memory and cost."),
     "scaling": ("jaxtrain.plan.scaling_laws",
                 "Fit a scaling law to finished runs: predict the loss, and the best size for a budget."),
+    "calibrate": ("jaxtrain.plan.calibrate", "Measure the speed of this machine's devices, for the planner."),
     "bench": ("jaxtrain.bench",
               "Measure a config's training speed on this machine, and where the time goes."),
     "profile": ("jaxtrain.profiling", "Profile a running training job: where the time of its steps goes."),

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from jaxtrain.bench import records
-from tools import accelerator, accelerator_blocks, accelerator_truth
+from tools.device import accelerator, accelerator_blocks, accelerator_truth
 
 ROOT = Path(__file__).parents[1]
 # The same program with blocks that misbehave; each is run by this script again, as a child.
 BAD = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from tools import accelerator
-from tools.accelerator_blocks import BLOCKS, Block
+from tools.device import accelerator
+from tools.device.accelerator_blocks import BLOCKS, Block
 
 def hang(session):
     session.figures(str(os.getpid()), answer=1)
@@ -91,7 +91,7 @@ def test_whoever_ends_it_ends_its_blocks(tmp_path):
 @pytest.mark.exhaustive
 def test_rehearsal(tmp_path):
     results = tmp_path / "results.jsonl"
-    done = run(ROOT / "tools/accelerator.py", "--rehearse", f"--results={results}")
+    done = run(ROOT / "tools/device/accelerator.py", "--rehearse", f"--results={results}")
     assert done.returncode == 0, done.stderr[-5000:]
     assert statuses(results) == {name: "done" for name in accelerator_blocks.BLOCKS}
     lines = records.read(results)

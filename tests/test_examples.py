@@ -14,7 +14,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 from tests.tiny import QUICKLY
-from tools.run_notebooks import drop_scripts
+from tools.release.run_notebooks import drop_scripts
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = {path.stem: path for path in (ROOT / "examples").glob("*.ipynb")}
@@ -126,7 +126,7 @@ def test_notebook(name, said, tmp_path):
     shipped = [kinds(cell) for cell in notebook.cells]
     printed = execute(notebook, ROOT / "examples", tmp_path)
     assert [kinds(cell) for cell in notebook.cells] == shipped, (
-        f"its outputs are not those of these cells: python tools/run_notebooks.py {name}")
+        f"its outputs are not those of these cells: python tools/release/run_notebooks.py {name}")
     assert said in printed
 
 

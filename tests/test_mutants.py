@@ -1,8 +1,8 @@
-"""The bugs of `tools/mutants.py` still fit the code; whether the tests notice them takes hours to find out."""
+"""The bugs of `tools/release/mutants.py` still fit the code; whether the tests notice them takes hours to find out."""
 
 import pytest
 
-from tools.mutants import MUTANTS, ROOT
+from tools.release.mutants import MUTANTS, ROOT
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -28,7 +28,7 @@ QUICK = re.compile(r"--print_config")
 # These differ from another one in the config alone, and tests/test_configs.py lowers or trains the tiny variant of
 # each; tests/test_examples.py runs the notebooks, and tests/bench the benchmark.
 ALIKE = re.compile(r"configs/\w+\.py --config\.data\.source=/path/to/text$|jaxtrain\.plan .*llama3_8b|"
-                   r"tools/run_notebooks|jaxtrain\.bench --config")
+                   r"tools/release/run_notebooks|jaxtrain\.bench --config")
 LONG = (*((page, 0) for page in ("README.md", "planner.md", "api.md", "training.md", "observe.md")),
         ("data-sequences.md", 0), *(("objectives.md", number) for number in range(6)))
 PYTHON = re.compile(r"^```python\n(?!# \S+\.py\n)(.*?)^```", re.M | re.S)
@@ -134,8 +134,8 @@ def chains() -> list:
         return next((folder for folder in ("corpora/", "models/", "runs/tour") if folder in command), "")
 
     # These have tests of their own, or take hours.
-    slow = ("pytest", "tools/bench", "_truth.py", "tools/whisper_from", "tools/compare_evaluation", "tools/chaos",
-            "tools/accelerator", "tools/mutants", "python examples/", "jaxtrain.launch")
+    slow = ("pytest", "tools/benchmarks", "tools/device", "tools/release/compare_evaluation", "tools/release/mutants",
+            "python examples/", "jaxtrain.launch")
     commands = [command for command in shown() if re.search("examples/(reinforce|sft)", command) or not any(
         word in command for word in slow)]
     groups = [list(group) for _, group in itertools.groupby(commands, key=made)]

@@ -3,7 +3,7 @@
     jaxtrain bench --config=configs/gpt.py --steps=20 --profile
     jaxtrain bench --config=configs/gpt.py --steps=20 --compare=step,plain
     jaxtrain bench --config=configs/gpt.py:tiny --steps=10 --sweep train.remat=none,full train.unroll=1,0
-    jaxtrain bench --render measurements/cpu.jsonl
+    jaxtrain bench --render docs/measurements/cpu.jsonl
 
 Trains on packed batches of the config's own data, with its data loader, and writes no checkpoints. Exit status 0; 1: it
 ran out of memory, or all runs of a sweep failed; 2: a user error, reported in one line; 130: stopped by Ctrl-C.
@@ -212,7 +212,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--timeout", type=float, default=1800,
                       help="time limit of each process of a sweep in seconds; default 1800")
     add_process_flags(made)
-    made.add_argument("--targets", metavar="FILE", help="measurements of tools/calibrate.py, for the predictions")
+    made.add_argument("--targets", metavar="FILE", help="measurements of jaxtrain calibrate, for the predictions")
     made.add_argument("--json", metavar="FILE", help="append the measurement to this file as a line of JSON")
     made.add_argument("--name", help="name of the measurement in tables; default: the config and its changes")
     made.add_argument("--label", help="name of the table for the measurement, one word; see --into")

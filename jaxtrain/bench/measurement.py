@@ -43,7 +43,7 @@ class Training:
     """The training loop without checkpoints, evaluation and protection: only steps and their metrics.
 
     Batches come from the data loader's thread, and metrics are read one step late by the writer's.
-    `tools/bench_protection.py` measures the cost of the rest.
+    `tools/benchmarks/bench_protection.py` measures the cost of the rest.
     """
 
     def __init__(self, run: Run, state: TrainState, batches: Iterator[tuple[int, Any, float]], folder: Path, last: int):

@@ -1,6 +1,6 @@
 """The defaults, types and other names that Hugging Face's transformers has for the keys of a config.json.
 
-`tools/families_truth.py` makes the table from the classes that transformers has for the model types.
+`tests/config/families_truth.py` makes the table from the classes that transformers has for the model types.
 """
 
 import json

@@ -156,7 +156,7 @@ def devices_of(target: Target, count: int) -> list[Any]:
     except (RuntimeError, ValueError, KeyError) as error:
         extra = "aot-tpu" if target.platform == "tpu" else "aot-cuda"
         raise UserError("--verify", f"the compiler for {target.name} is missing ({f'{error}'.splitlines()[0][:100]})",
-                        f"{install_extra(extra)}, and set JAX_PLATFORMS=cpu") from None
+                        f"{install_extra(extra)} with Python 3.12 or later, and set JAX_PLATFORMS=cpu") from None
     devices = list(np.ravel(found.devices))
     if len(devices) != count:
         raise UserError("--verify", f"{target.name} has no slice of {count} devices; the nearest has {len(devices)}",

@@ -19,7 +19,7 @@ from jaxtrain.files.bounded_files import misfit, user_json
 GB, GiB, T = 1e9, 2.0**30, 1e12
 # The share of a data sheet's figures that programs reach: of the peak in matmuls and in attention kernels, of the
 # bandwidth of memory and links; and "overlap", the share of communication that computation hides. Chosen by hand on
-# the calibrated half of tools/bench_published.py, which has a100, h100, h200, v5p and v6e; guesses for the others.
+# the calibrated half of bench_published.py, which has a100, h100, h200, v5p and v6e; guesses for the others.
 # The reasons given are what would explain the figures; they were not measured.
 GPU = {
     "matmul": 0.62,  # H100, all eight of a machine at their power limit; published for large matmuls alone: 0.73
@@ -187,7 +187,7 @@ def host_memory() -> int:
 def here(devices: list[Any] | None = None, more: str | Path | None = None) -> Target:
     """Return the target of the available devices; raise a `UserError` if they are not known.
 
-    `more`: a JSON file with their measurements (tools/calibrate.py).
+    `more`: a JSON file with their measurements (`jaxtrain calibrate`).
     """
     import jax
 

@@ -2,7 +2,7 @@
 
 They are passed with the program (`compile(compiler_options=...)`), so that XLA_FLAGS in the environment stay the
 user's. What each option of the preset gains is in docs/performance.md, by the compiler's own programs for described
-devices (`tools/bench_hlo.py`); none was measured on a GPU.
+devices (`tools/benchmarks/bench_hlo.py`); none was measured on a GPU.
 """
 
 from collections.abc import Mapping

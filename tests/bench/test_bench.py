@@ -1,4 +1,4 @@
-"""The benchmarks of tools/ run; what they measure is not checked here."""
+"""The benchmarks of tools/benchmarks run; what they measure is not checked here."""
 
 import os
 import subprocess
@@ -8,19 +8,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "tools" / "benchmarks"
 
 
 @pytest.mark.exhaustive
 def test_startup():
-    done = subprocess.run([sys.executable, ROOT / "tools/bench_startup.py", "--import_time"], capture_output=True,
+    done = subprocess.run([sys.executable, BENCHMARKS / "bench_startup.py", "--import_time"], capture_output=True,
                           text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "python tools/bench_startup.py --import_time" in done.stdout and "import jaxtrain " in done.stdout
+    assert "python tools/benchmarks/bench_startup.py --import_time" in done.stdout and "import jaxtrain " in done.stdout
 
 
 @pytest.mark.exhaustive
 def test_data():
-    command = [sys.executable, ROOT / "tools/bench_data.py", "--megabytes=0.3", "--config=configs/gpt.py:tiny"]
+    command = [sys.executable, BENCHMARKS / "bench_data.py", "--megabytes=0.3", "--config=configs/gpt.py:tiny"]
     done = subprocess.run(command, capture_output=True, text=True,
                           timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
@@ -30,7 +31,7 @@ def test_data():
 
 @pytest.mark.slow
 def test_index():
-    command = [sys.executable, ROOT / "tools/bench_index.py", "--documents=3000", "--per_shard=1000"]
+    command = [sys.executable, BENCHMARKS / "bench_index.py", "--documents=3000", "--per_shard=1000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300,
                           env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr

@@ -154,7 +154,7 @@ def test_memory_that_ran_out_is_known_in_all_words(error):
     (["--config=configs/gpt.py:tiny", "--into=x.md"], "--into: it needs --render"),
     (["--config=configs/mixtral_8x7b.py:tiny", "--config.mesh.expert=1", "--compare=plain"], "model.name: mixtral"),
     (["--render", sys.executable], "it is not text"), (["--render", "README.md"], "README.md: it has no measurements"),
-    (["--render", "measurements/cpu.jsonl", "--into=README.md"], "README.md has no place for a table"),
+    (["--render", "docs/measurements/cpu.jsonl", "--into=README.md"], "README.md has no place for a table"),
     (["--render", "nowhere.jsonl"], "nowhere.jsonl: it cannot be read"),
     (["--config=configs/gpt.py:tiny", "--targets=nowhere.json"], "--targets: nowhere.json cannot be read")])
 def test_mistakes_take_one_line(words, said, capsys):

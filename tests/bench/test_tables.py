@@ -9,7 +9,7 @@ from jaxtrain.bench import records, tables
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-MEASUREMENTS = sorted((ROOT / "measurements").glob("*.jsonl"))
+MEASUREMENTS = sorted((ROOT / "docs" / "measurements").glob("*.jsonl"))
 ABOUT = {"time": "2026-01-01T00:00:00+00:00", "commit": "a" * 40, "command": "python -m jaxtrain.bench --config=x",
          "device": "NVIDIA H100 80GB HBM3", "devices": 1, "processor": "P", "cores": 2, "load": 0.5,
          "versions": {"python": "3.12.1", "jax": "0.12.0"}, "environment": {}}
@@ -93,4 +93,4 @@ def test_benchmarks_has_what_was_recorded():
     groups = tables.grouped(line for file in MEASUREMENTS for line in records.read(file))
     assert "<!-- rendered: " in text
     assert tables.filled(text, groups) == text, (
-        "run: python -m jaxtrain.bench --render measurements/*.jsonl --into=docs/benchmarks.md")
+        "run: python -m jaxtrain.bench --render docs/measurements/*.jsonl --into=docs/benchmarks.md")

@@ -1,6 +1,6 @@
 """Draws config.json files of published models, and compares what jaxtrain and transformers take them for.
 
-    python -m tests.config.families FILE    # of `tools/families_truth.py --to=FILE`
+    python -m tests.config.families FILE    # of `tests/config/families_truth.py --to=FILE`
 """
 
 import json

@@ -98,6 +98,6 @@ def test_hostile_files_are_read_or_refused_in_a_sentence(draw, seed, tmp_path):
 def test_the_table_of_defaults_is_that_of_transformers():
     pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    from tools import families_truth
+    from tests.config import families_truth
 
     assert families_truth.table() == defaults.table()

@@ -1,6 +1,6 @@
 """Tiny published models: their config.json, weights that follow from their names, and what transformers computes.
 
-`tools/hub_truth.py` makes the truth, with torch and transformers; the tests need neither.
+`tests/hub/published_truth.py` makes the truth, with torch and transformers; the tests need neither.
 """
 
 import json

@@ -1,6 +1,6 @@
 """`jaxtrain evaluate`: local tasks of the harness on a run, what is kept of the results, and a watcher.
 
-`tools/compare_evaluation.py` compares with the harness's own model, which needs torch.
+`tools/release/compare_evaluation.py` compares with the harness's own model, which needs torch.
 """
 
 import json

@@ -7,13 +7,14 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "deploy" / "docker"
 
 
 def test_every_package_of_the_image_has_one_version():
-    lines = (ROOT / "docker" / "constraints.txt").read_text().splitlines()
+    lines = (DOCKER / "constraints.txt").read_text().splitlines()
     pinned = dict(re.fullmatch(r"([a-z0-9.-]+)==(\S+)(?: ; .*)?", line).groups() for line in lines if line[0] != "#")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", (ROOT / "docker" / "Dockerfile").read_text(), re.M)
+    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", (DOCKER / "Dockerfile").read_text(), re.M)
     wanted = project["build-system"]["requires"] + project["project"]["dependencies"]
     for extra in extras.split(","):
         wanted += project["project"]["optional-dependencies"][extra]
@@ -23,7 +24,7 @@ def test_every_package_of_the_image_has_one_version():
 
 
 def test_what_the_image_copies_is_there():
-    text = (ROOT / "docker" / "Dockerfile").read_text()
+    text = (DOCKER / "Dockerfile").read_text()
     for line in re.findall(r"^COPY (.*)$", text, re.M):
         assert [name for name in line.split()[:-1] if not (ROOT / name).exists()] == []
     assert "USER 65534" in text

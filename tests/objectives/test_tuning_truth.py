@@ -1,4 +1,4 @@
-"""Losses of preferences, labels and policy gradients are TRL's (tools/tuning_truth.py), and so are their gradients."""
+"""Losses of preferences, labels and policy gradients are TRL's (tuning_truth.py), and so are their gradients."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Log-probabilities and values of answers for which `tools/tuning_truth.py` computes TRL's losses."""
+"""Log-probabilities and values of answers for which `tests/objectives/tuning_truth.py` computes TRL's losses."""
 
 import numpy as np
 

@@ -21,7 +21,7 @@ from jaxtrain.plan.report.answers_room import answers_at_once, room_for_answers
 from jaxtrain.plan.report.table import explained
 from jaxtrain.train_step.report import total
 from tests.tiers import exhaustive, slow, slow_if
-from tools import bench_plan
+from tools.benchmarks import bench_plan
 
 KEPT = {line["name"]: line["bytes"] for line in map(json.loads, bench_plan.ANSWERS_KEPT.read_text().splitlines())}
 CASES = {case["name"]: case for case in bench_plan.ANSWERS}

@@ -11,8 +11,9 @@ import pytest
 
 from jaxtrain.plan import targets
 from jaxtrain.plan.__main__ import main
+from jaxtrain.plan.calibrate import device_rates as rates
+from jaxtrain.plan.calibrate.__main__ import main as calibrate
 from tests.tiny import virtual_devices
-from tools import calibrate
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 def test_quick_on_two_virtual_devices(tmp_path, capsys):
     file = tmp_path / "mine.json"
     done = subprocess.run(
-        [sys.executable, ROOT / "tools/calibrate.py", "--quick", f"--targets={file}"], capture_output=True, text=True,
-        timeout=500, env=os.environ | {"XLA_FLAGS": virtual_devices(2)})
+        [sys.executable, "-m", "jaxtrain.plan.calibrate", "--quick", f"--output={file}"], capture_output=True,
+        text=True, timeout=500, env=os.environ | {"XLA_FLAGS": virtual_devices(2)})
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in file.with_suffix(".rows.jsonl").read_text().splitlines()]
-    assert {row["what"] for row in rows} == {"llm", "square", "attention", "memory", *calibrate.KINDS}
+    assert {row["what"] for row in rows} == {"llm", "square", "attention", "memory", *rates.KINDS}
     assert {row["dtype"] for row in rows if row["what"] == "llm"} == {"float32", "bfloat16"}
     assert all(row["seconds"] > 0 and f"{' x '.join(map(str, row['shape']))}" in done.stdout for row in rows)
 
@@ -45,12 +46,12 @@ def test_quick_on_two_virtual_devices(tmp_path, capsys):
     assert "time of a step" in capsys.readouterr().out
 
 
-def made(devices=8, link=(2e11, 3e-6), **rates):
+def made(devices=8, link=(2e11, 3e-6), **reached):
     """Rows as if measured on so many H100s at these rates."""
-    rows = calibrate.planned(calibrate.FULL, "bfloat16", devices)
+    rows = rates.planned(rates.FULL, "bfloat16", devices)
     for row in rows:
-        row.seconds = row.work / rates.get(f"{row.what}_{row.dtype}", 1e12)
-        if row.what in calibrate.KINDS:
+        row.seconds = row.work / reached.get(f"{row.what}_{row.dtype}", 1e12)
+        if row.what in rates.KINDS:
             row.seconds = row.work / link[0] + row.steps * link[1]
     return rows
 
@@ -59,7 +60,7 @@ def test_data_sheets_stay_and_products_are_what_was_measured(tmp_path):
     sheet = targets.TARGETS["h100"]
     rows = made(llm_bfloat16=6e14, llm_float32=5e13, attention_bfloat16=4e14, memory_float32=3e12)
     file = tmp_path / "mine.json"
-    file.write_text(json.dumps({"h100": calibrate.calibrated(sheet, "bfloat16", rows)}))
+    file.write_text(json.dumps({"h100": rates.calibrated(sheet, "bfloat16", rows)}))
     mine, _ = targets.parse("h100x8", file)
     assert (mine.peak["bfloat16"], mine.bandwidth) == (sheet.peak["bfloat16"], sheet.bandwidth)
     assert mine.efficiency["matmul"] == pytest.approx(6e14 / sheet.peak["bfloat16"])
@@ -76,11 +77,11 @@ def test_data_sheets_stay_and_products_are_what_was_measured(tmp_path):
 
 def test_one_device_has_no_links_and_what_was_left_out_stays():
     rows = made(devices=1)
-    assert not {row.what for row in rows} & set(calibrate.KINDS)
+    assert not {row.what for row in rows} & set(rates.KINDS)
     for row in rows:
         if row.what != "llm" or row.dtype != "bfloat16":
             row.seconds = 0.0  # time was up
-    keys = calibrate.calibrated(targets.TARGETS["h100"], "bfloat16", rows)
+    keys = rates.calibrated(targets.TARGETS["h100"], "bfloat16", rows)
     assert set(keys["efficiency"]) == {"matmul"} and set(keys["peak"]) == {"bfloat16"}
     assert "links" not in keys and "bandwidth" not in keys
 
@@ -89,13 +90,13 @@ def test_a_latency_below_nothing_is_noise():
     rows = [row for row in made() if row.what == "all-reduce"]
     for row in rows:
         row.seconds = row.work**1.2 / 1e11
-    bandwidth, latency = calibrate.fitted(rows)
+    bandwidth, latency = rates.fitted(rows)
     assert bandwidth > 0 and latency > 0
 
 
 def test_dry_run_and_mistakes(tmp_path, capsys):
-    assert calibrate.main(["--dry-run"]) == 0
+    assert calibrate(["--dry-run"]) == 0
     assert "all-reduce" in capsys.readouterr().out
-    for words in ([], [f"--targets={tmp_path}"], [f"--targets={tmp_path / 'no' / 'mine.json'}"]):
-        assert calibrate.main(["--quick", *words]) == 2
-        assert "--targets: " in capsys.readouterr().err
+    for words in ([], [f"--output={tmp_path}"], [f"--output={tmp_path / 'no' / 'mine.json'}"]):
+        assert calibrate(["--quick", *words]) == 2
+        assert "--output: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Predictions beside what compilers for GPUs and TPUs said of the same steps (tools/bench_plan.py keeps it)."""
+"""Predictions beside what compilers for GPUs and TPUs said of the same steps (kept by bench_plan.py)."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers import slow_if
-from tools import bench_plan
+from tools.benchmarks import bench_plan
 
 KEPT = {line["name"]: line for line in map(json.loads, bench_plan.KEPT.read_text().splitlines())}
 CASES = {case["name"]: case for case in bench_plan.CASES}

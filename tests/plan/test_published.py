@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools import bench_published
+from tools.benchmarks import bench_published
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The compilers' steps for accelerators are no slower and no larger than recorded (tools/bench_hlo.py)."""
+"""The compilers' steps for accelerators are no slower and no larger than recorded (tools/benchmarks/bench_hlo.py)."""
 
 import importlib.util
 import json
@@ -13,13 +13,13 @@ from jaxtrain.config.load import load_config
 from tests.tiers import slow_if
 
 ROOT = Path(__file__).parents[2]
-CASES = json.loads((ROOT / "measurements/hlo.json").read_text())
+CASES = json.loads((ROOT / "docs/measurements/hlo.json").read_text())
 CHEAP = "124m_2_layers_h200x1"  # compiled in ten CPU-seconds
 
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("bench_hlo", ROOT / "tools/bench_hlo.py")
+    spec = importlib.util.spec_from_file_location("bench_hlo", ROOT / "tools/benchmarks/bench_hlo.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -34,7 +34,8 @@ def test_no_step_is_worse_than_recorded(name, bench):
         pytest.skip("no compiler for accelerators: it comes with the extras aot-cuda and aot-tpu")
     if compilers != recorded:
         pytest.skip(f"recorded with {recorded}, and this is {compilers}")
-    done = subprocess.run([sys.executable, "tools/bench_hlo.py", name], cwd=ROOT, capture_output=True, text=True,
+    command = [sys.executable, "tools/benchmarks/bench_hlo.py", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
                           env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_gpu_autotune_level=0",
                                             "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

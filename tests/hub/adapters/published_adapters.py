@@ -1,6 +1,6 @@
 """Adapters in PEFT's format for the tiny published models, and what PEFT computes of them.
 
-`tools/adapter_truth.py` makes the truth, with torch, transformers and peft; the tests need none of them.
+`tests/hub/adapters/adapter_truth.py` makes the truth, with torch, transformers and peft; the tests need none of them.
 """
 
 import json

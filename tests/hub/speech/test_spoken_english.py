@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.hub.speech import speech_model, transcribe
-from tests.hub.speech import spoken
-from tools import whisper_from_ctranslate2
+from tests.hub.speech import spoken, whisper_from_ctranslate2
 
 TRUTH = json.loads(Path(__file__).with_name("spoken_truth.json").read_text())
 

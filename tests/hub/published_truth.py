@@ -1,0 +1,137 @@
+"""Compute with Hugging Face's transformers tiny published models, for the tests of import and export.
+
+    python -m tests.hub.published_truth            # writes tests/hub/published_truth.json
+    python -m tests.hub.published_truth --exports  # loads what jaxtrain exports, and compares logits and rewards
+
+Needs torch and transformers, which the tests do not: the logits, the shapes of all tensors as they are on disk, and of
+every gradient its norm and two projections are kept. It computes in float64, except what the models themselves compute
+in float32.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from jaxtrain.hub.weights import safetensors_files
+from tests.hub import published
+
+
+def torch_model(folder: Path, kind: Any = transformers.AutoModelForCausalLM) -> Any:
+    """The model in a folder, in float64."""
+    model, told = kind.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64,
+        output_loading_info=True)
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    return model.eval()
+
+
+def made(kind: str, keys: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what transformers writes to disk of a model of this type: its config and the shapes of its tensors."""
+    config = transformers.AutoConfig.for_model(kind, **keys)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return {"config": json.loads((folder / "config.json").read_text()),
+            "tensors": {name: t.shape for name, t in safetensors_files.tensors_of(folder).items()}}
+
+
+def on_disk(model: Any, folder: Path, of: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """These tensors, one for each parameter in memory, by the names and in the layouts that they have on disk."""
+    import copy
+
+    other = copy.deepcopy(model).float()
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            parameter.copy_(of[name])
+    other.save_pretrained(folder)
+    return {name: np.array(tensor.view()) for name, tensor in safetensors_files.tensors_of(folder).items()}
+
+
+def computed(folder: Path, scratch: Path) -> dict[str, Any]:
+    """Logits of the tokens, and the gradient of the mean cross-entropy of each next one."""
+    model, tokens = torch_model(folder), torch.tensor(published.TOKENS, dtype=torch.long)
+    logits = model(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
+    loss.backward()
+    of = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    return {"logits": [float(f"{x:.9g}") for x in logits.detach().numpy().reshape(-1)], "loss": float(loss.detach()),
+            "gradients": {name: [float(f"{x:.8g}") for x in published.projections(name, tensor)]
+                          for name, tensor in on_disk(model, scratch, of).items()
+                          if not any(name.endswith(key.split(".")[-1]) for key in buffers)}}
+
+
+def exported(name: str, case: dict[str, Any]) -> float:
+    """The largest error of the logits of what jaxtrain exports, relative to the largest logit."""
+    import jaxtrain as jt
+    from jaxtrain.config.family import config_of
+    from jaxtrain.hf.hf_config import config_json, model_section
+    from jaxtrain.hub.weights import published_weights
+
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        folder, to = published.write(Path(first) / "in", case), Path(second)
+        section = model_section(folder)
+        model = config_of(section)
+        run = jt.build(jt.make_config({"model": section, "data": {"seq_len": 8}, "mesh": {"data": 1}}))
+        params = published_weights.load(folder, model, run.abstract.all_params)
+        published_weights.save(params, model, to, np.float32, 10_000)
+        (to / "config.json").write_text(json.dumps(config_json(model)))
+        logits = torch_model(to)(torch.tensor(published.TOKENS, dtype=torch.long)).logits.detach().numpy().reshape(-1)
+    wanted = np.asarray(case["logits"])
+    return float(np.abs(logits - wanted).max() / np.abs(wanted).max())
+
+
+def rewarded(case: dict[str, Any]) -> float:
+    """The largest error of the rewards of what jaxtrain exports with a reward head, relative to the largest reward."""
+    import jax
+
+    import jaxtrain as jt
+    from jaxtrain.hf.hf_config import config_json, model_section
+    from jaxtrain.hub.weights import published_weights
+
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        folder, to = published.write(Path(first) / "in", case), Path(second)
+        run = jt.build(jt.make_config({
+            "model": model_section(folder), "data": {"seq_len": 8, "packing": "pairs"}, "mesh": {"data": 1},
+            "preference": {"loss": "reward"}}))
+        head = run.abstract.params["reward_head"]["kernel"]
+        weights = np.random.default_rng(5).normal(size=head.shape).astype(np.float32)
+        params = published_weights.load(folder, run.config.model, run.abstract.params) | {
+            "reward_head": {"kernel": jax.device_put(weights, head.sharding)}}
+        published_weights.save(params, run.config.model, to, np.float32, 10_000)
+        (to / "config.json").write_text(json.dumps(config_json(run.config.model, True) | {"pad_token_id": 0}))
+        tokens = torch.tensor(np.pad(published.TOKENS, [(0, 0), (0, 2)]), dtype=torch.long)
+        model = torch_model(to, transformers.AutoModelForSequenceClassification)
+        assert type(model).__name__ == config_json(run.config.model, True)["architectures"][0]
+        rewards = model(tokens).logits.detach().numpy()
+        last = torch_model(folder).base_model(tokens).last_hidden_state[:, published.TOKENS.shape[1] - 1]
+        wanted = last.detach().numpy() @ weights
+    return float(np.abs(rewards - wanted).max() / np.abs(wanted).max())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--exports", action="store_true")
+    if parser.parse_args().exports:
+        errors = {name: exported(name, case) for name, case in published.truth().items()}
+        errors |= {f"{name}, rewards": rewarded(case) for name, case in published.truth().items()}
+        print(*(f"{name:27} {error:.1e}" for name, error in errors.items()), sep="\n")
+        return int(max(errors.values()) > 1e-6)
+    cases = {}
+    for name, (kind, keys) in published.CASES.items():
+        with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b, tempfile.TemporaryDirectory() as c:
+            case = made(kind, keys, Path(a))
+            cases[name] = case | computed(published.write(Path(b), case), Path(c))
+        print(name, len(case["tensors"]), "tensors, loss", cases[name]["loss"])
+    by = {"transformers": transformers.__version__, "torch": torch.__version__}
+    published.TRUTH.write_text(json.dumps({"made_by": by, "cases": cases}, separators=(",", ":")) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
