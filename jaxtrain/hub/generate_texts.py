@@ -4,6 +4,7 @@
     jaxtrain generate WORKDIR --prompts=prompts.jsonl --temperature=0 --json
     jaxtrain generate FOLDER --system="Answer in one word." --prompt="Which planet do we live on?"
     jaxtrain generate FOLDER --messages=conversation.json
+    jaxtrain generate hf:ORG/NAME --chat --prompt="Which planet do we live on?"
     jaxtrain generate FOLDER --adapters=formal=FOLDER,brief=FOLDER --adapter=brief --prompt="Dear"
 
 Loads WORKDIR/config.json, WORKDIR/tokenizer and the parameters of the newest verified checkpoint, without
@@ -38,6 +39,9 @@ def main(argv: list[str] | None) -> None:
     """Run the command; exit status 2 means a user error, reported in one line."""
     flags, overrides = parse(argv)
     texts, names = _prompts(flags)
+    from jaxtrain.config.hub_names import model_folder
+
+    flags.workdir = model_folder(flags.workdir)
     from jaxtrain.hub.folders import generation_config
     from jaxtrain.hub.generate import check, generate
     from jaxtrain.hub.trained_model import load_model, sections_of
@@ -71,7 +75,8 @@ def main(argv: list[str] | None) -> None:
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     """Return the parsed flags and the dotted config overrides."""
     parser = parser_of("generate", __doc__)
-    parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of a run, or a folder in Hugging Face's format")
+    parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of a run, a folder in Hugging Face's "
+                        "format, or hf:ORG/NAME on the Hugging Face Hub")
     parser.add_argument("--prompt", action="append", default=[], help="a text to continue; can be repeated")
     parser.add_argument("--prompts", metavar="FILE",
                         help='JSON lines: texts, or objects with a "prompt" or with "messages"')

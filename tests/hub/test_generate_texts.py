@@ -107,8 +107,8 @@ def test_prompts_name_their_adapters(workdir, capsys, tmp_path):
 @pytest.mark.parametrize(("words", "message"), [
     (["{work}"], "--prompt: there is no prompt; give --prompt=TEXT, --prompts=FILE or --messages=FILE"),
     (["{gone}", "--prompt=a"], "WORKDIR: there is no folder {gone}; give the workdir of a run, or a published"),
-    (["Org/Tiny", "--prompt=a"], "WORKDIR: there is no folder Org/Tiny; download a model of the Hugging Face Hub first"
-                                 ": hf download Org/Tiny --local-dir=models/Tiny"),
+    (["Org/Tiny", "--prompt=a"], "WORKDIR: there is no folder Org/Tiny; write hf:Org/Tiny for a model on the Hugging "
+                                 "Face Hub"),
     (["{gone}.gguf", "--prompt=a"], "WORKDIR: {gone}.gguf is a model in GGUF, which jaxtrain does not read; give the"),
     (["{work}", "--prompt=a", "--step=-1"], "--step: -1 is not a step; leave it out for the newest good"),
     (["{work}", "--prompt=a", "--step=7"], "--step: {work} has no checkpoint of step 7 that was found good; "),

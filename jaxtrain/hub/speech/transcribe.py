@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import storage
+from jaxtrain.config.hub_names import model_folder
 from jaxtrain.errors import UserError, say, tell_text
 from jaxtrain.flags import command, parser_of
 from jaxtrain.hub.speech.transcript_windows import Segment, silence_of, text_of, window
@@ -80,7 +81,8 @@ def _lines(name: str, segments: list[Segment], timestamps: bool) -> list[str]:
 
 def _flags(argv: list[str] | None) -> Any:
     parser = parser_of("transcribe", __doc__)
-    parser.add_argument("workdir", help="workdir of a run, or folder of a published model")
+    parser.add_argument("workdir", help="workdir of a run, folder of a published model, or hf:ORG/NAME "
+                        "on the Hugging Face Hub")
     parser.add_argument("files", nargs="+", help="audio files, or folders of them; -: standard input")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest verified one")
     parser.add_argument("--beams", type=int, default=1,
@@ -106,6 +108,7 @@ def _flags(argv: list[str] | None) -> Any:
         raise UserError("--batch_size", "with --stream windows come one after the other", "leave it out")
     if flags.references and PIPE in flags.files:
         raise UserError("--references", "standard input has no reference text", "name a file, or leave the flag out")
+    flags.workdir = model_folder(flags.workdir)
     return flags
 
 
