@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jaxtrain.hub.sampling import Sampling
 
 Messages = list[dict[str, Any]]
+_EXAMPLE = '[{"role": "user", "content": "Hello"}]'
 Prompt = str | Messages
 
 
@@ -80,9 +81,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--prompt", action="append", default=[], help="a text to continue; can be repeated")
     parser.add_argument("--prompts", metavar="FILE",
                         help='JSON lines: texts, or objects with a "prompt" or with "messages"')
-    parser.add_argument("--messages", metavar="FILE", action="append", default=[],
-                        help='a JSON list of messages, such as [{"role": "user", "content": "Hello"}], which are '
-                             "answered with the chat template; can be repeated")
+    parser.add_argument("--messages", metavar="JSON", action="append", default=[],
+                        help=f"list of messages to answer with the chat template: a JSON file, or JSON such as "
+                             f"'{_EXAMPLE}'; can be repeated")
     parser.add_argument("--system", help="system message before each prompt, which then counts as the user's message")
     parser.add_argument("--adapters", metavar="NAME=FOLDER,...",
                         help="adapters in PEFT's format; each prompt may name one as its \"adapter\"")
@@ -158,6 +159,21 @@ def _messages(flags: argparse.Namespace, prompt: Prompt) -> Messages:
     return [{"role": "system", "content": flags.system}, *prompt] if begins else prompt
 
 
+def _given_messages(given: str) -> Messages:
+    """Return the messages of a --messages flag: a file, or JSON itself."""
+    key, where = "--messages", given
+    if given.lstrip().startswith(("[", "{")):
+        where = "this" if len(given) > 60 else given
+        try:
+            said = parsed(given, object)
+        except ValueError as error:
+            raise UserError(key, f"{where} is not JSON ({error})", f"write {_EXAMPLE}, in single quotes in a shell, or "
+                            "give a file") from error
+    elif (said := user_json(given, object, key, f"write {_EXAMPLE}", LARGE)) is None:
+        raise UserError(key, f"there is no file {given}", f"give a JSON file with a list of messages, or {_EXAMPLE}")
+    return read_messages(said, key, where)
+
+
 def read_messages(said: Any, key: str, where: str) -> Messages:
     """Return messages from a user's file, after a check of their form."""
     said = said.get("messages") if isinstance(said, dict) else said
@@ -165,8 +181,7 @@ def read_messages(said: Any, key: str, where: str) -> Messages:
         isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
         for one in said)
     if not fits:
-        raise UserError(key, f"{where} is not a list of messages with a role and a content",
-                        'write [{"role": "user", "content": "Hello"}]')
+        raise UserError(key, f"{where} is not a list of messages with a role and a content", f"write {_EXAMPLE}")
     return said
 
 
@@ -196,11 +211,7 @@ def _prompts(flags: argparse.Namespace) -> tuple[list[Prompt], list[str | None]]
     _check_name(flags, flags.adapter, "--adapter")
     ignored = False
     texts: list[Prompt] = list(flags.prompt)
-    for file in flags.messages:
-        said = user_json(file, object, "--messages", 'write [{"role": "user", "content": "Hello"}]', LARGE)
-        if said is None:
-            raise UserError("--messages", f"there is no file {file}", "give a JSON file with a list of messages")
-        texts.append(read_messages(said, "--messages", file))
+    texts += map(_given_messages, flags.messages)
     names: list[str | None] = [flags.adapter] * len(texts)
     if flags.prompts:
         try:
@@ -230,7 +241,7 @@ def _prompts(flags: argparse.Namespace) -> tuple[list[Prompt], list[str | None]]
             texts.append(text)
             names.append(name or flags.adapter)
     if not texts:
-        raise UserError("--prompt", "there is no prompt", "give --prompt=TEXT, --prompts=FILE or --messages=FILE")
+        raise UserError("--prompt", "there is no prompt", "give --prompt=TEXT, --prompts=FILE or --messages=JSON")
     if ignored:
         say(f"warning: {flags.prompts} names adapters, which are ignored: there are no --adapters")
     return texts, names

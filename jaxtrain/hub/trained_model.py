@@ -73,7 +73,8 @@ def _no_folder(path: Path) -> UserError:
     if path.exists():
         return UserError("WORKDIR", f"{path} is a file", f"give the folder that it is in: {path.parent}")
     if hub_names.is_name(f"{path}"):
-        return UserError("WORKDIR", f"there is no folder {path}", f"write hf:{path} for a model on the Hugging Face Hub")
+        return UserError("WORKDIR", f"there is no folder {path}",
+                         f"write hf:{path} for a model on the Hugging Face Hub")
     return UserError("WORKDIR", f"there is no folder {path}", "give the workdir of a run, or a published folder")
 
 
