@@ -178,8 +178,8 @@ class Parser(argparse.ArgumentParser):
         """Raise a UserError instead of printing the usage."""
         words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrec") else []
         if flag := next((word for word in words if word.startswith("--")), None):
-            found = nearest(flag.partition("=")[0], self._option_string_actions)
-            raise UserError(flag, "there is no such flag", found if "known: " not in found else f"see {self.prog} --help")
+            fix = nearest(flag.partition("=")[0], self._option_string_actions)
+            raise UserError(flag, "there is no such flag", f"see {self.prog} --help" if "known: " in fix else fix)
         raise UserError("command line", message,
                         "several values follow a flag without =, as in --input a b" if words else "see --help")
 

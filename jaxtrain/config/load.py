@@ -201,11 +201,10 @@ def _family(keys: dict[str, Any]) -> type:
 def _section(cls: type, section: str, keys: dict[str, Any]):
     hints = get_type_hints(cls)
     types = {field.name: hints[field.name] for field in fields(cls)}
-    for name in keys:
-        if name not in types:
-            from jaxtrain.config.suggestions import nearest_in
+    if unknown := [name for name in keys if name not in types]:
+        from jaxtrain.config.suggestions import nearest_in
 
-            raise UserError(f"{section}.{name}", "there is no such key", nearest_in(section, name, types))
+        raise UserError(f"{section}.{unknown[0]}", "there is no such key", nearest_in(section, unknown[0], types))
     values = {name: _coerce(f"{section}.{name}", value, types[name]) for name, value in keys.items()}
     within_bounds(cls, section, values)
     return cls(**values)

@@ -12,7 +12,6 @@ from jaxtrain.errors import UserError, nearest
 from jaxtrain.files import bounded_files
 from jaxtrain.synonyms import SYNONYMS
 
-
 # Values and a flag that other frameworks have as keys.
 _INSTEAD = {value: f"{key}={value}" for key, values in {
     "train.precision": "float32 bfloat16 float16", "train.attention": "cudnn", "train.remat": "full",

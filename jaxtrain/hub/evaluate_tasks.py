@@ -65,7 +65,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--gen_kwargs", help="generation settings instead of the task's own, such as "
                                              "temperature=0.7,max_gen_toks=100")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to prompts")
-    parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: the run's own")
+    parser.add_argument("--chat_template", default="", help="a Jinja file, plain or chatml; default: the run's own")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest verified one")
     parser.add_argument("--ema", action="store_true",
                         help="use the moving average of the weights (train.ema_decay); results go to STEP-ema.json")

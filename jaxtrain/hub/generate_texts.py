@@ -100,14 +100,14 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--min_p", type=float, help="drop tokens less probable than this share of the most "
                         "probable one; default: generation_config.json's, or 0")
     parser.add_argument("--repetition_penalty", type=float,
-                        help="above 1: make tokens less likely that the text already has; "
+                        help="above 1: make tokens that the text already has less likely; "
                         "default: generation_config.json's, or 1")
     parser.add_argument("--stop", action="append", default=[], help="stop before this text; can be repeated")
     parser.add_argument("--ignore_end", action="store_true", help="do not stop at the end-of-document token")
     parser.add_argument("--seed", type=int, default=0, help="random seed; default: 0")
     parser.add_argument("--batch_size", type=int, default=64, help="prompts per batch; default: 64")
     parser.add_argument("--chat", action="store_true", help="treat each prompt as a user's message, and answer it")
-    parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: the run's own")
+    parser.add_argument("--chat_template", default="", help="a Jinja file, plain or chatml; default: the run's own")
     parser.add_argument("--json", action="store_true",
                         help="print JSON lines, with tokens and the reason why each text ended")
     parser.add_argument("--logprobs", action="store_true",

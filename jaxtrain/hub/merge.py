@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--method", choices=METHODS, default="average", help="default: average")
     parser.add_argument("--weights", help="weight of each source, for average and slerp; default: all equal")
     parser.add_argument("--base", metavar="SOURCE", help="for ties: the model that the sources were tuned from")
-    parser.add_argument("--density", type=float, help="for ties: the share of each tensor's changes that is kept, the "
-                                                      "largest; default: 0.2")
+    parser.add_argument("--density", type=float, help="for ties: the share of each tensor's changes to keep, those of "
+                                                      "largest magnitude; default: 0.2")
     parser.add_argument("--scale", type=float, help="for ties: the factor of the merged changes; default: 1")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"),
                         help="dtype of the weights; default: as in the first source")

@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("config", nargs="?", default=argparse.SUPPRESS, help="a config file such as "
                         "configs/gpt.py, or configs/gpt.py:124m; --config.SECTION.KEY=VALUE overrides its keys")
     parser.add_argument("--on", required=True, help=f"where the job runs: {', '.join(ENGINES)}")
-    parser.add_argument("--workdir", help="workdir of the run, on a file system that all machines share; --dry_run "
-                        "does without")
+    parser.add_argument("--workdir", help="workdir of the run, on a file system that all machines share; not needed "
+                        "with --dry_run")
     parser.add_argument("--job", metavar="FILE", help="TOML file with the resources of the job (docs/launch.md)")
     parser.add_argument("--array", metavar="TASKS", help="several jobs, such as 0-3 or 1,5,7: each of these numbers "
                                                          "stands for {task}, in --workdir and in any key")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -104,7 +104,7 @@ def test_without_the_package_the_extra_and_the_command_are_named(hub, monkeypatc
                                  "Face Hub, or the path of a config"),
     (jt.load_config, "model.gguf", "--config: model.gguf is a model in GGUF, which jaxtrain does not read"),
     (jt.load_config, "cache", "--config: cache is a folder; give the path of a config such as configs/gpt.py"),
-    (jt.load_model, "Org/Tiny", "WORKDIR: there is no folder Org/Tiny; write hf:Org/Tiny for a model on the Hugging Face"),
+    (jt.load_model, "Org/Tiny", "WORKDIR: there is no folder Org/Tiny; write hf:Org/Tiny for a model on the Hugging"),
 ])
 def test_what_is_no_model_and_no_config_is_told_by_its_cause(hub, read, name, message):
     with pytest.raises(jt.UserError) as refused:
@@ -133,8 +133,8 @@ def test_a_config_may_name_the_model_that_it_fine_tunes_as_on_the_hub(hub):
 class _Hub(http.server.BaseHTTPRequestHandler):
     """The parts of the Hub's API that a download needs, with one model."""
 
-    files = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": b"weights", "model.bin": b"others",
-             "onnx/model.safetensors": b"of another program"}
+    files = MappingProxyType({"config.json": json.dumps(CONFIG).encode(), "model.safetensors": b"weights",
+                              "model.bin": b"others", "onnx/model.safetensors": b"of another program"})
     commit = "5" * 40
 
     def do_GET(self):
@@ -184,5 +184,5 @@ def test_huggingface_hub_downloads_a_model_once_and_finds_it_again_without_a_net
     assert gone.startswith("WORKDIR: there is neither a folder Org/Gone nor a public model of this name")
     assert said("hf:Org/Tiny@v2", HF_HUB_OFFLINE="1") == f"{folder}"
     assert said("hf:Org/Tiny@v3", HF_HUB_OFFLINE="1") == (
-        "WORKDIR: Org/Tiny is not in the cache of huggingface_hub, and HF_HUB_OFFLINE is set; where there is a network, "
-        "run hf download Org/Tiny --revision=v3 --local-dir=models/Tiny, and give models/Tiny")
+        "WORKDIR: Org/Tiny is not in the cache of huggingface_hub, and HF_HUB_OFFLINE is set; where there is a "
+        "network, run hf download Org/Tiny --revision=v3 --local-dir=models/Tiny, and give models/Tiny")

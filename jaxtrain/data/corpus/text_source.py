@@ -7,20 +7,19 @@ import functools
 import hashlib
 import mmap
 import os
-import re
 import sysconfig
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from jaxtrain.data.formats.json_arrays import is_array_of_records
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import exceeds_memory
 
 Split = Literal["train", "eval"]
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 _RECORDS = (".jsonl", ".ndjson", ".csv", ".tsv")  # text whose lines are not
-ARRAY_OF_RECORDS = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a .json file of records begins
 _FIX = "name a folder or file of UTF-8 text, or use 'stdlib'"
 
 
@@ -61,18 +60,13 @@ def find_documents(source: str, eval_fraction: float) -> list[Document]:
              and (digest := _text_digest(path, 0, stop))]
     if not texts:
         raise UserError("data.source", f"{source!r} holds no text (binary, hidden and empty files do not count)", _FIX)
-    if all(name.endswith(_RECORDS) or _is_array(path) for name, path, *_ in texts):
+    if all(name.endswith(_RECORDS) or is_array_of_records(f"{path}", size) for name, path, size, _ in texts):
         raise UserError("data.source", f"{source!r} holds records ({texts[0][0]}), whose syntax would be trained on",
                         "make a corpus of their text with `jaxtrain prepare --input=... --output=...`, and name that")
     if len(texts) == 1:
         return _cut(*texts[0][:3], eval_fraction)
     split = _split([name for name, *_ in texts], eval_fraction)
     return [Document(name, path, 0, stop, digest, split[name]) for name, path, stop, digest in texts]
-
-
-def _is_array(path: Path) -> bool:
-    """Return whether a file is a JSON array of records."""
-    return path.suffix.lower() == ".json" and bool(ARRAY_OF_RECORDS.match(_read(path, 0, 4096)))
 
 
 def _library() -> tuple[Path, list[Path]]:

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxtrain import storage
-from jaxtrain.data.corpus.text_source import ARRAY_OF_RECORDS
 from jaxtrain.data.formats import array_record, parquet_pages, token_files, zstd
 from jaxtrain.data.formats.conversations import FIELDS, Unusable, example_of, format_of
+from jaxtrain.data.formats.json_arrays import is_array_of_records
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.files.bounded_files import exceeds_memory, parsed
 
@@ -90,10 +90,10 @@ def _refuse_arrays(source: str) -> None:
     In a folder with more of other things, such as code, they are text.
     """
     files = _files(source)
-    half, named = sum(size for *_, size in files) / 2, [file for file in files if file[0].lower().endswith(".json")]
-    if sum(size for *_, size in named) <= half:
-        return
-    found = [(name, size) for name, path, size in named if ARRAY_OF_RECORDS.match(storage.read(path, 0, 4096))]
+    half = sum(size for *_, size in files) / 2
+    if sum(size for name, _, size in files if name.lower().endswith(".json")) <= half:
+        return  # without a look into any of them
+    found = [(name, size) for name, path, size in files if is_array_of_records(path, size)]
     if sum(size for _, size in found) > half:
         (name, _), *others = found
         is_one = f"and {len(others)} more in {source} are each one" if others else "is one"

@@ -261,8 +261,8 @@ def test_json_arrays_of_records_are_refused_unless_a_folder_has_more_of_other_th
     (source / "more").mkdir()
     (source / "more" / "b.json").write_text('\ufeff [{"text": "a"}]')
     (source / "README.md").write_text("A data set.")
-    for given, said in ((source / "alpaca.json", "is one JSON array of records, and records are read one a line; convert "
-                         "it (jq -c '.[]' alpaca.json > alpaca.jsonl), and give that file"),
+    for given, said in ((source / "alpaca.json", "is one JSON array of records, and records are read one a line; "
+                         "convert it (jq -c '.[]' alpaca.json > alpaca.jsonl), and give that file"),
                         (source, f"and 1 more in {source} are each one JSON array of records, and records are read one "
                          "a line; convert each (jq -c '.[]' alpaca.json > alpaca.jsonl), and give the new files")):
         assert main([f"--input={given}", f"--output={tmp_path / 'out'}", "--workers=1"]) == 2
@@ -271,3 +271,7 @@ def test_json_arrays_of_records_are_refused_unless_a_folder_has_more_of_other_th
     (source / "code.py").write_text("print(1)\n" * 20)
     for kept in (source, source / "text.json"):
         assert find_tasks(str(kept))
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe("/arrays/short.json", b'[{"text": "a"}]')
+    with pytest.raises(UserError, match=r"short\.json is one JSON array of records"):
+        find_tasks("memory://arrays")
