@@ -178,10 +178,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a UserError instead of printing the usage."""
         words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrec") else []
-        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-        fix = nearest(flags[0], self._option_string_actions) if flags else "see --help"
-        raise UserError("command line", message, "several values follow a flag without =, as in --input a b"
-                        if words and not flags else fix)
+        if flag := next((word for word in words if word.startswith("--")), None):
+            fix = nearest(flag.partition("=")[0], self._option_string_actions)
+            raise UserError(flag, "there is no such flag", f"see {self.prog} --help" if "known: " in fix else fix)
+        raise UserError("command line", message,
+                        "several values follow a flag without =, as in --input a b" if words else "see --help")
 
 
 def _overrides_apart(words: list[str]) -> tuple[list[str], list[str]]:
@@ -254,7 +255,8 @@ def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]
     parser = parser_of("train", _TRAIN)
     add_config(parser)
     parser.add_argument("--workdir",
-                        help="folder for metrics, checkpoints and the resolved config; default: runs/CONFIG")
+                        help="folder for metrics, checkpoints and the resolved config; default: runs/ and the "
+                             "name of the config, such as runs/gpt-tiny")
     parser.add_argument("--print_config", nargs="?", const="all", choices=("all", "diff"),
                         help="print the resolved config (or what the overrides changed in it) and stop")
     parser.add_argument("--may_change", type=lambda text: text.split(","), action="extend", default=[],
@@ -273,7 +275,20 @@ def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]
 
 def workdir_of(flags: argparse.Namespace) -> Path:
     """Return the run's workdir: as given, or named after its config."""
-    return Path(flags.workdir or Path("runs", Path(flags.config.replace(".py", "").replace(":", "-")).name))
+    return Path(flags.workdir or default_workdir(flags.config))
+
+
+def default_workdir(config: str) -> str:
+    """Return the workdir of a config that is given none, such as runs/finetune-lora-models-smol.
+
+    All of the variant is in the name, since models of one name may be in several folders.
+    """
+    file, _, variant = config.partition(".py:")
+    if file.startswith("hf:"):
+        file, variant = "", file.removeprefix("hf:")
+    path = Path(file.removesuffix(".py"))
+    name = f"{path.absolute().parent.name}-config" if path.name == "config.json" else path.name.removesuffix(".json")
+    return f"runs/{re.sub(r'[^A-Za-z0-9_.@]+', '-', f'{name}:{variant}').strip('-.')}"
 
 
 def overrides_of(words: Iterable[str], flags: Iterable[str]) -> dict[str, str]:
@@ -311,5 +326,4 @@ def _nearest_flag(name: str, flags: Iterable[str]) -> str:
     flags = sorted(flags)
     if (flag := nearest(name, flags)).startswith("did"):
         return flag.replace(" '", " '--")
-    known = f"known: {', '.join(f'--{other}' for other in flags)} and --config.SECTION.KEY=VALUE"
-    return nearest_key(name).replace(" '", " '--config.") or known
+    return nearest_key(name).replace(" '", " '--config.") or "see --help"

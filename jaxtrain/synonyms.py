@@ -5,8 +5,8 @@ A value with a space is a sentence, which is shown as it is.
 
 _NAMES = {
     "learning_rate": "lr max_lr peak_lr learningrate",
-    "global_batch_size": "batch_size bs train_batch_size per_device_batch_size micro_batch_size",
-    "seq_len": "sequence_length seq_length context_length block_size max_seq_length max_target_length",
+    "global_batch_size": "batch_size bs train_batch_size",
+    "seq_len": "sequence_length seq_length context_length block_size max_seq_length max_target_length max_length",
     "steps": "max_steps num_steps train_steps total_steps max_iters train_iters num_train_steps iterations",
     "patience": "early_stopping early_stopping_patience early_stop early_stopping_steps",
     "accumulation": "grad_accum gradient_accumulation gradient_accumulation_steps grad_accumulation_steps",
@@ -17,7 +17,7 @@ _NAMES = {
     "embed_dim": "n_embd d_model hidden_size width dim",
     "num_heads": "n_head n_heads heads num_attention_heads", "num_kv_heads": "n_kv_heads num_key_value_heads",
     "mlp_dim": "intermediate_size ffn_hidden_size d_ff", "eval_every": "eval_interval eval_steps eval_freq",
-    "every": "save_every save_steps save_interval save_freq checkpoint_interval",
+    "checkpoint.every": "save_every save_steps save_interval save_freq checkpoint_interval",
     "remat": "activation_checkpointing gradient_checkpointing recompute remat_policy",
     "precision": "dtype mixed_precision", "ema_decay": "ema ema_rate model_ema_decay polyak_decay",
     "zero_stage": "zero zero_optimization", "workdir": "output_dir out_dir",
@@ -25,7 +25,10 @@ _NAMES = {
     "cudnn": "flash flash_attention flash_attention_2 fa2 fa3 sdpa", "zb_v": "dualpipe dualpipev zbv zero_bubble",
     "interleaved": "vpp interleaved_1f1b virtual", "data": "ddp dp data_parallel", "fsdp": "zero3 fully_sharded",
     "tensor": "tp mp model_parallel", "stage": "pp pipeline_parallel", "context": "cp sp sequence context_parallel",
-    "rank": "r lora_r lora_rank", "targets": "target_modules lora_target_modules", "dora": "use_dora",
+    "optimizer.schedule": "lr_scheduler_type lr_scheduler lr_schedule scheduler",
+    "log_every": "logging_steps log_interval log_freq", "keep": "save_total_limit keep_last max_to_keep",
+    "trackers": "report_to", "alpha": "lora_alpha", "dropout": "lora_dropout", "rank": "r lora_r lora_rank",
+    "targets": "target_modules lora_target_modules", "dora": "use_dora",
     "rank_stabilized": "use_rslora rslora", "init": "init_lora_weights",
     "nf4": "int4 4bit fp4 load_in_4bit", "int8": "8bit load_in_8bit",
     "max_new_tokens": "max_tokens max_completion_length max_completion_tokens response_length",
@@ -40,6 +43,13 @@ _NAMES = {
     "expert": "ep expert_parallel", "full": "everything nothing_saveable", "adamw": "adam adam_w",
 }
 SYNONYMS = {other: name for name, others in _NAMES.items() for other in others.split()}
+SYNONYMS |= dict.fromkeys(
+    ("per_device_batch_size", "per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu"),
+    "data.global_batch_size counts the rows of a step on all devices together, and train.accumulation=N computes them "
+    "in N parts")
+SYNONYMS |= dict.fromkeys(
+    ("warmup_ratio", "warmup_fraction"),
+    "optimizer.warmup_steps takes a fraction of the run's steps, too, such as 0.03")
 SYNONYMS |= dict.fromkeys(
     ("ppo", "grpo", "rloo", "gspo"),
     "learning from rewards is set by the reinforce keys, see docs/reinforce.md")

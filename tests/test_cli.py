@@ -25,7 +25,7 @@ import pytest
 from jaxtrain import cli
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError
-from jaxtrain.flags import COMMANDS, Parser, command, training_flags
+from jaxtrain.flags import COMMANDS, Parser, command, training_flags, workdir_of
 from jaxtrain.main import main
 from jaxtrain.plan import targets
 from tests.tiny import tiny_flags
@@ -141,6 +141,20 @@ def config_of(words):
     """Return what `jaxtrain train` reads of a command line: the config, its overrides and the flags."""
     flags, overrides = training_flags(words)
     return flags.config, overrides, flags
+
+
+@pytest.mark.parametrize(("config", "workdir"), {
+    "configs/gpt.py": "gpt", "configs/gpt": "gpt", "configs/gpt.py:tiny": "gpt-tiny",
+    "configs/finetune.py:lora:models/smol": "finetune-lora-models-smol",
+    "configs/finetune.py:all:models/smol/": "finetune-all-models-smol",
+    "configs/finetune.py:lora:/data/other/smol": "finetune-lora-data-other-smol",
+    "configs/finetune.py:lora:../smol": "finetune-lora-..-smol",
+    "configs/finetune.py:lora:hf:Org/smol@v2": "finetune-lora-hf-Org-smol@v2",
+    "hf:Org/smol": "Org-smol", "hf:Other/smol": "Other-smol",
+    "runs/first/config.json": "first-config", "mine.json": "mine",
+}.items())
+def test_each_config_has_a_default_workdir_of_its_own(config, workdir):
+    assert workdir_of(training_flags([config])[0]) == Path("runs", workdir)
 
 
 @pytest.mark.parametrize("words", [["a.py:tiny", "--workdir=w"], ["--workdir=w", "a.py:tiny"], ["--config=a.py:tiny"],

@@ -4,6 +4,7 @@ The download and the cache are those of huggingface_hub, which its environment v
 HF_ENDPOINT, HF_HUB_OFFLINE).
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -36,6 +37,11 @@ def folder(text: str, key: str, weights: bool = True) -> str:
         raise UserError(key, f"there is no folder {text}", "give a folder that is there, or hf:ORG/NAME for a model on "
                         "the Hugging Face Hub")
     return _downloaded(text, key, weights)
+
+
+def model_folder(text: str, key: str = "WORKDIR") -> str:
+    """Return the folder of a model that is named as on the Hub, hf:ORG/NAME; any other text as it is."""
+    return folder(text.removeprefix(PREFIX), key) if text.startswith(PREFIX) else text
 
 
 def tokenizer_folder(name: str) -> str:
@@ -94,5 +100,8 @@ def _told(name: str, kind: str, said: str, instead: str) -> tuple[str, str]:
             "check the name, or log in with hf auth login if it is private")
     if kind == "RevisionNotFoundError":
         return f"{name} has no such revision on the Hugging Face Hub", "give one of its branches, tags or commits"
+    if kind == "LocalEntryNotFoundError":
+        why = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the Hugging Face Hub cannot be reached"
+        return f"{name} is not in the cache of huggingface_hub, and {why}", f"where there is a network, run {instead}"
     return f"{name} cannot be downloaded from the Hugging Face Hub ({kind}: {said[:200]})", (
         f"where there is a network, run {instead}")

@@ -74,7 +74,8 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
     arguments.is_mapping("overrides", overrides or {}, 'give a dict such as {"train.steps": 10}')
     sections = {section.name: {} for section in fields(Config)}
     for section, keys in values.items():
-        _known(section, sections, section)
+        if section not in sections:
+            raise UserError(section, "there is no such key", nearest(section, sections))
         if section == "mesh" and isinstance(keys, str) and keys in _MESHES:
             keys = {keys: True}
         if not isinstance(keys, dict):
@@ -201,8 +202,10 @@ def _family(keys: dict[str, Any]) -> type:
 def _section(cls: type, section: str, keys: dict[str, Any]):
     hints = get_type_hints(cls)
     types = {field.name: hints[field.name] for field in fields(cls)}
-    for name in keys:
-        _known(name, types, f"{section}.{name}")
+    if unknown := [name for name in keys if name not in types]:
+        from jaxtrain.config.suggestions import nearest_in
+
+        raise UserError(f"{section}.{unknown[0]}", "there is no such key", nearest_in(section, unknown[0], types))
     values = {name: _coerce(f"{section}.{name}", value, types[name]) for name, value in keys.items()}
     within_bounds(cls, section, values)
     return cls(**values)
@@ -248,7 +251,3 @@ _FRACTIONS = (("optimizer", "warmup_steps"), ("train", "eval_every"), ("checkpoi
 _KIND = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", dict: "a mapping",
          list: "a list"}
 
-
-def _known(name: str, known: Any, key: str) -> None:
-    if name not in known:
-        raise UserError(key, "there is no such key", nearest(name, known))

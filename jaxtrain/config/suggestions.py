@@ -1,5 +1,6 @@
 """Suggest the key, or the config, that was meant."""
 
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
@@ -12,17 +13,44 @@ from jaxtrain.files import bounded_files
 from jaxtrain.hf import hf_config
 from jaxtrain.synonyms import SYNONYMS
 
+# Values and a flag that other frameworks have as keys.
+_INSTEAD = {value: f"{key}={value}" for key, values in {
+    "train.precision": "float32 bfloat16 float16", "train.attention": "cudnn", "train.remat": "full",
+    "optimizer.name": "adamw", "lora.quantize": "nf4 int8", "pipeline.schedule": "interleaved zb_v",
+    "preference.loss": "dpo"}.items() for value in values.split()} | {"workdir": "--workdir"}
+
 
 def nearest_key(word: str) -> str:
     """Return words that suggest a key, such as optimizer.learning_rate for "lr" or "optimiser.lr"; "" if none is near.
     """
-    whole = [f"{section}.{name}" for section, cls in get_type_hints(Config).items() for name in get_type_hints(cls)]
-    whole += [f"model.{field.name}" for cls in config_classes().values() for field in fields(cls)]
-    name = word.rpartition(".")[2]
-    meant = SYNONYMS.get(name, name)
-    same = [key for key in whole if key.rpartition(".")[2] == meant]
-    suggested = nearest(same[0] if same else name if " " in meant else word, whole)
+    if meant := _of_another_name(word):
+        return meant
+    suggested = nearest(word, _keys())
     return "" if suggested.startswith("known") else suggested
+
+
+def nearest_in(section: str, name: str, known: Iterable[str]) -> str:
+    """Return words that suggest a key in place of one that a section lacks: of the same section or another, or all."""
+    meant = _of_another_name(f"{section}.{name}")
+    return meant.replace(f" '{section}.", " '") or nearest(name, known)
+
+
+def _of_another_name(word: str) -> str:
+    """Return words that suggest the key of this name, or of what other frameworks call so, in any section; "": none."""
+    section, _, name = word.rpartition(".")
+    meant = SYNONYMS.get(name.lower().replace("-", "_"), name)
+    if " " in meant:
+        return meant
+    found = [key for key in _keys() if meant in (key, key.rpartition(".")[2])]
+    found += [_INSTEAD[meant]] if meant in _INSTEAD else []
+    found.sort(key=lambda key: not key.startswith(f"{section}."))
+    return f"did you mean {found[0]!r}?" if found else ""
+
+
+def _keys() -> list[str]:
+    """Return all keys, each behind its section."""
+    whole = [f"{section}.{name}" for section, cls in get_type_hints(Config).items() for name in get_type_hints(cls)]
+    return whole + [f"model.{field.name}" for cls in config_classes().values() for field in fields(cls)]
 
 
 def missing_config(file: Path, path: Path) -> UserError:

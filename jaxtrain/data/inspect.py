@@ -2,8 +2,8 @@
 
     jaxtrain inspect --config=configs/gpt.py:tiny --config.data.source=corpora/own --step=3 --row=0
 
-Prints exactly the batch that training gets at that step. A token counts as trained on if it is the target of a position
-with loss, so a segment is shown with its last target.
+Prints exactly the batch that training gets at that step. A token is marked as trained on if it is the target of a
+position with a loss. Each segment is shown with the target of its last position.
 """
 
 import argparse

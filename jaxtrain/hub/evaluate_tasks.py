@@ -3,6 +3,7 @@
     jaxtrain evaluate WORKDIR --tasks=hellaswag,arc_easy --num_fewshot=5
     jaxtrain evaluate WORKDIR --tasks=mine --include=tasks/ --limit=100
     jaxtrain evaluate WORKDIR --tasks=mine --include=tasks/ --watch
+    jaxtrain evaluate hf:ORG/NAME --tasks=hellaswag --output=hellaswag.json
     jaxtrain evaluate FOLDER --tasks=mine --include=tasks/ --adapters=formal=FOLDER,brief=FOLDER --output=mine.json
 
 Prints a table, and writes the results, settings, seeds, versions and the hash of every prompt to
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.config.hub_names import model_folder
 from jaxtrain.errors import UserError, install_extra, say, tell
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.flags import add_process_flags, command, overrides_of, parser_of
@@ -39,6 +41,7 @@ def main(argv: list[str] | None) -> None:
     """Run the command; exit status 2 means a user error, reported in one line."""
     flags, overrides = parse(argv)
     task_names.check([name for name in flags.tasks.split(",") if name], flags.include)
+    flags.model, flags.workdir = flags.workdir, model_folder(flags.workdir)
     _check_folder(flags.workdir)
     from jaxtrain.distributed import processes
 
@@ -53,7 +56,8 @@ def main(argv: list[str] | None) -> None:
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     """Return the parsed flags and the dotted config overrides."""
     parser = parser_of("evaluate", __doc__)
-    parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of a run, or a folder in Hugging Face's format")
+    parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of a run, a folder in Hugging Face's "
+                        "format, or hf:ORG/NAME on the Hugging Face Hub")
     parser.add_argument("--tasks", required=True, help="names of tasks or groups of tasks, separated by commas")
     parser.add_argument("--include", metavar="FOLDER", help="folder with YAML files of your own tasks")
     parser.add_argument("--num_fewshot", type=int, help="few-shot examples before each question; default: the task's")
@@ -61,7 +65,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--gen_kwargs", help="generation settings instead of the task's own, such as "
                                              "temperature=0.7,max_gen_toks=100")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to prompts")
-    parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: the run's own")
+    parser.add_argument("--chat_template", default="", help="a Jinja file, plain or chatml; default: the run's own")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest verified one")
     parser.add_argument("--ema", action="store_true",
                         help="use the moving average of the weights (train.ema_decay); results go to STEP-ema.json")
@@ -301,7 +305,7 @@ def _record(flags: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any
               for task, each in samples.items()}
     kept = {key: results[key] for key in ("results", "groups", "configs", "versions", "n-shot", "higher_is_better",
                                           "n-samples") if key in results}
-    return {"model": str(flags.workdir), **kept, "hashes": hashes, "asked": _asked(flags),
+    return {"model": flags.model, **kept, "hashes": hashes, "asked": _asked(flags),
             "packages": {name: version_of(name) for name in ("jaxtrain", "jax", "lm_eval")}, "commit": git_commit(),
             **({"samples": samples} if flags.samples else {})}
 

@@ -4,6 +4,7 @@
     jaxtrain generate WORKDIR --prompts=prompts.jsonl --temperature=0 --json
     jaxtrain generate FOLDER --system="Answer in one word." --prompt="Which planet do we live on?"
     jaxtrain generate FOLDER --messages=conversation.json
+    jaxtrain generate hf:ORG/NAME --chat --prompt="Which planet do we live on?"
     jaxtrain generate FOLDER --adapters=formal=FOLDER,brief=FOLDER --adapter=brief --prompt="Dear"
 
 Loads WORKDIR/config.json, WORKDIR/tokenizer and the parameters of the newest verified checkpoint, without
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from jaxtrain.hub.sampling import Sampling
 
 Messages = list[dict[str, Any]]
+_EXAMPLE = '[{"role": "user", "content": "Hello"}]'
 Prompt = str | Messages
 
 
@@ -38,6 +40,9 @@ def main(argv: list[str] | None) -> None:
     """Run the command; exit status 2 means a user error, reported in one line."""
     flags, overrides = parse(argv)
     texts, names = _prompts(flags)
+    from jaxtrain.config.hub_names import model_folder
+
+    flags.workdir = model_folder(flags.workdir)
     from jaxtrain.hub.folders import generation_config
     from jaxtrain.hub.generate import check, generate
     from jaxtrain.hub.trained_model import load_model, sections_of
@@ -71,13 +76,14 @@ def main(argv: list[str] | None) -> None:
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     """Return the parsed flags and the dotted config overrides."""
     parser = parser_of("generate", __doc__)
-    parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of a run, or a folder in Hugging Face's format")
+    parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of a run, a folder in Hugging Face's "
+                        "format, or hf:ORG/NAME on the Hugging Face Hub")
     parser.add_argument("--prompt", action="append", default=[], help="a text to continue; can be repeated")
     parser.add_argument("--prompts", metavar="FILE",
                         help='JSON lines: texts, or objects with a "prompt" or with "messages"')
-    parser.add_argument("--messages", metavar="FILE", action="append", default=[],
-                        help='a JSON list of messages, such as [{"role": "user", "content": "Hello"}], which are '
-                             "answered with the chat template; can be repeated")
+    parser.add_argument("--messages", metavar="JSON", action="append", default=[],
+                        help=f"list of messages to answer with the chat template: a JSON file, or JSON such as "
+                             f"'{_EXAMPLE}'; can be repeated")
     parser.add_argument("--system", help="system message before each prompt, which then counts as the user's message")
     parser.add_argument("--adapters", metavar="NAME=FOLDER,...",
                         help="adapters in PEFT's format; each prompt may name one as its \"adapter\"")
@@ -94,14 +100,14 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--min_p", type=float, help="drop tokens less probable than this share of the most "
                         "probable one; default: generation_config.json's, or 0")
     parser.add_argument("--repetition_penalty", type=float,
-                        help="above 1: make tokens less likely that the text already has; "
+                        help="above 1: make tokens that the text already has less likely; "
                         "default: generation_config.json's, or 1")
     parser.add_argument("--stop", action="append", default=[], help="stop before this text; can be repeated")
     parser.add_argument("--ignore_end", action="store_true", help="do not stop at the end-of-document token")
     parser.add_argument("--seed", type=int, default=0, help="random seed; default: 0")
     parser.add_argument("--batch_size", type=int, default=64, help="prompts per batch; default: 64")
     parser.add_argument("--chat", action="store_true", help="treat each prompt as a user's message, and answer it")
-    parser.add_argument("--chat_template", default="", help="a file, plain or chatml; default: the run's own")
+    parser.add_argument("--chat_template", default="", help="a Jinja file, plain or chatml; default: the run's own")
     parser.add_argument("--json", action="store_true",
                         help="print JSON lines, with tokens and the reason why each text ended")
     parser.add_argument("--logprobs", action="store_true",
@@ -153,6 +159,21 @@ def _messages(flags: argparse.Namespace, prompt: Prompt) -> Messages:
     return [{"role": "system", "content": flags.system}, *prompt] if begins else prompt
 
 
+def _given_messages(given: str) -> Messages:
+    """Return the messages of a --messages flag: a file, or JSON itself."""
+    key, where = "--messages", given
+    if given.lstrip().startswith(("[", "{")):
+        where = "this" if len(given) > 60 else given
+        try:
+            said = parsed(given, object)
+        except ValueError as error:
+            raise UserError(key, f"{where} is not JSON ({error})", f"write {_EXAMPLE}, in single quotes in a shell, or "
+                            "give a file") from error
+    elif (said := user_json(given, object, key, f"write {_EXAMPLE}", LARGE)) is None:
+        raise UserError(key, f"there is no file {given}", f"give a JSON file with a list of messages, or {_EXAMPLE}")
+    return read_messages(said, key, where)
+
+
 def read_messages(said: Any, key: str, where: str) -> Messages:
     """Return messages from a user's file, after a check of their form."""
     said = said.get("messages") if isinstance(said, dict) else said
@@ -160,8 +181,7 @@ def read_messages(said: Any, key: str, where: str) -> Messages:
         isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
         for one in said)
     if not fits:
-        raise UserError(key, f"{where} is not a list of messages with a role and a content",
-                        'write [{"role": "user", "content": "Hello"}]')
+        raise UserError(key, f"{where} is not a list of messages with a role and a content", f"write {_EXAMPLE}")
     return said
 
 
@@ -191,11 +211,7 @@ def _prompts(flags: argparse.Namespace) -> tuple[list[Prompt], list[str | None]]
     _check_name(flags, flags.adapter, "--adapter")
     ignored = False
     texts: list[Prompt] = list(flags.prompt)
-    for file in flags.messages:
-        said = user_json(file, object, "--messages", 'write [{"role": "user", "content": "Hello"}]', LARGE)
-        if said is None:
-            raise UserError("--messages", f"there is no file {file}", "give a JSON file with a list of messages")
-        texts.append(read_messages(said, "--messages", file))
+    texts += map(_given_messages, flags.messages)
     names: list[str | None] = [flags.adapter] * len(texts)
     if flags.prompts:
         try:
@@ -225,7 +241,7 @@ def _prompts(flags: argparse.Namespace) -> tuple[list[Prompt], list[str | None]]
             texts.append(text)
             names.append(name or flags.adapter)
     if not texts:
-        raise UserError("--prompt", "there is no prompt", "give --prompt=TEXT, --prompts=FILE or --messages=FILE")
+        raise UserError("--prompt", "there is no prompt", "give --prompt=TEXT, --prompts=FILE or --messages=JSON")
     if ignored:
         say(f"warning: {flags.prompts} names adapters, which are ignored: there are no --adapters")
     return texts, names

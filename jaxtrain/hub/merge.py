@@ -4,9 +4,9 @@
     jaxtrain merge SOURCE SOURCE --output=FOLDER --method=slerp --weights=0.7,0.3
     jaxtrain merge SOURCE SOURCE --output=FOLDER --method=ties --base=SOURCE --density=0.2
 
-A source is a folder in Hugging Face's format, or WORKDIR[@STEP] of a run, which is exported first. Tensors are read,
-merged in float32 and written one by one, so no whole model is in memory. config.json, tokenizer and chat template come
-from the first source.
+A source is a folder in Hugging Face's format, hf:ORG/NAME on the Hugging Face Hub, or WORKDIR[@STEP] of a run, which is
+exported first. Tensors are read, merged in float32 and written one by one, so no whole model is in memory. config.json,
+tokenizer and chat template come from the first source.
 """
 
 import argparse
@@ -33,13 +33,14 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the flags and merge."""
     parser = parser_of("merge", __doc__)
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
-                        help="a folder in Hugging Face's format, or WORKDIR[@STEP]")
+                        help="a folder in Hugging Face's format, hf:ORG/NAME on the Hugging Face Hub, or "
+                             "WORKDIR[@STEP]")
     parser.add_argument("--output", dest="to", required=True, metavar="FOLDER", help="a new folder for the model")
     parser.add_argument("--method", choices=METHODS, default="average", help="default: average")
     parser.add_argument("--weights", help="weight of each source, for average and slerp; default: all equal")
     parser.add_argument("--base", metavar="SOURCE", help="for ties: the model that the sources were tuned from")
-    parser.add_argument("--density", type=float, help="for ties: the share of each tensor's changes that is kept, the "
-                                                      "largest; default: 0.2")
+    parser.add_argument("--density", type=float, help="for ties: the share of each tensor's changes to keep, those of "
+                                                      "largest magnitude; default: 0.2")
     parser.add_argument("--scale", type=float, help="for ties: the factor of the merged changes; default: 1")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"),
                         help="dtype of the weights; default: as in the first source")
@@ -195,8 +196,10 @@ def _weights(flags: argparse.Namespace) -> list[float]:
 
 def _folder(source: str, to: Path, opened: contextlib.ExitStack) -> Path:
     """Return a published folder: the source, or a temporary one with what a run has trained."""
+    from jaxtrain.config.hub_names import model_folder
     from jaxtrain.hf.hf_config import FILE
 
+    source = model_folder(source, "SOURCE")
     if (Path(source) / FILE).is_file() and not (Path(source) / "checkpoints").is_dir():
         return Path(source)
     from jaxtrain.hub.initial_params import source_and_step  # imports JAX, which published folders do without

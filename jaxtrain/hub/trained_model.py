@@ -38,6 +38,7 @@ def sections_of(folder: str | Path, text: bool = False, published: bool = True) 
     `text`: refuse a run whose model is not a decoder of text. `published`: and one that cannot be published either.
     """
     arguments.is_path("WORKDIR", folder, "give the workdir of a run")
+    folder = hub_names.model_folder(f"{folder}")
     path = Path(folder) / hf_config.FILE
     if not Path(folder).is_dir():
         raise _no_folder(Path(folder))
@@ -70,10 +71,9 @@ def _no_folder(path: Path) -> UserError:
         return hub_names.in_gguf(path, "WORKDIR")
     if path.exists():
         return UserError("WORKDIR", f"{path} is a file", f"give the folder that it is in: {path.parent}")
-    name = f"{path}".removeprefix(hub_names.PREFIX)
-    if hub_names.is_name(name):
-        return UserError("WORKDIR", f"there is no folder {path}", f"download a model of the Hugging Face Hub first: "
-                         f"{hub_names.command(name)}")
+    if hub_names.is_name(f"{path}"):
+        return UserError("WORKDIR", f"there is no folder {path}",
+                         f"write hf:{path} for a model on the Hugging Face Hub")
     return UserError("WORKDIR", f"there is no folder {path}", "give the workdir of a run, or a published folder")
 
 
@@ -144,7 +144,8 @@ def load_model(folder: str | Path, overrides: Mapping[str, Any] | None = None, *
     """Return a run for the devices here and a state with a trained model's parameters, as `jt.generate` takes them.
 
     Args:
-        folder: the workdir of a run, a published folder, or adapters in PEFT's format.
+        folder: the workdir of a run, a published folder, adapters in PEFT's format, or the name of a model on the
+            Hugging Face Hub, hf:ORG/NAME.
         overrides: keys of `mesh` and `train.precision`; by default all devices share the rows. With `adapters`, also
             `lora.quantize`.
         step: of a run's checkpoint; None: the newest good one.
@@ -161,6 +162,8 @@ def load_with_origin(folder: str | Path, overrides: Mapping[str, Any] | None = N
                      averaged: bool = False, adapters: Folders | None = None
                      ) -> tuple[Run, TrainState, tuple[int, str] | None]:
     """Return what `load_model` does, and the step and fingerprint of the checkpoint; None: a published model."""
+    arguments.is_path("WORKDIR", folder, "give the workdir of a run")
+    folder = hub_names.model_folder(f"{folder}")
     sections, overrides = sections_of(folder, published=False), dict(overrides or {})
     if adapters is not None:
         if sections.get("lora", {}).get("rank"):

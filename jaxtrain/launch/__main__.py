@@ -25,7 +25,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, say, tell
 from jaxtrain.files import atomic_files
-from jaxtrain.flags import command, overrides_of, parser_of
+from jaxtrain.flags import command, default_workdir, overrides_of, parser_of
 from jaxtrain.launch import cost, mesh_check
 from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch.job_engines import engine_of
@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("config", nargs="?", default=argparse.SUPPRESS, help="a config file such as "
                         "configs/gpt.py, or configs/gpt.py:124m; --config.SECTION.KEY=VALUE overrides its keys")
     parser.add_argument("--on", required=True, help=f"where the job runs: {', '.join(ENGINES)}")
-    parser.add_argument("--workdir", required=True, help="workdir of the run, on a file system that all machines share")
+    parser.add_argument("--workdir", help="workdir of the run, on a file system that all machines share; not needed "
+                        "with --dry_run")
     parser.add_argument("--job", metavar="FILE", help="TOML file with the resources of the job (docs/launch.md)")
     parser.add_argument("--array", metavar="TASKS", help="several jobs, such as 0-3 or 1,5,7: each of these numbers "
                                                          "stands for {task}, in --workdir and in any key")
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     flags, rest = parser.parse_known_args(words)
     given = {name: value for name in JobSpec.__dataclass_fields__ if (value := getattr(flags, name)) is not None}
     engine, spec, made, loaded = engine_of(flags.on), read_spec(flags.job, given), [], None
+    flags.workdir = flags.workdir or _example_workdir(flags)
     for task in tasks_of(flags.array, flags.workdir):
         workdir, *said = (word.replace("{task}", task or "{task}") for word in (flags.workdir, *rest, *own))
         overrides, command = said[:len(rest)], said[len(rest):]
@@ -72,6 +74,16 @@ def main(argv: list[str] | None = None) -> None:
         return
     for job in map(submit, made):
         say(f"submitted as {job.id.partition(':')[0]} on {job.engine}; see it: jaxtrain jobs show {job.workdir}")
+
+
+def _example_workdir(flags: argparse.Namespace) -> str:
+    """Return a workdir to show a job with that was given none; refuses to submit one."""
+    found = f"{default_workdir(flags.config) if flags.config else 'runs/job'}{'-{task}' if flags.array else ''}"
+    if not flags.dry_run:
+        raise UserError("--workdir", "it is missing",
+                        f"give a folder on a file system that all machines share, such as --workdir={found}")
+    say(f"shown with --workdir={found}, since none is given")
+    return found
 
 
 def tasks_of(array: str | None, workdir: str) -> list[str]:

@@ -21,6 +21,10 @@ RECORD, RESTARTS = "job.json", "restarts.jsonl"
 _UNKNOWN = 100  # files that git does not know, of which names are kept at most
 _FORM = {"engine": str, "id": str, "name": str, "submitted": float, "command": [str], "directory": str, "spec": dict}
 
+IN_WORDS = {"waiting": "is waiting", "running": "is running", "paused": "is paused", "done": "has finished",
+            "failed": "has failed", "cancelled": "was cancelled", "stopped": "was stopped",
+            "unknown": "is in an unknown state"}
+
 
 @dataclass(frozen=True)
 class Job:
@@ -59,6 +63,10 @@ class Status:
     state: str  # waiting, running, paused, done, failed, cancelled or unknown; to people also stopped, by a sweep
     detail: str = ""  # in the engine's words: why it waits, how it ended
     nodes: str = ""
+
+    def sentence(self) -> str:
+        """Return the status in words, as the answer to why a job does not run."""
+        return f"it {IN_WORDS[self.state]}" + (f": {self.detail}" if self.detail else "")
 
 
 def new_folder(workdir: Path) -> Path:

@@ -58,9 +58,10 @@ class JobSpec:
     queue: str = _flag("", "Slurm partition, or local queue of Kueue")
     account: str = _flag("", "Slurm account, or service account of Kubernetes pods")
     priority: str = _flag("", "Slurm QoS, or workload priority class of Kueue")
-    preemptible: bool = _flag(True, "whether other jobs may preempt it; it saves, and resumes later; default: true")
-    retries: int = _flag(3, "restarts after crashes; what saved and stopped is restarted while it makes progress; "
-                            "default: 3")
+    preemptible: bool = _flag(True, "whether other jobs may preempt it: it then saves, and resumes later; "
+                                    "default: true")
+    retries: int = _flag(3, "number of restarts after crashes; a job that saved and stopped is restarted as long as "
+                            "it makes progress; default: 3")
     image: str = _flag("", "container image")
     setup: tuple[str, ...] = ()  # shell commands before the run, such as one that activates an environment
     mounts: Mapping[str, str] = field(default_factory=dict)  # PATH in the container: a folder, pvc:NAME, or a bucket

@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from jaxtrain.distributed import exit_codes
@@ -78,7 +79,7 @@ class LocalEngine:
     def why(self, job: Job) -> str:
         """Return in a sentence why a job does not run."""
         status = self.status(job)
-        return f"it is {status.state}" + (f": it {status.detail}" if status.detail else "")
+        return replace(status, detail=status.detail and f"it {status.detail}").sentence()
 
     def pause(self, job: Job) -> None:
         """Have a job save and stop."""

@@ -103,8 +103,7 @@ class RayEngine:
 
     def why(self, job: Job) -> str:
         """Return why a job does not run, in a sentence."""
-        status = self.status(job)
-        return f"it is {status.state}" + (f": {status.detail}" if status.detail else "")
+        return self.status(job).sentence()
 
     def pause(self, job: Job) -> None:
         """Have a job save and stop; what it had is free for others."""

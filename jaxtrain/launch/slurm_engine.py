@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from jaxtrain.errors import UserError
 from jaxtrain.launch.job_engines import refuse_running
-from jaxtrain.launch.job_record import Job, Status, quoted
+from jaxtrain.launch.job_record import IN_WORDS, Job, Status, quoted
 from jaxtrain.launch.slurm_script import enroot, ranged, script
 
 SCRIPT = "job.sh"
@@ -133,9 +133,9 @@ class SlurmEngine:
         """Return why a job does not run, in a sentence."""
         status = self.status(job)
         if status.state not in ("waiting", "paused"):
-            return f"it is {status.state}" + (f" ({status.detail})" if status.detail else "")
+            return status.sentence()
         if not status.detail:
-            return "it waits, and Slurm does not say yet for what" if status.state == "waiting" else "it is paused"
+            return "it is waiting, and Slurm does not say yet for what" if status.state == "waiting" else "it is paused"
         known = _REASONS.get(status.detail.partition(",")[0]) or _limit(status.detail) or "Slurm says only this"
         return f"{known} ({status.detail})" + (self._ahead(job) if status.detail == "Priority" else "")
 
@@ -179,7 +179,7 @@ class SlurmEngine:
     def _refuse(self, job: Job, *states: str) -> None:
         """Refuse a job in one of these states."""
         if (state := self.status(job).state) in states:
-            raise UserError("WORKDIR", f"its job is {state}",
+            raise UserError("WORKDIR", f"its job {IN_WORDS[state]}",
                             "to resume from its last checkpoint, launch another job with this workdir")
 
     def _resize(self, job: Job, nodes: int) -> None:
@@ -209,7 +209,7 @@ class SlurmEngine:
     def requeue(self, job: Job) -> None:
         """Have a job save, stop and start again."""
         if (state := self.status(job).state) != "running":
-            raise UserError("WORKDIR", f"its job is {state}",
+            raise UserError("WORKDIR", f"its job {IN_WORDS[state]}",
                             "resume it" if state == "paused" else "see jaxtrain jobs show")
         job.pause_file.unlink(missing_ok=True)
         _run("scancel", "--signal=TERM", job.id)

@@ -72,13 +72,15 @@ class PolicyGradient(WithReference):
         """The loss and the metrics, summed."""
         model = self.model.merge(params)
         arrays = {key: batch[key] for key in ("learnt", "segments", *self.arrays, REFERENCE) if key in batch}
+        if self.settings.mask_truncated:
+            arrays["positions"] = batch["positions"]
         arrays["policy"] = self.logprobs(model, x_BTD, batch)
         if model.value_head is not None:
             arrays["expected"] = model.value_head(model.finish(x_BTD))
         return summed_over_rows(partial(_of_rows, self.settings), arrays)
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the mean reward, the mean length of answers, and means over their tokens.
+        """Return the mean reward, the mean length of answers, and means over the tokens that are trained on.
 
         `kl_sampled`: the divergence of the policy from the one that sampled; `clipped`: the share of tokens whose ratio
         had no gradient. `explained_variance`: 1 where values are the returns, 0 where a constant is as good.
@@ -90,8 +92,9 @@ class PolicyGradient(WithReference):
             left, all_of_it = (sums[f"{name}_squared"] / tokens - jnp.square(sums[name] / tokens)
                                for name in ("value_error", "returns"))
             found["explained_variance"] = 1 - left / jnp.maximum(all_of_it, 1e-8)
-        return {"reward": sums["rewards"] / answers, "answer_tokens": sums["tokens_learnt"] / answers,
-                **found, **self.router_metrics(sums)}
+        generated = sums.get("tokens_generated", sums["tokens_learnt"])
+        return {"reward": sums["rewards"] / answers, "answer_tokens": generated / answers, **found,
+                **self.router_metrics(sums)}
 
 
 def _of_rows(c: ReinforceConfig, batch: Any, segments: Segments) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -118,7 +121,16 @@ def _of_rows(c: ReinforceConfig, batch: Any, segments: Segments) -> tuple[jax.Ar
     found |= {"kl": kl_BT, "kl_sampled": sampled_kl_BT, "clipped": stuck_BT, "logp": batch["policy"]}
     sums = {name: (learnt_BT * x_BT).sum() for name, x_BT in found.items()}
     sums |= {name: batch[name].sum() for name in ("rewards", "answers")} | {"tokens_learnt": learnt_BT.sum()}
+    if c.mask_truncated:
+        sums["tokens_generated"] = _generated(batch, segments).sum()
     return (share_BT * loss_BT).sum(), lax.stop_gradient(sums)
+
+
+def _generated(batch: Any, segments: Segments) -> jax.Array:
+    """Return whether each target belongs to an answer, whether or not it is trained on: an answer ends its segment."""
+    counted_BT = batch["positions"] + 1
+    first_BT = segments.spread(segments.sums(batch["answers"] * counted_BT))
+    return ((first_BT > 0) & (counted_BT >= first_BT)).astype(jnp.float32)
 
 
 def _value_loss(c: ReinforceConfig, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:

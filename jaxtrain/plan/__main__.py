@@ -31,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
     made = parser_of("plan", __doc__)
     add_config(made)
     made.add_argument("--target",
-                      help=f"one of {', '.join(targets.TARGETS)}, times devices: h100x256; default: this machine's "
-                           f"devices")
+                      help=f"type and number of devices, such as h100x256, of {', '.join(targets.TARGETS)}; "
+                           f"default: this machine's devices")
     made.add_argument("--targets", help="a JSON file with your own accelerators, or with measurements")
     made.add_argument("--global_batch", type=int, help="global batch size in sequences; default: the config's")
     made.add_argument("--seq_len", type=int, help="sequence length in tokens; default: the config's")

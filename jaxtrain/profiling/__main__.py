@@ -3,9 +3,9 @@
     jaxtrain profile WORKDIR --steps=5
     jaxtrain profile WORKDIR/profiles/120
 
-The first form asks the run in WORKDIR to trace its next steps, waits for the trace and summarizes it in
-WORKDIR/profiles/STEP; the second summarizes an existing profile, such as one requested by signal USR2. Exit status 0;
-2: a user error, reported in one line.
+Given a workdir, asks its run to trace the next steps, waits for the trace and summarizes it in WORKDIR/profiles/STEP.
+Given a folder in WORKDIR/profiles, summarizes that profile, such as one requested by signal USR2. Exit status 0; 2: a
+user error, reported in one line.
 """
 
 import sys

@@ -45,10 +45,33 @@ def test_text_becomes_what_the_field_is(key, text, value):
     assert found == value and type(found) is type(value)
 
 
+@pytest.mark.parametrize(("name", "meant"), {
+    "per_device_train_batch_size": "data.global_batch_size counts", "gradient_accumulation_steps": "train.accumulation",
+    "learning_rate": "optimizer.learning_rate", "lr": "optimizer.learning_rate", "num_train_epochs": "train.epochs is",
+    "seq_length": "data.seq_len", "max_length": "data.seq_len", "bf16": "train.precision=bfloat16",
+    "save_steps": "checkpoint.every", "lr_scheduler_type": "optimizer.schedule", "logging_steps": "train.log_every",
+    "load_in_4bit": "lora.quantize=nf4", "flash_attention_2": "train.attention=cudnn", "output_dir": "--workdir",
+}.items())
+@pytest.mark.parametrize("section", ["checkpoint", "optimizer", "train", "of_another_framework"])
+def test_another_frameworks_key_leads_to_the_section_that_has_it(section, name, meant):
+    own, _, key = meant.partition(".")
+    if (own, key) == (section, name):
+        return
+    with pytest.raises(UserError) as refused:
+        make_config({}, {f"{section}.{name}": 4})
+    shown = key if own == section and " " not in meant else meant
+    assert refused.value.fix.startswith(shown if " " in meant else f"did you mean '{shown}'?")
+
+
 @pytest.mark.parametrize("values, overrides, line", [
     ({}, {"model.num_layer": 3}, "model.num_layer: there is no such key; did you mean 'num_layers'?"),
     ({}, {"optimizer.lr": 1}, "optimizer.lr: there is no such key; did you mean 'learning_rate'?"),
     ({}, {"batch_size": 8}, "batch_size: there is no such key; did you mean 'data.global_batch_size'?"),
+    ({}, {"train.batch_size": 8}, "train.batch_size: there is no such key; did you mean 'data.global_batch_size'?"),
+    ({}, {"train.micro_batch_size": 8}, "train.micro_batch_size: there is no such key; data.global_batch_size counts "
+     "the rows of a step on all devices together, and train.accumulation=N computes them in N parts"),
+    ({}, {"train.warmup_ratio": 0.03}, "train.warmup_ratio: there is no such key; optimizer.warmup_steps takes a "
+     "fraction of the run's steps, too, such as 0.03"),
     ({}, {"data.epochs": 2}, "data.epochs: there is no such key; train.epochs is the length of a run in passes over "
      "its data; data.mixture.NAME.epochs limits one source of a mixture"),
     ({}, {"train.attention": "flash"}, "train.attention: 'flash' is not supported; did you mean 'cudnn'?"),

@@ -39,7 +39,7 @@ def test_a_tokenizer_of_ones_own(tmp_path, text, capsys):
 
 @pytest.mark.parametrize(("flag", "words"), [
     ("--vocab_size=100", "--vocab_size: 100 leaves no room"), ("--input=nowhere", "nowhere does not exist"),
-    ("--vocab=9", "unrecognized arguments")])
+    ("--vocab=9", "--vocab=9: there is no such flag; did you mean '--vocab_size'?")])
 def test_a_mistake_is_one_line(tmp_path, text, capsys, flag, words):
     assert main([f"--input={text}", f"--output={tmp_path / 'x.json'}", flag]) == 2
     error = capsys.readouterr().err

@@ -105,10 +105,10 @@ def test_prompts_name_their_adapters(workdir, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["{work}"], "--prompt: there is no prompt; give --prompt=TEXT, --prompts=FILE or --messages=FILE"),
+    (["{work}"], "--prompt: there is no prompt; give --prompt=TEXT, --prompts=FILE or --messages=JSON"),
     (["{gone}", "--prompt=a"], "WORKDIR: there is no folder {gone}; give the workdir of a run, or a published"),
-    (["Org/Tiny", "--prompt=a"], "WORKDIR: there is no folder Org/Tiny; download a model of the Hugging Face Hub first"
-                                 ": hf download Org/Tiny --local-dir=models/Tiny"),
+    (["Org/Tiny", "--prompt=a"], "WORKDIR: there is no folder Org/Tiny; write hf:Org/Tiny for a model on the Hugging "
+                                 "Face Hub"),
     (["{gone}.gguf", "--prompt=a"], "WORKDIR: {gone}.gguf is a model in GGUF, which jaxtrain does not read; give the"),
     (["{work}", "--prompt=a", "--step=-1"], "--step: -1 is not a step; leave it out for the newest good"),
     (["{work}", "--prompt=a", "--step=7"], "--step: {work} has no checkpoint of step 7 that was found good; "),
@@ -142,22 +142,33 @@ def test_all_devices_share_the_prompts(workdir):
 
 
 def test_messages_are_prompts_through_the_template(workdir, capsys, tmp_path):
-    """Messages of a file, of a line of JSON, and a system's message in front of a prompt."""
+    """Messages of a file, of JSON as a flag and in a line, and a system's message in front of a prompt."""
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     (tmp_path / "turns.json").write_text(json.dumps(turns))
     (tmp_path / "lines.jsonl").write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"prompt": turns}))
     how = "--chat_template=plain", FEW, "--temperature=0", "--json"
     found = [json.loads(line) for words in (
-        [f"--messages={tmp_path / 'turns.json'}"], [f"--prompts={tmp_path / 'lines.jsonl'}"],
+        [f"--messages={tmp_path / 'turns.json'}"], [f"--messages= {json.dumps(turns)}"],
+        [f"--prompts={tmp_path / 'lines.jsonl'}"],
         ["--system=Be brief.", "--prompt=Hello"]) for line in said(capsys, workdir, *words, *how)[1].splitlines()]
     run, state = jt.load_model(workdir)
     want, = jt.generate(run, state, ["system: Be brief.\nuser: Hello\nassistant: "], max_new_tokens=8, temperature=0,
                         tokenizer=workdir / "tokenizer")
-    assert [one["tokens"] for one in found] == 4 * [list(want.tokens)]
-    assert [one.get("messages") for one in found] == [turns, turns, turns, None]
+    assert [one["tokens"] for one in found] == 5 * [list(want.tokens)]
+    assert [one.get("messages") for one in found] == [turns, turns, turns, turns, None]
 
 
-def test_a_file_without_messages_is_refused(workdir, capsys, tmp_path):
-    (tmp_path / "turns.json").write_text('[{"role": "user"}]')
-    status, _, err = said(capsys, workdir, f"--messages={tmp_path / 'turns.json'}")
-    assert (status, err.count("\n")) == (2, 1) and "is not a list of messages with a role and a content" in err
+@pytest.mark.parametrize(("given", "message"), [
+    ("{file}", "{file} is not a list of messages with a role and a content; write [{{"),
+    ("{file}s", "there is no file {file}s; give a JSON file with a list of messages, or [{{"),
+    ('[{{"role": "user"}}]', '[{{"role": "user"}}] is not a list of messages with a role and a content; write [{{'),
+    ("{{}}", "{{}} is not a list of messages with a role and a content; write [{{"),
+    ("[{{role: user}}]", "[{{role: user}}] is not JSON (Expecting property name enclosed in double quotes: line 1 "
+                         'column 3 (char 2)); write [{{"role": "user", "content": "Hello"}}], in single quotes in '
+                         "a shell, or give a file"),
+    ("[" * 100, "this is not JSON (Expecting value: line 1 column 101 (char 100)); write [{{"),
+])
+def test_what_is_no_list_of_messages_is_refused(capsys, tmp_path, given, message):
+    (file := tmp_path / "turns.json").write_text('[{"role": "user"}]')
+    status, _, err = said(capsys, "anywhere", f"--messages={given.format(file=file)}")
+    assert (status, err.count("\n")) == (2, 1) and err.startswith(f"--messages: {message.format(file=file)}")

@@ -1,11 +1,15 @@
 """The refusals of a job: each mistake is reported in one line, and the workdir stays as it was."""
 
+from pathlib import Path
+
 import pytest
 
 from jaxtrain.errors import UserError
 from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch.job_record import Job, read, record
 from jaxtrain.launch.job_spec import JobSpec, read_spec, spec_of
+
+ROOT = Path(__file__).parents[2]
 
 PODS = 'image = "i"\nmounts = {{"{workdir}" = "pvc:runs"}}\n'  # {workdir} is the run's
 TPU = 'accelerator = "tpu-v5p-slice"\naccelerators_per_node = 4\n'
@@ -88,6 +92,21 @@ def test_a_wrong_job_is_refused_in_a_line(tmp_path, capsys, engine, text, key, p
     (line,) = said.err.splitlines()
     assert line.startswith(f"{key}: ") and part in line and said.out == ""
     assert list(workdir.iterdir()) == []
+
+
+@pytest.mark.parametrize(("words", "workdir"), [
+    (["configs/gpt.py:tiny"], "runs/gpt-tiny"), (["--", "true"], "runs/job"),
+    (["configs/gpt.py", "--array=3-4"], "runs/gpt-{task}")])
+def test_a_workdir_is_needed_to_submit_a_job_and_not_to_see_it(tmp_path, capsys, monkeypatch, words, workdir):
+    words = [f"{ROOT}/{words[0]}" if words[0] != "--" else "--", *words[1:]]
+    monkeypatch.chdir(tmp_path)
+    assert launch.main(["--on=slurm", *words]) == 2
+    assert capsys.readouterr().err == (f"--workdir: it is missing; give a folder on a file system that all machines "
+                                       f"share, such as --workdir={workdir}\n")
+    assert launch.main(["--on=slurm", "--dry_run", *words]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith(f"shown with --workdir={workdir}, since none is given\n")
+    assert f"{tmp_path}/{workdir.replace('{task}', '3')}" in said.out and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("flags, key", [

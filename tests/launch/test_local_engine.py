@@ -73,6 +73,15 @@ def test_a_job_pauses_goes_on_and_ends(workdir, capsys):
     assert not any("s3cret" in path.read_text() for path in (workdir / "jobs" / "1").iterdir())
 
 
+@pytest.mark.parametrize(("state", "told"), [
+    ("waiting", "it is waiting"), ("running", "it is running"), ("paused", "it is paused"), ("done", "it has finished"),
+    ("failed", "it has failed"), ("cancelled", "it was cancelled"), ("stopped", "it was stopped"),
+    ("unknown", "it is in an unknown state")])
+def test_every_state_has_a_sentence(state, told):
+    status = job_record.Status(state, "why")
+    assert (status.sentence(), replace(status, detail="").sentence()) == (f"{told}: why", told)
+
+
 def test_cancelling_saves_first_and_at_once_does_not(workdir):
     told("cancel", workdir)
     wait_for(lambda: state(workdir) == "cancelled")
@@ -90,7 +99,7 @@ def test_a_second_job_is_refused_and_one_that_was_killed_is_told(workdir, capsys
     assert state(workdir) == "cancelled" and not (workdir / "saved").exists()
     (workdir / "jobs" / "1" / "stop").unlink()
     told("why", workdir)
-    assert capsys.readouterr().out == ("it is failed: it was killed, or the machine was started again\n"
+    assert capsys.readouterr().out == ("it has failed: it was killed, or the machine was started again\n"
                                        "the end of what it printed (jaxtrain jobs logs):\n  attempt a b True\n")
 
 

@@ -178,7 +178,7 @@ def test_sbatch_reads_any_workdir():
 
 
 @pytest.mark.parametrize("said, state, detail, why", [
-    ("PREEMPTED|None|", "failed", "PREEMPTED", "it is failed (PREEMPTED)"),
+    ("PREEMPTED|None|", "failed", "PREEMPTED", "it has failed: PREEMPTED"),
     ("PENDING|launch failed requeued held|", "paused", "launch failed requeued held", "a node could not start it"),
     ("PENDING|ReqNodeNotAvail, UnavailableNodes:n1|", "waiting", "ReqNodeNotAvail, UnavailableNodes:n1",
      "nodes that it asks for are down"),
@@ -218,10 +218,10 @@ def test_what_has_ended_is_neither_paused_nor_resumed(tmp_path, monkeypatch):
     (slurm / "answer").write_text("CANCELLED|BeginTime|")
     assert engine.status(job) == Status("cancelled")  # why it had waited counts no more
     (slurm / "answer").write_text("PENDING|None|")
-    assert engine.why(job) == "it waits, and Slurm does not say yet for what"
+    assert engine.why(job) == "it is waiting, and Slurm does not say yet for what"
     for answer, ask, line in (
-            ("CANCELLED|BeginTime|", engine.pause, "its job is cancelled; to resume from its last checkpoint, launch"),
-            ("COMPLETED|None|n1", lambda job: engine.resume(job, None), "its job is done; to resume"),
+            ("CANCELLED|BeginTime|", engine.pause, "its job was cancelled; to resume from its last checkpoint, launch"),
+            ("COMPLETED|None|n1", lambda job: engine.resume(job, None), "its job has finished; to resume"),
             ("RUNNING|None|n1", lambda job: engine.resume(job, None), "its job is running, and continues by"),
             ("RUNNING|None|n1", lambda job: engine.resume(job, 2), ".*; for other nodes pause it first")):
         (slurm / "answer").write_text(answer)

@@ -16,7 +16,7 @@ KEYS = dict(reinforce__prompts="prompts.jsonl", reinforce__reward="reward.py:rew
             reinforce__kl=0.1, data__global_batch_size=8)  # the formula goes from answer to answer
 CRITIC = dict(reinforce__baseline="value", reinforce__value_loss=0.7)
 CASES = {
-    "fsdp x tensor, dapo": ("llama", dict(mesh=(1, 2, 2))),
+    "fsdp x tensor, dapo": ("llama", dict(mesh=(1, 2, 2), reinforce__mask_truncated=True)),
     "one device, grpo": ("gpt2", dict(reinforce__loss="grpo", reinforce__clip_high=0.0, reinforce__temperature=0.7)),
     "all axes, dr_grpo": ("gpt2", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2,
                                        reinforce__loss="dr_grpo")),
@@ -32,7 +32,8 @@ CASES = {
                                                         reinforce__loss="dr_grpo", **(CRITIC | {
                                                             "reinforce__value_clip": 0.0}))),
     "critic, ring": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, reinforce__loss="grpo", **CRITIC)),
-    "critic, 1f1b, context": ("llama", dict(mesh=(1, 2, 1), mesh__stage=2, mesh__context=2, **CRITIC)),
+    "critic, 1f1b, context": ("llama", dict(mesh=(1, 2, 1), mesh__stage=2, mesh__context=2,
+                                            reinforce__mask_truncated=True, **CRITIC)),
     "critic, zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1",
                                                     lora__rank=3, **CRITIC)),
     "critic, part of the layers": ("gpt2", dict(mesh=(1, 2, 1), train__trainable=["blocks/*attention*"], **CRITIC)),
@@ -56,6 +57,10 @@ def test_loss_and_gradients_are_those_of_the_formula(name):
     run = build(family, **(KEYS | keys))
     c = run.config
     batch = plain.batch(rows=8, values=c.reinforce.value_head)
+    generated = batch["weights"].sum()
+    if c.reinforce.mask_truncated:
+        batch["weights"][batch["segments"] == 2] = 0
+        assert 0 < batch["weights"].sum() < generated
     metrics, means = tuned.check(run, lambda policy, before: plain.loss(c.reinforce, c.model, policy, before, batch),
                               batch)
     if c.reinforce.kl:
@@ -66,4 +71,4 @@ def test_loss_and_gradients_are_those_of_the_formula(name):
         assert (0.1 < float(metrics["value_clipped"]) < 0.9) == (c.reinforce.value_clip > 0)
     assert 0.1 < float(metrics["clipped"]) < 0.9, "the case says nothing about clipping"
     assert float(metrics["reward"]) == pytest.approx(batch["rewards"].sum() / batch["answers"].sum(), rel=1e-5)
-    assert float(metrics["answer_tokens"]) == pytest.approx(batch["weights"].sum() / batch["answers"].sum(), rel=1e-5)
+    assert float(metrics["answer_tokens"]) == pytest.approx(generated / batch["answers"].sum(), rel=1e-5)

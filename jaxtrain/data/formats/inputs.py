@@ -9,7 +9,6 @@ import gzip
 import hashlib
 import io
 import os
-import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import numpy as np
 from jaxtrain import storage
 from jaxtrain.data.formats import array_record, parquet_pages, token_files, zstd
 from jaxtrain.data.formats.conversations import FIELDS, Unusable, example_of, format_of
+from jaxtrain.data.formats.json_arrays import is_array_of_records
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.files.bounded_files import exceeds_memory, parsed
 
@@ -32,7 +32,6 @@ RECORD_BYTES = 2**28  # of the longest line or row that is read
 RATIO = 1000  # text is not compressed as much
 LEVELS = 4  # bytes in memory for each value in a list, even null: where its lists begin and which of them it is in
 ROWS = 1024  # of a table that are read at a time
-_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how an array of records begins
 FIX = "name files or folders of text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .array_record or tokens"
 
 
@@ -76,7 +75,7 @@ def find_tasks(inputs: str | Sequence[str], task_bytes: int = 2**26, token_dtype
     """Return all pieces in order of input and name, cut into tasks; small neighbours share a task."""
     named = [inputs] if isinstance(inputs, str | Path) else inputs
     for source in named:
-        _refuse_array(str(source))
+        _refuse_arrays(str(source))
     pieces = find_pieces(inputs, task_bytes, token_dtype)
     if not pieces:
         found = [name for source in named for name, _, _ in _files(str(source))]
@@ -85,14 +84,22 @@ def find_tasks(inputs: str | Sequence[str], task_bytes: int = 2**26, token_dtype
     return cut([(piece,) for piece in pieces], task_bytes)
 
 
-def _refuse_array(source: str) -> None:
-    """Refuse a .json file that is one array of records, which would silently become a single document of text."""
-    if not source.lower().endswith(".json"):
-        return
-    for name, path, _ in _files(source):
-        if _ARRAY.match(storage.read(path, 0, 4096)):
-            raise UserError("--input", f"{name} is one JSON array of records, and records are read one a line",
-                            f"convert it (jq -c '.[]' {name} > {name}l), and give that file")
+def _refuse_arrays(source: str) -> None:
+    """Refuse .json files with an array of records each, which would silently become one document of text each.
+
+    In a folder with more of other things, such as code, they are text.
+    """
+    files = _files(source)
+    half = sum(size for *_, size in files) / 2
+    if sum(size for name, _, size in files if name.lower().endswith(".json")) <= half:
+        return  # without a look into any of them
+    found = [(name, size) for name, path, size in files if is_array_of_records(path, size)]
+    if sum(size for _, size in found) > half:
+        (name, _), *others = found
+        is_one = f"and {len(others)} more in {source} are each one" if others else "is one"
+        raise UserError("--input", f"{name} {is_one} JSON array of records, and records are read one a line",
+                        f"convert {'each' if others else 'it'} (jq -c '.[]' {name} > {name}l), and give "
+                        f"{'the new files' if others else 'that file'}")
 
 
 def task_bytes_of(inputs: str | Sequence[str]) -> int:

@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     adds.add_argument("folder", metavar="FOLDER", help="folder of the adapters")
     adds.add_argument("--name", required=True, help="name of the adapters in the store")
     merges = add("merge BASE FOLDER=0.5 "
-                 "--output=MERGED", "merge adapters, each times a weight, into the model's weights")
+                 "--output=MERGED", "merge adapters, each multiplied by a weight, into the model's weights")
     merges.add_argument("base", metavar="BASE", help="folder of the model, in Hugging Face's format")
     merges.add_argument("adapters", metavar="FOLDER[=WEIGHT]", nargs="+", action="store",
                         help="folder of adapters and their factor; default: 1")

@@ -5,15 +5,15 @@
     jaxtrain transcribe WORKDIR clips --references
     arecord -q -f S16_LE -r 16000 -t raw | jaxtrain transcribe WORKDIR - --stream
 
-The model is that of a run, or a published Whisper. Files are .wav, .flac, .ogg or .mp3, or folders of them. Long ones
-are read in windows, of 30 seconds in published models: with --timestamps, and in published models in any case, the next
-window begins where the last whole segment ended. Where a published model knows several languages, --language names the
-one that is spoken; otherwise it is detected for each file. With --references the words in a.txt beside a.wav are
-compared, and the word error rate is printed.
+The model is that of a run, or a published Whisper. Files are .wav, .flac, .ogg or .mp3, or folders of them. Long files
+are read in windows (30 seconds in published models). With --timestamps, and always in published models, the next window
+begins where the last complete segment ended. If a published model supports several languages, --language names the
+spoken one; by default it is detected for each file. With --references, the transcript of a.wav is compared with the
+text in a.txt beside it, and the word error rate is printed.
 
 The file - is standard input: WAV, or 16-bit samples at 16 kHz, of one channel. With --stream, words are printed once
-two successive transcripts agree on them. Each line is one window; if a word turns out to be wrong
-when its window ends, the whole line is printed again as "corrected: ...". Needs a model trained with model.audio_chunk.
+two successive transcripts agree on them. Each line is one window; if a word turns out to be wrong when its window
+ends, the whole line is printed again as "corrected: ...". --stream needs a model trained with model.audio_chunk.
 """
 
 import json
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import storage
+from jaxtrain.config.hub_names import model_folder
 from jaxtrain.errors import UserError, say, tell_text
 from jaxtrain.flags import command, parser_of
 from jaxtrain.hub.speech.transcript_windows import Segment, silence_of, text_of, window
@@ -80,13 +81,14 @@ def _lines(name: str, segments: list[Segment], timestamps: bool) -> list[str]:
 
 def _flags(argv: list[str] | None) -> Any:
     parser = parser_of("transcribe", __doc__)
-    parser.add_argument("workdir", help="workdir of a run, or folder of a published model")
+    parser.add_argument("workdir", help="workdir of a run, folder of a published model, or hf:ORG/NAME "
+                        "on the Hugging Face Hub")
     parser.add_argument("files", nargs="+", help="audio files, or folders of them; -: standard input")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest verified one")
     parser.add_argument("--beams", type=int, default=1,
                         help="beam size of the beam search; 1: greedy decoding; default: 1")
-    parser.add_argument("--language", default="", help="spoken language, such as de; default: what model.prefix "
-                        "says, or detected where a published model knows several")
+    parser.add_argument("--language", default="", help="spoken language, such as de; default: that of model.prefix; "
+                        "published models with several languages detect it")
     parser.add_argument("--task", default="", help="transcribe, or translate into English")
     parser.add_argument("--timestamps", action="store_true", help="print a line for each segment: file, start and end "
                         "in seconds, and text")
@@ -106,6 +108,7 @@ def _flags(argv: list[str] | None) -> Any:
         raise UserError("--batch_size", "with --stream windows come one after the other", "leave it out")
     if flags.references and PIPE in flags.files:
         raise UserError("--references", "standard input has no reference text", "name a file, or leave the flag out")
+    flags.workdir = model_folder(flags.workdir)
     return flags
 
 

@@ -128,7 +128,7 @@ class KubernetesEngine:
         if status.state == "paused":
             return "it is paused: jaxtrain jobs resume WORKDIR"
         if status.state != "waiting":
-            return f"it is {status.state}" + (f" ({status.detail})" if status.detail else "")
+            return status.sentence()
         return (_why_queued(job) if status.detail == "suspended" else "") or _why_pending(job) or status.detail
 
     def pause(self, job: Job) -> None:

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("sweep", metavar="SWEEP", help="a TOML file, or a Python file with get_sweep()")
     parser.add_argument("--on", help=f"the engine: {', '.join(ENGINES[:4])}")
     parser.add_argument("--dry_run", "--dry-run", action="store_true",
-                        help="show the first points and what all would cost at most, and stop")
+                        help="show the first trials and the maximum cost of the sweep, and stop")
     parser.add_argument("--report", action="store_true", help="show what was found so far, and write report.html")
     flags = parser.parse_args(argv)
     content = read_content(flags.sweep)

@@ -60,7 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--b", type=float, default=1, help="time of a stage's backward pass for inputs")
     parser.add_argument("--w", type=float, default=1, help="time of a stage's backward pass for weights")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
-                        help="B recomputes the forward pass, and takes F longer (default)")
+                        help="B includes recomputing the forward pass, and so takes longer by F (default)")
     parser.add_argument("--output", metavar="FILE", help="write the drawing to this SVG file")
     parser.add_argument("--png", help="write the drawing to this PNG file, with matplotlib")
     parser.add_argument("--report", action="store_true", help="compare all schedules instead")

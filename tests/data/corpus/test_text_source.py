@@ -86,6 +86,7 @@ def test_mistakes_are_told(tmp_path):
                          (write(tmp_path / "binary", {"a": b"\0\1"}), "holds no text"),
                          (write(tmp_path / "chats", {"a.jsonl": b"{}\n", "b.jsonl": b"{}\n"}), "jaxtrain prepare"),
                          (str(tmp_path / "chats" / "a.jsonl"), "holds records"),
+                         (write(tmp_path / "array", {"a.json": b' [{"text": 1}]', "b.jsonl": b"{}"}), "holds records"),
                          (write(tmp_path / "one", {"a": b"a"}), "too short")]:
         with pytest.raises(UserError, match=said) as caught:
             find_documents(source, 0.1)

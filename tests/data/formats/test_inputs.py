@@ -256,12 +256,22 @@ def test_empty_files_are_called_empty(tmp_path):
         find_tasks(str(tmp_path))
 
 
-def test_a_json_array_of_records_is_refused_where_it_is_named_and_text_inside_a_folder(capsys, tmp_path, source):
+def test_json_arrays_of_records_are_refused_unless_a_folder_has_more_of_other_things(capsys, tmp_path, source):
     (source / "alpaca.json").write_text(json.dumps([{"instruction": "Say hi", "output": "hi"}], indent=1))
+    (source / "more").mkdir()
+    (source / "more" / "b.json").write_text('\ufeff [{"text": "a"}]')
+    (source / "README.md").write_text("A data set.")
+    for given, said in ((source / "alpaca.json", "is one JSON array of records, and records are read one a line; "
+                         "convert it (jq -c '.[]' alpaca.json > alpaca.jsonl), and give that file"),
+                        (source, f"and 1 more in {source} are each one JSON array of records, and records are read one "
+                         "a line; convert each (jq -c '.[]' alpaca.json > alpaca.jsonl), and give the new files")):
+        assert main([f"--input={given}", f"--output={tmp_path / 'out'}", "--workers=1"]) == 2
+        assert capsys.readouterr().err == f"--input: alpaca.json {said}\n"
     (source / "text.json").write_text('{"a": [1]}')
-    assert main([f"--input={source / 'alpaca.json'}", f"--output={tmp_path / 'out'}", "--workers=1"]) == 2
-    assert capsys.readouterr().err == (
-        "--input: alpaca.json is one JSON array of records, and records are read one a line; "
-        "convert it (jq -c '.[]' alpaca.json > alpaca.jsonl), and give that file\n")
+    (source / "code.py").write_text("print(1)\n" * 20)
     for kept in (source, source / "text.json"):
         assert find_tasks(str(kept))
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe("/arrays/short.json", b'[{"text": "a"}]')
+    with pytest.raises(UserError, match=r"short\.json is one JSON array of records"):
+        find_tasks("memory://arrays")

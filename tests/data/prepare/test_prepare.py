@@ -286,7 +286,7 @@ def test_a_tokenizer_that_changed_is_found(tmp_path, tokenizer, monkeypatch):
     ("a.txt", b"x", ["--train_on=last"], "--train_on: it is for conversations, and the input is text"),
     ("a.jsonl", b'{"text": "x"}', ["--format=text", "--chat_template=plain"], "--chat_template: it is for conv"),
     ("a.txt", b"x", ["--token_dtype=uint16"], "--token_dtype: the input has no files of tokens"),
-    ("a.txt", b"x", ["--outputs=b"], "unrecognized arguments"),
+    ("a.txt", b"x", ["--outputs=b"], "--outputs=b: there is no such flag; did you mean '--output'?"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, name, content, flags, words):
     monkeypatch.chdir(tmp_path)
@@ -311,6 +311,8 @@ def test_a_flag_given_twice_counts_twice(tmp_path, capsys):
     assert "several values follow a flag without =" in capsys.readouterr().err
     assert main([f"--input={first}", f"--output={tmp_path / 'two'}", "--dry-runn"]) == 2
     assert "did you mean '--dry_run'" in capsys.readouterr().err
+    assert main([f"--input={first}", f"--output={tmp_path / 'two'}", "--nonsense"]) == 2
+    assert capsys.readouterr().err == "--nonsense: there is no such flag; see jaxtrain prepare --help\n"
 
 
 def test_a_corpus_that_was_not_copied_whole_is_no_text(tmp_path):

@@ -323,7 +323,7 @@ def test_accelerators_that_do_not_divide():
     (["x.py:a", "--processes=2", "--workdir=w", "--", "--adopt"], "x.py:a: the config and the flags of the run come "
      "after --; write jaxtrain supervise --processes=N -- x.py:a --workdir=w --adopt\n"),
     (["--processes", "2", "x.py"], "x.py: the config and the flags of the run come after --; write "),
-    (["--process=2", "--", "x.py"], "command line: unrecognized arguments: --process=2; did you mean '--processes'?"),
+    (["--process=2", "--", "x.py"], "--process=2: there is no such flag; did you mean '--processes'?"),
 ])
 def test_mistakes(words, message, capsys):
     assert supervise.main(words) == exit_codes.MISTAKE

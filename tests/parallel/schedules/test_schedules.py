@@ -490,7 +490,7 @@ def test_png(tmp_path):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--stage=2"], "command line: unrecognized arguments: --stage=2"), (["--stages=two"], "invalid int"),
+    (["--stage=2"], "--stage=2: there is no such flag; did you mean '--stages'?"), (["--stages=two"], "invalid int"),
     (["--schedule=zb"], "is not a schedule"),
     (["--f=0"], "--f: 0 is not a valid time"), (["--table=no.csv"], "cannot be read"),
     (["--svg=/no/such/a.svg"], "cannot be written")])
