@@ -87,6 +87,8 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= {"model.window": 7, "model.global_every": rng.choice((2, 3))}
     elif not family.startswith("gpt2"):
         keys |= {"model.mtp_loss_weight": often(0.0, 0.3)}
+    if family == "qwen2" and (not keys["model.window"] or keys["model.mtp_loss_weight"]):
+        keys |= {"model.global_first": 0}
     if rng.random() < 0.25:  # a width that few axes divide together
         keys |= {"model.embed_dim": 40, "model.head_dim": 8}
     if rng.random() < 0.3:
