@@ -26,7 +26,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxtrain.errors import UserError, say
+from jaxtrain.errors import UserError, say, tell
 from jaxtrain.flags import command, parser_of
 
 
@@ -51,7 +51,7 @@ def main(argv: list[str] | None) -> None:
     dtype = "float32" if target.platform == "cpu" else "bfloat16"
     rows = rates.planned(sizes, dtype, len(devices))
     if flags.dry_run:
-        print(f"{len(devices)} x {target.name}, for at most about {flags.seconds:g} s:", *rows, sep="\n")
+        tell(f"{len(devices)} x {target.name}, for at most about {flags.seconds:g} s:", *rows, sep="\n")
         return
     mesh, skipped = jax.sharding.Mesh(np.array(devices), ("all",)), 0
     wanted, repeats = (0.02, 3) if flags.quick else (0.2, 5)
@@ -64,7 +64,7 @@ def main(argv: list[str] | None) -> None:
         except jax.errors.JaxRuntimeError as error:  # such as too little memory
             say(f"{row} left out: {str(error).partition(chr(10))[0]}")
         else:
-            print(row, flush=True)
+            tell(row, flush=True)
     if skipped:
         say(f"{skipped} measurements were left out after {flags.seconds:g} s; --seconds allows more")
     if len(devices) == 1:
@@ -75,8 +75,8 @@ def main(argv: list[str] | None) -> None:
     file.write_text(json.dumps({target.name: keys}, indent=2) + "\n")
     lines = [json.dumps({**asdict(row), "rate": row.rate}) for row in rows if row.seconds]
     file.with_suffix(".rows.jsonl").write_text("\n".join(lines) + "\n")
-    print(json.dumps(keys["efficiency"]))
-    print(f"written to {flags.output}: jaxtrain plan --targets={flags.output} "
+    tell(json.dumps(keys["efficiency"]))
+    tell(f"written to {flags.output}: jaxtrain plan --targets={flags.output} "
           f"--target={target.name}x{len(devices)} --config=...")
 
 
