@@ -1,7 +1,11 @@
 """The table of families: one of another package trains on a mesh, is saved and found again, with no edit here."""
 
 import json
+import shutil
+import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,71 +14,27 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.config import family
 
-PARALLEL = '''
-from dataclasses import dataclass
-from functools import partial
-
-from jaxtrain.config.decoder_config import RotaryConfig
-from jaxtrain.config.family import Family
-from jaxtrain.config.field_checks import positive
-
-
-@dataclass(frozen=True)
-class ParallelConfig(RotaryConfig):
-    """Llama's layers, with the MLP beside attention."""
-
-    name: str = "parallel_llama"
-    branch_scale: float = 1.0  # what both branches are multiplied by
-
-    def __post_init__(self):
-        super().__post_init__()
-        positive(self, "model", "branch_scale")
-
-
-def parallel_llama(c, compute, *, rngs):
-    import jaxtrain.models.layers as layers
-    from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
-    from jaxtrain.models.attention.self_attention import Attention
-    from jaxtrain.models.decoder import Block, Decoder
-    from jaxtrain.sharding import rules as sharding
-
-    class ParallelBlock(Block):
-        def __call__(self, x, segments, angles, cache=None):
-            h = sharding.enter(self.attention_norm(x), layers.INSIDE, shared_by=self.attention.shared_by)
-            y, aux = self.attention(h, segments, angles, cache)
-            return x + c.branch_scale * (y + self.mlp(h)), aux
-
-    norm = partial(layers.RMSNorm, c.embed_dim, c.norm_eps)
-
-    def block(rngs):
-        attention = Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=0.02, window=c.window,
-                              backend=compute.attention, context=compute.context, rngs=rngs)
-        return ParallelBlock(norm(rngs=rngs), attention, norm(rngs=rngs),
-                             layers.SwiGLU(c.embed_dim, c.mlp_dim, out_std=0.02, rngs=rngs))
-
-    head = None if c.tied_embeddings else layers.Head(c.vocab_size, c.embed_dim, rngs=rngs)
-    return Decoder(layers.Embed(c.vocab_size, c.embed_dim, rngs=rngs), block, c.num_layers, norm(rngs=rngs),
-                   rotary=Rotary(*scaled_frequencies(c, c.head_dim)), head=head, compute=compute, rngs=rngs)
-
-
-FAMILY = Family(ParallelConfig, parallel_llama)
-'''
+PLUGIN = Path(__file__).parents[2] / "examples" / "plugin"
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """An installed package with one family, in a folder outside of jaxtrain."""
+    """The example package, as pip installs it."""
     site = tmp_path / "site"
-    about = site / "my_families-1.0.dist-info"
+    about = site / "jaxtrain_plugin-1.0.dist-info"
     about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-families\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[jaxtrain.families]\nparallel_llama = my_parallel_llama:FAMILY\n")
-    (site / "my_parallel_llama.py").write_text(PARALLEL)
+    shutil.copytree(PLUGIN / "jaxtrain_plugin", site / "jaxtrain_plugin")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxtrain-plugin\nVersion: 1.0\n")
+    groups = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]["entry-points"]
+    (about / "entry_points.txt").write_text("".join(
+        f"[{group}]\n" + "".join(f"{name} = {where}\n" for name, where in points.items())
+        for group, points in groups.items()))
     monkeypatch.syspath_prepend(site)
     for cached in (family._from_outside, family.family):
         cached.cache_clear()
     yield
-    sys.modules.pop("my_parallel_llama", None)
+    for name in [name for name in sys.modules if name.startswith("jaxtrain_plugin")]:
+        del sys.modules[name]
     monkeypatch.undo()
     for cached in (family._from_outside, family.family):
         cached.cache_clear()
@@ -88,6 +48,7 @@ def config(text, **mesh):
         "optimizer": {"warmup_steps": 0}, "train": {"steps": 1, "precision": "float32", "eval_every": 0}})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("package")
 def test_a_family_of_another_package_trains_on_a_mesh_and_resumes(tmp_path):
     (text := tmp_path / "text").mkdir()
@@ -124,9 +85,7 @@ def test_a_family_of_jaxtrain_counts_before_one_of_another_package(monkeypatch):
     assert family.family.__wrapped__("gpt2").config.__name__ == "Gpt2Config" and family.names().count("gpt2") == 1
 
 
-def test_configs_of_families_are_read_without_jax(tmp_path):
-    import subprocess
-
+def test_configs_of_families_are_read_without_jax():
     code = ("import sys; from jaxtrain.config import family; found = dict(family.families());"
             "from jaxtrain.hf import hf_config; hf_config.types(); print(len(found), 'jax' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,0 +1,1 @@
+"""Parts of jaxtrain that another package brings; pyproject.toml makes them known."""
