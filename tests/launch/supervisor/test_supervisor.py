@@ -289,7 +289,7 @@ def test_the_heartbeat_alone_ends_a_process(tmp_path):
 
 def test_what_a_process_started_ends_with_it(run, tmp_path):
     assert ended(run({"else": ["child", "exit 0"]}, processes=1))[0] == 0
-    assert not alive((tmp_path / "logs/1/process-0.log").read_text().strip())
+    wait_for(lambda: not alive((tmp_path / "logs/1/process-0.log").read_text().strip()))  # it was sent SIGKILL
 
 
 @pytest.mark.parametrize("environment, processes, expected", [
