@@ -112,8 +112,8 @@ def with_known_length(build: Callable[[Config], AnyRun], config: Config) -> AnyR
     from jaxtrain.data.loading import epochs
 
     counted = build(config)  # for its batches alone
-    run = build(with_steps(config, epochs.steps_in(counted.train_batches, config.train.epochs)))
-    vars(run).update({name: found for name, found in vars(counted).items() if name in ("corpus", "train_batches")})
+    run = build(with_steps(config, epochs.steps_in(counted.batch_source, config.train.epochs)))
+    vars(run).update({name: found for name, found in vars(counted).items() if name in ("corpus", "batch_source")})
     return run
 
 

@@ -90,11 +90,6 @@ class OwnRun(Run):
     own: TrainStep
     initial: Any  # what its `init` takes
 
-    @property
-    def source(self) -> BatchSource:
-        """The training batches by step: those given to `build`, or the config's."""
-        return self.train_batches
-
     @cached_property
     def corpus(self) -> Any:  # pyrefly: ignore[bad-override]
         """The tokenised text of the config."""
@@ -123,12 +118,12 @@ class OwnRun(Run):
     @cached_property
     def batch_spec(self) -> BatchSpec:  # pyrefly: ignore[bad-override]
         """The arrays that every batch has: those of the first one."""
-        return BatchSpec.like(row_of(self.source, 0), "this run")
+        return BatchSpec.like(row_of(self.batch_source, 0), "this run")
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of the first batch."""
-        return self.sharded.abstract_batch(_abstract_batch(self.source, 0))
+        return self.sharded.abstract_batch(_abstract_batch(self.batch_source, 0))
 
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """The step for batches of this shape: (state, placed batch) -> (state, metrics)."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import BatchSpec
-from jaxtrain.data.loading.loader import in_step, prefetch
+from jaxtrain.data.loading.loader import in_step
 from jaxtrain.data.loading.placement import place_batch
 from jaxtrain.errors import UserError, tell
 from jaxtrain.models import Compute, make_model, training_noise
@@ -42,6 +42,9 @@ from jaxtrain.train_step.state import (
     initial_state,
 )
 from jaxtrain.train_step.step import Step, make_step
+
+if TYPE_CHECKING:
+    from jaxtrain.data.loading.grain_batches import BatchDataset
 
 
 def extras_of(config: Config) -> Extras:
@@ -142,7 +145,7 @@ class Run:
         arguments.is_seed("step", step)
         if step < 0:
             raise UserError("step", f"{step} is negative", "count steps from 0")
-        return self.placed(self.train_batches, step)
+        return self.placed(self.batch_source, step)
 
     # ------------------------------------------------------------------------------------------- the compiled functions
     @cached_property
@@ -213,11 +216,11 @@ class Run:
         stages = {(stage.batch, stage.seq_len) for stage in data_stages.stages(self.config.data)}
         return shape in stages or (
             self.config.data.packing == "bucket"
-            and shape in self.train_batches.shapes_of(0, max(1, self.config.train.steps)))
+            and shape in self.batch_source.shapes_of(0, max(1, self.config.train.steps)))
 
     def check_shapes(self, start: int, stop: int) -> None:
         """Refuse lengths of rows that these steps will have and that do not fit."""
-        for rows, length in self.train_batches.shapes_of(start, stop):
+        for rows, length in self.batch_source.shapes_of(start, stop):
             try:
                 self.of_shape((rows, length))
             except UserError as error:
@@ -323,7 +326,14 @@ class Run:
         return corpus
 
     @cached_property
-    def train_batches(self) -> BatchSource:
+    def train_batches(self) -> "BatchDataset":
+        """Training batches by step, as a `grain.MapDataset` to be sliced, mapped and chained; imports Grain."""
+        from jaxtrain.data.loading.grain_batches import BatchDataset
+
+        return BatchDataset(self.batch_source)
+
+    @cached_property
+    def batch_source(self) -> BatchSource:
         """Training batches by step: those given to `build`, or the config's, which have no end unless it says so."""
         if self.data is not None:
             return self.data
@@ -423,8 +433,11 @@ class Run:
     def drawn(self, batches: BatchSource, start: int, stop: int) -> Any:
         """Return an iterator of the placed batches of these steps, which prepares the next ones ahead if it can."""
         if not self.on_policy:
-            return prefetch(batches, start, stop - start, lambda step, batches: self.placed(batches, step),
-                            self.config.data.prefetch)
+            from jaxtrain.data.loading.grain_batches import placed_ahead
+
+            batches = batches if self.joined is None else self.joined.added_to(batches)
+            return placed_ahead(batches, start, stop, self.layout.batch, self.batch_spec.check,
+                                self.config.data.prefetch)
 
         def place(step, batches):
             with jax.transfer_guard("allow"):

@@ -131,7 +131,7 @@ def begin(run: Run, session: Session, opened: contextlib.ExitStack) -> tuple[Tra
     found = find_start(run, session, checkpoints, local)
     about, parts = check_workdir(run, session, checkpoints, found)
     trackers = opened.enter_context(tracked.Tracked(run, session, checkpoints, about))
-    data = remaining(run.train_batches, found.skipped)
+    data = remaining(run.batch_source, found.skipped)
     patience = early_stop.Patience(run, workdir, found.step)
     last = found.step if patience.over else t.steps
     if found.step < last:

@@ -74,9 +74,9 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
                                     may_change=session.may_change)
     with ThreadPoolExecutor(1, "git") as thread:
         commit = thread.submit(git_commit)  # a program of its own, which looks at every file of a checkout
-        run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
+        run.batch_source, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
     run.check_shapes(reach, start.skipped.reach(t.steps))
-    batches = remaining(run.train_batches, start.skipped).num_batches
+    batches = remaining(run.batch_source, start.skipped).num_batches
     if batches is not None and batches < t.steps:
         which, fix = ("data.mixture ends", "raise the epochs of its sources or train fewer steps") if run.data is None \
             else ("the batches given by data= end", f"train {batches} steps or fewer, or give more")
