@@ -18,7 +18,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import BatchSpec
 from jaxtrain.data.loading.loader import in_step
-from jaxtrain.data.loading.placement import place_batch
+from jaxtrain.data.loading.placement import place_batch, placed_ahead
 from jaxtrain.errors import UserError, tell
 from jaxtrain.models import Compute, make_model, training_noise
 from jaxtrain.objectives import Objective, configured
@@ -433,8 +433,6 @@ class Run:
     def drawn(self, batches: BatchSource, start: int, stop: int) -> Any:
         """Return an iterator of the placed batches of these steps, which prepares the next ones ahead if it can."""
         if not self.on_policy:
-            from jaxtrain.data.loading.grain_batches import placed_ahead
-
             batches = batches if self.joined is None else self.joined.added_to(batches)
             return placed_ahead(batches, start, stop, self.layout.batch, self.batch_spec.check,
                                 self.config.data.prefetch)

@@ -208,9 +208,10 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
             # 5. The writer gets them too, and reads them one step late, on a thread of its own.
             writer.push(done, metrics, {"data_wait_s": waited, **run.pop_fields(), **saver.pop_fields(),
                                         **stragglers.fields}, began)
-            if n == start:  # compile what saves need while the device computes the first step
+            if n == start:  # import and compile what saves and further batches need while the device computes
                 with session.phase("compile"):
                     checkpoints.prepare(state)
+                    batches.begin()
                 writer.restart_clock(during=True)
             # 6. All processes agree on whether to stop after this step.
             stop = interrupt.requested(done)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxtrain.data.loading.batch_source import BatchSource
+from jaxtrain.data.loading.loader import prefetch
 
 Where = Callable[[int], NamedSharding]  # the sharding of an array of this many dimensions; only the first is split
 
@@ -47,3 +48,15 @@ def place_batch(batches: BatchSource, step: int, where: Where,
         return place_rows(batches[step], 0, where, check)
     size = batches.shape(step)[0]
     return place_rows(batches.rows(step, own_rows(size, where)), size, where, check)
+
+
+def placed_ahead(batches: BatchSource, start: int, stop: int, where: Where, check: Callable[[Any], Any], depth: int,
+                 workers: int = 0) -> prefetch:
+    """Iterate over the batches of these steps on the mesh; each process reads only the rows that its devices hold."""
+    several = jax.process_count() > 1
+    rows = {size: own_rows(size, where) for size, _ in batches.shapes_of(start, stop)} if several else None
+
+    def place(step: int, local: Any) -> dict[str, jax.Array]:
+        return place_rows(local, batches.shape(step)[0] if several else 0, where, check)
+
+    return prefetch(batches, start, stop, place, depth, rows=rows, workers=workers)

@@ -51,7 +51,7 @@ def ended(before: set[threading.Thread]) -> bool:
 
 @pytest.mark.parametrize("depth", [1, 2, 100])
 def test_prefetch_gives_the_steps_in_order_and_no_more(depth):
-    before, placed, batches = threads(), [], dataset()
+    before, placed, batches = threads(), [], make()
 
     def place(step, batch):
         placed.append((step, threading.current_thread()))
@@ -60,16 +60,23 @@ def test_prefetch_gives_the_steps_in_order_and_no_more(depth):
     with prefetch(batches, 5, 25, place, depth) as stream:
         got = list(stream)
     assert [step for step, _ in placed] == [step for step, _, _ in got] == list(range(5, 25))
-    assert len({thread for _, thread in placed}) == 1 and placed[0][1] is not threading.current_thread()
+    (_, first), *others = placed
+    assert first is threading.current_thread() and len({thread for _, thread in others}) == 1
+    assert others[0][1] is not first
     assert all(same(batch, batches[step]) and wait >= 0 for step, batch, wait in got)
     assert ended(before)
     with prefetch(batches, 5, 5, place, depth) as stream:
         assert list(stream) == []
 
 
-def test_prefetch_starts_at_once_and_runs_at_most_depth_ahead():
+def test_prefetch_begins_when_told_to_and_runs_at_most_depth_ahead():
     placed = threading.Semaphore(0)
-    with prefetch(dataset(), 0, 100, lambda step, _: placed.release(), 3) as stream:
+    with prefetch(make(), 0, 100, lambda step, _: placed.release(), 3) as stream:
+        stream.begin()
+        assert not placed.acquire(timeout=0.1)  # not before the first batch
+        next(stream)
+        assert placed.acquire(timeout=1) and not placed.acquire(timeout=0.2)
+        stream.begin()
         for _ in range(3):
             assert placed.acquire(timeout=20)  # nothing was asked for yet
         assert not placed.acquire(timeout=0.2)
@@ -80,7 +87,7 @@ def test_prefetch_starts_at_once_and_runs_at_most_depth_ahead():
 
 
 def test_none_is_a_batch_too():
-    with prefetch(dataset(), 0, 4, lambda *_: None, 2) as stream:
+    with prefetch(make(), 0, 4, lambda *_: None, 2) as stream:
         assert [(step, batch) for step, batch, _ in stream] == [(step, None) for step in range(4)]
 
 
@@ -93,23 +100,23 @@ def test_an_error_arrives_at_its_step_and_ends_the_thread():
             raise OSError("the disk is gone")
         return step
 
-    got, stream = [], prefetch(dataset(), 0, 100, place, 2)
+    got, stream = [], prefetch(make(), 0, 100, place, 2)
     with pytest.raises(OSError, match="the disk is gone"):
         for step, _, _ in stream:
             got.append(step)
     assert got == [0, 1, 2] and ended(before) and max(placed) <= 5
-    with pytest.raises(ValueError, match="closed"):  # no way to go on behind the step that failed
+    with pytest.raises(RuntimeError, match="closed"):  # no way to go on behind the step that failed
         next(stream)
 
 
 def test_leaving_early_ends_the_thread():
     before, placed = threads(), []
-    with prefetch(dataset(), 0, 10**9, lambda step, _: placed.append(step), 2) as stream:
+    with prefetch(make(), 0, 10**9, lambda step, _: placed.append(step), 2) as stream:
         next(stream)
         next(stream)
     assert ended(before) and len(placed) <= 4
     stream.close()  # twice does no harm
-    with pytest.raises(RuntimeError, match="mine"), prefetch(dataset(), 0, 10**9, lambda step, _: step, 2):
+    with pytest.raises(RuntimeError, match="mine"), prefetch(make(), 0, 10**9, lambda step, _: step, 2):
         raise RuntimeError("mine")
     assert ended(before)
 
@@ -117,8 +124,9 @@ def test_leaving_early_ends_the_thread():
 def test_a_process_that_forgets_to_close_still_ends():
     run("""
         import numpy as np
-        from jaxtrain.data import BatchDataset, Batches, prefetch
-        batches = BatchDataset(Batches([{"weights": np.ones(3)}] * 5, global_batch_size=2, seed=0))
-        next(prefetch(batches, 0, 10**9, lambda step, batch: batch, 2))""")
+        from jaxtrain.data import Batches, prefetch
+        batches = Batches([{"weights": np.ones(3)}] * 5, global_batch_size=2, seed=0)
+        stream = prefetch(batches, 0, 10**9, lambda step, batch: batch, 2)
+        next(stream), next(stream)""")
 
 
