@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.base import arguments
 from jaxtrain.config.schema import Config, DataConfig
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import BatchSpec, first_steps, row_of
+from jaxtrain.data.loading.given_datasets import as_batch_source
 from jaxtrain.errors import UserError
 from jaxtrain.objectives.objective import OfTheModelAlone
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
@@ -189,13 +189,12 @@ def build_own(config: Config, *, model: Any, loss_fn: LossFunction | None, mesh:
             ("loss_fn", loss_fn, "give a function of the model and a batch that returns the mean loss or jt.Weighted"),
             ("optimizer", optimizer, "pass an optax optimizer, such as optax.adamw(1e-3)"),
             ("data", text if data is None else data, "give a jt.BatchSource, such as jt.BatchFunction(function_of_the_"
-             "step), or name data.source in the config")):
+             "step), or a Grain dataset, or name data.source in the config")):
         if part is None:
             raise UserError(name, "it is missing; with model= you must pass one too" if model is not None else
                             "it is missing", fix)
     assert loss_fn and optimizer
-    if data is not None:
-        arguments.is_batch_source(data)
+    data = data if data is None else as_batch_source(data)
     t, o, r = config.train, config.optimizer, config.resilience
     if t.precision == "fp8":
         raise UserError("train.precision", "fp8 is the precision of products in jaxtrain's own layers", "use bfloat16")

@@ -45,8 +45,8 @@ _NAMES = {  # module: the names it provides
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [  # imported on first use, so that a run imports only what it needs
-    "BatchDataset", "Batches", "BucketedBatches", "Corpus", "Document", "DocumentRows", "PackedRows", "SequenceCorpus", "SequenceRows",
-    "Sequences", "Tokenizer", "Tokens", "find_documents", "load_corpus", "load_tokenizer", "open_corpus",
+    "BatchDataset", "Batches", "BucketedBatches", "Corpus", "Document", "DocumentRows", "PackedRows", "SequenceCorpus",
+    "SequenceRows", "Sequences", "Tokenizer", "Tokens", "find_documents", "load_corpus", "load_tokenizer", "open_corpus",
     "open_sequences", "prefetch"]
 
 

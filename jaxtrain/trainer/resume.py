@@ -10,6 +10,7 @@ import jax
 from jaxtrain import observe
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.config.sections.tuning_keys import tuned_from_nothing
+from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange
@@ -30,6 +31,10 @@ class Start:
     step: int  # 0: nothing is saved
     recovered: tuple[int, Any, dict[str, Any]] | None  # from memory, where that is newer than what is on disk
     skipped: SkippedBatches
+
+    def meta(self, checkpoints: CheckpointManager) -> dict[str, Any]:
+        """Return what was saved beside the state."""
+        return self.recovered[2] if self.recovered else checkpoints.meta(self.step) if self.step else {}
 
 
 def find_start(run: Run, session: Session, checkpoints: CheckpointManager, local: LocalCheckpoints) -> Start:
@@ -55,7 +60,7 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     """
     config, t = run.config, run.config.train
     reach = start.skipped.reach(start.step)  # in batches, of which rollbacks may have skipped some
-    saved = start.recovered[2] if start.recovered else checkpoints.meta(start.step) if start.step else {}
+    saved = start.meta(checkpoints)
     if not start.step:
         say(exchange(None, lambda _: _begun_anew(run, session)))
     known, saved = exchange(None, lambda _: observe.identity(session.workdir, saved, session.adopt))
@@ -98,6 +103,13 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
         raise UserError("train.steps", f"{t.steps} is less than the {start.step} steps that {session.workdir} has",
                         "give more steps or another --workdir")
     return about, parts
+
+
+def restored(data: BatchSource, start: Start, checkpoints: CheckpointManager) -> BatchSource:
+    """Return the data; those that are read in order go on where the checkpoint was saved."""
+    if start.step and hasattr(data, "restore") and (state := start.meta(checkpoints).get("data_state")) is not None:
+        data.restore(start.step, state)
+    return data
 
 
 def _begun_anew(run: Run, session: Session) -> str:

@@ -90,6 +90,9 @@ class Remaining:
         ends = batches.num_batches
         gone = sum(ends is None or batch < ends for batch in passed.batches)
         self.num_batches = None if ends is None else ends - gone
+        if hasattr(batches, "restore"):  # they are read in order, by a state
+            self.state = lambda step: self._batches.state(passed.reach(step))
+            self.restore = lambda step, state: self._batches.restore(passed.reach(step), state)
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         return self._batches[self._passed.batch(step)]

@@ -112,7 +112,8 @@ def pictures(kind=LabelledPictures, *more, **keys) -> PictureBatches:
     places = np.concatenate([np.argwhere(np.ones(size)) for size in sizes.tolist()]).astype(np.int32)
     texts = rng.randint(0, 6, 30)
     drawn = {"patches": rng.randint(0, 256, (len(places), 12)).astype(np.uint8), "places": places,
-             "label": rng.randint(0, 9, 30).astype(np.int32), "target": rng.randint(0, 99, texts.sum()).astype(np.int32)}
+             "label": rng.randint(0, 9, 30).astype(np.int32),
+             "target": rng.randint(0, 99, texts.sum()).astype(np.int32)}
     offsets = {"steps": np.cumsum([0, *sizes.prod(1)]), "target": np.cumsum([0, *texts])}
     rows = kind(Sequences(columns, (SequenceShard(drawn, offsets),)), 32, 3, *more)
     return PictureBatches(rows, global_batch_size=4, seed=3, **keys)

@@ -4,12 +4,11 @@ import sys
 import threading
 
 import grain
-import numpy as np
 import pytest
 
-from jaxtrain.data import BatchDataset, Batches, prefetch
+from jaxtrain.data import BatchDataset, prefetch
 from jaxtrain.data.packing.packed_rows import PackedRows
-from tests.data.loading.test_golden_batches import CASES, config, corpus, tokens
+from tests.data.loading.test_golden_batches import CASES, tokens
 from tests.data.loading.test_loader import make, run, same
 
 
