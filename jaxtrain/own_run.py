@@ -17,6 +17,7 @@ import optax
 from jaxtrain.config.schema import Config, DataConfig
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import BatchSpec, first_steps, row_of
+from jaxtrain.data.loading.configured import configured_corpus
 from jaxtrain.data.loading.given_datasets import as_batch_source
 from jaxtrain.errors import UserError
 from jaxtrain.objectives.objective import OfTheModelAlone
@@ -34,7 +35,7 @@ from jaxtrain.train_step.state import TrainState
 _COUNT = {
     "mesh": {*AXES, "rules", "overrides"},
     "optimizer": {"clip_norm", "zero_stage"},
-    "data": {"prefetch"},
+    "data": {"prefetch", "workers"},
     "train": {"steps", "epochs", "accumulation", "precision", "ema_decay", "log_every", "progress"},
     "checkpoint": {"every", "keep", "keep_every", "best", "verify", "mtbf_hours", "mirror",
                    "local_checkpoint_every", "local_dir"},
@@ -93,9 +94,7 @@ class OwnRun(Run):
     @cached_property
     def corpus(self) -> Any:  # pyrefly: ignore[bad-override]
         """The tokenised text of the config."""
-        from jaxtrain.data import load_corpus
-
-        return load_corpus(self.config.data)
+        return configured_corpus(self.config)
 
     def _evaluation_fields(self, nats: float, more: list[Any]) -> dict[str, float]:
         """Return the metrics of the loss function on the batches for evaluation: what its loss counts is not known."""

@@ -16,7 +16,8 @@ from jaxtrain.base import arguments
 from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
-from jaxtrain.data.loading.batch_spec import BatchSpec
+from jaxtrain.data.loading.batch_spec import Array, BatchSpec
+from jaxtrain.data.loading.configured import ForWorkers, configured_batches, configured_corpus
 from jaxtrain.data.loading.loader import in_step
 from jaxtrain.data.loading.placement import place_batch, placed_ahead
 from jaxtrain.errors import UserError, tell
@@ -313,14 +314,8 @@ class Run:
     @cached_property
     def corpus(self) -> Any:
         """The tokenised text, or the sequences that a model of another kind reads."""
-        if not self.config.model.text:
-            from jaxtrain.data.loading.modalities.sequence_batches import load_sequences
-
-            return load_sequences(self.config.data)
-        from jaxtrain.data import load_corpus
-
-        corpus = load_corpus(self.config.data)
-        if corpus.tokenizer.vocab_size > self.config.model.vocab_size:
+        corpus = configured_corpus(self.config)
+        if self.config.model.text and corpus.tokenizer.vocab_size > self.config.model.vocab_size:
             raise UserError("model.vocab_size", f"{self.config.model.vocab_size} is less than the tokenizer's "
                             f"{corpus.tokenizer.vocab_size}", f"set it to {corpus.tokenizer.vocab_size} or more")
         return corpus
@@ -337,15 +332,8 @@ class Run:
         """Training batches by step: those given to `build`, or the config's, which have no end unless it says so."""
         if self.data is not None:
             return self.data
-        if not self.config.model.text:
-            return self._sequences("train")
-        if (islands := self.config.islands).count:
-            from jaxtrain.data.loading.island_part import island_batches
-
-            return island_batches(self.config.data, self.corpus, islands.index, islands.count)
-        from jaxtrain.data.loading.batches import train_batches
-
-        return train_batches(self.config.data, self.corpus)
+        found = self._configured("train")
+        return ForWorkers(self.config, self._arrays, found) if self.config.data.workers else found
 
     @property
     def manifests(self) -> dict[str, str]:
@@ -360,22 +348,15 @@ class Run:
         """
         if self.data is not None:
             return None
-        if not self.config.model.text:
-            return self._sequences("eval")
-        from jaxtrain.data.loading.batches import eval_batches
+        return self._configured("eval")
 
-        return eval_batches(self.config.data, self.corpus)
+    def _configured(self, split: str) -> Any:
+        return configured_batches(self.config, self.corpus, self._arrays, split)
 
-    def _sequences(self, split: str) -> Any:
-        if self.config.model.rows_of == "pictures":
-            from jaxtrain.data.loading.modalities.picture_batches import picture_batches
-
-            return picture_batches(self.config, self.corpus, split)
-        from jaxtrain.data.loading.modalities.sequence_batches import sequence_batches
-        from jaxtrain.data.loading.modalities.spec_augment import augmented
-
-        found = sequence_batches(self.config.data, self.corpus, split, self.batch_spec.arrays)
-        return augmented(found, self.config.model, self.config.data.seed) if split == "train" else found
+    @property
+    def _arrays(self) -> Mapping[str, Array]:
+        """The arrays that rows of sequences are made for; those of text are known."""
+        return {} if self.config.model.text else self.batch_spec.arrays
 
     def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
         """Loss per token in nats, its exponential, and bits per byte of text, on the first `batches` for evaluation."""
@@ -435,7 +416,7 @@ class Run:
         if not self.on_policy:
             batches = batches if self.joined is None else self.joined.added_to(batches)
             return placed_ahead(batches, start, stop, self.layout.batch, self.batch_spec.check,
-                                self.config.data.prefetch)
+                                self.config.data.prefetch, self.config.data.workers)
 
         def place(step, batches):
             with jax.transfer_guard("allow"):

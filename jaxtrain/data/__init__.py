@@ -46,8 +46,8 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [  # imported on first use, so that a run imports only what it needs
     "BatchDataset", "Batches", "BucketedBatches", "Corpus", "Document", "DocumentRows", "PackedRows", "SequenceCorpus",
-    "SequenceRows", "Sequences", "Tokenizer", "Tokens", "find_documents", "load_corpus", "load_tokenizer", "open_corpus",
-    "open_sequences", "prefetch"]
+    "SequenceRows", "Sequences", "Tokenizer", "Tokens", "find_documents", "load_corpus", "load_tokenizer",
+    "open_corpus", "open_sequences", "prefetch"]
 
 
 def __getattr__(name: str):

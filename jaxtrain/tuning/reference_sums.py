@@ -38,7 +38,7 @@ FILE = "reference_sums.bin"  # of a workdir
 KEY = "preference.reference"
 EVERY_S = 60  # seconds between lines of progress, and between saves
 _FORM = {"parameters": str, "covers": {"of": str, "start": int, "stop": int}, "rows": int, "sha256": str}
-_ELSEWHERE = {"source", "cache_dir", "cache_bytes", "prefetch"}  # keys of data that do not decide which rows come
+_ELSEWHERE = {"source", "cache_dir", "cache_bytes", "prefetch", "workers"}  # keys of data that change no row
 Row = dict[str, np.ndarray]
 Phase = Callable[[str], contextlib.AbstractContextManager[Any]]
 

@@ -68,6 +68,10 @@ class IterDatasetBatches(BatchFunction):
         self._last: tuple[int, Any] = (-1, None)
         self._lock = threading.RLock()  # the first batches are read on another thread than those prepared ahead
 
+    def __reduce__(self):
+        raise UserError("data.workers", "a grain.IterDataset is read in order", "leave it out, and give the dataset "
+                        "workers of its own by mp_prefetch(grain.MultiprocessingOptions(num_workers=4))")
+
     def state(self, step: int) -> dict[str, Any]:
         """Return the state of the iterator before the batch of this step, which must have been read lately."""
         with self._lock:
@@ -110,12 +114,10 @@ class IterDatasetBatches(BatchFunction):
     def _go_back(self, step: int) -> None:
         """Place the iterator before this step, as near as a known state is."""
         if self._iterator is None:
-            self._iterator = iter(self._dataset)
-            self._states.setdefault(0, self._now())
+            self._begin()
         if min(self._states) > step:  # before all states that are kept
             self._iterator.close()
-            self._iterator, self._states = iter(self._dataset), {}
-            self._states[0] = self._now()
+            self._begin()
         begin = max(known for known in self._states if known <= step)
         self._states = {number: state for number, state in self._states.items() if number <= begin}
         self._next = begin
@@ -125,13 +127,20 @@ class IterDatasetBatches(BatchFunction):
             raise UserError("data", f"the grain.IterDataset cannot go on from its state at step {begin} "
                             f"({type(error).__name__}: {error})", "give the dataset that the run began with") from error
 
+    def _begin(self) -> None:
+        from jaxtrain.data.loading.grain_batches import read_flags
+
+        read_flags()  # it may have worker processes
+        self._iterator = iter(self._dataset)
+        self._states = {0: self._now()}
+
     def _now(self) -> str:
         """Return the iterator's present state as JSON, which also keeps it from changing."""
         try:
             return json.dumps(self._iterator.get_state(), default=lambda number: number.item())
         except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
-            raise UserError("data", f"the state of its iterator is not plain JSON ({error}), and no checkpoint could hold "
-                            "it", "give a grain.IterDataset of Grain's own transformations, or a MapDataset") from None
+            raise UserError("data", f"the state of its iterator is not plain JSON ({error}), and no checkpoint can "
+                            "hold it", "give a dataset of Grain's own transformations, or a MapDataset") from None
 
 
 def _described(dataset: Any) -> list[str]:

@@ -3,17 +3,23 @@
 Importing this module imports Grain: a run does so while the device computes its first step.
 """
 
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import cloudpickle
 import grain
 import numpy as np
+from absl import flags
 from grain.experimental import ThreadPrefetchIterDataset
 
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.loader import of_process
+from jaxtrain.errors import UserError
 
 
 class BatchDataset(grain.MapDataset):
@@ -77,16 +83,52 @@ def placed_ahead(batches: BatchDataset, start: int, stop: int, place: Callable[[
         placed = batches.map_with_index(place)[start:stop].to_iter_dataset(
             grain.ReadOptions(num_threads=1, prefetch_buffer_size=depth), allow_nones=True)
     else:
+        read_flags()
+        _can_be_sent(batches)
         alone = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         read = batches[start:stop].to_iter_dataset(alone).mp_prefetch(
-            grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=1), worker_init_fn=_on_cpu)
+            grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=1), worker_init_fn=_as_worker)
         placed = ThreadPrefetchIterDataset(
-            read.map_with_index(lambda n, batch: place(start + n, batch)), prefetch_buffer_size=depth)
+            read.map(_copied).map_with_index(lambda n, batch: place(start + n, batch)), prefetch_buffer_size=depth)
     found = iter(placed)
     found.start_prefetch()
     return found
 
 
-def _on_cpu(number: int, workers: int) -> None:
-    """Keep a worker process away from accelerators, which belong to the process that trains."""
+def _can_be_sent(batches: BatchDataset) -> None:
+    """Refuse batches that cannot be pickled, before a worker process is begun."""
+    try:
+        cloudpickle.dumps(batches)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError("data.workers", "the batches given by data= cannot be sent to worker processes "
+                        f"({type(error).__name__}: {error})", "leave it out, or have them made of what can be pickled"
+                        ) from None
+
+
+def _copied(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return a batch outside of the memory that is shared with a worker, so that this is free again at once."""
+    return {name: np.array(column) for name, column in batch.items()}
+
+
+def read_flags() -> None:
+    """Have absl's flags count as read: Grain asks for some of them where it begins worker processes."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+
+
+def _as_worker(number: int, workers: int) -> None:
+    """Prepare a worker process: without accelerators, without signals that are meant for the run, and not alone."""
     os.environ["JAX_PLATFORMS"] = "cpu"
+    for each in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a launcher: the run ends its workers when it stops
+        signal.signal(each, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_run, daemon=True).start()
+
+
+def _end_with_the_run() -> None:
+    """Wait until the process that trains has ended, which may have been killed, and end this one."""
+    run = multiprocessing.parent_process()
+    assert run is not None
+    run.join()
+    os._exit(1)

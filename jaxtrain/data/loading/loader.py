@@ -5,6 +5,7 @@ holds: a restart needs no data loader state, and processes need no coordination.
 """
 
 import functools
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -181,6 +182,9 @@ class prefetch(Iterator[tuple[int, Any, float]]):
         self._closed = True
         if self._placed is not None:
             self._placed.close()
+            self._placed = None
+            if self._workers:  # the end of their batches has tracebacks, which hold memory that is shared with them
+                gc.collect()
 
     def __enter__(self) -> "prefetch":
         return self

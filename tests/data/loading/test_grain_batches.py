@@ -1,19 +1,34 @@
 """Batches as Grain's: a dataset to be sliced and chained, prefetched by Grain on a thread or in worker processes."""
 
+import multiprocessing
+import os
+import signal
+import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import grain
+import jax
+import numpy as np
 import pytest
 
-from jaxtrain.data import BatchDataset, prefetch
+import jaxtrain as jt
+from jaxtrain.data import BatchDataset, Batches, prefetch
+from jaxtrain.data.loading.given_datasets import as_batch_source
 from jaxtrain.data.packing.packed_rows import PackedRows
+from jaxtrain.errors import UserError
 from tests.data.loading.test_golden_batches import CASES, tokens
 from tests.data.loading.test_loader import make, run, same
 
 
 def dataset(**options) -> BatchDataset:
     return BatchDataset(make(**options))
+
+
+def by_name(batch: dict) -> dict:
+    return dict(sorted(batch.items()))
 
 
 def test_it_is_a_dataset_of_batches():
@@ -34,8 +49,7 @@ def test_grains_own_transformations_give_the_same_batches():
     assert isinstance(rows, grain.sources.RandomAccessDataSource)
     theirs = grain.MapDataset.source(rows).seed(3).shuffle().repeat().batch(8)
     ours = CASES["concat"]()
-    assert all(same(dict(sorted(theirs[step].items())), dict(sorted(ours[step].items())))
-               for step in (0, 1, 40, 10**6))
+    assert all(same(by_name(theirs[step]), by_name(ours[step])) for step in (0, 1, 40, 10**6))
 
 
 def threads() -> set[threading.Thread]:
@@ -129,3 +143,103 @@ def test_a_process_that_forgets_to_close_still_ends():
         next(stream), next(stream)""")
 
 
+
+
+class Failing:
+    """Rows of which one cannot be read."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        if i == 21:
+            raise UserError("data.source", "row 21 is gone", "copy it again")
+        return {"weights": np.full(3, i, np.float32)}
+
+
+def test_workers_read_the_same_batches_and_end_with_the_last():
+    """Augmented pictures; the order is that of one process, whatever the number of workers."""
+    pictures = CASES["pictures, augmented"]()
+    with prefetch(pictures, 3, 10, lambda step, batch: batch, 2, workers=2) as stream:
+        got = list(stream)
+    assert [step for step, _, _ in got] == list(range(3, 10))
+    assert all(same(by_name(batch), by_name(pictures[step])) for step, batch, _ in got)
+    assert not [one for one in multiprocessing.active_children() if "grain" in one.name]
+
+
+def test_an_error_in_a_worker_arrives_at_its_step():
+    got = []
+    batches = Batches(Failing(), global_batch_size=4, seed=0, shuffle=False)
+    with (prefetch(batches, 0, 9, lambda step, batch: batch, 1, workers=1) as stream,
+          pytest.raises(UserError, match=r"data\.source: row 21 is gone")):
+        for step, _, _ in stream:
+            got.append(step)
+    assert got == [0, 1, 2, 3, 4]
+
+
+def test_what_cannot_be_sent_to_workers_is_refused():
+    lock = threading.Lock()
+    data = jt.BatchFunction(lambda step: {"x": np.full(4, bool(lock), np.float32)})
+    ordered = as_batch_source(grain.MapDataset.range(9).to_iter_dataset())
+    for given, message in ((data, r"data\.workers: the batches given by data= cannot be sent .*; leave it out, or"),
+                           (ordered, r"data\.workers: a grain.IterDataset is read in order; leave it out, and give")):
+        with prefetch(given, 0, 9, lambda step, batch: batch, 1, workers=1) as stream:
+            given._shape = (4, 1)
+            stream._first = False
+            with pytest.raises(UserError, match=message):
+                next(stream)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stages", "bucket"])
+def test_a_run_with_workers_is_to_the_bit_that_without(tmp_path, name):
+    """They open the config's corpus themselves; it resumes with another number of them."""
+    keys = {"stages": {"data.stages": [{"from_step": 3, "seq_len": 32, "global_batch_size": 32}]},
+            "bucket": {"data.packing": "bucket", "data.buckets": [16, 64]}}[name]
+    config = {"data.source": f"{tmp_path}/text", "data.seq_len": 64, "train.progress": False, "train.eval_every": 0,
+              "data.cache_dir": f"{tmp_path}/cache", "checkpoint.every": 2,
+              "optimizer.schedule": "constant", **keys}
+    (tmp_path / "text").mkdir()
+    for n in range(40):
+        (tmp_path / "text" / f"{n}.txt").write_text(f"The text of file {n}. " * (n + 1))
+
+    def trained(workdir, **more):
+        made = jt.load_config("configs/gpt.py:tiny", config | {key.replace("__", "."): v for key, v in more.items()})
+        run = jt.build(made, devices=jax.devices()[:1])
+        return jax.device_get(jt.train(run, tmp_path / workdir, may_change=["train.steps"]).params)
+
+    want = trained("alone", train__steps=6)
+    trained("helped", train__steps=4, data__workers=2)
+    found = trained("helped", train__steps=6, data__workers=3)
+    assert jax.tree.all(jax.tree.map(np.array_equal, want, found))
+
+
+@pytest.mark.slow
+def test_workers_of_a_run_that_is_killed_end(tmp_path):
+    script = """
+import os, sys, numpy as np
+from jaxtrain.data import Batches, prefetch
+
+class Rows:
+    def __len__(self): return 9
+    def __getitem__(self, i): return {"weights": np.ones(3) * os.getpid()}
+
+if __name__ == "__main__":
+    with prefetch(Batches(Rows(), global_batch_size=2, seed=0), 0, 99, lambda step, batch: batch, 2, workers=2) as made:
+        print(*{int(batch["weights"][0, 0]) for _, (_, batch, _) in zip(range(5), made)}, flush=True)
+        sys.stdin.read()
+"""
+    (tmp_path / "script.py").write_text(script)
+    process = subprocess.Popen([sys.executable, tmp_path / "script.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[3]}"}, text=True)
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 3 and process.pid in pids  # the first batch is read without them
+    for pid in pids:
+        if pid != process.pid:
+            os.kill(pid, signal.SIGINT)  # as a terminal sends it to all: only the run itself heeds it
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 60
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
