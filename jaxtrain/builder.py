@@ -15,7 +15,7 @@ from jaxtrain.config.load import with_steps
 from jaxtrain.config.remat_policies import AUTO
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
-from jaxtrain.data.loading.given_datasets import as_batch_source
+from jaxtrain.data.loading.grain_datasets.given_datasets import as_batch_source
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models import Compute, make_model
 from jaxtrain.models.trained_parameters import is_frozen

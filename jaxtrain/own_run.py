@@ -18,7 +18,7 @@ from jaxtrain.config.schema import Config, DataConfig
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import BatchSpec, first_steps, row_of
 from jaxtrain.data.loading.configured import configured_corpus
-from jaxtrain.data.loading.given_datasets import as_batch_source
+from jaxtrain.data.loading.grain_datasets.given_datasets import as_batch_source
 from jaxtrain.errors import UserError
 from jaxtrain.objectives.objective import OfTheModelAlone
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer

@@ -45,7 +45,7 @@ from jaxtrain.train_step.state import (
 from jaxtrain.train_step.step import Step, make_step
 
 if TYPE_CHECKING:
-    from jaxtrain.data.loading.grain_batches import BatchDataset
+    from jaxtrain.data.loading.grain_datasets.batch_dataset import BatchDataset
 
 
 def extras_of(config: Config) -> Extras:
@@ -323,7 +323,7 @@ class Run:
     @cached_property
     def train_batches(self) -> "BatchDataset":
         """Training batches by step, as a `grain.MapDataset` to be sliced, mapped and chained; imports Grain."""
-        from jaxtrain.data.loading.grain_batches import BatchDataset
+        from jaxtrain.data.loading.grain_datasets.batch_dataset import BatchDataset
 
         return BatchDataset(self.batch_source)
 

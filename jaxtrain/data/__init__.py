@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from jaxtrain.data.corpus.text_cache import load_corpus
     from jaxtrain.data.corpus.text_source import Document, find_documents
     from jaxtrain.data.loading.bucketing import BucketedBatches
-    from jaxtrain.data.loading.grain_batches import BatchDataset
-    from jaxtrain.data.loading.loader import Batches, prefetch
+    from jaxtrain.data.loading.grain_datasets.batch_dataset import BatchDataset
+    from jaxtrain.data.loading.grain_datasets.prefetch import prefetch
+    from jaxtrain.data.loading.loader import Batches
     from jaxtrain.data.packing.document_rows import DocumentRows, SequenceRows
     from jaxtrain.data.packing.packed_rows import PackedRows
     from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -37,8 +38,9 @@ _NAMES = {  # module: the names it provides
     "corpus.text_source": ["Document", "find_documents"],
     "loading.bucketing": ["BucketedBatches"],
     "packing.document_rows": ["DocumentRows", "SequenceRows"],
-    "loading.grain_batches": ["BatchDataset"],
-    "loading.loader": ["Batches", "prefetch"],
+    "loading.grain_datasets.batch_dataset": ["BatchDataset"],
+    "loading.grain_datasets.prefetch": ["prefetch"],
+    "loading.loader": ["Batches"],
     "packing.packed_rows": ["PackedRows"],
     "tokenizers.tokenizer": ["Tokenizer", "load_tokenizer"],
 }

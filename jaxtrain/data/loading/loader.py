@@ -1,19 +1,17 @@
-"""Batches by step number, and their iterator, which has Grain prepare the next ones while the device computes.
+"""Batches by step number.
 
 The order of rows can be computed at any place (shuffle.py), so the step number alone determines which rows a batch
 holds: a restart needs no data loader state, and processes need no coordination.
 """
 
 import functools
-import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.readahead import ReadAhead
 from jaxtrain.data.loading.shuffle import Order
 
@@ -128,71 +126,3 @@ class in_step(Iterator[tuple[int, Any, float]]):
 
     def begin(self) -> None:
         """Prepare nothing ahead."""
-
-
-class prefetch(Iterator[tuple[int, Any, float]]):
-    """Iterate over `(step, place(step, batch), seconds waited)`; Grain prepares batches up to `depth` steps ahead.
-
-    Exactly the steps from `start` to `stop` are read and placed, in order; an error in either is raised here, at its
-    step. The first batch is read when it is asked for, without Grain, whose import then takes its time while the device
-    computes. Use it in a `with` statement, or call `close()`. `place` runs on another thread than the caller:
-    thread-local settings, such as JAX's mesh context, do not apply there.
-    """
-
-    def __init__(self, batches: BatchSource, start: int, stop: int, place: Callable[[int, Any], Any], depth: int, *,
-                 rows: Mapping[int, Sequence[int]] | None = None, workers: int = 0):
-        """Read nothing yet.
-
-        Args:
-            rows: which rows of a batch of so many are read, those that one of several processes needs; None: all.
-            workers: processes that read batches; 0: the thread that places them.
-        """
-        self._batches, self._rows, self._place, self._depth, self._workers = batches, rows, place, depth, workers
-        self._next, self._stop, self._first, self._closed = start, stop, True, False
-        self._placed: Any = None  # Grain's iterator
-
-    def __next__(self) -> tuple[int, Any, float]:
-        began, step = time.perf_counter(), self._next
-        if self._closed:
-            raise RuntimeError("it is closed")
-        if step >= self._stop:
-            raise StopIteration
-        try:
-            if self._first:
-                batch = self._place(step, of_process(self._batches, step, self._rows))
-            else:
-                self.begin()
-                batch = next(self._placed)
-        except BaseException:
-            self.close()  # continuing after an error would skip a step
-            raise
-        self._next, self._first = step + 1, False
-        return step, batch, time.perf_counter() - began
-
-    def begin(self) -> None:
-        """Begin to prepare batches ahead, once the first one was given; otherwise the call for the second one does."""
-        if self._placed is None and not self._first and self._next < self._stop:
-            from jaxtrain.data.loading.grain_batches import BatchDataset, placed_ahead
-
-            self._placed = placed_ahead(BatchDataset(self._batches, self._rows), self._next, self._stop, self._place,
-                                        self._depth, self._workers)
-
-    def close(self) -> None:
-        """Drop the prepared batches, and end the thread and the processes."""
-        self._closed = True
-        if self._placed is not None:
-            self._placed.close()
-            self._placed = None
-            if self._workers:  # the end of their batches has tracebacks, which hold memory that is shared with them
-                gc.collect()
-
-    def __enter__(self) -> "prefetch":
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.close()
-
-
-def of_process(batches: BatchSource, step: int, rows: Mapping[int, Sequence[int]] | None) -> Any:
-    """Return the batch of a step, or these rows of it, by how many it has."""
-    return batches[step] if rows is None else batches.rows(step, rows[batches.shape(step)[0]])

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxtrain.data.loading.batch_source import BatchSource
-from jaxtrain.data.loading.loader import prefetch
+from jaxtrain.data.loading.grain_datasets.prefetch import prefetch
 
 Where = Callable[[int], NamedSharding]  # the sharding of an array of this many dimensions; only the first is split
 

@@ -16,10 +16,13 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.data import BatchDataset, Batches, prefetch
-from jaxtrain.data.loading.given_datasets import as_batch_source
+from jaxtrain.data.corpus.corpus import Tokens
+from jaxtrain.data.corpus.sequences import Column
+from jaxtrain.data.loading.grain_datasets.given_datasets import as_batch_source
+from jaxtrain.data.packing.document_rows import DocumentRows, SequenceRows
 from jaxtrain.data.packing.packed_rows import PackedRows
 from jaxtrain.errors import UserError
-from tests.data.loading.test_golden_batches import CASES, tokens
+from tests.data.loading.test_golden_batches import CASES, sequences, tokens
 from tests.data.loading.test_loader import make, run, same
 
 
@@ -41,6 +44,25 @@ def test_it_is_a_dataset_of_batches():
     assert [len(dataset(repeat=False)), len(dataset(repeat=False)[1:])] == [3, 2]
     with pytest.raises(IndexError):  # no batch comes again without being asked for
         dataset(repeat=False)[3]
+
+
+def test_corpora_and_rows_are_data_sources_of_grain():
+    text, heard = tokens(0), sequences(features=Column("float16", (80,)))
+    rows = DocumentRows(text, 16), SequenceRows(heard), PackedRows(text, 16)
+    assert all(isinstance(source, grain.sources.RandomAccessDataSource) for source in (text, heard, *rows))
+    documents = grain.MapDataset.source(text).seed(1).shuffle()
+    assert len(documents) == 90 and bool(Tokens((), 0))
+    whole = np.concatenate([text[i]["tokens"] for i in range(90)])
+    assert whole.tolist() == text.read(0, text.num_tokens).tolist()
+    assert all(text[i]["tokens"][-1] == 256 for i in (0, 29, 30, 89))
+    assert sum(len(document["tokens"]) for document in documents) == len(whole)
+    lengths = rows[0].lengths.tolist()
+    assert [len(row["tokens"]) for row in grain.MapDataset.source(rows[0])] == lengths == [
+        int(row["weights"].sum()) for row in rows[0]]
+    assert [len(row["weights"]) for row in grain.MapDataset.source(rows[1])] == heard.counts().tolist()
+    for source in (text, heard, *rows):
+        with pytest.raises(IndexError):
+            source[len(source)]
 
 
 def test_grains_own_transformations_give_the_same_batches():
@@ -231,7 +253,7 @@ if __name__ == "__main__":
 """
     (tmp_path / "script.py").write_text(script)
     process = subprocess.Popen([sys.executable, tmp_path / "script.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[3]}"}, text=True)
+                               env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[4]}"}, text=True)
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) == 3 and process.pid in pids  # the first batch is read without them
     for pid in pids:

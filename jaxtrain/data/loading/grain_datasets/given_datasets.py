@@ -128,7 +128,7 @@ class IterDatasetBatches(BatchFunction):
                             f"({type(error).__name__}: {error})", "give the dataset that the run began with") from error
 
     def _begin(self) -> None:
-        from jaxtrain.data.loading.grain_batches import read_flags
+        from jaxtrain.data.loading.grain_datasets.batch_dataset import read_flags
 
         read_flags()  # it may have worker processes
         self._iterator = iter(self._dataset)

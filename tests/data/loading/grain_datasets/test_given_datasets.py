@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.data.loading.given_datasets import KEPT, IterDatasetBatches, as_batch_source
+from jaxtrain.data.loading.grain_datasets.given_datasets import KEPT, IterDatasetBatches, as_batch_source
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.errors import UserError
 from jaxtrain.trainer.observers import Observer
@@ -121,7 +121,7 @@ def test_any_step_of_an_iter_dataset_can_be_asked_for():
 
 
 def test_few_states_are_kept(monkeypatch):
-    monkeypatch.setattr("jaxtrain.data.loading.given_datasets.KEPT", 5)
+    monkeypatch.setattr("jaxtrain.data.loading.grain_datasets.given_datasets.KEPT", 5)
     batches, want = IterDatasetBatches(in_order()), IterDatasetBatches(in_order())
     batches[20]
     assert len(batches._states) == 5 < KEPT

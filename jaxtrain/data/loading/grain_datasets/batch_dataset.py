@@ -17,8 +17,7 @@ import numpy as np
 from absl import flags
 from grain.experimental import ThreadPrefetchIterDataset
 
-from jaxtrain.data.loading.batch_source import BatchSource
-from jaxtrain.data.loading.loader import of_process
+from jaxtrain.data.loading.batch_source import BatchSource, of_process
 from jaxtrain.errors import UserError
 
 
