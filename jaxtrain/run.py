@@ -17,7 +17,7 @@ from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import Array, BatchSpec
-from jaxtrain.data.loading.configured import ForWorkers, configured_batches, configured_corpus
+from jaxtrain.data.loading.configured import configured_batches, configured_corpus
 from jaxtrain.data.loading.loader import in_step
 from jaxtrain.data.loading.placement import place_batch, placed_ahead
 from jaxtrain.errors import UserError, tell
@@ -333,7 +333,11 @@ class Run:
         if self.data is not None:
             return self.data
         found = self._configured("train")
-        return ForWorkers(self.config, self._arrays, found) if self.config.data.workers else found
+        if self.config.data.workers:
+            from jaxtrain.data.loading.grain_datasets.workers import ForWorkers
+
+            found = ForWorkers(self.config, self._arrays, found)
+        return found
 
     @property
     def manifests(self) -> dict[str, str]:
@@ -351,6 +355,7 @@ class Run:
         return self._configured("eval")
 
     def _configured(self, split: str) -> Any:
+        """The batches of a split that the config describes."""
         return configured_batches(self.config, self.corpus, self._arrays, split)
 
     @property

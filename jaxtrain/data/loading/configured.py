@@ -1,13 +1,9 @@
 """The training batches that a config describes, of whatever kind its model reads."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from jaxtrain.config.schema import Config
-from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import Array
 
 
@@ -44,24 +40,3 @@ def configured_batches(config: Config, corpus: Any, arrays: Mapping[str, Array],
 
         return island_batches(data, corpus, islands.index, islands.count)
     return train_batches(data, corpus)
-
-
-class ForWorkers:
-    """A batch source that a worker process makes anew from the config, rather than receive what this one has read."""
-
-    def __init__(self, config: Config, arrays: Mapping[str, Array], source: BatchSource | None = None):
-        """`source`: the config's batches, where they are made already."""
-        self._config, self._arrays = config, arrays
-        self._source = configured_batches(config, configured_corpus(config), arrays) if source is None else source
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_source":  # before it is set
-            raise AttributeError(name)
-        return getattr(self._source, name)
-
-    def __getitem__(self, step: int) -> Any:
-        return self._source[step]
-
-    def __reduce__(self):
-        return ForWorkers, (self._config, {name: replace(array, dtype=np.dtype(array.dtype))
-                                           for name, array in self._arrays.items()})

@@ -113,26 +113,26 @@ class IterDatasetBatches(BatchFunction):
 
     def _go_back(self, step: int) -> None:
         """Place the iterator before this step, as near as a known state is."""
-        if self._iterator is None:
-            self._begin()
+        iterator = self._begin() if self._iterator is None else self._iterator
         if min(self._states) > step:  # before all states that are kept
-            self._iterator.close()
-            self._begin()
+            iterator.close()
+            iterator = self._begin()
         begin = max(known for known in self._states if known <= step)
         self._states = {number: state for number, state in self._states.items() if number <= begin}
         self._next = begin
         try:
-            self._iterator.set_state(json.loads(self._states[begin]))
+            iterator.set_state(json.loads(self._states[begin]))
         except Exception as error:  # of a dataset that was changed
             raise UserError("data", f"the grain.IterDataset cannot go on from its state at step {begin} "
                             f"({type(error).__name__}: {error})", "give the dataset that the run began with") from error
 
-    def _begin(self) -> None:
-        from jaxtrain.data.loading.grain_datasets.batch_dataset import read_flags
+    def _begin(self) -> Any:
+        from jaxtrain.data.loading.grain_datasets.workers import read_flags
 
         read_flags()  # it may have worker processes
         self._iterator = iter(self._dataset)
         self._states = {0: self._now()}
+        return self._iterator
 
     def _now(self) -> str:
         """Return the iterator's present state as JSON, which also keeps it from changing."""
