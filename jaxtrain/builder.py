@@ -15,6 +15,7 @@ from jaxtrain.config.load import with_steps
 from jaxtrain.config.remat_policies import AUTO
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
+from jaxtrain.data.loading.grain_datasets.given_datasets import as_batch_source
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models.decoder import Compute
 from jaxtrain.models.make_model import make_model
@@ -47,6 +48,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         optimizer: an optax transformation in place of the one that `config.optimizer` names.
         data: what yields the batch of each step, in place of `config.data`, which still says their shape.
     """
+    data = data if data is None else as_batch_source(data)
     _check_given(config, mesh, optimizer, data)
     mesh = mesh or make_mesh(*(getattr(config.mesh, axis) for axis in AXES),
                              devices=jax.devices() if devices is None else devices)
@@ -113,8 +115,8 @@ def with_known_length(build: Callable[[Config], AnyRun], config: Config) -> AnyR
     from jaxtrain.data.loading import epochs
 
     counted = build(config)  # for its batches alone
-    run = build(with_steps(config, epochs.steps_in(counted.train_batches, config.train.epochs)))
-    vars(run).update({name: found for name, found in vars(counted).items() if name in ("corpus", "train_batches")})
+    run = build(with_steps(config, epochs.steps_in(counted.batch_source, config.train.epochs)))
+    vars(run).update({name: found for name, found in vars(counted).items() if name in ("corpus", "batch_source")})
     return run
 
 
@@ -122,8 +124,6 @@ def _check_given(config: Config, mesh: AnyMesh | None, optimizer: Any, data: Bat
     """Refuse config keys that cannot be honored with what was given in place of the config's own."""
     if optimizer is not None:
         arguments.is_optimizer(optimizer)
-    if data is not None:
-        arguments.is_batch_source(data)
     check_mesh(mesh)
     if optimizer is not None and config.optimizer.offload:
         raise UserError("optimizer.offload", "only the optimizers that a config names can be updated layer by layer",

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.base import arguments
 from jaxtrain.config.schema import Config, DataConfig
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import BatchSpec, first_steps, row_of
+from jaxtrain.data.loading.configured import configured_corpus
+from jaxtrain.data.loading.grain_datasets.given_datasets import as_batch_source
 from jaxtrain.errors import UserError
 from jaxtrain.objectives.objective import OfTheModelAlone
 from jaxtrain.observe.own_parts import describe, describe_data, describe_optimizer
@@ -34,7 +35,7 @@ from jaxtrain.train_step.state import TrainState
 _COUNT = {
     "mesh": {*AXES, "rules", "overrides"},
     "optimizer": {"clip_norm", "zero_stage"},
-    "data": {"prefetch"},
+    "data": {"prefetch", "workers"},
     "train": {"steps", "epochs", "accumulation", "precision", "ema_decay", "log_every", "progress"},
     "checkpoint": {"every", "keep", "keep_every", "best", "verify", "mtbf_hours", "mirror",
                    "local_checkpoint_every", "local_dir"},
@@ -90,17 +91,10 @@ class OwnRun(Run):
     own: TrainStep
     initial: Any  # what its `init` takes
 
-    @property
-    def source(self) -> BatchSource:
-        """The training batches by step: those given to `build`, or the config's."""
-        return self.train_batches
-
     @cached_property
     def corpus(self) -> Any:  # pyrefly: ignore[bad-override]
         """The tokenised text of the config."""
-        from jaxtrain.data import load_corpus
-
-        return load_corpus(self.config.data)
+        return configured_corpus(self.config)
 
     def _evaluation_fields(self, nats: float, more: list[Any]) -> dict[str, float]:
         """Return the metrics of the loss function on the batches for evaluation: what its loss counts is not known."""
@@ -123,12 +117,12 @@ class OwnRun(Run):
     @cached_property
     def batch_spec(self) -> BatchSpec:  # pyrefly: ignore[bad-override]
         """The arrays that every batch has: those of the first one."""
-        return BatchSpec.like(row_of(self.source, 0), "this run")
+        return BatchSpec.like(row_of(self.batch_source, 0), "this run")
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of the first batch."""
-        return self.sharded.abstract_batch(_abstract_batch(self.source, 0))
+        return self.sharded.abstract_batch(_abstract_batch(self.batch_source, 0))
 
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """The step for batches of this shape: (state, placed batch) -> (state, metrics)."""
@@ -194,13 +188,12 @@ def build_own(config: Config, *, model: Any, loss_fn: LossFunction | None, mesh:
             ("loss_fn", loss_fn, "give a function of the model and a batch that returns the mean loss or jt.Weighted"),
             ("optimizer", optimizer, "pass an optax optimizer, such as optax.adamw(1e-3)"),
             ("data", text if data is None else data, "give a jt.BatchSource, such as jt.BatchFunction(function_of_the_"
-             "step), or name data.source in the config")):
+             "step), or a Grain dataset, or name data.source in the config")):
         if part is None:
             raise UserError(name, "it is missing; with model= you must pass one too" if model is not None else
                             "it is missing", fix)
     assert loss_fn and optimizer
-    if data is not None:
-        arguments.is_batch_source(data)
+    data = data if data is None else as_batch_source(data)
     t, o, r = config.train, config.optimizer, config.resilience
     if t.precision == "fp8":
         raise UserError("train.precision", "fp8 is the precision of products in jaxtrain's own layers", "use bfloat16")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -16,9 +16,10 @@ from jaxtrain.base import arguments
 from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
-from jaxtrain.data.loading.batch_spec import BatchSpec
-from jaxtrain.data.loading.loader import in_step, prefetch
-from jaxtrain.data.loading.placement import place_batch
+from jaxtrain.data.loading.batch_spec import Array, BatchSpec
+from jaxtrain.data.loading.configured import configured_batches, configured_corpus
+from jaxtrain.data.loading.loader import in_step
+from jaxtrain.data.loading.placement import place_batch, placed_ahead
 from jaxtrain.errors import UserError, tell
 from jaxtrain.models import training_noise
 from jaxtrain.models.decoder import Compute
@@ -44,6 +45,9 @@ from jaxtrain.train_step.state import (
     initial_state,
 )
 from jaxtrain.train_step.step import Step, make_step
+
+if TYPE_CHECKING:
+    from jaxtrain.data.loading.grain_datasets.batch_dataset import BatchDataset
 
 
 def extras_of(config: Config) -> Extras:
@@ -144,7 +148,7 @@ class Run:
         arguments.is_seed("step", step)
         if step < 0:
             raise UserError("step", f"{step} is negative", "count steps from 0")
-        return self.placed(self.train_batches, step)
+        return self.placed(self.batch_source, step)
 
     # ------------------------------------------------------------------------------------------- the compiled functions
     @cached_property
@@ -215,11 +219,11 @@ class Run:
         stages = {(stage.batch, stage.seq_len) for stage in data_stages.stages(self.config.data)}
         return shape in stages or (
             self.config.data.packing == "bucket"
-            and shape in self.train_batches.shapes_of(0, max(1, self.config.train.steps)))
+            and shape in self.batch_source.shapes_of(0, max(1, self.config.train.steps)))
 
     def check_shapes(self, start: int, stop: int) -> None:
         """Refuse lengths of rows that these steps will have and that do not fit."""
-        for rows, length in self.train_batches.shapes_of(start, stop):
+        for rows, length in self.batch_source.shapes_of(start, stop):
             try:
                 self.of_shape((rows, length))
             except UserError as error:
@@ -312,32 +316,30 @@ class Run:
     @cached_property
     def corpus(self) -> Any:
         """The tokenised text, or the sequences that a model of another kind reads."""
-        if not self.config.model.text:
-            from jaxtrain.data.loading.modalities.sequence_batches import load_sequences
-
-            return load_sequences(self.config.data)
-        from jaxtrain.data import load_corpus
-
-        corpus = load_corpus(self.config.data)
-        if corpus.tokenizer.vocab_size > self.config.model.vocab_size:
+        corpus = configured_corpus(self.config)
+        if self.config.model.text and corpus.tokenizer.vocab_size > self.config.model.vocab_size:
             raise UserError("model.vocab_size", f"{self.config.model.vocab_size} is less than the tokenizer's "
                             f"{corpus.tokenizer.vocab_size}", f"set it to {corpus.tokenizer.vocab_size} or more")
         return corpus
 
     @cached_property
-    def train_batches(self) -> BatchSource:
+    def train_batches(self) -> "BatchDataset":
+        """Training batches by step, as a `grain.MapDataset` to be sliced, mapped and chained; imports Grain."""
+        from jaxtrain.data.loading.grain_datasets.batch_dataset import BatchDataset
+
+        return BatchDataset(self.batch_source)
+
+    @cached_property
+    def batch_source(self) -> BatchSource:
         """Training batches by step: those given to `build`, or the config's, which have no end unless it says so."""
         if self.data is not None:
             return self.data
-        if not self.config.model.text:
-            return self._sequences("train")
-        if (islands := self.config.islands).count:
-            from jaxtrain.data.loading.island_part import island_batches
+        found = self._configured("train")
+        if self.config.data.workers:
+            from jaxtrain.data.loading.grain_datasets.workers import ForWorkers
 
-            return island_batches(self.config.data, self.corpus, islands.index, islands.count)
-        from jaxtrain.data.loading.batches import train_batches
-
-        return train_batches(self.config.data, self.corpus)
+            found = ForWorkers(self.config, self._arrays, found)
+        return found
 
     @property
     def manifests(self) -> dict[str, str]:
@@ -352,22 +354,16 @@ class Run:
         """
         if self.data is not None:
             return None
-        if not self.config.model.text:
-            return self._sequences("eval")
-        from jaxtrain.data.loading.batches import eval_batches
+        return self._configured("eval")
 
-        return eval_batches(self.config.data, self.corpus)
+    def _configured(self, split: str) -> Any:
+        """The batches of a split that the config describes."""
+        return configured_batches(self.config, self.corpus, self._arrays, split)
 
-    def _sequences(self, split: str) -> Any:
-        if self.config.model.rows_of == "pictures":
-            from jaxtrain.data.loading.modalities.picture_batches import picture_batches
-
-            return picture_batches(self.config, self.corpus, split)
-        from jaxtrain.data.loading.modalities.sequence_batches import sequence_batches
-        from jaxtrain.data.loading.modalities.spec_augment import augmented
-
-        found = sequence_batches(self.config.data, self.corpus, split, self.batch_spec.arrays)
-        return augmented(found, self.config.model, self.config.data.seed) if split == "train" else found
+    @property
+    def _arrays(self) -> Mapping[str, Array]:
+        """The arrays that rows of sequences are made for; those of text are known."""
+        return {} if self.config.model.text else self.batch_spec.arrays
 
     def evaluate(self, state: TrainState, batches: int | None = None) -> dict[str, float]:
         """Loss per token in nats, its exponential, and bits per byte of text, on the first `batches` for evaluation."""
@@ -425,8 +421,9 @@ class Run:
     def drawn(self, batches: BatchSource, start: int, stop: int) -> Any:
         """Return an iterator of the placed batches of these steps, which prepares the next ones ahead if it can."""
         if not self.on_policy:
-            return prefetch(batches, start, stop - start, lambda step, batches: self.placed(batches, step),
-                            self.config.data.prefetch)
+            batches = batches if self.joined is None else self.joined.added_to(batches)
+            return placed_ahead(batches, start, stop, self.layout.batch, self.batch_spec.check,
+                                self.config.data.prefetch, self.config.data.workers)
 
         def place(step, batches):
             with jax.transfer_guard("allow"):

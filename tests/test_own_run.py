@@ -278,7 +278,7 @@ def test_what_is_written_does_not_mislead(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().err
     assert "Module, 212 parameters" in said and f"{STEPS} steps of {ROWS} examples" in said and "gpt2" not in said
     written = json.loads((tmp_path / "config.json").read_text())
-    assert "model" not in written and "pipeline" not in written and set(written["data"]) == {"prefetch"}
+    assert "model" not in written and "pipeline" not in written and set(written["data"]) == {"prefetch", "workers"}
     assert set(written["optimizer"]) == {"clip_norm", "zero_stage"}
     assert "mfu" not in (tmp_path / "metrics.jsonl").read_text()
     parts = json.loads((tmp_path / "run.json").read_text())["own_parts"]

@@ -38,9 +38,15 @@ def is_optimizer(value: Any) -> None:
 
 def is_batch_source(value: Any) -> None:
     """Refuse what is not a `BatchSource`."""
-    if isinstance(value, type) or not all(hasattr(value, name) for name in _SOURCE):
+    if not has_batches(value):
         how = "wrap it as" if callable(value) else "wrap a function that returns the batch of a step, as"
-        raise UserError("data", f"it is {kind(value)}, not a jt.BatchSource", f"{how} jt.BatchFunction(function)")
+        raise UserError("data", f"it is {kind(value)}, not a jt.BatchSource or a Grain dataset",
+                        f"{how} jt.BatchFunction(function)")
+
+
+def has_batches(value: Any) -> bool:
+    """Return whether a value is a `BatchSource`."""
+    return not isinstance(value, type) and all(hasattr(value, name) for name in _SOURCE)
 
 
 def is_function(name: str, value: Any, fix: str, takes: int | None = None) -> None:

@@ -25,7 +25,7 @@ def compare(run: Run, names: list[str], steps: int, warmup: int) -> dict[str, An
     blocks = -(-steps // size)
     with training(run, warmup + blocks * size, one_shape=True) as (loop, ready):
         others = contenders(names, run, loop.state.params)
-        held = {name: [other.place(run.train_batches[n]) for n in range(min(HELD, warmup + blocks * size))]
+        held = {name: [other.place(run.batch_source[n]) for n in range(min(HELD, warmup + blocks * size))]
                 for name, other in others.items()}
         times: dict[str, list[Block]] = {name: [] for name in ("jaxtrain", *names)}
         curves: dict[str, list[float]] = {name: [] for name in times}

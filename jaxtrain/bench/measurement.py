@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from jaxtrain import observe
-from jaxtrain.data import prefetch
 from jaxtrain.distributed import processes
 from jaxtrain.errors import UserError, say
 from jaxtrain.observe.device_memory import device_memory
@@ -52,7 +51,7 @@ class Training:
         self._batches, self._ends = batches, list[float]()
         self._losses = list[float]()
         self._writer = observe.MetricsWriter(
-            folder, start_step=0, last_step=last, constants=constants(run, run.train_batches),
+            folder, start_step=0, last_step=last, constants=constants(run, run.batch_source),
             completed=lambda _: self._ends.append(_now()), sinks=[_Losses(self._losses)])
 
     def steps(self, count: int) -> Steps:
@@ -96,7 +95,7 @@ def training(run: Run, steps: int, one_shape: bool = False) -> Iterator[tuple[Tr
 
     `one_shape`: refuse data whose batches differ in shape.
     """
-    batches = run.train_batches
+    batches = run.batch_source
     if batches.num_batches is not None and batches.num_batches < steps:
         raise UserError("--steps", f"the data ends after {batches.num_batches} batches, before {steps} steps",
                         "give fewer --steps, or more epochs in data.mixture")
@@ -111,7 +110,7 @@ def training(run: Run, steps: int, one_shape: bool = False) -> Iterator[tuple[Tr
     compiled = {"compile_s": _now() - began, "compile_cached": cache["hits"] > 0 and not cache["misses"]}
     with (
         tempfile.TemporaryDirectory(prefix="jaxtrain-bench-") as folder,
-        prefetch(batches, 0, steps, lambda step, batches: run.placed(batches, step), run.config.data.prefetch) as each,
+        run.drawn(batches, 0, steps) as each,
         contextlib.closing(Training(run, run.init(), processes.met(
             each, "first step", run.config.resilience.start_limit), Path(folder), steps)) as loop,
     ):
@@ -166,7 +165,7 @@ def summary(run: Run, took: Steps, done: int) -> dict[str, Any]:
     each = np.array(took.seconds)
     total = float(each.sum())
     speed = took.tokens / total
-    about = constants(run, run.train_batches)(done - 1)
+    about = constants(run, run.batch_source)(done - 1)
     shares = {"mfu": about.flops_per_token, "mfu_full": about.flops_per_token_full}
     return {
         "steps_ms": [round(1e3 * float(seconds), 4) for seconds in each],

@@ -113,11 +113,15 @@ class DataConfig:
     # what to do about corrupt data: "fail", or "skip_and_count": sequences with corrupt data carry no loss
     corrupt: str = "fail"
     prefetch: int = at_most(2, 1000)  # number of batches prepared ahead in a background thread
+    # worker processes of Grain that read training batches, for data that one thread cannot read fast enough, such as
+    # augmented images or audio; each holds two or three batches. 0: none
+    workers: int = at_most(0, 256)
     # random augmentations of training images: "flip", "crop", "colour"
     augment: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self):
         positive(self, "data", "seq_len global_batch_size prefetch")
+        not_negative(self, "data", "workers")
         if not self.source:
             raise UserError("data.source", "it is empty", "name a folder or file of text, or a prepared corpus")
         if not 0 < self.eval_fraction < 1:
@@ -385,6 +389,9 @@ class Config:
             raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
         self._check_kind()
+        if self.data.workers and (self.reinforce.prompts or self.preference.reference == "precomputed"):
+            raise UserError("data.workers", "batches hold what the model says of them, in the process that trains it",
+                            "leave it out")
         for section in (tuning_keys, compression_keys, sparsity_keys, island_keys):
             section.check(self)
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from jaxtrain.data.corpus.text_cache import load_corpus
     from jaxtrain.data.corpus.text_source import Document, find_documents
     from jaxtrain.data.loading.bucketing import BucketedBatches
-    from jaxtrain.data.loading.loader import Batches, prefetch
+    from jaxtrain.data.loading.grain_datasets.batch_dataset import BatchDataset
+    from jaxtrain.data.loading.grain_datasets.prefetch import prefetch
+    from jaxtrain.data.loading.loader import Batches
     from jaxtrain.data.packing.document_rows import DocumentRows, SequenceRows
     from jaxtrain.data.packing.packed_rows import PackedRows
     from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -36,16 +38,18 @@ _NAMES = {  # module: the names it provides
     "corpus.text_source": ["Document", "find_documents"],
     "loading.bucketing": ["BucketedBatches"],
     "packing.document_rows": ["DocumentRows", "SequenceRows"],
-    "loading.loader": ["Batches", "prefetch"],
+    "loading.grain_datasets.batch_dataset": ["BatchDataset"],
+    "loading.grain_datasets.prefetch": ["prefetch"],
+    "loading.loader": ["Batches"],
     "packing.packed_rows": ["PackedRows"],
     "tokenizers.tokenizer": ["Tokenizer", "load_tokenizer"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [  # imported on first use, so that a run imports only what it needs
-    "Batches", "BucketedBatches", "Corpus", "Document", "DocumentRows", "PackedRows", "SequenceCorpus", "SequenceRows",
-    "Sequences", "Tokenizer", "Tokens", "find_documents", "load_corpus", "load_tokenizer", "open_corpus",
-    "open_sequences", "prefetch"]
+    "BatchDataset", "Batches", "BucketedBatches", "Corpus", "Document", "DocumentRows", "PackedRows", "SequenceCorpus",
+    "SequenceRows", "Sequences", "Tokenizer", "Tokens", "find_documents", "load_corpus", "load_tokenizer",
+    "open_corpus", "open_sequences", "prefetch"]
 
 
 def __getattr__(name: str):

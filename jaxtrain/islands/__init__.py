@@ -19,4 +19,4 @@ def with_exchange(run: Run) -> Run:
 
     kind = hash_of({name: run.settings.get(name, {}) for name in ("model", "lora")})
     return replace(run, exchange=Exchange(run.config.islands, run.abstract, run.layout.axes,
-                                          open_meeting(run.config.islands), run.train_batches.tokens, kind))
+                                          open_meeting(run.config.islands), run.batch_source.tokens, kind))

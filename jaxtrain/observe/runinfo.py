@@ -25,7 +25,7 @@ _FREE: dict[str, Set[str] | None] = {
     "mesh": None, "pipeline": None, "checkpoint": None, "resilience": None, "observe": None,
     "evaluation": None,  # all of their keys
     # The same text elsewhere is the same data: the manifest's hash tells. Rows that are not lost stay where they were.
-    "data": {"cache_dir", "cache_bytes", "corrupt", "prefetch", "source"},
+    "data": {"cache_dir", "cache_bytes", "corrupt", "prefetch", "source", "workers"},
     "optimizer": {"zero_stage", "offload"}, "reinforce": {"reward_timeout_s"},
     "islands": {"meeting", "keys", "max_age", "snapshot_every"},
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",

@@ -34,7 +34,7 @@ from jaxtrain.trainer import best_metric, early_stop, tracked
 from jaxtrain.trainer.evaluate import Evaluator, evaluation_tasks
 from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run
-from jaxtrain.trainer.resume import Start, check_workdir, find_start, initial_or_restored
+from jaxtrain.trainer.resume import Start, check_workdir, find_start, initial_or_restored, restored
 from jaxtrain.trainer.rollback import AnomalyGuard, RolledBack
 from jaxtrain.trainer.saver import Saver
 from jaxtrain.trainer.session import Interrupted, Session, session_of, watched
@@ -131,7 +131,7 @@ def begin(run: Run, session: Session, opened: contextlib.ExitStack) -> tuple[Tra
     found = find_start(run, session, checkpoints, local)
     about, parts = check_workdir(run, session, checkpoints, found)
     trackers = opened.enter_context(tracked.Tracked(run, session, checkpoints, about))
-    data = remaining(run.train_batches, found.skipped)
+    data = restored(remaining(run.batch_source, found.skipped), found, checkpoints)
     patience = early_stop.Patience(run, workdir, found.step)
     last = found.step if patience.over else t.steps
     if found.step < last:
@@ -176,7 +176,8 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         session.training(),
     ):
         guard = AnomalyGuard(workdir, r, checkpoints, found.skipped, say, session.phase)
-        saver = Saver(checkpoints, local, policy, writer, ledger, begun.about | {"config": run.settings}, found.skipped)
+        saver = Saver(checkpoints, local, policy, writer, ledger, begun.about | {"config": run.settings}, found.skipped,
+                      getattr(data, "state", None))
         evaluator, done = Evaluator(run, session, writer, patience, begun.ask), start
         begun.trackers.sink.start()
         if run.exchange is not None and start < t.steps:
@@ -208,9 +209,10 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
             # 5. The writer gets them too, and reads them one step late, on a thread of its own.
             writer.push(done, metrics, {"data_wait_s": waited, **run.pop_fields(), **saver.pop_fields(),
                                         **stragglers.fields}, began)
-            if n == start:  # compile what saves need while the device computes the first step
+            if n == start:  # import and compile what saves and further batches need while the device computes
                 with session.phase("compile"):
                     checkpoints.prepare(state)
+                    batches.begin()
                 writer.restart_clock(during=True)
             # 6. All processes agree on whether to stop after this step.
             stop = interrupt.requested(done)

@@ -45,7 +45,7 @@ def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
 
 def _unit(run: Run) -> str:
     """Return what batches are counted in: examples, where a model of the user's own has one token in each row."""
-    return "examples" if run.own_model and run.train_batches.shape(0)[1] == 1 else "tokens"
+    return "examples" if run.own_model and run.batch_source.shape(0)[1] == 1 else "tokens"
 
 
 def sinks(run: Run, session: Session, start: int, trackers: Tracking) -> list[observe.Sink]:
@@ -78,7 +78,7 @@ def many_epochs(run: Run) -> list[str]:
     steps = run.config.train.steps
     return [f"warning: {steps} steps are {count:,.0f} epochs over {name or 'the data'}; more than {_MANY_EPOCHS} "
             "mostly teach a model to repeat it. Give more data, or fewer train.steps"
-            for name, count in run.train_batches.epochs(steps).items() if count > _MANY_EPOCHS]
+            for name, count in run.batch_source.epochs(steps).items() if count > _MANY_EPOCHS]
 
 
 def describe_changes(run: Run, changes: Sequence[Mapping[str, Any]], step: int) -> str:
@@ -158,7 +158,7 @@ def summary(run: Run, workdir: Path) -> str:
     count = f"{count:,} parameters" + (f", {trained:,} of them trained" if trained < count else "")
     axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
     axes += f"; {run.pipeline}" if run.schedules else ""
-    shapes = ", ".join(f"{rows} x {length}" for rows, length in run.train_batches.shapes_of(0, c.train.steps))
+    shapes = ", ".join(f"{rows} x {length}" for rows, length in run.batch_source.shapes_of(0, c.train.steps))
     options = " ".join(f"{name}={value}" for name, value in run.sharded.compiler_options.items())
     device = jax.devices()[0].device_kind
     head = f"{run.name}, {count}, computing in {run.precision}, on {device} ({axes})\n"
@@ -169,7 +169,7 @@ def summary(run: Run, workdir: Path) -> str:
         return f"{head}{c.train.steps} steps of {shapes or 'no'} {what}; workdir {workdir}"
     there, rows, unit = _of_data(run)
     return (f"{head}{there}; {c.train.steps} steps of {shapes or 'no'} {unit}; workdir {workdir}\n"
-            f"{rows}; {epochs(run.train_batches, c.train.steps)}")
+            f"{rows}; {epochs(run.batch_source, c.train.steps)}")
 
 
 def _of_data(run: Run) -> tuple[str, str, str]:
@@ -179,7 +179,7 @@ def _of_data(run: Run) -> tuple[str, str, str]:
         if run.config.model.rows_of == "pictures":
             from jaxtrain.data.loading.modalities import picture_batches
 
-            return *picture_batches.summary(run.train_batches, corpus), "patches"
+            return *picture_batches.summary(run.batch_source, corpus), "patches"
         from jaxtrain.data.loading.modalities import sequence_batches
 
         units = {"audio": "frames", "events": "events"}

@@ -10,6 +10,7 @@ import jax
 from jaxtrain import observe
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.config.sections.tuning_keys import tuned_from_nothing
+from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange
@@ -30,6 +31,10 @@ class Start:
     step: int  # 0: nothing is saved
     recovered: tuple[int, Any, dict[str, Any]] | None  # from memory, where that is newer than what is on disk
     skipped: SkippedBatches
+
+    def meta(self, checkpoints: CheckpointManager) -> dict[str, Any]:
+        """Return what was saved beside the state."""
+        return self.recovered[2] if self.recovered else checkpoints.meta(self.step) if self.step else {}
 
 
 def find_start(run: Run, session: Session, checkpoints: CheckpointManager, local: LocalCheckpoints) -> Start:
@@ -55,7 +60,7 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     """
     config, t = run.config, run.config.train
     reach = start.skipped.reach(start.step)  # in batches, of which rollbacks may have skipped some
-    saved = start.recovered[2] if start.recovered else checkpoints.meta(start.step) if start.step else {}
+    saved = start.meta(checkpoints)
     if not start.step:
         say(exchange(None, lambda _: _begun_anew(run, session)))
     known, saved = exchange(None, lambda _: observe.identity(session.workdir, saved, session.adopt))
@@ -74,9 +79,9 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
                                     may_change=session.may_change)
     with ThreadPoolExecutor(1, "git") as thread:
         commit = thread.submit(git_commit)  # a program of its own, which looks at every file of a checkout
-        run.train_batches, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
+        run.batch_source, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
     run.check_shapes(reach, start.skipped.reach(t.steps))
-    batches = remaining(run.train_batches, start.skipped).num_batches
+    batches = remaining(run.batch_source, start.skipped).num_batches
     if batches is not None and batches < t.steps:
         which, fix = ("data.mixture ends", "raise the epochs of its sources or train fewer steps") if run.data is None \
             else ("the batches given by data= end", f"train {batches} steps or fewer, or give more")
@@ -98,6 +103,13 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
         raise UserError("train.steps", f"{t.steps} is less than the {start.step} steps that {session.workdir} has",
                         "give more steps or another --workdir")
     return about, parts
+
+
+def restored(data: BatchSource, start: Start, checkpoints: CheckpointManager) -> BatchSource:
+    """Return the data; those that are read in order go on where the checkpoint was saved."""
+    if start.step and hasattr(data, "restore") and (state := start.meta(checkpoints).get("data_state")) is not None:
+        data.restore(start.step, state)
+    return data
 
 
 def _begun_anew(run: Run, session: Session) -> str:

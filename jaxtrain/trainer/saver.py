@@ -16,12 +16,14 @@ class Saver:
     """Saves to whichever tier is due. Every process makes all calls, at the same steps."""
 
     def __init__(self, checkpoints: CheckpointManager, local: LocalCheckpoints, policy: SavePolicy,
-                 writer: MetricsWriter, ledger: Ledger, about: Mapping[str, Any], skipped: SkippedBatches):
-        """`about`: what every checkpoint says of its run."""
+                 writer: MetricsWriter, ledger: Ledger, about: Mapping[str, Any], skipped: SkippedBatches,
+                 data_state: Callable[[int], Any] | None = None):
+        """`about`: what every checkpoint says of its run; `data_state`: the state of data that are read in order."""
         self._checkpoints, self._local, self._policy = checkpoints, local, policy
         self._writer, self._ledger = writer, ledger
         self._about = {**about, "skipped_batches": skipped.to_dict()}
         self._meta: dict[str, Any] = {}
+        self._data_state = data_state
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether anything is saved after this step. `last`: no step follows in this process."""
@@ -32,6 +34,8 @@ class Saver:
         """Save what is due; the metrics must have been flushed."""
         self._meta = {**self._about, **self._writer.last, "step": step, "time": time.time(),
                       "goodput": self._ledger.goodput()}
+        if self._data_state:
+            self._meta["data_state"] = self._data_state(step)
         if self._to_disk:
             with self._policy.taking():
                 self._checkpoints.save(step, state, self._meta)

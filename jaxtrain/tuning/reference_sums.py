@@ -38,7 +38,7 @@ FILE = "reference_sums.bin"  # of a workdir
 KEY = "preference.reference"
 EVERY_S = 60  # seconds between lines of progress, and between saves
 _FORM = {"parameters": str, "covers": {"of": str, "start": int, "stop": int}, "rows": int, "sha256": str}
-_ELSEWHERE = {"source", "cache_dir", "cache_bytes", "prefetch"}  # keys of data that do not decide which rows come
+_ELSEWHERE = {"source", "cache_dir", "cache_bytes", "prefetch", "workers"}  # keys of data that change no row
 Row = dict[str, np.ndarray]
 Phase = Callable[[str], contextlib.AbstractContextManager[Any]]
 
@@ -136,7 +136,7 @@ class ReferenceSums:
     def _missing(self, start: int, stop: int, skipped: SkippedBatches) -> Iterator[tuple[bytes, Row, float]]:
         """Yield rows whose sums are not known: the hash, the row, and which share of all batches was looked through."""
         run = self.run
-        trained, evaluated = remaining(run.train_batches, skipped), run.eval_batches
+        trained, evaluated = remaining(run.batch_source, skipped), run.eval_batches
         asked: list[tuple[BatchSource, int]] = [(trained, step) for step in range(start, stop)]
         if evaluated is not None:
             every = range(evaluated.num_batches or 0)
@@ -190,7 +190,7 @@ class ReferenceSums:
     def _rows(self, length: int) -> int:
         """Return how many rows of this length are computed at once: as many as in a micro-batch of a step."""
         run = self.run
-        shapes = [*run.train_batches.shapes_of(0, max(run.config.train.steps, 1)),
+        shapes = [*run.batch_source.shapes_of(0, max(run.config.train.steps, 1)),
                   (run.config.data.global_batch_size, run.config.data.seq_len)]
         return next(rows for rows, tokens in shapes if tokens == length) // run.config.train.accumulation
 
@@ -286,6 +286,7 @@ class WithSums:
 
     def __init__(self, batches: BatchSource, sums: ReferenceSums):
         self._batches, self._sums = batches, sums
+        self.num_batches = batches.num_batches
 
     def __getitem__(self, step: int) -> Row:
         return self._sums.beside(self._batches[step])
@@ -297,6 +298,10 @@ class WithSums:
     def shape(self, step: int) -> tuple[int, int]:
         """Return the number of rows, and of tokens per row, at this step."""
         return self._batches.shape(step)
+
+    def shapes_of(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the distinct shapes that the batches of steps `start` to `stop` may have."""
+        return self._batches.shapes_of(start, stop)
 
 
 def _segments(segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

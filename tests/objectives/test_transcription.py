@@ -135,7 +135,7 @@ def test_a_run_goes_on_with_the_same_bits_and_is_transcribed_and_exported(corpus
 
 def test_spec_augment_is_a_function_of_seed_step_and_row(corpus):
     run = jt.build(of(corpus, model__mel_masks=1), devices=1)
-    batches, plainly = run.train_batches, jt.build(of(corpus, model__time_masks=0), devices=1).train_batches
+    batches, plainly = run.batch_source, jt.build(of(corpus, model__time_masks=0), devices=1).batch_source
     batch = batches[3]
     some = batches.rows(3, [5, 2])
     assert all(np.array_equal(some[name], batch[name][[5, 2]]) for name in batch)

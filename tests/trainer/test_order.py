@@ -57,6 +57,17 @@ LOOKS = ("anomaly look", "all anomalies looked at", "seen", "compiling left out 
 
 # ------------------------------------------------------------------------------------------------------- the recorder
 
+@dataclasses.dataclass
+class Asked:
+    """An iterator of batches, and what begins to prepare them ahead."""
+
+    batches: Iterator
+    begin: Callable[[], None]
+
+    def __iter__(self):
+        return self.batches
+
+
 class Recorder:
     """A recorder of the events in a run, in order, which can call a function at an event."""
 
@@ -101,13 +112,13 @@ def recording(run: Run) -> Iterator[Recorder]:
 
         @contextlib.contextmanager
         def drawn(run, data, start, stop, original=Run.drawn):
-            def asked(batches):
-                for step in range(start + 1, stop + 1):
-                    recorder.add("batch asked for", step)
-                    yield next(batches)
-
             with original(run, data, start, stop) as batches:
-                yield asked(iter(batches))
+                def asked():
+                    for step in range(start + 1, stop + 1):
+                        recorder.add("batch asked for", step)
+                        yield next(batches)
+
+                yield Asked(asked(), batches.begin)
 
         def step(self, number, compiled, state, batch, original=Replays.run):
             recorder.add("step", number)

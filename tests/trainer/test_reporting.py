@@ -16,7 +16,7 @@ def make_run(steps=10, own=False, text=True, epochs=None, warmup=0, data=None, r
                                optimizer=SimpleNamespace(warmup_steps=warmup),
                                preference=SimpleNamespace(reward_head=reward_head)),
         mesh=SimpleNamespace(size=16), own_model=own, data=data,
-        train_batches=SimpleNamespace(epochs=lambda step: epochs or {}))
+        batch_source=SimpleNamespace(epochs=lambda step: epochs or {}))
 
 
 @pytest.fixture

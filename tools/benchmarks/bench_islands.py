@@ -140,7 +140,7 @@ def quarter(done, many):
 def trained(made, state, first, end):
     """Return the state after the steps from one to another of a run."""
     for step in range(first, end, EVERY):
-        state = made.train(state, made.run.train_batches, step, EVERY)
+        state = made.train(state, made.run.batch_source, step, EVERY)
     return state
 
 

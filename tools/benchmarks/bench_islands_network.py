@@ -82,7 +82,7 @@ def island(settings):
             at = time.perf_counter()
             curve.append((round(at - began - evaluating, 2), run.evaluate(state, 32)["eval_loss"]))
             evaluating += time.perf_counter() - at
-    tokens = run.train_batches.tokens(steps)
+    tokens = run.batch_source.tokens(steps)
     print(json.dumps({"curve": curve, "wait_s": waited, "sent": sent, "received": received, "tokens": tokens,
                       "step_s": busy / steps, "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params))}),
           flush=True)

@@ -29,7 +29,8 @@ LEARNING = """
     train_step/optimizers/matrices train_step/optimizers/mup train_step/partition train_step/report
     data/__init__ data/tokenizers/tokenizer data/corpus/corpus data/corpus/text_cache
     data/corpus/text_source files/atomic_files data/loading/batch_source
-    data/loading/batch_spec data/loading/batches
+    data/loading/batch_spec data/loading/batches data/loading/configured
+    data/loading/grain_datasets/prefetch data/loading/grain_datasets/batch_dataset
     data/loading/loader data/loading/shuffle data/packing/packed_rows data/loading/placement
     trainer/loop trainer/session trainer/resume trainer/saver trainer/evaluate trainer/reporting trainer/observers
 """

@@ -31,7 +31,8 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The tokens of one split."""
+    """The tokens of one split; a Grain data source of its documents: `tokens[i]` is a dict with the ids of document i.
+    """
 
     shards: tuple[Shard, ...]
     num_bytes: int  # size of the text behind the tokens
@@ -40,6 +41,20 @@ class Tokens:
     def __post_init__(self):
         starts = [0, *accumulate(len(shard.tokens) for shard in self.shards)]
         object.__setattr__(self, "_starts", starts)
+
+    def __len__(self) -> int:
+        return self.num_documents
+
+    def __bool__(self) -> bool:
+        return True  # also one without documents
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"document {i} of {len(self)}")
+        number = bisect.bisect_right(self._first_documents, i) - 1
+        shard, at = self.shards[number], i - self._first_documents[number]
+        start, stop = shard.offsets[at: at + 2]
+        return {"tokens": shard.tokens[start:stop].astype(np.int32)}
 
     @property
     def num_tokens(self) -> int:
@@ -50,6 +65,10 @@ class Tokens:
     def num_documents(self) -> int:
         """The number of documents in the split."""
         return sum(len(shard.offsets) - 1 for shard in self.shards)
+
+    @functools.cached_property
+    def _first_documents(self) -> list[int]:
+        return [0, *accumulate(len(shard.offsets) - 1 for shard in self.shards)]
 
     @functools.cached_property
     def masked(self) -> bool:

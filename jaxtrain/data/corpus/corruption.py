@@ -102,7 +102,7 @@ class SparedRows:
         self._empty |= {name: none.astype(dtype) for name, dtype in getattr(rows, "columns", {}).items()}
 
     def __len__(self) -> int:
-        return len(self._rows) if hasattr(self._rows, "__len__") else len(self.lengths)
+        return len(self._rows)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         try:

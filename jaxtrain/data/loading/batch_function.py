@@ -18,6 +18,8 @@ TOKEN_ARRAYS = "tokens", "input_ids", "inputs", "token_ids", "ids"  # names of a
 class BatchFunction:
     """A `BatchSource` around a function that returns the whole batch of a step, always of the same shape."""
 
+    gives = "its function returned"  # how an error about a batch begins
+
     def __init__(self, function: Callable[[int], dict[str, np.ndarray]], *, tokens_per_row: int | None = None,
                  num_batches: int | None = None, identity: Any = None):
         """Call nothing yet.
@@ -73,7 +75,7 @@ class BatchFunction:
         except ValueError:  # lists of different lengths
             sizes = []
         if not sizes or () in sizes:
-            raise UserError("data", "its function returned no dict of arrays with an example in each row",
+            raise UserError("data", f"{self.gives} no dict of arrays with an example in each row",
                             'return for example {"x": images, "y": labels}')
         lengths = [np.shape(first[name])[1] for name in TOKEN_ARRAYS if name in first and np.ndim(first[name]) == 2
                    and jnp.issubdtype(jnp.result_type(first[name]), jnp.integer)]

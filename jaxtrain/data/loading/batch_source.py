@@ -1,7 +1,7 @@
 """The protocol of batch sources: objects that give the batch of each step, built in or your own."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -37,3 +37,8 @@ class BatchSource(Protocol):
     def epochs(self, step: int) -> dict[str, float]:
         """Return the number of epochs over each named source before this step."""
         ...
+
+
+def of_process(batches: BatchSource, step: int, rows: Mapping[int, Sequence[int]] | None) -> Any:
+    """Return the batch of a step, or these rows of it, by how many it has."""
+    return batches[step] if rows is None else batches.rows(step, rows[batches.shape(step)[0]])

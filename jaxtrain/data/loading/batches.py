@@ -15,7 +15,6 @@ from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:  # imported only if a config needs them
     from jaxtrain.data.corpus.corruption import SparedRows
-    from jaxtrain.data.packing.document_rows import DocumentRows
 
 
 def train_batches(config: DataConfig, corpus: Corpus) -> BatchSource:
@@ -96,7 +95,7 @@ def _packed(config: DataConfig, corpus: Corpus, split: str, seq_len: int) -> Pac
 
 
 @functools.lru_cache(maxsize=1)  # used by the batches and by their summary
-def _bucketed(config: DataConfig, corpus: Corpus) -> "tuple[DocumentRows | SparedRows, tuple[int, ...]]":
+def _bucketed(config: DataConfig, corpus: Corpus) -> tuple[Any, tuple[int, ...]]:
     """Return rows of one document each, at most `data.seq_len` long, and the bucket lengths.
 
     The lengths are `data.buckets`, or else the eight that need the least padding.

@@ -1,4 +1,4 @@
-"""Batches by step number, and a thread that prepares the next ones while the device computes.
+"""Batches by step number.
 
 The order of rows can be computed at any place (shuffle.py), so the step number alone determines which rows a batch
 holds: a restart needs no data loader state, and processes need no coordination.
@@ -7,10 +7,7 @@ holds: a restart needs no data loader state, and processes need no coordination.
 import functools
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -127,42 +124,5 @@ class in_step(Iterator[tuple[int, Any, float]]):
         if self._forget:
             self._forget()
 
-
-class prefetch(Iterator[tuple[int, Any, float]]):
-    """Iterate over `(step, place(step, batches), seconds waited)`, prepared up to `depth` steps ahead on one thread.
-
-    Exactly the `num_steps` steps from `start_step` on are placed, in order; an error in `place` is raised here, at its
-    step. Use it in a `with` statement, or call `close()`, which ends the thread after its current step. `place` runs on
-    another thread than the caller: thread-local settings, such as JAX's mesh context, do not apply there.
-    """
-
-    def __init__(self, batches: Any, start_step: int, num_steps: int, place: Callable[[int, Any], Any],
-                 depth: int):
-        # One thread: two could place steps out of order, which breaks collectives and can exhaust the device memory.
-        thread = self._thread = ThreadPoolExecutor(1, "prefetch")
-        steps = range(start_step, start_step + num_steps)
-        self._rest = ((step, thread.submit(place, step, batches)) for step in steps)  # each begun when it is taken
-        self._begun = deque(islice(self._rest, depth))
-
-    def __next__(self) -> tuple[int, Any, float]:
-        start = time.perf_counter()
-        self._begun.extend(islice(self._rest, 1))
-        if not self._begun:
-            raise StopIteration
-        step, batch = self._begun.popleft()
-        try:
-            return step, batch.result(), time.perf_counter() - start
-        except BaseException:
-            self.close()  # continuing after an error would skip a step
-            raise
-
-    def close(self) -> None:
-        """Drop the prepared batches, and end the thread."""
-        self._begun.clear()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def __enter__(self) -> "prefetch":
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.close()
+    def begin(self) -> None:
+        """Prepare nothing ahead."""

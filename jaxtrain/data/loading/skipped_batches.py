@@ -90,6 +90,10 @@ class Remaining:
         ends = batches.num_batches
         gone = sum(ends is None or batch < ends for batch in passed.batches)
         self.num_batches = None if ends is None else ends - gone
+        in_order: Any = batches
+        if hasattr(batches, "restore"):  # they are read in order, by a state
+            self.state = lambda step: in_order.state(passed.reach(step))
+            self.restore = lambda step, state: in_order.restore(passed.reach(step), state)
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         return self._batches[self._passed.batch(step)]

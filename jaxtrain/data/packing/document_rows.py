@@ -14,19 +14,25 @@ from jaxtrain.errors import UserError
 
 
 class Unpacked(Protocol):
-    """The protocol of rows of different lengths: dicts of arrays, among them `weights` [T], which is 0 for padding."""
+    """The protocol of rows of different lengths: dicts of arrays, among them `weights` [T], which is 0 for padding.
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """The length of each row."""
-        ...
+    They are a Grain data source of rows without padding.
+    """
+
+    lengths: np.ndarray  # of each row
 
     def row(self, i: int, length: int) -> dict[str, np.ndarray]:
         """Return row `i`, padded to `length`."""
         ...
 
+    def __len__(self) -> int:
+        return len(self.lengths)
 
-class DocumentRows:
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        return self.row(i, int(self.lengths[i]))
+
+
+class DocumentRows(Unpacked):
     """Rows of one document each, in the columns of packed rows; documents with nothing to predict are dropped.
 
     With `longest`, longer documents are cut into rows of that length and a remainder, so that no token is lost.
@@ -53,7 +59,7 @@ class DocumentRows:
         return {name: np.pad(column, (0, length - size)) for name, column in row.items()}
 
 
-class SequenceRows:
+class SequenceRows(Unpacked):
     """Rows of one sequence each, padded.
 
     Columns with a value per step become [T, ...]; a column with its own count is padded to the longest in the data.

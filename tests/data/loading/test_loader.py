@@ -1,13 +1,12 @@
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxtrain.data import Batches, prefetch
+from jaxtrain.data import Batches
 from jaxtrain.data.loading import loader
 from jaxtrain.errors import UserError
 
@@ -113,97 +112,12 @@ def test_what_is_not_there_is_an_error():
         make(seed=-1)
 
 
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if "prefetch" in thread.name}
-
-
-def ended(before: set[threading.Thread]) -> bool:
-    for thread in threads() - before:
-        thread.join(20)
-    return threads() <= before
-
-
-@pytest.mark.parametrize("depth", [1, 2, 100])
-def test_prefetch_gives_the_steps_in_order_and_no_more(depth):
-    before, placed, batches = threads(), [], make()
-
-    def place(step, batches):
-        placed.append((step, threading.current_thread()))
-        return batches[step]
-
-    with prefetch(batches, 5, 20, place, depth) as stream:
-        got = list(stream)
-    assert [step for step, _ in placed] == [step for step, _, _ in got] == list(range(5, 25))
-    assert len({thread for _, thread in placed}) == 1 and placed[0][1] is not threading.current_thread()
-    assert all(same(batch, batches[step]) and wait >= 0 for step, batch, wait in got)
-    assert ended(before)
-    with prefetch(batches, 5, 0, place, depth) as stream:
-        assert list(stream) == []
-
-
-def test_prefetch_starts_at_once_and_runs_at_most_depth_ahead():
-    placed = threading.Semaphore(0)
-    with prefetch(make(), 0, 100, lambda step, _: placed.release(), 3) as stream:
-        for _ in range(3):
-            assert placed.acquire(timeout=20)  # nothing was asked for yet
-        assert not placed.acquire(timeout=0.2)
-        for _ in range(10):
-            next(stream)
-            assert placed.acquire(timeout=20)
-        assert not placed.acquire(timeout=0.2)
-
-
-def test_none_is_a_batch_too():
-    with prefetch(make(), 0, 4, lambda *_: None, 2) as stream:
-        assert [(step, batch) for step, batch, _ in stream] == [(step, None) for step in range(4)]
-
-
-def test_an_error_arrives_at_its_step_and_ends_the_thread():
-    before, placed = threads(), []
-
-    def place(step, batches):
-        placed.append(step)
-        if step == 3:
-            raise OSError("the disk is gone")
-        return step
-
-    got, stream = [], prefetch(make(), 0, 100, place, 2)
-    with pytest.raises(OSError, match="the disk is gone"):
-        for step, _, _ in stream:
-            got.append(step)
-    assert got == [0, 1, 2] and ended(before) and max(placed) <= 5
-    with pytest.raises(RuntimeError):  # no way to go on behind the step that failed
-        next(stream)
-
-
-def test_leaving_early_ends_the_thread():
-    before, placed = threads(), []
-    with prefetch(make(), 0, 10**9, lambda step, _: placed.append(step), 2) as stream:
-        next(stream)
-        next(stream)
-    assert ended(before) and len(placed) <= 4
-    stream.close()  # twice does no harm
-    with pytest.raises(RuntimeError, match="mine"), prefetch(make(), 0, 10**9, lambda step, _: step, 2):
-        raise RuntimeError("mine")
-    assert ended(before)
-
-
-def test_a_process_that_forgets_to_close_still_ends():
-    run("""
-        import numpy as np
-        from jaxtrain.data import Batches, prefetch
-        batches = Batches([{"weights": np.ones(3)}] * 5, global_batch_size=2, seed=0)
-        next(prefetch(batches, 0, 10**9, lambda step, batches: batches[step], 2))""")
-
-
-def test_batches_are_drawn_without_the_rest_of_grain():
+def test_rows_are_ordered_without_the_rest_of_grain():
     """Importing all of grain takes long; code that imports it later gets the module that is in use."""
     run("""
         import sys
-        from jaxtrain.data import prefetch
         from jaxtrain.data.loading.shuffle import Order, index_shuffle
-        with prefetch(Order(23, 5), 0, 1, lambda _, order: order.rows(range(100)).tolist(), 1) as stream:
-            (_, rows, _), = stream
+        rows = Order(23, 5).rows(range(100)).tolist()
         assert not {'grain', 'orbax'} & set(sys.modules)
         import grain
         from grain import experimental

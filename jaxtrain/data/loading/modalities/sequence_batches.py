@@ -10,7 +10,7 @@ from jaxtrain.data.corpus.sequences import SequenceCorpus, Sequences, open_seque
 from jaxtrain.data.corpus.text_cache import cache_root
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.data.loading.bucketing import BucketedBatches, bucket_lengths, padding
-from jaxtrain.data.packing.document_rows import SequenceRows
+from jaxtrain.data.packing.document_rows import SequenceRows, Unpacked
 from jaxtrain.errors import UserError
 
 
@@ -22,7 +22,7 @@ def load_sequences(config: DataConfig) -> SequenceCorpus:
     return open_sequences(config.source, cache_root(config))
 
 
-class DeclaredRows:
+class DeclaredRows(Unpacked):
     """Rows of a sequence corpus with just the arrays that a model declares, in their dtypes and shapes."""
 
     def __init__(self, config: DataConfig, sequences: Sequences, arrays: Mapping[str, Array]):

@@ -1,0 +1,1 @@
+"""Batches as Grain datasets: ours, and those that a user gives as `data=`."""
