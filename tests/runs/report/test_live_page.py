@@ -68,9 +68,9 @@ def test_it_renews_itself_for_this_machine_alone(served):
 def test_ctrl_c_ends_it(tmp_path):
     words = [sys.executable, "-m", "jaxtrain.runs.report", str(recorded(tmp_path / "run")), "--live"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
-        assert re.match(r"http://127\.0\.0\.1:\d+/ has the report", process.stderr.readline())
-        process.send_signal(signal.SIGINT)
         try:
+            assert re.match(r"http://127\.0\.0\.1:\d+/ shows the report", process.stderr.readline())
+            process.send_signal(signal.SIGINT)
             assert process.wait(60) == 130 and process.stderr.read() == "stopped\n"
         finally:
             process.kill()
