@@ -61,7 +61,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     own = Given(model, loss_fn, axes, gather, with_key) if model is not None or loss_fn is not None else None
     if mesh is None:
         config = preflight.resolve(config, jax.devices() if devices is None else devices, own_parts=(
-            own is not None or optimizer is not None or objective != configured))
+            own is not None or optimizer is not None or objective != configured or bool(extensions)))
     if own is not None and objective != configured:
         raise UserError("objective", "a model of your own is trained by its loss_fn", "leave one of them out")
     for key, given in (("axes", axes is not None), ("gather", not gather), ("with_key", with_key)):

@@ -27,8 +27,8 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
     """Replace `mesh=auto` by the fastest mesh for these devices, `mesh=hsdp` by its sizes, and `train.remat=auto` by
     what keeps most.
 
-    If nothing fits, a UserError says what to change. `own_parts`: whether the objective or the optimizer is not the
-    config's.
+    If nothing fits, a UserError says what to change. `own_parts`: whether the objective, the optimizer or an
+    extension is not the config's.
     """
     if config.mesh.hsdp:
         if isinstance(devices, int):
@@ -45,7 +45,7 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
     if not chosen:
         return config
     if own_parts:
-        raise UserError(chosen, "the planner supports only objectives and optimizers that a config names",
+        raise UserError(chosen, "the planner knows only objectives, optimizers and extensions that a config names",
                         "set sizes for the mesh axes" if config.mesh.auto else "name a policy, such as full")
     if isinstance(devices, int):
         raise UserError(chosen, "there are no devices to choose for", "use python -m jaxtrain.plan --target=...")
@@ -77,7 +77,7 @@ def check(run: Run) -> str:
     a failed prediction stop no run.
     """
     if identity.has_own_parts(run):
-        return "memory and speed are not predicted, because the model, objective or optimizer is your own"
+        return "memory and speed are not predicted, because the model, objective, optimizer or an extension is your own"
     devices = run.mesh.size
     # The mesh may have been given to `build` rather than by the config.
     config = dataclasses.replace(run.config, mesh=dataclasses.replace(run.config.mesh, auto=False, **run.mesh.shape))

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.objectives import configured
-from jaxtrain.observe.own_parts import describe_data, describe_objective, describe_optimizer
-from jaxtrain.run import Run, name_of
+from jaxtrain.observe.own_parts import describe, describe_data, describe_objective, describe_optimizer
+from jaxtrain.run import Extension, Run, name_of
 
 
 def settings(run: Run) -> dict[str, dict[str, Any]]:
@@ -27,18 +27,27 @@ def own_parts(run: Run, recorded: Mapping[str, Any]) -> dict[str, Any]:
         found["objective"] = goal
     if run.sharded.settings.schedule is None:
         found["optimizer"] = describe_optimizer(run.sharded.settings.optimizer, run.abstract.params)
+    if given := _given(run):
+        found["extensions"] = [describe(one) for one in given]
     return found if run.data is None else found | {"data": describe_data(run.data)}
 
 
 def has_own_parts(run: Run) -> bool:
-    """Return whether the model, the objective or the optimizer is not the config's."""
-    return (run.own is not None or run.sharded.settings.schedule is None
+    """Return whether the model, the objective, the optimizer or an extension is not the config's."""
+    return (run.own is not None or bool(_given(run)) or run.sharded.settings.schedule is None
             or type(run.objective) is not type(configured(run.config, _model(run))))
 
 
 def manifests(run: Run) -> dict[str, str]:
     """Return the hash of the data of each source; none for batches that were given to `build`."""
     return {} if run.data is not None else run.corpus.manifests
+
+
+def _given(run: Run) -> list[Extension]:
+    """Return the extensions that were given to `build`, and that neither jaxtrain nor a section of the config names."""
+    named = tuple(map(type, run.config.extensions.values()))
+    return [one for one in run.extensions
+            if type(one).__module__.partition(".")[0] != "jaxtrain" and type(one).section not in named]
 
 
 def _model(run: Run) -> Any:
