@@ -18,7 +18,7 @@ LAYERS = (
     "objectives", "checkpoint", "resilience", "doctor", "models", "parallel", "kernels", "train_step", "data",
     "distributed", "observe", "config flags hf", "sharding",
     "storage files errors redaction synonyms compile_cache pages base")
-BUDGETS = {"LEARNING": 6085, "SURVIVAL": 3915}  # docs/decisions.md says why not 3,500 and 2,500
+BUDGETS = {"LEARNING": 6331, "SURVIVAL": 3932}  # docs/decisions.md says why not 3,500 and 2,500
 
 
 def modules() -> dict[str, Path]:

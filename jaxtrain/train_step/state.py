@@ -120,7 +120,7 @@ class Layout:
     state: TrainState
     gradients: Any
     frozen_axes: Any = field(default_factory=dict)
-    layerwise: bool = False  # the optimizer's state is updated one layer at a time (offload.py)
+    layerwise: bool = False  # the optimizer's state is updated one layer at a time (UpdateByLayer)
 
     def batch(self, ndim: int) -> NamedSharding:
         """Return the sharding of a batch array whose first dimension is the example."""
