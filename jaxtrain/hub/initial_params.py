@@ -72,6 +72,9 @@ class InitialParams(Extension):
 
 def _loads(config: Config) -> list[Callable[[Run], Any]]:
     source, encoder = config.train.init_from, config.train.init_encoder_from
+    if config.lora.init == "pissa" and not source:
+        raise UserError("lora.init", "pissa begins with the principal components of trained weights, and the run "
+                        "begins with random ones", "set train.init_from, or leave it out")
     if encoder and config.model.name != "vision_language":
         raise UserError(ENCODER_KEY, f"it is read with vision_language only, and the model is {config.model.name}",
                         f"give {KEY}")
