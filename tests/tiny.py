@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[1]
 # Training that takes its time over each batch, so that something can be done to it in the middle: SLOW % seconds.
 SLOW = """
 import sys, time
-from jaxtrain.run import Run
+from jaxtrain.data.loading import placement
 from jaxtrain.main import main
 
-def slowly(self, batches, step, placed=Run.placed):
+def slowly(*arguments, place_rows=placement.place_rows):
     time.sleep(%s)
-    return placed(self, batches, step)
+    return place_rows(*arguments)
 
-Run.placed = slowly
+placement.place_rows = slowly
 sys.exit(main())
 """
 
