@@ -23,7 +23,7 @@ from jaxtrain.checkpoint import mirror
 from jaxtrain.checkpoint.__main__ import main as checkpoint
 from jaxtrain.config import schema
 from jaxtrain.config.load import load_config, make_config
-from jaxtrain.data import Batches, publish
+from jaxtrain.data import publish
 from jaxtrain.data.corpus import remote
 from jaxtrain.data.inspect import main as inspect
 from jaxtrain.data.prepare.prepare import Options, prepare
@@ -33,7 +33,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe import events
 from jaxtrain.redaction import redacted
-from jaxtrain.trainer import extended
+from jaxtrain.run import Run
 from tests.data import made
 
 TINY = f"{Path(__file__).parents[1]}/configs/gpt.py:tiny"
@@ -191,15 +191,15 @@ def test_no_run_however_it_fails_writes_or_says_a_password(vault, tmp_path, monk
     attempt(2, f"--config.data.source=nothing{SOURCE[5:]}", workdir="mistake", words="nothing://")
     # 11. It is stopped.
     with monkeypatch.context() as patch:
-        rows = Batches.rows
-        patch.setattr(Batches, "rows", lambda self, step, indices: (
-            os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None, rows(self, step, indices))[1])
+        placed = Run.placed
+        patch.setattr(Run, "placed", lambda self, batches, step: (
+            os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None, placed(self, batches, step))[1])
         attempt(75, f"--config.checkpoint.mirror={MIRROR}11", workdir="stopped", words="stop")
     # 12. A bug raises what quotes the URL.
     with monkeypatch.context() as patch:
-        def broken(run, *_):
-            raise RuntimeError(f"cannot go on with {run.config.checkpoint.mirror} and '{run.config.data.source}'")
-        patch.setattr(extended, "drawn", broken)
+        def broken(self, *_):
+            raise RuntimeError(f"cannot go on with {self.config.checkpoint.mirror} and '{self.config.data.source}'")
+        patch.setattr(Run, "placed", broken)
         attempt(None, f"--config.checkpoint.mirror={MIRROR}12", workdir="broken",
                 words="cannot go on with vault://***@store/runs/a12 and 'vault://***@store")
     # 13. The configs are shown, and the run's own is a config, but not one with the password.

@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[1]
 # Training that takes its time over each batch, so that something can be done to it in the middle: SLOW % seconds.
 SLOW = """
 import sys, time
-from jaxtrain.data.loading import placement
+from jaxtrain.run import Run
 from jaxtrain.main import main
 
-def slowly(*arguments, place_rows=placement.place_rows):
+def slowly(self, batches, step, placed=Run.placed):
     time.sleep(%s)
-    return place_rows(*arguments)
+    return placed(self, batches, step)
 
-placement.place_rows = slowly
+Run.placed = slowly
 sys.exit(main())
 """
 

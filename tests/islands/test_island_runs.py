@@ -15,8 +15,6 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.distributed import exit_codes
-from jaxtrain.extensions import of_kind
-from jaxtrain.islands.joining import Joining
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.islands.waiting_meeting import WaitingMeeting
 from jaxtrain.trainer.loop import train
@@ -52,13 +50,7 @@ def built(island=0, batch=rows_of, optimizer=None, **keys):
 def with_meeting(run, meeting, island=0, kind=Exchange):
     section = replace(run.config.islands, index=island)
     meeting = WaitingMeeting(meeting) if section.overlap else meeting  # so that offers are made in the background
-    return joined(run, kind(section, run.abstract, run.layout.axes, meeting, run.train_batches.tokens))
-
-
-def joined(run, exchange):
-    """The run with this exchange."""
-    return replace(run, extensions=tuple(replace(one, exchange=exchange) if isinstance(one, Joining) else one
-                                         for one in run.extensions))
+    return replace(run, exchange=kind(section, run.abstract, run.layout.axes, meeting, run.train_batches.tokens))
 
 
 def islands(count, **keys):
@@ -75,12 +67,11 @@ class Beside(threading.Thread):
         self.start()
 
     def run(self):
-        exchange = of_kind(self._run, Joining).exchange
-        state = exchange.begin(0, self._run.init())
+        state = self._run.exchange.begin(0, self._run.init())
         for step in range(self._steps):
             state, _ = self._run.step(state, self._run.batch(step))
-            if exchange.due(step + 1, step + 1 == self._steps):
-                state = exchange.after(step + 1, state, step + 1 == self._steps)
+            if self._run.exchange.due(step + 1, step + 1 == self._steps):
+                state = self._run.exchange.after(step + 1, state, step + 1 == self._steps)
         self.state = state
 
     def ended(self):

@@ -30,14 +30,14 @@ TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "dat
 PROGRAM = """
 import os, resource, sys, time
 from pathlib import Path
-from jaxtrain.data.loading import placement
+from jaxtrain.run import Run
 from jaxtrain.main import main
 
-def slowly(*arguments, place_rows=placement.place_rows):
+def slowly(self, batches, step, placed=Run.placed):
     time.sleep(float(Path(os.environ["DELAY"]).read_text()))
-    return place_rows(*arguments)
+    return placed(self, batches, step)
 
-placement.place_rows = slowly
+Run.placed = slowly
 if os.environ.get("LARGEST"):
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["LARGEST"]), resource.RLIM_INFINITY))
 sys.exit(main())

@@ -16,7 +16,6 @@ import pytest
 from jaxtrain.checkpoint import CheckpointManager, manager, verify
 from jaxtrain.checkpoint.restore import find_good
 from jaxtrain.config.load import load_config
-from jaxtrain.data import Batches
 from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
@@ -461,13 +460,13 @@ def test_seconds_held_up_are_in_the_metrics(straight):
     *exhaustive(RuntimeError("the disk is gone")), *slow(UserError("data.source", "it is gone", "find it"))])
 def test_an_error_in_the_data_thread(flags, tmp_path, monkeypatch, capsys, error):
     """The error itself is raised, and what was saved before it is whole."""
-    def failing(self, step, indices, rows=Batches.rows):
+    def failing(self, batches, step, placed=Run.placed):
         if step == 7:
             raise error
-        return rows(self, step, indices)
+        return placed(self, batches, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Batches, "rows", failing)
+        patch.setattr(Run, "placed", failing)
         if isinstance(error, UserError):
             assert main([*flags, f"--workdir={tmp_path}"]) == 2
             assert capsys.readouterr().err.endswith("data.source: it is gone; find it\n")

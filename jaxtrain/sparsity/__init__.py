@@ -1,0 +1,1 @@
+"""2:4 structured sparsity: which kernels become sparse (how: train_step/optimizers/structured_sparsity.py)."""
