@@ -14,6 +14,7 @@ import pytest
 import jaxtrain
 from jaxtrain.config.family import config_class, config_classes
 from jaxtrain.config.load import diff, load_config, make_config, with_steps
+from jaxtrain.config.model_config import Experts
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.sharding.mesh import AXES
@@ -172,7 +173,7 @@ def test_the_config_json_of_a_run_is_a_config(tmp_path):
 def test_the_name_picks_the_class_also_when_it_is_overridden():
     llama = make_config({"model": {"name": "gpt2"}}, {"model.name": "llama", "model.rope_theta": "5e5"}).model
     assert type(llama) is config_class("llama") and llama.rope_theta == 5e5
-    assert "num_experts" not in Config(model=llama).to_dict()["model"] and llama.num_experts == 0
+    assert "num_experts" not in Config(model=llama).to_dict()["model"] and llama.experts == Experts()
 
 
 def test_a_wrong_key_is_told_without_importing_jax():
