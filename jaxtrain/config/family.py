@@ -5,6 +5,7 @@ a config asks for the family, and imports JAX only when the model is built, so t
 once. A package of another author names its own in the entry points of the group `jaxtrain.families`.
 """
 
+import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def _from_outside() -> Mapping[str, EntryPoint]:
 
 def names() -> list[str]:
     """Return the names of all families."""
-    return [*FAMILIES, *(_from_outside().keys() - FAMILIES.keys())]
+    return [*FAMILIES, *sorted(_from_outside().keys() - FAMILIES.keys())]
 
 
 @cache
@@ -62,8 +63,21 @@ def family(name: str) -> Family:
     if name in FAMILIES:
         return importlib.import_module(FAMILIES[name]).FAMILY
     if point := _from_outside().get(name):
-        return point.load()
+        return _loaded(point)
     raise UserError("model.name", f"there is no model {name!r}", nearest(str(name), names()))
+
+
+def _loaded(point: EntryPoint) -> Family:
+    """Return the family of another package; any error of its code is told as that package's."""
+    try:
+        found = point.load()
+    except Exception as error:
+        raise UserError("model.name", f"the family {point.name!r} of the entry point {point.value} cannot be imported "
+                        f"({type(error).__name__}: {error})", "correct or uninstall its package") from error
+    if not isinstance(found, Family):
+        raise UserError("model.name", f"the entry point {point.value} of the family {point.name!r} is not a Family",
+                        "correct or uninstall its package")
+    return found
 
 
 def config_class(name: str) -> type[ModelConfig]:
@@ -91,6 +105,7 @@ def entries(c: ModelConfig, reward_head: bool = False) -> list[Entry]:
 
 
 def families() -> Iterator[tuple[str, Family]]:
-    """Yield the name of each family, and the family."""
+    """Yield the name of each family, and the family; those of other packages that cannot be imported are left out."""
     for name in names():
-        yield name, family(name)
+        with contextlib.nullcontext() if name in FAMILIES else contextlib.suppress(UserError):
+            yield name, family(name)

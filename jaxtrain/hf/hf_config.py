@@ -30,7 +30,11 @@ _OF_TRAINING = ("name", "mtp_loss_weight", "balance_loss", "router_z_loss", "cap
 @cache
 def types() -> Mapping[str, tuple[str, HFConfig]]:
     """Return the published model types, each with the name of its family."""
-    return {published.model_type: (name, published) for name, each in family.families() for published in each.hf}
+    found: dict[str, tuple[str, HFConfig]] = {}
+    for name, each in family.families():
+        for published in each.hf:
+            found.setdefault(published.model_type, (name, published))  # a type of jaxtrain's own stays its own
+    return found
 
 
 def model_section(folder: str | Path) -> Keys:
@@ -113,7 +117,7 @@ def _section(kind: str, given: Keys, path: Path) -> Keys:
         if known.get(key, allowed[0]) not in allowed:
             raise refuse(key, f"cannot be expressed: only {allowed[0]!r} can")
     packed = (known.get("quantization_config") or {}).get("quant_method")
-    if known.get("quantization_config") and packed != (published.quantized or None):
+    if known.get("quantization_config") and not (published.quantized and packed == published.quantized):
         raise refuse("quantization_config", "cannot be expressed: only plain weights can")
     return {"name": name} | _sizes(name, published, known, refuse) | published.read(known, refuse)
 

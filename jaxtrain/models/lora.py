@@ -102,9 +102,10 @@ class Adapter(nnx.Module):
 
     def adapted(self, weight: jax.Array) -> jax.Array:
         """Return the layer's weight, in the layout of its use, with the adapter."""
-        both = weight + self.product(self.down.get_value(), self.up.get_value())
+        more = self.product(self.down.get_value(), self.up.get_value())
         if self.start_down is not None and self.start_up is not None:
-            both -= self.product(self.start_down.get_value(), self.start_up.get_value())
+            more -= self.product(self.start_down.get_value(), self.start_up.get_value())  # before the sum: 0 at first
+        both = weight + more
         return both if self.magnitude is None else both * self.lengths(weight).astype(both.dtype)
 
     def lengths(self, weight: jax.Array) -> jax.Array:
@@ -207,9 +208,9 @@ def is_adapter(path: str) -> bool:
     return f"/{NAME}/" in path
 
 
-def is_trained(path: str) -> bool:
-    """Return whether a parameter's path is that of an adapter which is trained, not what it begins with."""
-    return is_adapter(path) and not path.endswith(STARTS)
+def is_start(path: str) -> bool:
+    """Return whether a parameter's path is that of what PiSSA's adapters begin with, which nobody trains."""
+    return is_adapter(path) and path.endswith(STARTS)
 
 
 def as_plain(flat: Mapping[str, Any], c: LoraConfig) -> tuple[dict[str, Any], LoraConfig]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtrain.config.schema import Config
 from jaxtrain.models.heads.scalar_head import is_head
-from jaxtrain.models.lora import is_trained
+from jaxtrain.models.lora import is_adapter, is_start
 from jaxtrain.train_step import partition
 
 
@@ -18,4 +18,5 @@ def is_frozen(config: Config, axes: Any) -> Callable[[str], bool]:
     named = {*partition.frozen_paths(axes, train.freeze, train.trainable), *config.model.fixed}
     if not (lora or train.trainable):
         return named.__contains__
-    return lambda path: not (is_trained(path) or is_head(path)) and (not train.trainable or path in named)
+    return lambda path: is_start(path) or (not (is_adapter(path) or is_head(path))
+                                           and (not train.trainable or path in named))

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from jaxtrain.config.family import Family
 from jaxtrain.config.vision_keys import PictureConfig
 from jaxtrain.errors import UserError
-from jaxtrain.models.llama import LlamaConfig, llama
+from jaxtrain.hf import decoder_tensors
+from jaxtrain.models.llama import LlamaConfig, layer, llama
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -41,4 +42,6 @@ def vision_language(c: VisionLanguageConfig, compute: "Compute", *, rngs: "nnx.R
     return with_pictures(llama(c, compute, rngs=rngs), c, compute, rngs=rngs)
 
 
-FAMILY = Family(VisionLanguageConfig, vision_language, objective="jaxtrain.objectives.captioning:Captioning")
+# There is no published format of the whole; the decoder may begin with that of a published Llama.
+FAMILY = Family(VisionLanguageConfig, vision_language, objective="jaxtrain.objectives.captioning:Captioning",
+                tensors=decoder_tensors.decoder(layer))

@@ -34,7 +34,7 @@ from jaxtrain.trainer import best_metric, early_stop, tracked
 from jaxtrain.trainer.evaluate import Evaluator, evaluation_tasks
 from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run
-from jaxtrain.trainer.resume import Start, check_workdir, find_start, initial_or_restored, restored
+from jaxtrain.trainer.resume import Start, check_workdir, find_start, initial_or_restored, resumed_data
 from jaxtrain.trainer.rollback import AnomalyGuard, RolledBack
 from jaxtrain.trainer.saver import Saver
 from jaxtrain.trainer.session import Interrupted, Session, session_of, watched
@@ -131,7 +131,7 @@ def begin(run: Run, session: Session, opened: contextlib.ExitStack) -> tuple[Tra
     found = find_start(run, session, checkpoints, local)
     about, parts = check_workdir(run, session, checkpoints, found)
     trackers = opened.enter_context(tracked.Tracked(run, session, checkpoints, about))
-    data = restored(remaining(run.batch_source, found.skipped), found, checkpoints)
+    data = resumed_data(remaining(run.batch_source, found.skipped), found, checkpoints)
     patience = early_stop.Patience(run, workdir, found.step)
     last = found.step if patience.over else t.steps
     if found.step < last:

@@ -105,7 +105,7 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     return about, parts
 
 
-def restored(data: BatchSource, start: Start, checkpoints: CheckpointManager) -> BatchSource:
+def resumed_data(data: BatchSource, start: Start, checkpoints: CheckpointManager) -> BatchSource:
     """Return the data; those that are read in order go on where the checkpoint was saved."""
     if start.step and hasattr(data, "restore") and (state := start.meta(checkpoints).get("data_state")) is not None:
         data.restore(start.step, state)

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.config import family
+from jaxtrain.hf import hf_config
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "plugin"
 
@@ -90,3 +92,21 @@ def test_configs_of_families_are_read_without_jax():
             "from jaxtrain.hf import hf_config; hf_config.types(); print(len(found), 'jax' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [f"{len(family.FAMILIES)}", "False"]
+
+
+@pytest.mark.parametrize(("value", "message"), [
+    ("no_such_module:FAMILY", "cannot be imported (ModuleNotFoundError"), ("json:loads", "is not a Family; correct")])
+def test_a_broken_family_of_another_package_is_told_where_it_is_asked_for(monkeypatch, value, message):
+    point = EntryPoint("broken", value, family.GROUP)
+    monkeypatch.setattr(family, "_from_outside", lambda: {"broken": point})
+    with pytest.raises(jt.UserError) as refusal:
+        jt.make_config({"model": {"name": "broken"}})
+    assert message in f"{refusal.value}"
+    assert [name for name, _ in family.families()] == [*family.FAMILIES]
+
+
+def test_quantized_weights_of_an_unknown_method_are_refused(tmp_path):
+    for said in ({"load_in_4bit": True}, {"quant_method": None, "bits": 4}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": said}))
+        with pytest.raises(jt.UserError, match=r"quantization_config=.* cannot be expressed: only plain weights can"):
+            hf_config.model_section(tmp_path)

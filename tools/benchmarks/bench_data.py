@@ -135,6 +135,7 @@ def main() -> None:
                  for share, text in texts.items()]
         print(f"  memory at most, MiB: {', '.join(peaks)}", flush=True)
         read_rows(folder)
+        read_by_grain(folder)
         pack_online(folder)
         wait_for_data(folder, flags.config)
         prepare_text(folder, texts[1], "BPE 32k", str(folder / "tokenizer.json"), rounds=1)
@@ -210,6 +211,41 @@ def one_row(tokens: np.ndarray, offsets: np.ndarray, start: int) -> tuple[np.nda
     segments = np.repeat(np.arange(1, len(edges), dtype=np.int32), lengths)
     positions = (np.arange(T) - np.repeat(edges[:-1], lengths)).astype(np.int32)
     return text[:-1], text[1:], segments, positions, weights
+
+
+def read_by_grain(folder: Path) -> None:
+    """Batches as they are read, through the iterator of a run, and by Grain's own transformations, row by row."""
+    from grain import MapDataset
+
+    from jaxtrain.data import PackedRows, prefetch
+
+    print(f"{ROWS:,} rows in batches; thousand rows/s of one core, best of 5")
+    for length, size in ((T, BATCH), (T // 4, 4 * BATCH)):
+        config = DataConfig(source=str(folder / "bytes"), cache_dir=str(folder), seq_len=length, global_batch_size=size)
+        corpus, steps = load_corpus(config), ROWS // size
+        batches = train_batches(config, corpus)
+        theirs = MapDataset.source(PackedRows(corpus.train, length)).seed(config.seed).shuffle().repeat().batch(size)
+
+        def iterate(first, batches=batches, steps=steps):
+            with prefetch(batches, first, first + steps, lambda step, batch: batch, 2) as stream:
+                for _ in stream:
+                    pass
+
+        def read(first, source=batches, steps=steps):
+            for step in range(first, first + steps):
+                source[step]
+
+        def read_theirs(first, read=read, theirs=theirs):
+            read(first, theirs)
+
+        iterate(0)  # imports Grain
+        ways = {"read": read, "prefetched by Grain": iterate, "Grain's own shuffle, repeat and batch": read_theirs}
+        rates = {way: [] for way in ways}
+        for n in range(5):
+            for way, function in ways.items():
+                rates[way].append(steps * size / seconds(function, n * steps) / 1e3)
+        told = "   ".join(f"{way} {max(found):.1f}" for way, found in rates.items())
+        print(f"  {size} x {length:,}  {told}", flush=True)
 
 
 def pack_online(folder: Path) -> None:

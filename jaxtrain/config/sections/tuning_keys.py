@@ -194,9 +194,6 @@ def tuned_from_nothing(config: Any) -> str:
 
 def check(config: Any) -> None:
     """Refuse a `Config` in which these sections do not go with the others."""
-    if config.lora.init == "pissa" and not config.train.init_from:
-        raise UserError("lora.init", "pissa begins with the principal components of trained weights, and the run "
-                        "begins with random ones", "set train.init_from, or leave it out")
     if config.lora.quantize and config.train.trainable:
         raise UserError("lora.quantize",
                         "train.trainable trains weights in addition to the adapters, and quantized weights "

@@ -4,6 +4,7 @@ With W = U S V, of which the largest singular values are kept, A is U sqrt(S / s
 that scale x A B is the best approximation of W of this rank. The host factorizes one matrix at a time.
 """
 
+import contextlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -61,6 +62,9 @@ def _of_module(module: str, flat: Mapping[str, jax.Array], wanted: Mapping[str, 
             raise UserError("lora.rank", f"{c.rank} is more than the {min(weight.shape)} singular values that {kernel} "
                             "has, with which lora.init=pissa begins", f"set it to {min(weight.shape)} or less, or "
                             "choose other lora.targets")
+        if not np.isfinite(weight).all():
+            raise UserError("lora.init", f"{kernel} in train.init_from has values that are not finite, and pissa "
+                            "begins with its principal components", "begin with another checkpoint")
         for side, x in zip(sides, factors(weight, c.rank, lora.scale(c)), strict=True):
             side.append(x)
     found: dict[str, jax.Array] = {}
@@ -82,11 +86,16 @@ def _part(whole: np.ndarray, index: Any) -> np.ndarray:
 def factors(weight: np.ndarray, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Return A and B, in float32, whose product times the scale is the best approximation of a matrix of this rank."""
     weight = weight.astype(np.float64)
-    if min(weight.shape) < max(DENSE, 2 * rank):
-        parts: Any = scipy.linalg.svd(weight, full_matrices=False)
-    else:  # by Lanczos' method: exact, and much faster where the rank is low
-        parts = scipy.sparse.linalg.svds(weight, rank, v0=np.ones(min(weight.shape)))
-    left, values, right = parts
+    left, values, right = _decomposed(weight, rank)
     largest = np.argsort(-values)[:rank]
     root = np.sqrt(values[largest] / scale)
     return (left[:, largest] * root).astype(np.float32), (root[:, None] * right[largest]).astype(np.float32)
+
+
+def _decomposed(weight: np.ndarray, rank: int) -> Any:
+    """Return the largest singular values of a matrix, at least `rank` of them, and their vectors."""
+    if min(weight.shape) >= max(DENSE, 2 * rank) and weight.any():
+        # Lanczos' method is exact, and much faster where the rank is low; it may fail on a degenerate matrix.
+        with contextlib.suppress(scipy.sparse.linalg.ArpackError):
+            return scipy.sparse.linalg.svds(weight, rank, v0=np.random.default_rng(0).random(min(weight.shape)))
+    return scipy.linalg.svd(weight, full_matrices=False)

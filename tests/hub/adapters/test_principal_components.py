@@ -1,16 +1,19 @@
 """PiSSA: adapters begin with the values that PEFT gives them, and the model begins as the one that is adapted."""
 
 import json
+from dataclasses import asdict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.hf.hf_config import model_section
+from jaxtrain.hub import trained_model
 from jaxtrain.hub.adapters import adapter_files, adapter_merge, principal_components
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.models import lora
@@ -19,11 +22,12 @@ from tests.hub.adapters import published_adapters
 from tests.numerics import plain_lora
 
 
-def built(folder, train__frozen_dtype="", **keys):
+def built(folder, train__frozen_dtype="", train__trainable=(), **keys):
     base, adapters = published_adapters.PRINCIPAL
     published.write(folder, published.truth()[base])
     config = {"model": model_section(folder), "data": {"seq_len": 8, "global_batch_size": 8},
-              "train": {"init_from": f"{folder}", "frozen_dtype": train__frozen_dtype},
+              "train": {"init_from": f"{folder}", "frozen_dtype": train__frozen_dtype,
+                                                          "trainable": [*train__trainable]},
               "mesh": {"fsdp": 4, "tensor": 2},
               "lora": {"rank": adapters["r"], "alpha": float(adapters["lora_alpha"]), "init": "pissa", **keys}}
     return jt.build(jt.make_config(config))
@@ -91,7 +95,8 @@ def moved(run, state):
     rng = np.random.default_rng(0)
     return jax.tree_util.tree_map_with_path(
         lambda path, x: jax.device_put(x + rng.normal(0, 0.02, x.shape).astype(np.float32), x.sharding)
-        if lora.is_trained(jax.tree_util.keystr(path, simple=True, separator="/")) else x, state.all_params)
+        if lora.is_adapter(name := jax.tree_util.keystr(path, simple=True, separator="/"))
+        and not lora.is_start(name) else x, state.all_params)
 
 
 def test_what_is_exported_is_plain_lora_of_twice_the_rank(begun, tmp_path):
@@ -117,6 +122,35 @@ def test_low_ranks_of_large_matrices_are_exact():
     left, values, right = np.linalg.svd(weight.astype(np.float64))
     np.testing.assert_allclose(0.5 * down @ up, left[:, :8] * values[:8] @ right[:8], atol=1e-5)
     np.testing.assert_allclose(np.square(down).sum(0), values[:8] / 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("weight", [np.zeros((300, 300)), np.outer(np.ones(300), np.ones(400)), np.eye(300)])
+def test_degenerate_matrices_are_factorized(weight):
+    down, up = principal_components.factors(weight, 4, 1.0)
+    error = np.linalg.norm(weight - down @ up)
+    assert error == pytest.approx(np.sqrt(np.square(np.linalg.svd(weight)[1][4:]).sum()), abs=1e-4)
+
+
+def test_a_run_is_read_without_what_it_began_with(begun):
+    """As by export, generate and evaluate."""
+    _, run, _ = begun
+    found = trained_model.model_of(asdict(run.config), {}, "data")
+    assert found.config.lora == run.config.lora and not found.config.train.init_from
+
+
+def test_what_adapters_begin_with_is_never_trained(tmp_path):
+    run = built(tmp_path / "base", train__trainable=["blocks/*", "embed/*"])
+    assert not [path for path in flatten(run.abstract.params) if path.endswith(lora.STARTS)]
+    assert "embed/table" in flatten(run.abstract.params)
+
+
+def test_a_matrix_in_use_begins_as_the_weight(begun):
+    """As DeepSeek's latents use it in generation."""
+    _, run, state = begun
+    layer = run.module(state, jnp.bfloat16).blocks.layer.attention.out
+    one = jax.tree.map(lambda x: x[0], nnx.state(layer))
+    nnx.update(layer, one)
+    np.testing.assert_array_equal(layer.matrix(jnp.bfloat16), layer.kernel.get_value())
 
 
 @pytest.mark.parametrize(("keys", "message"), [
