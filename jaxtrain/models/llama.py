@@ -74,7 +74,7 @@ def llama(c: LlamaConfig, compute: "Compute", *, rngs: "nnx.Rngs", qk_norm: bool
                     if qk_norm else None, qkv_bias=qkv_bias, backend=compute.attention,
                     context=compute.context, rngs=rngs)
 
-    return rotary_decoder(c, compute, attention, rngs=rngs)
+    return rotary_decoder(c, compute, attention, numbered=c.global_first > 0, rngs=rngs)
 
 
 def layer(c: LlamaConfig, experts: bool) -> list[Entry]:

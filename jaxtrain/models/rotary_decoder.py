@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from flax import nnx
 
+from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
 from jaxtrain.models.decoder import Block, Compute, Decoder
 from jaxtrain.models.experts.moe import MoE
@@ -14,17 +14,17 @@ from jaxtrain.models.layer_groups import Group, NumberedBlock
 from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
 from jaxtrain.models.rematerialization import wraps
 
-if TYPE_CHECKING:
-    from jaxtrain.models.llama import LlamaConfig
 
+def rotary_decoder(c: RotaryConfig, compute: Compute, attention: Callable[[float, nnx.Rngs], nnx.Module], *,
+                   numbered: bool = False, rngs: nnx.Rngs) -> Decoder:
+    """Build the decoder that Llama and its descendants share, given `attention(std of its output weights, rngs)`.
 
-def rotary_decoder(c: "LlamaConfig", compute: Compute, attention: Callable[[float, nnx.Rngs], nnx.Module], *,
-                   rngs: nnx.Rngs) -> Decoder:
-    """Build the decoder that Llama and its descendants share, given `attention(std of its output weights, rngs)`."""
+    `numbered`: attention reads the number of the layer.
+    """
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
 
     def block(rngs: nnx.Rngs, experts: bool) -> Block:
-        return (NumberedBlock if c.global_first else Block)(
+        return (NumberedBlock if numbered else Block)(
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
             attention(out_std, rngs),
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
@@ -40,7 +40,7 @@ def rotary_decoder(c: "LlamaConfig", compute: Compute, attention: Callable[[floa
         rotary=Rotary(*scaled_frequencies(c, c.rotary_width)),
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
         first=dense, num_first=c.experts.dense_layers, grouped=c.experts.every > 1,
-        numbered=c.global_first > 0,
+        numbered=numbered,
         ahead=(partial(MTPHead, c.embed_dim, c.norm_eps, last, remat=wraps(compute.remat, c.stacked_layers, 0)[-1][0])
                if c.mtp_loss_weight else None),
         compute=compute, rngs=rngs,
