@@ -42,6 +42,6 @@ def rotary_decoder(c: RotaryConfig, compute: Compute, attention: Callable[[float
         first=dense, num_first=c.experts.dense_layers, grouped=c.experts.every > 1,
         numbered=numbered,
         ahead=(partial(MTPHead, c.embed_dim, c.norm_eps, last, remat=wraps(compute.remat, c.stacked_layers, 0)[-1][0])
-               if c.mtp_loss_weight else None),
+               if c.multi_token_loss else None),
         compute=compute, rngs=rngs,
     )
