@@ -70,7 +70,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         schedule = optimizers.make_schedule(config.optimizer, config.train.steps)
         optimizer = optimizers.make_optimizer(config.optimizer, schedule, axes, config.model.growth)
     updates = partition.like(model.metadata("update", ""), axes)
-    optimizer = optimizers.with_update_rules(optimizer, updates, config.model.router_bias_rate)
+    optimizer = optimizers.with_update_rules(optimizer, updates, config.model.experts.bias_rate)
     abstract = _abstract(config, model, goal, frozen, optimizer, compute)
     if config.train.frozen_dtype and not abstract.frozen:
         raise UserError("train.frozen_dtype", "nothing is frozen", "leave it out, or set lora.rank or train.freeze")

@@ -17,8 +17,8 @@ def activations_divide(config: Config, rules: Rules, mesh: AnyMesh) -> None:
     c = config.model
     sizes = {"seq": config.data.seq_len, "block_seq": config.data.seq_len, "act_embed": c.embed_dim,
              "act_mlp": c.mlp_dim, "act_heads": c.num_heads, "act_kv_heads": c.num_kv_heads,
-             "act_expert_mlp": c.expert_mlp_dim,
-             "act_head_dim": c.head_dim, "act_vocab": c.vocab_size}
+             "act_expert_mlp": c.experts.mlp_dim,
+             "act_head_dim": c.head_dim, "act_vocab": c.vocabulary}
     for name, length in sizes.items():
         spec = sharding.without_trivial_axes(rules.spec((name,)), mesh)
         sharding.check_divides((name,), (length,), spec, mesh, "an activation")
@@ -40,7 +40,7 @@ def agree(config: Config, rules: Rules) -> None:
             raise UserError(f"mesh.overrides.{name}", "nothing but layers is split over stages", "use another axis")
         if name.startswith("act_") and (twice := [axis for axis in axes if axis in rules.tokens]):
             raise UserError(f"mesh.overrides.{name}", f"{twice[0]} splits tokens already", "use tensor or none")
-    if config.model.num_experts and not set(rules["experts"]) <= set(rules.batch):
+    if config.model.experts.num and not set(rules["experts"]) <= set(rules.batch):
         raise UserError("mesh.overrides.batch", f"it leaves out {'+'.join(rules['experts'])}, and devices that hold "
                         "different experts need examples of their own", "add it, or set mesh.overrides.experts=none")
     for weight in ("vocab", "mlp", "heads", "kv_heads", "expert_mlp"):

@@ -270,7 +270,7 @@ class Run:
             c = self.config
             assert self.schedule, "an optimizer of one's own cannot be offloaded"
             made = optimizers.make_optimizer(c.optimizer, self.schedule, axes, c.model.growth)
-            return optimizers.with_update_rules(made, updates, c.model.router_bias_rate)
+            return optimizers.with_update_rules(made, updates, c.model.experts.bias_rate)
 
         return make_step(self._gradient, self.optimizer, self.layout, clip_norm=self.config.optimizer.clip_norm,
                          schedule=self.schedule, describe=self.objective.metrics,
@@ -283,7 +283,7 @@ class Run:
     @property
     def batch_spec(self) -> BatchSpec:
         """The arrays that every batch has."""
-        below = dict.fromkeys(("tokens", "targets"), self.config.model.vocab_size)
+        below = dict.fromkeys(("tokens", "targets"), self.config.model.vocabulary)
         return BatchSpec(self.objective.batch_spec, type(self.objective).__name__, below=below)
 
     @property
@@ -317,8 +317,8 @@ class Run:
     def corpus(self) -> Any:
         """The tokenised text, or the sequences that a model of another kind reads."""
         corpus = configured_corpus(self.config)
-        if self.config.model.text and corpus.tokenizer.vocab_size > self.config.model.vocab_size:
-            raise UserError("model.vocab_size", f"{self.config.model.vocab_size} is less than the tokenizer's "
+        if self.config.model.text and corpus.tokenizer.vocab_size > self.config.model.vocabulary:
+            raise UserError("model.vocab_size", f"{self.config.model.vocabulary} is less than the tokenizer's "
                             f"{corpus.tokenizer.vocab_size}", f"set it to {corpus.tokenizer.vocab_size} or more")
         return corpus
 

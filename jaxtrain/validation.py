@@ -146,7 +146,7 @@ TABLE = (
             {"mesh.context": 2, "mesh.tensor": 4, "mesh.context_strategy": "ulysses"},
             {"mesh.context_strategy": "ring"}),
     Refusal("train.remat", "several policies of rematerialization in a pipeline, or with experts in every n-th layer",
-            lambda a: "," in a.config.train.remat and (a.mesh.shape["stage"] > 1 or a.config.model.experts_every > 1),
+            lambda a: "," in a.config.train.remat and (a.mesh.shape["stage"] > 1 or a.config.model.experts.every > 1),
             lambda a: f"mesh.stage={a.mesh.shape['stage']} gives every stage layers of all policies"
                       if a.mesh.shape["stage"] > 1 else "layers are stacked in groups, which have one policy",
             lambda a: f"use one policy, such as {a.config.train.remat.partition(':')[0]}",

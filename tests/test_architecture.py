@@ -17,7 +17,7 @@ LAYERS = (
     "tuning hub", "builder own_run", "run", "validation rule_checks sparsity", "objectives", "checkpoint", "resilience",
     "doctor", "models", "parallel", "kernels", "train_step", "data", "distributed", "observe", "config flags hf",
     "sharding", "storage files errors redaction synonyms compile_cache pages base")
-BUDGETS = {"LEARNING": 6100, "SURVIVAL": 3915}  # docs/decisions.md says why not 3,500 and 2,500
+BUDGETS = {"LEARNING": 6125, "SURVIVAL": 3915}  # docs/decisions.md says why not 3,500 and 2,500
 
 
 def modules() -> dict[str, Path]:

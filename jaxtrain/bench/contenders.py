@@ -85,7 +85,7 @@ def _refuse_plain(run: Run) -> None:
     c = run.config.model
     require(run, {
         "model.name": c.name == "gpt2", "train.precision": run.precision == "float32", "mesh": run.mesh.size == 1,
-        "model.tied_embeddings": c.tied_embeddings, "model.window": not c.window,
+        "model.tied_embeddings": c.ties_head, "model.window": not any(c.windows),
         "model.norm_eps": c.norm_eps == plain_jax.EPS, "model.mlp_dim": c.mlp_dim == 4 * c.embed_dim,
         "model.head_dim": c.head_dim * c.num_heads == c.embed_dim, "model.num_kv_heads": c.num_kv_heads == c.num_heads,
         "train.accumulation": run.config.train.accumulation == 1},
@@ -127,7 +127,7 @@ def shape_of(model: ModelConfig) -> Any:
     """Convert a model's sizes for the plain step."""
     from jaxtrain.bench.reference.plain_jax import Shape
 
-    return Shape(model.num_layers, model.embed_dim, model.num_heads, model.max_seq_len, model.vocab_size)
+    return Shape(model.num_layers, model.embed_dim, model.num_heads, model.max_seq_len, model.vocabulary)
 
 
 def _refuse_torch(run: Run) -> None:
@@ -141,8 +141,8 @@ def _refuse_torch(run: Run) -> None:
         raise UserError("--compare", "this PyTorch has no GPU", "install one that does, or compare with step")
     wanted = "float32" if device == "cpu" else "bfloat16"
     require(run, {"mesh": run.mesh.size == 1, "train.precision": run.precision == wanted,
-                  "model.name": c.name in ("gpt2", "llama"), "model.num_experts": not c.num_experts,
-                  "model.window": not c.window, "model.mtp_loss_weight": not c.mtp_loss_weight,
+                  "model.name": c.name in ("gpt2", "llama"), "model.num_experts": not c.experts.num,
+                  "model.window": not any(c.windows), "model.mtp_loss_weight": not c.multi_token_loss,
                   "model.rope_type": getattr(c, "rope_type", "llama3") == "llama3",
                   "train.remat": t.remat in ("none", "full")},
             f"torch has gpt2 and llama without experts and windows, in {wanted} on one device, remat none or full")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 
 from jaxtrain.config.field_checks import at_most, derive, not_negative, one_of, positive
-from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.model_config import Experts, ModelConfig
 from jaxtrain.errors import UserError
 
 
@@ -12,11 +12,8 @@ class DecoderConfig(ModelConfig):
     """The fields that all text decoders have in addition."""
 
     # size of the embedding table: at least the size of the tokenizer's vocabulary
-    # pyrefly: ignore[bad-override]
     vocab_size: int = at_most(320, 2**24)
-    # pyrefly: ignore[bad-override]
     window: int = 0  # sliding attention window in tokens; 0: full attention
-    # pyrefly: ignore[bad-override]
     tied_embeddings: bool = True  # whether the output projection shares the weights of the embedding table
     text = True
 
@@ -24,6 +21,27 @@ class DecoderConfig(ModelConfig):
         positive(self, "model", "vocab_size")
         not_negative(self, "model", "window")
         super().__post_init__()
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of rows of the embedding table."""
+        return self.vocab_size
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether the output projection is the embedding table."""
+        return self.tied_embeddings
+
+    @property
+    def global_layers(self) -> int:
+        """The number of layers that have no window where the others have one."""
+        return 0
+
+    @property
+    def windows(self) -> dict[int, int]:
+        """The number of layers for each attention window; 0: none."""
+        everywhere = self.global_layers
+        return {self.window: self.num_layers - everywhere} | ({0: everywhere} if everywhere else {})
 
 
 @dataclass(frozen=True)
@@ -59,6 +77,11 @@ class RotaryConfig(DecoderConfig):
         one_of("model.rope_type", self.rope_type, ("linear", "ntk", "llama3", "yarn"))
         self._check_scaling()
 
+    @property
+    def rotary_width(self) -> int:
+        """The width of the part of a head that turns with its position."""
+        return self.head_dim
+
     def _check_scaling(self):
         if self.rope_scaling < 1:
             raise UserError("model.rope_scaling", f"{self.rope_scaling} would shorten the context", "give 1 or more")
@@ -78,7 +101,7 @@ class RotaryConfig(DecoderConfig):
         if (self.rope_mscale > 0) != (self.rope_mscale_all_dim > 0):
             raise UserError("model.rope_mscale", "it has a meaning only together with model.rope_mscale_all_dim",
                             "give both or neither")
-        if self.rope_type == "ntk" and (self.rope_head_dim or self.head_dim) <= 2:
+        if self.rope_type == "ntk" and self.rotary_width <= 2:
             raise UserError("model.rope_type", "ntk changes the base by a power that a rotary width of 2 does not have",
                             "use linear")
 
@@ -94,26 +117,14 @@ _SCALING_KEYS = tuple((field.name, field.default, kind) for kind, names in (
 class RoutedConfig(RotaryConfig):
     """Rotary positions and routed experts."""
 
-    # pyrefly: ignore[bad-override]
     num_experts: int = at_most(0, 2**16)  # mixture of experts: number of routed experts in a layer; 0: dense layers
-    # pyrefly: ignore[bad-override]
     experts_per_token: int = at_most(2, 2**16)  # number of experts that process each token (top-k)
-    # pyrefly: ignore[bad-override]
     expert_mlp_dim: int = at_most(0, 2**22)  # width of the hidden layer of one expert; 0: mlp_dim
     # coefficient of the load-balancing loss, computed for each sequence and layer: docs/parallelism.md
     balance_loss: float = 0.0
     router_z_loss: float = 0.0  # coefficient of the router z-loss: the squared log-partition of the router's logits
     # most tokens of a sequence that one expert accepts, relative to an even share; the others are dropped; 0: no limit
-    # pyrefly: ignore[bad-override]
     capacity_factor: float = 0.0
-
-    # No fields: what a family without them has.
-    shared_experts = 0
-    router = "softmax"
-    normalize_router = True
-    router_scale = 1.0
-    expert_groups = 1
-    expert_groups_used = 1
 
     def __post_init__(self):
         super().__post_init__()
@@ -121,8 +132,15 @@ class RoutedConfig(RotaryConfig):
         derive(self, "expert_mlp_dim", self.mlp_dim)
         self._check_experts()
 
+    @property
+    def experts(self) -> Experts:
+        """The routed experts."""
+        return Experts(self.num_experts, self.experts_per_token, self.expert_mlp_dim,
+                       capacity_factor=self.capacity_factor, balance_loss=self.balance_loss, z_loss=self.router_z_loss)
+
     def _check_experts(self):
         positive(self, "model", "experts_per_token")
-        if self.experts_per_token > (reach := self.num_experts // self.expert_groups * self.expert_groups_used):
+        experts = self.experts
+        if experts.per_token > (reach := experts.num // experts.groups * experts.groups_used):
             raise UserError("model.experts_per_token", f"{self.experts_per_token} exceeds the {reach} experts that a "
                             "token may choose from", f"use {reach} or fewer")

@@ -24,10 +24,8 @@ class EventsConfig(ModelConfig):
     # weight of the loss for the time to the next event, the squared error of log(1 + time); 0: the time is not
     # predicted
     time_loss: float = 0.0
-    # pyrefly: ignore[bad-override]
     window: int = 0  # sliding attention window in events; 0: full attention
     # whether the output projection shares the weights of the predicted column's embedding table
-    # pyrefly: ignore[bad-override]
     tied_embeddings: bool = True
     rope_theta: float = 10_000.0  # base frequency of the rotary position embedding (RoPE)
 
@@ -47,9 +45,19 @@ class EventsConfig(ModelConfig):
                             nearest(self.predict, self.categories))
 
     @property
-    def vocab_size(self) -> int:  # pyrefly: ignore[bad-override]
+    def vocabulary(self) -> int:
         """The number of ids that the predicted column's table has room for."""
         return self.rows(self.predict)
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether the output projection is the predicted column's table."""
+        return self.tied_embeddings
+
+    @property
+    def windows(self) -> dict[int, int]:
+        """The number of layers for each attention window; 0: none."""
+        return {self.window: self.num_layers}
 
     def rows(self, category: str) -> int:
         """Return the rows of a category's table: as many as it has ids, rounded up."""
@@ -65,7 +73,7 @@ class ClipsConfig(ModelConfig):
     labels: int = at_most(0, 2**24)
     rope_theta: float = 10_000.0  # base frequency of the rotary position embedding (RoPE)
     causal = False
-    rows_cut = True  # pyrefly: ignore[bad-override]
+    rows_cut = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -78,7 +86,6 @@ class WhisperConfig(ModelConfig):
 
     name: str = "whisper"
     # size of the embedding table: at least the size of the tokenizer's vocabulary
-    # pyrefly: ignore[bad-override]
     vocab_size: int = at_most(51_865, 2**24)
     # the longest decoder sequence in tokens, including model.prefix and model.end; one position embedding is learned
     # for each
@@ -107,9 +114,9 @@ class WhisperConfig(ModelConfig):
     mel_masks: int = at_most(0, 2**10)  # SpecAugment: number of frequency masks, which set ranges of mel bands to 0
     mel_mask: int = 27  # SpecAugment: the most mel bands in one frequency mask
 
-    tied_embeddings = True
+    ties_head = True
     causal = False
-    rows_cut = True  # pyrefly: ignore[bad-override]
+    rows_cut = True
     flops_known = False
     fixed = ("audio_positions",)
 
@@ -138,6 +145,11 @@ class WhisperConfig(ModelConfig):
             if wrong := [token for token in tokens if type(token) is not int or not 0 <= token < self.vocab_size]:
                 raise UserError(f"model.{key}", f"{wrong[0]!r} is not a token below model.vocab_size={self.vocab_size}",
                                 "give ids of the tokenizer")
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of rows of the embedding table."""
+        return self.vocab_size
 
     @property
     def rough_size(self) -> int:

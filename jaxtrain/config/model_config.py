@@ -1,20 +1,41 @@
 """The base class of the configs of all model families."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtrain.config.field_checks import at_most, bounded, derive, not_negative, positive
 from jaxtrain.errors import UserError, nearest
 
-# The keys of `mup_base`, and the logical axes whose sizes they are.
-WIDTHS = {"embed_dim": ("embed", "expert_embed", "ahead", "norm"), "mlp_dim": ("mlp", "expert_mlp"),
-          "num_heads": ("heads",), "num_kv_heads": ("kv_heads",), "head_dim": ("head_dim",),
-          "kv_rank": ("latent", "rank"), "rope_head_dim": (), "value_head_dim": ()}  # parts of heads grow like head_dim
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of a model and how tokens choose among them, whatever its family calls the keys.
+
+    The defaults are those of a model without any; where it has some, RoutedConfig and its families say what they mean.
+    """
+
+    num: int = 0  # in a layer; 0: all layers are dense
+    per_token: int = 0
+    mlp_dim: int = 0
+    dense_layers: int = 0  # first layers without experts
+    every: int = 1  # after those, every N-th layer has experts
+    shared: int = 0  # experts that process every token
+    score: str = "softmax"  # or "sigmoid": the function that makes scores of the router's logits
+    normalized: bool = True  # the weights of a token's experts sum to 1
+    scale: float = 1.0  # of these weights
+    groups: int = 1
+    groups_used: int = 1
+    capacity_factor: float = 0.0
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+    bias_rate: float = 0.0
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The fields that every family has."""
+    """The fields that every family has, and what other code asks a model of any family."""
 
     name: str = "gpt2"  # the model family
     num_layers: int = at_most(4, 10_000)  # transformer blocks
@@ -30,31 +51,20 @@ class ModelConfig:
     # this model
     mup_base: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
-    # No fields (they have no annotation): what a family without such a field has.
+    # No fields (they have no annotation): what most families have.
     text = False  # whether it is a decoder of text; else a row is a sequence of a prepared corpus
     causal = True  # whether attention looks back only
     flops_known = True  # whether each step of a row meets each matrix, so that FLOPs per step follow from parameters
     rows_of = "sequences"  # what such a row has: "sequences", one of them, or "pictures", several
-    vocab_size = 0
-    window = 0
-    tied_embeddings = False
-    rope_head_dim = 0
-    value_head_dim = 0
-    kv_rank = 0
-    num_experts = 0
-    experts_per_token = 0
-    expert_mlp_dim = 0
-    dense_layers = 0
-    experts_every = 1
-    capacity_factor = 0.0
-    router_bias_rate = 0.0
-    mtp_loss_weight = 0.0
-    global_every = 0
-    global_first = 0
     sinks = False  # whether attention has them
+    latent_attention = False  # whether keys and values are made of a latent
     compares_rows = False  # whether the loss compares each row of a batch with the others
     scaled_embeddings = False  # whether embeddings are multiplied by the square root of their width
     fixed = ()  # paths of parameters that nobody trains
+    # the keys of `mup_base`, and the logical axes whose sizes they are
+    widths: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "embed_dim": ("embed", "expert_embed", "ahead", "norm"), "mlp_dim": ("mlp", "expert_mlp"),
+        "num_heads": ("heads",), "num_kv_heads": ("kv_heads",), "head_dim": ("head_dim",)}
 
     def __post_init__(self):
         bounded(self, "model")
@@ -76,9 +86,8 @@ class ModelConfig:
     def _check_base(self):
         base = self.mup_base
         for key, value in base.items():
-            if not getattr(self, key, 0) or key not in WIDTHS:
-                raise UserError(f"model.mup_base.{key}", "it is not a width of this model",
-                                nearest(key, [width for width in WIDTHS if getattr(self, width)]))
+            if key not in (known := [width for width in self.widths if getattr(self, width)]):
+                raise UserError(f"model.mup_base.{key}", "it is not a width of this model", nearest(key, known))
             if type(value) is not int or value < 1:
                 raise UserError(f"model.mup_base.{key}", f"{value!r} is not a width", "give a whole number above 0")
         if base and not {"embed_dim", "num_heads"} <= base.keys():
@@ -95,7 +104,7 @@ class ModelConfig:
             return {}
         times = {key: getattr(self, key) / value for key, value in self.mup_base.items()}
         times = {"head_dim": times["embed_dim"] / times["num_heads"], "num_kv_heads": times["num_heads"]} | times
-        return {axis: times.get(key, times["embed_dim"]) for key, axes in WIDTHS.items() for axis in axes}
+        return {axis: times.get(key, times["embed_dim"]) for key, axes in self.widths.items() for axis in axes}
 
     @property
     def rows_cut(self) -> bool:
@@ -113,26 +122,49 @@ class ModelConfig:
 
     def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:
         """Return what kernels compute: queries, keys if of another sequence, head_dim, whether it looks back only."""
-        return [(seq_len, 0, self.head_dim + self.rope_head_dim, self.causal)]
+        return [(seq_len, 0, self.head_dim, self.causal)]
+
+    @property
+    def attention_width(self) -> int:
+        """The widths of a query and of a value in one head, together."""
+        return 2 * self.head_dim
 
     @property
     def windows(self) -> dict[int, int]:
         """The number of layers for each attention window; 0: none."""
-        everywhere = self.num_layers // self.global_every if self.global_every else self.global_first
-        return {self.window: self.num_layers - everywhere} | ({0: everywhere} if everywhere else {})
+        return {0: self.num_layers}
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of rows of the embedding table of tokens; 0: the model reads none."""
+        return 0
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether the output projection is the embedding table."""
+        return False
+
+    @property
+    def multi_token_loss(self) -> float:
+        """The weight of the loss for predicting the token after the next; 0: the model does not."""
+        return 0.0
+
+    @property
+    def experts(self) -> Experts:
+        """The routed experts; `Experts()`: there are none."""
+        return Experts()
 
     @property
     def rough_size(self) -> int:
         """A number of parameters of the order of the model's, from its sizes alone."""
-        experts = getattr(self, "expert_mlp_dim", 0) * self.num_experts
-        layer = self.num_heads * self.head_dim + max(self.mlp_dim, experts)
-        return self.embed_dim * (self.vocab_size + self.num_layers * layer)
+        layer = self.num_heads * self.head_dim + max(self.mlp_dim, self.experts.mlp_dim * self.experts.num)
+        return self.embed_dim * (self.vocabulary + self.num_layers * layer)
 
     @property
     def stacked_layers(self) -> int:
-        """The number of stacked layers; layers with experts are stacked with the dense ones before them.
-        """
-        return self.dense_layers + (self.num_layers - self.dense_layers) // self.experts_every
+        """The number of stacked layers; layers with experts are stacked with the dense ones before them."""
+        dense = self.experts.dense_layers
+        return dense + (self.num_layers - dense) // self.experts.every
 
     @property
     def staged_layers(self) -> int:

@@ -22,13 +22,6 @@ class PatchesConfig(ModelConfig):
     pictures_with = "labels"  # what is beside the pictures of a row: "labels", "texts" or "captions"
     flops_known = False
 
-    # No fields: an encoder of pictures has them.
-    picture_size = 0
-    class_token = False
-    gelu = "tanh"
-    pixel_mean = (0.5,) * CHANNELS
-    pixel_std = (0.5,) * CHANNELS
-
     def __post_init__(self):
         super().__post_init__()
         positive(self, "model", "patch_size patches_per_side pictures_per_row")
@@ -37,9 +30,9 @@ class PatchesConfig(ModelConfig):
                             "leave it out")
 
     @property
-    def grid(self) -> int:
-        """The side of the table of learned positions; 0: there is no table."""
-        return self.picture_size // self.patch_size
+    def class_at(self) -> int | None:
+        """The number of the row that says of a place that it is a class token's; None: there are none."""
+        return None
 
     @property
     def patch_values(self) -> int:
@@ -59,20 +52,15 @@ class PictureConfig(PatchesConfig):
     # side length in pixels of the square images for which the image encoder learns one position embedding per patch, as
     # in published encoders; images of other shapes get interpolated ones. 0: the position embedding of a patch is the
     # sum of one for its row and one for its column
-    # pyrefly: ignore[bad-override]
     picture_size: int = at_most(0, 2**20)
     # a class token before the patches of each image, a norm before the first block and no bias in the patch embedding,
     # as in CLIP
-    # pyrefly: ignore[bad-override]
     class_token: bool = False
     # activation of the encoders' MLPs: "tanh" or "exact" GELU, or "quick", which is x sigmoid(1.702 x)
-    # pyrefly: ignore[bad-override]
     gelu: str = "tanh"
     # mean of each colour channel, subtracted from pixel values between 0 and 1
-    # pyrefly: ignore[bad-override]
     pixel_mean: list[float] = dataclasses.field(default_factory=lambda: [0.5] * CHANNELS, hash=False)
     # standard deviation of each colour channel, by which pixel values are divided
-    # pyrefly: ignore[bad-override]
     pixel_std: list[float] = dataclasses.field(default_factory=lambda: [0.5] * CHANNELS, hash=False)
 
     def __post_init__(self):
@@ -97,6 +85,16 @@ class PictureConfig(PatchesConfig):
         derive(self, "picture_norm_eps", self.norm_eps)
 
     @property
+    def grid(self) -> int:
+        """The side of the table of learned positions; 0: there is no table."""
+        return self.picture_size // self.patch_size
+
+    @property
+    def class_at(self) -> int | None:
+        """The number of the row that says of a place that it is a class token's; None: there are none."""
+        return self.patches_per_side if self.class_token else None
+
+    @property
     def rough_size(self) -> int:
         """A number of parameters of the order of those of both models."""
         return super().rough_size + self.picture_layers * self.picture_embed_dim * (
@@ -115,7 +113,6 @@ class DualEncoderConfig(PictureConfig):
     pictures_with = "texts"
     compares_rows = True
     # size of the text embedding table: at least the size of the tokenizer's vocabulary
-    # pyrefly: ignore[bad-override]
     vocab_size: int = at_most(320, 2**24)
     text_len: int = at_most(64, 2**20)  # the longest text in tokens
     # width of the space in which image and text embeddings are compared; 0: embed_dim
@@ -151,6 +148,11 @@ class DualEncoderConfig(PictureConfig):
             raise UserError("model.text_len", f"{self.text_len} leaves no room for a text", "raise it")
 
     @property
+    def vocabulary(self) -> int:
+        """The number of rows of the embedding table of texts."""
+        return self.vocab_size
+
+    @property
     def staged_layers(self) -> int:
         """The number of layers that pipeline stages share: the longer encoder's, as both are computed together."""
         return max(self.picture_layers, self.num_layers)
@@ -173,8 +175,13 @@ class PictureFlowConfig(PatchesConfig):
     name: str = "picture_flow"
     num_labels: int = at_most(10, 2**24)  # number of labels (classes) of images
     causal = False
-    rows_cut = True  # pyrefly: ignore[bad-override]
-    # The encoder of pictures is the whole model, so that the keys of every model say its shape.
+    rows_cut = True
+    # The encoder of pictures is the whole model, so that the keys of every model say its shape. It has no table of
+    # positions and no class token.
+    grid = 0
+    class_token = False
+    gelu = "tanh"
+    pixel_mean = pixel_std = (0.5,) * CHANNELS
     picture_layers = property(lambda self: self.num_layers)
     picture_embed_dim = property(lambda self: self.embed_dim)
     picture_heads = property(lambda self: self.num_heads)

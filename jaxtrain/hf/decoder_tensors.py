@@ -34,12 +34,12 @@ def experts(c: Any, block: str = "mlp", names: tuple[str, str, str] = ("gate_pro
         Entry]:
     """Return the entries of a layer's router and experts, of which each has its own tensors."""
     found = [Entry("mlp/router/kernel", f"{block}.gate.weight", "ed->de")]
-    if c.router_bias_rate:
+    if c.experts.bias_rate:
         found += [Entry("mlp/router/bias", f"{block}.gate.e_score_correction_bias", float32=True)]
     for ours, name in zip(("gate", "up", "down"), names, strict=True):
         found += [Entry(f"mlp/{ours}", f"{block}.experts.{{expert}}.{name}.weight",
-                        "df->fd" if ours == "down" else "fd->df", experts=c.num_experts)]
-    return found + (swiglu("mlp/shared", "mlp.shared_experts") if c.shared_experts else [])
+                        "df->fd" if ours == "down" else "fd->df", experts=c.experts.num)]
+    return found + (swiglu("mlp/shared", "mlp.shared_experts") if c.experts.shared else [])
 
 
 def decoder(layer: Callable[[Any, bool], list[Entry]], **options: Any) -> HFTensors:
@@ -58,7 +58,7 @@ def head(c: Any, reward_head: bool) -> list[Entry]:
     """Return the entry of the output projection, or of the reward head in its place; none if embeddings are tied."""
     if reward_head:
         return [Entry(REWARD_HEAD, "score.weight", "vd->dv")]
-    return [] if c.tied_embeddings else [Entry("output/kernel", "lm_head.weight", "vd->dv")]
+    return [] if c.ties_head else [Entry("output/kernel", "lm_head.weight", "vd->dv")]
 
 
 def in_stack(stack: str, numbers: range, at: str, layer: list[Entry]) -> list[Entry]:
@@ -69,10 +69,10 @@ def in_stack(stack: str, numbers: range, at: str, layer: list[Entry]) -> list[En
 
 def stacks(c: Any) -> list[tuple[str, range, bool]]:
     """Return the path of each stack of layers, the published numbers of its layers, and whether they have experts."""
-    every, dense = c.experts_every, c.dense_layers
+    every, dense = c.experts.every, c.experts.dense_layers
     first = [("first_blocks/layer", range(dense), False)] if dense else []
     if every == 1:
-        return [*first, ("blocks/layer", range(dense, c.num_layers), c.num_experts > 0)]
+        return [*first, ("blocks/layer", range(dense, c.num_layers), c.experts.num > 0)]
     return [*first, *((f"blocks/layer/layer_{n}", range(dense + n, c.num_layers, every), n == every - 1)
                       for n in range(every))]
 

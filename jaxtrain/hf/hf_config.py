@@ -164,7 +164,7 @@ def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
 def multipliers(c: ModelConfig) -> tuple[float, float, float]:
     """Return what muP multiplies embeddings, scores and logits by. Those of published models are 1."""
     embed, head = (c.growth.get(axis, 1.0) for axis in ("embed", "head_dim"))
-    return embed**-0.5 if c.scaled_embeddings else 1.0, head**-0.5, 1 / embed if c.tied_embeddings else 1.0
+    return embed**-0.5 if c.scaled_embeddings else 1.0, head**-0.5, 1 / embed if c.ties_head else 1.0
 
 
 def _check(c: ModelConfig, published: HFConfig, written: Mapping[str, Any]) -> None:
@@ -175,16 +175,16 @@ def _check(c: ModelConfig, published: HFConfig, written: Mapping[str, Any]) -> N
     except UserError as error:
         raise UserError("model", f"it cannot be published as {kind} ({error})",
                         "keep it in jaxtrain's format") from None
-    if c.num_experts and not c.dense_layers and c.experts_every == 1:
+    if c.experts.num and not c.experts.dense_layers and c.experts.every == 1:
         free.add("mlp_dim")  # which no layer has
     if multipliers(c) == (1, 1, 1):
         free.add("mup_base")  # it has shaped training only
     for key in c.__dataclass_fields__.keys() - free:
         same = c.rope_type == "ntk" if isinstance(c, RotaryConfig) and key.startswith("rope_") else False
-        same |= key == "global_every" and min(c.global_every, back.global_every) > c.num_layers  # no layer is global
+        same |= key == "global_every" and 0 not in {**c.windows, **back.windows}  # no layer is global
         if getattr(c, key) != getattr(back, key) and not same:
             raise UserError(f"model.{key}", f"{getattr(c, key)!r} cannot be published as {kind}",
                             "keep the model in jaxtrain's format")
-    if bool(c.router_bias_rate) != bool(back.router_bias_rate):
-        raise UserError("model.router_bias_rate", f"{c.router_bias_rate} cannot be published as {kind}",
+    if bool(c.experts.bias_rate) != bool(back.experts.bias_rate):
+        raise UserError("model.router_bias_rate", f"{c.experts.bias_rate} cannot be published as {kind}",
                         "keep the model in jaxtrain's format")

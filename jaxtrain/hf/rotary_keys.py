@@ -97,7 +97,7 @@ def published_rotary(c: RotaryConfig) -> Keys:
     if c.rope_scaling == 1:
         return plain
     if c.rope_type == "ntk":  # another base, and nothing else
-        width = c.rope_head_dim or c.head_dim
+        width = c.rotary_width
         return plain | {"rope_theta": c.rope_theta * c.rope_scaling ** (width / (width - 2))}
     scaling = {"rope_type": c.rope_type, "factor": c.rope_scaling}
     if c.rope_type != "linear":

@@ -200,7 +200,7 @@ class Decoding:
         rows, width = prompts_BP.shape
         entries = jax.tree.map(lambda kept: jnp.pad(kept, [(0, 0)] * (kept.ndim - 2) + [(0, slots - width), (0, 0)]),
                                aux[CACHE])
-        vocab = self.run.config.model.vocab_size
+        vocab = self.run.config.model.vocabulary
         seen_BV = self._by_row(lambda rows, _: jax.vmap(
             lambda ids, real: jnp.zeros(vocab, bool).at[ids].max(real))(*rows), (prompts_BP, at_BP >= 0))
         where = jax.typeof(prompts_BP).sharding.spec[0]

@@ -153,7 +153,7 @@ class _Batch:
     def finish(self, sampling: Sampling, words: Tokenizer | None, strings: list[str],
                logprobs: bool) -> dict[int, Generated]:
         """Generate until all rows are finished; return a record for each prompt by its number."""
-        known, rows, step = self.programs.run.config.model.vocab_size, np.arange(len(self.limits)), 0
+        known, rows, step = self.programs.run.config.model.vocabulary, np.arange(len(self.limits)), 0
         records: dict[int, Generated] = {}
         while self.held:
             # A pass over new prompts has the price of some steps, so a quarter of the batch is replaced at once.
@@ -262,8 +262,8 @@ def _encoded(run: "Run", prompts: Sequence[Prompt], words: Tokenizer | None) -> 
         if len(ids) >= c.max_seq_len:
             raise UserError(f"prompts[{number}]", f"its {len(ids)} tokens leave no room in model.max_seq_len="
                             f"{c.max_seq_len}", f"give at most {c.max_seq_len - 1}")
-        if wrong := next((id for id in ids if not 0 <= id < c.vocab_size), None):
-            raise UserError(f"prompts[{number}]", f"token {wrong} is not below model.vocab_size={c.vocab_size}",
+        if wrong := next((id for id in ids if not 0 <= id < c.vocabulary), None):
+            raise UserError(f"prompts[{number}]", f"token {wrong} is not below model.vocab_size={c.vocabulary}",
                             "use the tokenizer with which the model was trained")
         found.append(ids)
     return found

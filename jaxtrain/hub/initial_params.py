@@ -226,7 +226,7 @@ def _otherwise(theirs: ModelConfig, run: Run) -> str:
     told = [f"model.{field.name}={getattr(model, field.name)} instead of {getattr(theirs, field.name)}"
             for field in fields(model) if field.name not in free and hasattr(theirs, field.name)
             and getattr(model, field.name) != getattr(theirs, field.name)]
-    new = model.vocab_size - theirs.vocab_size
+    new = model.vocabulary - theirs.vocabulary
     said = f", but with {', '.join(told)}" if told else ""
     if new > 0:
         said += f"; {new} new tokens begin as the mean of the others"
@@ -285,9 +285,9 @@ def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
 
 def _with_vocabulary(theirs: ModelConfig, run: Run, abstract: Any, load: Callable[[Any], Any]) -> Any:
     """Return the parameters that `load` gives for abstract ones, with those of tokens that their model lacks."""
-    if run.config.model.vocab_size < theirs.vocab_size:
-        raise UserError("model.vocab_size", f"{run.config.model.vocab_size} is less than the {theirs.vocab_size} of "
-                        f"the model in {KEY}", f"set it to {theirs.vocab_size} or more")
-    if run.config.model.vocab_size == theirs.vocab_size:
+    if run.config.model.vocabulary < theirs.vocabulary:
+        raise UserError("model.vocab_size", f"{run.config.model.vocabulary} is less than the {theirs.vocabulary} of "
+                        f"the model in {KEY}", f"set it to {theirs.vocabulary} or more")
+    if run.config.model.vocabulary == theirs.vocabulary:
         return load(abstract)
-    return new_tokens.with_new_tokens(load(new_tokens.with_known_tokens(abstract, theirs.vocab_size)), abstract)
+    return new_tokens.with_new_tokens(load(new_tokens.with_known_tokens(abstract, theirs.vocabulary)), abstract)

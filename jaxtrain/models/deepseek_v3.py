@@ -1,7 +1,8 @@
 """DeepSeek-V3: latent attention, some dense layers, then experts chosen by biased sigmoid scores (arXiv 2412.19437)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most, derive, not_negative
@@ -29,13 +30,14 @@ class DeepseekV3Config(ExpertsConfig):
     name: str = "deepseek_v3"
     # rank of the latent that queries are compressed to (q_lora_rank); 0: queries are not compressed
     q_rank: int = at_most(0, 2**20)
-    # pyrefly: ignore[bad-override]
     kv_rank: int = at_most(0, 2**20)  # rank of the latent that keys and values are compressed to (kv_lora_rank)
     # width of the part of a head with rotary positions, in addition to head_dim, which has none
-    # pyrefly: ignore[bad-override]
     rope_head_dim: int = at_most(0, 2**16)
-    # pyrefly: ignore[bad-override]
     value_head_dim: int = at_most(0, 2**16)  # width of a value head; 0: head_dim
+    latent_attention = True
+    # parts of heads grow like head_dim
+    widths: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **ExpertsConfig.widths, "kv_rank": ("latent", "rank"), "rope_head_dim": (), "value_head_dim": ()}
 
     def __post_init__(self):
         super().__post_init__()
@@ -53,6 +55,20 @@ class DeepseekV3Config(ExpertsConfig):
                             "set it to 0: latent attention has as many key and value heads as query heads")
         derive(self, "value_head_dim", self.head_dim)
         self._check_parts()
+
+    @property
+    def rotary_width(self) -> int:
+        """The width of the part of a head that turns with its position."""
+        return self.rope_head_dim or self.head_dim
+
+    @property
+    def attention_width(self) -> int:
+        """The widths of a query and of a value in one head, together."""
+        return self.head_dim + self.rope_head_dim + self.value_head_dim
+
+    def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:
+        """Return that of queries and keys with both of their parts."""
+        return [(seq_len, 0, self.head_dim + self.rope_head_dim, True)]
 
     def _check_parts(self) -> None:
         """Refuse heads of which by `mup_base` one part grows and another one does not."""
@@ -78,7 +94,7 @@ def deepseek_v3(c: DeepseekV3Config, compute: "Compute", *, rngs: "nnx.Rngs") ->
                                c.kv_rank, c.norm_eps, out_std=out_std, window=c.window, backend=compute.attention,
                                context=compute.context, score_factor=score_factor(c), rngs=rngs)
 
-    return rotary_decoder(c, compute, attention, c.rope_head_dim, rngs=rngs)
+    return rotary_decoder(c, compute, attention, rngs=rngs)
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:

@@ -30,7 +30,6 @@ class Gemma3Config(DecoderConfig):
 
     name: str = "gemma3"
     window: int = 512  # sliding window of the local layers, in tokens
-    # pyrefly: ignore[bad-override]
     global_every: int = 6  # every N-th layer is global: it uses full attention
     rope_theta: float = 1_000_000.0  # base frequency of the rotary positions in the global layers
     local_rope_theta: float = 10_000.0  # base frequency of the rotary positions in the local layers
@@ -47,6 +46,11 @@ class Gemma3Config(DecoderConfig):
         if self.growth.get("head_dim", 1) != 1 and self.query_scale != self.head_dim:
             raise UserError("model.query_scale", f"{self.query_scale} does not grow with heads that grow by "
                             "model.mup_base", "leave it 0, or keep head_dim")
+
+    @property
+    def global_layers(self) -> int:
+        """The number of layers without a window."""
+        return self.num_layers // self.global_every
 
 
 def gemma3(c: Gemma3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":

@@ -31,7 +31,6 @@ class GptOssConfig(RoutedConfig):
 
     name: str = "gpt_oss"
     window: int = 128  # sliding window of the local layers, in tokens
-    # pyrefly: ignore[bad-override]
     global_every: int = 2  # every N-th layer is global: it uses full attention
     rope_theta: float = 150_000.0  # base frequency of the rotary position embedding (RoPE)
     num_experts: int = at_most(32, 2**16)  # mixture of experts: number of routed experts in a layer
@@ -41,6 +40,11 @@ class GptOssConfig(RoutedConfig):
     swiglu_alpha: float = 1.702  # alpha in the experts' activation, gate x sigmoid(alpha x gate)
     tied_embeddings: bool = False  # whether the output projection shares the weights of the embedding table
     sinks = True
+
+    @property
+    def global_layers(self) -> int:
+        """The number of layers without a window."""
+        return self.num_layers // self.global_every
 
     def _check_experts(self):
         positive(self, "model", "window global_every num_experts swiglu_limit swiglu_alpha")

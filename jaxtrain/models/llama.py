@@ -28,10 +28,8 @@ class LlamaConfig(RotaryConfig):
 
     name: str = "llama"
     # multi-token prediction: loss weight of an extra layer that predicts the token after the next one; 0: no such layer
-    # pyrefly: ignore[bad-override]
     mtp_loss_weight: float = 0.0
     # with model.window, as in Qwen2 and Qwen3: number of first layers that use full attention
-    # pyrefly: ignore[bad-override]
     global_first: int = at_most(0, 10_000)
     late_window = True  # whether the first layers may be without the window
 
@@ -44,6 +42,16 @@ class LlamaConfig(RotaryConfig):
         if self.global_first and (not self.late_window or self.mtp_loss_weight):
             raise UserError("model.global_first", f"{self.name}{' with mtp_loss_weight' * (self.mtp_loss_weight > 0)} "
                             "has the window in all layers", "leave it out")
+
+    @property
+    def global_layers(self) -> int:
+        """The number of layers without a window where the others have one."""
+        return self.global_first
+
+    @property
+    def multi_token_loss(self) -> float:
+        """The weight of the loss for predicting the token after the next."""
+        return self.mtp_loss_weight
 
 
 def llama(c: LlamaConfig, compute: "Compute", *, rngs: "nnx.Rngs", qk_norm: bool = False,
@@ -66,7 +74,7 @@ def llama(c: LlamaConfig, compute: "Compute", *, rngs: "nnx.Rngs", qk_norm: bool
                     if qk_norm else None, qkv_bias=qkv_bias, backend=compute.attention,
                     context=compute.context, rngs=rngs)
 
-    return rotary_decoder(c, compute, attention, c.head_dim, rngs=rngs)
+    return rotary_decoder(c, compute, attention, numbered=c.global_first > 0, rngs=rngs)
 
 
 def layer(c: LlamaConfig, experts: bool) -> list[Entry]:

@@ -39,7 +39,7 @@ def make_model(config: ModelConfig, compute: Compute | None = None, lora: LoraCo
 def _set_multipliers(model: Any, config: ModelConfig) -> None:
     """Set what a model that is wider than its `mup_base` multiplies logits and attention's scores by."""
     growth = config.growth
-    if config.tied_embeddings and growth:
+    if config.ties_head and growth:
         model.logit_factor = 1 / growth["embed"]
     for _, node in nnx.iter_graph(model) if growth else ():
         if hasattr(node, "score_factor"):

@@ -1,10 +1,11 @@
 """Mixtral: Llama's blocks with routed experts in place of the MLP (arXiv 2401.04088)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtrain.config.decoder_config import RoutedConfig
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most, not_negative, one_of, positive
+from jaxtrain.config.model_config import Experts
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors, layer_patterns
 from jaxtrain.hf.hf_format import COMMON, Entry, HFConfig, Keys, Refuse
@@ -19,28 +20,27 @@ class ExpertsConfig(RoutedConfig, LlamaConfig):
     name: str = "mixtral"
     late_window = False
     # number of shared experts, which process every token; they form one MLP of their summed width
-    # pyrefly: ignore[bad-override]
     shared_experts: int = at_most(0, 2**10)
     # number of first layers that have a dense MLP of width mlp_dim instead of experts
-    # pyrefly: ignore[bad-override]
     dense_layers: int = at_most(0, 10_000)
     # after dense_layers, every N-th layer has experts; the others have a dense MLP
-    # pyrefly: ignore[bad-override]
     experts_every: int = at_most(1, 10_000)
-    # pyrefly: ignore[bad-override]
     router: str = "softmax"  # function that turns router logits into scores: "softmax" or "sigmoid"
-    # pyrefly: ignore[bad-override]
     normalize_router: bool = True  # whether the weights of the experts chosen for a token are normalized to sum to 1
-    # pyrefly: ignore[bad-override]
     router_scale: float = 1.0  # factor by which the weights of the chosen experts are multiplied
-    # pyrefly: ignore[bad-override]
     expert_groups: int = at_most(1, 2**16)  # number of groups into which the experts are divided
     # number of groups that a token may choose experts from: those with the highest sum of their two best scores
-    # pyrefly: ignore[bad-override]
     expert_groups_used: int = at_most(1, 2**16)
     # update size of the router bias that balances the load without a loss (DeepSeek-V3); 0: no bias
-    # pyrefly: ignore[bad-override]
     router_bias_rate: float = 0.0
+
+    @property
+    def experts(self) -> Experts:
+        """The routed experts."""
+        return replace(
+            super().experts, dense_layers=self.dense_layers, every=self.experts_every, shared=self.shared_experts,
+            score=self.router, normalized=self.normalize_router, scale=self.router_scale, groups=self.expert_groups,
+            groups_used=self.expert_groups_used, bias_rate=self.router_bias_rate)
 
     def _check_experts(self):
         not_negative(self, "model", "shared_experts dense_layers router_bias_rate")

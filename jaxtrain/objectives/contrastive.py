@@ -32,7 +32,7 @@ def patches_spec(c: Any) -> dict[str, Array]:
     """Return the arrays of rows of patches."""
     return {"pictures": Array(np.int32, below=c.pictures_per_row + 1),
             "patches": Array(np.uint8, (SEQ, c.patch_values)),
-            "places": Array(np.int32, (SEQ, 2), below=c.patches_per_side + c.class_token)}
+            "places": Array(np.int32, (SEQ, 2), below=c.patches_per_side + (c.class_at is not None))}
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,9 @@ def distillation(teacher: Config, *, workdir: str | Path | None = None, soft: fl
         raise UserError("temperature", f"{temperature} is not above 0", "give a number above 0, such as 1")
 
     def make(config: Config, model: Skeleton) -> Distillation:
-        if teacher.model.vocab_size != config.model.vocab_size:
-            raise UserError("model.vocab_size", f"the student has {config.model.vocab_size} and the teacher "
-                            f"{teacher.model.vocab_size}", "use the same tokenizer and vocabulary for both")
+        if teacher.model.vocabulary != config.model.vocabulary:
+            raise UserError("model.vocab_size", f"the student has {config.model.vocabulary} and the teacher "
+                            f"{teacher.model.vocabulary}", "use the same tokenizer and vocabulary for both")
         longest = max(stage.seq_len for stage in stages(config.data))
         if longest > teacher.model.max_seq_len:
             raise UserError("data.seq_len", f"rows of {longest} tokens exceed the teacher's model.max_seq_len="

@@ -39,7 +39,7 @@ class NextToken(OfTheModelAlone):
     def of(cls, config: Config, model: Skeleton) -> "NextToken":
         """Return the objective that a config describes."""
         t, m = config.train, config.model
-        return cls(model, t.loss_chunks, t.z_loss, m.mtp_loss_weight, m.experts_per_token,
+        return cls(model, t.loss_chunks, t.z_loss, m.multi_token_loss, m.experts.per_token,
                    config.data.cross_document_attention)
 
     @property

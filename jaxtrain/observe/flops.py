@@ -48,10 +48,10 @@ def flops_per_token(model: ModelConfig, matmul_params: float, seq_len: int, caus
         # Queries 0..window-1 see half a window on average, the later ones all of it.
         return window - window**2 / (2 * seq_len) if causal and model.causal else window
 
-    widths = model.head_dim + model.rope_head_dim + (model.value_head_dim or model.head_dim)  # of scores and values
     keys = sum(layers * attended(window) for window, layers in model.windows.items())
-    keys += (model.mtp_loss_weight > 0) * attended(model.window)
-    return 6 * matmul_params + 6 * model.num_heads * widths * keys
+    if model.multi_token_loss:  # one more layer, of the kind that is not global
+        keys += attended(next(iter(model.windows)))
+    return 6 * matmul_params + 6 * model.num_heads * model.attention_width * keys
 
 
 def mfu(tokens_per_s: float, flops: float, peak: float) -> float:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.model_config import Experts
 from jaxtrain.config.schema import Config, TrainConfig
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.functions import swiglu
@@ -81,9 +81,9 @@ def check(config: Config, mesh: sharding.AnyMesh, rules: sharding.Rules, dtype: 
     if ragged and sharding.platform_of(mesh, platform) == "cpu":
         raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")
     with sharding.use(mesh, rules, platform):
-        if c := config.model.num_experts and config.model:
-            width = c.expert_mlp_dim // sharding.shards(rules["act_expert_mlp"], mesh)
-            choose_backend(config.train.grouped_matmul, dtype, 0, c.embed_dim, width)
+        if config.model.experts.num:
+            width = config.model.experts.mlp_dim // sharding.shards(rules["act_expert_mlp"], mesh)
+            choose_backend(config.train.grouped_matmul, dtype, 0, config.model.embed_dim, width)
 
 
 def masks(config: Config, mesh: Mapping[str, int], platform: str) -> bool:
@@ -91,11 +91,11 @@ def masks(config: Config, mesh: Mapping[str, int], platform: str) -> bool:
 
     platform: as `jaxtrain.builder.build` takes it. XLA does that except on TPUs.
     """
-    if platform == "tpu" or not config.model.num_experts:
+    if platform == "tpu" or not config.model.experts.num:
         return False
     dtype = precision.dtype_of(precision.resolve(config.train.precision, platform))
     asked = "xla" if config.train.grouped_matmul == "xla" else "auto"
-    width = config.model.expert_mlp_dim // mesh.get("tensor", 1)
+    width = config.model.experts.mlp_dim // mesh.get("tensor", 1)
     with sharding.use(jax.sharding.AbstractMesh((), ()), sharding.rules(), platform):
         return choose_backend(asked, dtype, 0, config.model.embed_dim, width) == "xla"
 
@@ -140,16 +140,16 @@ def choose_exchange(asked: str, devices: int, choices: int) -> str:
     return ("ragged" if fewer else "gather") if asked == "auto" else asked
 
 
-def buffered(c: ModelConfig, devices: int, factor: float) -> float:
+def buffered(c: Experts, devices: int, factor: float) -> float:
     """Return the rows of a device's buffer per token, where experts are split over this many devices."""
-    capacity = c.capacity_factor * c.experts_per_token / devices if c.capacity_factor and devices > 1 else math.inf
-    worst = devices * min(c.experts_per_token, c.num_experts // devices, capacity)
-    return min(worst, factor * c.experts_per_token) if factor else worst
+    capacity = c.capacity_factor * c.per_token / devices if c.capacity_factor and devices > 1 else math.inf
+    worst = devices * min(c.per_token, c.num // devices, capacity)
+    return min(worst, factor * c.per_token) if factor else worst
 
 
-def filled(c: ModelConfig, devices: int, factor: float) -> float:
+def filled(c: Experts, devices: int, factor: float) -> float:
     """Return the share of these rows that hold tokens when load is even."""
-    return min(1.0, c.experts_per_token / buffered(c, devices, factor)) if c.num_experts else 1.0
+    return min(1.0, c.per_token / buffered(c, devices, factor)) if c.num else 1.0
 
 
 # --------------------------------------------------------------------------------------------------- rows in passes

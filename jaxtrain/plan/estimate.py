@@ -96,7 +96,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
         run = build(traceable, devices=devices, platform=target.described)
         traced = run.trace()
     sizes = dict(run.mesh.shape)
-    filled = experts.filled(config.model, sharding.shards(run.rules["experts"], run.mesh),
+    filled = experts.filled(config.model.experts, sharding.shards(run.rules["experts"], run.mesh),
                             config.train.expert_buffer)
     block = reader.read(traced.jaxpr, sizes, target.platform, target.rings, filled, config.model.windows)
     state = len(jax.tree.leaves(run.abstract))

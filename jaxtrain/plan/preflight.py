@@ -98,7 +98,7 @@ def check(run: Run) -> str:
         raise UserError("optimizer.offload", f"it takes {gigabytes(host)} GB of the host's memory for each device, and "
                         f"{gigabytes(target.host_room)} GB are available", "use more hosts, or leave it on the devices")
     # For experts on GPUs too few programs were compared to refuse any.
-    sure = config.train.check_memory and not (config.model.num_experts and target.platform == "cuda")
+    sure = config.train.check_memory and not (config.model.experts.num and target.platform == "cuda")
     if guess.bytes <= SURELY * target.room or not sure:
         return f"predicted: {shown(guess)}"
     phase, parts = guess.worst

@@ -41,7 +41,7 @@ def search(config: Config, target: Target, devices: int, *, meshes_traced: int =
     """
     found = Found(config, target, devices)
     look = _Looker(found, progress)
-    usual = (6, 2) if config.model.num_experts or not config.model.flops_known else (16, 4)
+    usual = (6, 2) if config.model.experts.num or not config.model.flops_known else (16, 4)
     meshes_traced, refined = meshes_traced or usual[0], refined or usual[1]
     now = precision.resolve(config.train.precision, target.platform)
     others = [{"train.precision": other} for other in dict.fromkeys(precisions) if other != now]
@@ -170,7 +170,7 @@ class _Looker:
         others what `larger` keeps; None where all layers have one policy, or there would be no such layer.
         """
         layers, room = self.found.config.model.stacked_layers, self.found.target.room
-        one_policy = fits.mesh["mesh.stage"] > 1 or self.found.config.model.experts_every > 1
+        one_policy = fits.mesh["mesh.stage"] > 1 or self.found.config.model.experts.every > 1
         if one_policy or fits.overrides.get("optimizer.offload") != larger.overrides.get("optimizer.offload"):
             return None
         most, least = (choice.estimate.memory.total() for choice in (larger, fits))
@@ -277,7 +277,7 @@ def meshes(config: Config, target: Target, devices: int) -> Iterator[dict[str, i
                 if context > 1 and (data.seq_len // context < 2048 or data.seq_len % (2 * context)):
                     break
                 for expert in divisors(devices // stage // tensor // context):
-                    if expert > 1 and (not model.num_experts or model.num_experts % expert):
+                    if expert > 1 and (not model.experts.num or model.experts.num % expert):
                         continue
                     rest = devices // stage // tensor // context // expert
                     for fsdp in sorted({rest, min(rest, max(1, near // tensor)), 1}, reverse=True):

@@ -83,7 +83,7 @@ def matmul_parameters(abstract: TrainState, layout: Layout, model: ModelConfig,
     def active(shape, axes):
         if "experts" not in axes:
             return math.prod(shape)
-        return math.prod(shape) // shape[axes.index("experts")] * model.experts_per_token
+        return math.prod(shape) // shape[axes.index("experts")] * model.experts.per_token
 
     def multiplied(params, axes):
         params, axes = as_floats(params), as_floats(axes)
@@ -91,8 +91,8 @@ def matmul_parameters(abstract: TrainState, layout: Layout, model: ModelConfig,
         return sum(active(leaf.shape, axes) for leaf, axes in zip(jax.tree.leaves(params), names, strict=True)
                    if is_matrix(axes) and axes[0] not in lookups and axes[-1] is not None)  # a read-out of few numbers
 
-    tied = model.tied_embeddings and "reward_head" not in abstract.all_params  # a head in the output projection's place
+    tied = model.ties_head and "reward_head" not in abstract.all_params  # a head in the output projection's place
     lookups = ("positions",) if tied else ("positions", "vocab")
     frozen = {key: (params, layout.frozen_axes[key]) for key, params in abstract.frozen.items() if key not in teachers}
     once = multiplied(abstract.params, layout.axes) + 2 / 3 * sum(multiplied(*one) for one in frozen.values())
-    return once + (model.embed_dim * model.vocab_size if model.mtp_loss_weight else 0)
+    return once + (model.embed_dim * model.vocabulary if model.multi_token_loss else 0)

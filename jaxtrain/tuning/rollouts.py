@@ -96,7 +96,7 @@ def _ends(run: "Run", workdir: str | Path | None, tokenizer: Tokenizer) -> list[
         return []
     kept = workdir is not None and (Path(workdir) / published_files.FOLDER).is_dir()
     source = Path(workdir) if workdir is not None and kept else source_and_step(run.config.train.init_from)[0]
-    return [end for end in ends_of(source) if end < min(tokenizer.vocab_size, run.config.model.vocab_size)]
+    return [end for end in ends_of(source) if end < min(tokenizer.vocab_size, run.config.model.vocabulary)]
 
 
 def read_prompts(path: str) -> list[dict[str, Any]]:

@@ -228,7 +228,7 @@ def _truth(model: Any, batch: tuple[Any, ...], z_loss: float, lora: Any, targets
     floats = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, everything)
     ((loss, (excess, entropy)), grads) = jax.jit(jax.value_and_grad(value, has_aux=True)).lower(floats).compile(
         {"xla_backend_optimization_level": 0})(floats)
-    bias = jnp.sign(jnp.round(excess, 6)) * -model.router_bias_rate if model.router_bias_rate else None
+    bias = jnp.sign(jnp.round(excess, 6)) * -model.experts.bias_rate if model.experts.bias_rate else None
     return everything, *jax.device_get((loss, grads, reference.norm_of(grads), entropy, bias))
 
 

@@ -159,22 +159,23 @@ def _decoder(c: Any, given: dict[str, Any]) -> dict[str, Any]:
     if c.name == "gpt2":
         return found | {"mlp": c.mlp_dim}
     found |= {"head_dim": c.head_dim, "kv": c.num_kv_heads}
-    if c.kv_rank:
+    if c.latent_attention:
         found |= {"turning": c.rope_head_dim, "value": c.value_head_dim, "latents": [c.q_rank, c.kv_rank]}
     layers = range(c.num_layers)
-    sparse = [c.num_experts > 0 and n >= c.dense_layers and (n - c.dense_layers + 1) % c.experts_every == 0
-              for n in layers]
+    e = c.experts
+    sparse = [e.num > 0 and n >= e.dense_layers and (n - e.dense_layers + 1) % e.every == 0 for n in layers]
     found["experts"] = sparse
     if not all(sparse):
         found["mlp"] = c.mlp_dim
     if any(sparse):
-        found |= {"count": c.num_experts, "chosen": c.experts_per_token, "expert_mlp": c.expert_mlp_dim}
+        found |= {"count": e.num, "chosen": e.per_token, "expert_mlp": e.mlp_dim}
         if c.name == "deepseek_v3":
             found |= {"shared": c.shared_experts, "groups": [c.expert_groups, c.expert_groups_used],
                       "scale": c.router_scale}
         if c.name in ("deepseek_v3", "qwen3_moe"):
             found["normalized"] = c.normalize_router
-    everywhere = [(c.global_every > 0 and (n + 1) % c.global_every == 0) or n < c.global_first for n in layers]
+    every, first = getattr(c, "global_every", 0), getattr(c, "global_first", 0)
+    everywhere = [(every > 0 and (n + 1) % every == 0) or n < first for n in layers]
     found["windows"] = [0 if full else c.window for full in everywhere]
     return found | _positions(c, everywhere)
 
@@ -187,7 +188,7 @@ def _positions(c: Any, everywhere: list[bool]) -> dict[str, Any]:
         both = {"full_attention": [*map(float, far), 1.0], "sliding_attention": [*map(float, near), 1.0]}
         return {"scores": c.query_scale, "turns": {
             name: turns for name, turns in both.items() if (name == "full_attention") in everywhere}}
-    turns, scale = scaled_frequencies(c, c.rope_head_dim or c.head_dim)
+    turns, scale = scaled_frequencies(c, c.rotary_width)
     found: dict[str, Any] = {"turns": [*map(float, turns), float(scale)]}
     if c.name == "deepseek_v3":
         found["scores"] = score_factor(c) * (c.head_dim + c.rope_head_dim) ** -0.5

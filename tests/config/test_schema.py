@@ -14,6 +14,7 @@ import pytest
 import jaxtrain
 from jaxtrain.config.family import config_class, config_classes
 from jaxtrain.config.load import diff, load_config, make_config, with_steps
+from jaxtrain.config.model_config import Experts
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.sharding.mesh import AXES
@@ -172,7 +173,7 @@ def test_the_config_json_of_a_run_is_a_config(tmp_path):
 def test_the_name_picks_the_class_also_when_it_is_overridden():
     llama = make_config({"model": {"name": "gpt2"}}, {"model.name": "llama", "model.rope_theta": "5e5"}).model
     assert type(llama) is config_class("llama") and llama.rope_theta == 5e5
-    assert "num_experts" not in Config(model=llama).to_dict()["model"] and llama.num_experts == 0
+    assert "num_experts" not in Config(model=llama).to_dict()["model"] and llama.experts == Experts()
 
 
 def test_a_wrong_key_is_told_without_importing_jax():
@@ -199,24 +200,28 @@ def test_frozen_and_hashed():
 def read_fields(source: str) -> set[tuple[str, str]]:
     """(section, field) pairs that are read as `X.section.field`, or as `name.field` where `name` holds a section.
 
-    A name holds a section where it was assigned one (`t = config.train`) or is annotated as one (`c: ModelConfig`).
+    A name holds a section where it was assigned one (`t = config.train`) or is annotated as one (`c: ModelConfig`), and
+    `self` in a property of a model's config, such as `experts`, whose own fields count as those of a section.
     """
-    by_class = {cls.__name__: section for section, cls in SECTIONS.items()}
+    by_class = {cls.__name__: section for section, cls in SECTIONS.items()} | {"Experts": "experts"}
     by_class |= {base.__name__: "model" for cls in config_classes().values() for base in cls.__mro__[:-1]}
     nodes = list(ast.walk(ast.parse(source)))
     held = {(node.arg, by_class[node.annotation.id]) for node in nodes if isinstance(node, ast.arg)
             and isinstance(node.annotation, ast.Name) and node.annotation.id in by_class}
+    properties = [node for node in nodes if isinstance(node, ast.FunctionDef)
+                  and any(isinstance(by, ast.Name) and by.id == "property" for by in node.decorator_list)]
+    found = {("model", node.attr) for made in properties for node in ast.walk(made)
+             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"}
     for node in nodes:
         if isinstance(node, ast.Assign):
             pairs = [(node.targets[0], node.value)]
             if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = zip(node.targets[0].elts, node.value.elts, strict=False)
             held |= {(name.id, value.attr) for name, value in pairs if isinstance(name, ast.Name)
-                     and isinstance(value, ast.Attribute) and value.attr in SECTIONS}
-    found = set()
+                     and isinstance(value, ast.Attribute) and value.attr in by_class.values()}
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            if isinstance(node.value, ast.Attribute) and node.value.attr in SECTIONS:
+            if isinstance(node.value, ast.Attribute) and node.value.attr in by_class.values():
                 found.add((node.value.attr, node.attr))
             elif isinstance(node.value, ast.Name):
                 found |= {(section, node.attr) for name, section in held if name == node.value.id}
@@ -226,6 +231,7 @@ def read_fields(source: str) -> set[tuple[str, str]]:
 def unread(sources: list[str]) -> set[tuple[str, str]]:
     fields = {(section, field.name) for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
     fields |= {("model", field.name) for cls in config_classes().values() for field in dataclasses.fields(cls)}
+    fields |= {("experts", field.name) for field in dataclasses.fields(Experts)}
     return fields.difference(*map(read_fields, sources))
 
 
@@ -235,7 +241,8 @@ def test_every_field_is_read():
     sources = {path: path.read_text() for path in package.rglob("*.py") if path not in declared}
     assert "for axis in AXES" in sources[package / "builder.py"]  # where the sizes of the mesh are read
     assert unread(list(sources.values())) == {("mesh", axis) for axis in AXES[2:]}  # data and fsdp for mesh=hsdp, too
-    assert ("train", "z_loss") in unread([source.replace("z_loss", "other") for source in sources.values()])
+    without = [source.replace("z_loss", "other") for source in sources.values()]
+    assert {("train", "z_loss"), ("experts", "z_loss")} <= unread(without)
 
 
 def test_a_mixture_is_set_key_by_key_from_words_and_from_python():

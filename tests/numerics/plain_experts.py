@@ -23,17 +23,17 @@ def choice(c, router, h, segments):
     """Scores, weights and the chosen, each [B, T, E], before any capacity; padding chooses nothing."""
     logits = h @ router["kernel"] + router.get("logit_bias", 0)
     e = jnp.exp(logits - logits.max(-1, keepdims=True))
-    scores = e / e.sum(-1, keepdims=True) if c.router == "softmax" else 1 / (1 + jnp.exp(-logits))
-    ranked = scores + router["bias"] if c.router_bias_rate else scores
-    if c.expert_groups > 1:
-        groups = ranked.reshape(*ranked.shape[:2], c.expert_groups, -1)
-        allowed = best(jnp.sort(groups, -1)[..., -2:].sum(-1), c.expert_groups_used)
+    scores = e / e.sum(-1, keepdims=True) if c.experts.score == "softmax" else 1 / (1 + jnp.exp(-logits))
+    ranked = scores + router["bias"] if c.experts.bias_rate else scores
+    if c.experts.groups > 1:
+        groups = ranked.reshape(*ranked.shape[:2], c.experts.groups, -1)
+        allowed = best(jnp.sort(groups, -1)[..., -2:].sum(-1), c.experts.groups_used)
         ranked = jnp.where(jnp.repeat(allowed, groups.shape[-1], -1), ranked, -jnp.inf)
     hit = best(ranked, c.experts_per_token)
     weights = jnp.where(hit, scores, 0)
-    if c.normalize_router:
+    if c.experts.normalized:
         weights = weights / weights.sum(-1, keepdims=True)
-    return logits, scores, c.router_scale * weights, hit & (segments > 0)[..., None]
+    return logits, scores, c.experts.scale * weights, hit & (segments > 0)[..., None]
 
 
 def fits(c, hit):
@@ -58,7 +58,7 @@ def experts(c, m, h, segments):
     y = jnp.einsum("btef,efd,bte->btd", activation(c, gate, up), m["down"], weights)
     if "down_bias" in m:
         y = y + jnp.einsum("bte,ed->btd", weights, m["down_bias"])
-    if c.shared_experts:
+    if c.experts.shared:
         y = y + silu_mlp(*(m["shared"][n]["kernel"] for n in ("gate", "up", "down")), h)
 
     real = (segments > 0).astype(jnp.float32)

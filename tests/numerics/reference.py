@@ -204,23 +204,24 @@ def through(c, p, b, told):
 
 def window_of(c, layer):
     """The window of a layer: in gpt-oss the last of every `global_every` has none, in Qwen2 the first ones."""
-    everywhere = (layer + 1) % c.global_every == 0 if c.name == "gpt_oss" else layer < c.global_first
+    everywhere = (layer + 1) % c.global_every == 0 if c.name == "gpt_oss" else layer < getattr(c, "global_first", 0)
     return 0 if everywhere else c.window
 
 
 def layer_of(c, p, layer):
     """The parameters of a layer; those after the first are stacked in groups, of which the last has experts."""
-    number, within = divmod(layer - c.dense_layers, c.experts_every)
+    e = c.experts
+    number, within = divmod(layer - e.dense_layers, e.every)
     w = p["first_blocks" if number < 0 else "blocks"]["layer"]
-    w = w[f"layer_{within}"] if c.experts_every > 1 and number >= 0 else w
-    assert ("router" in w["mlp"]) == (c.num_experts > 0 and number >= 0 and within == c.experts_every - 1)
+    w = w[f"layer_{within}"] if e.every > 1 and number >= 0 else w
+    assert ("router" in w["mlp"]) == (e.num > 0 and number >= 0 and within == e.every - 1)
     return jax.tree.map(lambda a: a[layer if number < 0 else number], w)
 
 
 def router(c, p):
     """The parameters of all routers but that of the layer that looks ahead, stacked over the layers with experts."""
     w = p["blocks"]["layer"]
-    return (w[f"layer_{c.experts_every - 1}"] if c.experts_every > 1 else w)["mlp"]["router"]
+    return (w[f"layer_{c.experts.every - 1}"] if c.experts.every > 1 else w)["mlp"]["router"]
 
 
 def block(c, w, x, b, told, window):
@@ -314,8 +315,8 @@ def loss_and_excess(c, p, b, z_loss=0.0):
     told = []
     x = through(c, p, b, told)
     total = entropy(c, p, last_norm(c, p, x), b["targets"], b["weights"], z_loss)
-    if c.mtp_loss_weight:
-        total = total + c.mtp_loss_weight * entropy(c, p, *ahead(c, p, b, x, told), z_loss)
+    if c.multi_token_loss:
+        total = total + c.multi_token_loss * entropy(c, p, *ahead(c, p, b, x, told), z_loss)
     row = b["weights"].sum(1)
     total = total + sum((row * penalty).sum() for penalty, _ in told)
     return total / row.sum(), jnp.array([row @ excess / row.sum() for _, excess in told])
@@ -381,14 +382,14 @@ def _steps(family, z_loss, layers, rows):
         size, clip = norm_of(g), config.optimizer.clip_norm
         clipped = jax.tree.map(lambda x: x * jnp.minimum(1, clip / size), g)
         p, m, v = adamw(config.optimizer, p, clipped, m, v, rate, n)
-        if config.model.router_bias_rate:
+        if config.model.experts.bias_rate:
             sign = jnp.sign(jnp.round(excess, 6))  # even is even, however it rounds
-            router(config.model, p)["bias"] -= config.model.router_bias_rate * sign
+            router(config.model, p)["bias"] -= config.model.experts.bias_rate * sign
         return p, m, v, value, g, size
 
     for n in itertools.count():
         p, m, v, value, g, size = step(p, m, v, jnp.float32(learning_rate(config, n)), jnp.float32(n), batch(n, rows))
-        bias = np.asarray(router(config.model, p)["bias"]) if config.model.router_bias_rate else None
+        bias = np.asarray(router(config.model, p)["bias"]) if config.model.experts.bias_rate else None
         yield float(value), bias, jax.device_get((g, size)) if n == 0 else None
 
 
@@ -415,7 +416,7 @@ def check(run: jt.Run, family: str = "gpt2", steps: int = STEPS, tolerance: floa
         if n == 0:  # Adam's first moment is now (1 - b1) x the clipped gradient
             o, size = c.optimizer, float(metrics["grad_norm"])
             got = jax.tree.map(lambda m: np.asarray(m) / (1 - o.b1) / min(1, o.clip_norm / size), moments(state))
-            if c.model.router_bias_rate:  # a bias has no moments
+            if c.model.experts.bias_rate:  # a bias has no moments
                 del router(c.model, gradient)["bias"], router(c.model, got)["bias"]
             assert size == pytest.approx(float(norm), rel=tolerance), "the gradient's norm differs in the first step"
             # A key's bias shifts all scores of a query alike: its gradient is zero up to rounding, hence the floor.
@@ -424,7 +425,7 @@ def check(run: jt.Run, family: str = "gpt2", steps: int = STEPS, tolerance: floa
     off = np.abs(np.array(losses) / want - 1)
     assert off.max() < tolerance, (f"the loss of step {off.argmax()} is off by {off.max():.1e}; "
                                    f"the first over the tolerance is step {(off > tolerance).argmax()}")
-    if c.model.router_bias_rate:
+    if c.model.experts.bias_rate:
         bias = np.asarray(router(c.model, state.params)["bias"])
         np.testing.assert_allclose(bias, biases[-1], atol=1e-6, err_msg="the biases did not follow the load")
         assert len(np.unique(bias)) > 2

@@ -93,4 +93,4 @@ def test_rows_that_hold_tokens(devices, factor, buffer):
         full = jnp.zeros((tokens, choices))
         jax.eval_shape(inner, jnp.zeros((tokens, 4)), full.astype(int), full, full > 0,
                        *[jnp.zeros((held, 4, 4))] * 3)
-    assert experts.filled(model, devices, buffer) == pytest.approx(min(1, tokens * choices / seen[0]))
+    assert experts.filled(model.experts, devices, buffer) == pytest.approx(min(1, tokens * choices / seen[0]))

@@ -204,7 +204,7 @@ def check(config: Any) -> None:
     if config.lora.rank and config.train.freeze:
         raise UserError("train.freeze", "with lora.rank everything is frozen but the adapters",
                         "leave it out; train.trainable trains weights in addition to them")
-    if config.lora.experts and not config.model.num_experts:
+    if config.lora.experts and not config.model.experts.num:
         raise UserError("lora.experts", f"model.name={config.model.name} has no experts", "leave it out")
     if config.lora.experts and config.lora.dora:
         raise UserError("lora.dora", "matrices of experts cannot have it", "leave out lora.experts or lora.dora")

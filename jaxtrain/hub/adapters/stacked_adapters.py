@@ -51,7 +51,7 @@ def _keys_of(name: str, folder: str | Path, model: ModelConfig) -> LoraConfig:
     if found.dora:
         raise UserError(f"adapters: {name}", f"{folder} has DoRA, whose column lengths cannot be chosen per prompt",
                         "load it alone, or merge it: jaxtrain adapters merge")
-    if model.kv_rank and any(lora.is_target(f"{stack}/layer/attention/kv", found) for stack in
+    if model.latent_attention and any(lora.is_target(f"{stack}/layer/attention/kv", found) for stack in
                                            Decoder.STACKS):
         raise UserError(f"adapters: {name}", f"{folder} adapts kv_b_proj, which generation uses as one matrix for all "
                         "rows", "load it alone, or merge it: jaxtrain adapters merge")

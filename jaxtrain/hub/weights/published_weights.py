@@ -65,7 +65,7 @@ def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     known = {entry.ours: entry for entry in entries(model, headed)}
     if missing := [path for path in wanted if path not in known]:
         raise UserError(f"{folder}", f"no published tensor holds the parameter {missing[0]}", _fix(missing[0]))
-    used = _tied_head(folder, tensors) if model.tied_embeddings else {"lm_head.weight"} if headed else set()
+    used = _tied_head(folder, tensors) if model.ties_head else {"lm_head.weight"} if headed else set()
     readers = readers_of(folder, tensors, known, wanted, used)
     if left := sorted(name for name in tensors.keys() - used if not _is_ignored(name, model)):
         raise UserError(f"{folder}", f"it has {left[0]}, for which model.name={model.name} has no parameter",

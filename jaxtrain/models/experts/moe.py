@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.decoder_config import RoutedConfig
+from jaxtrain.config.model_config import Experts, ModelConfig
 from jaxtrain.kernels.functions import swiglu
 from jaxtrain.models.experts.router import Routing, capacity, route
 from jaxtrain.models.layers import INSIDE, RESIDUAL, SwiGLU, param
@@ -35,12 +35,12 @@ class Router(nnx.Module):
     `biased`: another bias is learned, of the logits.
     """
 
-    def __init__(self, c: RoutedConfig, *, biased: bool = False, rngs: nnx.Rngs):
+    def __init__(self, c: Experts, embed_dim: int, *, biased: bool = False, rngs: nnx.Rngs):
         # Routing compares close numbers, so it is computed in float32.
-        self.kernel = param(rngs, (c.embed_dim, c.num_experts), ("embed", "router"), compute_dtype="float32")
-        self.bias = param(rngs, (c.num_experts,), ("router_bias",), std=0, compute_dtype="float32",
-                          update="balance_load") if c.router_bias_rate else None
-        self.logit_bias = param(rngs, (c.num_experts,), ("router_bias",), std=0,
+        self.kernel = param(rngs, (embed_dim, c.num), ("embed", "router"), compute_dtype="float32")
+        self.bias = param(rngs, (c.num,), ("router_bias",), std=0, compute_dtype="float32",
+                          update="balance_load") if c.bias_rate else None
+        self.logit_bias = param(rngs, (c.num,), ("router_bias",), std=0,
                                 compute_dtype="float32") if biased else None
 
 
@@ -49,17 +49,18 @@ class MoE(nnx.Module):
 
     adapter: Any = None  # models/lora.py gives the experts some
 
-    def __init__(self, c: RoutedConfig, *, out_std: float, options: Options = DEFAULT, biased: bool = False,
+    def __init__(self, config: ModelConfig, *, out_std: float, options: Options = DEFAULT, biased: bool = False,
                  activation: Activation = swiglu, rngs: nnx.Rngs):
-        E, D, F = c.num_experts, c.embed_dim, c.expert_mlp_dim
-        self.config, self.options, self.activation = c, options, activation
-        self.router = Router(c, biased=biased, rngs=rngs)
+        c = config.experts
+        E, D, F = c.num, config.embed_dim, c.mlp_dim
+        self.experts, self.options, self.activation = c, options, activation
+        self.router = Router(c, D, biased=biased, rngs=rngs)
         self.gate, self.up = (param(rngs, (E, D, F), WIDEN) for _ in range(2))
         self.down = param(rngs, (E, F, D), NARROW, out_std)
         self.gate_bias, self.up_bias, self.down_bias = (
             param(rngs, (E, width), names, std=0) if biased else None
             for width, names in ((F, WIDE_BIAS), (F, WIDE_BIAS), (D, NARROW_BIAS)))
-        self.shared = SwiGLU(D, c.shared_experts * F, out_std=out_std, rngs=rngs) if c.shared_experts else None
+        self.shared = SwiGLU(D, c.shared * F, out_std=out_std, rngs=rngs) if c.shared else None
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Apply the layer in the layout between blocks; also return each row's penalty [B] and sums [B, parts, ...]."""
@@ -100,7 +101,7 @@ class MoE(nnx.Module):
 
     def _local(self, x_BTD, real_BT, w, scales) -> tuple[jax.Array, dict[str, Any]]:
         """Process one device's tokens: split over `tensor` on entry and exit, gathered over it in between."""
-        c = self.config
+        c = self.experts
         tensor, row = sharding.axes_over("act_expert_mlp"), Row(sharding.axes_over("seq"))
         split = tensor if x_BTD.shape[1] < real_BT.shape[1] else ()  # between blocks
         x_BTD = lax.all_gather(x_BTD, split, axis=1, tiled=True) if split else x_BTD

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.config.decoder_config import RoutedConfig
+from jaxtrain.config.model_config import Experts
 from jaxtrain.kernels.functions import softmax
 from jaxtrain.parallel.rows import Row
 
@@ -31,19 +31,19 @@ class Routing:
     sums_B: dict[str, jax.Array]  # of each row over the tokens on this device: [B] or [B, E]
 
 
-def route(c: RoutedConfig, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array | None,
+def route(c: Experts, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array | None,
           row: Row, logit_bias_E: jax.Array | None = None) -> Routing:
     """Route tokens; `real_BT` is False for padding. The weights of a token's experts depend on `logit_bias_E` alone."""
     logits_BTE = jnp.einsum("btd,de->bte", x_BTD.astype(F32), kernel_DE, precision=lax.Precision.HIGHEST)
     logits_BTE = logits_BTE if logit_bias_E is None else logits_BTE + logit_bias_E
-    scores_BTE = softmax(logits_BTE) if c.router == "softmax" else jax.nn.sigmoid(logits_BTE)
+    scores_BTE = softmax(logits_BTE) if c.score == "softmax" else jax.nn.sigmoid(logits_BTE)
     experts_BTK = choose(c, lax.stop_gradient(scores_BTE) + (0 if bias_E is None else lax.stop_gradient(bias_E)))
     weights_BTK = jnp.take_along_axis(scores_BTE, experts_BTK, -1)
-    if c.normalize_router:
+    if c.normalized:
         weights_BTK /= weights_BTK.sum(-1, keepdims=True) + 1e-20
-    weights_BTK *= c.router_scale
+    weights_BTK *= c.scale
 
-    hits_BTE = ((experts_BTK[..., None] == jnp.arange(c.num_experts)).any(-2) & real_BT[..., None]).astype(F32)
+    hits_BTE = ((experts_BTK[..., None] == jnp.arange(c.num)).any(-2) & real_BT[..., None]).astype(F32)
     kept_BTK = jnp.broadcast_to(real_BT[..., None], experts_BTK.shape)
     if c.capacity_factor:
         fits_BTE = row.before(hits_BTE) < capacity(c, row.length(real_BT.shape[1]))
@@ -53,11 +53,11 @@ def route(c: RoutedConfig, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.
     length_B = jnp.maximum(row.add(tokens_B), 1)
     shares_BTE = scores_BTE / (scores_BTE.sum(-1, keepdims=True) + 1e-20) * real_BT[..., None]
     load_BE = hits_BTE.sum(1)
-    even_BE = row.add(load_BE) / length_B[:, None] * (c.num_experts / c.experts_per_token)  # 1: an even share
+    even_BE = row.add(load_BE) / length_B[:, None] * (c.num / c.per_token)  # 1: an even share
     balance_B = (lax.stop_gradient(even_BE) * row.add(shares_BTE.sum(1))).sum(-1) / length_B
     log_partition_BT = jax.nn.logsumexp(logits_BTE, axis=-1) * real_BT
     z_B = row.add(jnp.square(log_partition_BT).sum(-1)) / length_B
-    penalty_B = c.balance_loss * balance_B + c.router_z_loss * z_B
+    penalty_B = c.balance_loss * balance_B + c.z_loss * z_B
     if bias_E is not None:
         # This term is zero and adds only a gradient for the bias: how far each expert was chosen above its share. Loads
         # are thus summed over devices, micro-batches and stages like gradients; the optimizer's update rule uses them.
@@ -68,17 +68,17 @@ def route(c: RoutedConfig, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.
     return Routing(experts_BTK, weights_BTK, kept_BTK, penalty_B, lax.stop_gradient(sums_B))
 
 
-def choose(c: RoutedConfig, scores_BTE: jax.Array) -> jax.Array:
+def choose(c: Experts, scores_BTE: jax.Array) -> jax.Array:
     """Return the experts with the highest scores (ties: lowest index first), from the best groups only."""
-    if c.expert_groups > 1:
-        grouped_BTGE = scores_BTE.reshape(*scores_BTE.shape[:2], c.expert_groups, -1)
+    if c.groups > 1:
+        grouped_BTGE = scores_BTE.reshape(*scores_BTE.shape[:2], c.groups, -1)
         best_BTG = lax.top_k(grouped_BTGE, min(2, grouped_BTGE.shape[-1]))[0].sum(-1)
-        used_BTU = lax.top_k(best_BTG, c.expert_groups_used)[1]
-        used_BTG = (used_BTU[..., None] == jnp.arange(c.expert_groups)).any(-2)
+        used_BTU = lax.top_k(best_BTG, c.groups_used)[1]
+        used_BTG = (used_BTU[..., None] == jnp.arange(c.groups)).any(-2)
         scores_BTE = jnp.where(used_BTG[..., None], grouped_BTGE, -jnp.inf).reshape(scores_BTE.shape)
-    return lax.top_k(scores_BTE, c.experts_per_token)[1]
+    return lax.top_k(scores_BTE, c.per_token)[1]
 
 
-def capacity(c: RoutedConfig, row: int) -> int:
+def capacity(c: Experts, row: int) -> int:
     """Return how many tokens of a row of this length one expert accepts."""
-    return math.ceil(min(row, c.capacity_factor * row * c.experts_per_token / c.num_experts))
+    return math.ceil(min(row, c.capacity_factor * row * c.per_token / c.num))

@@ -28,7 +28,7 @@ class EventEmbed(Embed):
     """The embedding of an event; the predicted category's table serves as the output head when it is tied."""
 
     def __init__(self, c: EventsConfig, *, rngs: nnx.Rngs):
-        super().__init__(c.vocab_size, c.embed_dim, rngs=rngs)
+        super().__init__(c.vocabulary, c.embed_dim, rngs=rngs)
         self.predicted, self.numbers = c.predict, tuple(c.numbers)
         self.others = tuple(name for name in c.categories if name != c.predict)
         for i, name in enumerate(self.others):
@@ -70,7 +70,7 @@ def event_transformer(c: EventsConfig, compute: Compute, *, rngs: nnx.Rngs) -> D
 
     model = Decoder(EventEmbed(c, rngs=rngs), block, c.num_layers, norm(rngs),
                     rotary=Rotary(frequencies(c.head_dim, c.rope_theta)),
-                    head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
+                    head=None if c.tied_embeddings else Head(c.vocabulary, c.embed_dim, rngs=rngs),
                     compute=compute, rngs=rngs)
     if c.time_loss:
         model.value_head = ScalarHead(VALUE, c.embed_dim, rngs=rngs)

@@ -25,7 +25,7 @@ class Grid(nnx.Module):
     """A table of positions of square pictures, between whose places cubic curves are drawn for all others."""
 
     def __init__(self, c: PictureConfig, *, rngs: nnx.Rngs):
-        self.side, self.count, self.class_at = c.grid, c.pictures_per_row, class_at(c)
+        self.side, self.count, self.class_at = c.grid, c.pictures_per_row, c.class_at
         self.table = param(rngs, (c.grid**2 + c.class_token, c.picture_embed_dim), ("positions", "embed"), std=0.01)
 
     def __call__(self, places_BT2: jax.Array, pictures_BT: jax.Array) -> jax.Array:
@@ -69,17 +69,12 @@ def _cubic(at_BT: jax.Array, size_BT: jax.Array, side: int) -> jax.Array:
     return jnp.asarray(found)
 
 
-def class_at(c: PictureConfig) -> int | None:
-    """Return the number of the row that says of a place that it is a class token's; None: there are none."""
-    return c.patches_per_side if c.class_token else None
-
-
 class Vit(nnx.Module):
     """Patches to one vector each."""
 
     def __init__(self, c: PictureConfig, compute: Compute, *, rngs: nnx.Rngs):
         dim = c.picture_embed_dim
-        self.class_at = class_at(c)
+        self.class_at = c.class_at
         self.mean, self.std = (tuple(255 * x for x in each) for each in (c.pixel_mean, c.pixel_std))  # of each channel
         self.embed = Linear("btp,pd->btd", (c.patch_values, dim), (None, "embed"), RESIDUAL, bias=not c.class_token,
                             rngs=rngs)

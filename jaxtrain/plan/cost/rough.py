@@ -70,13 +70,13 @@ def seconds(config: Config, target: Target, mesh: dict[str, int], size: Size, le
     layers = model.num_layers / sizes["stage"]
     wide = mine * model.embed_dim * TWO_BYTES
     kept = layers * wide + 2 * _masked(config, target, sizes) * mine * (
-        model.embed_dim + model.expert_mlp_dim) * TWO_BYTES
+        model.embed_dim + model.experts.mlp_dim) * TWO_BYTES
     most = rows(config, mesh) if sizes["stage"] == 1 else 1
     parts = next((n for n in divisors(most) if kept <= n * left), most)
     weights = 2 * talk("all-gather", ("fsdp",), here) + talk("reduce-scatter", ("fsdp",), here / sizes["fsdp"])
     weights = parts * weights + talk("all-reduce", ("data",), here / sizes["fsdp"])
     activations = 6 * layers * talk("all-reduce", ("tensor",), wide)
-    activations += 4 * layers * talk("all-to-all", ("expert",), wide * model.experts_per_token)
+    activations += 4 * layers * talk("all-to-all", ("expert",), wide * model.experts.per_token)
     share = model.num_kv_heads / model.num_heads
     activations += 3 * layers * talk("all-gather", ("context",), 2 * wide * share)
     bubble = (sizes["stage"] - 1) / max(1, rows(config, mesh))
@@ -87,8 +87,8 @@ def work(config: Config, target: Target, mesh: dict[str, int], size: Size) -> fl
     """Return the FLOP of a device in a step, with full activation checkpointing."""
     model, tokens = config.model, config.data.global_batch_size * config.data.seq_len
     sizes = {key.removeprefix("mesh."): n for key, n in mesh.items()}
-    others = 3 * 6 * model.embed_dim * model.expert_mlp_dim * _masked(config, target, sizes)
-    per_token = size.per_token + others * (model.stacked_layers - model.dense_layers)
+    others = 3 * 6 * model.embed_dim * model.experts.mlp_dim * _masked(config, target, sizes)
+    per_token = size.per_token + others * (model.stacked_layers - model.experts.dense_layers)
     return 4 / 3 * per_token * tokens / math.prod(mesh.values())
 
 
@@ -96,6 +96,6 @@ def _masked(config: Config, target: Target, mesh: dict[str, int]) -> float:
     """Return how many experts are computed per token besides its own, and masked."""
     if not experts.masks(config, mesh, target.described):
         return 0.0
-    model, devices = config.model, mesh["expert"]
-    rows = experts.buffered(model, devices, config.train.expert_buffer)
-    return rows * model.num_experts / devices - model.experts_per_token
+    routed, devices = config.model.experts, mesh["expert"]
+    rows = experts.buffered(routed, devices, config.train.expert_buffer)
+    return rows * routed.num / devices - routed.per_token

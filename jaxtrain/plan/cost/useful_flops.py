@@ -37,6 +37,6 @@ def _matrices(run: Run) -> Iterator[tuple[str, float]]:
     for tree, share in ((run.abstract.params, 1.0), (own, FROZEN)):
         for keys, leaf in jax.tree_util.tree_flatten_with_path(as_floats(tree))[0]:
             path = jax.tree_util.keystr(keys, simple=True, separator="/")
-            is_head = path == "embed/table" and run.config.model.tied_embeddings
+            is_head = path == "embed/table" and run.config.model.ties_head
             if leaf.ndim > 1 and (is_head or path.endswith(("/kernel", "/adapter/down", "/adapter/up"))):
                 yield path, share * math.prod(leaf.shape)

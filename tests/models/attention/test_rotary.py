@@ -114,14 +114,14 @@ def test_models_with_scaled_positions_have_the_numbers_of_the_plain_model(family
     want, gradient = plain(run.config.model)
     got, grads = run.value_and_grad(run.init(), run.place(batch))
     assert float(got) == pytest.approx(float(want), rel=1e-5)
-    if run.config.model.router_bias_rate:  # the bias follows the load, not a gradient
+    if run.config.model.experts.bias_rate:  # the bias follows the load, not a gradient
         del grads["blocks"]["layer"]["mlp"]["router"]["bias"], gradient["blocks"]["layer"]["mlp"]["router"]["bias"]
     error, leaf = reference.worst(grads, gradient, floor=1e-3 * float(reference.norm_of(gradient)))
     assert error < 1e-5, f"the gradient of {leaf} is off by {error:.1e} of its largest element"
     if mesh == (1, 1, 1):
         _, unscaled = plain(reference.build(family, model__head_dim=run.config.model.head_dim, **(
             dict(model__rope_head_dim=8) if family == "deepseek_v3" else {})).config.model)
-        if run.config.model.router_bias_rate:
+        if run.config.model.experts.bias_rate:
             del unscaled["blocks"]["layer"]["mlp"]["router"]["bias"]
         assert reference.worst(unscaled, gradient, floor=1e-3 * float(reference.norm_of(gradient)))[0] > 1e-3, (
             "this case would pass without any scaling")

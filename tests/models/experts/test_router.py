@@ -19,7 +19,7 @@ def test_the_balance_loss_beside_those_of_other_frameworks(experts_per_token):
     config = reference.tiny("mixtral", model__experts_per_token=experts_per_token).model
     x_BTD, kernel_DE = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(
         [(1, T, D), (D, config.num_experts)]))
-    routing = route(config, x_BTD, jnp.ones((1, T), bool), kernel_DE, None, Row(()))
+    routing = route(config.experts, x_BTD, jnp.ones((1, T), bool), kernel_DE, None, Row(()))
     ours = float(routing.sums_B["balance"][0]) / T
 
     probabilities = np.asarray(jax.nn.softmax(x_BTD[0] @ kernel_DE, axis=-1), np.float64)

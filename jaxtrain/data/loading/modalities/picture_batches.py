@@ -54,7 +54,7 @@ def picture_batches(config: Config, corpus: SequenceCorpus, split: str) -> Pictu
         if split == "train":
             raise UserError("data.source", "it has no image to train on", "prepare it with a smaller eval_fraction")
         return None
-    shape, at = (sequences, d.seq_len, c.pictures_per_row), c.patches_per_side if c.class_token else None
+    shape, at = (sequences, d.seq_len, c.pictures_per_row), c.class_at
     if c.pictures_with == "captions":
         if "crop" in d.augment:
             raise UserError("data.augment", "a caption may describe what a crop removes, and patches are tokens here",
