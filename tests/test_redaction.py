@@ -35,6 +35,7 @@ from jaxtrain.observe import events
 from jaxtrain.redaction import redacted
 from jaxtrain.run import Run
 from tests.data import made
+from tests.each_batch import at_each_batch
 
 TINY = f"{Path(__file__).parents[1]}/configs/gpt.py:tiny"
 SECRETS = ("Sw0rd/f1sh+1", "0pen_s3same", "S1gned77")
@@ -191,15 +192,14 @@ def test_no_run_however_it_fails_writes_or_says_a_password(vault, tmp_path, monk
     attempt(2, f"--config.data.source=nothing{SOURCE[5:]}", workdir="mistake", words="nothing://")
     # 11. It is stopped.
     with monkeypatch.context() as patch:
-        placed = Run.placed
-        patch.setattr(Run, "placed", lambda self, batches, step: (
-            os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None, placed(self, batches, step))[1])
+        at_each_batch(lambda step, place: (
+            os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None, place())[1], patch.setattr)
         attempt(75, f"--config.checkpoint.mirror={MIRROR}11", workdir="stopped", words="stop")
     # 12. A bug raises what quotes the URL.
     with monkeypatch.context() as patch:
         def broken(self, *_):
             raise RuntimeError(f"cannot go on with {self.config.checkpoint.mirror} and '{self.config.data.source}'")
-        patch.setattr(Run, "placed", broken)
+        patch.setattr(Run, "drawn", broken)
         attempt(None, f"--config.checkpoint.mirror={MIRROR}12", workdir="broken",
                 words="cannot go on with vault://***@store/runs/a12 and 'vault://***@store")
     # 13. The configs are shown, and the run's own is a config, but not one with the password.

@@ -15,14 +15,10 @@ ROOT = Path(__file__).parents[1]
 # Training that takes its time over each batch, so that something can be done to it in the middle: SLOW % seconds.
 SLOW = """
 import sys, time
-from jaxtrain.run import Run
 from jaxtrain.main import main
+from tests.each_batch import at_each_batch
 
-def slowly(self, batches, step, placed=Run.placed):
-    time.sleep(%s)
-    return placed(self, batches, step)
-
-Run.placed = slowly
+at_each_batch(lambda step, place: (time.sleep(%s), place())[1])
 sys.exit(main())
 """
 

@@ -23,20 +23,21 @@ TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "dat
 # Process 1 does something at a step, and waits before it restores.
 RUN = """
 import os, sys, time
-from jaxtrain.run import Run
 from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.main import main
+from tests.each_batch import at_each_batch
 
-def odd(self, batches, step, placed=Run.placed):
+def odd(step, place):
     if os.environ["JAX_PROCESS_ID"] == "1" and step == {at}:
         {what}
-    return placed(self, batches, step)
+    return place()
 
 def late(self, abstract, below=None, restore=CheckpointManager.restore_newest):
     time.sleep({slow} if os.environ["JAX_PROCESS_ID"] == "1" else 0)
     return restore(self, abstract, below)
 
-Run.placed, CheckpointManager.restore_newest = odd, late
+at_each_batch(odd)
+CheckpointManager.restore_newest = late
 sys.exit(main())
 """
 # The command's work is left out. Process 1 does not end before process 0 has ended and what that causes is done.

@@ -30,14 +30,10 @@ TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "dat
 PROGRAM = """
 import os, resource, sys, time
 from pathlib import Path
-from jaxtrain.run import Run
 from jaxtrain.main import main
+from tests.each_batch import at_each_batch
 
-def slowly(self, batches, step, placed=Run.placed):
-    time.sleep(float(Path(os.environ["DELAY"]).read_text()))
-    return placed(self, batches, step)
-
-Run.placed = slowly
+at_each_batch(lambda step, place: (time.sleep(float(Path(os.environ["DELAY"]).read_text())), place())[1])
 if os.environ.get("LARGEST"):
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["LARGEST"]), resource.RLIM_INFINITY))
 sys.exit(main())

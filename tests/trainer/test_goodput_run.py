@@ -21,14 +21,10 @@ TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "dat
 # A run as anybody starts it, except for slow batches, so that kills come in the middle.
 RUN = """
 import sys, time
-from jaxtrain.run import Run
 from jaxtrain.observe.ledger import Ledger
+from tests.each_batch import at_each_batch
 
-def slowly(self, batches, step, placed=Run.placed):
-    time.sleep({seconds})
-    return placed(self, batches, step)
-
-Run.placed = slowly
+at_each_batch(lambda step, place: (time.sleep({seconds}), place())[1])
 Ledger.__init__.__kwdefaults__["every"] = 0.1
 from jaxtrain.main import main
 sys.exit(main())

@@ -23,6 +23,7 @@ from jaxtrain.observe.events import events
 from jaxtrain.run import Run
 from jaxtrain.train_step.optimizers import make_schedule
 from jaxtrain.trainer.rollback import AnomalyGuard
+from tests.each_batch import at_each_batch
 from tests.tiers import exhaustive, slow
 from tests.tiny import slow_process, tiny_flags, wait_for_checkpoint, wait_for_lines
 
@@ -460,13 +461,13 @@ def test_seconds_held_up_are_in_the_metrics(straight):
     *exhaustive(RuntimeError("the disk is gone")), *slow(UserError("data.source", "it is gone", "find it"))])
 def test_an_error_in_the_data_thread(flags, tmp_path, monkeypatch, capsys, error):
     """The error itself is raised, and what was saved before it is whole."""
-    def failing(self, batches, step, placed=Run.placed):
+    def failing(step, place):
         if step == 7:
             raise error
-        return placed(self, batches, step)
+        return place()
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "placed", failing)
+        at_each_batch(failing, patch.setattr)
         if isinstance(error, UserError):
             assert main([*flags, f"--workdir={tmp_path}"]) == 2
             assert capsys.readouterr().err.endswith("data.source: it is gone; find it\n")

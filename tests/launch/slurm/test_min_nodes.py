@@ -30,19 +30,20 @@ TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "dat
 HELD = """
 import os, sys, threading
 from jaxtrain.main import main
-from jaxtrain.run import Run
 from jaxtrain.trainer.shutdown import Interrupt
+from tests.each_batch import at_each_batch
 
 def received(self, number, frame, before=Interrupt._received):
     told.set()
     before(self, number, frame)
 
-def held(self, batches, step, placed=Run.placed):
+def held(step, place):
     if step == 3 and os.environ["JAX_NUM_PROCESSES"] == "1":
         told.wait()
-    return placed(self, batches, step)
+    return place()
 
-told, Interrupt._received, Run.placed = threading.Event(), received, held
+told, Interrupt._received = threading.Event(), received
+at_each_batch(held)
 sys.exit(main())
 """
 ELASTIC = ["--config.resilience.elastic=true", "--config.mesh.data=-1"]
