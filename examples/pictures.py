@@ -6,7 +6,6 @@ A few minutes on a laptop. The pictures are made here, PNG files of several size
 Zero-shot accuracy is how often the nearest caption is a picture's own; a caption counts as right if all of it is.
 """
 
-import dataclasses
 import json
 import sys
 import tempfile
@@ -74,13 +73,24 @@ def contrast(folder):
     return jax.device_get(state.params["picture"])
 
 
+class Encoder(jt.Extension):
+    """The parameters of a trained encoder, with which a run begins."""
+
+    def __init__(self, params):
+        self.params = params
+
+    def initial_params(self, run):
+        """Return the encoder's; the decoder's are random."""
+        return {"picture": self.params}
+
+
 def caption(folder, encoder, corpus):
     """Train a decoder on what the frozen encoder sees; caption unseen pictures."""
     config = jt.make_config({
         "model": {"name": "vision_language", "mlp_dim": 192, **MODEL},
         "data": {"source": str(folder / "corpus"), "packing": "best_fit", "seq_len": 256, "global_batch_size": 4},
         "train": {"steps": 400, "eval_every": 0.5, "freeze": ["picture/*"]}, **TRAINED})
-    run = dataclasses.replace(jt.build(config), load_initial=lambda run: {"picture": encoder})
+    run = jt.build(config, extensions=[Encoder(encoder)])
     state = jt.train(run, folder / "captions")
     found = say(run.module(state), corpus.eval)
     wanted = [bytes(one["target"].astype(np.uint8)).decode() for one in corpus.eval]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxtrain.objectives.next_token import NextToken
     from jaxtrain.observe import MetricsWriter
     from jaxtrain.observe.trackers.tracker import Tracker
-    from jaxtrain.run import Run
+    from jaxtrain.run import Extension, Run
     from jaxtrain.runs.report.figures import plot
     from jaxtrain.sharding.mesh import make_mesh
     from jaxtrain.sharding.rules import Rules, constrain, rules
@@ -60,7 +60,7 @@ _NAMES = {  # module: what it gives
     "objectives.next_token": ["NextToken"],
     "observe": ["MetricsWriter"],
     "observe.trackers.tracker": ["Tracker"],
-    "run": ["Run"],
+    "run": ["Extension", "Run"],
     "runs.report.figures": ["plot"],
     "sharding.mesh": ["make_mesh"],
     "sharding.rules": ["Rules", "constrain", "rules"],
@@ -72,11 +72,11 @@ _NAMES = {  # module: what it gives
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [  # imported when first used, so that `import jaxtrain` is quick
-    "BatchFunction", "BatchSource", "CheckpointManager", "Config", "Generated", "MetricsWriter", "NextToken",
-    "Objective", "Observer", "Rules", "Run", "Tracker", "TrainState", "TrainStep", "UserError", "Weighted", "build",
-    "constrain", "cross_entropy", "distillation", "enable_compilation_cache", "generate", "load_config",
-    "load_model", "make_config", "make_mesh", "make_model", "make_train_step", "plan", "plot", "rules", "sample",
-    "show", "train", "with_adapters",
+    "BatchFunction", "BatchSource", "CheckpointManager", "Config", "Extension", "Generated", "MetricsWriter",
+    "NextToken", "Objective", "Observer", "Rules", "Run", "Tracker", "TrainState", "TrainStep", "UserError",
+    "Weighted", "build", "constrain", "cross_entropy", "distillation", "enable_compilation_cache", "generate",
+    "load_config", "load_model", "make_config", "make_mesh", "make_model", "make_train_step", "plan", "plot",
+    "rules", "sample", "show", "train", "with_adapters",
 ]
 
 

@@ -8,28 +8,28 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxtrain import builder, own_run
+from jaxtrain import builder
 from jaxtrain.base import arguments
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
-from jaxtrain.hub import with_initial_params
 from jaxtrain.objectives import MakeObjective, configured
 from jaxtrain.pages.picture import Picture
 from jaxtrain.parallel.schedules import drawing
 from jaxtrain.parallel.schedules.schedule import Schedule
 from jaxtrain.plan import preflight, search
 from jaxtrain.plan import targets as accelerators
-from jaxtrain.run import Run
+from jaxtrain.run import Extension, Run, for_run
+from jaxtrain.run.own_model import Given
 from jaxtrain.sharding import pictures
 from jaxtrain.sharding.rules import AnyMesh
-from jaxtrain.tuning.model_batches import with_model_batches
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
           objective: MakeObjective = configured, optimizer: optax.GradientTransformation | None = None,
           data: BatchSource | None = None, model: Any = None, loss_fn: Callable[..., Any] | None = None,
-          axes: Any = None, gather: bool = True, with_key: bool = False) -> Run:
+          axes: Any = None, gather: bool = True, with_key: bool = False,
+          extensions: Sequence[Extension] = ()) -> Run:
     """Resolve a config against devices and check that it fits; nothing is allocated.
 
     Args:
@@ -47,6 +47,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
             nothing would read are refused.
         loss_fn: called with the model and a batch, as `make_train_step` has it; so are `axes` and `gather`.
         with_key: call `loss_fn(model, batch, key)` with a key for dropout that follows from train.seed and the step.
+        extensions: objects of classes that derive from `jt.Extension`, besides what the config asks for.
     """
     arguments.is_config(config)
     arguments.is_function("objective", objective, "give a function of the config and the model, or leave it out")
@@ -54,23 +55,21 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         raise UserError("platform", f"it is {arguments.kind(platform)}", 'give "cuda", "tpu" or "cpu"')
     for name, flag in (("gather", gather), ("with_key", with_key)):
         arguments.is_bool(name, flag)
-    own_model = model is not None or loss_fn is not None
+    if not all(isinstance(one, Extension) for one in extensions):
+        raise UserError("extensions", "not all of them are extensions", "give objects of classes that derive from "
+                        "jt.Extension")
+    own = Given(model, loss_fn, axes, gather, with_key) if model is not None or loss_fn is not None else None
     if mesh is None:
-        config = preflight.resolve(config, jax.devices() if devices is None else devices,
-                                   own_parts=own_model or optimizer is not None or objective != configured)
-    if own_model:
-        if objective != configured:
-            raise UserError("objective", "a model of your own is trained by its loss_fn", "leave one of them out")
-        return builder.with_known_length(lambda config: own_run.build_own(
-            config, model=model, loss_fn=loss_fn, mesh=mesh, devices=devices, platform=platform, optimizer=optimizer,
-            data=data, axes=axes, gather=gather, with_key=with_key), config)
+        config = preflight.resolve(config, jax.devices() if devices is None else devices, own_parts=(
+            own is not None or optimizer is not None or objective != configured or bool(extensions)))
+    if own is not None and objective != configured:
+        raise UserError("objective", "a model of your own is trained by its loss_fn", "leave one of them out")
     for key, given in (("axes", axes is not None), ("gather", not gather), ("with_key", with_key)):
-        if given:
+        if given and own is None:
             raise UserError(key, "it is about a model of your own", "give model= and loss_fn= too, or leave it out")
-    run = builder.with_known_length(lambda config: builder.build(
-        config, mesh=mesh, devices=devices, platform=platform, objective=objective, optimizer=optimizer, data=data),
-        config)
-    return with_model_batches(with_initial_params(run))
+    return for_run(builder.with_known_length(lambda config: builder.build(
+        config, mesh=mesh, devices=devices, platform=platform, objective=objective, optimizer=optimizer, data=data,
+        own=own, extended=extensions), config))
 
 
 def show(what: Any, names: Sequence[Any] = ()) -> Picture:

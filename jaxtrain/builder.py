@@ -1,14 +1,14 @@
 """Config -> Run: resolve a config against devices and check that it fits. Building allocates nothing."""
 
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
 from flax import nnx
 
-from jaxtrain import rule_checks, validation
+from jaxtrain import extensions, rule_checks, validation
 from jaxtrain.base import arguments
 from jaxtrain.config import data_stages
 from jaxtrain.config.load import with_steps
@@ -21,24 +21,24 @@ from jaxtrain.models.decoder import Compute
 from jaxtrain.models.make_model import make_model
 from jaxtrain.models.trained_parameters import is_frozen
 from jaxtrain.objectives import MakeObjective, Objective, configured
-from jaxtrain.parallel.compression import compressed_gradients
-from jaxtrain.parallel.compression.compressed_gradients import CompressedGradients
 from jaxtrain.parallel.schedules import Schedule
-from jaxtrain.run import Run, extras_of
+from jaxtrain.run import Extension, Parts, Run, shapes_of
+from jaxtrain.run.model_loss import ModelLoss, Schedules
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES, check_mesh, make_mesh
 from jaxtrain.sharding.rules import AnyMesh, Rules
-from jaxtrain.sparsity.sparse_kernels import sparsity_of
 from jaxtrain.train_step import optimizers, partition, precision
-from jaxtrain.train_step.optimizers import structured_sparsity
-from jaxtrain.train_step.state import Skeleton, TrainState, abstract_state, make_layout, with_extra, with_shardings
+from jaxtrain.train_step.settings import StepSettings
+from jaxtrain.train_step.sharded_step import ShardedStep
+from jaxtrain.train_step.state import Skeleton, TrainState, abstract_state, make_layout
 
-AnyRun = TypeVar("AnyRun", bound=Run)
+if TYPE_CHECKING:
+    from jaxtrain.run.own_model import Given
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
           objective: MakeObjective = configured, optimizer: optax.GradientTransformation | None = None,
-          data: BatchSource | None = None) -> Run:
+          data: BatchSource | None = None, own: "Given | None" = None, extended: Sequence[Extension] = ()) -> Run:
     """Resolve a config against devices (all of them; an integer for an abstract mesh) and check that it fits.
 
     Args:
@@ -47,15 +47,26 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         objective: what the run minimises, made from the config and the model without its numbers.
         optimizer: an optax transformation in place of the one that `config.optimizer` names.
         data: what yields the batch of each step, in place of `config.data`, which still says their shape.
+        own: the user's model and loss function, in place of the config's.
+        extended: extensions besides those that the config asks for.
     """
     data = data if data is None else as_batch_source(data)
+    devices = jax.devices() if devices is None else devices
+    if own is not None:
+        from jaxtrain import own_builder
+
+        return own_builder.build(config, own, mesh or _mesh(config, devices), optimizer, data, extended)
     _check_given(config, mesh, optimizer, data)
-    mesh = mesh or make_mesh(*(getattr(config.mesh, axis) for axis in AXES),
-                             devices=jax.devices() if devices is None else devices)
-    rules = _rules(config)
+    mesh = mesh or _mesh(config, devices)
+    rules, classes = _rules(config), extensions.asked(config)
     kind = sharding.platform_of(mesh, platform)
     compute = precision.resolve(config.train.precision, kind)
-    schedules = validation.checked_schedules(config, mesh, rules, compute, platform)
+
+    def checked(config: Config, rules: Rules) -> Schedules | None:
+        refusals = [row for one in classes for row in one.refusals]
+        return validation.checked_schedules(config, mesh, rules, compute, platform, refusals)
+
+    schedules = checked(config, rules)
     how = Compute.of(config, kind, pipeline=schedules is not None)
     model = Skeleton.of(nnx.eval_shape(
         lambda: make_model(config.model, how, config.lora, scalar_head=config.scalar_head,
@@ -64,36 +75,41 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     frozen = is_frozen(config, model.axes())
     axes, frozen_axes = partition.split(model.axes(), frozen)
     goal = objective(config, model)
-    moments_by_layer = optimizer is None and schedules is None and _moments_by_layer(config)
+    options = {key: value for one in classes for key, value in one.layout_options(
+        config, own_optimizer=optimizer is not None, pipeline=schedules is not None).items()}
     schedule = None
     if optimizer is None:
         schedule = optimizers.make_schedule(config.optimizer, config.train.steps)
         optimizer = optimizers.make_optimizer(config.optimizer, schedule, axes, config.model.growth)
-    updates = partition.like(model.metadata("update", ""), axes)
-    optimizer = optimizers.with_update_rules(optimizer, updates, config.model.experts.bias_rate)
+    optimizer = optimizers.with_update_rules(optimizer, partition.like(model.metadata("update", ""), axes),
+                                             config.model.experts.bias_rate)
     abstract = _abstract(config, model, goal, frozen, optimizer, compute)
     if config.train.frozen_dtype and not abstract.frozen:
         raise UserError("train.frozen_dtype", "nothing is frozen", "leave it out, or set lora.rank or train.freeze")
+    base = rules  # the run's own may leave layers out, where stages have unequal numbers of them
     if schedules:
         rules = _pipeline_rules(rules, goal, schedules[0])
     layout = make_layout(abstract, axes, rules, mesh, config.optimizer.zero_stage, pipeline=schedules is not None,
-                         offload=config.optimizer.offload, layerwise=moments_by_layer,
-                         frozen_axes=frozen_axes | goal.frozen_axes)
-    extras = extras_of(config)
-    if config.compression.method:
-        compressed = CompressedGradients(config, layout, abstract.params, updates)
-        extras = {**extras, compressed_gradients.NAME: compressed.begin}
-        abstract, layout = with_extra(compressed_gradients.NAME, compressed.begin, compressed.shardings, abstract,
-                                      layout)
-    if sparsity := sparsity_of(config, model, abstract.params, layout):
-        extras = {**extras, structured_sparsity.NAME: sparsity.begin}
-        where = dict.fromkeys(("weights", "masks"), partition.like(layout.state.params, sparsity.inputs))
-        abstract, layout = with_extra(structured_sparsity.NAME, sparsity.begin, where, abstract, layout)
+                         frozen_axes=frozen_axes | goal.frozen_axes, **options)
+
+    def check_shape(config: Config) -> Schedules | None:
+        found = checked(config, base)
+        rule_checks.activations_divide(config, rules, mesh)
+        return found
+
+    computation = ModelLoss(config, model, goal, compute, abstract, layout, schedules, check_shape)
+    parts = Parts(config, model, goal, schedule, abstract, layout, computation.updates)
+    hooks = (*extensions.made(classes, parts), *extended)
     if schedules:
         _warn_of_waste(goal, abstract.all_params, layout.state.all_params, schedules[0])
     rule_checks.activations_divide(config, rules, mesh)
-    run = Run(config, mesh, rules, model, goal, optimizer, schedule, compute, with_shardings(abstract, layout.state),
-              layout, schedules, platform, extras, data)
+    t = config.train
+    settings = StepSettings(
+        optimizer=optimizer, mesh=mesh, rules=rules, schedule=schedule, precision=compute, accumulation=t.accumulation,
+        clip_norm=config.optimizer.clip_norm, platform=platform, compiler_options=t.compiler_options,
+        deterministic=t.deterministic or config.resilience.replay_every > 0)
+    sharded = ShardedStep.of(settings, computation, abstract, layout, hooks)
+    run = Run(config, model, goal, sharded, schedules, hooks, data)
     _check_data_stages(run)
     return run
 
@@ -104,7 +120,7 @@ def check_length(config: Config) -> None:
         raise UserError("train.steps", "a run of 0 steps trains nothing", "give 1 or more")
 
 
-def with_known_length(build: Callable[[Config], AnyRun], config: Config) -> AnyRun:
+def with_known_length(build: Callable[[Config], Run], config: Config) -> Run:
     """Return the run that `build` makes of a config, with the steps that its `train.epochs` take, if it gives them.
 
     Then the data are read and tokenized here.
@@ -125,9 +141,6 @@ def _check_given(config: Config, mesh: AnyMesh | None, optimizer: Any, data: Bat
     if optimizer is not None:
         arguments.is_optimizer(optimizer)
     check_mesh(mesh)
-    if optimizer is not None and config.optimizer.offload:
-        raise UserError("optimizer.offload", "only the optimizers that a config names can be updated layer by layer",
-                        "set it to false, or leave out optimizer=")
     if data is not None:
         for key, asked in (("train.sample_tokens", config.train.sample_tokens), ("train.eval_every",
                            config.train.eval_every), ("checkpoint.best", "eval_" in config.checkpoint.best)):
@@ -140,6 +153,10 @@ def _check_given(config: Config, mesh: AnyMesh | None, optimizer: Any, data: Bat
         raise UserError(f"mesh.{chosen}", "no mesh was chosen", "call jt.build, which does")
 
 
+def _mesh(config: Config, devices: Any) -> AnyMesh:
+    return make_mesh(*(getattr(config.mesh, axis) for axis in AXES), devices=devices)
+
+
 def _rules(config: Config) -> Rules:
     unknown = [name for name in config.mesh.overrides if name not in sharding.CONFIG_KEYS]
     if unknown:
@@ -150,22 +167,13 @@ def _rules(config: Config) -> Rules:
     return rules
 
 
-def _moments_by_layer(config: Config) -> bool:
-    """Whether moments pass through float32 as whole arrays, where blocks or matrices are computed with.
-
-    Then only those of one layer do so at a time.
-    """
-    own = config.optimizer
-    return own.moment_dtype == "int8" or (own.moment_dtype, own.name) == ("bfloat16", "muon")
-
-
 def _abstract(config: Config, model: Skeleton, goal: Objective, is_frozen: Callable[[str], bool],
               optimizer: optax.GradientTransformation, compute: str) -> TrainState:
     params, frozen = partition.split(model.params(), is_frozen)
     frozen |= jax.eval_shape(lambda seed, params: goal.init_frozen(jax.random.key(seed), params), 0, model.params())
     own_dtype = model.metadata("compute_dtype", "") | goal.frozen_metadata("compute_dtype")
     frozen = precision.frozen_dtype(frozen, config.train.frozen_dtype, partition.like(own_dtype, frozen))
-    return abstract_state(params, optimizer, compute == "float16", extras_of(config), frozen)
+    return abstract_state(params, optimizer, compute == "float16", frozen)
 
 
 def _pipeline_rules(rules: Rules, goal: Objective, schedule: Schedule) -> Rules:
@@ -180,7 +188,7 @@ def _check_data_stages(run: Run) -> None:
     """Refuse stages that cannot be trained now rather than when they begin."""
     for stage in data_stages.stages(run.config.data):
         try:
-            run.of_shape((stage.batch, stage.seq_len))
+            shapes_of(run).allow((stage.batch, stage.seq_len))
         except UserError as error:
             raise UserError(error.key, f"from step {stage.start} on, {error.reason}", error.fix) from error
 

@@ -4,7 +4,7 @@ Each row names the key, says when and why it is refused, and what is the nearest
 rule, in `sharding.check_divides`: a size must be divisible by the mesh axes that shard it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,6 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.attention import choose_backend
 from jaxtrain.parallel import experts, schedules
-from jaxtrain.parallel.compression import compressed_gradients
 from jaxtrain.parallel.context import choose_strategy
 from jaxtrain.parallel.pipeline.pipeline import count_microbatches, make_schedules
 from jaxtrain.sharding import rules as sharding
@@ -65,11 +64,6 @@ class Layout:
         most = max(2, self.config.model.staged_layers)
         more = f"{c.chunks} chunks on a stage are more than there are layers", f"use {most} or fewer"
         return schedules.wrong_chunks(c.schedule, c.chunks) or (more if c.chunks > most else None)
-
-    @cached_property
-    def uncompressed(self) -> Any:
-        """The reason why gradients cannot be compressed as asked, and what to do; None if they can."""
-        return compressed_gradients.refused(self.config, self.mesh, self.rules)
 
     @cached_property
     def idle(self) -> list[str]:
@@ -151,38 +145,30 @@ TABLE = (
                       if a.mesh.shape["stage"] > 1 else "layers are stacked in groups, which have one policy",
             lambda a: f"use one policy, such as {a.config.train.remat.partition(':')[0]}",
             {"mesh.stage": 2, "train.remat": "full:1,none"}, {"train.remat": "full"}),
-    Refusal("optimizer.offload", "an offloaded optimizer and a pipeline",
-            lambda a: a.config.optimizer.offload and a.mesh.shape["stage"] > 1,
-            lambda a: f"layers are fetched one by one, and mesh.stage={a.mesh.shape['stage']} has some on every stage",
-            lambda a: "use mesh.fsdp in place of mesh.stage",
-            {"mesh.stage": 2, "optimizer.offload": True}, {"optimizer.offload": False}),
-    Refusal("compression.axis", "compressed gradients over an axis that splits parameters, and in a pipeline",
-            lambda a: a.uncompressed,
-            lambda a: a.uncompressed[0],
-            lambda a: a.uncompressed[1],
-            {"mesh.fsdp": 2, "compression.method": "int8", "compression.axis": "fsdp"}, {"compression.axis": "data"}),
 )
 
 
-def check(config: Config, mesh: AnyMesh, rules: Rules, microbatches: int = 1) -> None:
-    """Raise `Refused` for the first row that applies."""
+def check(config: Config, mesh: AnyMesh, rules: Rules, microbatches: int = 1, more: Sequence[Refusal] = ()) -> None:
+    """Raise `Refused` for the first row that applies. `more`: the rows of the run's extensions."""
     layout = Layout(config, mesh, rules, microbatches)
-    for row in TABLE:
+    for row in (*TABLE, *more):
         if row.applies(layout):
             axis = layout.idle[0] if layout.idle else ""
             raise Refused(row.key.replace("AXIS", axis), row.reason(layout), row.fix(layout))
 
 
-def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: str,
-                      platform: str) -> tuple[schedules.Schedule, schedules.Schedule] | None:
+def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: str, platform: str,
+                      refusals: Sequence[Refusal] = ()) -> tuple[schedules.Schedule, schedules.Schedule] | None:
     """Raise a UserError if a batch of the config's shape cannot be trained on; return the schedules of its pipeline.
+
+    `refusals`: further rows of the table, of the run's extensions.
 
     Returns:
         one for training and one for evaluation; None without a pipeline.
     """
     stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
     microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
-    check(config, mesh, rules, microbatches)
+    check(config, mesh, rules, microbatches, refusals)
     context, family = sharding.shards(rules["seq"], mesh), type(config.model)
     if not config.model.rows_cut and context > 1:
         more = f", or give {family.__name__} rows_cut = True if its model takes them in the order of parallel.context"
@@ -205,11 +191,12 @@ def explains(error: UserError) -> bool:
     return isinstance(error, Refused) or "does not divide over mesh axes" in error.reason
 
 
-def table() -> str:
-    """Return the table in Markdown, as in docs/parallelism.md."""
+def table(more: Sequence[Refusal]) -> str:
+    """Return the table in Markdown, as in docs/parallelism.md, with the rows of all extensions."""
     def keys(overrides: dict[str, Any]) -> str:
         return " ".join(f"`{key}={value}`" for key, value in overrides.items())
 
-    rows = [f"| {row.combination} | `{row.key}` | {keys(row.example)} | {keys(row.instead)} |" for row in TABLE]
+    rows = [f"| {row.combination} | `{row.key}` | {keys(row.example)} | {keys(row.instead)} |"
+            for row in (*TABLE, *more)]
     return "\n".join(["| combination | key in the message | for example | nearest that works |", "|---|---|---|---|",
                       *rows])

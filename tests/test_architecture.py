@@ -14,10 +14,11 @@ PACKAGE = ROOT / "jaxtrain"
 # From the top to the ground: a module imports from its own layer and from those below.
 LAYERS = (
     "__init__ __main__ main cli api supervise bench", "trainer", "islands", "launch runs profiling", "plan",
-    "tuning hub", "builder own_run", "run", "validation rule_checks sparsity", "objectives", "checkpoint", "resilience",
-    "doctor", "models", "parallel", "kernels", "train_step", "data", "distributed", "observe", "config flags hf",
-    "sharding", "storage files errors redaction synonyms compile_cache pages base")
-BUDGETS = {"LEARNING": 6125, "SURVIVAL": 3915}  # docs/decisions.md says why not 3,500 and 2,500
+    "tuning hub", "builder", "own_builder", "extensions", "run", "validation rule_checks",
+    "objectives", "checkpoint", "resilience", "doctor", "models", "parallel", "kernels", "train_step", "data",
+    "distributed", "observe", "config flags hf", "sharding",
+    "storage files errors redaction synonyms compile_cache pages base")
+BUDGETS = {"LEARNING": 6331, "SURVIVAL": 3932}  # docs/decisions.md says why not 3,500 and 2,500
 
 
 def modules() -> dict[str, Path]:

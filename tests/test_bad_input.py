@@ -15,6 +15,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.data import load_corpus
 from jaxtrain.main import main
 from jaxtrain.run import Run
+from jaxtrain.train_step.sharded_step import ShardedStep
 from tests.odd_files import device, fifo
 from tests.odd_files import text as text_of
 
@@ -35,7 +36,7 @@ def refused(tmp_path, text, monkeypatch, capsys):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     before = jax.config.jax_compilation_cache_dir
-    for place, name in ((Run, "compiled_step"), (Run, "compiled_init"), (CheckpointManager, "save")):
+    for place, name in ((ShardedStep, "compiled"), (Run, "_compiled_init"), (CheckpointManager, "save")):
         monkeypatch.setattr(place, name, property(lambda self: pytest.fail("too late: the run has begun")))
 
     def run(*flags, config=TINY, workdir=tmp_path / "work"):

@@ -7,10 +7,11 @@ import jax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain import validation
+from jaxtrain import extensions, validation
 from jaxtrain.kernels import attention
 from tests.objectives import plain_transcription, plain_vision
 
+MORE = [row for extension in extensions.every() for row in extension.refusals]
 DOCS = Path(__file__).parent.parent / "docs/parallelism.md"
 
 
@@ -21,7 +22,7 @@ def build(**overrides):
     return jt.build(config, devices=m.data * m.fsdp * m.stage * m.context * m.expert * m.tensor)
 
 
-@pytest.mark.parametrize("row", validation.TABLE, ids=lambda row: row.combination)
+@pytest.mark.parametrize("row", [*validation.TABLE, *MORE], ids=lambda row: row.combination)
 def test_each_row_refuses_its_example(row):
     with pytest.raises(jt.UserError) as refusal:
         build(**row.example)
@@ -29,13 +30,14 @@ def test_each_row_refuses_its_example(row):
     assert refusal.value.key == axis and validation.explains(refusal.value), str(refusal.value)
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", validation.TABLE, ids=lambda row: row.combination)
+@pytest.mark.parametrize("row", [*validation.TABLE, *MORE], ids=lambda row: row.combination)
 def test_the_nearest_combination_that_works_lowers(row):
     build(**(row.example | row.instead)).lower()
 
 
 def test_the_docs_have_the_table():
-    assert validation.table() in DOCS.read_text(), f"docs/parallelism.md must have this table:\n{validation.table()}"
+    table = validation.table(MORE)
+    assert table in DOCS.read_text(), f"docs/parallelism.md must have this table:\n{table}"
 
 
 RING = {"mesh__context": 2, "mesh__context_strategy": "ring"}

@@ -25,7 +25,7 @@ def is_config(value: Any) -> None:
 
 def is_run(value: Any) -> None:
     """Refuse what is not a `Run`."""
-    if not hasattr(value, "own_model"):
+    if not hasattr(value, "value_and_grad"):
         raise UserError("run", f"it is {kind(value)}, not a run", "make one by jt.build or jt.load_model")
 
 

@@ -142,7 +142,8 @@ def _memory_in_use() -> str:
 def described(run: Any) -> dict[str, Any]:
     """Describe what was measured: the model, mesh, batch and other settings, for the record."""
     c = run.config
-    return {"config_hash": c.hash(), "model": c.model.name, "parameters": _count(run), "precision": run.precision,
+    return {"config_hash": c.hash(), "model": c.model.name, "parameters": _count(run),
+            "precision": run.sharded.settings.precision,
             "mesh": {axis: size for axis, size in run.mesh.shape.items() if size > 1},
             "rows": c.data.global_batch_size, "seq_len": c.data.seq_len, "accumulation": c.train.accumulation,
             "remat": c.train.remat, "unroll": c.train.unroll, "offload": c.optimizer.offload,

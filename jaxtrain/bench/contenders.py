@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxtrain.config.schema import ModelConfig
 from jaxtrain.errors import UserError, install_extra, nearest
-from jaxtrain.run import Run
+from jaxtrain.run import Run, compiled_step
 
 
 @dataclass
@@ -64,10 +64,10 @@ def step_alone(run: Run, params: Any) -> Contender:
 
     def issue(batch):
         nonlocal state
-        state, metrics = run.compiled_step(state, batch)
+        state, metrics = compiled_step(run)(state, batch)
         return metrics["loss"]
 
-    return Contender(issue, float, run.place)
+    return Contender(issue, float, run.sharded.place)
 
 
 def refuse(names: Iterable[str], run: Run) -> None:
@@ -84,8 +84,8 @@ def _refuse_plain(run: Run) -> None:
 
     c = run.config.model
     require(run, {
-        "model.name": c.name == "gpt2", "train.precision": run.precision == "float32", "mesh": run.mesh.size == 1,
-        "model.tied_embeddings": c.ties_head, "model.window": not any(c.windows),
+        "model.name": c.name == "gpt2", "train.precision": run.sharded.settings.precision == "float32",
+        "mesh": run.mesh.size == 1, "model.tied_embeddings": c.ties_head, "model.window": not any(c.windows),
         "model.norm_eps": c.norm_eps == plain_jax.EPS, "model.mlp_dim": c.mlp_dim == 4 * c.embed_dim,
         "model.head_dim": c.head_dim * c.num_heads == c.embed_dim, "model.num_kv_heads": c.num_kv_heads == c.num_heads,
         "train.accumulation": run.config.train.accumulation == 1},
@@ -118,7 +118,7 @@ def require(run: Run, kept: dict[str, bool], what: str) -> None:
         section, _, name = key.partition(".")
         if not same:
             value = getattr(getattr(run.config, section), name) if name else f"{run.mesh.size} devices"
-            value = run.precision if name == "precision" else value
+            value = run.sharded.settings.precision if name == "precision" else value
             raise UserError(key, f"{value} cannot be compared: {what}, adamw, a cosine schedule and clipping",
                             "change the key, or compare with step")
 
@@ -140,7 +140,7 @@ def _refuse_torch(run: Run) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--compare", "this PyTorch has no GPU", "install one that does, or compare with step")
     wanted = "float32" if device == "cpu" else "bfloat16"
-    require(run, {"mesh": run.mesh.size == 1, "train.precision": run.precision == wanted,
+    require(run, {"mesh": run.mesh.size == 1, "train.precision": run.sharded.settings.precision == wanted,
                   "model.name": c.name in ("gpt2", "llama"), "model.num_experts": not c.experts.num,
                   "model.window": not any(c.windows), "model.mtp_loss_weight": not c.multi_token_loss,
                   "model.rope_type": getattr(c, "rope_type", "llama3") == "llama3",

@@ -106,7 +106,9 @@ def measured(config: Any, steps: int) -> dict[str, Sizes]:
 
     run = jt.build(config, devices=jax.devices()[:1])
     state, batch = run.init(), jax.device_get(run.batch(0))
-    look = jax.jit(lambda params, batch: activations(run.model.merge(run.cast(params)), batch))
+    model = run.model
+    assert model is not None
+    look = jax.jit(lambda params, batch: activations(model.merge(run.sharded.cast(params)), batch))
     found, first = {}, {}
     for step in range(steps + 1):
         seen = jax.device_get(look(given_params.on_one_device(state.all_params), batch))

@@ -21,8 +21,9 @@ from jaxtrain.plan import targets
 from jaxtrain.plan.compiler import memory_of
 from jaxtrain.plan.estimate import Estimate, estimate
 from jaxtrain.profiling.accounting import profile
-from jaxtrain.run import Run
+from jaxtrain.run import Run, compiled_step, shapes_of
 from jaxtrain.train_step.state import TrainState
+from jaxtrain.trainer import extended
 from jaxtrain.trainer.reporting import constants
 
 TRACED = 3  # steps of a profile
@@ -61,7 +62,7 @@ class Training:
         waits, tokens, start = [], 0, _now()
         for _ in range(count):
             step, batch, waited = next(self._batches)
-            step_of = self.compiled or self.run.compiled(batch)
+            step_of = self.compiled or compiled_step(self.run, batch)
             self.state, metrics = step_of(self.state, batch)
             self._writer.push(step + 1, metrics)
             waits.append(waited)
@@ -99,18 +100,19 @@ def training(run: Run, steps: int, one_shape: bool = False) -> Iterator[tuple[Tr
     if batches.num_batches is not None and batches.num_batches < steps:
         raise UserError("--steps", f"the data ends after {batches.num_batches} batches, before {steps} steps",
                         "give fewer --steps, or more epochs in data.mixture")
-    run.check_shapes(0, steps)
+    shapes_of(run).check_steps(run.batch_source, 0, steps)
     if one_shape and len(batches.shapes_of(0, steps)) > 1:
         raise UserError("data", "batches of several sequence lengths cannot be profiled or compared",
                         "measure without --profile "
                         "and --compare, or use data.packing=concat without data.stages")
     began = _now()
     with _cache_use() as cache:
-        run.compile_ahead(batches, 0, steps)
+        for batch in shapes_of(run).of_steps(batches, 0, steps):
+            compiled_step(run, batch)
     compiled = {"compile_s": _now() - began, "compile_cached": cache["hits"] > 0 and not cache["misses"]}
     with (
         tempfile.TemporaryDirectory(prefix="jaxtrain-bench-") as folder,
-        run.drawn(batches, 0, steps) as each,
+        extended.drawn(run, batches, 0, steps) as each,
         contextlib.closing(Training(run, run.init(), processes.met(
             each, "first step", run.config.resilience.start_limit), Path(folder), steps)) as loop,
     ):
@@ -130,7 +132,7 @@ def measure(run: Run, steps: int, warmup: int, *, traced: bool = False, file: st
         took = loop.steps(steps)
         peak = device_memory().get("memory_peak_bytes")
         measured = {**ready, **summary(run, took, loop.done), "memory": {
-            "peak": peak, "compiler": memory_of(run.compiled_step, run)[0], "planner": guess and guess.bytes,
+            "peak": peak, "compiler": memory_of(compiled_step(run), run)[0], "planner": guess and guess.bytes,
             "room": target and target.room, "limit": device_memory().get("memory_limit_bytes")},
             "predicted_ms": guess and 1e3 * guess.seconds,
             "loss": {"first": (first + took.losses)[0], "last": took.losses[-1]} if took.losses else None}
@@ -152,12 +154,12 @@ def traceable(run: Run) -> jax.stages.Compiled:
     On GPUs XLA launches many kernels as one graph, which a trace shows only as a whole.
     """
     if jax.default_backend() != "gpu":
-        return run.compiled_step
+        return compiled_step(run)
     try:
         return run.lower().compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
     except jax.errors.JaxRuntimeError as error:
         say(f"the step is traced with kernels combined in graphs: {f'{error}'.splitlines()[0]}")
-        return run.compiled_step
+        return compiled_step(run)
 
 
 def summary(run: Run, took: Steps, done: int) -> dict[str, Any]:

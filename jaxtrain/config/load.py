@@ -5,6 +5,7 @@ import json
 import math
 import runpy
 import traceback
+from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -13,6 +14,7 @@ from jaxtrain.base import arguments
 from jaxtrain.config.family import config_class, config_classes, names
 from jaxtrain.config.field_checks import within_bounds
 from jaxtrain.config.schema import AXES, Config, TrainConfig, length_given_twice
+from jaxtrain.config.sections import plug_ins
 from jaxtrain.errors import UserError, nearest
 
 
@@ -72,7 +74,9 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
     fix = 'give a dict such as {"train": {"steps": 10}}'
     arguments.is_mapping("config", values, fix)
     arguments.is_mapping("overrides", overrides or {}, 'give a dict such as {"train.steps": 10}')
-    sections = {section.name: {} for section in fields(Config)}
+    sections = {section.name: {} for section in fields(Config)[:-1]}
+    plugged = _plugged(sections, [*values, *(key.partition(".")[0] for key in overrides or {})])
+    sections |= {name: {} for name in plugged}
     for section, keys in values.items():
         if section not in sections:
             raise UserError(section, "there is no such key", nearest(section, sections))
@@ -107,8 +111,15 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
         else:
             sections[section][name] = _Text(value) if isinstance(value, str) else value
     _resolve_fractions(sections)
-    types = get_type_hints(Config) | {"model": _family(sections["model"])}
-    return Config(**{section: _section(types[section], section, keys) for section, keys in sections.items()})
+    types = get_type_hints(Config) | {"model": _family(sections["model"])} | plugged
+    made = {section: _section(types[section], section, keys) for section, keys in sections.items()}
+    return Config(extensions={name: made.pop(name) for name in plugged}, **made)
+
+
+def _plugged(sections: Collection[str], names: Iterable[str]) -> dict[str, type]:
+    """Return the classes of the sections among these names that extensions of other packages have."""
+    unknown = [name for name in names if isinstance(name, str) and name not in sections]
+    return {name: found for name in unknown if (found := plug_ins.section(name))}
 
 
 def _one_length(train: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -369,9 +369,10 @@ class Config:
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     islands: IslandsConfig = field(default_factory=IslandsConfig)
+    extensions: dict[str, Any] = field(default_factory=dict, hash=False)  # sections of other packages, by their names
 
     def __post_init__(self):
-        for section in fields(self):
+        for section in fields(self)[:-1]:
             bounded(getattr(self, section.name), section.name)
         if self.model.rough_size > MOST_PARAMETERS:
             raise UserError("model", f"its sizes make {self.model.rough_size:.1e} parameters, and the limit is "
@@ -421,7 +422,8 @@ class Config:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain nested dicts, as written to `config.json`: without the credentials in URLs."""
-        return redacted(dataclasses.asdict(self))
+        sections = dataclasses.asdict(self)
+        return redacted(sections | sections.pop("extensions"))
 
     def hash(self) -> str:
         """Identifies the resolved config."""

@@ -54,8 +54,8 @@ def programs(run: "Run") -> "Decoding":
     model = Skeleton.of(nnx.eval_shape(
         lambda: make_model(c, how, run.config.lora, scalar_head=run.config.scalar_head,
                            rngs=nnx.Rngs(params=jax.random.key(0)))))
-    rules = sharding.Rules({**run.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"), "seq": (),
-                            "block_seq": ()})
+    rules = sharding.Rules({**run.sharded.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"),
+                            "seq": (), "block_seq": ()})
     return Decoding(run, model, rules)
 
 
@@ -78,7 +78,7 @@ class Decoding:
 
     def context(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the programs are traced."""
-        return sharding.use(self.run.mesh, self.rules, self.run.platform)
+        return sharding.use(self.run.mesh, self.rules, self.run.sharded.settings.platform)
 
     def placement(self, dimensions: int) -> P:
         """Return how an array of this many dimensions is spread over the mesh by its first one."""
@@ -92,7 +92,7 @@ class Decoding:
         """
         with self.context():
             return jax.tree.map(lambda w, made: self.lay_out_program(w, made.dtype), params,
-                                jax.eval_shape(self.run.cast, params))
+                                jax.eval_shape(self.run.sharded.cast, params))
 
     def place(self, rows: np.ndarray) -> jax.Array:
         """Spread an array over the mesh by its first dimension; every process gives the whole."""
@@ -146,7 +146,7 @@ class Decoding:
         return self.model.merge(self._in_use(params))
 
     def _in_use(self, params: Any) -> dict[str, Any]:
-        params = dict(self.run.cast(params))
+        params = dict(self.run.sharded.cast(params))
         for stack in params.keys() & set(Decoder.STACKS):  # layers are taken from it one by one
             params[stack] = jax.tree.map(lambda w: jax.reshard(w, P(None, *jax.typeof(w).sharding.spec[1:])),
                                          params[stack])

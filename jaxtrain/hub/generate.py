@@ -72,11 +72,12 @@ def generate(run: "Run", state: "TrainState", prompts: Sequence[Prompt], *, max_
     sampling = (Tempered if tempered else Sampling)(temperature, top_k, top_p, min_p, repetition_penalty)
     check(prompts, max_new_tokens, stop, batch_size, seed)
     arguments.is_run(run)
-    if run.own_model:
+    if run.own:
         raise UserError("run", "a model of your own has no key-value cache", "generate with a model of the config")
     if not run.config.model.text:
-        raise UserError("run", f"{run.name} is not a decoder of text", "evaluate it with run.evaluate(state)")
-    run.check_devices()
+        raise UserError("run", f"{run.config.model.name} is not a decoder of text",
+                        "evaluate it with run.evaluate(state)")
+    run.sharded.check_devices()
     strings = [one for one in stop if isinstance(one, str)]
     words: Tokenizer | None = None
     if tokenizer or strings or any(isinstance(prompt, str) for prompt in prompts):

@@ -1,8 +1,8 @@
 """`train.init_from`: a new run begins with the parameters of another run, or of a published model or its adapters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from jaxtrain.hub.weights import published_weights
 from jaxtrain.hub.weights.safetensors_files import INDEX
 from jaxtrain.models.heads.scalar_head import without_heads
 from jaxtrain.models.lora import is_adapter, without_adapters
-from jaxtrain.run import Run
+from jaxtrain.run import Extension, Run, abstract_model
 from jaxtrain.train_step.quantized_kernels import as_floats
 
 KEY, ENCODER_KEY = "train.init_from", "train.init_encoder_from"
@@ -41,20 +41,45 @@ ENCODER = ("patch_size", "picture_layers", "picture_embed_dim", "picture_heads",
            "picture_size", "class_token", "gelu", "pixel_mean", "pixel_std")
 
 
-def initial_params(config: Config) -> Callable[[Run], Any]:
-    """Return what loads the parameters that `train.init_from` names."""
+@dataclass(frozen=True)
+class InitialParams(Extension):
+    """A run that begins with the parameters that `train.init_from` and `train.init_encoder_from` name."""
+
+    loads: tuple[Callable[[Run], Any], ...] | None = None  # of a run that is built
+
+    def for_run(self, run: Run, workdir: Path | None) -> "InitialParams":
+        """Return it with what loads these parameters; refuse sources that no run can have."""
+        return self if self.loads is not None else InitialParams(tuple(_loads(run.config)))
+
+    def initial_params(self, run: Run) -> Any:
+        """Load them."""
+        if self.loads is None:
+            return None
+        found = {name: x for load in self.loads for name, x in load(run).items()}
+        return _with_principal_components(found, run) if run.config.lora.init == "pissa" else found
+
+    def begins_with(self, run: Run) -> Mapping[str, Any]:
+        """Return where they are, and what tells them from others."""
+        return origins(run.config.train)
+
+    def keep_files(self, run: Run, workdir: Path) -> str:
+        """Keep the small files of the model in the workdir; return a warning if its tokenizer is not the data's."""
+        if not run.config.train.init_from:
+            return ""
+        source: Any = run.corpus if run.data is None else run.data
+        return keep_files(run, workdir, getattr(source, "tokenizer", None))
+
+
+def _loads(config: Config) -> list[Callable[[Run], Any]]:
     source, encoder = config.train.init_from, config.train.init_encoder_from
+    if config.lora.init == "pissa" and not source:
+        raise UserError("lora.init", "pissa begins with the principal components of trained weights, and the run "
+                        "begins with random ones", "set train.init_from, or leave it out")
     if encoder and config.model.name != "vision_language":
         raise UserError(ENCODER_KEY, f"it is read with vision_language only, and the model is {config.model.name}",
                         f"give {KEY}")
-    loads = [partial(load, *source_and_step(source, key)) for source, key, load in (
+    return [partial(load, *source_and_step(source, key)) for source, key, load in (
         (source, KEY, _loaded), (encoder, ENCODER_KEY, _encoder)) if source]
-
-    def load(run: Run) -> Any:
-        found = {name: x for load in loads for name, x in load(run).items()}
-        return _with_principal_components(found, run) if run.config.lora.init == "pissa" else found
-
-    return load
 
 
 def _with_principal_components(params: Any, run: Run) -> Any:
@@ -63,7 +88,7 @@ def _with_principal_components(params: Any, run: Run) -> Any:
         return params
     from jaxtrain.hub.adapters import principal_components
 
-    return principal_components.with_adapters(params, run.abstract_model, run.config.lora)
+    return principal_components.with_adapters(params, abstract_model(run), run.config.lora)
 
 
 def origins(train: TrainConfig) -> dict[str, Any]:
@@ -157,7 +182,7 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Any:
         if not (adapted or any(folder.glob("*.safetensors")) or (folder / INDEX).exists()):
             raise UserError(KEY, f"{folder} has a {hf_config.FILE} and no weights", "put them there, or set "
                             f"{KEY} to nothing (--config.{KEY}=) to begin with random ones")
-        abstract = run.abstract_model if adapted else without_adapters(run.abstract_model)
+        abstract = abstract_model(run) if adapted else without_adapters(abstract_model(run))
         return _with_vocabulary(theirs, run, _own_part(theirs, run, abstract), (
             lambda abstract: adapter_files.load_with_base(folder, run.config.model, run.config.lora, abstract)
             if adapted else published_weights.load(folder, run.config.model, abstract)))
@@ -184,7 +209,7 @@ def _own_part(theirs: ModelConfig, run: Run, abstract: Any) -> Any:
 
 def _encoder(folder: Path, step: int | None, run: Run) -> Any:
     """Return the parameters of the encoder of pictures of another run or of a published model."""
-    abstract, model = run.abstract_model["picture"], run.config.model
+    abstract, model = abstract_model(run)["picture"], run.config.model
     ours = (folder / "checkpoints").is_dir()
     if not ours and (step is not None or not _is_published(folder)):
         raise _neither(folder, ENCODER_KEY)
@@ -274,7 +299,7 @@ def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
     if before.preference.reward_head and not run.config.preference.reward_head:
         raise UserError(KEY, f"{folder} has a reward model, and this run trains a language model",
                         "begin with a language model, or set preference.loss=reward")
-    abstract = run.abstract_model if adapters.rank else without_adapters(as_floats(run.abstract_model))
+    abstract = abstract_model(run) if adapters.rank else without_adapters(as_floats(abstract_model(run)))
     _check_kind(before.model, run)
     abstract = _own_part(before.model, run, without_heads(abstract, but=(before.scalar_head,)))
     found = _checkpoint(folder, step)

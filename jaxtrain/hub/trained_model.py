@@ -25,7 +25,7 @@ from jaxtrain.hub.adapters import adapter_files, stacked_adapters
 from jaxtrain.hub.adapters.stacked_adapters import Folders
 from jaxtrain.hub.weights import published_weights
 from jaxtrain.models import lora
-from jaxtrain.run import Run
+from jaxtrain.run import Run, abstract_model
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import TrainState
 
@@ -116,7 +116,7 @@ def load(folder: str | Path, run: Run, step: int | None = None, averaged: bool =
         averaged: of a run's trained parameters, their moving average.
         abstract: which parameters, with their dtypes and shardings; None: all of the model.
     """
-    abstract = run.abstract_model if abstract is None else abstract
+    abstract = abstract_model(run) if abstract is None else abstract
     if step is not None and step < 0:
         raise UserError("--step", f"{step} is not a step", "leave it out for the newest good checkpoint, or see those "
                         f"that there are: jaxtrain checkpoint list {folder}")
@@ -173,7 +173,7 @@ def load_with_origin(folder: str | Path, overrides: Mapping[str, Any] | None = N
         model = config_of(sections["model"])
         sections |= {"lora": stacked_adapters.keys(adapters, model, overrides.pop("lora.quantize", ""))}
     run = model_of(sections, overrides, spread="data")
-    kept = None if adapters is None else lora.without_adapters(run.abstract_model)
+    kept = None if adapters is None else lora.without_adapters(abstract_model(run))
     params, found = load(folder, run, step, averaged, kept)
     return run, with_params(run, params) if adapters is None else _adapted(run, params, adapters), found
 

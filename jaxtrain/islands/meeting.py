@@ -69,10 +69,6 @@ class Unanswered(Exception):
     """Raised where a call is still under way: the same call, made again, goes on waiting for its answer."""
 
 
-class Stopped(Exception):
-    """Raised where an island is to stop and has nothing to save: it goes on from its newest checkpoint."""
-
-
 class Meeting(Protocol):
     """An island's connection to the others. Calls may wait and retry; what they raise in the end is an OSError."""
 

@@ -30,11 +30,12 @@ from jaxtrain.checkpoint import verify
 from jaxtrain.config.schema import hash_of
 from jaxtrain.config.sections.island_keys import OWN, IslandsConfig
 from jaxtrain.distributed.coordination import exchange
+from jaxtrain.extensions import ema
 from jaxtrain.islands import gossip, log_records
 from jaxtrain.islands.host_arrays import HostArrays, of_first
-from jaxtrain.islands.meeting import BackgroundMeeting, Offer, Stopped, Trimmed, Unanswered
+from jaxtrain.islands.meeting import BackgroundMeeting, Offer, Trimmed, Unanswered
 from jaxtrain.islands.outer_replica import OuterReplica
-from jaxtrain.train_step.optimizers import ema
+from jaxtrain.run import Stopped
 from jaxtrain.train_step.optimizers.outer import DUE, NAME
 from jaxtrain.train_step.state import TrainState
 

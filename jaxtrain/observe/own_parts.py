@@ -43,6 +43,14 @@ def describe(part: Any, leave_out: Iterable[str] = ()) -> Description:
     return {"class": type(part).__qualname__} | _plain(settings)
 
 
+def describe_objective(objective: Any, recorded: Mapping[str, Any]) -> Description:
+    """Return the description of an objective, which may have been written without a method for it.
+
+    `recorded`: what it was when the workdir's run began, {} for a new one.
+    """
+    return objective.identity(recorded) if hasattr(objective, "identity") else describe(objective)
+
+
 def describe_data(data: Any) -> Description:
     """Return the description of a `BatchSource`: its class, and its `identity` where it has one."""
     found: Description = {"class": type(data).__qualname__}

@@ -28,7 +28,7 @@ from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace import reader
 from jaxtrain.plan.trace.layouts import LINEAR
 from jaxtrain.plan.trace.program import Block, Op
-from jaxtrain.run import Run
+from jaxtrain.run import Run, abstract_model
 from jaxtrain.train_step.report import total
 from jaxtrain.tuning.reward_scores import PREFIX, reward_model
 
@@ -60,6 +60,13 @@ def judge_of(config: Config, target: Target, devices: int) -> Run | None:
     return None
 
 
+def planned(run: Run, target: Target, devices: int, parts: Counter) -> dict[str, Counter]:
+    """Return the memory of each phase of answering, and add to `parts` what rests on a device besides the state."""
+    if (judge := judge_of(run.config, target, devices)) is not None:
+        parts["reward model"] = total(abstract_model(judge))
+    return memory_by_phase(run, target, parts, judge)
+
+
 def phases(run: Run, on: Mesh | None = None, judge: Run | None = None) -> Iterator[Phase]:
     """Yield the programs in the order in which they run, for a run that learns from its own answers.
 
@@ -68,7 +75,7 @@ def phases(run: Run, on: Mesh | None = None, judge: Run | None = None) -> Iterat
         on: the devices to compile for, where the mesh of the run is abstract.
         judge: the reward model, for its program too.
     """
-    c, programs, params, copy = run.config.reinforce, decoding.programs(run), run.abstract_model, None
+    c, programs, params, copy = run.config.reinforce, decoding.programs(run), abstract_model(run), None
     numbers = jax.tree.map(np.asarray, Sampling().numbers() | {"known": np.int32(0)})
     with programs.context():
         whole = jax.eval_shape(programs.laid_out, params)
@@ -107,7 +114,7 @@ def phases(run: Run, on: Mesh | None = None, judge: Run | None = None) -> Iterat
 
 def _scoring(name: str, scorer: Run, run: Run, on: Mesh | None) -> Phase:
     """Return the program that reads out a number at each token of a run's answers."""
-    programs, params, texts = decoding.programs(scorer), scorer.abstract_model, run.config.data.global_batch_size
+    programs, params, texts = decoding.programs(scorer), abstract_model(scorer), run.config.data.global_batch_size
     scores = scoring.Scorer(programs)
     with programs.context():
         rows, width = scores.shape(min(SCORED, texts), run.config.data.seq_len + 1)

@@ -21,7 +21,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.plan import hlo
 from jaxtrain.plan.targets import Target
-from jaxtrain.run import Run
+from jaxtrain.run import Run, abstract_model
 from jaxtrain.sharding.mesh import AXES, make_mesh
 from jaxtrain.train_step import compiler_options
 from jaxtrain.train_step.report import in_hosts, total
@@ -93,7 +93,7 @@ def compile_answering(config: Config, target: Target, devices: int) -> dict[str,
     run = build(config, mesh=mesh.abstract_mesh, platform=target.described)
     state, found = total(run.abstract) - (in_hosts(run.abstract) if target.platform != "cpu" else 0), {}
     if (judge := judge_of(config, target, devices)) is not None:
-        state += total(judge.abstract_model)
+        state += total(abstract_model(judge))
     with _capability(target.described):
         for phase in phases(run, mesh):
             lowered = phase.traced.lower(lowering_platforms=(target.platform,))
@@ -125,7 +125,7 @@ def memory_of(compiled: jax.stages.Compiled, run: Run) -> tuple[int, int]:
     assert memory is not None, "the compiler reports no memory"
     allocated = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     # XLA for CPU reports no peak, and its device memory is the host's. The others include host memory in their peak.
-    hosts, kind = in_hosts(run.abstract), run.platform or jax.default_backend()
+    hosts, kind = in_hosts(run.abstract), run.sharded.settings.platform or jax.default_backend()
     if kind != "cpu" and memory.host_temp_size_in_bytes and not hosts:  # the peak is then that of both together
         return allocated, allocated
     return (allocated + hosts if kind == "cpu" else memory.peak_memory_in_bytes - hosts), allocated

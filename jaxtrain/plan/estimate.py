@@ -1,6 +1,7 @@
 """Estimate one layout of a config on a target: its memory, its time, and whether it fits."""
 
 import dataclasses
+import importlib
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,15 +12,14 @@ import jax
 from jaxtrain.builder import build
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.parallel import experts
-from jaxtrain.parallel.compression import compressed_gradients
 from jaxtrain.plan.cost import memory, time, useful_flops
 from jaxtrain.plan.cost.memory_parts import named
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace import kernels, reader
 from jaxtrain.plan.trace.program import Block
+from jaxtrain.run import shapes_of
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import axis_sizes
-from jaxtrain.train_step.optimizers import ema, outer, structured_sparsity
 from jaxtrain.train_step.report import in_hosts, total
 
 
@@ -94,9 +94,9 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
         config, train=dataclasses.replace(config.train, unroll=1))
     with kernels.stand_ins():
         run = build(traceable, devices=devices, platform=target.described)
-        traced = run.trace()
+        traced = run.sharded.trace(shapes_of(run).abstract())
     sizes = dict(run.mesh.shape)
-    filled = experts.filled(config.model.experts, sharding.shards(run.rules["experts"], run.mesh),
+    filled = experts.filled(config.model.experts, sharding.shards(run.sharded.rules["experts"], run.mesh),
                             config.train.expert_buffer)
     block = reader.read(traced.jaxpr, sizes, target.platform, target.rings, filled, config.model.windows)
     state = len(jax.tree.leaves(run.abstract))
@@ -107,18 +107,15 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
         "optimizer": total(run.abstract.opt_state) - elsewhere})
     if frozen := total(run.abstract.frozen):
         parts["frozen parameters"] = frozen
-    for name, words in ((ema.NAME, "averaged parameters"), (compressed_gradients.NAME, "what compression lost"),
-                        (structured_sparsity.NAME, "dense weights and masks"), (outer.NAME, "outer parameters")):
-        if size := total(run.abstract.extras.get(name)):
-            parts[words] = size
-    answering = {}
-    if config.reinforce.prompts:
-        from jaxtrain.plan.answering import judge_of, memory_by_phase  # only runs that answer need what answers
-
-        with kernels.stand_ins():
-            if (judge := judge_of(config, target, devices)) is not None:
-                parts["reward model"] = total(judge.abstract_model)
-            answering = memory_by_phase(run, target, parts, judge)
+    phases = {}
+    for one in run.extensions:
+        if one.state_words and (size := sum(total(run.abstract.extras[name]) for name in one.extra_state())):
+            parts[one.state_words] = size
+    for one in run.extensions:
+        if one.planned:
+            module, _, name = one.planned.partition(":")
+            with kernels.stand_ins():
+                phases |= getattr(importlib.import_module(module), name)(run, target, devices, parts)
     parts["batch"] = sum(value.bytes for value in block.inputs[state:])
     parts.update(named(worst, run.abstract.params))
     if target.platform != "cpu":
@@ -129,7 +126,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
             talked[found.kind, tuple(axis for axis in sizes if axis in found.axes)] += found.bytes * times
     useful = useful_flops.of_row(run) * config.data.global_batch_size / devices
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
-    return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, answering)
+    return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, phases)
 
 
 def _kept_on_hosts(block: Block) -> int:

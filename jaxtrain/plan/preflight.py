@@ -12,7 +12,7 @@ from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
 from jaxtrain.plan import targets
 from jaxtrain.plan.targets import gigabytes, in_gigabytes
-from jaxtrain.run import Run
+from jaxtrain.run import Run, abstract_model, identity
 from jaxtrain.sharding.mesh import islands_of
 from jaxtrain.train_step.report import total
 
@@ -27,8 +27,8 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
     """Replace `mesh=auto` by the fastest mesh for these devices, `mesh=hsdp` by its sizes, and `train.remat=auto` by
     what keeps most.
 
-    If nothing fits, a UserError says what to change. `own_parts`: whether the objective or the optimizer is not the
-    config's.
+    If nothing fits, a UserError says what to change. `own_parts`: whether the objective, the optimizer or an
+    extension is not the config's.
     """
     if config.mesh.hsdp:
         if isinstance(devices, int):
@@ -45,7 +45,7 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
     if not chosen:
         return config
     if own_parts:
-        raise UserError(chosen, "the planner supports only objectives and optimizers that a config names",
+        raise UserError(chosen, "the planner knows only objectives, optimizers and extensions that a config names",
                         "set sizes for the mesh axes" if config.mesh.auto else "name a policy, such as full")
     if isinstance(devices, int):
         raise UserError(chosen, "there are no devices to choose for", "use python -m jaxtrain.plan --target=...")
@@ -76,8 +76,8 @@ def check(run: Run) -> str:
     On CPU it is empty (and nothing is traced) for models whose state is a small part of the memory. Unknown devices or
     a failed prediction stop no run.
     """
-    if run.has_own_parts:
-        return "memory and speed are not predicted, because the model, objective or optimizer is your own"
+    if identity.has_own_parts(run):
+        return "memory and speed are not predicted, because the model, objective, optimizer or an extension is your own"
     devices = run.mesh.size
     # The mesh may have been given to `build` rather than by the config.
     config = dataclasses.replace(run.config, mesh=dataclasses.replace(run.config.mesh, auto=False, **run.mesh.shape))
@@ -110,7 +110,7 @@ def check(run: Run) -> str:
                         f"about {what}", room_for_answers(guess))
     if guess.bytes > _MISTAKE * target.room:
         rows, seq_len = config.data.global_batch_size, config.data.seq_len
-        count = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_model))
+        count = sum(leaf.size for leaf in jax.tree.leaves(abstract_model(run)))
         raise UserError("train.check_memory", f"a step would take about {what}", f"check the sizes in the config: the "
                         f"model has {count:,} parameters, and a step {rows:,} x {seq_len:,} tokens")
     nearest = search.beside(config, target, devices)

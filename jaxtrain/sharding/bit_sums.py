@@ -53,7 +53,7 @@ def device_sums(x: jax.Array, sharding: NamedSharding, sums: int = 2) -> jax.Arr
 
     It contains no collectives. Inside the `shard_map` nothing says that two devices hold the same data, so no compiler
     can read one copy for both. An array in host memory whose first dimension is layers is read layer by layer, so that
-    only one is fetched at a time (jaxtrain/train_step/offload.py explains the loop).
+    only one is fetched at a time (jaxtrain/extensions/update_by_layer.py explains the loop).
     """
     mesh, spec = sharding.mesh, (*sharding.spec, *[None] * (x.ndim - len(sharding.spec)))
 

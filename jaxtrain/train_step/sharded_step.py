@@ -1,13 +1,14 @@
 """One train step on a mesh: where its state lives, how it is traced and compiled, and how batches reach it.
 
-`Run` (a config's model, or one's own) and `TrainStep` (one's own loss) both hold a `ShardedStep`. What they differ in
-is the pure function that it compiles.
+`Run` and `TrainStep` both hold a `ShardedStep`. What a config's model and a model of one's own differ in is the
+`Computation` that it is made of.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +19,60 @@ from jaxtrain.errors import UserError, tell
 from jaxtrain.sharding import products
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
-from jaxtrain.train_step.compiler_options import Options, compiled, compiler_options
+from jaxtrain.train_step import partition, precision
+from jaxtrain.train_step.compiler_options import compiled, compiler_options
 from jaxtrain.train_step.gradients import StateGradient
-from jaxtrain.train_step.state import Layout, TrainState
-from jaxtrain.train_step.step import Step
+from jaxtrain.train_step.hooks import StepHooks
+from jaxtrain.train_step.settings import StepSettings
+from jaxtrain.train_step.state import Layout, TrainState, with_extras, with_shardings
+from jaxtrain.train_step.step import Step, make_step
+
+
+class Computation(Protocol):
+    """The functions of parameters and a batch that a step is made of; all of them are traced."""
+
+    @property
+    def dtypes(self) -> Any:
+        """The dtype in which each parameter computes if it is not that of the step, else ""; None: all in the step's.
+        """
+        ...
+
+    @property
+    def updates(self) -> Any:
+        """The name of the update rule of each trained parameter that has one of its own, else ""; None: none has."""
+        ...
+
+    def gradient(self, layout: Layout) -> StateGradient:
+        """Return the gradient of a state's trained parameters, before what hooks put around it."""
+        ...
+
+    def evaluation(self, params: Any, batch: Any) -> tuple[Any, ...]:
+        """Return the summed loss, its weight, and further sums if there are any, of parameters as they compute."""
+        ...
+
+    def metrics(self, sums: Any) -> dict[str, jax.Array]:
+        """Return metrics of the further sums of a whole batch."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedStep:
     """A train step laid out on a mesh, and compiled once for each shape of batch."""
 
-    make: Callable[[], Step]  # the pure function (state, batch) -> (state, metrics)
-    gradient: StateGradient
-    evaluation: Callable[[Any, Any], Any]  # (trained and frozen parameters, batch) -> (total, weight, ...)
+    settings: StepSettings
+    computation: Computation
     abstract: TrainState  # shapes, dtypes and shardings
     layout: Layout
-    rules: Rules  # by which the traced code resolves logical names
-    precision: str
-    accumulation: int = 1
-    platform: str = ""  # that an abstract mesh stands for; "": the one here
-    changed_options: Options = field(default_factory=dict)  # of the compiler, from train.compiler_options
-    deterministic: bool = False
-    _programs: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
+    hooks: Sequence[StepHooks] = ()
+    programs: dict[Any, jax.stages.Compiled] = field(default_factory=dict)  # by their kind and the shape of a batch
+
+    @classmethod
+    def of(cls, settings: StepSettings, computation: Computation, abstract: TrainState, layout: Layout,
+           hooks: Sequence[StepHooks] = ()) -> "ShardedStep":
+        """Return the step whose state has what the hooks add to it."""
+        for hook in hooks:
+            abstract, layout = with_extras(hook.extra_state(), hook.extra_shardings(layout), abstract, layout)
+        return cls(settings, computation, with_shardings(abstract, layout.state), layout, hooks)
 
     @property
     def mesh(self) -> AnyMesh:
@@ -47,11 +80,46 @@ class ShardedStep:
         return self.layout.mesh
 
     @property
+    def rules(self) -> Rules:
+        """The rules by which the traced code resolves logical names."""
+        return self.settings.rules
+
+    @cached_property
+    def gradient(self) -> StateGradient:
+        """The gradient of a state and a batch, with all that hooks put around it."""
+        made = self.computation.gradient(self.layout)
+        for hook in self.hooks:
+            made = hook.around_gradient(made)
+        return made
+
+    def make(self) -> Step:
+        """Return the pure function (state, batch) -> (state, metrics)."""
+        return make_step(self.gradient, self.settings, self.layout, hooks=self.hooks,
+                         describe=self.computation.metrics, updates=self.computation.updates)
+
+    def cast(self, params: Any) -> Any:
+        """Return trained and frozen parameters in the dtypes in which they compute."""
+        dtypes = self.computation.dtypes
+        own = None if dtypes is None else partition.like(dtypes, params)
+        return precision.cast(params, self.settings.precision, own)
+
+    def evaluation(self, params: Any, batch: Any) -> tuple[Any, ...]:
+        """Return what the computation's evaluation returns, of parameters as they rest; it is traced."""
+        return self.computation.evaluation(self.cast(params), batch)
+
+    def check_devices(self) -> None:
+        """Refuse to go on where the step was made for devices that are not here."""
+        if not isinstance(self.mesh, Mesh):
+            raise UserError("devices", f"this run was built for {self.mesh.size} devices that are not here: it has "
+                            "report() and lower() only", "build it without devices=")
+
+    @property
     def compiler_options(self) -> dict[str, Any]:
         """The compiler's options for the platform and the shape of the mesh."""
         here = self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
-        return compiler_options(self.platform or here, self.changed_options, dict(self.mesh.shape).get("tensor", 1),
-                                self.precision == "fp8", self.deterministic)
+        c = self.settings
+        return compiler_options(c.platform or here, c.compiler_options, dict(self.mesh.shape).get("tensor", 1),
+                                c.precision == "fp8", c.deterministic)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Make one optimizer step. `state` is donated: use the returned one."""
@@ -110,15 +178,15 @@ class ShardedStep:
             return total / jnp.maximum(weight, 1e-8), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
 
         return self._once("gradient", batch, lambda: jax.jit(mean).lower(
-            self.abstract, self.abstract_batch(batch, self.accumulation)))
+            self.abstract, self.abstract_batch(batch, self.settings.accumulation)))
 
     def _once(self, name: str, batch: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Compile a program for batches of this shape when it is first wanted."""
         key = name, shape_of(batch)
-        if key not in self._programs:
+        if key not in self.programs:
             with self.context():
-                self._programs[key] = compiled(lower(), self.compiler_options)
-        return self._programs[key]
+                self.programs[key] = compiled(lower(), self.compiler_options)
+        return self.programs[key]
 
     def lower(self, batch: Any, on: Mesh | None = None) -> jax.stages.Lowered:
         """Return the step, traced and lowered for such a batch, which may be abstract; uses no device memory.
@@ -128,11 +196,11 @@ class ShardedStep:
         # The devices of an abstract mesh are of no kind: take the one that it stands for, or the one that is here.
         here = isinstance(self.mesh, Mesh)
         return self.trace(batch, on).lower(lowering_platforms=None if here else (
-            self.platform.partition(":")[0] or jax.default_backend(),))
+            self.settings.platform.partition(":")[0] or jax.default_backend(),))
 
     def trace(self, batch: Any, on: Mesh | None = None) -> jax.stages.Traced:
         """Return the step as operations on arrays whose types say where they live."""
-        abstract = self.abstract_batch(batch, self.accumulation)
+        abstract = self.abstract_batch(batch, self.settings.accumulation)
         state = self.layout.state if on is None else jax.tree.map(
             lambda s: NamedSharding(on, s.spec, memory_kind=s.memory_kind), self.layout.state)
         with self.context():
@@ -142,8 +210,8 @@ class ShardedStep:
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """Trace what is in this block for the mesh, under the rules and the precision of matrix products."""
-        with (sharding.use(self.mesh, self.rules, self.platform), matmul_precision(self.precision),
-              products.in_fp8(self.precision == "fp8")):
+        with (sharding.use(self.mesh, self.rules, self.settings.platform), matmul_precision(self.settings.precision),
+              products.in_fp8(self.settings.precision == "fp8")):
             yield
 
     # --------------------------------------------------------------------------------------------------- batches

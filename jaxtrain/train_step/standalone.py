@@ -8,7 +8,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,20 +29,12 @@ from jaxtrain.sharding.rules import AnyMesh, Names, Rules
 from jaxtrain.train_step import given_params
 from jaxtrain.train_step import precision as precisions
 from jaxtrain.train_step.compiler_options import Options
-from jaxtrain.train_step.gradients import make_gradient
+from jaxtrain.train_step.gradients import StateGradient, make_gradient
+from jaxtrain.train_step.hooks import StepHooks, extras_of
+from jaxtrain.train_step.settings import StepSettings
 from jaxtrain.train_step.sharded_step import ShardedStep
-from jaxtrain.train_step.state import (
-    Extras,
-    Layout,
-    Skeleton,
-    TrainState,
-    abstract_state,
-    initial_state,
-    make_layout,
-    with_shardings,
-)
+from jaxtrain.train_step.state import Layout, Skeleton, TrainState, abstract_state, initial_state, make_layout
 from jaxtrain.train_step.static_leaves import StaticLeaves
-from jaxtrain.train_step.step import make_step
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +52,7 @@ class Weighted:
 
 # From a module or pytree, a batch and, with a seed, a key to the mean loss, or to a sum and its weight.
 LossFunction = Callable[..., "jax.Array | Weighted"]
+HooksOf = Callable[[TrainState, Layout], Sequence[StepHooks]]
 
 
 def make_train_step(
@@ -114,23 +107,28 @@ def make_train_step(
     if compiler_options is not None:
         arguments.is_mapping("compiler_options", compiler_options, 'give a dict such as {"xla_option": True}')
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "abstract"
-    return TrainStep(loss_fn, optimizer, with_auto_axes(mesh), rules or sharding.rules(), axes, int(accumulation),
-                     clip_norm, precisions.resolve(precision, platform), zero_stage, gather, seed,
-                     compiler_options or {})
+    settings = StepSettings(
+        optimizer=optimizer, mesh=with_auto_axes(mesh), rules=rules or sharding.rules(), accumulation=int(accumulation),
+        clip_norm=clip_norm, precision=precisions.resolve(precision, platform), zero_stage=zero_stage, seed=seed,
+        compiler_options=compiler_options or {})
+    return TrainStep(OwnLoss(loss_fn, axes, gather), settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnLoss:
+    """A loss function of the user's, and how it is given its parameters."""
+
+    function: LossFunction
+    axes: Any = None  # the logical names of the parameters, or of their upper levels
+    gather: bool = True  # each parameter is whole over the axes that split the batch
 
 
 class TrainStep:
     """`state, metrics = step(state, batch)`: made by `make_train_step`, given its parameters by `init`."""
 
-    def __init__(self, loss_fn: LossFunction, optimizer: optax.GradientTransformation, mesh: AnyMesh, rules: Rules,
-                 axes: Any, accumulation: int, clip_norm: float, precision: str, zero_stage: int, gather: bool,
-                 seed: int | None = None, compiler_options: Options | None = None):
-        self._extras: Extras = {}
-        self._settings: dict[str, Any] = {}
-        self.loss_fn, self.optimizer, self.mesh, self.rules, self.axes = loss_fn, optimizer, mesh, rules, axes
-        self.accumulation, self.clip_norm, self.precision = accumulation, clip_norm, precision
-        self.zero_stage, self.gather, self.seed = zero_stage, gather, seed
-        self.compiler_options = compiler_options or {}
+    def __init__(self, own: OwnLoss, settings: StepSettings, hooks_of: HooksOf = lambda abstract, layout: ()):
+        """Compute nothing yet. `hooks_of`: makes the hooks of the step from its state and layout without theirs."""
+        self.own, self.settings, self._hooks_of = own, settings, hooks_of
         self._plan: _Plan | None = None
 
     # ------------------------------------------------------------------------------------------------- the state
@@ -142,9 +140,10 @@ class TrainStep:
         functions and rates, are not parameters; `loss_fn` gets them as they are.
         """
         abstract = self.abstract(x)
-        finish = partial(initial_state, optimizer=self.optimizer, loss_scaling=self.precision == "float16",
-                         extras=self._extras)
-        with sharding.use(self.mesh, self.rules), nnx.use_eager_sharding(False):
+        c = self.settings
+        finish = partial(initial_state, optimizer=c.optimizer, loss_scaling=c.precision == "float16",
+                         extras=extras_of(self.sharded.hooks))
+        with sharding.use(c.mesh, c.rules), nnx.use_eager_sharding(False):
             if _is_function(x):
                 return jax.jit(lambda: finish(_parameters(x())), out_shardings=self.layout.state)()
             shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
@@ -171,19 +170,19 @@ class TrainStep:
         return self.sharded.layout
 
     @property
+    def computation(self) -> "OwnComputation":
+        """The functions that the step is made of."""
+        return self._planned.computation
+
+    @property
     def skeleton(self) -> Skeleton | None:
         """The NNX module without its numbers; None for a pytree."""
-        return self._planned.skeleton
+        return self.computation.skeleton
 
     @property
     def name(self) -> str:
         """The class of the module or pytree that is trained."""
         return self._planned.name
-
-    def for_a_run(self, extras: Extras, **settings: Any) -> "TrainStep":
-        """Return this step with the further named state of a run, and the arguments of `make_step` that watch it."""
-        self._extras, self._settings, self._plan = extras, settings, None
-        return self
 
     def module(self, state: TrainState, dtype: Any = None) -> Any:
         """The NNX module (or pytree) with this state's parameters, whole on one device: to call eagerly, to export.
@@ -191,7 +190,7 @@ class TrainStep:
         Args:
             dtype: that of its floating-point parameters; None leaves each in its own.
         """
-        return self._restore(given_params.on_one_device(given_params.of_state(state).params, dtype))
+        return self.computation.restore(given_params.on_one_device(given_params.of_state(state).params, dtype))
 
     def report(self, file: Any = None) -> None:
         """Print what is placed where: path, shape, logical names, partition spec, bytes per device, and totals."""
@@ -243,7 +242,7 @@ class TrainStep:
     def _make_plan(self, x: Any) -> "_Plan":
         static, x = self._shapes(x)
         # Mesh axes speak for themselves where Flax's metadata names them.
-        rules = Rules({axis: (axis,) for axis in AXES} | dict(self.rules.table))
+        rules = Rules({axis: (axis,) for axis in AXES} | dict(self.settings.rules.table))
         skeleton = _without_arrays(Skeleton.of(x)) if isinstance(x, nnx.Module) else None
         params = jax.tree.map(_abstract, x if skeleton is None else skeleton.params())
         if not jax.tree.leaves(params):
@@ -253,21 +252,18 @@ class TrainStep:
                 what = jax.tree_util.keystr(path, simple=True, separator="/") or "init"
                 raise UserError(what, f"an array of {leaf.dtype} has no gradient",
                                 "give init only what is trained; loss_fn can close over the rest")
-        if self.axes is not None:
-            axes = _spread_names(self.axes, params)
+        c = self.settings
+        if self.own.axes is not None:
+            axes = _spread_names(self.own.axes, params)
         elif skeleton is not None:
             axes = skeleton.params(_names_of_variable)
         else:
             axes = _spread_names(jax.tree.map(_names_of_box, params, is_leaf=_is_box), params)
-        abstract = abstract_state(params, self.optimizer, self.precision == "float16", self._extras)
-        layout = make_layout(abstract, axes, rules, self.mesh, self.zero_stage)
-        gradient = make_gradient(self.weighted_loss, layout, accumulation=self.accumulation, precision=self.precision,
-                                 seed=self.seed)
-        make = partial(make_step, gradient, self.optimizer, layout, clip_norm=self.clip_norm, describe=mean_metrics,
-                       **self._settings)
-        return _Plan(type(x).__qualname__, skeleton, static, ShardedStep(
-            make, gradient, self._evaluation, with_shardings(abstract, layout.state), layout, self.rules,
-            self.precision, self.accumulation, changed_options=self.compiler_options))
+        abstract = abstract_state(params, c.optimizer, c.precision == "float16")
+        layout = make_layout(abstract, axes, rules, c.mesh, c.zero_stage)
+        computation = OwnComputation(self.own, c, layout, skeleton, static)
+        return _Plan(type(x).__qualname__, computation,
+                     ShardedStep.of(c, computation, abstract, layout, self._hooks_of(abstract, layout)))
 
     @staticmethod
     def _shapes(x: Any) -> tuple[StaticLeaves | None, Any]:
@@ -290,19 +286,58 @@ class TrainStep:
     def _warn_of_idle_axes(self, layout: Layout) -> None:
         used = {axis for leaf in jax.tree.leaves((layout.state.params, layout.batch(1)))
                 for entry in leaf.spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
-        for axis, size in self.mesh.shape.items():
+        for axis, size in self.settings.mesh.shape.items():
             if size > 1 and axis not in used:
                 warnings.warn(f"mesh axis {axis}={size}: no parameter is split over it, so its devices repeat the same "
                               "work unless loss_fn splits something; give the parameters logical axis names",
                               stacklevel=4)
 
+
+@dataclasses.dataclass(frozen=True)
+class OwnComputation:
+    """The computation of a step with a loss function of the user's (`sharded_step.Computation`)."""
+
+    own: OwnLoss
+    settings: StepSettings
+    layout: Layout
+    skeleton: Skeleton | None  # of an NNX module; None for a pytree, which is its own
+    static: StaticLeaves | None  # of a pytree that has any
+
+    @property
+    def dtypes(self) -> None:
+        """None: all parameters compute in the dtype of the step."""
+
+    @property
+    def updates(self) -> None:
+        """None: no parameter has an update rule of its own."""
+
+    def gradient(self, layout: Layout) -> StateGradient:
+        """Return the gradient of a state's parameters."""
+        c = self.settings
+        return make_gradient(self.weighted_loss, layout, accumulation=c.accumulation, precision=c.precision,
+                             seed=c.seed)
+
+    def evaluation(self, params: Any, batch: Any) -> tuple[Any, ...]:
+        """Return what `weighted_loss` returns; a loss that takes a key gets None."""
+        return self.weighted_loss(params, batch)
+
+    def metrics(self, sums: dict[str, Any]) -> dict[str, jax.Array]:
+        """Return the further sums, divided by the weight of the loss."""
+        return {name: value / jnp.maximum(sums["weight"], 1e-8) for name, value in sums["metrics"].items()}
+
+    def restore(self, params: Any) -> Any:
+        """Return the module or pytree with these parameters."""
+        if self.skeleton is not None:
+            return self.skeleton.merge(params)
+        return params if self.static is None else self.static.merge(params)
+
     def weighted_loss(self, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, jax.Array, dict]:
         """Return the summed loss of a batch, the weight to divide it by, and the further sums of `loss_fn`."""
-        if self.gather:
+        if self.own.gather:
             # Left to itself the compiler may split activations as the weights are, and move both about: measured on an
             # fsdp=8 transformer, 7 times the traffic.
             params = jax.tree.map(jax.lax.with_sharding_constraint, params, self._in_use)
-        result = self.loss_fn(self._restore(params), batch, *(() if self.seed is None else (key,)))
+        result = self.own.function(self.restore(params), batch, *(() if self.settings.seed is None else (key,)))
         if isinstance(result, tuple) and len(result) == 2 and all(map(_is_scalar, result)):
             raise UserError("loss_fn", "it returned a pair, which may be a sum and its weight or a mean and a metric",
                             'return jt.Weighted(total, weight), or jt.Weighted(mean, metrics={"name": value})')
@@ -315,23 +350,16 @@ class TrainStep:
         weight, sums = jax.lax.stop_gradient((weight, sums))
         return total, weight, {"metrics": sums, "weight": weight}
 
-    def _restore(self, params: Any) -> Any:
-        plan = self._planned
-        if plan.skeleton is not None:
-            return plan.skeleton.merge(params)
-        return params if plan.static is None else plan.static.merge(params)
-
     @property
     def _in_use(self) -> Any:
         """The parameters' layout at rest less the axes that split the batch."""
+        c = self.settings
+
         def whole(at_rest):
             entries = [(entry,) if isinstance(entry, str) else entry or () for entry in at_rest.spec]
-            kept = [tuple(axis for axis in entry if axis not in self.rules.tokens) or None for entry in entries]
-            return NamedSharding(self.mesh, P(*kept))
+            kept = [tuple(axis for axis in entry if axis not in c.rules.tokens) or None for entry in entries]
+            return NamedSharding(c.mesh, P(*kept))
         return jax.tree.map(whole, self.layout.state.params)
-
-    def _evaluation(self, params: Any, batch: Any) -> Any:
-        return self.weighted_loss(precisions.cast(params, self.precision), batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,15 +367,15 @@ class _Plan:
     """The compiled parts that follow from the parameters' shapes and names."""
 
     name: str  # of the class of what is trained
-    skeleton: Skeleton | None  # of an NNX module; None for a pytree, which is its own
-    static: StaticLeaves | None  # of a pytree that has any
+    computation: OwnComputation
     sharded: ShardedStep
 
     @property
     def identity(self) -> Any:
         """Equal plans run the same executables."""
         leaves, treedef = jax.tree.flatten(self.sharded.abstract)
-        return self.skeleton and self.skeleton.graphdef, self.static, treedef, leaves
+        made = self.computation
+        return made.skeleton and made.skeleton.graphdef, made.static, treedef, leaves
 
 
 def _is_function(x: Any) -> bool:
@@ -367,11 +395,6 @@ def _without_arrays(skeleton: Skeleton) -> Skeleton:
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-
-
-def mean_metrics(sums: dict[str, Any]) -> dict[str, jax.Array]:
-    """Return the further sums of a loss function, divided by the weight of its loss."""
-    return {name: value / jnp.maximum(sums["weight"], 1e-8) for name, value in sums["metrics"].items()}
 
 
 def _is_scalar(x: Any) -> bool:

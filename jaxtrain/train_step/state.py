@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -19,9 +20,13 @@ from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.host_memory import HOST
 from jaxtrain.sharding.rules import AnyMesh, Names, Rules
 from jaxtrain.train_step import partition
-from jaxtrain.train_step.optimizers import ema
 from jaxtrain.train_step.precision import LossScale
 from jaxtrain.train_step.quantized_kernels import SCALES
+
+Params = Any  # a pytree of arrays; of our own models a nested dict with string keys
+Batch = Mapping[str, jax.Array | np.ndarray | jax.ShapeDtypeStruct]  # arrays by name; the first dimension is the row
+Metrics = dict[str, jax.Array]
+AVERAGE = "ema"  # in a state's extras: the moving average of the trained parameters
 
 
 @jax.tree_util.register_dataclass
@@ -45,9 +50,9 @@ class TrainState:
     @property
     def averaged(self) -> "TrainState":
         """Return this state with the moving average in place of the trained parameters: for evaluation only."""
-        if ema.NAME not in self.extras:
+        if AVERAGE not in self.extras:
             raise UserError("train.ema_decay", "the state keeps no average of its parameters", "set it, such as 0.999")
-        params = jax.tree.map(lambda p, average: average.astype(p.dtype), self.params, self.extras[ema.NAME])
+        params = jax.tree.map(lambda p, average: average.astype(p.dtype), self.params, self.extras[AVERAGE])
         return replace(self, params=params)
 
 
@@ -115,7 +120,7 @@ class Layout:
     state: TrainState
     gradients: Any
     frozen_axes: Any = field(default_factory=dict)
-    layerwise: bool = False  # the optimizer's state is updated one layer at a time (offload.py)
+    layerwise: bool = False  # the optimizer's state is updated one layer at a time (UpdateByLayer)
 
     def batch(self, ndim: int) -> NamedSharding:
         """Return the sharding of a batch array whose first dimension is the example."""
@@ -134,9 +139,9 @@ class Layout:
 
 
 def abstract_state(params: Any, optimizer: optax.GradientTransformation, loss_scaling: bool,
-                   extras: Extras | None = None, frozen: Any = None) -> TrainState:
-    """Shapes and dtypes of the state, nothing allocated."""
-    return jax.eval_shape(lambda p, f: initial_state(p, optimizer, loss_scaling, extras, f), params, frozen)
+                   frozen: Any = None) -> TrainState:
+    """Return shapes and dtypes of the state without extras; nothing is allocated."""
+    return jax.eval_shape(lambda p, f: initial_state(p, optimizer, loss_scaling, None, f), params, frozen)
 
 
 def initial_state(params: Any, optimizer: optax.GradientTransformation, loss_scaling: bool,
@@ -188,21 +193,26 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
         return where.with_memory_kind(HOST) if offload and leaf.ndim else where
 
     params = treedef.unflatten(split if zero_stage >= 3 else base)
-    loss_scale, extras = jax.tree.map(lambda _: replicated, (abstract.loss_scale, abstract.extras))
-    extras = _like_parameters(abstract.extras, extras, abstract.params, params)
+    loss_scale = jax.tree.map(lambda _: replicated, abstract.loss_scale)
     state = TrainState(
         replicated, params, jax.tree_util.tree_map_with_path(optimizer_leaf, abstract.opt_state), replicated,
-        loss_scale, extras, frozen_treedef.unflatten(frozen))
+        loss_scale, {}, frozen_treedef.unflatten(frozen))
     return Layout(mesh, rules, axes, state, treedef.unflatten(wide if zero_stage >= 2 else base), frozen_axes or {},
                   layerwise)
 
 
-def with_extra(name: str, make: Callable[[Any], Any], where: Any, abstract: TrainState,
-               layout: Layout) -> tuple[TrainState, Layout]:
-    """Return a state and its layout with one more entry of `extras`, and the shardings of its arrays."""
-    made = jax.eval_shape(make, abstract.params)
-    return (replace(abstract, extras=abstract.extras | {name: made}),
-            replace(layout, state=replace(layout.state, extras=layout.state.extras | {name: where})))
+def with_extras(makers: Extras, shardings: Mapping[str, Any], abstract: TrainState,
+                layout: Layout) -> tuple[TrainState, Layout]:
+    """Return a state and its layout with these entries of `extras`.
+
+    `shardings`: of those that lie neither as the parameters do, as trees of their shapes do by themselves, nor whole on
+    every device.
+    """
+    made = {name: jax.eval_shape(make, abstract.params) for name, make in makers.items()}
+    whole = jax.tree.map(lambda _: NamedSharding(layout.mesh, P()), made)
+    where = _like_parameters(made, whole, abstract.params, layout.state.params) | dict(shardings)
+    return (replace(abstract, extras=abstract.extras | made),
+            replace(layout, state=replace(layout.state, extras=layout.state.extras | where)))
 
 
 def _like_parameters(extras: Any, shardings: Any, abstract: Any, params: Any) -> Any:

@@ -23,7 +23,7 @@ from jaxtrain.files import atomic_files
 from jaxtrain.observe import events, profile_requests
 from jaxtrain.observe.profile_requests import Request
 from jaxtrain.profiling import trace
-from jaxtrain.run import Run
+from jaxtrain.run import Run, compiled_step
 from jaxtrain.trainer.observers import Observer
 
 TICK = 1.0  # seconds between two looks for a request
@@ -52,7 +52,7 @@ class Capture(Observer):
         """Begin a trace where this is its first step."""
         self._begun = step
         if self._tracing is not None:
-            if self._program is not self._run.compiled(batch):  # whose operations have other names
+            if self._program is not compiled_step(self._run, batch):  # whose operations have other names
                 self._end()
         elif (request := self._wanted) is not None and step >= request["first"]:
             self._wanted = None
@@ -70,7 +70,7 @@ class Capture(Observer):
                 self._end()
 
     def _begin(self, request: Request, batch: dict[str, jax.Array]) -> None:
-        self._program = self._run.compiled(batch)
+        self._program = compiled_step(self._run, batch)
         try:
             jax.block_until_ready(self._last)
             folder = self._folder(request)

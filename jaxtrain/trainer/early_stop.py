@@ -1,4 +1,4 @@
-"""Early stopping, `train.patience`: a run ends where evaluations no longer find a new lowest eval_loss."""
+"""The best evaluation: what `checkpoint.best` names, and early stopping (`train.patience`) where none is better."""
 
 import contextlib
 import math
@@ -9,13 +9,15 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import CheckpointManager
+from jaxtrain.checkpoint.retention import HIGHEST
 from jaxtrain.distributed.coordination import exchange
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest
 from jaxtrain.files.bounded_files import parsed, whole_lines
 from jaxtrain.observe import events
-from jaxtrain.run import Run
+from jaxtrain.run import Run, shapes_of
 
 METRIC = "eval_loss"
+_EVALUATION = (METRIC, "eval_perplexity", "eval_bits_per_byte")
 KIND = "early_stop"  # of the event
 
 
@@ -95,3 +97,24 @@ def _evaluations(workdir: Path, start: int) -> list[tuple[int, float | None]]:
                 if f'"{METRIC}"'.encode() in line and (told := parsed(line, {"step": int}))["step"] <= start:
                     found.append((told["step"], told[METRIC] if isinstance(told[METRIC], int | float) else None))
     return found
+
+
+def check_best(run: Run) -> None:
+    """Refuse a `checkpoint.best` that steps of the run and its evaluations lack, and that no watcher would have."""
+    asked = run.config.checkpoint.best
+    best = asked.removeprefix(HIGHEST)
+    evaluations = () if run.eval_batches is None else ("eval_loss",) if run.own else _EVALUATION
+    if own := run.objective.evaluation_metrics:
+        evaluations = ("eval_loss", *(f"eval_{name}" for name in own))
+    if evaluations and run.config.train.ema_decay:
+        evaluations = (*evaluations, "eval_loss_ema")
+    if "reward" in best and asked == best:
+        raise UserError("checkpoint.best", f"a higher {best} is better, and the lowest is kept",
+                        f"write {HIGHEST}{best}, or use a loss")
+    if best in evaluations or (best.startswith("eval_") and run.config.evaluation.tasks):  # which the harness names
+        return
+    traced = run.sharded.trace(shapes_of(run).abstract())
+    known = [name for name in (*evaluations, *sorted(traced.out_info[1])) if "reward" not in name or best != asked]
+    ours = best in _EVALUATION or not best.startswith("eval_") or nearest(best, known).startswith("did")
+    if best not in known and ours:  # others may come from `jaxtrain evaluate --watch`
+        raise UserError("checkpoint.best", f"there is no metric {best!r}", f"known: {', '.join(known)}")

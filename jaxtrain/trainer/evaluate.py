@@ -10,7 +10,7 @@ from jaxtrain.distributed import processes
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.files.bounded_files import whole_lines
 from jaxtrain.observe import MetricsWriter
-from jaxtrain.run import Run
+from jaxtrain.run import Run, shapes_of
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer.early_stop import Patience
 from jaxtrain.trainer.session import Session
@@ -40,7 +40,7 @@ class Evaluator:
         run, session = self._run, self._session
         with jax.transfer_guard("allow"):  # it waits for its numbers anyway, and places its batches on this thread
             with session.phase("compile"):
-                run.compiled_eval  # noqa: B018 (compiled at the first evaluation)
+                run.sharded.compiled_evaluation(shapes_of(run).abstract(run.eval_batches))  # at the first evaluation
                 processes.meet("evaluation", run.config.resilience.start_limit)
             with session.phase("eval"):
                 fields = run.evaluate(state, run.config.train.eval_batches) | (self._ask(state) if self._ask else {})
@@ -50,7 +50,7 @@ class Evaluator:
 
 def evaluation_tasks(run: Run, workdir: Path) -> Callable[[TrainState], dict[str, float]] | None:
     """Return what asks a state the tasks of the config, once they are found; None: there are none."""
-    if run.own_model or not run.config.evaluation.tasks:
+    if run.own or not run.config.evaluation.tasks:
         return None
     from jaxtrain.hub import training_tasks  # imports the harness
 

@@ -19,8 +19,6 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.skipped_batches import remaining
 from jaxtrain.distributed import processes
-from jaxtrain.hub import with_initial_params
-from jaxtrain.islands import with_exchange
 from jaxtrain.objectives import MakeObjective, configured
 from jaxtrain.observe.trackers.tracker import Tracker
 from jaxtrain.plan import preflight
@@ -28,9 +26,10 @@ from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.replicas import Replicas
 from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.resilience.stragglers import Stragglers
-from jaxtrain.run import Run
+from jaxtrain.run import Run, compiled_step, for_run, identity, shapes_of
+from jaxtrain.train_step.hooks import extras_of
 from jaxtrain.train_step.state import TrainState
-from jaxtrain.trainer import best_metric, early_stop, tracked
+from jaxtrain.trainer import early_stop, extended, tracked
 from jaxtrain.trainer.evaluate import Evaluator, evaluation_tasks
 from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run
@@ -39,7 +38,6 @@ from jaxtrain.trainer.rollback import AnomalyGuard, RolledBack
 from jaxtrain.trainer.saver import Saver
 from jaxtrain.trainer.session import Interrupted, Session, session_of, watched
 from jaxtrain.trainer.shutdown import complete
-from jaxtrain.tuning.model_batches import with_model_batches
 
 
 def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective | None = None,
@@ -68,7 +66,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
     if isinstance(may_change, str):
         raise errors.UserError("may_change", f"{may_change!r} is one text", f'give a list, as in ["{may_change}"]')
     if isinstance(config, Run):
-        config.check_devices()
+        config.sharded.check_devices()
         for name, part in (("objective", objective), ("optimizer", optimizer), ("data", data)):
             if part is not None:
                 raise errors.UserError(name, "the run has one already", f"give {name}= to jt.build, or give a config")
@@ -79,10 +77,9 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
     check_length(settings)
     limits = settings.resilience
     with watched(workdir, limits) as (watchdog, ledger):
-        run = with_exchange(with_model_batches(config if isinstance(config, Run) else with_initial_params(
-            with_known_length(
-                lambda config: build(config, objective=objective or configured, optimizer=optimizer, data=data),
-                preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer)))), workdir))
+        run = for_run(config if isinstance(config, Run) else with_known_length(
+            lambda config: build(config, objective=objective or configured, optimizer=optimizer, data=data),
+            preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer))), Path(workdir))
         say(preflight.check(run))
         processes.connect(limits.start_limit)
         observe.make_workdir(workdir)
@@ -121,11 +118,12 @@ def begin(run: Run, session: Session, opened: contextlib.ExitStack) -> tuple[Tra
     tracked.check(run, session)
     early_stop.check(run)
     if c.best:
-        best_metric.check(run)
+        early_stop.check_best(run)
     ask = evaluation_tasks(run, workdir)
     checkpoints = opened.enter_context(CheckpointManager(
         workdir / "checkpoints", keep=c.keep, keep_every=c.keep_every,
-        best=c.best or early_stop.METRIC * bool(t.patience), verify=c.verify, mirror=c.mirror, extras=run.extras))
+        best=c.best or early_stop.METRIC * bool(t.patience), verify=c.verify, mirror=c.mirror,
+        extras=extras_of(run.extensions)))
     local = opened.enter_context(contextlib.closing(
         LocalCheckpoints(workdir, c.local_checkpoint_every, c.local_dir)))
     found = find_start(run, session, checkpoints, local)
@@ -140,7 +138,8 @@ def begin(run: Run, session: Session, opened: contextlib.ExitStack) -> tuple[Tra
 
     def compile_ahead() -> None:
         with session.phase("compile"):
-            run.compile_ahead(data, found.step, last)
+            for batch in shapes_of(run).of_steps(data, found.step, last):
+                compiled_step(run, batch)
 
     state = initial_or_restored(run, session, checkpoints, found, parts, about, compile_ahead)
     session.ledger.resumed(found.step)
@@ -166,7 +165,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         ledger.book("checkpoint"),  # after the loop: the time that the last save still takes
         contextlib.closing(local),
         checkpoints,  # waits: after this block the state is on disk, whatever signals come
-        run.drawn(data, start, begun.last) as batches,
+        extended.drawn(run, data, start, begun.last) as batches,
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),
                               log_every=t.log_every, sinks=sinks(run, session, start, begun.trackers.sink),
                               completed=session.completed, ledger=ledger) as writer,
@@ -176,13 +175,12 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         session.training(),
     ):
         guard = AnomalyGuard(workdir, r, checkpoints, found.skipped, say, session.phase)
-        saver = Saver(checkpoints, local, policy, writer, ledger, begun.about | {"config": run.settings}, found.skipped,
-                      getattr(data, "state", None))
+        saver = Saver(checkpoints, local, policy, writer, ledger, begun.about | {"config": identity.settings(run)},
+                      found.skipped, getattr(data, "state", None))
         evaluator, done = Evaluator(run, session, writer, patience, begun.ask), start
         begun.trackers.sink.start()
-        if run.exchange is not None and start < t.steps:
-            with session.exchanging(start):
-                state = run.exchange.begin(start, state, interrupt.requested, workdir)
+        extensions = extended.Extensions(run, session)
+        state = extensions.begin(start, state)
         if not patience.over and evaluator.missing(start):
             evaluator.evaluate(start, state)
         run.see(start, state)
@@ -196,19 +194,17 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
                 observer.on_batch(n + 1, batch)
             # 2. The step is dispatched; the old state is donated to it.
             began = time.perf_counter()
-            state, metrics = replays.run(n + 1, run.compiled(batch), state, batch)
+            state, metrics = replays.run(n + 1, compiled_step(run, batch), state, batch)
             stragglers.step(metrics, waited, time.perf_counter() - began)
             done = n + 1
-            # 3. Islands exchange their progress, where that is due: nothing else changes the state between steps.
-            if run.exchange is not None and run.exchange.due(done, done == t.steps, interrupt.requested):
-                with session.exchanging(done):
-                    state = run.exchange.after(done, state, done == t.steps, interrupt.requested)
+            # 3. Extensions change the state, where that is due: nothing else does between steps.
+            state = extensions.after_step(done, state)
             # 4. Observers get the metrics, as futures: nothing here waits for the device.
             for observer in session.observers:
                 observer.on_dispatch(done, metrics)
             # 5. The writer gets them too, and reads them one step late, on a thread of its own.
-            writer.push(done, metrics, {"data_wait_s": waited, **run.pop_fields(), **saver.pop_fields(),
-                                        **stragglers.fields}, began)
+            writer.push(done, metrics, {"data_wait_s": waited, **extensions.pop_fields(),
+                                        **saver.pop_fields(), **stragglers.fields}, began)
             if n == start:  # import and compile what saves and further batches need while the device computes
                 with session.phase("compile"):
                     checkpoints.prepare(state)
@@ -217,9 +213,8 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
             # 6. All processes agree on whether to stop after this step.
             stop = interrupt.requested(done)
             saving = saver.due(done, last=stop or done == t.steps or (patience.watches and evaluator.due(done)))
-            if saving and run.exchange is not None and run.exchange.unsaved(done):
-                with session.exchanging(done):
-                    state = run.exchange.saved(done, state, interrupt.requested)
+            if saving:
+                state = extensions.before_save(done, state)
             with session.saving() if saving else contextlib.nullcontext():
                 # 7. Checks may end the attempt. What is saved was checked up to its last step; that waits for it.
                 guard.look(done, metrics)
@@ -243,8 +238,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         if ended:
             with session.phase("checkpoint"):  # the last one is read back, however long that takes
                 saver.finish(done, state, lambda seconds: session.pause(done, seconds))
-                if run.exchange is not None:
-                    run.exchange.ended(workdir)
+                extensions.ended()
                 # The first process copies it to the mirror; at their exit JAX gives the others five minutes only.
                 processes.meet("end", r.start_limit)
 

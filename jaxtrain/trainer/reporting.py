@@ -14,10 +14,11 @@ from jaxtrain.files.log_tail import LogTail
 from jaxtrain.observe import events
 from jaxtrain.observe.trackers.tracking import Tracking
 from jaxtrain.plan.cost import spending
-from jaxtrain.run import Run
+from jaxtrain.run import Run, abstract_model, name_of
 from jaxtrain.train_step.quantized_kernels import as_floats
 from jaxtrain.train_step.report import matmul_parameters
 from jaxtrain.train_step.state import TrainState
+from jaxtrain.trainer.extended import makes_batches
 from jaxtrain.trainer.observers import Completions
 from jaxtrain.trainer.session import Session
 
@@ -27,7 +28,7 @@ _MANY_EPOCHS = 20  # beyond which a model mostly learns its data by heart
 
 def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
     """Return a function from a step to what turns its seconds into throughput and MFU."""
-    if run.own_model or not run.config.model.flops_known:  # so there is no MFU
+    if run.own or not run.config.model.flops_known:  # so there is no MFU
         unit = _unit(run)
         return lambda step: observe.Constants(int(np.prod(batches.shape(step))), tokens_before=batches.tokens(step),
                                               unit=unit)
@@ -45,7 +46,7 @@ def constants(run: Run, batches: Any) -> Callable[[int], observe.Constants]:
 
 def _unit(run: Run) -> str:
     """Return what batches are counted in: examples, where a model of the user's own has one token in each row."""
-    return "examples" if run.own_model and run.batch_source.shape(0)[1] == 1 else "tokens"
+    return "examples" if run.own and run.batch_source.shape(0)[1] == 1 else "tokens"
 
 
 def sinks(run: Run, session: Session, start: int, trackers: Tracking) -> list[observe.Sink]:
@@ -85,9 +86,9 @@ def describe_changes(run: Run, changes: Sequence[Mapping[str, Any]], step: int) 
     """Describe what changes of a run from this step on, and its learning rates to come."""
     allowed = [change for change in changes if not change["key"].startswith("data.")]
     lines = [f"from step {step} on {change['key']}={change['after']} (was {change['before']})" for change in allowed]
-    if allowed and run.schedule is not None:
+    if allowed and (schedule := run.sharded.settings.schedule) is not None:
         at = sorted({step, (step + run.config.train.steps) // 2, run.config.train.steps})
-        rates = [f"{np.asarray(run.schedule(n)):.3g} at step {n}" for n in at]
+        rates = [f"{np.asarray(schedule(n)):.3g} at step {n}" for n in at]
         lines.append(f"learning rate: {', '.join(rates)}")
     return "\n".join(lines)
 
@@ -131,7 +132,7 @@ def next_steps(run: Run, workdir: Path, end: int) -> list[str]:
     figures = "".join(f", {key} {value:.4f}" if isinstance(value, int | float) else f", {key} not finite"
                       for key, value in losses.items())
     commands = [f"jaxtrain report {workdir}"]
-    if not run.own_model and run.config.model.text:
+    if not run.own and run.config.model.text:
         commands += [f"jaxtrain generate {workdir} --prompt=..."] * (not run.config.preference.reward_head)
         commands.append(f"jaxtrain export {workdir} --output=FOLDER")
     return [f"done: step {end}{figures}; checkpoint {workdir / 'checkpoints' / str(end)}",
@@ -144,7 +145,7 @@ def sample_of(run: Run, session: Session, state: TrainState, step: int) -> str:
 
     t = run.config.train
     text = sample(run, state, length=t.sample_tokens, seed=t.seed,
-                  tokenizer=session.workdir / "tokenizer" if run.on_policy else "")
+                  tokenizer=session.workdir / "tokenizer" if makes_batches(run) else "")
     if jax.process_index() == 0:
         events.record(session.workdir, "sample", step=step, text=text)
     return text
@@ -154,14 +155,14 @@ def summary(run: Run, workdir: Path) -> str:
     """Describe the run in three lines: model and devices, data and steps, how documents become rows."""
     c = run.config
     trained, count = (sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
-                      for params in (run.abstract.params, as_floats(run.abstract_model)))
+                      for params in (run.abstract.params, as_floats(abstract_model(run))))
     count = f"{count:,} parameters" + (f", {trained:,} of them trained" if trained < count else "")
     axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
-    axes += f"; {run.pipeline}" if run.schedules else ""
+    axes += f"; {run.schedules[0].summary}" if run.schedules else ""
     shapes = ", ".join(f"{rows} x {length}" for rows, length in run.batch_source.shapes_of(0, c.train.steps))
     options = " ".join(f"{name}={value}" for name, value in run.sharded.compiler_options.items())
     device = jax.devices()[0].device_kind
-    head = f"{run.name}, {count}, computing in {run.precision}, on {device} ({axes})\n"
+    head = f"{name_of(run)}, {count}, computing in {run.sharded.settings.precision}, on {device} ({axes})\n"
     head += f"compiler options: {options}\n" if options else ""
     if run.data is not None:
         if (what := _unit(run)) == "examples":
@@ -176,14 +177,15 @@ def _of_data(run: Run) -> tuple[str, str, str]:
     """Return how much there is of the config's data, how rows are made of it, and what rows are counted in."""
     data, corpus = run.config.data, run.corpus
     if not run.config.model.text:
+        sequences: Any = corpus
         if run.config.model.rows_of == "pictures":
             from jaxtrain.data.loading.modalities import picture_batches
 
-            return *picture_batches.summary(run.batch_source, corpus), "patches"
+            return *picture_batches.summary(run.batch_source, sequences), "patches"
         from jaxtrain.data.loading.modalities import sequence_batches
 
         units = {"audio": "frames", "events": "events"}
-        return *sequence_batches.summary(data, corpus), units.get(corpus.manifest["kind"], "steps")
+        return *sequence_batches.summary(data, sequences), units.get(sequences.manifest["kind"], "steps")
     return (f"{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens",
             packing(data, corpus), "tokens")
 

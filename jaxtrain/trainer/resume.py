@@ -17,8 +17,9 @@ from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.observe.runinfo import OtherRun, nothing_trained, withdraw_run_files
 from jaxtrain.observe.versions import git_commit
-from jaxtrain.run import Run
+from jaxtrain.run import Begun, Run, identity, shapes_of
 from jaxtrain.train_step.state import TrainState
+from jaxtrain.trainer import extended
 from jaxtrain.trainer.reporting import describe_changes, say
 from jaxtrain.trainer.rollback import RolledBack, agree, apply_pending_rollback
 from jaxtrain.trainer.session import Session
@@ -64,23 +65,21 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     if not start.step:
         say(exchange(None, lambda _: _begun_anew(run, session)))
     known, saved = exchange(None, lambda _: observe.identity(session.workdir, saved, session.adopt))
-    begins = t.init_from or t.init_encoder_from
-    if not begins and not start.step and known.get("init_from"):
+    if not (t.init_from or t.init_encoder_from) and not start.step and known.get("init_from"):
         raise UserError("train.init_from", f"the run in {session.workdir} began with other parameters and has no "
                         "checkpoint yet", "give it again, or another --workdir")
-    if begins and not start.step:
-        from jaxtrain.hub import initial_params
-
-        known["init_from"] = initial_params.origins(t)
-    parts = run.own_parts(observe.recorded_parts(session.workdir, saved) or {})
+    if not start.step and (begins := {key: value for one in run.extensions for key, value in one.begins_with(
+            run).items()}):
+        known["init_from"] = begins
+    parts = identity.own_parts(run, observe.recorded_parts(session.workdir, saved) or {})
     if session.config_name:
         known["config_file"] = session.config_name
-    changes = observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=run.settings, saved=saved,
-                                    may_change=session.may_change)
+    changes = observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=identity.settings(run),
+                                    saved=saved, may_change=session.may_change)
     with ThreadPoolExecutor(1, "git") as thread:
         commit = thread.submit(git_commit)  # a program of its own, which looks at every file of a checkout
         run.batch_source, run.eval_batches  # noqa: B018 (finds and tokenises the text, or says why it cannot)
-    run.check_shapes(reach, start.skipped.reach(t.steps))
+    shapes_of(run).check_steps(run.batch_source, reach, start.skipped.reach(t.steps))
     batches = remaining(run.batch_source, start.skipped).num_batches
     if batches is not None and batches < t.steps:
         which, fix = ("data.mixture ends", "raise the epochs of its sources or train fewer steps") if run.data is None \
@@ -88,16 +87,15 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
         raise UserError("train.steps", f"{which} at step {batches}", fix)
     about = observe.write_run_files(
         session.workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
-        data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash, manifests=run.manifests,
-        done=reach, parts=parts, keys=run.settings, saved=saved, known=known, may_change=session.may_change,
+        data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash,
+        manifests=identity.manifests(run), done=reach, parts=parts, keys=identity.settings(run), saved=saved,
+        known=known, may_change=session.may_change,
         compiler_options=run.sharded.compiler_options, commit=commit.result)
     source = run.corpus if run.data is None else run.data
     if (tokenizer := getattr(source, "tokenizer", None)) is not None and jax.process_index() == 0:
         tokenizer_folder.save(tokenizer, session.workdir / "tokenizer", getattr(source, "chat", None))
-    if t.init_from and not start.step:
-        from jaxtrain.hub import initial_params
-
-        say(exchange(None, lambda _: initial_params.keep_files(run, session.workdir, tokenizer)))
+    for one in run.extensions if not start.step else ():
+        say(exchange(None, lambda _, one=one: one.keep_files(run, session.workdir)))
     say(describe_changes(run, changes, start.step))
     if start.step > t.steps:
         raise UserError("train.steps", f"{t.steps} is less than the {start.step} steps that {session.workdir} has",
@@ -115,14 +113,14 @@ def resumed_data(data: BatchSource, start: Start, checkpoints: CheckpointManager
 def _begun_anew(run: Run, session: Session) -> str:
     """Forget a run of another config that failed before its first step; return what to say of that.
 
-    What is made with a state before its first step, such as answers or what islands exchange, is not forgotten.
+    What extensions make with a state before its first step is not forgotten.
     """
-    own = run.on_policy or run.joined is not None or run.exchange is not None
-    if own or not nothing_trained(session.workdir):
+    makes = extended.makes_batches(run) or any(one.keeps for one in run.extensions)
+    if makes or not nothing_trained(session.workdir):
         return ""
     try:
-        parts = run.own_parts(observe.recorded_parts(session.workdir) or {})
-        observe.check_workdir(session.workdir, run.config, parts=parts, keys=run.settings,
+        parts = identity.own_parts(run, observe.recorded_parts(session.workdir) or {})
+        observe.check_workdir(session.workdir, run.config, parts=parts, keys=identity.settings(run),
                               may_change=session.may_change)
     except OtherRun as refused:
         withdraw_run_files(session.workdir)
@@ -139,12 +137,13 @@ def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManag
     Raises:
         RolledBack: the checkpoint cannot be used after all; begin again, from an older one.
     """
-    def prepare(initial: Callable[[], TrainState]) -> None:
-        if run.joined is not None:
-            run.joined.prepare(initial, start.step, start.skipped, about.get("init_from"), session.watchdog.phase)
+    def prepare(state: TrainState | None) -> None:
+        begun = Begun(start.step, start.skipped, parts, about.get("init_from"), session.watchdog.phase)
+        for one in run.extensions:
+            one.prepare(state, begun)
 
     if not start.step:
-        if (section := tuned_from_nothing(run.config)) and not run.own_model:
+        if (section := tuned_from_nothing(run.config)) and run.own is None:
             say(f"warning: {section} tunes a model with random parameters; set train.init_from to start from a "
                 "trained one")
         try:
@@ -152,9 +151,9 @@ def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManag
         except UserError:  # train.init_from does not fit: another config may be what is wanted
             withdraw_run_files(session.workdir)
             raise
-        prepare(lambda: state)
+        prepare(state)
         return state
-    prepare(lambda: run.joined.initial(parts))
+    prepare(None)
     with session.phase("restore"):
         restored = start.recovered or checkpoints.restore_newest(run.abstract)
     if restored is None or restored[0] != start.step:

@@ -13,13 +13,12 @@ import jax
 from jaxtrain.config.schema import ResilienceConfig
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed.run_lock import run_lock
-from jaxtrain.islands.meeting import Stopped
 from jaxtrain.observe import traces
 from jaxtrain.observe.ledger import Ledger
 from jaxtrain.observe.traces import Traces
 from jaxtrain.observe.trackers.tracker import Tracker
 from jaxtrain.resilience.watchdog import Watchdog
-from jaxtrain.run import Run
+from jaxtrain.run import Run, name_of
 from jaxtrain.trainer.capture import Capture
 from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.out_of_memory import explained
@@ -76,15 +75,6 @@ class Session:
         with self.watchdog.training(), self.traces.training():
             yield
 
-    @contextlib.contextmanager
-    def exchanging(self, step: int) -> Iterator[None]:
-        """Account for an exchange with other islands, which a stop may end."""
-        try:
-            with self.phase("exchange"):
-                yield
-        except Stopped:
-            raise Interrupted(step, self.interrupt.signal, saved=False) from None
-
     def completed(self, step: int) -> None:
         """Note that the devices completed a step; on the metrics writer's thread."""
         self.watchdog.completed(step)
@@ -112,7 +102,7 @@ def session_of(run: Run, workdir: Path, watchdog: Watchdog, ledger: Ledger, obse
         run_lock(workdir),
         traces.opened(run.config.observe.traces, workdir, lambda: ledger.reached[0], ledger.began,
                       jax.process_index() == 0) as spans,
-        spans.run(STOPPED, model=run.name, mesh=f"{mesh}", processes=jax.process_count(),
+        spans.run(STOPPED, model=name_of(run), mesh=f"{mesh}", processes=jax.process_count(),
                   device=jax.devices()[0].device_kind),
         explained(run, workdir, watchdog.phase),
         Capture(run, workdir) as capture,

@@ -17,7 +17,7 @@ from jaxtrain.observe.trackers import histograms
 from jaxtrain.observe.trackers.tracker import About, Tracker
 from jaxtrain.observe.trackers.tracking import Tracking
 from jaxtrain.redaction import redacted
-from jaxtrain.run import Run
+from jaxtrain.run import Run, identity
 from jaxtrain.train_step.sharded_step import shape_of
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer.observers import Observer
@@ -44,7 +44,7 @@ def check(run: Run, session: Session) -> None:
         raise UserError("observe.histograms", "it is empty", "name weights or gradients, or leave it out")
     if c.samples_every and run.data is not None:
         raise UserError("observe.samples_every", "batches given by data= have no tokenizer", "leave it out")
-    if c.samples_every and run.own_model:
+    if c.samples_every and run.own:
         raise UserError("observe.samples_every", "a model of your own generates no text", "leave it out")
     if c.samples_every and not run.config.train.sample_tokens:
         raise UserError("observe.samples_every", "train.sample_tokens is 0", "give the length of a sample there")
@@ -78,7 +78,7 @@ class Tracked:
         self.sampled: dict[int, str] = {}  # the newest sample, by its step
         self.sink = Tracking(
             About(about["run"], redacted(c.name) or session.workdir.absolute().name, redacted(c.project),
-                  session.workdir, redacted(run.settings), redacted(dict(about))),
+                  session.workdir, redacted(identity.settings(run)), redacted(dict(about))),
             [*map(trackers.made, c.trackers), *session.trackers] if first else [])
         if self.sink:
             checkpoints.on_good.append(self._saved)

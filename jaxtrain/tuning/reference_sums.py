@@ -11,9 +11,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -28,11 +28,9 @@ from jaxtrain.files.bounded_files import LINE, exceeds_memory, opened, parsed, r
 from jaxtrain.hub.initial_params import origin
 from jaxtrain.objectives.reference_policy import WithReference
 from jaxtrain.observe.own_parts import describe_data
+from jaxtrain.run import Begun, Extension, Run, identity, shapes_of
 from jaxtrain.train_step.compiler_options import compiled
-
-if TYPE_CHECKING:
-    from jaxtrain.run import Run
-    from jaxtrain.train_step.state import TrainState
+from jaxtrain.train_step.state import TrainState
 
 FILE = "reference_sums.bin"  # of a workdir
 KEY = "preference.reference"
@@ -46,7 +44,7 @@ Phase = Callable[[str], contextlib.AbstractContextManager[Any]]
 class ReferenceSums:
     """The sums of answers' log-probabilities under a run's first parameters, by row."""
 
-    def __init__(self, run: "Run", workdir: str | Path | None = None):
+    def __init__(self, run: Run, workdir: str | Path | None = None):
         """Compute nothing yet; `workdir`: where they are kept, if anywhere."""
         self.run, self.path = run, None if workdir is None else Path(workdir) / FILE
         goal: Any = run.objective
@@ -82,7 +80,7 @@ class ReferenceSums:
 
     def _check(self, batch: Any) -> tuple[int, ...]:
         """Refuse a batch whose arrays, without sums, are not those that it should have; return its shape."""
-        spec = self.run.batch_spec
+        spec = shapes_of(self.run).spec
         return replace(spec, dtypes={name: spec.dtypes[name] for name in self.names}).check(batch)
 
     def _digest(self, batch: Mapping[str, np.ndarray], row: int) -> bytes:
@@ -92,22 +90,24 @@ class ReferenceSums:
         return found.digest()
 
     # ------------------------------------------------------------------------------------------- computed beforehand
-    def see(self, step: int, state: "TrainState") -> None:
+    def see(self, step: int, state: TrainState) -> None:
         """Take the state at step 0, for a loop of one's own."""
         if step == 0 and self.path is None:
             self.known, self.covers = {}, {"of": "", "start": 0, "stop": 0}
             self.prepare(lambda: state)
 
-    def initial(self, parts: Mapping[str, Any]) -> "TrainState":
+    def initial(self, parts: Mapping[str, Any]) -> TrainState:
         """Return the state at step 0 without the optimizer's: the state to go on from may be on the devices already.
 
-        `parts`: what `run.own_parts` returned for the workdir.
+        `parts`: what `identity.own_parts` returned for the workdir.
         """
         layout = self.run.layout
         bare = replace(layout, state=replace(layout.state, opt_state=optax.EmptyState(), extras={}))
-        return replace(self.run, optimizer=optax.identity(), extras={}, layout=bare).init(parts=parts)
+        settings = replace(self.run.sharded.settings, optimizer=optax.identity())
+        sharded = replace(self.run.sharded, settings=settings, layout=bare, hooks=())
+        return replace(self.run, sharded=sharded).init(parts=parts)
 
-    def prepare(self, initial: Callable[[], "TrainState"], start: int = 0, skipped: SkippedBatches | None = None,
+    def prepare(self, initial: Callable[[], TrainState], start: int = 0, skipped: SkippedBatches | None = None,
                 begun: Mapping[str, Any] | None = None, phase: Phase = contextlib.nullcontext) -> None:
         """Compute what is missing for the steps from `start` on, in their order, and keep it.
 
@@ -154,7 +154,7 @@ class ReferenceSums:
             batch = batches.rows(step, rows) if run.data is None else batches[step]
             shape = self._check(batch)
             if run.data is not None:
-                run.of_shape(shape)
+                shapes_of(run).allow(shape)
             for row in range(len(rows)):
                 there = any(batch[f"{prefix}segments"][row].any() for prefix in self.columns)
                 digest = self._digest(batch, row)
@@ -201,16 +201,16 @@ class ReferenceSums:
         for number, (_, row) in enumerate(some):
             for name in self.names:
                 batch[name][number] = row[name]
-        return some, self.program(size, length)(params, self.run.place(batch))
+        return some, self.program(size, length)(params, self.run.sharded.place(batch))
 
     def program(self, rows: int, length: int) -> jax.stages.Compiled:
         """Return the compiled function from parameters and a batch to sums, for this many rows of this length."""
         if (rows, length) not in self._programs:
             run, goal = self.run, self.run.objective
-            batch = {name: jax.ShapeDtypeStruct((rows, length), run.batch_spec.dtypes[name],
+            batch = {name: jax.ShapeDtypeStruct((rows, length), shapes_of(run).spec.dtypes[name],
                                                 sharding=run.layout.batch(2)) for name in self.names}
             assert isinstance(goal, WithReference)
-            sums = jax.jit(lambda params, batch: goal.reference_sums(run.cast(params), batch))
+            sums = jax.jit(lambda params, batch: goal.reference_sums(run.sharded.cast(params), batch))
             with run.sharded.context():
                 self._programs[rows, length] = compiled(sums.lower(run.abstract.all_params, batch),
                                                         run.sharded.compiler_options)
@@ -245,7 +245,7 @@ class ReferenceSums:
         """Return a hash of what decides which rows come when."""
         run, c = self.run, self.run.config
         data = {key: value for key, value in asdict(c.data).items() if key not in _ELSEWHERE}
-        return atomic_files.digest([data, run.manifests, skipped.to_dict()["batches"], c.train.eval_batches,
+        return atomic_files.digest([data, identity.manifests(run), skipped.to_dict()["batches"], c.train.eval_batches,
                                     None if run.data is None else describe_data(run.data)])
 
     def _save(self, parameters: str) -> None:
@@ -281,12 +281,41 @@ class ReferenceSums:
             self.known, self.covers = known, about["covers"]
 
 
+@dataclass(frozen=True)
+class PrecomputedReference(Extension):
+    """A run whose batches have the reference's sums (`preference.reference=precomputed`)."""
+
+    sums: ReferenceSums | None = None  # of a run that is built
+    keeps: ClassVar[bool] = True
+
+    def for_run(self, run: Run, workdir: Path | None) -> "PrecomputedReference":
+        """Return it with the sums of this run, if its objective takes them from batches."""
+        if not getattr(run.objective, "precomputed", False):
+            return self
+        return PrecomputedReference(ReferenceSums(run, workdir))
+
+    def added_to(self, batches: BatchSource) -> BatchSource:
+        """Return these batches with the sums."""
+        return batches if self.sums is None else self.sums.added_to(batches)
+
+    def prepare(self, state: TrainState | None, begun: Begun) -> None:
+        """Compute the sums that the steps to come will need."""
+        if (sums := self.sums) is not None:
+            sums.prepare(lambda: state or sums.initial(begun.parts), begun.start, begun.skipped, begun.about,
+                         begun.phase)
+
+    def see(self, step: int, state: TrainState) -> None:
+        """Compute the sums of all steps with the state at step 0, in a loop of one's own."""
+        if self.sums is not None:
+            self.sums.see(step, state)
+
+
 class WithSums:
     """Batches with the reference's sums, for those who place them on the mesh."""
 
     def __init__(self, batches: BatchSource, sums: ReferenceSums):
         self._batches, self._sums = batches, sums
-        self.num_batches = batches.num_batches
+        self.num_batches, self.tokens, self.epochs = batches.num_batches, batches.tokens, batches.epochs
 
     def __getitem__(self, step: int) -> Row:
         return self._sums.beside(self._batches[step])

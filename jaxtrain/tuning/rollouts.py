@@ -13,11 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
 from jaxtrain.data.chat.templates import Chat
+from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.shuffle import Order
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.distributed.coordination import exchange
@@ -35,35 +36,28 @@ from jaxtrain.hub.trained_tokenizer import prompt_ids, tokenizer_of
 from jaxtrain.observe import events
 from jaxtrain.observe.runinfo import recorded_parts
 from jaxtrain.redaction import redacted
+from jaxtrain.run import Extension, Run
 from jaxtrain.storage import is_url
 from jaxtrain.train_step import partition
+from jaxtrain.train_step.state import TrainState
 from jaxtrain.tuning.pending_rewards import PendingRewards, Records, Score
 from jaxtrain.tuning.remote_rewards import RemoteRewards
 from jaxtrain.tuning.reward_scores import PREFIX, RewardScores
 from jaxtrain.tuning.rewards import Reward, load_reward, rewards_of
 from jaxtrain.tuning.values import Valued, known_of, valued
 
-if TYPE_CHECKING:
-    from jaxtrain.run import Run
-    from jaxtrain.train_step.state import TrainState
-
 FOLDER = "rollouts"  # of a workdir
 
 
-def on_answers(run: "Run", workdir: str | Path | None = None) -> "Run":
-    """Return the run with answers of its own as its data, unless it was given other data.
-
-    `workdir`: where the answers of each step are kept.
-    """
+def on_answers(run: Run, workdir: str | Path | None = None) -> "Rollouts":
+    """Return answers of a run's own, as its data. `workdir`: where the answers of each step are kept."""
     c = run.config.reinforce
-    if not isinstance(run.data, Rollouts | None):
-        return run
     tokenizer, chat = _words(run, workdir)
     folder = None if workdir is None else Path(workdir) / FOLDER
     reward = (RewardScores.of(c.reward, tokenizer, _recorded(workdir)) if c.reward.startswith(PREFIX) else
               RemoteRewards.of(run.config) if is_url(c.reward) else load_reward(c.reward))
     ends = _ends(run, workdir, tokenizer)
-    return replace(run, data=Rollouts(run, read_prompts(c.prompts), reward, tokenizer, folder, chat, ends))
+    return Rollouts(run, read_prompts(c.prompts), reward, tokenizer, folder, chat, ends)
 
 
 def _recorded(workdir: str | Path | None) -> dict[str, Any]:
@@ -72,7 +66,7 @@ def _recorded(workdir: str | Path | None) -> dict[str, Any]:
     return parts.get("data", {}).get("identity", {}).get("reward_model", {})
 
 
-def _words(run: "Run", workdir: str | Path | None) -> tuple[Tokenizer, Chat | None]:
+def _words(run: Run, workdir: str | Path | None) -> tuple[Tokenizer, Chat | None]:
     """Return the tokenizer and the chat template that the run has kept, or those of the model that it begins with."""
     source, _ = source_and_step(run.config.train.init_from)
     if workdir is not None and (Path(workdir) / "tokenizer").is_dir():
@@ -87,7 +81,7 @@ def _words(run: "Run", workdir: str | Path | None) -> tuple[Tokenizer, Chat | No
     return tokenizer, chat if chat.source else None
 
 
-def _ends(run: "Run", workdir: str | Path | None, tokenizer: Tokenizer) -> list[int]:
+def _ends(run: Run, workdir: str | Path | None, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens that end a text of the published model that the run begins with, by generation_config.json.
 
     How that samples is left aside: answers are drawn as the objective expects them.
@@ -137,7 +131,7 @@ class Rollouts:
 
     num_batches = None
 
-    def __init__(self, run: "Run", records: Sequence[dict[str, Any]],
+    def __init__(self, run: Run, records: Sequence[dict[str, Any]],
                  reward: Reward | RewardScores | RemoteRewards, tokenizer: Tokenizer, folder: Path | None = None,
                  chat: Chat | None = None, ends: Sequence[int] = ()):
         """Take prompts.
@@ -185,7 +179,7 @@ class Rollouts:
                                 f"data.seq_len less reinforce.max_new_tokens leaves {room}",
                                 "raise data.seq_len, or remove it")
 
-    def see(self, step: int, state: "TrainState") -> None:
+    def see(self, step: int, state: TrainState) -> None:
         """Take the state before this step (counted from 0)."""
         if step != self._seen[0] + 1:  # another beginning, as after a rollback
             self.forget()
@@ -264,7 +258,7 @@ class Rollouts:
             self._pending.ask(first, *self._asked(found))
         return found
 
-    def _answered(self, first: int, numbers: list[int], state: "TrainState") -> list[Generated]:
+    def _answered(self, first: int, numbers: list[int], state: TrainState) -> list[Generated]:
         """Return answers to these prompts, which are those of this first step."""
         import jax
 
@@ -281,7 +275,7 @@ class Rollouts:
         self._fields["rollout_tokens_per_s"] = many / took
         return answers
 
-    def _laid_out(self, state: "TrainState") -> "TrainState":
+    def _laid_out(self, state: TrainState) -> TrainState:
         """Return the state with weights as decoding uses them, in a copy that lives while the model answers."""
         import jax
 
@@ -388,6 +382,23 @@ class Rollouts:
         if [line["prompt"] for line in lines] != [self.records[n]["prompt"] for n in numbers]:
             raise UserError("reinforce", f"{path} has answers to other prompts", fix)
         return Round(numbers, found, made, rewards or None)
+
+
+@dataclass(frozen=True)
+class OwnAnswers(Extension):
+    """A run that trains on its own answers (`reinforce.prompts`)."""
+
+    answers: Rollouts | None = None  # of a run that is built
+    planned = "jaxtrain.plan.answering:planned"
+
+    def for_run(self, run: Run, workdir: Path | None) -> "OwnAnswers":
+        """Return it with the answers of this run, unless it was given other data."""
+        return OwnAnswers(on_answers(run, workdir)) if isinstance(run.data, Rollouts | None) else self
+
+    @property
+    def data(self) -> BatchSource | None:
+        """The answers."""
+        return self.answers
 
 
 def _score(reward: Reward | RewardScores | RemoteRewards) -> Score:

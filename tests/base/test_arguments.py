@@ -6,6 +6,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.base import arguments
+from jaxtrain.run import identity
 
 CONFIG = jt.make_config({"train": {"steps": 2}})
 PARAMS = {"w": np.zeros((4, 2), np.float32)}
@@ -38,7 +39,8 @@ CASES = {
     "data: it is a dict, not a function": lambda: jt.BatchFunction(batch(0)),
     "data: it cannot be called with 1 argument": lambda: jt.BatchFunction(lambda: batch(0)),
     "data: its function returned no dict of arrays": lambda: build(data=jt.BatchFunction(lambda _: {"x": [[1], []]})),
-    "data: its identity is not plain JSON": lambda: build(data=jt.BatchFunction(batch, identity=loss)).own_parts({}),
+    "data: its identity is not plain JSON": lambda: identity.own_parts(
+        build(data=jt.BatchFunction(batch, identity=loss)), {}),
     "optimizer: it is 'adam', not an optax transformation": lambda: build(optimizer="adam"),
     "optimizer: it is a function, not an optax": lambda: step(optimizer=optax.adam),
     "optimizer: it is 0.001, not an optax": lambda: jt.build(CONFIG, optimizer=1e-3),

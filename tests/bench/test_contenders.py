@@ -66,10 +66,10 @@ def gradients(run):
     batch = run.train_batches[0]
 
     def mean(params):
-        total, weight, _ = run.loss(params, run.place(batch))
+        total, weight, _ = run.objective.loss(params, run.sharded.place(batch))
         return total / weight
 
-    with sharding.use(run.mesh, run.rules):
+    with sharding.use(run.mesh, run.sharded.rules):
         placed = jax.tree.map(lambda p, like: jax.device_put(p, like.sharding), params, run.abstract.params)
         return params, batch, jax.device_get(jax.jit(jax.grad(mean))(placed))
 
@@ -106,7 +106,8 @@ def test_learning_rate_is_the_same(runs):
     run = runs["gpt2"]
     hyper = contenders.hyper(run)
     theirs = [float(plain_jax.learning_rate(hyper, np.float32(step))) for step in range(STEPS + 1)]
-    np.testing.assert_allclose(theirs, [float(run.schedule(step)) for step in range(STEPS + 1)], rtol=1e-5)
+    ours = [float(run.sharded.settings.schedule(step)) for step in range(STEPS + 1)]
+    np.testing.assert_allclose(theirs, ours, rtol=1e-5)
 
 
 @pytest.mark.slow

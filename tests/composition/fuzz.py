@@ -22,6 +22,7 @@ import sys
 import time
 from typing import Any
 
+from jaxtrain.run import shapes_of
 from tests.tiny import virtual_devices
 
 AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
@@ -280,7 +281,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     state, by_call = reference.start_from(run, params), None
     if keys.get("value_and_grad") or config.optimizer.name != "adamw":
         by_call = jax.device_get(run.value_and_grad(state, batch))
-    state, metrics = reference.compiled(run)(state, run.place(batch))
+    state, metrics = reference.compiled(run)(state, run.sharded.place(batch))
     metrics = jax.device_get(metrics)
 
     tolerance = TOLERANCE[precision]
@@ -308,10 +309,10 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
                *(p["ahead"]["block"]["mlp"]["router"]["bias"][None] for _ in range("ahead" in p))]
         off["router bias"] = float(np.abs(np.concatenate(new) - bias).max())
     if keys.get("evaluate"):
-        with sharding.use(run.mesh, run.rules):
-            lowered = jax.jit(run._eval).lower(run.abstract.all_params, run.abstract_batch)
+        with sharding.use(run.mesh, run.sharded.rules):
+            lowered = jax.jit(run.sharded.evaluation).lower(run.abstract.all_params, shapes_of(run).abstract())
         at_rest = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, run.abstract.all_params)
-        total, weight = lowered.compile(reference.QUICKLY)(at_rest, run.place(batch))
+        total, weight = lowered.compile(reference.QUICKLY)(at_rest, run.sharded.place(batch))
         shown = batch_of(*drawn)
         plain = merged(params, scale(config.lora)) if config.lora.rank else params
         want = jax.jit(lambda p: reference.evaluation(config.model, p, shown))(plain)

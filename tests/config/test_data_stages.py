@@ -73,7 +73,7 @@ def test_a_stage_of_longer_rows_trains_as_a_plain_loop_would(keys, straight):
     for line, step in zip(lines(straight[1]), range(8), strict=True):
         batch = run.batch(step)
         assert batch["tokens"].shape == ((16, 16) if step < 4 else (4, 64))
-        with sharding.use(run.mesh, run.rules):
+        with sharding.use(run.mesh, run.sharded.rules):
             value, grads = plain(params, batch)
         assert line["loss"] == pytest.approx(float(value), rel=1e-5) and line["tokens"] == 256 * (step + 1)
         norm = optax.tree.norm(grads)

@@ -30,6 +30,7 @@ from jaxtrain.hub.harness_model import HarnessModel
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.models import lora
 from jaxtrain.observe import trackers
+from jaxtrain.run import abstract_model
 from tests.observe.trackers.test_tracking import Backend, Fake
 from tests.tiers import exhaustive, slow
 from tests.trainer.test_multiprocess import ended, two_of
@@ -274,7 +275,7 @@ def test_a_model_is_asked_with_each_of_several_adapters_alone(workdir, tasks, tm
         rng = np.random.default_rng(0)
         (tmp_path / name).mkdir()
         adapter_files.save(jax.tree.map(lambda leaf, rng=rng, size=size: jax.device_put(
-            size * rng.standard_normal(leaf.shape, np.float32), leaf.sharding), lora.adapters(adapted.abstract_model)),
+            size * rng.standard_normal(leaf.shape, np.float32), leaf.sharding), lora.adapters(abstract_model(adapted))),
             run.config.model, adapted.config.lora, tmp_path / name, "", np.dtype("float32"))
     asked = [f"{workdir}", f"--tasks={names}", f"--include={tasks}", "--samples", "--limit=2",
              f"--output={tmp_path}/out.json"]

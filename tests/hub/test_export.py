@@ -17,6 +17,7 @@ from jaxtrain.hub import export, generate_texts, initial_params
 from jaxtrain.hub.adapters import __main__ as adapters
 from jaxtrain.hub.release import exported_tokenizer
 from jaxtrain.hub.weights import published_weights
+from jaxtrain.run import abstract_model
 from jaxtrain.train_step import partition, quantization, quantized_kernels
 from tests.numerics import reference
 from tests.numerics.plain_lora import merged
@@ -54,7 +55,7 @@ def begun(path, **keys) -> jt.Run:
 
 def trained(workdir):
     run = begun(workdir / "config.json")
-    return restore.load_params(workdir, run.abstract_model, 2)
+    return restore.load_params(workdir, abstract_model(run), 2)
 
 
 @pytest.mark.slow
@@ -169,7 +170,7 @@ def test_adapters_beside_quantized_weights(workdir, published, tmp_path, kind):
     run = begun(f"hf:{published}", train__steps=2, data__seq_len=32, data__global_batch_size=8,
                 train__init_from=str(published), **keys)
     begins = jax.device_get(run.init().frozen)
-    jax.tree.map(np.testing.assert_array_equal, begins, quantized_kernels.quantized_like(run.abstract_model, base))
+    jax.tree.map(np.testing.assert_array_equal, begins, quantized_kernels.quantized_like(abstract_model(run), base))
     other = begun(workdir / "config.json", train__init_from=str(workdir), mesh__data=2, mesh__fsdp=2, mesh__tensor=2,
                   **keys)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(other.init().frozen), begins)
@@ -194,7 +195,7 @@ def test_adapters_beside_quantized_weights(workdir, published, tmp_path, kind):
                  jax.device_get(again.all_params))
     with pytest.raises(jt.UserError, match=r"tuned has adapters \(lora.rank=2\), and the teacher's config has others"):
         jt.build(student, objective=jt.distillation(student, workdir=tmp_path / "tuned"))
-    floats = quantized_kernels.as_floats(run.abstract_model) if kind == "int8" else None
+    floats = quantized_kernels.as_floats(abstract_model(run)) if kind == "int8" else None
     if floats is not None:
         with pytest.raises(jt.UserError, match=r"kernel: is int8\[.* in the checkpoint .* and float32\["):
             restore.load_params(tmp_path / "tuned", floats, 3)

@@ -10,6 +10,7 @@ import jaxtrain as jt
 from jaxtrain.hub import export, generate_texts, trained_model
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.models import lora
+from jaxtrain.run import abstract_model
 from tests.numerics import reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]  # programs are compiled once
@@ -82,7 +83,7 @@ def test_prompts_name_their_adapters(workdir, capsys, tmp_path):
     for rank, name in ((2, "one"), (3, "two")):
         run = trained_model.model_of(trained_model.sections_of(workdir) | {"lora": {"rank": rank}}, {}, "data")
         made = jax.tree.map(lambda leaf: jax.device_put(
-            0.3 * rng.standard_normal(leaf.shape), leaf.sharding), lora.adapters(run.abstract_model))
+            0.3 * rng.standard_normal(leaf.shape), leaf.sharding), lora.adapters(abstract_model(run)))
         (tmp_path / name).mkdir()
         adapter_files.save(made, run.config.model, run.config.lora, tmp_path / name, "", np.dtype("float32"))
     prompts = tmp_path / "prompts.jsonl"

@@ -28,7 +28,7 @@ class Archipelago:
             self.done += 1
             losses = []
             for i, (run, step) in enumerate(zip(self.runs, self.steps, strict=True)):
-                self.states[i], metrics = step(self.states[i], run.place(self.batch(self.done - 1, i)))
+                self.states[i], metrics = step(self.states[i], run.sharded.place(self.batch(self.done - 1, i)))
                 losses.append(float(metrics["loss"]))
             self.losses.append(losses)
             here = self.done % self.config.interval

@@ -15,6 +15,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.distributed import exit_codes
+from jaxtrain.extensions import of_kind
+from jaxtrain.islands.joining import Joining
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.islands.waiting_meeting import WaitingMeeting
 from jaxtrain.trainer.loop import train
@@ -50,7 +52,13 @@ def built(island=0, batch=rows_of, optimizer=None, **keys):
 def with_meeting(run, meeting, island=0, kind=Exchange):
     section = replace(run.config.islands, index=island)
     meeting = WaitingMeeting(meeting) if section.overlap else meeting  # so that offers are made in the background
-    return replace(run, exchange=kind(section, run.abstract, run.layout.axes, meeting, run.train_batches.tokens))
+    return joined(run, kind(section, run.abstract, run.layout.axes, meeting, run.train_batches.tokens))
+
+
+def joined(run, exchange):
+    """The run with this exchange."""
+    return replace(run, extensions=tuple(replace(one, exchange=exchange) if isinstance(one, Joining) else one
+                                         for one in run.extensions))
 
 
 def islands(count, **keys):
@@ -67,11 +75,12 @@ class Beside(threading.Thread):
         self.start()
 
     def run(self):
-        state = self._run.exchange.begin(0, self._run.init())
+        exchange = of_kind(self._run, Joining).exchange
+        state = exchange.begin(0, self._run.init())
         for step in range(self._steps):
             state, _ = self._run.step(state, self._run.batch(step))
-            if self._run.exchange.due(step + 1, step + 1 == self._steps):
-                state = self._run.exchange.after(step + 1, state, step + 1 == self._steps)
+            if exchange.due(step + 1, step + 1 == self._steps):
+                state = exchange.after(step + 1, state, step + 1 == self._steps)
         self.state = state
 
     def ended(self):

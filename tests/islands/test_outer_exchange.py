@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from jaxtrain.errors import UserError
+from jaxtrain.extensions import ema
 from jaxtrain.islands.meeting import Entry, Offer
 from jaxtrain.islands.meeting_places import MeetingAhead
 from jaxtrain.islands.outer_exchange import Exchange
-from jaxtrain.train_step.optimizers import ema, outer
+from jaxtrain.train_step.optimizers import outer
 from tests.islands.archipelago import assert_same_bits, numbers, outer_state
 from tests.islands.memory_meeting import MemoryMeeting, OutOfReach
 from tests.islands.test_island_runs import rows_of

@@ -82,8 +82,8 @@ def test_adapters_in_float16_with_an_average_are_those_of_plain_training_to_the_
     got = exchange.begin(0, got)
     for n in range(4):
         rows = reference.batch(n, 8)
-        want, _ = step(want, plain.place(rows))
-        got, metrics = island(got, alone.place(rows))
+        want, _ = step(want, plain.sharded.place(rows))
+        got, metrics = island(got, alone.sharded.place(rows))
         got = exchange.after(n + 1, got)
     assert int(metrics["skipped"]) < 4
     assert_same_bits(*(numbers((state.params, state.extras["ema"], state.opt_state, state.loss_scale))

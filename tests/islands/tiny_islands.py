@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 
+from jaxtrain.run import compiled_step
 from tests.islands.archipelago import Archipelago, assert_same_bits, numbers, outer_state
 from tests.islands.memory_meeting import MemoryMeeting
 from tests.islands.test_island_runs import built, islands, rows_of
@@ -13,7 +14,7 @@ from tests.islands.test_island_runs import built, islands, rows_of
 @functools.cache
 def tiny():
     run = built(**islands(3))
-    return run, run.compiled(run.batch(0))
+    return run, compiled_step(run, run.batch(0))
 
 
 def few(count=3, mode="sync", max_age=None, dropped=16, into=None, **section):
@@ -29,7 +30,7 @@ def few(count=3, mode="sync", max_age=None, dropped=16, into=None, **section):
 @functools.cache
 def lossy(compression):
     run = built(**islands(3, compression=compression))
-    return run, run.compiled(run.batch(0))
+    return run, compiled_step(run, run.batch(0))
 
 
 def agree(found):

@@ -15,6 +15,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.sharding.mesh import AXES
 from jaxtrain.train_step import partition
+from jaxtrain.train_step.hooks import extras_of
 from jaxtrain.train_step.state import TrainState
 from tests.numerics import plain_experts, plain_mup, plain_rotary
 
@@ -102,7 +103,7 @@ def initial(family: str = "gpt2", layers: int = 0):
     """The parameters at step 0, on the host, as one device makes them; with so many layers (0: the family's own)."""
     run = build(family, **layers_key(layers))
     seed = np.int64(run.config.train.seed)
-    return jax.device_get(run.compiled_init.lower(seed).compile(compiler_options=QUICKLY)(seed).params)
+    return jax.device_get(run._compiled_init.lower(seed).compile(compiler_options=QUICKLY)(seed).params)
 
 
 def start(run: jt.Run, family: str = "gpt2"):
@@ -113,9 +114,9 @@ def start(run: jt.Run, family: str = "gpt2"):
 def start_from(run: jt.Run, params):
     """The state around these parameters, trained and frozen."""
     trained, frozen = partition.like(params, run.layout.axes), partition.without(params, run.layout.axes)
-    opt_state = jax.tree.map(np.array, jax.jit(run.optimizer.init)(trained))
+    opt_state = jax.tree.map(np.array, jax.jit(run.sharded.settings.optimizer.init)(trained))
     state = TrainState(np.int32(0), trained, opt_state, np.int32(0), run.abstract.loss_scale and _scale(),
-                       {name: make(trained) for name, make in run.extras.items()}, frozen)
+                       {name: make(trained) for name, make in extras_of(run.sharded.hooks).items()}, frozen)
     return jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s), state, run.layout.state)
 
 
@@ -411,7 +412,7 @@ def check(run: jt.Run, family: str = "gpt2", steps: int = STEPS, tolerance: floa
     gradient = jax.tree.map(lambda leaf: leaf, gradient)  # a dict of one's own
     step, state, losses = compiled(run), start(run, family), []
     for n in range(steps):
-        state, metrics = step(state, run.place(batch(n, rows)))
+        state, metrics = step(state, run.sharded.place(batch(n, rows)))
         losses.append(float(metrics["loss"]))
         if n == 0:  # Adam's first moment is now (1 - b1) x the clipped gradient
             o, size = c.optimizer, float(metrics["grad_norm"])

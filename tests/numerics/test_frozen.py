@@ -41,7 +41,7 @@ def test_the_rest_learns_as_in_plain_training(name):
     moments = [leaf.shape for leaf in jax.tree.leaves(reference.moments(run.abstract))]
     assert moments == [leaf.shape for leaf in jax.tree.leaves(run.abstract.params)], "a frozen parameter has moments"
 
-    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(reference.batch(0)))
+    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.sharded.place(reference.batch(0)))
     norm, o = float(reference.norm_of(want)), run.config.optimizer
     assert float(metrics["loss"]) == pytest.approx(losses[0], rel=1e-5)
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5), "the norm is of what is trained"

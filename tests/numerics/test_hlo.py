@@ -151,7 +151,7 @@ def test_one_run_compiles_its_step_once(caplog):
     """Whether batches come from the host or the device, and states from outside or from a step."""
     run = reference.build("gpt2", CUBE)
     state = reference.start(run)
-    placed = run.place(reference.batch(1))
+    placed = run.sharded.place(reference.batch(1))
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         state, _ = run.step(state, reference.batch(0))
         first = compilations(caplog)

@@ -70,7 +70,7 @@ def test_loss_and_gradients_are_those_of_the_merged_model(name):
         return reference.loss(config.model, merged(whole, scale(config.lora)), batch, config.train.z_loss)
 
     loss, want = jax.jit(jax.value_and_grad(truth))(trained)
-    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
+    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.sharded.place(batch))
     norm, o = float(reference.norm_of(want)), config.optimizer
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
@@ -86,7 +86,7 @@ def test_loss_and_gradients_are_those_of_the_merged_model(name):
 def initial(run):
     """All parameters at step 0, on the host."""
     seed = np.int64(0)
-    return jax.device_get(run.compiled_init.lower(seed).compile(compiler_options=reference.QUICKLY)(seed).all_params)
+    return jax.device_get(run._compiled_init.lower(seed).compile(compiler_options=reference.QUICKLY)(seed).all_params)
 
 
 @pytest.mark.slow

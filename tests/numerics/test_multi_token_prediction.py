@@ -45,19 +45,19 @@ def test_targets_that_are_ignored_may_be_negative():
         run = reference.build("llama", mesh, model__mtp_loss_weight=0.3)
         ahead = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.02, np.float32), run.abstract.params["ahead"])
         params = jax.device_put(reference.initial("llama") | {"ahead": ahead}, run.layout.state.params)
-        with sharding.use(run.mesh, run.rules):
-            values.append(float(jax.jit(run.loss)(params, run.place(batch))[0]))
+        with sharding.use(run.mesh, run.sharded.rules):
+            values.append(float(jax.jit(run.objective.loss)(params, run.sharded.place(batch))[0]))
     assert values[0] == pytest.approx(values[1], rel=1e-6)
 
 
 @pytest.mark.slow
 def test_evaluation_does_not_look_ahead():
     run, plain = reference.build("llama", model__mtp_loss_weight=0.3), reference.build("llama")
-    params, batch = run.init().params, run.place(reference.batch(0))
-    total, weight = run.compiled_eval(params, batch)
-    want = plain.compiled_eval({key: params[key] for key in params if key != "ahead"}, batch)
+    params, batch = run.init().params, run.sharded.place(reference.batch(0))
+    total, weight = run.sharded.compiled_evaluation(batch)(params, batch)
+    want = plain.sharded.compiled_evaluation(batch)({key: params[key] for key in params if key != "ahead"}, batch)
     assert (float(total), float(weight)) == (float(want[0]), float(want[1]))
-    assert float(jax.jit(run.loss)(params, batch)[0]) > 1.2 * float(total)
+    assert float(jax.jit(run.objective.loss)(params, batch)[0]) > 1.2 * float(total)
 
 
 def test_a_model_without_such_a_layer_refuses():

@@ -50,7 +50,7 @@ def test_the_numbers_are_those_of_a_state_on_the_devices(family, mesh, keys):
         wide = "model__embed_dim" in keys
         step, state, lines = reference.compiled(run), run.init() if wide else reference.start(run, family), []
         for n in range(3):
-            state, metrics = step(state, run.place(reference.batch(n)))
+            state, metrics = step(state, run.sharded.place(reference.batch(n)))
             lines.append({key: float(value) for key, value in metrics.items()})
         assert places([state.params, state.step]) == {"device"}
         arrays = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
@@ -68,11 +68,11 @@ def test_the_numbers_are_those_of_a_state_on_the_devices(family, mesh, keys):
 def test_a_step_that_is_not_finite_changes_nothing():
     run = reference.build("gpt2", (2, 2, 1), optimizer__offload=True)
     step, state = reference.compiled(run), reference.start(run)
-    state, _ = step(state, run.place(reference.batch(0)))
+    state, _ = step(state, run.sharded.place(reference.batch(0)))
     before = jax.device_get((state.params, state.opt_state))
     bad = reference.batch(1)
     bad["weights"][0, 0] = np.nan
-    state, metrics = step(state, run.place(bad))
+    state, metrics = step(state, run.sharded.place(bad))
     assert int(metrics["skipped"]) == 1
     assert places([leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]) == {HOST}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before)

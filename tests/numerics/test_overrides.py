@@ -15,8 +15,8 @@ FEW_KEY_HEADS = dict(model__num_kv_heads=2)  # fewer than the devices over which
 
 def first_steps(run):
     state, step = run.init(), reference.compiled(run)
-    state, first = step(state, run.place(reference.batch(0)))
-    _, second = step(state, run.place(reference.batch(1)))
+    state, first = step(state, run.sharded.place(reference.batch(0)))
+    _, second = step(state, run.sharded.place(reference.batch(1)))
     return [float(metrics[key]) for metrics in (first, second) for key in ("loss", "grad_norm")]
 
 

@@ -25,7 +25,7 @@ def sgd(mesh=(1, 1, 1), **keys):
 def descend(batch, **keys):
     """Return the gradient that was applied, and the metrics."""
     run, step = sgd(**keys)
-    state, metrics = step(reference.start(run), run.place(batch))
+    state, metrics = step(reference.start(run), run.sharded.place(batch))
     gradient = jax.tree.map(lambda old, new: old - np.asarray(new), reference.initial(), jax.device_get(state.params))
     return gradient, jax.device_get(metrics)
 
@@ -71,7 +71,7 @@ def test_clipping_scales_the_whole_gradient_and_reports_its_norm_before(clip):
     ((1, 1, 1), 1), *exhaustive((CUBE, 4))], ids=str)  # test_offload.py has such a step on a mesh
 def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(mesh, accumulation):
     run = reference.build("gpt2", mesh, train__accumulation=accumulation)
-    step, place = reference.compiled(run), run.place
+    step, place = reference.compiled(run), run.sharded.place
     bad = reference.batch(1)
     bad["weights"][5, 3] = np.inf
 
@@ -107,7 +107,7 @@ def test_half_precision_learns_as_float32_does_on_float32_master_weights(precisi
     run, step = rounded(precision)
     state, losses = reference.start(run), []
     for n in range(reference.STEPS):
-        state, metrics = step(state, run.place(reference.batch(n)))
+        state, metrics = step(state, run.sharded.place(reference.batch(n)))
         losses.append(float(metrics["loss"]))
     off = np.abs(np.array(losses) / reference.trained()[0] - 1)
     assert off.max() < 1e-2, f"{precision} is off by {off.max():.1%} at step {off.argmax()}"
@@ -128,16 +128,16 @@ def test_the_loss_scale_halves_on_overflow_and_doubles_after_patience():
     state = reference.start(run)
     assert float(state.loss_scale.scale) == 2.0**15
     state = with_scale(state, 2.0**24, 7)  # gradients overflow float16
-    state, metrics = step(state, run.place(reference.batch(0)))
+    state, metrics = step(state, run.sharded.place(reference.batch(0)))
     assert (float(metrics["loss_scale"]), int(state.loss_scale.good_steps), int(state.skipped)) == (2.0**23, 0, 1)
     assert (int(metrics["skipped_in_a_row"]), int(metrics["spike"])) == (0, 0), "an overflow is told as an anomaly"
     before = reference.initial()
     assert reference.worst(state.params, before)[0] == 0, "an overflow moved the parameters"
 
     state = with_scale(state, 2.0**10, LossScale.PATIENCE - 2)
-    state, metrics = step(state, run.place(reference.batch(0)))
+    state, metrics = step(state, run.sharded.place(reference.batch(0)))
     assert (float(metrics["loss_scale"]), int(state.loss_scale.good_steps)) == (2.0**10, LossScale.PATIENCE - 1)
-    state, metrics = step(state, run.place(reference.batch(1)))
+    state, metrics = step(state, run.sharded.place(reference.batch(1)))
     assert (float(metrics["loss_scale"]), int(state.loss_scale.good_steps), int(state.skipped)) == (2.0**11, 0, 1)
 
 
@@ -145,6 +145,6 @@ def test_the_loss_scale_does_not_show_in_norm_or_update():
     run, step = rounded("float16")
     norms = []
     for scale in (2.0**8, 2.0**12):
-        _, metrics = step(with_scale(reference.start(run), scale, 0), run.place(reference.batch(0)))
+        _, metrics = step(with_scale(reference.start(run), scale, 0), run.sharded.place(reference.batch(0)))
         norms.append(float(metrics["grad_norm"]))
     np.testing.assert_allclose(norms, float(reference.trained()[2]), rtol=1e-2)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain.run import shapes_of
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow
 
@@ -33,7 +34,7 @@ def size(tree, split):
 def test_state_on_each_device_is_the_closed_form(stage):
     run, compiled = step(stage)
     params, opt_state = run.abstract.params, run.abstract.opt_state
-    batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_batch)) // DEVICES
+    batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes_of(run).abstract())) // DEVICES
     counters = 2 * 4  # step, skipped
     history = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract.extras))
     want = size(params, stage >= 3) + size(opt_state, stage >= 1) + batch + counters + history
@@ -58,7 +59,7 @@ def test_losses_are_the_same_in_every_stage():
         run, compiled = step(stage)
         state = reference.start(run)
         for n in range(4):
-            state, metrics = compiled(state, run.place(reference.batch(n)))
+            state, metrics = compiled(state, run.sharded.place(reference.batch(n)))
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 

@@ -114,7 +114,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     norm = float(reference.norm_of(want))
     if run.objective.precomputed:
         batch = precomputed(run, begun, batch)
-    step, placed = reference.compiled(run), run.place(batch)
+    step, placed = reference.compiled(run), run.sharded.place(batch)
     state = fuzz_modalities.state_of(run, partition.merge(policy, rest) | beside, lambda state: step(state, placed))
     before = jax.device_get(state.frozen)
     value, got = jax.device_get(run.value_and_grad(state, batch))

@@ -156,7 +156,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     contrastive = keys["family"] in ("siglip", "clip")
     params, loss, want = truth(config.model, keys["batch"], config.train.accumulation if contrastive else 1)
     want, batch = partition.like(want, run.abstract.params), plain_of(keys["family"])[1](keys["batch"])
-    step, placed, c = reference.compiled(run), run.place(batch), config.optimizer
+    step, placed, c = reference.compiled(run), run.sharded.place(batch), config.optimizer
     state = state_of(run, params, lambda state: step(state, placed))
     by_call = None if c.name == "adamw" else jax.device_get(run.value_and_grad(state, batch))
     before = jax.device_get(state.frozen)
@@ -216,7 +216,7 @@ def state_of(run: Any, params: Any, step: Any) -> Any:
 
     from tests.numerics import reference
 
-    state, tries = reference.start_from(run, params), 15 if run.precision == "float16" else 0
+    state, tries = reference.start_from(run, params), 15 if run.sharded.settings.precision == "float16" else 0
     for _ in range(tries):  # each that overflows halves the scale, and changes nothing else
         state, metrics = step(state)
         if not int(metrics["skipped"]):

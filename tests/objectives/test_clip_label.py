@@ -40,7 +40,7 @@ def test_loss_gradients_and_accuracy_are_those_of_the_formula(mesh):
     assert float(got) == pytest.approx(float(want), rel=1e-5)
     error, leaf = reference.worst(grads, jax.device_get(slopes), floor=1e-3 * float(reference.norm_of(slopes)))
     assert error < 2e-5, leaf
-    total, weight, sums = run.compiled_eval(state.params, run.place(batch))
+    total, weight, sums = run.sharded.evaluate(state, batch)
     assert float(total / weight) == pytest.approx(float(want), rel=1e-5) and float(weight) == plain.ROWS - 1
     assert float(run.objective.metrics(sums)["accuracy"]) == pytest.approx(float(accuracy))
 

@@ -12,6 +12,7 @@ import jaxtrain as jt
 from jaxtrain.kernels.cross_entropy import distillation_loss
 from jaxtrain.objectives.distillation import distillation
 from jaxtrain.observe.own_parts import difference
+from jaxtrain.run import identity
 from tests.numerics import reference
 from tests.tiers import slow_if
 
@@ -77,7 +78,7 @@ def test_any_mesh_gives_the_plain_loss_and_gradients(name):
     run = run_of(**CASES[name])
     params, of_teacher = reference.initial("gpt2"), teacher()[1]
     state = reference.start_from(run, params | {"teacher": of_teacher})
-    state, metrics = reference.compiled(run)(state, run.place(reference.batch(0)))
+    state, metrics = reference.compiled(run)(state, run.sharded.place(reference.batch(0)))
     loss, gradient = truth(run.config.train.z_loss)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
     norm, o = float(metrics["grad_norm"]), run.config.optimizer
@@ -128,7 +129,7 @@ def test_a_teacher_with_experts_and_as_many_layers_as_stages_divide(stages):
         params = reference.initial("gpt2", 4)
         of = jax.device_get(jax.jit(run.objective.init_frozen)(jax.random.key(7), {}))
         state = reference.start_from(run, params | of)
-        losses.append(float(reference.compiled(run)(state, run.place(reference.batch(0)))[1]["loss"]))
+        losses.append(float(reference.compiled(run)(state, run.sharded.place(reference.batch(0)))[1]["loss"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     half = jt.build(reference.tiny("gpt2", mesh__data=8, train__precision="bfloat16"), objective=make)
     cast = jax.eval_shape(half.cast, half.abstract.all_params)["teacher"]["blocks"]["layer"]["mlp"]
@@ -185,22 +186,23 @@ def test_a_run_keeps_the_teacher_that_it_began_with(teachers, tmp_path):
     workdir, config, student, latest = teachers
     shutil.copytree(workdir / "checkpoints" / "2", tmp_path / "teacher/checkpoints/2")
     run = on_two(student, objective=distillation(config, workdir=tmp_path / "teacher"))
-    parts = run.own_parts({})
+    parts = identity.own_parts(run, {})
     assert parts["objective"]["checkpoint"]["step"] == 2
     began = of_teacher(run, parts)
     shutil.copytree(workdir / "checkpoints" / "4", tmp_path / "teacher/checkpoints/4")
-    assert run.own_parts({})["objective"]["checkpoint"]["step"] == 4  # a new run has the newest one
-    assert run.own_parts(parts) == parts and equal(of_teacher(run, parts), began)
-    assert equal(of_teacher(run, run.own_parts({})), latest) and not equal(began, latest)
+    assert identity.own_parts(run, {})["objective"]["checkpoint"]["step"] == 4  # a new run has the newest one
+    assert identity.own_parts(run, parts) == parts and equal(of_teacher(run, parts), began)
+    assert equal(of_teacher(run, identity.own_parts(run, {})), latest) and not equal(began, latest)
     moved = on_two(student, objective=distillation(config, workdir=workdir))
-    assert moved.own_parts(parts) == parts and equal(of_teacher(moved, parts), began)
+    assert identity.own_parts(moved, parts) == parts and equal(of_teacher(moved, parts), began)
 
     shutil.rmtree(tmp_path / "teacher/checkpoints/2")
-    assert run.own_parts(parts) == parts  # what the run has saved holds the teacher too
+    assert identity.own_parts(run, parts) == parts  # what the run has saved holds the teacher too
     with pytest.raises(jt.UserError, match="no longer has the checkpoint of step 2 that this run began with"):
         run.init(parts=parts)
-    assert "with objective.checkpoint.workdir=" in difference(parts, on_two(student, objective=distillation(
-        config, workdir=shutil.copytree(tmp_path / "teacher", tmp_path / "other"))).own_parts(parts))
+    other = on_two(student, objective=distillation(
+        config, workdir=shutil.copytree(tmp_path / "teacher", tmp_path / "other")))
+    assert "with objective.checkpoint.workdir=" in difference(parts, identity.own_parts(other, parts))
 
 
 @pytest.mark.slow
@@ -209,7 +211,7 @@ def test_only_a_checkpoint_that_was_found_good_teaches(teachers, tmp_path):
     shutil.copytree(workdir, tmp_path / "teacher")
     run = on_two(student, objective=distillation(config, workdir=tmp_path / "teacher"))
     (tmp_path / "teacher/checkpoints/4/good.json").unlink()
-    assert run.own_parts({})["objective"]["checkpoint"]["step"] == 2
+    assert identity.own_parts(run, {})["objective"]["checkpoint"]["step"] == 2
     (tmp_path / "teacher/checkpoints/2/good.json").write_text("{}")
     with pytest.raises(jt.UserError, match="none was read back and found good; start that run again"):
         run.init()
@@ -221,7 +223,7 @@ def test_another_teacher_or_share_is_told(teachers):
 
     def parts(of=config, **settings):
         make = distillation(of, **(dict(workdir=workdir, soft=0.5) | settings))
-        return on_two(student, objective=make).own_parts({})
+        return identity.own_parts(on_two(student, objective=make), {})
 
     assert difference(parts(), parts()) == ""
     assert difference(parts(), parts(soft=0.7)) == "with objective.soft=0.5, this one has 0.7"

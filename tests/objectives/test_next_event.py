@@ -41,7 +41,7 @@ def begun(**keys):
     run = jt.build(plain.config(**keys), devices=jax.devices()[:1])
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda a: (a + rng.normal(0, 0.02, a.shape)).astype(np.float32),
-                        jax.device_get(run.compiled_init(0).params))
+                        jax.device_get(run._compiled_init(0).params))
 
 
 @pytest.mark.parametrize("name", [
@@ -56,7 +56,7 @@ def test_loss_gradients_and_metrics_are_those_of_the_formulas(name):
     assert float(got) == pytest.approx(float(want), rel=1e-5)
     error, leaf = reference.worst(grads, jax.device_get(slopes), floor=1e-3 * float(reference.norm_of(slopes)))
     assert error < 2e-5, leaf
-    total, weight, sums = run.compiled_eval(state.params, run.place(batch))
+    total, weight, sums = run.sharded.evaluate(state, batch)
     told = run.objective.evaluation.metrics(sums)
     truth = plain.metrics(config.model, params, batch)
     assert float(total / weight) == pytest.approx(float(truth["cross_entropy"]), rel=1e-5)

@@ -25,7 +25,7 @@ def test_cross_entropy_is_the_loss_without_penalties(family, keys):
     if "model__mtp_loss_weight" in keys:
         params = jax.device_get(run.init().all_params)
     step = reference.compiled(run)
-    _, metrics = step(reference.start_from(run, params), run.place(batch))
+    _, metrics = step(reference.start_from(run, params), run.sharded.place(batch))
     want = float(reference.evaluation(run.config.model, params, batch))
     assert float(metrics["cross_entropy"]) == pytest.approx(want, rel=1e-5)
     assert float(metrics["perplexity"]) == pytest.approx(np.exp(want), rel=1e-4)
@@ -34,7 +34,7 @@ def test_cross_entropy_is_the_loss_without_penalties(family, keys):
 
     for name, place, wrong in (("tokens", (0, 1), run.config.model.vocab_size), ("targets", (2, 3), -1)):
         batch[name][place] = wrong  # on the devices already, where nobody looks at each id
-    _, metrics = step(reference.start_from(run, params), run.place(batch))
+    _, metrics = step(reference.start_from(run, params), run.sharded.place(batch))
     assert float(metrics["unknown_ids"]) == 2
 
 
@@ -59,7 +59,8 @@ def test_padding_of_a_row_as_one_text_reaches_no_expert():
         batch[name][:, -5:] = 0
     other = batch | {"tokens": batch["tokens"].copy()}
     other["tokens"][:, -5:] = 7
-    found = [reference.compiled(run)(reference.start(run, "mixtral"), run.place(one))[1] for one in (batch, other)]
+    found = [reference.compiled(run)(reference.start(run, "mixtral"), run.sharded.place(one))[1]
+             for one in (batch, other)]
     assert float(found[0]["loss"]) == float(found[1]["loss"])
     assert float(found[0]["moe_max_load"]) == float(found[1]["moe_max_load"])
 

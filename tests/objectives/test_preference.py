@@ -10,13 +10,13 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.data.prepare import prepare
-from jaxtrain.hub import export, generate_texts, with_initial_params
+from jaxtrain.hub import export, generate_texts
 from jaxtrain.hub.weights import safetensors_files
 from jaxtrain.models.lora import scale
 from jaxtrain.objectives.preference import LOSSES, Pairs
+from jaxtrain.run import for_run
 from jaxtrain.train_step import partition
-from jaxtrain.trainer import best_metric
-from jaxtrain.tuning.model_batches import with_model_batches
+from jaxtrain.trainer.early_stop import check_best
 from tests.numerics import reference
 from tests.numerics.plain_lora import merged
 from tests.objectives import plain_preference as plain
@@ -118,7 +118,7 @@ def compared(corpus):
     text = dict(data__source=str(corpus.parent / "text.txt"), train__steps=2)
     base = jt.train(tiny(corpus, **text), folder / "base")
     tuned = dict(DPO, train__init_from=str(folder / "base"))
-    run = with_initial_params(jt.build(tiny(corpus, **tuned)))
+    run = jt.build(tiny(corpus, **tuned))
     return tuned, run, folder / "whole", jt.train(run, folder / "whole"), base
 
 
@@ -128,9 +128,9 @@ def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, c
     (tuned, run, workdir, whole, base), config = compared, partial(tiny, corpus)
     for metric in ("eval_reward_accuracy", "eval_perplexity"):  # higher is better; not reported
         with pytest.raises(jt.UserError, match=r"checkpoint\.best: (a higher .* is better|there is no metric)"):
-            best_metric.check(jt.build(config(**tuned, checkpoint__best=metric)))
+            check_best(jt.build(config(**tuned, checkpoint__best=metric)))
     for metric in ("eval_loss", "highest:eval_reward_accuracy"):
-        best_metric.check(jt.build(config(**tuned, checkpoint__best=metric)))
+        check_best(jt.build(config(**tuned, checkpoint__best=metric)))
     parts = jt.train(run, resumed(workdir, tmp_path / "parts", last=6))
     assert equal(whole.params, parts.params)
     assert equal(parts.frozen["reference"], base.params)
@@ -158,7 +158,7 @@ def rewarded(corpus):
     """A language model in `base`, a reward model that began with it in `whole`, its run, and their states."""
     folder, config = corpus.parent, partial(tiny, corpus)
     base = jt.train(config(**text_of(corpus)), folder / "base")
-    run = with_initial_params(jt.build(config(**SCORED, train__init_from=str(folder / "base"))))
+    run = jt.build(config(**SCORED, train__init_from=str(folder / "base")))
     return folder, run, base, jt.train(run, folder / "whole")
 
 
@@ -177,7 +177,7 @@ def test_a_reward_model_gives_answers_their_rewards(corpus, rewarded):
     keys = text_of(corpus) | dict(train__init_from=str(folder / "base"), data__global_batch_size=8,
                                   reinforce__prompts=str(folder / "prompts.jsonl"), reinforce__max_new_tokens=6)
     scored = tiny(corpus, **keys, reinforce__reward=f"model:{folder}/whole")
-    run = with_model_batches(with_initial_params(jt.build(scored)))
+    run = jt.build(scored)
     run.see(0, run.init())
     batch = run.data[0]
     model = jt.build(tiny(corpus, **SCORED)).module(state)
@@ -194,9 +194,9 @@ def test_a_reward_model_gives_answers_their_rewards(corpus, rewarded):
     (folder / "resumed").mkdir()
     (folder / "resumed" / "run.json").write_text(json.dumps(began))
     with pytest.raises(jt.UserError, match=r"whole has no checkpoint of step 1 that was found good"):
-        with_model_batches(jt.build(scored), folder / "resumed")
+        for_run(jt.build(scored), folder / "resumed")
     with pytest.raises(jt.UserError, match=r"reinforce\.reward: .*base has no reward model; give a run of preference"):
-        with_model_batches(jt.build(tiny(corpus, **keys, reinforce__reward=f"model:{folder}/base")))
+        jt.build(tiny(corpus, **keys, reinforce__reward=f"model:{folder}/base"))
 
 
 @pytest.mark.slow

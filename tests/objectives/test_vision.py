@@ -11,6 +11,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.data.loading.modalities.picture_batches import picture_batches
 from jaxtrain.objectives.flow_matching import noise, sample
+from jaxtrain.run import shapes_of
 from tests.data.prepare_sequences.drawn_pictures import folder_of
 from tests.numerics import reference
 from tests.objectives import plain_vision as plain
@@ -34,7 +35,7 @@ def truth():
         if kind not in known:
             run, rng = built(kind, 1), np.random.default_rng(0)
             params = jax.tree.map(lambda a: (a + rng.normal(size=a.shape, scale=0.1)).astype(np.float32),
-                                  jax.device_get(run.compiled_init(0).params))
+                                  jax.device_get(run._compiled_init(0).params))
             batch = plain.batch(kind)
             formula = plain.contrastive if kind.startswith(DUAL) else lambda *args: (plain.loss(*args), None)
             both = jax.jit(jax.value_and_grad(lambda p: formula(run.config.model, p, batch), has_aux=True))
@@ -69,9 +70,9 @@ def test_loss_and_gradients_are_those_of_one_picture_at_a_time(kind, mesh, truth
     run = built(kind, int(np.prod(list(mesh.values()) or [1])), **mesh)
     state = reference.start_from(run, params)
     if kind.startswith(DUAL):
-        sums = run.compiled_eval(state.all_params, run.place(batch))[2]
+        sums = run.sharded.compiled_evaluation(shapes_of(run).abstract())(state.all_params, run.sharded.place(batch))[2]
         assert float(sums["accuracy"] / sums["weight"]) == pytest.approx(float(accuracy))
-    state, metrics = reference.compiled(run)(state, run.place(batch))
+    state, metrics = reference.compiled(run)(state, run.sharded.place(batch))
     norm, o = float(reference.norm_of(want)), run.config.optimizer
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)

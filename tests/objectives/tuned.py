@@ -40,7 +40,7 @@ def check(run, loss_of, batch, scaled=1.1):
         lambda policy: loss_of(whole(policy), whole(trained)), has_aux=True))(policy)
     if run.objective.precomputed:
         batch = precomputed(run, partition.merge(trained, rest), batch)
-    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.place(batch))
+    state, metrics = reference.compiled(run)(reference.start_from(run, params), run.sharded.place(batch))
     norm, o = float(reference.norm_of(want)), config.optimizer
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5, abs=1e-6)
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)

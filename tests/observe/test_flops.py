@@ -114,7 +114,7 @@ OTHERS = ("siglip_b16.py:tiny", "vision_language.py:tiny", "picture_flow.py:tiny
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_no_mfu_where_steps_of_a_row_do_not_meet_all_matrices(name):
-    run = SimpleNamespace(own_model=None, config=load_config(CONFIGS / name, {}))
+    run = SimpleNamespace(own=None, config=load_config(CONFIGS / name, {}))
     told = constants(run, SimpleNamespace(shape=lambda step: (8, 16), tokens=lambda step: 128 * step))(2)
     assert (told.tokens_per_step, told.tokens_before) == (128, 256) and told.peak is None and not told.flops_per_token
 

@@ -191,13 +191,13 @@ def test_a_model_has_the_loss_and_gradients_of_one_device(family, mesh, n, strat
     config, batch = reference.tiny(family), reference.batch(0)
     want = jax.jit(jax.value_and_grad(lambda p: reference.loss(config.model, p, batch)))(reference.initial(family))
     params = jax.device_put(reference.initial(family), run.layout.state.params)
-    placed = run.place(batch)
+    placed = run.sharded.place(batch)
 
     def mean(params, batch):
-        total, weight, _ = run.loss(params, batch)
+        total, weight, _ = run.objective.loss(params, batch)
         return total / weight
 
-    with sharding.use(run.mesh, run.rules):
+    with sharding.use(run.mesh, run.sharded.rules):
         compiled = jax.jit(jax.value_and_grad(mean)).lower(params, placed).compile(
             compiler_options=reference.QUICKLY)
     loss, grads = compiled(params, placed)
@@ -228,8 +228,7 @@ def test_training_in_a_pipeline_has_the_numbers_of_one_device(tensor, strategy):
 @pytest.mark.slow
 def test_evaluation_has_the_loss_of_one_device():
     one, spread = reference.build("gpt2"), reference.build("gpt2", (1, 1, 1), mesh__context=4)
-    sums = [run.compiled_eval(reference.start(run).params, run.place(reference.batch(0)))
-            for run in (one, spread)]
+    sums = [run.sharded.evaluate(reference.start(run), reference.batch(0)) for run in (one, spread)]
     np.testing.assert_allclose(*map(np.asarray, sums), rtol=1e-6)
 
 

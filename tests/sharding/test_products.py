@@ -89,7 +89,7 @@ def test_scales_do_not_bias_a_product_of_bfloat16():
 def gradients(family, mesh, **keys):
     """Loss and gradients of the first step; of one device without other keys: what the others are compared with."""
     run = reference.build(family, mesh, train__precision="fp8", **keys)
-    return jax.device_get(run.value_and_grad(reference.start(run, family), run.place(reference.batch(0))))
+    return jax.device_get(run.value_and_grad(reference.start(run, family), run.sharded.place(reference.batch(0))))
 
 
 def assert_same(got, want):
@@ -135,7 +135,7 @@ def test_it_learns_as_bfloat16_does():
         run = reference.build("llama", train__precision=name)
         step, state, losses[name] = reference.compiled(run), reference.start(run, "llama"), []
         for n in range(reference.STEPS):
-            state, metrics = step(state, run.place(reference.batch(n)))
+            state, metrics = step(state, run.sharded.place(reference.batch(n)))
             losses[name].append(float(metrics["loss"]))
     np.testing.assert_allclose(losses["fp8"], losses["bfloat16"], rtol=0.02)
     assert losses["fp8"][-1] < 0.7 * losses["fp8"][0] and losses["fp8"] != losses["bfloat16"]

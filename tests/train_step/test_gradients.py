@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import subjaxprs
 
+from jaxtrain.run import shapes_of
 from tests.numerics import reference
 
 MICRO_BATCHES, LAYERS = 2, 3
@@ -27,6 +28,7 @@ def of_stacks(name, jaxpr, inside=False):
 def test_weights_are_cast_once_for_all_micro_batches():
     run = reference.build("llama", (1, 8, 1), train__precision="bfloat16", train__accumulation=MICRO_BATCHES,
                           model__num_layers=LAYERS)
-    program, matrices = run.trace().jaxpr.jaxpr, [p for p in jax.tree.leaves(run.abstract.params) if p.ndim > 2]
+    program = run.sharded.trace(shapes_of(run).abstract()).jaxpr.jaxpr
+    matrices = [p for p in jax.tree.leaves(run.abstract.params) if p.ndim > 2]
     assert of_stacks("convert_element_type", program) == [False] * len(matrices)
     assert sum(of_stacks("reshard", program)) >= len(matrices)  # in the loop, where arrays are gathered

@@ -38,7 +38,7 @@ def losses(name, mesh, stage=0):
     step, state = reference.compiled(run), jax.tree.map(jax.device_put, start(name), run.layout.state)
     out = []
     for n in range(5):
-        state, metrics = step(state, run.place(reference.batch(n)))
+        state, metrics = step(state, run.sharded.place(reference.batch(n)))
         out.append(float(metrics["loss"]))
     return np.array(out)
 

@@ -28,7 +28,7 @@ def test_a_state_of_another_mesh_is_refused_and_can_be_moved(run):
     batch = reference.batch(0)
     with pytest.raises(jt.UserError, match=r"state: .* lies on the devices as .*; move it with adopt"):
         run.step(other.init(), batch)
-    moved = run.adopt(other.init())
+    moved = run.sharded.adopt(other.init())
     assert jax.tree.map(lambda x: x.sharding, moved) == jax.tree.map(lambda x: x.sharding, run.abstract)
     np.testing.assert_allclose(run.step(moved, batch)[1]["loss"], run.step(run.init(), batch)[1]["loss"], rtol=1e-6)
 

@@ -14,6 +14,7 @@ import jaxtrain as jt
 from jaxtrain import observe
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.observe.own_parts import difference
+from jaxtrain.run import identity
 from tests.numerics import reference
 
 STEPS = 6
@@ -135,12 +136,6 @@ def test_an_objective_that_cannot_be_cut_has_no_pipeline():
         jt.build(config(mesh__data=4, mesh__stage=2), objective=Whole.of)
 
 
-def test_stages_share_the_optimizer():
-    run = jt.build(config(data__stages=[{"from_step": 3, "seq_len": reference.SEQ // 2}]), data=Noise())
-    later = run.of_shape((reference.BATCH, reference.SEQ // 2))
-    assert later.optimizer is run.optimizer and later.abstract is run.abstract
-
-
 @pytest.mark.parametrize("keys", [dict(train__sample_tokens=5), dict(train__eval_every=2)])
 def test_own_batches_have_nothing_to_evaluate(keys):
     with pytest.raises(jt.UserError, match=r"data= have no tokenizer and no evaluation split"):
@@ -209,7 +204,7 @@ def other_penalties(config, model):
 def test_a_workdir_is_not_resumed_with_other_parts(tmp_path, first, second, message):
     def write(parts):
         run = jt.build(config(), **parts)
-        found = run.own_parts(observe.recorded_parts(tmp_path) or {})
+        found = identity.own_parts(run, observe.recorded_parts(tmp_path) or {})
         observe.write_run_files(tmp_path, run.config, mesh_sizes={}, device_kind="cpu", data_manifest_hash=None,
                                 parts=found)
 
@@ -222,18 +217,19 @@ def test_a_workdir_is_not_resumed_with_other_parts(tmp_path, first, second, mess
 
 def test_an_optimizer_under_other_versions_is_compared_by_its_arrays(tmp_path):
     run = jt.build(config(), **learning_rate_of(0.1))
-    parts = run.own_parts({})
+    parts = identity.own_parts(run, {})
     (digest,) = parts["optimizer"]["update"].values()
     older = parts | {"optimizer": parts["optimizer"] | {"update": {"jax 0.1, optax 0.1": "another"}}}
     assert difference(older, parts) == "" and len(digest) == 16
-    assert difference(older, jt.build(config(), optimizer=optax.adam(0.1)).own_parts({})).startswith("with another opt")
+    other = jt.build(config(), optimizer=optax.adam(0.1))
+    assert difference(older, identity.own_parts(other, {})).startswith("with another opt")
 
 
 def test_more_steps_of_an_optimizer_without_a_schedule(tmp_path):
     for steps in (6, 8):
         run = jt.build(config(train__steps=steps), **learning_rate_of(0.1))
         observe.write_run_files(tmp_path, run.config, mesh_sizes={}, device_kind="cpu", data_manifest_hash=None,
-                                parts=run.own_parts({}))
+                                parts=identity.own_parts(run, {}))
 
 
 @pytest.mark.slow
@@ -299,7 +295,7 @@ def test_the_length_in_epochs_follows_from_the_data():
                   optimizer__schedule="linear", optimizer__learning_rate=0.1)
     built = jt.build(config(**epochs), devices=jax.devices()[:2], data=jt.BatchFunction(five, num_batches=5))
     assert (built.config.train.steps, built.config.train.epochs, built.config.optimizer.warmup_steps) == (4, 0, 2)
-    assert [round(float(built.schedule(n)), 3) for n in range(5)] == [0.05, 0.1, 0.1, 0.055, 0.01]
+    assert [round(float(built.sharded.settings.schedule(n)), 3) for n in range(5)] == [0.05, 0.1, 0.1, 0.055, 0.01]
     with pytest.raises(jt.UserError, match=r"^train\.epochs: the batches given by data= have no known length"):
         jt.build(config(**epochs), devices=jax.devices()[:2], data=jt.BatchFunction(five))
     with pytest.raises(jt.UserError, match=r"^train\.steps: a run of 0 steps trains nothing"):

@@ -17,6 +17,7 @@ from jaxtrain.observe import events, profile_requests
 from jaxtrain.profiling import __main__ as command
 from jaxtrain.profiling import summary
 from jaxtrain.profiling.summary import ask, summarise
+from jaxtrain.run import compiled_step
 from jaxtrain.trainer.capture import Capture
 from tests.tiers import exhaustive, slow
 from tests.tiny import ROOT, SLOW, free_address, tiny_flags, virtual_devices, wait_for_lines
@@ -37,7 +38,7 @@ def losses(run, watched, last=8, before=lambda step: None):
         batch = run.batch(step - 1)
         if watched:
             watched.on_batch(step, batch)
-        state, metrics = run.compiled(batch)(state, batch)
+        state, metrics = compiled_step(run, batch)(state, batch)
         if watched:
             watched.on_dispatch(step, metrics)
         yield float(metrics["loss"])

@@ -1,6 +1,6 @@
 """Test that the events of a run come in the order that the loop promises:
 
-on_batch -> step (donates) -> exchanged with islands -> on_dispatch -> metrics pushed -> stop agreed -> checks ->
+on_batch -> step (donates) -> extensions after the step -> on_dispatch -> metrics pushed -> stop agreed -> checks ->
 metrics flushed -> saved -> evaluated -> next batch
 
 The tests compare whole recorded runs, so an event that is missing, repeated or out of place fails them.
@@ -31,6 +31,7 @@ from jaxtrain.resilience.corruption.replicas import Replicas
 from jaxtrain.resilience.stragglers import Stragglers
 from jaxtrain.resilience.watchdog import Watchdog
 from jaxtrain.run import Run
+from jaxtrain.trainer import extended
 from jaxtrain.trainer.rollback import AnomalyGuard
 from jaxtrain.trainer.shutdown import Interrupt
 from tests.tiny import tiny_flags
@@ -46,7 +47,8 @@ TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "dat
         "resilience.max_skips=1", "resilience.skip_batches=1"]
 
 Event = tuple[str, int]  # what happened, and the step (counted from 1) that it belongs to
-EVERY_STEP = ("batch asked for", "on_batch", "step", "on_dispatch", "metrics pushed", "stop agreed", "checks")
+EVERY_STEP = ("batch asked for", "on_batch", "step", "extensions", "on_dispatch", "metrics pushed", "stop agreed",
+              "checks")
 SAVE = ("metrics flushed", "saved")
 EVALUATION = ("evaluated", "evaluation written")
 END = ("saved for good",)  # Checkpoints.insist: waits for the last save, and repeats one that failed
@@ -111,7 +113,7 @@ def recording(run: Run) -> Iterator[Recorder]:
             return None
 
         @contextlib.contextmanager
-        def drawn(run, data, start, stop, original=Run.drawn):
+        def drawn(run, data, start, stop, original=extended.drawn):
             with original(run, data, start, stop) as batches:
                 def asked():
                     for step in range(start + 1, stop + 1):
@@ -136,13 +138,14 @@ def recording(run: Run) -> Iterator[Recorder]:
             recorder.add("compiling left out of the next step's time" if during else "clock restarted")
             return original(self, during)
 
-        patch.setattr(Run, "drawn", drawn)
+        patch.setattr(extended, "drawn", drawn)
         patch.setattr(observe.MetricsWriter, "restart_clock", restart_clock)
         record(Run, "see", "seen")
         record(Watchdog, "begin", "on_batch")
         patch.setattr(Replays, "run", step)
         record(Stragglers, "step", "on_dispatch", unknown)
         record(observe.MetricsWriter, "push", "metrics pushed")
+        record(extended.Extensions, "after_step", "extensions")
         record(AnomalyGuard, "look", "anomaly look")
         record(Interrupt, "requested", "stop agreed")
         patch.setattr(Replicas, "check", check)
@@ -215,7 +218,7 @@ def test_the_step_is_compiled_while_what_makes_the_first_state_is(run, monkeypat
         return compiled(lowered)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_beside)
-    again = dataclasses.replace(run)  # nothing of it is compiled
+    again = dataclasses.replace(run, sharded=dataclasses.replace(run.sharded, programs={}))  # nothing is compiled
     first = again.init(meanwhile=begun.set)
     monkeypatch.delattr(jax.stages.Lowered, "compile")
     second = again.init(meanwhile=lambda: None)  # as after a rollback to step 0
@@ -231,7 +234,8 @@ def test_the_first_state_is_computed_while_the_step_is_compiled(run, monkeypatch
         return state
 
     monkeypatch.setattr(jax.stages.Compiled, "__call__", call_and_tell)
-    dataclasses.replace(run).init(meanwhile=lambda: seen.append(dispatched.wait(60)))
+    fresh = dataclasses.replace(run, sharded=dataclasses.replace(run.sharded, programs={}))
+    fresh.init(meanwhile=lambda: seen.append(dispatched.wait(60)))
     assert seen == [True]
 
 

@@ -13,6 +13,7 @@ from jaxtrain.observe.metrics import Constants, MetricsWriter
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.report import memory_report
+from jaxtrain.run import compiled_step
 from jaxtrain.trainer import out_of_memory
 
 # As an H200 and a TPU say it.
@@ -30,7 +31,7 @@ def explained(run, workdir, error):
 
 
 def test_an_error_about_memory_is_explained(two, tmp_path, monkeypatch):
-    assert two.compiled_step  # there is a program to explain
+    assert compiled_step(two)  # there is a program to explain
     monkeypatch.setattr(memory_report, "estimate", lambda *_: 1 / 0)  # which takes a while, and may fail
     monkeypatch.setattr(out_of_memory, "device_memory", lambda: {"memory_bytes": 70 * 10**9, "memory_peak_bytes": 2,
                                                                  "memory_limit_bytes": 80 * 10**9})
@@ -62,7 +63,7 @@ def test_trouble_with_the_explanation_does_not_hide_the_error(two, tmp_path, mon
 
 def test_the_largest_arrays_are_those_of_the_program(two):
     """Logits and attention's scores are known by their shapes; all are within what the compiler allocates."""
-    compiled = two.compiled_step
+    compiled = compiled_step(two)
     rows = memory_report.largest(compiled.as_text(), count=1000)
     sizes = [size for size, *_ in rows]
     assert sizes == sorted(sizes, reverse=True) and 0 < sizes[0] <= compiled.memory_analysis().temp_size_in_bytes

@@ -21,10 +21,11 @@ from jaxtrain.config.schema import ResilienceConfig
 from jaxtrain.data.loading.loader import Batches
 from jaxtrain.data.loading.skipped_batches import FILE, SkippedBatches
 from jaxtrain.distributed import exit_codes
+from jaxtrain.extensions.anomaly_history import History
 from jaxtrain.main import main
 from jaxtrain.observe.events import events, listeners
 from jaxtrain.resilience.watchdog import Watchdog
-from jaxtrain.train_step.anomaly import History
+from jaxtrain.train_step.hooks import extras_of
 from jaxtrain.trainer.loop import train
 from jaxtrain.trainer.rollback import AnomalyGuard, GivenUp, RolledBack, apply_pending_rollback
 from tests.tiny import SAME_BITS, TWO_DEVICES, free_address, tiny_flags, virtual_devices
@@ -358,7 +359,7 @@ def test_a_checkpoint_of_the_time_before_histories_has_an_empty_one(flags, never
     config = load_config(flags[0].partition("=")[2], dict(f.removeprefix("--config.").split("=") for f in flags[1:]))
     run = build(config)
     new = CheckpointManager(never_saw / "checkpoints").restore(STEPS, run.abstract)
-    with contextlib.closing(CheckpointManager(tmp_path, extras=run.extras)) as old:
+    with contextlib.closing(CheckpointManager(tmp_path, extras=extras_of(run.extensions))) as old:
         old.save(STEPS, dataclasses.replace(new, extras={}))
         old.wait()
         restored = old.restore(STEPS, run.abstract)

@@ -15,10 +15,12 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.data.loading.batch_function import BatchFunction
 from jaxtrain.data.prepare import prepare
+from jaxtrain.extensions import of_kind
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.run import Run
 from jaxtrain.tuning import reference_sums
+from jaxtrain.tuning.reference_sums import PrecomputedReference
 from tests.numerics import reference
 from tests.objectives import plain_kto, plain_preference, tuned
 from tests.tiers import exhaustive, slow, slow_if
@@ -289,7 +291,7 @@ def test_rows_of_a_mixture_and_batches_of_ones_own_are_found_too(corpus, fake, c
 def test_incomplete_batches_of_ones_own_are_refused(corpus, fake):
     plain = jt.build(tiny(corpus))
     batches = [dict(plain.train_batches[step % 2]) for step in range(8)]
-    run = replace(plain, data=BatchFunction(batches.__getitem__, tokens_per_row=64), joined=None)
+    run = replace(plain, data=BatchFunction(batches.__getitem__, tokens_per_row=64), extensions=())
     sums, whole = prepared(run, None), batches[1]
     for changed, message in (
         ({name: x for name, x in whole.items() if name != "segments"}, "no array 'segments', which Preference takes"),
@@ -300,12 +302,12 @@ def test_incomplete_batches_of_ones_own_are_refused(corpus, fake):
         with pytest.raises(jt.UserError, match=f"batch: .*{message}"):
             prepared(run, None)
         with pytest.raises(jt.UserError, match="batch: "):
-            replace(run, joined=sums).batch(1)
+            replace(run, extensions=(PrecomputedReference(sums),)).batch(1)
 
 
 def test_a_run_that_goes_on_makes_parameters_alone(corpus, monkeypatch):
     monkeypatch.setattr(Run, "init", lambda run, parts: run)
-    run = jt.build(tiny(corpus, train__ema_decay=0.9)).joined.initial({})
+    run = of_kind(jt.build(tiny(corpus, train__ema_decay=0.9)), PrecomputedReference).sums.initial({})
     state = jax.eval_shape(run._init, 0)
     assert jax.tree.structure(state) == jax.tree.structure(run.layout.state)
     assert jax.tree.leaves(state.all_params) and not jax.tree.leaves((state.opt_state, state.extras))

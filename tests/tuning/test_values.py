@@ -10,7 +10,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.config.sections.tuning_keys import ReinforceConfig
-from jaxtrain.hub import export, generate_texts, trained_model, with_initial_params
+from jaxtrain.hub import export, generate_texts, trained_model
 from jaxtrain.hub.adapters import adapter_commands
 from jaxtrain.hub.generate import Generated
 from jaxtrain.models.heads.scalar_head import without_heads
@@ -112,8 +112,7 @@ def test_a_run_that_goes_on_reads_its_values_and_others_begin_with_or_without_it
         jt.train(config(files, **keys), short)
 
     def begun(**other):
-        return with_initial_params(jt.build(config(files, **(keys | other | dict(
-            train__init_from=str(tmp_path / "whole")))))).init()
+        return jt.build(config(files, **(keys | other | dict(train__init_from=str(tmp_path / "whole"))))).init()
 
     same = lambda a, b: jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (a, b))))  # noqa: E731
     model = {key: value for key, value in whole.all_params.items() if key != "reference"}
@@ -127,7 +126,7 @@ def test_a_run_that_goes_on_reads_its_values_and_others_begin_with_or_without_it
     assert "value_head" not in state.all_params and same(state.all_params["embed"], base.all_params["embed"])
     assert adapter_commands.export(tmp_path / "whole", tmp_path / "adapters", base=str(tmp_path / "out")) == 6
     published = jt.build(config(files, **(keys | dict(lora__rank=0, train__init_from=str(tmp_path / "out")))))
-    assert not np.asarray(with_initial_params(published).init().params["value_head"]["kernel"]).any()
+    assert not np.asarray(published.init().params["value_head"]["kernel"]).any()
     assert generate_texts.main([str(tmp_path / "whole"), "--prompt=say", "--max_new_tokens=2"]) == 0
     shutil.rmtree(tmp_path / "short")
 

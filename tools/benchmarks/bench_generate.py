@@ -42,6 +42,7 @@ from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.decoding import Decoding
 from jaxtrain.hub.weights import published_weights
 from jaxtrain.models import lora
+from jaxtrain.run import abstract_model
 
 NEW, PROMPT, REPEATS, RANK = 32, 64, 3, 16
 
@@ -130,7 +131,7 @@ def with_adapters(run, state, folder: Path, rows: list[int], many: int) -> None:
     for n in range(many):
         rng = np.random.default_rng(n)
         made = jax.tree.map(lambda leaf, rng=rng: jax.device_put(
-            0.01 * rng.standard_normal(leaf.shape, np.float32), leaf.sharding), lora.adapters(adapted.abstract_model))
+            0.01 * rng.standard_normal(leaf.shape, np.float32), leaf.sharding), lora.adapters(abstract_model(adapted)))
         (folder / f"{n}").mkdir()
         adapter_files.save(made, run.config.model, adapted.config.lora, folder / f"{n}", f"{base}",
                            np.dtype("float32"))
@@ -195,7 +196,7 @@ def beside_the_limit(run, state, rows: list[int], peer: Any) -> None:
     print("| rows | limit, tokens/s | tokens/s | of the limit | "
           + ("transformers | of the limit | ratio | same tokens |\n|---|---|---|---|---|---|---|---|" if peer
              else "without a cache |\n|---|---|---|---|---|"))
-    whole = jax.jit(lambda params, tokens: run.model.merge(run.cast(params))(tokens)[:, -1])
+    whole = jax.jit(lambda params, tokens: run.model.merge(run.sharded.cast(params))(tokens)[:, -1])
     for count in rows:
         prompts = np.random.default_rng(0).integers(1, c.vocab_size, (count, PROMPT)).tolist()
         limit = count * read / (weights + count * (PROMPT + NEW / 2) * per_token)

@@ -31,11 +31,12 @@ def main() -> None:
     import jaxtrain as jt
     from jaxtrain.hub.weights import published_weights
     from jaxtrain.models.lora import without_adapters
+    from jaxtrain.run import abstract_model
 
     run = jt.build(jt.load_config(flags.config, {
         "model.num_layers": flags.layers, "lora.rank": 1, "train.frozen_dtype": "bfloat16", "mesh.fsdp": flags.devices,
         "mesh.data": 1, "mesh.tensor": 1, "data.global_batch_size": flags.devices, "train.accumulation": 1}))
-    wanted = without_adapters(run.abstract_model)
+    wanted = without_adapters(abstract_model(run))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(wanted))
     with tempfile.TemporaryDirectory() as folder:
         write_zeros(Path(folder), run.config.model, wanted)

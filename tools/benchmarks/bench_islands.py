@@ -41,6 +41,8 @@ import jaxtrain as jt
 from jaxtrain.config.load import load_config
 from jaxtrain.flags import overrides_of
 from jaxtrain.islands.outer_exchange import Exchange
+from jaxtrain.run import shapes_of
+from jaxtrain.train_step.hooks import extras_of
 from tests.islands.memory_meeting import MemoryMeeting
 
 ISLANDS, EVERY, SLOW = 8, 50, 3
@@ -90,7 +92,8 @@ class Training:
     def __init__(self, args, rows, keys, rate):
         self.run = jt.build(config_of(args, rows, keys, rate), devices=jax.devices()[:1])
         self.evaluated = range(EVALUATED // rows * args.tune, EVALUATED // rows * (1 + args.tune))
-        step, self.whole = self.run.sharded.make(), self.run.place(self.run.batch(0))
+        self.evaluation = self.run.sharded.compiled_evaluation(shapes_of(self.run).abstract())
+        step, self.whole = self.run.sharded.make(), self.run.sharded.place(self.run.batch(0))
 
         def chunk(state, batches, many):
             def one(i, state):
@@ -111,7 +114,7 @@ class Training:
         total = weight = 0.0
         for n in self.evaluated:
             nats, tokens, *_ = jax.device_get(
-                self.run.compiled_eval(state.all_params, self.run.placed(self.run.eval_batches, n)))
+                self.evaluation(state.all_params, self.run.batch(n, self.run.eval_batches)))
             total, weight = total + nats, weight + tokens
         return float(total / weight)
 
@@ -149,7 +152,7 @@ def alone(args, keys, begin):
     keys = {key: value for key, value in keys.items() if key != "alone"}
     made = Training(args, args.rows, keys, keys.pop("rate", args.inner))
     batches = jt_part(made.run.config.data, made.run.corpus, 0)
-    state = made.run.adopt(jax.tree.map(np.array, begin))
+    state = made.run.sharded.adopt(jax.tree.map(np.array, begin))
     for first in range(args.warm, args.steps, EVERY):
         state = made.train(state, batches, first, EVERY)
     return {"loss": made.loss(state), "bytes": 0.0, "time": args.steps - args.warm}
@@ -168,9 +171,9 @@ class Simulated:
         self.section, self.meeting = section, MemoryMeeting(ISLANDS, section.mode, section.max_age)
         self.exchanges = [Exchange(dataclasses.replace(section, index=i), self.made.run.abstract,
                                    self.made.run.layout.axes, self.meeting) for i in range(ISLANDS)]
-        extras = {name: make(begin.params) for name, make in self.made.run.extras.items()}
+        extras = {name: make(begin.params) for name, make in extras_of(self.made.run.extensions).items()}
         state = dataclasses.replace(begin, extras=extras)
-        self.states = [self.made.run.adopt(jax.tree.map(np.array, state)) for _ in range(ISLANDS)]
+        self.states = [self.made.run.sharded.adopt(jax.tree.map(np.array, state)) for _ in range(ISLANDS)]
         data = self.made.run.config.data
         self.batches = [jt_part(data, self.made.run.corpus, i) for i in range(ISLANDS)]
         self.done, self.bytes, self.curve = [args.warm] * ISLANDS, 0.0, []

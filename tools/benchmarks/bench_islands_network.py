@@ -51,30 +51,33 @@ def island(settings):
 
     import jaxtrain as jt
     from jaxtrain.config.load import load_config
-    from jaxtrain.islands import with_exchange
+    from jaxtrain.extensions import of_kind
+    from jaxtrain.islands.joining import Joining
+    from jaxtrain.run import for_run
 
     if settings["relay"]:
         settings["keys"]["meeting"] = f"tcp://127.0.0.1:{relay(settings['coordinator'], settings['delay_s'])}"
     run = jt.build(load_config(str(ROOT / "configs" / "gpt.py:tiny"), {
         key: str(value) for key, value in (settings["run"] | {
             f"islands.{key}": value for key, value in settings["keys"].items()}).items()}), devices=jax.devices()[:1])
-    run = with_exchange(run)
+    run = for_run(run, ROOT)
+    exchange = of_kind(run, Joining).exchange
     steps, curve, evaluating = run.config.train.steps, [], 0.0
     jax.block_until_ready(run.step(run.init(), run.batch(0)))  # compiles
     run.evaluate(run.init(), 8)
     print("ready", flush=True)
     sys.stdin.readline()
     began, waited, sent, received, busy = time.perf_counter(), 0.0, 0.0, 0.0, 0.0
-    state = run.exchange.begin(0, run.init())
+    state = exchange.begin(0, run.init())
     for step in range(steps):
         at = time.perf_counter()
         state, _ = run.step(state, run.batch(step))
         jax.block_until_ready(state.params)
         busy += time.perf_counter() - at
         time.sleep(max(0.0, settings["step_s"] - (time.perf_counter() - at)))
-        if run.exchange.due(step + 1, step + 1 == steps):
-            state = run.exchange.after(step + 1, state, step + 1 == steps)
-            fields = run.exchange.pop_fields()
+        if exchange.due(step + 1, step + 1 == steps):
+            state = exchange.after(step + 1, state, step + 1 == steps)
+            fields = exchange.pop_fields()
             waited += fields.get("island_wait_s", 0)
             sent += fields.get("island_sent_bytes", 0)
             received += fields.get("island_received_bytes", 0)

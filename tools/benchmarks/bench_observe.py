@@ -29,11 +29,12 @@ from jaxtrain.observe.prometheus.run_metrics import RunMetrics
 from jaxtrain.observe.trackers import made
 from jaxtrain.observe.trackers.tracker import About
 from jaxtrain.observe.trackers.tracking import Tracking
+from jaxtrain.run import identity
 
 
 def tracked(name: str) -> Callable[[jt.Run, Path], list[Sink]]:
     def sinks(run: jt.Run, workdir: Path) -> list[Sink]:
-        about = About(f"{workdir.name}-{time.time_ns()}", workdir.name, "bench", workdir, run.settings, {})
+        about = About(f"{workdir.name}-{time.time_ns()}", workdir.name, "bench", workdir, identity.settings(run), {})
         tracking = Tracking(about, [made(name)])
         tracking.start()
         STOP.append(lambda: tracking.finish("finished"))

@@ -16,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "jaxtrain"
 LEARNING = """
-    __init__ main errors redaction builder run validation rule_checks
+    __init__ main errors redaction builder run/__init__ run/identity run/shapes run/model_loss extensions/__init__
+    validation rule_checks
     config/schema config/family config/decoder_config config/model_config config/field_checks config/load
     config/sections/tuning_keys config/sections/observe_keys config/sections/island_keys
     config/sections/compression_keys config/sections/sparsity_keys
@@ -24,7 +25,7 @@ LEARNING = """
     models/make_model models/decoder models/layers models/attention/self_attention models/gpt2 models/trained_parameters
     kernels/functions kernels/cross_entropy kernels/attention/__init__ kernels/attention/xla_attention
     objectives/objective objectives/next_token
-    train_step/state train_step/gradients
+    train_step/state train_step/gradients train_step/hooks train_step/settings
     train_step/step train_step/sharded_step train_step/optimizers/__init__ train_step/precision
     train_step/optimizers/matrices train_step/optimizers/mup train_step/partition train_step/report
     data/__init__ data/tokenizers/tokenizer data/corpus/corpus data/corpus/text_cache
@@ -33,12 +34,13 @@ LEARNING = """
     data/loading/grain_datasets/prefetch data/loading/grain_datasets/batch_dataset
     data/loading/loader data/loading/shuffle data/packing/packed_rows data/loading/placement
     trainer/loop trainer/session trainer/resume trainer/saver trainer/evaluate trainer/reporting trainer/observers
+    trainer/extended
 """
 SURVIVAL = """
     checkpoint/manager checkpoint/restore checkpoint/verify checkpoint/shared_verification checkpoint/fingerprint
     sharding/bit_sums checkpoint/trees checkpoint/retention checkpoint/step_folders checkpoint/save_policy
     checkpoint/orbax/* resilience/* resilience/corruption/* trainer/rollback trainer/shutdown
-    trainer/capture trainer/out_of_memory observe/device_memory train_step/anomaly
+    trainer/capture trainer/out_of_memory observe/device_memory extensions/anomaly_history
     distributed/processes distributed/launch_environment distributed/coordination distributed/peers
     distributed/exit_codes distributed/heartbeat distributed/authentication distributed/lines distributed/run_lock
     observe/ledger observe/events observe/metrics observe/flops observe/runinfo observe/progress

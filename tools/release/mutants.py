@@ -85,7 +85,7 @@ MUTANTS = {
         "checkpoint/verify.py", "if hashes and hash_file(folder / name)[1] != sha256:", "if False:",
         ("tests/checkpoint/test_damage.py", "tests/checkpoint")),
     "resume_off_by_one": Mutant(
-        "trainer/loop.py", "run.drawn(data, start, begun.last)", "run.drawn(data, start + 1, begun.last)",
+        "trainer/loop.py", "drawn(run, data, start, begun.last)", "drawn(run, data, start + 1, begun.last)",
         ("tests/trainer/test_order.py", "tests/trainer/test_resume.py")),
     "metrics_not_flushed_before_a_save": Mutant(
         "trainer/loop.py", "writer.flush()", "pass", ("tests/trainer/test_order.py",)),

@@ -22,6 +22,7 @@ from jaxtrain.errors import UserError, nearest
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.models import lora
 from jaxtrain.models.decoder import Decoder
+from jaxtrain.run import abstract_model
 
 if TYPE_CHECKING:
     from jaxtrain.run import Run
@@ -63,8 +64,9 @@ def load(folders: Folders, run: "Run", base: Any) -> tuple[Any, dict[str, np.nda
 
     `base`: all other parameters.
     """
-    model, abstract = run.config.model, lora.adapters(run.abstract_model)
+    model, abstract = run.config.model, lora.adapters(abstract_model(run))
     whole = flatten(abstract)
+    assert run.model is not None
     names = jax.tree.structure(abstract).flatten_up_to(lora.adapters(run.model.axes()))
     along = {path: axes.index("lora") for path, axes in zip(whole, names, strict=True)}
     parts: list[dict[str, jax.Array]] = []

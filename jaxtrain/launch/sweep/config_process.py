@@ -9,6 +9,7 @@ from typing import Any
 from jaxtrain.config.load import make_config, read_config
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.launch.sweep.sweep_file import Sweep
+from jaxtrain.run import shapes_of
 
 _USUAL = ("loss", "cross_entropy", "perplexity", "grad_norm", "eval_loss", "eval_perplexity", "eval_bits_per_byte",
           "eval_loss_ema")  # of most runs
@@ -36,7 +37,8 @@ def metrics_of(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[
     overrides = {key: value for key, value in overrides.items() if not key.startswith("mesh.")}
     run = build(make_config({**values, "mesh": {}}, overrides), devices=jax.devices()[:1])
     own = [f"eval_{name}" for name in run.objective.evaluation_metrics]
-    return sorted({*run.trace().out_info[1], "eval_loss", *(own or [name for name in _USUAL if name[:5] == "eval_"])})
+    traced = run.sharded.trace(shapes_of(run).abstract())
+    return sorted({*traced.out_info[1], "eval_loss", *(own or [name for name in _USUAL if name[:5] == "eval_"])})
 
 
 def _apart(do: Callable[..., Any], *words: Any) -> Any:

@@ -61,6 +61,13 @@ class Schedule:
                             key=lambda at: self.position[at[0]][at[1]]))
 
     @property
+    def summary(self) -> str:
+        """The schedule in a line of words."""
+        return (f"{self.name}, {self.microbatches} micro-batches through {self.stages} stages x {self.chunks} chunks "
+                f"in {self.length} ticks, {self.bubble_fraction:.0%} of them empty; "
+                f"{max(map(self.in_flight, range(self.stages)))} inputs held")
+
+    @property
     def length(self) -> int:
         """The number of ticks."""
         return len(self.ticks)

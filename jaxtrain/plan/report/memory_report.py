@@ -15,7 +15,7 @@ from jaxtrain.plan.instructions import Instruction, Program, program, size
 from jaxtrain.plan.report.answers_room import room_for_answers
 from jaxtrain.plan.source_lines import source_lines
 from jaxtrain.plan.targets import gigabytes
-from jaxtrain.run import Run
+from jaxtrain.run import Run, identity
 
 TOP = 8  # arrays that are listed
 LESS = 0.9  # of the memory that a step is predicted to take: what a change must come below
@@ -54,12 +54,14 @@ def _made(code: Program, name: str) -> Iterator[Instruction]:
 def report(run: Run) -> str:
     """Return what the step of a run takes of a device's memory and what would take less; nothing here uses a device."""
     lines = []
-    shapes = [run, *run._other_shapes.values()]  # of batches: the one whose program takes most
-    made = [(vars(one)["compiled_step"], one) for one in shapes if "compiled_step" in vars(one)]
-    if made:
-        compiled, of = max(made, key=lambda one: one[0].memory_analysis().temp_size_in_bytes)
-        lines += _compiled(compiled, of)
-    if not run.has_own_parts:
+    def working(compiled: jax.stages.Compiled) -> int:
+        memory = compiled.memory_analysis()
+        return memory.temp_size_in_bytes if memory else 0
+
+    made = [program for (kind, _), program in run.sharded.programs.items() if kind == "step"]
+    if made:  # of all shapes of batches the one that takes most
+        lines += _compiled(max(made, key=working), run)
+    if not identity.has_own_parts(run):
         lines += _planned(run)
     return "\n".join(lines)
 

@@ -28,7 +28,7 @@ class RoundedState(NamedTuple):
     """The state of an optimizer whose moments have fewer bits."""
 
     count: jax.Array  # updates so far
-    first_layer: jax.Array  # 0, but where layers are updated one by one (train_step/offload.py): which one it is
+    first_layer: jax.Array  # where layers are updated one by one (UpdateByLayer): which one it is; else 0
     scales: Any  # like `inner`: of each moment of 8 bits its blocks' scales, elsewhere None
     inner: Any  # the optimizer's own state
 

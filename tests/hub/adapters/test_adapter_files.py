@@ -20,6 +20,7 @@ from jaxtrain.hub.adapters import __main__ as adapters
 from jaxtrain.hub.adapters import adapter_files, adapter_merge
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.models import lora
+from jaxtrain.run import abstract_model
 from jaxtrain.sharding import rules as sharding
 from tests.hub import published
 from tests.hub.adapters import published_adapters
@@ -35,7 +36,7 @@ COMPUTED = [pytest.param(each.values[0], marks=pytest.mark.exhaustive) if each.v
 
 
 def logits_of(run, params) -> np.ndarray:
-    with sharding.use(run.mesh, run.rules):
+    with sharding.use(run.mesh, run.sharded.rules):
         return np.asarray(jax.jit(lambda params: run.model.merge(params)(jnp.asarray(published.TOKENS)))(params))
 
 
@@ -63,7 +64,7 @@ def test_what_is_written_are_the_same_adapters_from_any_mesh(name, tmp_path):
             np.testing.assert_allclose(after[key].view(), tensor.view(), rtol=1e-6 if "magnitude" in key else 0)
     wanted, again = (adapter_files.keys(folder, run.config.model) for folder in (tmp_path / "adapters", out))
     assert LoraConfig(**wanted) == LoraConfig(**again) == run.config.lora and wanted["targets"] == again["targets"]
-    both = adapter_files.load_with_base(out, run.config.model, run.config.lora, run.abstract_model)
+    both = adapter_files.load_with_base(out, run.config.model, run.config.lora, abstract_model(run))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, both)
     said = json.loads((out / adapter_files.CONFIG).read_text())
     names = [key.removeprefix("base_model.model.") for key in after if key.endswith(adapter_files.DOWN)]
@@ -200,7 +201,7 @@ def test_what_cannot_be_read_is_told_in_one_line(tmp_path, said, keys, reason):
                              "lora": {"rank": 3, "alpha": 6.0} | keys, "mesh": {"data": 1}})
     run = jt.build(config, devices=jax.devices()[:1])
     with pytest.raises(jt.UserError) as refusal:
-        adapter_files.load_with_base(folder, config.model, config.lora, run.abstract_model)
+        adapter_files.load_with_base(folder, config.model, config.lora, abstract_model(run))
     assert reason in f"{refusal.value}"
 
 
@@ -215,7 +216,7 @@ def test_one_adapter_for_queries_keys_and_values_is_refused_where_each_has_its_o
     run = jt.build(jt.make_config({"model": trained_model.sections_of(base)["model"], "data": {"seq_len": 8},
                                    "lora": keys, "mesh": {"data": 1}}), devices=jax.devices()[:1])
     with pytest.raises(jt.UserError, match=r"has rank 6 for queries, keys and values together; set .*lora.rank=6"):
-        adapter_files.load_with_base(folder, run.config.model, run.config.lora, run.abstract_model)
+        adapter_files.load_with_base(folder, run.config.model, run.config.lora, abstract_model(run))
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -259,7 +260,7 @@ def test_dora_beside_a_layer_that_looks_ahead_is_written_without_that_layer(fami
     run, rng = reference.build(family, model__mtp_loss_weight=0.3, lora__rank=3, lora__dora=True, **(
         {"model__window": 0} if family == "qwen3" else {"model__norm_eps": 1e-6})), np.random.default_rng(0)
     whole = jax.tree.map(lambda leaf: jax.device_put(0.3 * rng.standard_normal(leaf.shape, np.float32), leaf.sharding),
-                         run.abstract_model)
+                         abstract_model(run))
     assert [path for path in flatten(whole) if path.startswith("ahead/") and path.endswith("/magnitude")]
     for name in ("base", "adapters"):
         (tmp_path / name).mkdir()

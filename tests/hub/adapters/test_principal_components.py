@@ -17,6 +17,7 @@ from jaxtrain.hub import trained_model
 from jaxtrain.hub.adapters import adapter_files, adapter_merge, principal_components
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.models import lora
+from jaxtrain.run import abstract_model
 from tests.hub import published
 from tests.hub.adapters import published_adapters
 from tests.numerics import plain_lora
@@ -57,7 +58,7 @@ def test_they_begin_as_pefts(begun, tmp_path):
 
 def published_of(run, arrays, folder):
     """The tensors, by their published names, of a model with these arrays as its parameters."""
-    abstract = lora.without_adapters(run.abstract_model)
+    abstract = lora.without_adapters(abstract_model(run))
     leaves = [jax.device_put(x, leaf.sharding) for x, leaf in zip(arrays, jax.tree.leaves(abstract), strict=True)]
     published_weights.save(jax.tree.unflatten(jax.tree.structure(abstract), leaves), run.config.model, folder,
                            np.float32, 10**9)

@@ -15,6 +15,7 @@ from jaxtrain.hub import trained_tokenizer
 from jaxtrain.hub.speech import speech_model, transcribe
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.kernels.log_mel import log_mel
+from jaxtrain.run import abstract_model
 from jaxtrain.sharding import rules as sharding
 from tests.hub import published
 from tests.hub.speech import tiny_whisper as tiny
@@ -44,7 +45,7 @@ def test_numbers_and_bytes_are_those_of_transformers(folder, tmp_path, mesh):
     config = starting_config(f"{folder}")
     config = {"model": config["model"], "data": config["data"] | {"global_batch_size": 2}, "mesh": mesh or {"data": 1}}
     run = jt.build(jt.make_config(config), devices=jax.devices()[:4 if mesh else 1])
-    params = published_weights.load(folder, run.config.model, run.abstract_model)
+    params = published_weights.load(folder, run.config.model, abstract_model(run))
 
     @jax.jit
     def passed(params, features, tokens):
@@ -54,7 +55,7 @@ def test_numbers_and_bytes_are_those_of_transformers(folder, tmp_path, mesh):
         return memory, model.logits(x)
 
     if not mesh:
-        with sharding.use(run.mesh, run.rules):
+        with sharding.use(run.mesh, run.sharded.rules):
             memory, logits = passed(params, jnp.asarray(tiny.FEATURES), jnp.asarray(tiny.TOKENS))
         assert close("memory", memory) and close("logits", logits)
     published_weights.save(params, run.config.model, tmp_path, np.float32, 10**9)

@@ -24,6 +24,7 @@ from jaxtrain.hf.hf_config import config_json, model_section, starting_config
 from jaxtrain.hub.initial_params import ENCODER
 from jaxtrain.hub.release import exported_tokenizer
 from jaxtrain.hub.weights import published_weights, safetensors_files
+from jaxtrain.run import abstract_model
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from tests.hub import published
@@ -72,7 +73,7 @@ def built(folder, devices=1, **mesh):
 def test_embeddings_loss_gradients_and_bytes_are_those_of_transformers(name, mesh, tmp_path):
     truth, folder = TRUTH[name], write(tmp_path / "in", name)
     run = built(folder, 4 if mesh else 1, **mesh)
-    params = published_weights.load(folder, run.config.model, run.abstract_model)
+    params = published_weights.load(folder, run.config.model, abstract_model(run))
     (batch, order), (others, mixed) = (rows(run.config.model, which) for which in ("square", "others"))
 
     @jax.jit
@@ -84,9 +85,9 @@ def test_embeddings_loss_gradients_and_bytes_are_those_of_transformers(name, mes
         model = run.model.merge(partition.like(params, run.model.params()))
         return jax.value_and_grad(loss)(params), model(batch)
 
-    with sharding.use(run.mesh, run.rules):
-        (loss, gradients), (pictures, texts) = both(params, run.place(batch))
-        seen = both(params, run.place(others))[1][0]
+    with sharding.use(run.mesh, run.sharded.rules):
+        (loss, gradients), (pictures, texts) = both(params, run.sharded.place(batch))
+        seen = both(params, run.sharded.place(others))[1][0]
     for found, which, numbers in ((pictures, "pictures", order), (texts, "texts", order), (seen, "others", mixed)):
         wanted = np.reshape(truth[which], (4, -1))[numbers]
         assert np.abs(np.asarray(found)[:, :2].reshape(4, -1) - wanted).max() < 1e-5, which

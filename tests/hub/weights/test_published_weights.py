@@ -14,6 +14,7 @@ from jaxtrain.config.family import entries
 from jaxtrain.hf.hf_config import model_section
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.models.lora import without_adapters
+from jaxtrain.run import abstract_model
 from jaxtrain.sharding import rules as sharding
 from tests.hub import published
 from tests.numerics import plain_lora
@@ -50,7 +51,7 @@ def test_logits_and_all_gradients_are_those_of_transformers(name, tmp_path):
             return -named.mean(), logits
         return jax.value_and_grad(loss, has_aux=True)(params)
 
-    with sharding.use(run.mesh, run.rules):
+    with sharding.use(run.mesh, run.sharded.rules):
         (loss, logits), gradients = both(params)
     wanted = np.asarray(case["logits"]).reshape(logits.shape)
     assert np.abs(logits - wanted).max() < 1e-5 * np.abs(wanted).max()
@@ -99,7 +100,7 @@ def test_adapters_of_experts_are_added_to_what_is_exported(name, tmp_path):
               "lora": {"rank": 2, "alpha": 6.0, "experts": True}}
     run = jt.build(jt.make_config(config), devices=jax.devices()[:1])
     params = jax.device_put(plain_lora.at_random(jax.device_get(run.init().all_params)), jax.tree.map(
-        lambda leaf: leaf.sharding, run.abstract_model))
+        lambda leaf: leaf.sharding, abstract_model(run)))
     (tmp_path / "out").mkdir()
     published_weights.save(params, run.config.model, tmp_path / "out", np.float32, 10**6, run.config.lora)
     plain = built(folder, data=1)
@@ -131,7 +132,7 @@ def test_a_host_holds_no_more_than_a_part_of_a_shard(tmp_path, monkeypatch):
     run = jt.build(jt.make_config({"model": model_section(folder), "data": {"seq_len": 8, "global_batch_size": 8},
                                    "mesh": {"fsdp": 2, "expert": 2, "data": 1, "tensor": 2},
                                    "lora": {"rank": 1, "quantize": "nf4"}}))
-    wanted = without_adapters(run.abstract_model)
+    wanted = without_adapters(abstract_model(run))
     filled, sizes = published_weights.placed, []
     monkeypatch.setattr(published_weights, "placed", lambda leaf, read: jax.make_array_from_callback(
         leaf.shape, leaf.sharding, read))

@@ -19,7 +19,7 @@ from tests.islands.archipelago import assert_same_bits, numbers
 from tests.islands.memory_meeting import MemoryMeeting, wait_until
 from tests.islands.network.served_log import Site, fall_back_at_once
 from tests.islands.test_background_offers import At
-from tests.islands.test_island_runs import MODES, Beside, Dies, built, islands, pair, straight, with_meeting
+from tests.islands.test_island_runs import MODES, Beside, Dies, built, islands, joined, pair, straight, with_meeting
 from tests.tiers import slow_if
 
 pytest.importorskip("cryptography", reason="comes with the extra .[islands]")
@@ -46,9 +46,9 @@ class Reached:
         self.meeting = meeting._meeting  # behind what makes calls wait
         if section.overlap:
             self.meeting = self.meeting._meeting  # and what looks ahead
-        self.run = replace(run, exchange=Exchange(section, run.abstract, run.layout.axes,
-                                                  SharedMeeting(meeting) if shared else meeting,
-                                                  run.train_batches.tokens))
+        self.exchange = Exchange(section, run.abstract, run.layout.axes, SharedMeeting(meeting) if shared else meeting,
+                                 run.train_batches.tokens)
+        self.run = joined(run, self.exchange)
         site.opened.append(self.meeting)
 
     def is_away(self):
@@ -174,8 +174,8 @@ def test_a_new_island_begins_at_the_store(tmp_path, site):
     train(begun.run, tmp_path / "first")
     beside.ended()
     assert site.log.trimmed
-    at_port = begun.run.exchange.begin(0, one.init())
+    at_port = begun.exchange.begin(0, one.init())
     site.proxy.close_port()
-    at_store = begun.run.exchange.begin(0, one.init())
+    at_store = begun.exchange.begin(0, one.init())
     assert begun.is_away()
     assert_same_bits(numbers(at_store), numbers(at_port))

@@ -20,6 +20,7 @@ from jaxtrain.kernels import attention
 from jaxtrain.models.rematerialization import wrap
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import change, estimate
+from jaxtrain.run import shapes_of
 from jaxtrain.sharding import rules
 
 ONCE = ("attention", "attention_and_dots", "none")
@@ -68,7 +69,8 @@ def test_what_layers_keep_on_a_mesh(cudnn, config, branches):
     """Kernels inside a manual region; in Gemma 3 in branches, whose results are kept once for both."""
     config = jt.load_config(f"configs/{config}.py:tiny", {
         "mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2, "train.precision": "bfloat16", "train.remat": "attention"})
-    found = [*equations(build(config, devices=8, platform="cuda").trace().jaxpr.jaxpr)]
+    run = build(config, devices=8, platform="cuda")
+    found = [*equations(run.sharded.trace(shapes_of(run).abstract()).jaxpr.jaxpr)]
     kernels = Counter(one.primitive.name for one in found if one.primitive.name.startswith("dot_product_attention"))
     assert [*kernels.values()] == [branches, branches]  # forward, backward
     layers, batch, model = config.model.num_layers, config.data, config.model

@@ -112,7 +112,7 @@ def test_models_with_scaled_positions_have_the_numbers_of_the_plain_model(family
         return jax.jit(jax.value_and_grad(lambda p: reference.loss(c, p, batch)))(jax.device_get(params))
 
     want, gradient = plain(run.config.model)
-    got, grads = run.value_and_grad(run.init(), run.place(batch))
+    got, grads = run.value_and_grad(run.init(), run.sharded.place(batch))
     assert float(got) == pytest.approx(float(want), rel=1e-5)
     if run.config.model.experts.bias_rate:  # the bias follows the load, not a gradient
         del grads["blocks"]["layer"]["mlp"]["router"]["bias"], gradient["blocks"]["layer"]["mlp"]["router"]["bias"]

@@ -19,6 +19,7 @@ from jaxtrain.models.make_model import make_model
 from jaxtrain.parallel.context import balanced_order
 from jaxtrain.parallel.experts import OVERFLOW, Options
 from jaxtrain.plan import hlo
+from jaxtrain.run import shapes_of
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import optimizers, precision
 from jaxtrain.train_step.state import Skeleton
@@ -203,9 +204,10 @@ def test_the_ragged_exchange_gives_the_same_numbers(name, sizes, monkeypatch):
 @pytest.mark.parametrize("platform", [pytest.param("cuda", marks=pytest.mark.exhaustive), "tpu"])
 def test_the_ragged_exchange_lowers_where_it_exists(platform):
     run = jt.build(reference.tiny("mixtral", mesh__expert=8, train__expert_exchange="ragged"), devices=8)
-    step = jax.jit(jax.grad(lambda params, batch: run.loss(params, batch)[0]))
-    with sharding.use(run.mesh, run.rules):
-        lowered = step.trace(run.abstract.params, run.abstract_batch).lower(lowering_platforms=(platform,)).as_text()
+    step = jax.jit(jax.grad(lambda params, batch: run.objective.loss(params, batch)[0]))
+    with sharding.use(run.mesh, run.sharded.rules):
+        traced = step.trace(run.abstract.params, shapes_of(run).abstract())
+        lowered = traced.lower(lowering_platforms=(platform,)).as_text()
     assert lowered.count("ragged_all_to_all") >= 4  # there and back, and the same for gradients
 
 
@@ -312,7 +314,8 @@ def test_clipping_leaves_the_load_alone():
     """However small the norm is made, the bias moves by its rate."""
     keys = dict(data__global_batch_size=8, data__seq_len=8)
     runs = [reference.build("deepseek_v3", optimizer__clip_norm=clip, **keys) for clip in (0, 1e-7)]
-    states = [reference.compiled(run)(reference.start(run, "deepseek_v3"), run.place(reference.batch(0, 8, 8)))[0]
+    batch = reference.batch(0, 8, 8)
+    states = [reference.compiled(run)(reference.start(run, "deepseek_v3"), run.sharded.place(batch))[0]
               for run in runs]
     biases = [state.params["blocks"]["layer"]["mlp"]["router"]["bias"] for state in states]
     assert np.abs(biases[0]).max() > 0
@@ -340,10 +343,11 @@ def test_evaluation_has_no_penalties_and_steps_tell_of_the_load():
     run, without = (jt.build(reference.tiny("mixtral", **keys | more), devices=jax.devices()[:1])
                     for more in ({}, dict(model__balance_loss=0, model__router_z_loss=0)))
     params, batch = reference.initial("mixtral"), reference.batch(0, 8)
-    (total, weight), plain = jax.jit(run._eval)(params, batch), jax.jit(without.loss)(params, batch)
+    total, weight = jax.jit(run.sharded.evaluation)(params, batch)
+    plain = jax.jit(without.objective.loss)(params, batch)
     assert float(total) == float(plain[0]) and float(weight) == float(plain[1])
-    assert float(jax.jit(run.loss)(params, batch)[0]) > float(total) + 0.4 * float(weight)
-    _, metrics = reference.compiled(run)(reference.start(run, "mixtral"), run.place(batch))
+    assert float(jax.jit(run.objective.loss)(params, batch)[0]) > float(total) + 0.4 * float(weight)
+    _, metrics = reference.compiled(run)(reference.start(run, "mixtral"), run.sharded.place(batch))
     assert 1 < metrics["moe_max_load"] < 4 and 0 <= metrics["moe_min_load"] < 1
     assert 0 < metrics["moe_dropped"] < 0.5
     assert metrics["moe_router_entropy"] == pytest.approx(np.log(8), rel=0.01)

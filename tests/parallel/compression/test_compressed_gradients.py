@@ -14,6 +14,7 @@ from jaxtrain.parallel.compression import codecs, exchange
 from jaxtrain.parallel.compression.compressed_gradients import NAME, CompressedGradients
 from jaxtrain.plan import hlo
 from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step.hooks import extras_of
 from tests.numerics import reference
 from tests.objectives import plain_vision
 from tests.parallel.compression.plain_exchange import Devices
@@ -77,7 +78,7 @@ def test_gradients_are_those_of_the_plain_simulation(method):
     for n in range(3):
         batch = reference.batch(n, ROWS)
         sent = list(given(jax.device_get(state.params), batch))
-        state, _ = step(state, run.place(batch))
+        state, _ = step(state, run.sharded.place(batch))
         off = values = 0
         for i, (got, (_, _, places)) in enumerate(zip(jax.tree.leaves(reference.moments(state)), parts(run),
                                                       strict=True)):
@@ -107,7 +108,7 @@ def test_layers_of_an_encoder_that_all_stages_compute_are_matrices_of_their_own(
         gradient = jax.jit(jax.grad(lambda p, own=own: plain_vision.loss(run.config.model, p, own)))
         found = gradient.lower(params).compile(reference.QUICKLY)(params)
         sent.append([np.asarray(g) * share for g in jax.tree.leaves(found)])
-    state, _ = reference.compiled(run)(state, run.place(batch))
+    state, _ = reference.compiled(run)(state, run.sharded.place(batch))
     for got, given, own, (path, x) in zip(jax.tree.leaves(reference.moments(state)), zip(*sent, strict=True), before,
                                           jax.tree_util.tree_leaves_with_path(params), strict=True):
         codec = codecs.for_shape(codecs.make("power_sgd", {"rank": 2}, stacked=int("blocks" in str(path))), x.shape)
@@ -155,7 +156,7 @@ def test_exact_sums_with_what_else_changes_a_step(keys):
                               data__global_batch_size=ROWS, **keys)
         state, step, losses = run.init(), reference.compiled(run), []
         for n in range(3):
-            state, metrics = step(state, run.place(reference.batch(n, ROWS)))
+            state, metrics = step(state, run.sharded.place(reference.batch(n, ROWS)))
             losses.append(float(metrics["loss"]))
         found.append((losses, jax.device_get(state.params), jax.device_get(state.loss_scale)))
     (losses, params, scale), (want, others, same) = found
@@ -185,17 +186,17 @@ def test_what_is_remembered_is_saved(tmp_path):
     run, step = training("int8")
     state = reference.start(run)
     for n in range(2):
-        state, _ = step(state, run.place(reference.batch(n, ROWS)))
+        state, _ = step(state, run.sharded.place(reference.batch(n, ROWS)))
     assert any(np.asarray(error).any() for error in jax.tree.leaves(state.extras[NAME]))
-    store = CheckpointManager(tmp_path / "c", extras=run.extras)
+    store = CheckpointManager(tmp_path / "c", extras=extras_of(run.extensions))
     store.save(2, state, {})
     store.wait()
-    batch = run.place(reference.batch(2, ROWS))
+    batch = run.sharded.place(reference.batch(2, ROWS))
     again, _ = step(store.restore(2, run.abstract), batch)
     state, _ = step(state, batch)
     assert jax.tree.all(jax.tree.map(np.array_equal, state, again))
     other = build("int8", (1, 4, 1), optimizer__b1=0.0, optimizer__clip_norm=0.0)
-    moved = CheckpointManager(tmp_path / "c", extras=other.extras).restore(2, other.abstract)
+    moved = CheckpointManager(tmp_path / "c", extras=extras_of(other.extensions)).restore(2, other.abstract)
     assert int(moved.step) == 2
     assert not any(np.asarray(error).any() for error in jax.tree.leaves(moved.extras[NAME]))
     store.close()
@@ -204,11 +205,11 @@ def test_what_is_remembered_is_saved(tmp_path):
 @pytest.mark.slow
 def test_a_step_that_is_not_taken_is_not_remembered():
     run, step = training("int8")
-    state, _ = step(reference.start(run), run.place(reference.batch(0, ROWS)))
+    state, _ = step(reference.start(run), run.sharded.place(reference.batch(0, ROWS)))
     before = jax.device_get(state.extras[NAME])
     nothing = reference.batch(1, ROWS)
     nothing = nothing | {"weights": nothing["weights"] * 0}
-    state, metrics = step(state, run.place(nothing))
+    state, metrics = step(state, run.sharded.place(nothing))
     assert int(metrics["skipped"]) == 1
     assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.device_get(state.extras[NAME])))
 
@@ -225,7 +226,7 @@ def test_what_one_peer_cannot_send_stops_all():
         return (jnp.ones(()), jnp.ones(()), {}), grads
 
     weights = jax.ShapeDtypeStruct((ROWS, 16), np.float32, sharding=run.layout.batch(2))
-    with sharding.use(run.mesh, run.rules):
+    with sharding.use(run.mesh, run.sharded.rules):
         step = jax.jit(lambda state, batch: compressed(run).of(gradient)(state, batch)[1]["embed"]["table"])
         step = step.lower(replace(run.abstract, opt_state=()), {"weights": weights}).compile()
     state = replace(jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), run.abstract),
@@ -241,7 +242,7 @@ def test_what_one_peer_cannot_send_stops_all():
 def test_what_an_update_rule_counts_crosses_exactly():
     """A router's bias has the sign of its experts' excess load for an update: of all of them in each step."""
     run = reference.build("deepseek_v3", (2, 1, 1), compression__method="top_k")
-    for updates in run._metadata("update", run.abstract.params), None:
+    for updates in run.sharded.computation.updates, None:
         biases = [state for path, state in jax.tree_util.tree_leaves_with_path(
             jax.eval_shape(CompressedGradients(run.config, run.layout, run.abstract.params, updates).begin, None))
             if "['router']['bias']" in jax.tree_util.keystr(path)]

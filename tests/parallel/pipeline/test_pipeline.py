@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain.run import shapes_of
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow, slow_if
 
@@ -132,7 +133,7 @@ def test_evaluation_gives_the_loss_of_one_device(case):
     run = reference.build(family, mesh, **keys)
     params = reference.start(run, family).params
     batch = reference.batch(0, run.config.data.global_batch_size)
-    total, weight = run.compiled_eval(params, run.place(batch))
+    total, weight = run.sharded.compiled_evaluation(shapes_of(run).abstract())(params, run.sharded.place(batch))
     want = reference.loss(run.config.model, reference.initial(family, run.config.model.num_layers), batch)
     assert float(weight) == pytest.approx(batch["weights"].sum()), "tokens were left out, or counted twice"
     assert float(total / weight) == pytest.approx(float(want), rel=reference.TOLERANCE)
@@ -142,7 +143,7 @@ def test_evaluation_gives_the_loss_of_one_device(case):
     *slow(("zb_v", 5)), *exhaustive(("1f1b", 2), ("interleaved", 7))])
 def test_initial_values_do_not_depend_on_the_stages(schedule, layers):
     run = reference.build("gpt2", (1, 2, 2), **pipeline(schedule, mesh__stage=2, model__num_layers=layers))
-    init = run.compiled_init(run.config.train.seed).params
+    init = run._compiled_init(run.config.train.seed).params
     for (path, got), want in zip(jax.tree_util.tree_flatten_with_path(init)[0],
                                  jax.tree.leaves(reference.initial("gpt2", layers)), strict=True):
         assert np.array_equal(got, want), f"{jax.tree_util.keystr(path)} starts with other values"

@@ -10,6 +10,7 @@ from collections import Counter
 import jax
 import pytest
 
+from jaxtrain.run import shapes_of
 from jaxtrain.sharding import rules as sharding
 from tests.numerics import reference
 
@@ -22,9 +23,10 @@ def branches(schedule):
     """The run, and for F, B (and W) the program that a stage executes at a tick that has it."""
     run = reference.build("gpt2", mesh__stage=2, model__num_layers=LAYERS, pipeline__schedule=schedule,
                           pipeline__microbatches=4, data__global_batch_size=4 * ROWS)
-    with sharding.use(run.mesh, run.rules):
-        step = jax.jit(lambda params, batch: run._pipeline(run.objective).gradient(params, {}, batch, 1.0))
-        jaxpr = step.trace(run.abstract.params, run.abstract_batch).jaxpr
+    with sharding.use(run.mesh, run.sharded.rules):
+        pipeline = run.sharded.computation.pipeline(run.objective, run.schedules)
+        step = jax.jit(lambda params, batch: pipeline.gradient(params, {}, batch, 1.0))
+        jaxpr = step.trace(run.abstract.params, shapes_of(run).abstract()).jaxpr
     ticks = run.schedules[0].length
     loop, = (e for e in everywhere(jaxpr) if e.primitive.name == "scan" and e.params["length"] == ticks)
     conds = [e for e in loop.params["jaxpr"].jaxpr.eqns if e.primitive.name == "cond"]

@@ -8,6 +8,7 @@ from jaxtrain.builder import build
 from jaxtrain.config.load import load_config
 from jaxtrain.plan.cost import useful_flops
 from jaxtrain.plan.trace import reader
+from jaxtrain.run import shapes_of
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 ONE = {"mesh.data": 1, "mesh.fsdp": 1, "train.remat": "none"}
@@ -78,6 +79,7 @@ def test_a_step_that_repeats_nothing_has_little_else(name, more):
     Whisper computes its first convolution three times, and the half of its decoder's attention that causality masks.
     """
     run = of(name, **({} if "whisper" in name else {"model__pictures_per_row": 1}))
-    traced = reader.read(run.trace().jaxpr, dict(run.mesh.shape), "cpu", (), 1.0, run.config.model.windows)
+    program = run.sharded.trace(shapes_of(run).abstract()).jaxpr
+    traced = reader.read(program, dict(run.mesh.shape), "cpu", (), 1.0, run.config.model.windows)
     useful = useful_flops.of_row(run) * run.config.data.global_batch_size
     assert 1 <= sum(op.flops * times for op, times in traced.all()) / useful < 1 + more

@@ -12,6 +12,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.observe.events import events
 from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.suspects import Corrupted, SuspectDevices
+from jaxtrain.run import compiled_step
 from tests.faults import flipped_somewhere
 from tests.tiers import exhaustive, slow
 
@@ -44,8 +45,8 @@ def test_the_same_bits_twice(run, tmp_path):
     replays, state, plain = Replays(2, SuspectDevices(tmp_path)), run.init(), run.init()
     for step in range(1, 6):
         batch = run.batch(step - 1)
-        state, _ = replays.run(step, run.compiled_step, state, batch)
-        plain, _ = run.compiled_step(plain, batch)
+        state, _ = replays.run(step, compiled_step(run), state, batch)
+        plain, _ = compiled_step(run)(plain, batch)
     for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert events(tmp_path) == []
@@ -71,6 +72,6 @@ def test_other_bits(run, tmp_path):
     device = int(run.mesh.devices.flat[-1].id)
     replays, state = Replays(1, SuspectDevices(tmp_path)), run.init()
     with pytest.raises(Corrupted, match=r"step 1 run twice gave different bits, first in state/.* \(1 arrays\)"):
-        replays.run(1, Faulty(run.compiled_step, device), state, run.batch(0))
+        replays.run(1, Faulty(compiled_step(run), device), state, run.batch(0))
     [event] = events(tmp_path)
     assert [named["id"] for named in event["devices"]] == [device] and event["found_by"] == "replay"

@@ -2,6 +2,7 @@
 
 import functools
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxtrain.main import main
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import TARGETS
 from jaxtrain.sharding import rules as sharding
-from jaxtrain.train_step.optimizers import make_optimizer, moments
+from jaxtrain.train_step.optimizers import moments
 from jaxtrain.train_step.step import make_step
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow, slow_if
@@ -69,10 +70,10 @@ def after_three_updates(name, dtype, mesh, **keys):
     """Parameters and the optimizer's state after three updates by given gradients, through the run's own step."""
     run = reference.build("llama", mesh, model__mlp_dim=288, model__vocab_size=136, optimizer__name=name,
                           optimizer__moment_dtype=dtype, **keys)
-    step = make_step(lambda state, grads: ((jnp.ones(()), jnp.ones(()), {}), grads), run.optimizer, run.layout,
-                     updates=run._metadata("update", run.abstract.params), optimizer_of=lambda axes, updates:
-                     make_optimizer(run.config.optimizer, run.schedule, axes))
-    with sharding.use(run.mesh, run.rules):
+    step = make_step(lambda state, grads: ((jnp.ones(()), jnp.ones(()), {}), grads),
+                     replace(run.sharded.settings, clip_norm=0.0, schedule=None), run.layout, hooks=run.sharded.hooks,
+                     updates=run.sharded.computation.updates)
+    with sharding.use(run.mesh, run.sharded.rules):
         step = jax.jit(step, out_shardings=(run.layout.state, None))
         state = reference.start_from(run, drawn(run, 0))
         for n in range(1, 4):
@@ -120,7 +121,7 @@ def losses(dtype, steps, family="gpt2", **keys):
     run = reference.build(family, optimizer__moment_dtype=dtype, train__steps=steps, **keys)
     step, state, found = reference.compiled(run), reference.start(run, family), []
     for n in range(steps):
-        state, metrics = step(state, run.place(reference.batch(n)))
+        state, metrics = step(state, run.sharded.place(reference.batch(n)))
         found.append(metrics["loss"])
     return np.array(jax.device_get(found))
 

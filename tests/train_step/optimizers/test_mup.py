@@ -36,7 +36,7 @@ def made(family, number=None, **keys):
     """Parameters at step 0 and their logical names, of the config; without a number those without muP."""
     run = reference.build(family, **(base_of(family, number) if number is not None else {}), **keys)
     seed = np.int64(0)
-    init = run.compiled_init.lower(seed).compile(compiler_options=reference.QUICKLY)
+    init = run._compiled_init.lower(seed).compile(compiler_options=reference.QUICKLY)
     return run, jax.device_get(init(seed)).all_params
 
 
@@ -231,7 +231,7 @@ def test_same_losses_on_a_mesh_as_on_one_device(name, keys):
                               optimizer__learning_rate=0.03, **keys)
         step, state, found = reference.compiled(run), reference.start_from(run, made("gpt2", 0)[1]), []
         for n in range(4):
-            state, metrics = step(state, run.place(reference.batch(n)))
+            state, metrics = step(state, run.sharded.place(reference.batch(n)))
             found.append(float(metrics["loss"]))
         return np.array(found)
 

@@ -9,9 +9,10 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import CheckpointManager
+from jaxtrain.extensions.sparsity import NAME, largest
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.train_step import partition
-from jaxtrain.train_step.optimizers.structured_sparsity import NAME, largest
+from jaxtrain.train_step.hooks import extras_of
 from tests.numerics import reference
 
 START, EVERY, STOP, DECAY, STEPS, ROWS = 2, 2, 4, 0.05, 6, 8
@@ -79,7 +80,7 @@ def trained():
     run, step = training()
     state, losses, states = reference.start(run, "llama"), [], []
     for n in range(STEPS):
-        state, metrics = step(state, run.place(reference.batch(n, ROWS)))
+        state, metrics = step(state, run.sharded.place(reference.batch(n, ROWS)))
         losses.append(float(metrics["loss"]))
         states.append(jax.device_get(state))
     return losses, states, state.params
@@ -124,13 +125,13 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
     run, step = training()
     state = reference.start(run, "llama")
     for n in range(3):
-        state, _ = step(state, run.place(reference.batch(n, ROWS)))
-    store = CheckpointManager(tmp_path / "c", extras=run.extras)
+        state, _ = step(state, run.sharded.place(reference.batch(n, ROWS)))
+    store = CheckpointManager(tmp_path / "c", extras=extras_of(run.extensions))
     store.save(3, state, {})
     store.wait()
     state = store.restore(3, run.abstract)
     for n in range(3, STEPS):
-        state, _ = step(state, run.place(reference.batch(n, ROWS)))
+        state, _ = step(state, run.sharded.place(reference.batch(n, ROWS)))
     assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(state), trained()[1][-1]))
     store.close()
 

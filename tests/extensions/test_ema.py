@@ -14,11 +14,12 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.errors import UserError
+from jaxtrain.extensions import ema
 from jaxtrain.hub import export, generate_texts
 from jaxtrain.main import main
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import estimate
-from jaxtrain.train_step.optimizers import ema
+from jaxtrain.train_step.hooks import extras_of
 from jaxtrain.train_step.report import total
 from tests.numerics import reference
 from tests.tiers import slow_if
@@ -92,7 +93,7 @@ def test_it_is_the_recurrence_on_any_mesh(case):
         if n == 2:  # no token counts: the step is skipped
             batch["weights"][:] = 0
             left = jax.device_get(state.extras[ema.NAME])
-        state, metrics = step(state, run.place(batch))
+        state, metrics = step(state, run.sharded.place(batch))
         if n == 2:
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.extras[ema.NAME]), left)
         else:
@@ -109,13 +110,13 @@ def test_it_is_the_recurrence_on_any_mesh(case):
 def test_a_checkpoint_without_one_begins_it_at_its_parameters(tmp_path):
     run, step = made("zero 3, offloaded")
     state = run.init(seed=5)
-    with contextlib.closing(CheckpointManager(tmp_path, extras=run.extras)) as manager:
+    with contextlib.closing(CheckpointManager(tmp_path, extras=extras_of(run.extensions))) as manager:
         manager.save(1, dataclasses.replace(state, extras={"history": state.extras["history"]}))
         manager.wait()
         restored = manager.restore(1, run.abstract)
     jax.tree.map(np.testing.assert_array_equal, restored.extras[ema.NAME], state.params)
     assert jax.tree.map(lambda x: x.sharding, restored) == run.layout.state
-    step(restored, run.place(reference.batch(0)))  # its memory is its own, which the step reuses
+    step(restored, run.sharded.place(reference.batch(0)))  # its memory is its own, which the step reuses
 
 
 # ---------------------------------------------------------------------------------------------------------- in a run

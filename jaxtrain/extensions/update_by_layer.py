@@ -1,25 +1,72 @@
-"""Optimizer offloading: the optimizer state is kept in host memory and moved to the devices piece by piece each step.
+"""The update of one layer at a time: of optimizer state that rests in the hosts' memory (`optimizer.offload`) and is
+moved to the devices piece by piece each step, or of moments that pass through float32 as whole arrays.
 
 A piece is the state of one layer, or of one parameter outside the layers. Layers go through a loop, because a compiler
 that is free to reorder the transfers would fetch all of them at once.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import optax
 
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import UserError
+from jaxtrain.run import Extension, Parts
 from jaxtrain.sharding.host_memory import HOST, fetched
+from jaxtrain.train_step import optimizers
+from jaxtrain.train_step.hooks import MakeUpdate, Update
 from jaxtrain.train_step.state import Layout
+from jaxtrain.validation import Refusal
 
-# (parameters, their state, gradients, a factor for each, whether to take the step) -> new parameters and state.
-Update = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
+
+@dataclass(frozen=True)
+class UpdateByLayer(Extension):
+    """The config's optimizer, made for each layer by itself."""
+
+    parts: Parts
+
+    refusals = (
+        Refusal("optimizer.offload", "an offloaded optimizer and a pipeline",
+                lambda a: a.config.optimizer.offload and a.mesh.shape["stage"] > 1,
+                lambda a: f"layers are fetched one by one, and mesh.stage={a.mesh.shape['stage']} has some on every "
+                          "stage",
+                lambda a: "use mesh.fsdp in place of mesh.stage",
+                {"mesh.stage": 2, "optimizer.offload": True}, {"optimizer.offload": False}),
+    )
+
+    @classmethod
+    def layout_options(cls, config: Config, *, own_optimizer: bool, pipeline: bool) -> Mapping[str, bool]:
+        """Return whether the state lies in the hosts' memory, and whether it is laid out to be updated by layers."""
+        c = config.optimizer
+        if own_optimizer and c.offload:
+            raise UserError("optimizer.offload", "only the optimizers that a config names can be updated layer by "
+                            "layer", "set it to false, or leave out optimizer=")
+        # Where blocks or matrices are computed with.
+        whole = c.moment_dtype == "int8" or (c.moment_dtype, c.name) == ("bfloat16", "muon")
+        return {"offload": c.offload, "layerwise": whole and not (own_optimizer or pipeline)}
+
+    @classmethod
+    def of(cls, parts: Parts) -> "UpdateByLayer | None":
+        """Return it if the layout is by layers."""
+        return cls(parts) if parts.layout.layerwise else None
+
+    def update(self, make: MakeUpdate) -> Update:
+        """Return the update that holds one layer's state on the devices at a time."""
+        return by_pieces(self.parts.layout, self.parts.updates, self._optimizer, make)
+
+    def _optimizer(self, axes: Any, updates: Any) -> optax.GradientTransformation:
+        c = self.parts.config
+        assert self.parts.schedule, "an optimizer of one's own cannot be updated by layers"
+        made = optimizers.make_optimizer(c.optimizer, self.parts.schedule, axes, c.model.growth)
+        return optimizers.with_update_rules(made, updates, c.model.experts.bias_rate)
 
 
 def by_pieces(layout: Layout, updates: Any, optimizer: Callable[[Any, Any], optax.GradientTransformation],
-              updating: Callable[[optax.GradientTransformation, Any], Update]) -> Update:
+              updating: MakeUpdate) -> Update:
     """Return an update of all parameters that holds one piece of the state on the devices at a time.
 
     Args:

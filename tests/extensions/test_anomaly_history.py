@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.train_step.anomaly import ENOUGH, SIZE, History
+from jaxtrain.extensions.anomaly_history import ENOUGH, SIZE, History
+from jaxtrain.run import shapes_of
 from jaxtrain.train_step.step import make_step
 from tests.numerics import reference
 from tests.tiny import SAME_BITS
@@ -102,16 +103,15 @@ def test_the_numbers_are_to_the_bit_those_without_a_history(keys):
     run = reference.build("gpt2", model__num_layers=1, **keys)
     options = {**reference.QUICKLY, **SAME_BITS}
     layout = dataclasses.replace(run.layout, state=dataclasses.replace(run.layout.state, extras={}))
-    plain = make_step(run.sharded.gradient, run.optimizer, layout, clip_norm=run.config.optimizer.clip_norm,
-                      schedule=run.schedule)
+    plain = make_step(run.sharded.gradient, run.sharded.settings, layout)
     state = reference.start(run)
     without = dataclasses.replace(reference.start(run), extras={})
     with run.sharded.context():
-        plain = jax.jit(plain, out_shardings=(layout.state, None)).lower(without, run.abstract_batch).compile(
+        plain = jax.jit(plain, out_shardings=(layout.state, None)).lower(without, shapes_of(run).abstract()).compile(
             compiler_options=options)
         step = run.lower().compile(compiler_options=options)
     for n in range(4):
-        batch = run.place(reference.batch(n))
+        batch = run.sharded.place(reference.batch(n))
         state, metrics = step(state, batch)
         without, fewer = plain(without, batch)
         for key in fewer:

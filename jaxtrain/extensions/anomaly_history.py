@@ -10,6 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.run import Extension, Parts
+from jaxtrain.train_step.hooks import Verdict
+from jaxtrain.train_step.state import Extras
+
+NAME = "history"  # in a state's extras
 SIZE = 128
 ENOUGH = 32  # values to compare with; with fewer, no step counts as a spike
 NORMAL = 1.4826  # ratio of standard deviation to median absolute deviation in a normal distribution
@@ -66,3 +71,27 @@ class History:
         rejected = jnp.where(taken | overflow, 0, self.rejected + 1)
         after = History(jnp.where(here_S, new_2[:, None], self.values_2S), self.seen + taken, rejected)
         return taken, after, {"loss_z": loss_z, "grad_norm_z": norm_z, "spike": spike, "skipped_in_a_row": rejected}
+
+
+@dataclass(frozen=True)
+class AnomalyHistory(Extension):
+    """The judgement of steps by `resilience.spike_z`; every run has it."""
+
+    spike_z: float
+    skip: bool  # leave out the updates of spikes
+
+    @classmethod
+    def of(cls, parts: Parts) -> "AnomalyHistory":
+        """Return it with the limits of the config."""
+        limits = parts.config.resilience
+        return cls(limits.spike_z, limits.spikes != "record")
+
+    def extra_state(self) -> Extras:
+        """Return an empty history."""
+        return {NAME: lambda params: History.empty()}
+
+    def judge(self, verdict: Verdict, extras: dict[str, Any]) -> tuple[jax.Array, dict[str, Any], dict[str, jax.Array]]:
+        """Return whether to take the step, the extras with the next history, and the z-scores."""
+        taken, history, metrics = extras[NAME].judge(verdict.loss, verdict.grad_norm, verdict.taken, verdict.excused,
+                                                     self.spike_z, self.skip)
+        return taken, extras | {NAME: history}, metrics

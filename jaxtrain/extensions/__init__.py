@@ -1,0 +1,63 @@
+"""The table of extensions: which key of a config asks for which, imported only then (docs/extend.md adds one).
+
+A package outside of jaxtrain registers a class under the entry points of group `jaxtrain.extensions`, which a section
+of its name asks for. `jt.build(config, extensions=[...])` takes objects.
+"""
+
+import importlib
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import TypeVar
+
+from jaxtrain.config.schema import Config
+from jaxtrain.config.sections import plug_ins
+from jaxtrain.run import Extension, Parts, Run
+
+# The key of a config, which asks by another value than its default -> where the extension is. What is listed later acts
+# later: around the gradient of those before, and after their updates.
+EXTENSIONS = {
+    "": "jaxtrain.extensions.anomaly_history:AnomalyHistory",  # of every run
+    "optimizer.offload": "jaxtrain.extensions.update_by_layer:UpdateByLayer",
+    "optimizer.moment_dtype": "jaxtrain.extensions.update_by_layer:UpdateByLayer",
+    "compression.method": "jaxtrain.extensions.compression:Compression",
+    "sparsity.targets": "jaxtrain.extensions.sparsity:StructuredSparsity",
+    "train.ema_decay": "jaxtrain.extensions.ema:AveragedParameters",
+    "lora.dropout": "jaxtrain.extensions.noise:TrainingNoise",
+    "train.neftune_noise_alpha": "jaxtrain.extensions.noise:TrainingNoise",
+    "lora.quantize": "jaxtrain.extensions.frozen_kernels:QuantizedKernels",
+    "lora.init": "jaxtrain.hub.initial_params:InitialParams",
+    "train.init_from": "jaxtrain.hub.initial_params:InitialParams",
+    "train.init_encoder_from": "jaxtrain.hub.initial_params:InitialParams",
+    "preference.reference": "jaxtrain.tuning.reference_sums:PrecomputedReference",
+    "reinforce.prompts": "jaxtrain.tuning.rollouts:OwnAnswers",
+    "islands.count": "jaxtrain.islands.joining:Joining",
+}
+Kind = TypeVar("Kind", bound=Extension)
+
+
+def asked(config: Config) -> list[type[Extension]]:
+    """Return the classes of the extensions that a config asks for."""
+    default = Config()
+    places = [place for key, place in EXTENSIONS.items()
+              if not key or attrgetter(key)(config) != attrgetter(key)(default)]
+    return [*map(_loaded, dict.fromkeys(places)), *map(plug_ins.extension, config.extensions)]
+
+
+def made(classes: Iterable[type[Extension]], parts: Parts) -> tuple[Extension, ...]:
+    """Return the extensions of a run that is made of these parts."""
+    return tuple(extension for one in classes if (extension := one.of(parts)) is not None)
+
+
+def every() -> Iterator[type[Extension]]:
+    """Yield every class of the table, in its order."""
+    yield from map(_loaded, dict.fromkeys(EXTENSIONS.values()))
+
+
+def of_kind(run: Run, kind: type[Kind]) -> Kind | None:
+    """Return a run's extension of this class; None if it has none."""
+    return next((extension for extension in run.extensions if isinstance(extension, kind)), None)
+
+
+def _loaded(place: str) -> type[Extension]:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)

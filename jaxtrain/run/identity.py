@@ -1,0 +1,55 @@
+"""The identity of a run, for config.json and run.json: which keys count, and what the config does not name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.objectives import configured
+from jaxtrain.observe.own_parts import describe, describe_data, describe_objective, describe_optimizer
+from jaxtrain.run import Extension, Run, name_of
+
+
+def settings(run: Run) -> dict[str, dict[str, Any]]:
+    """Return the part of the config that counts for a run, as config.json has it."""
+    sections = run.config.to_dict()
+    return sections if run.own is None else run.own.counted(sections, of_text=run.data is None)
+
+
+def own_parts(run: Run, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of what the config does not name, for run.json (observe/own_parts.py).
+
+    `recorded`: what run.json says of the workdir's run, {} for a new one.
+    """
+    found: dict[str, Any] = {}
+    goal = describe_objective(run.objective, recorded.get("objective") or {})
+    if run.own is not None:
+        found |= {"model": {"class": name_of(run)}, "loss_fn": goal}
+    elif goal != describe_objective(configured(run.config, _model(run)), {}):
+        found["objective"] = goal
+    if run.sharded.settings.schedule is None:
+        found["optimizer"] = describe_optimizer(run.sharded.settings.optimizer, run.abstract.params)
+    if given := _given(run):
+        found["extensions"] = [describe(one) for one in given]
+    return found if run.data is None else found | {"data": describe_data(run.data)}
+
+
+def has_own_parts(run: Run) -> bool:
+    """Return whether the model, the objective, the optimizer or an extension is not the config's."""
+    return (run.own is not None or bool(_given(run)) or run.sharded.settings.schedule is None
+            or type(run.objective) is not type(configured(run.config, _model(run))))
+
+
+def manifests(run: Run) -> dict[str, str]:
+    """Return the hash of the data of each source; none for batches that were given to `build`."""
+    return {} if run.data is not None else run.corpus.manifests
+
+
+def _given(run: Run) -> list[Extension]:
+    """Return the extensions that were given to `build`, and that neither jaxtrain nor a section of the config names."""
+    named = tuple(map(type, run.config.extensions.values()))
+    return [one for one in run.extensions
+            if type(one).__module__.partition(".")[0] != "jaxtrain" and type(one).section not in named]
+
+
+def _model(run: Run) -> Any:
+    assert run.model is not None
+    return run.model
