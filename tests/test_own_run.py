@@ -292,7 +292,7 @@ def test_what_is_written_does_not_mislead(tmp_path, capsys, monkeypatch):
     ("train.precision", "fp8", "fp8 is the precision of products in jaxtrain's own layers; use bfloat16"),
     ("train.remat", "full", "nothing reads it"), ("train.freeze", ["*"], "nothing reads it"),
     ("train.seed", 3, "nothing reads it in this run, since loss_fn takes no key"),
-    ("mesh.auto", True, "the planner supports only"),
+    ("mesh.auto", True, "the planner knows only"),
     ("pipeline.schedule", "gpipe", "nothing reads it"), ("checkpoint.best", "eval_loss", "no evaluation split"),
     ("data.global_batch_size", 32, f"it is 32, and the batches given by data= have {ROWS} rows"),
 ])

@@ -78,11 +78,12 @@ class StructuredSparsity(Extension):
         """Return the parameters as they are trained, dense, and the gradients of these."""
         weights, masks = (state.extras[NAME][key] for key in ("weights", "masks"))
         params = partition.merge(partition.without(params, self.inputs), weights)
-        if not (decay := self.config.decay):
+        c = self.config
+        if not c.decay:
             return params, grads
 
         def one(g, weight, mask):
-            return g + jnp.where(mask, 0, decay * weight).astype(g.dtype)
+            return g + jnp.where(mask, 0, c.decay * weight).astype(g.dtype)
         chosen = jax.tree.map(one, partition.like(grads, self.inputs), weights, masks)
         return params, partition.merge(partition.without(grads, self.inputs), chosen)
 

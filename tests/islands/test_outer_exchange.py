@@ -33,7 +33,7 @@ def test_an_island_that_is_late_keeps_its_progress_and_offers_it_again():
     found.train(2)
     found.done += 1
     for i in range(2):  # both make the third step; the entry is made before the second one offers
-        found.states[i], _ = found.steps[i](found.states[i], found.runs[i].place(rows_of(2, i)))
+        found.states[i], _ = found.steps[i](found.states[i], found.runs[i].sharded.place(rows_of(2, i)))
     found.states[0] = found.exchanges[0].offer(3, found.states[0])
     found.meeting.decide()
     before, behind = numbers(found.states[1].params), outer_state(found.states[1])["params"]
@@ -76,7 +76,7 @@ def test_an_island_that_joins_begins_at_the_end_of_the_log(trimmed):
     found.meeting.lose(1)
     state, exchange = found.states[0], found.exchanges[0]
     for step in range(1, 10):
-        state, _ = found.steps[0](state, found.runs[0].place(rows_of(step, 0)))
+        state, _ = found.steps[0](state, found.runs[0].sharded.place(rows_of(step, 0)))
         state = exchange.after(step, state)
     if trimmed:
         found.meeting.trim(3)
@@ -105,7 +105,7 @@ def test_one_that_joined_late_begins_again_where_it_joined():
     alone, exchange = found.exchanges
     state = found.states[0]
     for step in range(1, 4):
-        state, _ = found.steps[0](state, found.runs[0].place(rows_of(step, 0)))
+        state, _ = found.steps[0](state, found.runs[0].sharded.place(rows_of(step, 0)))
         state = alone.after(step, state)
     joined = exchange.begin(0, found.states[1])
     exchange.finish(3, exchange.offer(3, joined), stopping=lambda step: True)
@@ -230,7 +230,7 @@ def test_one_that_is_late_and_stopped_offers_again_what_it_would_have(mode, over
         found.train(3 + overlap)
         one, two = found.exchanges
         for i in range(2):
-            found.states[i], _ = found.steps[i](found.states[i], found.runs[i].place(rows_of(3, i)))
+            found.states[i], _ = found.steps[i](found.states[i], found.runs[i].sharded.place(rows_of(3, i)))
         for _ in range(2):
             found.states[0] = one.offer(6, found.states[0])
             found.meeting.decide()
@@ -292,7 +292,7 @@ def test_asynchronous_islands_apply_the_same_entries_and_drop_what_is_refused():
     found = few(4, "async", max_age=2, momentum=0.0)
     states, exchanges = found.states, found.exchanges
     for step, island in enumerate([0, 1, 0, 2, 0, 0, 1, 2], 1):  # islands of very unequal speed
-        states[island], _ = found.steps[0](states[island], found.runs[0].place(rows_of(step, island)))
+        states[island], _ = found.steps[0](states[island], found.runs[0].sharded.place(rows_of(step, island)))
         states[island] = exchanges[island].finish(3, exchanges[island].offer(3, states[island]))
         assert_same_bits(numbers(states[island].params), outer_state(states[island])["params"])
     assert [len(entry.refused) for entry in found.meeting.log] == [0, 0, 0, 1, 0, 0, 1, 1]
@@ -310,7 +310,7 @@ def test_a_coordinator_of_the_other_mode_is_refused(mode, number, islands):
 def test_two_islands_of_one_index_are_told(capsys):
     found = few(1)
     other = few(1, into=found.meeting)
-    moved, _ = other.steps[0](other.exchanges[0].begin(0, other.states[0]), other.runs[0].place(rows_of(1, 0)))
+    moved, _ = other.steps[0](other.exchanges[0].begin(0, other.states[0]), other.runs[0].sharded.place(rows_of(1, 0)))
     mine, twin = found.exchanges[0], other.exchanges[0]
     mine.finish(3, mine.offer(3, mine.begin(0, found.states[0])))
     assert not capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_what_a_codec_loses_is_sent_later(compression):
     found = few(1, compression=compression, learning_rate=1.0, momentum=0.0)
     exchange, state, before, sent = found.exchanges[0], found.states[0], 0.0, []
     for step in range(1, 4):
-        state, _ = found.steps[0](state, found.runs[0].place(rows_of(step, 0)))
+        state, _ = found.steps[0](state, found.runs[0].sharded.place(rows_of(step, 0)))
         own, old = vector(state.params), vector(outer_state(state)["params"])
         state = exchange.finish(3 * step, exchange.offer(3 * step, state))
         outer = outer_state(state)

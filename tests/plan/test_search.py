@@ -358,7 +358,7 @@ def test_remat_auto_keeps_as_much_as_fits(monkeypatch):
 
     monkeypatch.setattr(targets, "here", lambda devices=None: target)
     assert preflight.resolve(config, jax.devices()[:8]).train.remat == mixed
-    with pytest.raises(jt.UserError, match=r"train.remat: the planner supports only .*; name a policy, such as full"):
+    with pytest.raises(jt.UserError, match=r"train.remat: the planner knows only .*; name a policy, such as full"):
         preflight.resolve(config, jax.devices()[:8], own_parts=True)
     with pytest.raises(jt.UserError, match=r"train.remat: the planner chooses it for the mesh of the config"):
         jt.build(config, mesh=jt.make_mesh(fsdp=8))

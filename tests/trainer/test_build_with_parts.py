@@ -150,7 +150,7 @@ def test_a_run_for_other_devices_leaves_no_workdir(tmp_path):
 
 def test_an_own_objective_has_a_mesh_of_its_own():
     keys = dict(mesh__auto=True, mesh__data=-1)
-    with pytest.raises(jt.UserError, match=r"mesh\.auto: the planner supports only"):
+    with pytest.raises(jt.UserError, match=r"mesh\.auto: the planner knows only"):
         jt.build(config(**keys), objective=Doubled.of)
 
 

@@ -1,7 +1,7 @@
 """Test that the events of a run come in the order that the loop promises:
 
-on_batch -> step (donates) -> extensions after the step -> on_dispatch -> metrics pushed -> stop agreed -> checks ->
-metrics flushed -> saved -> evaluated -> next batch
+on_batch -> step (donates) -> timed for stragglers -> extensions after the step -> metrics pushed -> stop agreed ->
+checks -> metrics flushed -> saved -> evaluated -> next batch
 
 The tests compare whole recorded runs, so an event that is missing, repeated or out of place fails them.
 """
@@ -47,7 +47,7 @@ TINY = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "dat
         "resilience.max_skips=1", "resilience.skip_batches=1"]
 
 Event = tuple[str, int]  # what happened, and the step (counted from 1) that it belongs to
-EVERY_STEP = ("batch asked for", "on_batch", "step", "extensions", "on_dispatch", "metrics pushed", "stop agreed",
+EVERY_STEP = ("batch asked for", "on_batch", "step", "timed", "extensions", "metrics pushed", "stop agreed",
               "checks")
 SAVE = ("metrics flushed", "saved")
 EVALUATION = ("evaluated", "evaluation written")
@@ -143,7 +143,7 @@ def recording(run: Run) -> Iterator[Recorder]:
         record(Run, "see", "seen")
         record(Watchdog, "begin", "on_batch")
         patch.setattr(Replays, "run", step)
-        record(Stragglers, "step", "on_dispatch", unknown)
+        record(Stragglers, "step", "timed", unknown)
         record(observe.MetricsWriter, "push", "metrics pushed")
         record(extended.Extensions, "after_step", "extensions")
         record(AnomalyGuard, "look", "anomaly look")
@@ -204,7 +204,7 @@ def stopped(run, tmp_path_factory):
     """A run that gets SIGTERM while step 4 is on the devices."""
     workdir = tmp_path_factory.mktemp("stopped") / "work"
     with recording(run) as recorder:
-        recorder.when["on_dispatch", STOPPED] = lambda: signal.raise_signal(signal.SIGTERM)
+        recorder.when["timed", STOPPED] = lambda: signal.raise_signal(signal.SIGTERM)
         with pytest.raises(loop.Interrupted) as interrupted:
             loop.train(run, workdir)
     return recorder, workdir, interrupted.value
@@ -301,7 +301,7 @@ def test_an_evaluation_that_a_stop_left_out_comes_before_the_next_batch(run, sto
 def test_a_stop_in_the_last_step_changes_nothing(run, stopped, tmp_path):
     shutil.copytree(stopped[1], tmp_path / "work")
     with recording(run) as recorder:
-        recorder.when["on_dispatch", STEPS] = lambda: signal.raise_signal(signal.SIGTERM)
+        recorder.when["timed", STEPS] = lambda: signal.raise_signal(signal.SIGTERM)
         loop.train(run, tmp_path / "work")
     assert recorder.events == at(STOPPED, *EVALUATION) + turns(STOPPED + 1) + at(STEPS, *END)
 
@@ -411,7 +411,7 @@ def test_an_early_stop_after_a_restart(impatient, tmp_path):
     """A signal comes before the evaluation that ends the run: it ends at the same step, with the same evaluations."""
     workdir = tmp_path / "work"
     with recording(impatient(1)) as recorder:
-        recorder.when["on_dispatch", 4] = lambda: signal.raise_signal(signal.SIGTERM)
+        recorder.when["timed", 4] = lambda: signal.raise_signal(signal.SIGTERM)
         with pytest.raises(loop.Interrupted):
             loop.train(impatient(1), workdir)
     with recording(impatient(1)) as recorder:

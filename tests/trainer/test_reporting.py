@@ -15,7 +15,7 @@ def make_run(steps=10, own=False, text=True, epochs=None, warmup=0, data=None, r
         config=SimpleNamespace(train=SimpleNamespace(steps=steps, sample_tokens=0), model=SimpleNamespace(text=text),
                                optimizer=SimpleNamespace(warmup_steps=warmup),
                                preference=SimpleNamespace(reward_head=reward_head)),
-        mesh=SimpleNamespace(size=16), own_model=own, data=data,
+        mesh=SimpleNamespace(size=16), own=own, data=data,
         batch_source=SimpleNamespace(epochs=lambda step: epochs or {}))
 
 

@@ -59,7 +59,7 @@ MUTANTS = {
         (STEP, EQUAL)),
     "anomaly_applied": Mutant(
         "train_step/step.py", "return jax.lax.cond(taken, apply, lambda: (params, opt_state))", "return apply()",
-        (STEP, "tests/train_step/test_anomaly.py", "tests/trainer/test_rollback.py")),
+        (STEP, "tests/extensions/test_anomaly_history.py", "tests/trainer/test_rollback.py")),
     "clipping_left_out": Mutant(
         "train_step/step.py", "clip_norm / norm, 1.0)", "1.0, 1.0)", (STEP, EQUAL)),
     "warm_up_one_step_late": Mutant(
