@@ -1,6 +1,6 @@
 """Tokenize text into a corpus to train on.
 
-    jaxtrain prepare --input jaxtrain docs --output=corpora/own --eval_fraction=0.1
+    jaxtrain prepare --input jaxtrain configs --output=corpora/own --eval_fraction=0.1
     jaxtrain prepare --input=jaxtrain --dry_run --sample=50 --steps pii quality language=en
 
 The input is divided into tasks. If the command is killed, only running tasks are lost: run it again to
