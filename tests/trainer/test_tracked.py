@@ -157,8 +157,8 @@ def test_histograms_are_waited_for_and_compiled_for_each_shape(two, monkeypatch)
     monkeypatch.setattr(histograms, "prepare", lambda arrays, mesh: None)
     monkeypatch.setattr(histograms, "histograms", lambda arrays, mesh: counted.append(Counted()) or counted[-1])
     observe = ObserveConfig(histograms_every=2)
-    run = SimpleNamespace(config=SimpleNamespace(observe=observe, resilience=two.config.resilience), mesh=two.mesh,
-                          settings={})
+    run = SimpleNamespace(config=SimpleNamespace(observe=observe, resilience=two.config.resilience, to_dict=dict),
+                          mesh=two.mesh, own=None)
     session = SimpleNamespace(phase=phase, trackers=[], workdir=Path("work"))
     looks = tracked.Tracked(run, session, None, {"run": "r1"})
     state = SimpleNamespace(params=None)
@@ -183,8 +183,8 @@ def test_what_counts_gradients_is_compiled_in_its_phase(two):
         compiled_gradient=lambda batch: SimpleNamespace(output_shardings=(None, {"a": there})),
         value_and_grad=lambda state, batch: (None, gradients.params))
     observe = ObserveConfig(histograms_every=1, histograms=["weights", "gradients"])
-    run = SimpleNamespace(config=SimpleNamespace(observe=observe, resilience=two.config.resilience), mesh=two.mesh,
-                          settings={}, sharded=sharded)
+    run = SimpleNamespace(config=SimpleNamespace(observe=observe, resilience=two.config.resilience, to_dict=dict),
+                          mesh=two.mesh, own=None, sharded=sharded)
     session = SimpleNamespace(phase=phase, trackers=[], workdir=Path("work"))
     assert tracked.Tracked(run, session, None, {"run": "r1"}).look(1, state, {"tokens": np.ones(1)})
     assert programs == [("compile", 2), ("eval", 2)]
@@ -192,7 +192,7 @@ def test_what_counts_gradients_is_compiled_in_its_phase(two):
 
 def test_trackers_have_their_time_at_the_end_of_a_run_that_failed(tmp_path):
     """The watchdog gives cleanup after an error resilience.hang_floor seconds, which may be less."""
-    phases, run = [], SimpleNamespace(config=SimpleNamespace(observe=ObserveConfig()), settings={})
+    phases, run = [], SimpleNamespace(config=SimpleNamespace(observe=ObserveConfig(), to_dict=dict), own=None)
 
     class Ends(Collector):
         def finish(self, status):
