@@ -1,7 +1,6 @@
 """The config in a workdir, which may be damaged."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +26,6 @@ def test_a_config_without_a_name_is_that_of_the_default(tmp_path):
 def test_a_step_below_zero_is_one_sentence(step, tmp_path):
     """The `--step` of generate, export and evaluate."""
     with pytest.raises(jt.UserError) as error:
-        trained_model.load(tmp_path, SimpleNamespace(abstract_model={}), step)
+        trained_model.load(tmp_path, None, step, abstract={})
     assert str(error.value) == (f"--step: {step} is not a step; leave it out for the newest good checkpoint, or see "
                                 f"those that there are: jaxtrain checkpoint list {tmp_path}")
