@@ -13,11 +13,13 @@ import collections, json, os, sys
 import jaxtrain.main
 from jaxtrain import builder, compile_cache, run
 from jaxtrain.config.load import load_config
+from jaxtrain.objectives.next_token import NextToken
+from jaxtrain.run.model_loss import ModelLoss
 from jaxtrain.trainer import loop
 from jaxtrain.trainer.observers import Observer
 
 calls = collections.Counter()
-for owner, name in ((run.Run, "_init"), (run.Run, "loss"), (run.Run, "_eval"), (builder, "make_model"),
+for owner, name in ((run.Run, "_init"), (NextToken, "loss"), (ModelLoss, "evaluation"), (builder, "make_model"),
                     (run, "make_model")):
     def counted(*args, name=name, function=getattr(owner, name), **options):
         calls[name] += 1
