@@ -26,7 +26,7 @@ def test_data_across_nodes_and_fsdp_within():
     assert (made.mesh.hsdp, made.mesh.data, made.mesh.fsdp, made.mesh.tensor) == (False, 8, 4, 2)
     assert (made.optimizer.zero_stage, made.compression.method) == (2, "exact")
     alone = with_hybrid_mesh(asked, 8, 8)  # one node: fsdp alone
-    assert (alone.mesh.data, alone.mesh.fsdp, alone.sharded.settings.optimizer.zero_stage) == (1, 4, 0)
+    assert (alone.mesh.data, alone.mesh.fsdp, alone.optimizer.zero_stage) == (1, 4, 0)
     stages = with_hybrid_mesh(reference.tiny("llama", mesh="hsdp", mesh__stage=2), 16, 8)  # a pipeline sums once anyway
     assert (stages.mesh.fsdp, stages.optimizer.zero_stage, stages.compression.method) == (4, 2, "")
     lossy = with_hybrid_mesh(reference.tiny("llama", mesh="hsdp", compression__method="int8"), 16, 8)

@@ -22,6 +22,7 @@ def test_what_layers_keep_on_hosts_is_not_memory_of_the_device(on_hosts, peak):
     """The compiler's peak then counts both together."""
     memory = types.SimpleNamespace(argument_size_in_bytes=12, temp_size_in_bytes=42, peak_memory_in_bytes=70,
                                    host_temp_size_in_bytes=on_hosts)
-    run = types.SimpleNamespace(abstract=(), platform="cuda:9")
+    run = types.SimpleNamespace(abstract=(), sharded=types.SimpleNamespace(
+        settings=types.SimpleNamespace(platform="cuda:9")))
     compiled = types.SimpleNamespace(memory_analysis=lambda: memory)
     assert memory_of(compiled, run) == (peak, 54)
