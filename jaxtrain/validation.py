@@ -14,7 +14,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.attention import choose_backend
 from jaxtrain.parallel import experts, schedules
-from jaxtrain.parallel.context import choose_strategy
+from jaxtrain.parallel.cut_rows import choose_strategy
 from jaxtrain.parallel.pipeline.pipeline import count_microbatches, make_schedules
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules

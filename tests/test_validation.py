@@ -8,7 +8,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import extensions, validation
-from jaxtrain.kernels import attention
+from jaxtrain.kernels.attention import mosaic_attention
 from tests.objectives import plain_transcription, plain_vision
 
 MORE = [row for extension in extensions.every() for row in extension.refusals]
@@ -50,7 +50,7 @@ APART, TILES = "its keys are those of the queries' own tokens", "mesh.context_st
     ("siglip", "splash", RING, ""), ("clip", "splash", RING, TILES), ("vision_language", "splash", RING, TILES)])
 def test_a_kernel_that_a_family_cannot_take_is_refused_before_anything_is_traced(kind, backend, keys, why, monkeypatch):
     """Other keys than the queries' own have no mosaic kernel; tiles are those of causal attention alone."""
-    monkeypatch.setitem(attention._REFUSALS, "mosaic", lambda *_, **__: "")
+    monkeypatch.setattr(mosaic_attention, "refusal", lambda *_, **__: "")
     config_of = plain_transcription.config if kind == "whisper" else functools.partial(plain_vision.config, kind)
     config = config_of(**keys, train__attention=backend)
     devices = jax.devices()[:config.mesh.context]

@@ -13,12 +13,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
-from jaxtrain.models.experts.moe import MoE, totals
 from jaxtrain.models.heads.multi_token_prediction import MTPHead
 from jaxtrain.models.heads.scalar_head import ScalarHead
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.rematerialization import cut, layers_at_once, wraps
-from jaxtrain.parallel.experts import DEFAULT, Options
+from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
 from jaxtrain.sharding import rules as sharding
 
 
@@ -27,7 +26,7 @@ class Compute:
     """The options of how a model is computed; they never change the result."""
 
     attention: str = "auto"
-    experts: Options = DEFAULT
+    experts: ExpertOptions = DEFAULT
     remat: str = "none"
     unroll: int = 1
     context: str = "auto"
@@ -37,7 +36,7 @@ class Compute:
         """Return what a config asks for, on devices of a platform such as "gpu", with or without a pipeline."""
         t = config.train
         unroll = layers_at_once(config, platform, pipeline)
-        return cls(t.attention, Options.of(t), t.remat, unroll, config.mesh.context_strategy)
+        return cls(t.attention, ExpertOptions.of(t), t.remat, unroll, config.mesh.context_strategy)
 
 
 class Block(nnx.Module):
@@ -53,7 +52,7 @@ class Block(nnx.Module):
         y_BTD, aux = self.attention(h, segments_BT, angles, cache)
         x_BTD = checkpoint_name(x_BTD + y_BTD, "dots")  # kept in place of the product that was added
         h = self.mlp_norm(x_BTD)
-        if isinstance(self.mlp, MoE):
+        if getattr(self.mlp, "routes", False):  # it has experts, and reports their load
             y_BTD, routed = self.mlp(h, segments_BT)
             return x_BTD + y_BTD, aux | routed
         return x_BTD + self.mlp(sharding.enter(h, INSIDE, shared_by=("act_mlp",))), aux
@@ -112,7 +111,7 @@ class Decoder(nnx.Module):
             if (stack := getattr(self, name)) is not None:
                 x_BTD, aux = stack(x_BTD, segments_BT, angles, slots=slots.get(name), cache=cache and cache.of(name))
                 entries[name] = aux.pop(CACHE, None)
-        return x_BTD, totals(aux) | ({CACHE: entries} if cache else {})
+        return x_BTD, _totals(aux) | ({CACHE: entries} if cache else {})
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the last norm."""
@@ -145,3 +144,8 @@ class Decoder(nnx.Module):
         head_DV = sharding.gather(self.head(), "embed", "vocab")
         return jnp.einsum("btd,dv->btv", x_BTD, head_DV, preferred_element_type=jnp.float32,
                           out_sharding=sharding.activation_spec("batch", "seq", "act_vocab"))
+
+
+def _totals(aux: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Sum the auxiliary values of all rows in the array, from [layers, B, parts, ...] to [layers, ...]."""
+    return {name: value if name == "penalty" else value.sum((1, 2)) for name, value in aux.items()}

@@ -7,7 +7,7 @@ vocabulary.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,15 @@ from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, swiglu
 from jaxtrain.models import training_noise
 from jaxtrain.models.attention.kv_cache import Cache
 from jaxtrain.models.rematerialization import Wrap
-from jaxtrain.parallel.pipeline import deferred
-from jaxtrain.parallel.pipeline.deferred import Deferred
-from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.parallel.vocab import lookup
 from jaxtrain.sharding import products
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import Names
 from jaxtrain.train_step import quantization
 from jaxtrain.train_step.optimizers import mup
+
+if TYPE_CHECKING:
+    from jaxtrain.parallel.pipeline.stage_placement import Slots
 
 RESIDUAL: Names = ("batch", "block_seq", "act_embed")  # between blocks
 INSIDE: Names = ("batch", "seq", "act_embed")  # at the inputs of attention and MLP
@@ -85,8 +85,8 @@ class Linear(nnx.Module):
         if self.scales is not None:
             return sharding.with_bias(products.multiply_at_rest(
                 self.product, x, partial(self.wide, x.dtype), kernel, self.scales.get_value()), bias)
-        if isinstance(kernel, Deferred):
-            y = deferred.multiply(self.product, x, kernel)
+        if hasattr(kernel, "multiplied"):  # it has a way of its own, as `Deferred` does
+            y = kernel.multiplied(self.product, x)
             return y if bias is None else y + bias
         if products.is_fp8():
             return sharding.with_bias(products.multiply(self.product, x, kernel), bias)
@@ -105,7 +105,7 @@ class Linear(nnx.Module):
         """Return the weight as it is in use, without an adapter; from few bits it becomes this `dtype`."""
         if self.scales is not None:
             return self.wide(dtype, kernel, self.scales.get_value())
-        return sharding.gather(kernel.weight if isinstance(kernel, Deferred) else kernel, *self.axes)
+        return sharding.gather(kernel.weight if hasattr(kernel, "multiplied") else kernel, *self.axes)
 
     def quantize(self, kind: str) -> None:
         """Keep the kernel in 8 or 4 bits from now on, in blocks along a dimension that `tensor` does not split."""
@@ -240,7 +240,7 @@ class Stack(nnx.Module):
             if isinstance(weight, nnx.Param):
                 weight.set_metadata(axes=("layers", *weight.get_metadata()["axes"]))
 
-    def __call__(self, x: jax.Array, *args, slots: Slots | None = None,
+    def __call__(self, x: jax.Array, *args, slots: "Slots | None" = None,
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
         """Apply the layers. `slots`: those that a pipeline stage holds; an empty slot passes `x` on."""
         graphdef, weights = nnx.split(self.layer)

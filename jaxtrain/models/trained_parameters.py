@@ -5,7 +5,6 @@ from typing import Any
 
 from jaxtrain.config.schema import Config
 from jaxtrain.models.heads.scalar_head import is_head
-from jaxtrain.models.lora import is_adapter, is_start
 from jaxtrain.train_step import partition
 
 
@@ -18,5 +17,7 @@ def is_frozen(config: Config, axes: Any) -> Callable[[str], bool]:
     named = {*partition.frozen_paths(axes, train.freeze, train.trainable), *config.model.fixed}
     if not (lora or train.trainable):
         return named.__contains__
+    from jaxtrain.models.lora import is_adapter, is_start
+
     return lambda path: is_start(path) or (not (is_adapter(path) or is_head(path))
                                            and (not train.trainable or path in named))

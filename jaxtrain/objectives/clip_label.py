@@ -14,8 +14,8 @@ from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.models.modalities.clip_encoder import BANDS
 from jaxtrain.objectives.next_token import stacks
 from jaxtrain.objectives.objective import OfTheModelAlone, without_z_loss
-from jaxtrain.parallel.context import arrange, row_copies
-from jaxtrain.parallel.pipeline.stage import Parts
+from jaxtrain.parallel.cut_rows import arrange, row_copies
+from jaxtrain.parallel.pipeline.parts import Parts
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step.state import Skeleton
 

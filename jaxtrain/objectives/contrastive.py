@@ -21,8 +21,8 @@ from jaxtrain.models.vision import pooling
 from jaxtrain.models.vision.dual_encoder import STACKS
 from jaxtrain.objectives.objective import OfTheModelAlone, without_z_loss
 from jaxtrain.parallel.all_pairs import all_pairs, count_matched
-from jaxtrain.parallel.context import whole_rows
-from jaxtrain.parallel.pipeline.stage import Parts
+from jaxtrain.parallel.cut_rows import whole_rows
+from jaxtrain.parallel.pipeline.parts import Parts
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Skeleton

@@ -19,8 +19,8 @@ from jaxtrain.config.vision_keys import PictureFlowConfig
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.objectives.contrastive import patches_spec
 from jaxtrain.objectives.objective import OfTheModelAlone, without_z_loss
-from jaxtrain.parallel.context import arrange
-from jaxtrain.parallel.pipeline.stage import Parts
+from jaxtrain.parallel.cut_rows import arrange
+from jaxtrain.parallel.pipeline.parts import Parts
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Skeleton

@@ -16,7 +16,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_spec import Array
 from jaxtrain.models.modalities.event_transformer import ELAPSED, log_time
 from jaxtrain.objectives.next_token import NextToken
-from jaxtrain.parallel.context import arrange
+from jaxtrain.parallel.cut_rows import arrange
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Skeleton

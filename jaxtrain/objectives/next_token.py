@@ -13,12 +13,11 @@ from jaxtrain.config.schema import Config
 from jaxtrain.kernels.cross_entropy import cross_entropy, penalized_cross_entropy
 from jaxtrain.models import training_noise
 from jaxtrain.models.decoder import Decoder
-from jaxtrain.models.experts import moe
 from jaxtrain.models.heads.multi_token_prediction import with_second_targets
 from jaxtrain.objectives.objective import OfTheModelAlone
 from jaxtrain.observe.own_parts import describe
-from jaxtrain.parallel.context import arrange
-from jaxtrain.parallel.pipeline.stage import Parts
+from jaxtrain.parallel.cut_rows import arrange
+from jaxtrain.parallel.pipeline.parts import Parts
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Skeleton
 
@@ -65,7 +64,11 @@ class NextToken(OfTheModelAlone):
 
     def router_metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Return the metrics of the model's routers, if it has any."""
-        return moe.metrics(sums, self.experts_per_token) if "load" in sums else {}
+        if "load" not in sums:
+            return {}
+        from jaxtrain.models.experts import moe
+
+        return moe.metrics(sums, self.experts_per_token)
 
     @property
     def pipeline_parts(self) -> Parts:

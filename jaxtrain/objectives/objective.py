@@ -8,7 +8,7 @@ import jax
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.observe.own_parts import describe
-from jaxtrain.parallel.pipeline.stage import Parts
+from jaxtrain.parallel.pipeline.parts import Parts
 from jaxtrain.train_step.state import Skeleton
 
 

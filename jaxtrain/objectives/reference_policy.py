@@ -25,7 +25,7 @@ from jaxtrain.models.heads.scalar_head import without_heads
 from jaxtrain.models.make_model import make_model
 from jaxtrain.models.trained_parameters import is_frozen
 from jaxtrain.objectives.next_token import NextToken
-from jaxtrain.parallel.context import arrange
+from jaxtrain.parallel.cut_rows import arrange
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Skeleton

@@ -20,8 +20,8 @@ from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.kernels.ctc import ctc_loss
 from jaxtrain.models.modalities.speech_transformer import Whisper
 from jaxtrain.objectives.next_token import NextToken, stacks
-from jaxtrain.parallel.context import arrange, row_copies, whole_rows
-from jaxtrain.parallel.pipeline.stage import Parts
+from jaxtrain.parallel.cut_rows import arrange, row_copies, whole_rows
+from jaxtrain.parallel.pipeline.parts import Parts
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Skeleton

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.config.model_config import Experts
-from jaxtrain.config.schema import Config, TrainConfig
+from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.functions import swiglu
 from jaxtrain.kernels.grouped_matmul import (
@@ -36,25 +36,11 @@ from jaxtrain.kernels.grouped_matmul import (
     grouped_matmul,
     grouped_matmul_gradients,
 )
+from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
 from jaxtrain.sharding import products
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.products import Factor, Rounded
 from jaxtrain.train_step import precision
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of how experts are computed; none of them changes the result."""
-
-    exchange: str = "auto"
-    grouped_matmul: str = "auto"
-    buffer: float = 2.0
-
-    @classmethod
-    def of(cls, t: TrainConfig) -> "Options":
-        """Return what a config asks for."""
-        return cls(t.expert_exchange, t.grouped_matmul, t.expert_buffer)
-
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up
 
@@ -71,7 +57,6 @@ class Adapted:
 
 
 Weight = Factor | Adapted
-DEFAULT = Options()
 OVERFLOW = "experts_overflow"  # scope of the passes that an even load does not need
 
 
@@ -102,7 +87,7 @@ def masks(config: Config, mesh: Mapping[str, int], platform: str) -> bool:
 
 def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, kept_NK: jax.Array,
                     gate_LDF: Weight, up_LDF: Weight, down_LFD: Weight, biases: tuple[jax.Array, ...] = (), *,
-                    axis: tuple[str, ...] = (), options: Options = DEFAULT, limit: int | None = None,
+                    axis: tuple[str, ...] = (), options: ExpertOptions = DEFAULT, limit: int | None = None,
                     activation: Activation = swiglu) -> jax.Array:
     """Return the weighted sum of each token's experts; `limit` caps the rows that a device receives from one other.
 

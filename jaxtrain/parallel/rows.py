@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.parallel.context import balanced_order
+from jaxtrain.parallel.cut_rows import balanced_order
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import jaxtrain as jt
 from jaxtrain.config.load import load_config
 from jaxtrain.kernels.grouped_matmul import grouped_matmul
 from jaxtrain.parallel import experts
+from jaxtrain.parallel.expert_options import ExpertOptions
 from jaxtrain.plan.cost import rough
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import TARGETS
@@ -88,7 +89,7 @@ def test_rows_that_hold_tokens(devices, factor, buffer):
         inner = jax.shard_map(
             lambda x, chosen, weights, kept, *w: experts.through_experts(
                 x, chosen, weights, kept, *w, axis=("expert",) if devices > 1 else (), limit=limit,
-                options=experts.Options(buffer=buffer)),
+                options=ExpertOptions(buffer=buffer)),
             mesh=mesh, in_specs=jax.sharding.PartitionSpec(), out_specs=jax.sharding.PartitionSpec(), check_vma=False)
         full = jnp.zeros((tokens, choices))
         jax.eval_shape(inner, jnp.zeros((tokens, 4)), full.astype(int), full, full > 0,

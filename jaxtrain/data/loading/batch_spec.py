@@ -18,7 +18,7 @@ SEQ = "seq"  # the dimension that is the length of a batch's rows, which differs
 class Array:
     """One array of a batch, of which the rows come first: its dtype, and its further dimensions.
 
-    Batches arrive whole along all but the rows; `parallel.context.arrange` then cuts `SEQ` over the mesh's `context`.
+    Batches arrive whole along all but the rows; `parallel.cut_rows.arrange` then cuts `SEQ` over the mesh's `context`.
     """
 
     dtype: Any

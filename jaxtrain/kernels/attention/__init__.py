@@ -5,28 +5,28 @@
 Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K head width.
 """
 
+import importlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import UserError
-from jaxtrain.kernels.attention import cudnn_attention, mosaic_attention, splash_attention, xla_attention
+from jaxtrain.kernels.attention import xla_attention
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
 from jaxtrain.sharding import rules as sharding
 
 HEADS = ("batch", "seq", "act_heads", "act_head_dim")
 KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
 # Of a device's own arrays: attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H, key_segments_BS).
-BACKENDS: dict[str, Callable[..., jax.Array]] = {
-    "xla": xla_attention.attention, "cudnn": cudnn_attention.attention, "mosaic": mosaic_attention.attention,
-    "splash": splash_attention.attention}
-_REFUSALS = {"cudnn": cudnn_attention.refusal, "mosaic": mosaic_attention.refusal, "splash": splash_attention.refusal}
+# Each is a module that is imported when it is asked for; it says, as `refusal`, why it cannot compute something.
+BACKENDS = ("xla", "cudnn", "mosaic", "splash")
 _GPU = ("mosaic", "cudnn")
 _KERNELS = {"gpu": _GPU, "cuda": _GPU, "tpu": ("splash",)}  # of which auto chooses the first that can
-_PADDING = {"mosaic": mosaic_attention.BLOCK, "splash": splash_attention.LANES}  # to a multiple of this many tokens
+_PADDING = {"mosaic": 128, "splash": 128}  # to a multiple of this many tokens
 
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
@@ -66,13 +66,19 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
         k_BSGK, v_BSGK = (sharding.constrain(_repeated(x, repeats), "batch", along, *HEADS[2:])
                           for x in (k_BSGK, v_BSGK))
     if backend == "xla":
-        out_BTHK = BACKENDS["xla"](q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H, key_segments_BS)
+        out_BTHK = xla_attention.attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H,
+                                           key_segments_BS)
         return checkpoint_name(out_BTHK, "attention")
     heads, rows = sharding.activation_spec(*HEADS), sharding.activation_spec("batch", "seq")
     keys = (sharding.activation_spec("batch", None, *HEADS[2:]), sharding.activation_spec("batch", None))
     # The kernels name what policies keep themselves.
     return by_device(backend, heads, rows, window, soft_cap, keys if others else ())(
         q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H, *(key_segments_BS,) * others)
+
+
+def backend_module(name: str) -> Any:
+    """Return the module of a backend."""
+    return importlib.import_module(f"jaxtrain.kernels.attention.{name}_attention")
 
 
 def _repeated(x_BSGK: jax.Array, times: int) -> jax.Array:
@@ -88,7 +94,7 @@ def by_device(backend: str, heads: jax.P | None, rows: jax.P | None, window: int
     `keys`: both specs for keys that are others than the queries' own tokens, and whose segments are then given, too.
     """
     def local(q, k, v, segments, sinks, key_segments=None):
-        return BACKENDS[backend](q, k, v, segments, window, soft_cap, sinks, key_segments)
+        return backend_module(backend).attention(q, k, v, segments, window, soft_cap, sinks, key_segments)
 
     key_heads = keys[0] if keys else heads
     specs = (heads, key_heads, key_heads, rows, heads and jax.P(heads[2]), *keys[1:])
@@ -109,7 +115,7 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
     def reason(name):
         sunk = sinks and name == "cudnn" and "it has no attention sinks"
         apart = bool(key_len) and name == "mosaic" and "its keys are those of the queries' own tokens"
-        refusal = partial(_REFUSALS[name], platform, dtype, head_dim=head_dim, soft_cap=soft_cap)
+        refusal = partial(backend_module(name).refusal, platform, dtype, head_dim=head_dim, soft_cap=soft_cap)
         return refusal(seq_len=seq_len) or refusal(seq_len=key_len or seq_len) or sunk or tiled or apart
 
     if asked == "auto":

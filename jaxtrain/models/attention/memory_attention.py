@@ -14,7 +14,7 @@ from jaxtrain.kernels.attention import HEADS
 from jaxtrain.kernels.functions import softmax
 from jaxtrain.models.attention.kv_cache import CACHE, Cache, kept
 from jaxtrain.models.attention.self_attention import Attention
-from jaxtrain.parallel.context import whole_rows
+from jaxtrain.parallel.cut_rows import whole_rows
 from jaxtrain.sharding import rules as sharding
 
 

@@ -15,7 +15,7 @@ from jaxtrain.kernels.attention import HEADS, KV_HEADS
 from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.layers import RESIDUAL, Linear
-from jaxtrain.parallel import context as parallel
+from jaxtrain.parallel import cut_rows
 
 
 @jax.named_scope("attention")  # jaxtrain.bench attributes step time to these scope names
@@ -29,15 +29,17 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
     device has all keys.
     """
     key_segments_BS = None
-    if segments_BT is not None and segments_BT.dtype == bool and (causal or parallel.size() > 1):
+    if segments_BT is not None and segments_BT.dtype == bool and (causal or cut_rows.size() > 1):
         # Padding comes last; in balanced order it does not, and is a segment like others.
         segments_BT = None if causal else segments_BT.astype("int32")
-    if parallel.size() > 1 and not causal:
-        k_BSGK, v_BSGK = (parallel.whole_rows(x, *KV_HEADS[2:]) for x in (k_BSGK, v_BSGK))
-        key_segments_BS = None if segments_BT is None else parallel.whole_rows(segments_BT)
-    elif parallel.size() > 1:
-        return parallel.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT, window=window, strategy=context, backend=backend,
-                               sinks_H=sinks_H)
+    if cut_rows.size() > 1 and not causal:
+        k_BSGK, v_BSGK = (cut_rows.whole_rows(x, *KV_HEADS[2:]) for x in (k_BSGK, v_BSGK))
+        key_segments_BS = None if segments_BT is None else cut_rows.whole_rows(segments_BT)
+    elif cut_rows.size() > 1:
+        from jaxtrain.parallel.context import attend as attend_across
+
+        return attend_across(q_BTHK, k_BSGK, v_BSGK, segments_BT, window=window, strategy=context, backend=backend,
+                             sinks_H=sinks_H)
     return attention.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT=segments_BT, key_segments_BS=key_segments_BS,
                             window=window, sinks_H=sinks_H, causal=causal, backend=backend)
 

@@ -18,7 +18,8 @@ from jaxtrain.config.model_config import Experts, ModelConfig
 from jaxtrain.kernels.functions import swiglu
 from jaxtrain.models.experts.router import Routing, capacity, route
 from jaxtrain.models.layers import INSIDE, RESIDUAL, SwiGLU, param
-from jaxtrain.parallel.experts import DEFAULT, Activation, Options, through_experts
+from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
+from jaxtrain.parallel.experts import Activation, through_experts
 from jaxtrain.parallel.rows import Row
 from jaxtrain.sharding import products
 from jaxtrain.sharding import rules as sharding
@@ -48,9 +49,10 @@ class MoE(nnx.Module):
     """Routed SwiGLU experts, or those of another activation, and shared ones. `biased`: with biases everywhere."""
 
     adapter: Any = None  # models/lora.py gives the experts some
+    routes = True  # a block that has it returns its penalty and sums, too
 
-    def __init__(self, config: ModelConfig, *, out_std: float, options: Options = DEFAULT, biased: bool = False,
-                 activation: Activation = swiglu, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, out_std: float, options: ExpertOptions = DEFAULT,
+                 biased: bool = False, activation: Activation = swiglu, rngs: nnx.Rngs):
         c = config.experts
         E, D, F = c.num, config.embed_dim, c.mlp_dim
         self.experts, self.options, self.activation = c, options, activation
@@ -139,11 +141,6 @@ def _down_bias(routing: Routing, bias_ED: jax.Array, split: tuple[str, ...]) -> 
         own = weights_BTE.shape[1] // lax.axis_size(split)
         weights_BTE = lax.dynamic_slice_in_dim(weights_BTE, lax.axis_index(split) * own, own, axis=1)
     return jnp.einsum("bte,ed->btd", weights_BTE, bias_ED.astype(jnp.float32))
-
-
-def totals(aux: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Sum the auxiliary values of all rows in the array, from [layers, B, parts, ...] to [layers, ...]."""
-    return {name: value if name == "penalty" else value.sum((1, 2)) for name, value in aux.items()}
 
 
 def metrics(sums: dict[str, jax.Array], experts_per_token: int) -> dict[str, jax.Array]:

@@ -16,7 +16,7 @@ from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute
 from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, RMSNorm, Stack, SwiGLU, param
 from jaxtrain.models.rematerialization import cut, wraps
-from jaxtrain.parallel.context import whole_rows
+from jaxtrain.parallel.cut_rows import whole_rows
 from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.sharding import rules as sharding
 

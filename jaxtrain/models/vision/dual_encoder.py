@@ -19,7 +19,7 @@ from jaxtrain.models.layers import RESIDUAL, Embed, LearnedPositions, Linear, pa
 from jaxtrain.models.vision import pooling
 from jaxtrain.models.vision.encoder import Encoder
 from jaxtrain.models.vision.vit import Vit
-from jaxtrain.parallel.context import arrange
+from jaxtrain.parallel.cut_rows import arrange
 from jaxtrain.sharding import rules as sharding
 
 # The logarithm of the scale of similarities, and their bias, at first.

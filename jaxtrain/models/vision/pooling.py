@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtrain.kernels.functions import softmax
 from jaxtrain.models.layers import INSIDE, RESIDUAL, GeluMLP, LayerNorm, Linear, param
 from jaxtrain.models.vision.encoder import GELUS
-from jaxtrain.parallel.context import whole_rows
+from jaxtrain.parallel.cut_rows import whole_rows
 from jaxtrain.sharding import rules as sharding
 
 

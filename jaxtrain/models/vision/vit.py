@@ -17,7 +17,7 @@ from jaxtrain.config.vision_keys import PictureConfig
 from jaxtrain.models.decoder import Compute
 from jaxtrain.models.layers import INSIDE, RESIDUAL, LayerNorm, LearnedPositions, Linear, param
 from jaxtrain.models.vision.encoder import Encoder
-from jaxtrain.parallel.context import whole_rows
+from jaxtrain.parallel.cut_rows import whole_rows
 from jaxtrain.sharding import rules as sharding
 
 

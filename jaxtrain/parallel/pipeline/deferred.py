@@ -65,25 +65,24 @@ class Deferred:
     ledger: Ledger = field(metadata={"static": True})
     path: Path = field(metadata={"static": True})
 
+    def multiplied(self, product: Product, x: jax.Array) -> jax.Array:
+        """Return `product(x, weight)`, with the weight's gradient deferred."""
+        if self.room is None:
+            y = products.forward(product, x, self.weight)
+            self.ledger.note(self.path, product, x, y)
+            return y
 
-def multiply(product: Product, x: jax.Array, weight: Deferred) -> jax.Array:
-    """Return `product(x, weight)`, with the weight's gradient deferred."""
-    if weight.room is None:
-        y = products.forward(product, x, weight.weight)
-        weight.ledger.note(weight.path, product, x, y)
-        return y
+        @jax.custom_vjp
+        def apply(x, weight, room):
+            return products.forward(product, x, weight)
 
-    @jax.custom_vjp
-    def apply(x, weight, room):
-        return products.forward(product, x, weight)
+        def backward(saved, dy):
+            x, weight, keeps_input = saved
+            dx = products.input_gradient(product, x, weight, dy)
+            return dx, jnp.zeros_like(weight), (None if keeps_input is None else x, dy)
 
-    def backward(saved, dy):
-        x, weight, keeps_input = saved
-        dx = products.input_gradient(product, x, weight, dy)
-        return dx, jnp.zeros_like(weight), (None if keeps_input is None else x, dy)
-
-    apply.defvjp(lambda x, weight, room: (products.forward(product, x, weight), (x, weight, room[0])), backward)
-    return apply(x, weight.weight, weight.room)
+        apply.defvjp(lambda x, weight, room: (products.forward(product, x, weight), (x, weight, room[0])), backward)
+        return apply(x, self.weight, self.room)
 
 
 def take(tree: Any, paths: Container[Path]) -> tuple[Any, Weights]:

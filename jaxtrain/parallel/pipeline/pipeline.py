@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.schema import Config, PipelineConfig
 from jaxtrain.parallel import schedules
-from jaxtrain.parallel.pipeline.stage import Parts, Stage, Sums, lower
+from jaxtrain.parallel.pipeline.parts import Parts, Sums, lower
+from jaxtrain.parallel.pipeline.stage import Stage
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels import attention, grouped_matmul
-from jaxtrain.kernels.attention import mosaic_attention, splash_attention
+from jaxtrain.kernels import grouped_matmul
+from jaxtrain.kernels.attention import cudnn_attention, mosaic_attention, splash_attention
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
 
 FORWARD, BACKWARD = "attention_forward", "attention_backward"
@@ -26,17 +26,15 @@ def stand_ins() -> Iterator[None]:
     """Replace cuDNN attention by one operation per direction, which keeps operands, result and a row of sums; and each
     kernel of mosaic attention and of a grouped matmul by one operation.
     """
-    functions = {grouped_matmul: (_product, _products_of_groups),
+    functions = {grouped_matmul: (_product, _products_of_groups), cudnn_attention: (attention,),
                  mosaic_attention: (_results, _by_queries, _by_keys_and_values)}
     before = [(module, one.__name__, getattr(module, one.__name__)) for module, own in functions.items() for one in own]
-    cudnn, attention.BACKENDS["cudnn"] = attention.BACKENDS["cudnn"], _attention
     for module, own in functions.items():
         for one in own:
             setattr(module, one.__name__, one)
     try:
         yield
     finally:
-        attention.BACKENDS["cudnn"] = cudnn
         for saved in before:
             setattr(*saved)
 
@@ -130,8 +128,9 @@ def _pairs(T: int, S: int, side: int, window: int) -> int:
     return side**2 * sum(min(row, back) + 1 for row in range(T // side))
 
 
-def _attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: Any, window: int,
+def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: Any, window: int,
                soft_cap: float, sinks_H: None, key_segments_BS: Any = None) -> jax.Array:
+    """Return cuDNN's attention as one operation in each direction."""
     assert not soft_cap and sinks_H is None, "refused before"
     keys_BS = segments_BT if key_segments_BS is None else key_segments_BS
     if keys_BS is None or (keys_BS.dtype == bool and window == BOTH_WAYS):  # none, or lengths

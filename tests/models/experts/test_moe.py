@@ -16,8 +16,9 @@ import jaxtrain as jt
 from jaxtrain.models.experts import moe
 from jaxtrain.models.experts.clamped_swiglu import clamped_swiglu
 from jaxtrain.models.make_model import make_model
-from jaxtrain.parallel.context import balanced_order
-from jaxtrain.parallel.experts import OVERFLOW, Options
+from jaxtrain.parallel.cut_rows import balanced_order
+from jaxtrain.parallel.expert_options import ExpertOptions
+from jaxtrain.parallel.experts import OVERFLOW
 from jaxtrain.plan import hlo
 from jaxtrain.run import shapes_of
 from jaxtrain.sharding import rules as sharding
@@ -45,7 +46,7 @@ SPREAD = dict(expert=2, context=4)
 def layer(c, exchange="auto", buffer=2.0):
     more = dict(biased=True, activation=functools.partial(
         clamped_swiglu, limit=c.swiglu_limit, alpha=c.swiglu_alpha)) if c.name == "gpt_oss" else {}
-    return moe.MoE(c, out_std=0.02, options=Options(exchange, buffer=buffer), rngs=nnx.Rngs(params=0), **more)
+    return moe.MoE(c, out_std=0.02, options=ExpertOptions(exchange, buffer=buffer), rngs=nnx.Rngs(params=0), **more)
 
 
 def initial(module):

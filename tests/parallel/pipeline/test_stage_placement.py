@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.parallel.pipeline.stage import Parts, lower
+from jaxtrain.parallel.pipeline.parts import Parts, lower
 from jaxtrain.parallel.pipeline.stage_placement import Placement
 from jaxtrain.parallel.schedules import straight, v_shape
 
