@@ -21,7 +21,6 @@ from jaxtrain.models.decoder import Compute
 from jaxtrain.models.make_model import make_model
 from jaxtrain.models.trained_parameters import is_frozen
 from jaxtrain.objectives import MakeObjective, Objective, configured
-from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.run import Extension, Parts, Run, shapes_of
 from jaxtrain.run.model_loss import ModelLoss, Schedules
 from jaxtrain.sharding import rules as sharding
@@ -33,6 +32,7 @@ from jaxtrain.train_step.sharded_step import ShardedStep
 from jaxtrain.train_step.state import Skeleton, TrainState, abstract_state, make_layout
 
 if TYPE_CHECKING:
+    from jaxtrain.parallel.schedules import Schedule
     from jaxtrain.run.own_model import Given
 
 
@@ -176,7 +176,7 @@ def _abstract(config: Config, model: Skeleton, goal: Objective, is_frozen: Calla
     return abstract_state(params, optimizer, compute == "float16", frozen)
 
 
-def _pipeline_rules(rules: Rules, goal: Objective, schedule: Schedule) -> Rules:
+def _pipeline_rules(rules: Rules, goal: Objective, schedule: "Schedule") -> Rules:
     if goal.pipeline_parts is None:
         raise UserError("mesh.stage", f"{type(goal).__name__} cannot be cut into stages", "set mesh.stage=1")
     if goal.pipeline_parts.placement(schedule.position).even:
@@ -193,7 +193,7 @@ def _check_data_stages(run: Run) -> None:
             raise UserError(error.key, f"from step {stage.start} on, {error.reason}", error.fix) from error
 
 
-def _warn_of_waste(goal: Objective, params: Any, shardings: Any, schedule: Schedule) -> None:
+def _warn_of_waste(goal: Objective, params: Any, shardings: Any, schedule: "Schedule") -> None:
     """Stages without layers; layers that do not divide over stages and are spread by no other dimension either."""
     parts = goal.pipeline_parts
     assert parts

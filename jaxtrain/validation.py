@@ -7,18 +7,19 @@ rule, in `sharding.check_divides`: a size must be divisible by the mesh axes tha
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.attention import choose_backend
-from jaxtrain.parallel import experts, schedules
 from jaxtrain.parallel.cut_rows import choose_strategy
-from jaxtrain.parallel.pipeline.pipeline import count_microbatches, make_schedules
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
 from jaxtrain.train_step.precision import dtype_of
+
+if TYPE_CHECKING:
+    from jaxtrain.parallel import schedules
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Layout:
             return None
         most = max(2, self.config.model.staged_layers)
         more = f"{c.chunks} chunks on a stage are more than there are layers", f"use {most} or fewer"
+        from jaxtrain.parallel import schedules
+
         return schedules.wrong_chunks(c.schedule, c.chunks) or (more if c.chunks > most else None)
 
     @cached_property
@@ -158,7 +161,7 @@ def check(config: Config, mesh: AnyMesh, rules: Rules, microbatches: int = 1, mo
 
 
 def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: str, platform: str,
-                      refusals: Sequence[Refusal] = ()) -> tuple[schedules.Schedule, schedules.Schedule] | None:
+                      refusals: Sequence[Refusal] = ()) -> "tuple[schedules.Schedule, schedules.Schedule] | None":
     """Raise a UserError if a batch of the config's shape cannot be trained on; return the schedules of its pipeline.
 
     `refusals`: further rows of the table, of the run's extensions.
@@ -167,7 +170,11 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
         one for training and one for evaluation; None without a pipeline.
     """
     stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
-    microbatches = count_microbatches(config, stages, shards) if stages > 1 else 1
+    microbatches = 1
+    if stages > 1:
+        from jaxtrain.parallel.pipeline.pipeline import count_microbatches, make_schedules
+
+        microbatches = count_microbatches(config, stages, shards)
     check(config, mesh, rules, microbatches, refusals)
     context, family = sharding.shards(rules["seq"], mesh), type(config.model)
     if not config.model.rows_cut and context > 1:
@@ -182,7 +189,10 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
             choose_backend(config.train.attention, kind, dtype, queries, head_dim, strategy if causal else "",
                            packed=True, sinks=config.model.sinks,
                            key_len=keys or (queries if context > 1 and not causal else 0))
-    experts.check(config, mesh, rules, dtype, platform)
+    if config.model.experts.num or mesh.shape["expert"] > 1:
+        from jaxtrain.parallel import experts
+
+        experts.check(config, mesh, rules, dtype, platform)
     return make_schedules(config.pipeline, stages, microbatches) if stages > 1 else None
 
 

@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxtrain.base import arguments
 from jaxtrain.checkpoint import fingerprint, full_disk, step_folders, verify
-from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.checkpoint.orbax.async_saver import AsyncSaver
 from jaxtrain.checkpoint.orbax.orbax_logging import innermost, orbax
 from jaxtrain.checkpoint.restore import Damaged, Extras, load, unreadable
@@ -31,6 +30,9 @@ from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed.coordination import exchange, together
 from jaxtrain.errors import UserError
 from jaxtrain.observe.events import tell
+
+if TYPE_CHECKING:
+    from jaxtrain.checkpoint.mirror import Mirror
 
 AGAIN_S = (1, 2, 4, 8, 16, 32, *[60] * 8)  # seconds between retries of the last save of a run
 _PATIENCE_S = 20.0  # how long `close` waits for a checkpoint being verified; otherwise the next start verifies it
@@ -76,7 +78,11 @@ class CheckpointManager:
         self._saver = AsyncSaver()
         self._checks = Checks(self._directory, hashes=verify == "full")
         self.on_good: list[Callable[[int, Path], None]] = []  # called in the background with each new good checkpoint
-        self._mirror = Mirror(directory, mirror, self._retention.keeping) if mirror else None
+        self._mirror: Mirror | None = None
+        if mirror:
+            from jaxtrain.checkpoint import mirror as mirrors
+
+            self._mirror = mirrors.Mirror(directory, mirror, self._retention.keeping)
         if self._mirror and jax.process_index() == 0:
             self.on_good.append(self._mirror.copy)
         self._jobs: list[_Job] = []

@@ -19,6 +19,7 @@ from typing import Any
 
 from jaxtrain import storage
 from jaxtrain.checkpoint import verify
+from jaxtrain.checkpoint.step_folders import FETCHING
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files
 from jaxtrain.files.safe_names import inside
@@ -28,7 +29,6 @@ THREADS = 8  # files transferred at a time
 AGAIN = 3  # attempts to send or fetch a file that arrives changed
 PAUSE = 15.0, 600.0  # seconds before a failed copy is retried: at first (doubled each time), and at most
 OWNER = "owner.json"  # identifies the run whose copies these are
-FETCHING = ".fetching"
 Kept = Callable[[list[int]], Iterable[int]]  # the good steps present, in order -> those to keep
 
 

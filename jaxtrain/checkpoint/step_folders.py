@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxtrain.checkpoint import verify
-from jaxtrain.checkpoint.mirror import FETCHING
 from jaxtrain.errors import UserError
 
 DAMAGED, ABANDONED, DELETED, MISPLACED = ".damaged", ".abandoned", ".deleted", ".misplaced"
 TEMPORARY = ".orbax-checkpoint-tmp"  # as Orbax calls it
+FETCHING = ".fetching"  # from the mirror
 # Errors of a first save that the user has to fix.
 _MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
@@ -24,17 +24,19 @@ from jaxtrain.config.schema import Config
 from jaxtrain.distributed import exit_codes, launch_environment
 from jaxtrain.distributed.authentication import opened, sealed
 from jaxtrain.distributed.launch_environment import Place
-from jaxtrain.distributed.peers import Peers, interface
 from jaxtrain.errors import UserError, say
 from jaxtrain.observe.versions import version_of
 from jaxtrain.redaction import redacted
+
+if TYPE_CHECKING:
+    from jaxtrain.distributed.peers import Peers
 
 Item = TypeVar("Item")
 _OWN = {("data", "cache_dir"), ("data", "source"), ("train", "progress")}  # settings that may differ between hosts
 # How communication libraries report that the other end of a connection is gone.
 _BROKEN = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "socket closed", "broken pipe",
            "coordination service", "heartbeat", "unavailable:", "timed out waiting", "deadline_exceeded", "barrier")
-_peers: Peers | None = None
+_peers: "Peers | None" = None
 _meetings = itertools.count()  # all processes call `meet` equally often, and each barrier is used once
 
 
@@ -217,6 +219,8 @@ def _join(place: Place | None) -> None:
     # Without "deactivate" JAX looks at the launcher too, and takes one GPU where Slurm starts one process a host.
     where: dict[str, Any] = {}
     if place and place.coordinator:
+        from jaxtrain.distributed.peers import interface
+
         where = {"coordinator_address": place.coordinator, "num_processes": place.processes, "process_id": place.rank,
                  "cluster_detection_method": "deactivate",
                  "coordinator_bind_address": place.coordinator if interface(place.coordinator) else None}
@@ -231,6 +235,8 @@ def _join(place: Place | None) -> None:
         state = jax._src.distributed.global_state
         if processes() == 1:
             return
+        from jaxtrain.distributed.peers import Peers
+
         host = (state.coordinator_address or "").rpartition(":")[0].strip("[]")
         try:
             _peers = Peers(process(), processes(), host, state.client, peer_timeout)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -11,13 +11,15 @@ import numpy as np
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.objectives import Objective
-from jaxtrain.parallel.pipeline.pipeline import Pipeline
-from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.gradients import StateGradient, make_gradient
 from jaxtrain.train_step.state import Layout, Skeleton, TrainState
 
-Schedules = tuple[Schedule, Schedule]  # for training, and for evaluation
+if TYPE_CHECKING:  # few runs have a pipeline
+    from jaxtrain.parallel.pipeline.pipeline import Pipeline
+    from jaxtrain.parallel.schedules import Schedule
+
+Schedules = tuple["Schedule", "Schedule"]  # for training, and for evaluation
 Shape = tuple[int, int]  # rows, and tokens of each
 
 
@@ -79,8 +81,10 @@ class ModelLoss:
         """Return the objective's metrics."""
         return self.objective.metrics(sums)
 
-    def pipeline(self, objective: Objective, schedules: Schedules) -> Pipeline:
+    def pipeline(self, objective: Objective, schedules: Schedules) -> "Pipeline":
         """Return the loss of an objective cut into stages."""
+        from jaxtrain.parallel.pipeline.pipeline import Pipeline
+
         assert objective.pipeline_parts
         at_rest = jax.tree.map(lambda s: s.spec, self.layout.gradients)
         return Pipeline(objective.pipeline_parts, *schedules, self.layout.rules, self.layout.axes,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import step_folders, verify
-from jaxtrain.checkpoint.mirror import FETCHING
 from jaxtrain.checkpoint.retention import best_of, dispensable
+from jaxtrain.checkpoint.step_folders import FETCHING
 from jaxtrain.config.sections.observe_keys import TRACKERS
 from jaxtrain.distributed import run_processes
 from jaxtrain.distributed.run_lock import locked

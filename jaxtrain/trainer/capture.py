@@ -22,7 +22,6 @@ from jaxtrain.errors import UserError, say
 from jaxtrain.files import atomic_files
 from jaxtrain.observe import events, profile_requests
 from jaxtrain.observe.profile_requests import Request
-from jaxtrain.profiling import trace
 from jaxtrain.run import Run, compiled_step
 from jaxtrain.trainer.observers import Observer
 
@@ -75,6 +74,8 @@ class Capture(Observer):
             jax.block_until_ready(self._last)
             folder = self._folder(request)
             folder.mkdir(parents=True, exist_ok=True)
+            from jaxtrain.profiling import trace
+
             trace.begin(folder)
         except Exception as error:
             self._warn(request, _reason(error))

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import CheckpointManager
-from jaxtrain.checkpoint.local.snapshots import turn_back
 from jaxtrain.checkpoint.manager import NotSaved
 from jaxtrain.config.schema import ResilienceConfig
 from jaxtrain.data.loading.skipped_batches import FILE, SkippedBatches
@@ -146,6 +145,8 @@ def _settle(workdir: str | Path, checkpoints: CheckpointManager) -> SkippedBatch
     passed = SkippedBatches.read(workdir) or SkippedBatches()
     if passed.void_above is not None:
         checkpoints.discard(passed.void_above)
+        from jaxtrain.checkpoint.local.snapshots import turn_back
+
         turn_back(workdir)
         passed = replace(passed, void_above=None)
         passed.write(workdir)

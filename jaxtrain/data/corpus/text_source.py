@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from jaxtrain.data.formats.json_arrays import is_array_of_records
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import exceeds_memory
 
@@ -60,6 +59,8 @@ def find_documents(source: str, eval_fraction: float) -> list[Document]:
              and (digest := _text_digest(path, 0, stop))]
     if not texts:
         raise UserError("data.source", f"{source!r} holds no text (binary, hidden and empty files do not count)", _FIX)
+    from jaxtrain.data.formats.json_arrays import is_array_of_records
+
     if all(name.endswith(_RECORDS) or is_array_of_records(f"{path}", size) for name, path, size, _ in texts):
         raise UserError("data.source", f"{source!r} holds records ({texts[0][0]}), whose syntax would be trained on",
                         "make a corpus of their text with `jaxtrain prepare --input=... --output=...`, and name that")

@@ -9,7 +9,6 @@ from jaxtrain.data.corpus.corpus import Corpus
 from jaxtrain.data.corpus.text_cache import cache_root
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.loader import Batches
-from jaxtrain.data.packing.best_fit import cached_plan
 from jaxtrain.data.packing.packed_rows import FittedRows, PackedRows
 from jaxtrain.errors import UserError
 
@@ -91,6 +90,8 @@ def _packed(config: DataConfig, corpus: Corpus, split: str, seq_len: int) -> Pac
         from jaxtrain.data.packing.answer_rows import whole_rows
 
         (tokens, form), identity = whole_rows(config.packing, tokens, corpus), f"{identity} {config.packing}"
+    from jaxtrain.data.packing.best_fit import cached_plan
+
     return form(tokens, cached_plan(tokens, seq_len, cache_root(config) / "plans", identity), seq_len)
 
 

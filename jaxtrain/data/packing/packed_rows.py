@@ -4,12 +4,15 @@ T: the row length.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxtrain.data.corpus.corpus import Tokens
-from jaxtrain.data.packing.best_fit import Plan
 from jaxtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxtrain.data.packing.best_fit import Plan
 
 
 class PackedRows:
@@ -90,7 +93,7 @@ class PackedRows:
 class FittedRows:
     """Rows of a best-fit plan: whole documents where they fit, and padding (segment 0) in the rest of a row."""
 
-    def __init__(self, tokens: Tokens, plan: Plan, seq_len: int):
+    def __init__(self, tokens: Tokens, plan: "Plan", seq_len: int):
         if not len(plan):
             raise UserError("data.source", f"{tokens.num_tokens} tokens have nothing to predict", "give more text")
         self._tokens, self._plan, self._T = tokens, plan, seq_len

@@ -15,9 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxtrain.config import hub_names
-from jaxtrain.data.tokenizers import characters, published_tokens, text_growth, tiktoken_ranks
+from jaxtrain.data.tokenizers import characters, published_tokens
 from jaxtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
-from jaxtrain.data.tokenizers.tiktoken_ranks import TiktokenTokenizer
 from jaxtrain.data.tokenizers.vocabulary import Vocabulary, library, read_file, told, uint32, without_metaspace
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files.bounded_files import parsed
@@ -92,6 +91,8 @@ class JsonTokenizer(Vocabulary):
 
     def __init__(self, path: str | Path, eod: str = "", bos: str = ""):
         self.path = Path(path)
+        from jaxtrain.data.tokenizers import text_growth
+
         content = read_file(self.path)
         tokenizers = library("tokenizers", path)
         with told(self.path, "is not a tokenizer.json"):
@@ -184,6 +185,8 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
                         "characters.json of a corpus")
     if name.startswith(characters.PREFIX):
         return characters.CharacterTokenizer(name.removeprefix(characters.PREFIX), eod, bos)
+    from jaxtrain.data.tokenizers import tiktoken_ranks
+
     name = hub_names.tokenizer_folder(name)
     where, _, scheme = (name, "", "") if Path(name).exists() else name.rpartition(":")
     if where == "tiktoken":
@@ -207,5 +210,5 @@ def load_tokenizer(name: str, eod: str = "", bos: str = "") -> Tokenizer:
     if path.name == characters.CharacterTokenizer.file:
         return characters.from_file(path, eod, bos)
     if path.suffix == ".tiktoken" or scheme or (path.suffix == ".model" and tiktoken_ranks.are_ranks(read_file(path))):
-        return TiktokenTokenizer(path, scheme, eod, bos)
+        return tiktoken_ranks.TiktokenTokenizer(path, scheme, eod, bos)
     return SentencePieceTokenizer(path, eod, bos) if path.suffix == ".model" else JsonTokenizer(path, eod, bos)
