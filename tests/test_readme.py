@@ -134,7 +134,7 @@ def chains() -> list:
         return next((folder for folder in ("corpora/", "models/", "runs/tour") if folder in command), "")
 
     # These have tests of their own, take hours, or need the Hugging Face Hub.
-    slow = ("hf:", "pytest", "tools/benchmarks", "tools/device", "tools/release/compare_evaluation",
+    slow = ("hf:Qwen", "pytest", "tools/benchmarks", "tools/device", "tools/release/compare_evaluation",
             "tools/release/mutants", "python examples/", "jaxtrain.launch")
     commands = [command for command in shown() if re.search("examples/(reinforce|sft)", command) or not any(
         word in command for word in slow)]
