@@ -3,35 +3,28 @@
 import importlib
 
 from jaxtrain.config.family import family
-from jaxtrain.config.schema import Config
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.sections.tuning_keys import PreferenceConfig, ReinforceConfig
 from jaxtrain.objectives.objective import MakeObjective, Objective
-from jaxtrain.train_step.state import Skeleton
 
 
-def configured(config: Config, model: Skeleton) -> Objective:
-    """Return the objective that a config names, or that its family has."""
-    if where := family(config.model.name).objective:
-        module, _, name = where.partition(":")
-        return getattr(importlib.import_module(module), name).of(config, model)
-    if config.preference.reward_head:
-        from jaxtrain.objectives.reward_model import RewardModel
-
-        return RewardModel.of(config, model)
-    if config.preference.loss == "kto":
-        from jaxtrain.objectives.kto import Kto
-
-        return Kto.of(config, model)
-    if config.preference.loss:
-        from jaxtrain.objectives.preference import Preference
-
-        return Preference.of(config, model)
-    if config.reinforce.prompts:
-        from jaxtrain.objectives.policy_gradient import PolicyGradient
-
-        return PolicyGradient.of(config, model)
-    from jaxtrain.objectives.next_token import NextToken
-
-    return NextToken.of(config, model)
+def objective_of(*, model: ModelConfig, preference: PreferenceConfig, reinforce: ReinforceConfig) -> MakeObjective:
+    """Return the function that makes the objective which these sections name, or which the family has."""
+    if not (place := family(model.name).objective):
+        place = f"jaxtrain.objectives.{_tuned_by(preference, reinforce)}"
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name).of
 
 
-__all__ = ["MakeObjective", "Objective", "configured"]
+def _tuned_by(preference: PreferenceConfig, reinforce: ReinforceConfig) -> str:
+    """Return the module and the class of the objective of a decoder of text."""
+    if preference.reward_head:
+        return "reward_model:RewardModel"
+    if preference.loss == "kto":
+        return "kto:Kto"
+    if preference.loss:
+        return "preference:Preference"
+    return "policy_gradient:PolicyGradient" if reinforce.prompts else "next_token:NextToken"
+
+
+__all__ = ["MakeObjective", "Objective", "objective_of"]

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.objectives import configured
 from jaxtrain.observe.own_parts import describe, describe_data, describe_objective, describe_optimizer
 from jaxtrain.run import Extension, Run, name_of
+from jaxtrain.run.objectives_of_runs import configured
 
 
 def settings(run: Run) -> dict[str, dict[str, Any]]:

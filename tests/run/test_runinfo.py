@@ -6,8 +6,7 @@ import pytest
 
 from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
-from jaxtrain.observe import check_workdir, make_workdir, write_run_files
-from jaxtrain.observe.runinfo import MAY_CHANGE
+from jaxtrain.run.runinfo import MAY_CHANGE, check_workdir, make_workdir, write_run_files
 from tests.odd_files import ODD, WRONG, device, fifo, folder, in_time, text
 
 
