@@ -5,16 +5,15 @@
 prints docs/keys.md. The description of a key is the comment on its line of the schema.
 """
 
-import ast
 import inspect
 import io
-import sys
 import tokenize
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.family import config_classes
+from jaxtrain.config.field_checks import limits
 from jaxtrain.config.sections import plug_ins
 
 _HEAD = """\
@@ -51,13 +50,12 @@ def reference() -> str:
 
 def _table(cls: type, section: str, only: list[Field] | None = None) -> str:
     about: dict[str, str] = {}
-    choices: dict[str, str] = {}
+    known = limits(cls)
     for base in reversed([base for base in cls.__mro__ if base is not object]):
         about |= {name: comment for name, comment in _comments(base).items() if comment or name not in about}
-        choices |= _choices(base)
     rows = ["| key | default | |", "|---|---|---|"]
     for field in fields(cls) if only is None else only:  # pyrefly: ignore[bad-argument-type]
-        values = choices.get(f"{section}.{field.name}", "")
+        values = ", ".join(f"`{one!r}`" for one in known[field.name].choices) if field.name in known else ""
         text = ". ".join(filter(None, (about.get(field.name, "").rstrip("."), values and f"One of {values}")))
         rows.append(f"| `{section}.{field.name}` | `{_default(field)}` | {text.replace('|', chr(92) + '|')} |")
     return "\n".join(rows)
@@ -87,20 +85,6 @@ def _comments(cls: type) -> dict[str, str]:
         if colon and name.startswith("    ") and name.strip().isidentifier() and "def " not in name:
             found[name.strip()] = " ".join([*above, comment] if comment else above)
         above = []
-    return found
-
-
-def _choices(cls: type) -> dict[str, str]:
-    """Return the accepted values of keys that are checked by `one_of`."""
-    found = {}
-    for node in ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls)))):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "one_of":
-            key, values = node.args[0], node.args[2]
-            if isinstance(key, ast.Constant) and isinstance(values, ast.Tuple):
-                known = vars(sys.modules[cls.__module__])
-                each = [one for value in values.elts for one in (  # *NAME: those of a constant
-                    known[ast.unparse(value.value)] if isinstance(value, ast.Starred) else [ast.literal_eval(value)])]
-                found[str(key.value)] = ", ".join(f"`{value!r}`" for value in each)
     return found
 
 

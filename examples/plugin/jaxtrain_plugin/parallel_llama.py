@@ -5,7 +5,7 @@ from functools import partial
 
 from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.family import Family
-from jaxtrain.config.field_checks import positive
+from jaxtrain.config.field_checks import number
 
 
 @dataclass(frozen=True)
@@ -13,11 +13,7 @@ class ParallelConfig(RotaryConfig):
     """Llama's layers, with the MLP beside attention."""
 
     name: str = "parallel_llama"
-    branch_scale: float = 1.0  # what both branches are multiplied by
-
-    def __post_init__(self):
-        super().__post_init__()
-        positive(self, "model", "branch_scale")
+    branch_scale: float = number(1.0, above=0)  # what both branches are multiplied by
 
 
 def parallel_llama(c, compute, *, rngs):

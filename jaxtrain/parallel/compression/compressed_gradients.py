@@ -58,7 +58,7 @@ def refused(settings: CompressionConfig, mesh: AnyMesh, rules: Rules) -> tuple[s
 class CompressedGradients:
     """The codec of every parameter's gradient, and where it is split when it crosses the axis."""
 
-    settings: CompressionConfig
+    compression: CompressionConfig
     zero_stage: int
     layout: Layout
     params: Any  # abstract
@@ -67,7 +67,7 @@ class CompressedGradients:
     @property
     def axis(self) -> str:
         """The mesh axis that is crossed."""
-        return self.settings.axis
+        return self.compression.axis
 
     @property
     def inside(self) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ class CompressedGradients:
     @cached_property
     def parts(self) -> Any:
         """The codec of each gradient and the shape of a device's part of it, in the order of the tree's leaves."""
-        c, names = self.settings, jax.tree.structure(self.params).flatten_up_to(self.layout.axes)
+        c, names = self.compression, jax.tree.structure(self.params).flatten_up_to(self.layout.axes)
         settings = {"ratio": c.ratio, "rank": c.rank} | ({"block": c.block} if c.block else {})
         rules = jax.tree.leaves(self.updates) or [""] * len(names)
         found = []
