@@ -20,7 +20,7 @@ from jaxtrain.parallel.schedules.schedule import Schedule
 from jaxtrain.plan import preflight, search
 from jaxtrain.plan import targets as accelerators
 from jaxtrain.run import Extension, Run, for_run
-from jaxtrain.run.objectives_of_runs import configured
+from jaxtrain.run.made_of_sections import configured
 from jaxtrain.run.own_model import Given
 from jaxtrain.sharding import pictures
 from jaxtrain.sharding.rules import AnyMesh

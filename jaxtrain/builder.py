@@ -22,8 +22,8 @@ from jaxtrain.models.make_model import make_model
 from jaxtrain.models.trained_parameters import is_frozen
 from jaxtrain.objectives import MakeObjective, Objective
 from jaxtrain.run import Extension, Parts, Run, rule_checks, shapes_of, validation
+from jaxtrain.run.made_of_sections import configured, made_objective
 from jaxtrain.run.model_loss import ModelLoss, Schedules
-from jaxtrain.run.objectives_of_runs import configured, made_by
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES, check_mesh, make_mesh
 from jaxtrain.sharding.rules import AnyMesh, Rules
@@ -75,7 +75,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     rule_checks.are_used(config, model.axes())
     frozen = is_frozen(config.model, config.train, config.lora, model.axes())
     axes, frozen_axes = partition.split(model.axes(), frozen)
-    goal = made_by(objective, config, model)
+    goal = made_objective(objective, config, model)
     options = {key: value for one in classes for key, value in one.layout_options(
         config, own_optimizer=optimizer is not None, pipeline=schedules is not None).items()}
     schedule = None

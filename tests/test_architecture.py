@@ -94,7 +94,7 @@ def with_whole_config(sources: dict[str, str]) -> list[str]:
 
 
 def test_nothing_below_a_run_takes_a_whole_config():
-    """A module below run/ takes the sections that it reads (config/with_sections.py), or values."""
+    """A module below run/ takes the sections that it reads (run/made_of_sections.py), or values."""
     assert with_whole_config({name: path.read_text() for name, path in modules().items()}) == []
     taken = "from jaxtrain.config.schema import (\n    AXES,\n    Config,\n)"
     assert with_whole_config(dict.fromkeys(("jaxtrain.config.load", "jaxtrain.models.gpt2", "jaxtrain.run"), taken) | {

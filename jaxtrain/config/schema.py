@@ -317,13 +317,9 @@ class ResilienceConfig:
     # steps between steps that are computed twice and must give the same bits; 0: never
     replay_every: int = number(0, least=0)
     probe_every: float = number(60.0, least=0)  # seconds between speed comparisons of processes and devices; 0: never
-    straggler_factor: float = 1.25  # report a process that is this many times as slow as its peers
 
     def __post_init__(self):
         bounded(self, "resilience")
-        if self.straggler_factor <= 1:
-            raise UserError("resilience.straggler_factor", f"{self.straggler_factor} would name processes that are not "
-                            "slow", "give more than 1, such as 1.25")
         for text in self.meshes:
             parts = [part.strip().partition("=") for part in text.split(",")] if isinstance(text, str) else []
             if not parts or any(axis not in AXES or not (size == "-1" or (size.isdecimal() and int(size)))

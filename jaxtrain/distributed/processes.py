@@ -85,7 +85,6 @@ class Settings(Protocol):
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return them in plain JSON, by section and key."""
-        ...
 
 
 def agree(settings: Settings) -> None:

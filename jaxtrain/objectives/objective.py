@@ -105,7 +105,7 @@ class OfTheModelAlone:
 
 
 # It takes the model without its numbers, and the sections of a config that its keyword-only parameters name. One of the
-# user's may take the whole config and the model instead (run/objectives_of_runs.py).
+# user's may take the whole config and the model instead (run/made_of_sections.py).
 MakeObjective = Callable[..., Objective]
 Made = TypeVar("Made", bound=Objective)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtrain.observe.own_parts import describe, describe_data, describe_objective, describe_optimizer
 from jaxtrain.run import Extension, Run, name_of
-from jaxtrain.run.objectives_of_runs import configured
+from jaxtrain.run.made_of_sections import configured
 
 
 def settings(run: Run) -> dict[str, dict[str, Any]]:

@@ -27,7 +27,7 @@ from jaxtrain.resilience.corruption.replicas import Replicas
 from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.resilience.stragglers import Stragglers
 from jaxtrain.run import Run, compiled_step, for_run, identity, runinfo, shapes_of
-from jaxtrain.run.objectives_of_runs import configured
+from jaxtrain.run.made_of_sections import configured
 from jaxtrain.train_step.hooks import extras_of
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer import early_stop, extended, tracked
@@ -170,7 +170,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),
                               log_every=t.log_every, sinks=sinks(run, session, start, begun.trackers.sink),
                               completed=session.completed, ledger=ledger) as writer,
-        Stragglers(workdir, r.straggler_factor, r.probe_every) as stragglers,
+        Stragglers(workdir, r.probe_every) as stragglers,
         ledger.book("step"),
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
         session.training(),

@@ -11,10 +11,10 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config.with_sections import with_sections
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.observe.own_parts import difference
 from jaxtrain.run import identity, runinfo
+from jaxtrain.run.made_of_sections import with_sections
 from tests.numerics import reference
 
 STEPS = 6

@@ -17,9 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2] / "jaxtrain"
 LEARNING = """
     __init__ main errors redaction builder run/__init__ run/identity run/shapes run/model_loss
-    run/objectives_of_runs run/validation run/rule_checks extensions/__init__
+    run/made_of_sections run/validation run/rule_checks extensions/__init__
     config/schema config/family config/decoder_config config/model_config config/field_checks config/load
-    config/with_sections
     config/sections/tuning_keys config/sections/observe_keys config/sections/island_keys
     config/sections/compression_keys config/sections/sparsity_keys
     sharding/rules sharding/mesh sharding/products
