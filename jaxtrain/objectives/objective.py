@@ -10,7 +10,6 @@ from jaxtrain.config.schema import TrainConfig
 from jaxtrain.errors import UserError
 from jaxtrain.observe.own_parts import describe
 from jaxtrain.parallel.pipeline.parts import Parts
-from jaxtrain.train_step.state import Skeleton
 
 
 class Objective(Protocol):

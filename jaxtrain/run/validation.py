@@ -171,7 +171,7 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
     """
     stages, microbatches = mesh.shape["stage"], 1
     if stages > 1:
-        from jaxtrain.parallel.pipeline.pipeline import count_microbatches, make_schedules
+        from jaxtrain.parallel.pipeline.pipeline import count_microbatches
 
         rows = config.data.global_batch_size // config.train.accumulation // sharding.shards(rules.batch, mesh)
         microbatches = count_microbatches(config.pipeline, stages, rows)
@@ -193,7 +193,11 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
         from jaxtrain.parallel import experts
 
         experts.check(config.model, config.train, mesh, rules, dtype, platform)
-    return make_schedules(config.pipeline, stages, microbatches) if stages > 1 else None
+    if stages == 1:
+        return None
+    from jaxtrain.parallel.pipeline.pipeline import make_schedules
+
+    return make_schedules(config.pipeline, stages, microbatches)
 
 
 def explains(error: UserError) -> bool:
