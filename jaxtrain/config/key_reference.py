@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.family import config_classes
-from jaxtrain.config.sections import plug_ins
+from jaxtrain.config import plug_in_sections
 
 _HEAD = """\
 # All keys of a config
@@ -27,7 +27,7 @@ schema by `python -m jaxtrain.config.key_reference`; [training options](training
 def reference() -> str:
     """Return the page: a table for each section, and for `model` one for each family."""
     parts, families = [_HEAD], config_classes()
-    for section, cls in plug_ins.sections().items():
+    for section, cls in plug_in_sections.sections().items():
         if section == "model":
             parts += ["## model", "`model.name` selects the model family. All families have these keys:",
                       _table(cls, section)]
