@@ -13,9 +13,9 @@ import tokenize
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
+from jaxtrain.config import plug_in_sections
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.family import config_classes
-from jaxtrain.config import plug_in_sections
 
 _HEAD = """\
 # All keys of a config

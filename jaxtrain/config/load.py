@@ -5,7 +5,6 @@ import json
 import math
 import runpy
 import traceback
-from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints

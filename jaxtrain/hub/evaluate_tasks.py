@@ -241,8 +241,9 @@ def _results_log(flags: argparse.Namespace, sections: Mapping[str, Any],
             if other := opened.enter_context(locked(folder, 0.0)):
                 raise UserError("--watch", f"another process watches {flags.workdir} ({other})",
                                 "end that one, or ask it for all tasks")
-        yield opened.enter_context(ResultsLog(about, lambda: [trackers.made(name, config.plug_ins.get(name)) for name in c.trackers],
-                                              lambda step: _results(flags, step)))
+        yield opened.enter_context(ResultsLog(
+            about, lambda: [trackers.made(name, config.plug_ins.get(name)) for name in c.trackers],
+            lambda step: _results(flags, step)))
 
 
 def numbers_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

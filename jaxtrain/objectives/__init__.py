@@ -19,7 +19,8 @@ ASKED = {
 
 def configured(config: Config, model: Skeleton) -> Objective:
     """Return the objective that a config names or asks for, or that its family has."""
-    place = family(config.model.name).objective or next((place for key, place in ASKED.items() if _asks(config, key)), "")
+    asked = next((place for key, place in ASKED.items() if _asks(config, key)), "")
+    place = family(config.model.name).objective or asked
     if config.train.objective or not place:
         return OBJECTIVES.load(config.train.objective or "next_token").of(config, model)
     module, _, name = place.partition(":")

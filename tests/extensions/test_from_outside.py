@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config.sections import plug_ins
+from jaxtrain.base import plug_ins
 from jaxtrain.run import identity
 
 # The example of docs/extend.md.
@@ -31,11 +31,11 @@ def module(tmp_path, monkeypatch):
 @pytest.fixture
 def registered(module, monkeypatch):
     """The same module, as a package registers it."""
-    point = metadata.EntryPoint("lookahead", "lookahead:Lookahead", plug_ins.GROUP)
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [point] if group == plug_ins.GROUP else [])
-    plug_ins.names.cache_clear()
+    point = metadata.EntryPoint("lookahead", "lookahead:Lookahead", "jaxtrain.extensions")
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point] if group == point.group else [])
+    plug_ins.points.cache_clear()
     yield module
-    plug_ins.names.cache_clear()
+    plug_ins.points.cache_clear()
 
 
 def config(tmp_path, **keys):
@@ -94,7 +94,7 @@ def test_one_of_another_package_is_asked_for_by_its_section(tmp_path, registered
 
 def test_what_no_config_asks_for_is_not_looked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(metadata, "entry_points", lambda **_: pytest.fail("it takes a while"))
-    plug_ins.names.cache_clear()
+    plug_ins.points.cache_clear()
     assert jt.build(config(tmp_path)).extensions
     with pytest.raises(jt.UserError, match="extensions: not all of them are extensions"):
         jt.build(config(tmp_path), extensions=[print])

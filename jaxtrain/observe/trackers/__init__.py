@@ -22,7 +22,8 @@ def check(names: Iterable[str]) -> None:
             found = None
         if found is None:
             fix = install_extra(name) if name in TRACKERS.own else "install it"
-            raise UserError("observe.trackers", f"the package {package} is not installed", f"{fix}, or leave {name} out")
+            raise UserError("observe.trackers", f"the package {package} is not installed",
+                            f"{fix}, or leave {name} out")
 
 
 def made(name: str, options: Any = None) -> Tracker:
