@@ -62,7 +62,7 @@ class Kind:
     def section(self, name: str) -> type | None:
         """Return the dataclass of the options of another package's part; None: it has none, or jaxtrain has the name.
         """
-        if not isinstance(name, str) or name in self.own or name not in points(self.group):
+        if not isinstance(name, str) or name in self.own or name not in self._points():
             return None
         return options_of(self.load(name))
 
@@ -73,19 +73,25 @@ class Kind:
             return dataclasses.replace(options) if isinstance(options, part) else part()  # as new: it may have a state
         return part
 
-    def _point(self, name: Any) -> Any:
-        """Return the entry point of this name; refuses one that is missing or not the only one."""
+    def _points(self) -> Mapping[str, list[Any]]:
+        """Return the entry points by name; refuses names that jaxtrain has."""
         found = points(self.group)
         if taken := [name for name in found if name in self.own or name in self.reserved]:
             raise UserError(self.key, f"the package {package_of(found[taken[0]][0])} registers the {self.what} "
                             f"{taken[0]!r}, and jaxtrain has one of this name", "rename it there, or uninstall it")
+        return found
+
+    def _point(self, name: Any) -> Any:
+        """Return the entry point of this name; refuses one that is missing or not the only one."""
+        found = self._points()
         if not isinstance(name, str) or name not in found:
             fix = nearest(f"{name}", self.names())
             fix = self.alternative if self.alternative and fix.startswith("known") else fix
             raise UserError(self.key, f"there is no {self.what} {name!r}", fix)
         if len(found[name]) > 1:
-            raise UserError(self.key, f"the packages {' and '.join(map(package_of, found[name]))} both register the "
-                            f"{self.what} {name!r}", "uninstall one of them")
+            packages = " and ".join(sorted(map(package_of, found[name])))
+            raise UserError(self.key, f"the packages {packages} both register the {self.what} {name!r}",
+                            "uninstall one of them")
         return found[name][0]
 
     def _broken(self, point: Any, why: str) -> UserError:
@@ -124,4 +130,4 @@ def options_of(part: Any) -> type | None:
 
 
 def _kind_of(value: Any) -> str:
-    return f"the class {value.__qualname__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    return f"the class {value.__qualname__}" if isinstance(value, type) else f"of the type {type(value).__name__}"

@@ -11,6 +11,8 @@ import io
 import sys
 import tokenize
 from dataclasses import MISSING, Field, fields
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 from jaxtrain.config import plug_in_sections
@@ -91,9 +93,12 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def _choices(cls: type) -> dict[str, str]:
-    """Return the accepted values of keys that are checked by `one_of`."""
+    """Return the accepted values of keys that are checked by `one_of`, or by a kind of part."""
     found = {}
     for node in ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls)))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "check":
+            kind = attrgetter(ast.unparse(node.func.value))(SimpleNamespace(**vars(sys.modules[cls.__module__])))
+            found[kind.key] = ", ".join(f"`{name!r}`" for name in kind.own)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "one_of":
             key, values = node.args[0], node.args[2]
             if isinstance(key, ast.Constant) and isinstance(values, ast.Tuple):

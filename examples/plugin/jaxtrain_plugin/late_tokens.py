@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax.numpy as jnp
+
 import jaxtrain as jt
 
 

@@ -21,13 +21,17 @@ class StateSpaceConfig(DecoderConfig):
     state_dim: int = at_most(16, 2**12)  # numbers that each channel of a head remembers
     conv_width: int = at_most(4, 64)  # tokens that the convolution before the state space sees
     rows_cut = False  # a state goes from token to token: no mesh may cut rows
-    windows = {}  # no layer has attention, of which FLOPs would be counted
 
     def __post_init__(self):
         super().__post_init__()
         positive(self, "model", "state_dim conv_width")
         if self.window:
             raise UserError("model.window", "state spaces have no attention", "leave it out")
+
+    @property
+    def windows(self) -> dict[int, int]:
+        """Nothing: no layer has attention, of which FLOPs would be counted."""
+        return {}
 
     def attentions(self, seq_len: int) -> list:
         """Return nothing: no kernel of attention is chosen."""

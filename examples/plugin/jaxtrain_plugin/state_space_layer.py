@@ -6,6 +6,7 @@ Shape suffixes: B batch, T sequence, D embedding, H heads, K head width, N state
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
 from jaxtrain.errors import UserError
 from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, RMSNorm, param
 from jaxtrain.sharding import rules as sharding
