@@ -20,6 +20,7 @@ class CSVFile(jt.Tracker):
             self.path.write_text(",".join(self.columns) + "\n")
 
     def log(self, lines):
-        """Add lines of metrics.jsonl."""
+        """Add the lines of metrics.jsonl that have all columns."""
+        whole = [line for line in lines if line.keys() >= set(self.columns)]  # those of evaluations have not
         with self.path.open("a", newline="") as file:
-            csv.writer(file).writerows([line.get(name) for name in self.columns] for line in lines)
+            csv.writer(file).writerows([line[name] for name in self.columns] for line in whole)
