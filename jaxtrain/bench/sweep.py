@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import get_type_hints
 
 from jaxtrain.bench import records, tables
-from jaxtrain.config import plug_in_sections
 from jaxtrain.config.family import config_classes
+from jaxtrain.config.sections import plug_in_sections
 from jaxtrain.errors import UserError, nearest, say
 from jaxtrain.redaction import redacted
 

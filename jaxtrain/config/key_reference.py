@@ -15,9 +15,9 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-from jaxtrain.config import plug_in_sections
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.family import config_classes
+from jaxtrain.config.sections import plug_in_sections
 
 _HEAD = """\
 # All keys of a config

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from jaxtrain.base import arguments
-from jaxtrain.config import plug_in_sections
 from jaxtrain.config.family import config_class, config_classes, names
 from jaxtrain.config.field_checks import within_bounds
 from jaxtrain.config.schema import AXES, Config, TrainConfig, length_given_twice
+from jaxtrain.config.sections import plug_in_sections
 from jaxtrain.errors import UserError, nearest
 
 

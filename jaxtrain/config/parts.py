@@ -17,10 +17,10 @@ _OPTIMIZERS = {
 OPTIMIZERS = Kind("optimizer", "jaxtrain.optimizers", "optimizer.name",
                   {name: place for name, (place, _) in _OPTIMIZERS.items()})
 SCHEDULES = Kind("schedule", "jaxtrain.schedules", "optimizer.schedule", {
-    "cosine": "jaxtrain.train_step.optimizers.schedules:cosine",
-    "linear": "jaxtrain.train_step.optimizers.schedules:linear",
-    "wsd": "jaxtrain.train_step.optimizers.schedules:wsd",
-    "constant": "jaxtrain.train_step.optimizers.schedules:constant",
+    "cosine": "jaxtrain.train_step.optimizers.learning_rates:cosine",
+    "linear": "jaxtrain.train_step.optimizers.learning_rates:linear",
+    "wsd": "jaxtrain.train_step.optimizers.learning_rates:wsd",
+    "constant": "jaxtrain.train_step.optimizers.learning_rates:constant",
 })
 # Those that `train.objective` names. objectives/__init__.py has those that other keys ask for.
 OBJECTIVES = Kind("objective", "jaxtrain.objectives", "train.objective", {

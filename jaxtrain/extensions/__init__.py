@@ -10,8 +10,8 @@ from operator import attrgetter
 from typing import TypeVar
 
 from jaxtrain.base.plug_ins import points
-from jaxtrain.config import plug_in_sections
 from jaxtrain.config.schema import Config
+from jaxtrain.config.sections import plug_in_sections
 from jaxtrain.run import Extension, Parts, Run
 
 # The key of a config, which asks by another value than its default -> where the extension is. What is listed later acts

@@ -9,7 +9,8 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.base import plug_ins
 from jaxtrain.base.plug_ins import Kind
-from jaxtrain.config import parts, plug_in_sections
+from jaxtrain.config import parts
+from jaxtrain.config.sections import plug_in_sections
 from tests.plug_in_package import importable, install
 
 SOURCE = '''

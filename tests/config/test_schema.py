@@ -12,11 +12,11 @@ from typing import get_type_hints
 import pytest
 
 import jaxtrain
-from jaxtrain.config import plug_in_sections
 from jaxtrain.config.family import config_class, config_classes
 from jaxtrain.config.load import diff, load_config, make_config, with_steps
 from jaxtrain.config.model_config import Experts
 from jaxtrain.config.schema import Config
+from jaxtrain.config.sections import plug_in_sections
 from jaxtrain.errors import UserError
 from jaxtrain.sharding.mesh import AXES
 
