@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
-from jaxtrain.config import hub_names, plug_in_sections
+from jaxtrain.config import hub_names
 from jaxtrain.config.family import config_classes
+from jaxtrain.config.sections import plug_in_sections
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files import bounded_files
 from jaxtrain.hf import hf_config

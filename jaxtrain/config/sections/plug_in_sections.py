@@ -43,7 +43,7 @@ def asked(given: Mapping[str, Mapping[str, Any]], unknown: Iterable[str]) -> dic
         name = min(taken)
         raise UserError(named[name].key, f"the {named[name].what} {name!r} has options, and a section of this name is "
                         "jaxtrain's", "rename it in its package")
-    for name in unknown:
+    for name in dict.fromkeys(unknown):
         if cls := EXTENSIONS.section(name):
             if name in found:
                 raise UserError(name, f"it would be the section of an extension and of the {named[name].what} of this "

@@ -14,7 +14,7 @@ from jaxtrain.train_step.optimizers.optimizer_parts import OptimizerParts
 
 def muon(parts: OptimizerParts) -> optax.GradientTransformation:
     """Return Muon."""
-    c, axes = parts.config, parts.axes
+    c, axes = parts.optimizer, parts.axes
     dimensions = map_names(muon_dimensions, axes)
     matrices = map_names(lambda names: muon_dimensions(names) is not None, axes)
 

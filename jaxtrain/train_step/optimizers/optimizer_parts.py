@@ -11,9 +11,9 @@ from jaxtrain.train_step.optimizers.matrices import is_matrix, map_names
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """The parts that an optimizer is made of: what `config.optimizer` says, and the parameters that it updates."""
+    """The parts that an optimizer is made of: what a config says of it, and the parameters that it updates."""
 
-    config: OptimizerConfig
+    optimizer: OptimizerConfig  # the section of the config
     axes: Any  # the logical names of each parameter: a tree of tuples, structured like the parameters
     schedule: optax.Schedule
     by_width: list[optax.GradientTransformation]  # what muP multiplies steps by
@@ -21,7 +21,7 @@ class OptimizerParts:
     @property
     def decay(self) -> optax.GradientTransformation:
         """Weight decay, of matrices alone."""
-        return optax.add_decayed_weights(self.config.weight_decay, map_names(is_matrix, self.axes))
+        return optax.add_decayed_weights(self.optimizer.weight_decay, map_names(is_matrix, self.axes))
 
     def scaled_by(self, scale: optax.GradientTransformation) -> optax.GradientTransformation:
         """Return the optimizer whose steps are gradients scaled like this, with weight decay and the learning rate.
