@@ -1,6 +1,7 @@
 """The objectives that a train step can minimise; `Run` takes one as it is and knows nothing else about it."""
 
 import importlib
+from dataclasses import replace
 
 from jaxtrain.config.family import family
 from jaxtrain.config.parts import OBJECTIVES
@@ -22,7 +23,9 @@ def configured(config: Config, model: Skeleton) -> Objective:
     asked = next((place for key, place in ASKED.items() if _asks(config, key)), "")
     place = family(config.model.name).objective or asked
     if config.train.objective or not place:
-        return OBJECTIVES.load(config.train.objective or "next_token").of(config, model)
+        name = config.train.objective or "next_token"
+        made, options = OBJECTIVES.load(name).of(config, model), config.plug_ins.get(name)
+        return made if options is None else replace(made, options=options)
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name).of(config, model)
 

@@ -68,7 +68,7 @@ def test_one_file_of_each_kind_trains_on_a_mesh_and_is_published(tmp_path, docum
     keys = {"model.name": "parallel_llama", "model.num_kv_heads": 2, "model.mlp_dim": 48}
     asked = config(tmp_path, **keys, **PARTS, **MESH)
     run = jt.build(asked)
-    assert type(run.objective).__name__ == "LateTokens" and run.objective.settings.first == 4
+    assert type(run.objective).__name__ == "LateTokens" and run.objective.options.first == 4
     assert not identity.has_own_parts(run)  # config.json names them all
     begun = jax.device_get(run.init().params)
     state = jt.train(run, tmp_path / "run")

@@ -21,20 +21,15 @@ class LateTokens(jt.NextToken):
     """The cross-entropy with weights by the position in the document."""
 
     section: ClassVar = LateTokensConfig
-    settings: LateTokensConfig = LateTokensConfig()
-
-    @classmethod
-    def of(cls, config, model):
-        """Return the objective of a config, for a model without its numbers."""
-        return replace(super().of(config, model), settings=config.plug_ins["late_tokens"])
+    options: LateTokensConfig = LateTokensConfig()
 
     @property
     def evaluation(self):
         """Next-token prediction with equal weights."""
-        return replace(super().evaluation, settings=LateTokensConfig(first=0))
+        return replace(super().evaluation, options=LateTokensConfig(first=0))
 
     def prepare(self, params, batch):
         """Return the parameters, and the batch with other weights."""
         params, batch = super().prepare(params, batch)
-        early = batch["positions"] < self.settings.first
-        return params, batch | {"weights": batch["weights"] * jnp.where(early, self.settings.weight, 1.0)}
+        early = batch["positions"] < self.options.first
+        return params, batch | {"weights": batch["weights"] * jnp.where(early, self.options.weight, 1.0)}
