@@ -219,6 +219,8 @@ def _section(cls: type, section: str, keys: dict[str, Any]):
         from jaxtrain.config.suggestions import nearest_in
 
         raise UserError(f"{section}.{unknown[0]}", "there is no such key", nearest_in(section, unknown[0], types))
+    if section not in plug_in_sections.OWN:
+        plug_in_sections.check(section, cls, types, keys)
     values = {name: _coerce(f"{section}.{name}", value, types[name]) for name, value in keys.items()}
     within_bounds(cls, section, values)
     return cls(**values)

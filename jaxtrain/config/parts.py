@@ -31,7 +31,7 @@ TRACKERS = Kind("tracker", "jaxtrain.trackers", "observe.trackers", {
     "wandb": "jaxtrain.observe.trackers.wandb:Service",
     "mlflow": "jaxtrain.observe.trackers.mlflow:Service",
     "trackio": "jaxtrain.observe.trackers.trackio:Service",
-}, accepts=lambda part: isinstance(part, type) and hasattr(part, "log"))
+}, accepts=lambda part: isinstance(part, type) and hasattr(part, "log") and hasattr(part, "imports"))
 # Of reinforcement learning: what scores answers. `reinforce.reward` also takes what is no name.
 ENVIRONMENTS = Kind("environment", "jaxtrain.environments", "reinforce.reward",
                     alternative="write FILE.py:FUNCTION, model:WORKDIR or a URL")

@@ -183,8 +183,8 @@ class OptimizerConfig:
             if getattr(self, name) != (default := getattr(OptimizerConfig, name)):
                 raise UserError(f"optimizer.{name}", f"{self.name} does not read it", f"leave it out, or at {default}")
         one_of("optimizer.moment_dtype", self.moment_dtype, ("float32", "bfloat16", "int8"))
-        if self.name == "adafactor" and self.moment_dtype != "float32":
-            raise UserError("optimizer.moment_dtype", "adafactor keeps means of rows and columns, not moments",
+        if not parts.moments_of(self.name) and self.moment_dtype != "float32":
+            raise UserError("optimizer.moment_dtype", f"{self.name} keeps no moments that this would round",
                             "leave it out, or use adamw")
         parts.SCHEDULES.check(self.schedule)
         positive(self, "optimizer", "learning_rate eps")

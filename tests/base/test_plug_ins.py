@@ -9,7 +9,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.base import plug_ins
 from jaxtrain.base.plug_ins import Kind
-from jaxtrain.config import parts
+from jaxtrain.config import key_reference, parts
 from jaxtrain.config.sections import plug_in_sections
 from tests.plug_in_package import importable, install
 
@@ -57,7 +57,18 @@ def test_options_are_the_section_of_the_name(site):
     refused("steps: nothing reads it, since optimizer.schedule does not name the schedule 'steps'; set optimizer."
             "schedule=steps, or leave it out", steps__height=1.0)
     refused("optimizer.schedule: there is no schedule 'step'; did you mean 'steps'?", optimizer__schedule="step")
+    assert "| `steps.height` | `1.0` | of the steps |" in key_reference.reference()
     assert "plain" not in plug_in_sections.sections() and "steps" in plug_in_sections.sections()
+
+
+@pytest.mark.parametrize(("field", "words"), [
+    ("tags: int | None = None", "steps.tags: its type in Steps is int | None; declare it as int, float, bool, str"),
+    ("tags: int", "steps.tags: it is missing, and has no default; give it")])
+def test_options_that_no_config_can_give_are_refused(site, field, words):
+    source = SOURCE.replace("    height:", f"    {field}\n    height:").replace("class Steps:", "class Options:") + (
+        "\nclass Steps:\n    section = Options\n    def __call__(self, c, steps):\n        return lambda step: 1.0\n")
+    install(site, "some-steps", {"jaxtrain.schedules": {"steps": "stairs:Steps"}}, {"stairs": source})
+    refused(words.replace("Steps", "Options"), optimizer__schedule="steps")
 
 
 def test_one_name_of_two_packages_is_refused(site):

@@ -1,8 +1,8 @@
 """The sections of a config that parts of other packages have: the options of each, under the name of the part."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
-from typing import Any, get_type_hints
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields
+from typing import Any, get_origin, get_type_hints
 
 from jaxtrain.base.plug_ins import Kind, options_of, points
 from jaxtrain.config import parts
@@ -53,6 +53,16 @@ def asked(given: Mapping[str, Mapping[str, Any]], unknown: Iterable[str]) -> dic
             raise UserError(name, f"nothing reads it, since {kind.key} does not name the {kind.what} {name!r}",
                             f"set {kind.key}={name}, or leave it out")
     return found
+
+
+def check(name: str, cls: type, types: Mapping[str, Any], keys: Collection[str]) -> None:
+    """Refuse a section whose fields no config can give, and the lack of a key without a default."""
+    for field in fields(cls):
+        if (get_origin(types[field.name]) or types[field.name]) not in (int, float, bool, str, list, dict):
+            raise UserError(f"{name}.{field.name}", f"its type in {cls.__qualname__} is {types[field.name]}",
+                            "declare it as int, float, bool, str, list or dict")
+        if field.name not in keys and field.default is MISSING and field.default_factory is MISSING:
+            raise UserError(f"{name}.{field.name}", "it is missing, and has no default", "give it")
 
 
 def _names(given: Mapping[str, Mapping[str, Any]], kind: Kind) -> Iterator[str]:
