@@ -42,7 +42,7 @@ class Kind:
 
     def check(self, name: Any) -> None:
         """Refuse a name that no part of this kind has; a part of another package is not imported for it."""
-        if name not in self.own:
+        if not isinstance(name, str) or name not in self.own:
             self._point(name)
 
     def load(self, name: str) -> Any:
@@ -67,11 +67,12 @@ class Kind:
         return options_of(self.load(name))
 
     def made(self, name: str, options: Any = None) -> Any:
-        """Return the part of this name with these options; None: its defaults. A function is returned as it is."""
+        """Return the part of this name with these options; None: its defaults."""
         part = self.load(name)
-        if isinstance(part, type):
-            return dataclasses.replace(options) if isinstance(options, part) else part()  # as new: it may have a state
-        return part
+        if (section := options_of(part)) is None:
+            return part() if isinstance(part, type) else part
+        options = section() if options is None else options
+        return dataclasses.replace(options) if section is part else part(options)  # as new: it may have a state
 
     def _points(self) -> Mapping[str, list[Any]]:
         """Return the entry points by name; refuses names that jaxtrain has."""

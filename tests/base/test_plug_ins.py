@@ -61,6 +61,16 @@ def test_options_are_the_section_of_the_name(site):
     assert "plain" not in plug_in_sections.sections() and "steps" in plug_in_sections.sections()
 
 
+def test_a_part_may_be_made_from_options_of_another_class(site):
+    source = SOURCE + ("\nclass Double:\n    section = Steps\n"
+                       "    def __init__(self, options):\n        self.of = options\n"
+                       "    def __call__(self, c, steps):\n        return lambda step: 2 * self.of.height\n")
+    install(site, "some-steps", {"jaxtrain.schedules": {"double": "stairs:Double"}}, {"stairs": source})
+    asked = jt.make_config({}, {"optimizer.schedule": "double", "double.height": 3.0})
+    for options, rate in ((asked.plug_ins["double"], 6.0), (None, 2.0)):
+        assert parts.SCHEDULES.made("double", options)(asked.optimizer, 3)(0) == rate
+
+
 @pytest.mark.parametrize(("field", "words"), [
     ("tags: int | None = None", "steps.tags: its type in Steps is int | None; declare it as int, float, bool, str"),
     ("tags: int", "steps.tags: it is missing, and has no default; give it")])
