@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
-from jaxtrain.config import parts, remat_policies
+from jaxtrain.config import part_tables, remat_policies
 from jaxtrain.config.family import config_class
 from jaxtrain.config.field_checks import at_most, bounded, derive, not_negative, one_of, positive
 from jaxtrain.config.model_config import ModelConfig
@@ -178,15 +178,15 @@ class OptimizerConfig:
     offload: bool = False  # keep the optimizer state in host memory between steps: slower, but saves device memory
 
     def __post_init__(self):
-        parts.OPTIMIZERS.check(self.name)
-        for name in {"b1", "b2", "momentum", "eps"}.difference(parts.moments_of(self.name)):
+        part_tables.OPTIMIZERS.check(self.name)
+        for name in {"b1", "b2", "momentum", "eps"}.difference(part_tables.moments_of(self.name)):
             if getattr(self, name) != (default := getattr(OptimizerConfig, name)):
                 raise UserError(f"optimizer.{name}", f"{self.name} does not read it", f"leave it out, or at {default}")
         one_of("optimizer.moment_dtype", self.moment_dtype, ("float32", "bfloat16", "int8"))
-        if not parts.moments_of(self.name) and self.moment_dtype != "float32":
+        if not part_tables.moments_of(self.name) and self.moment_dtype != "float32":
             raise UserError("optimizer.moment_dtype", f"{self.name} keeps no moments that this would round",
                             "leave it out, or use adamw")
-        parts.SCHEDULES.check(self.schedule)
+        part_tables.SCHEDULES.check(self.schedule)
         positive(self, "optimizer", "learning_rate eps")
         not_negative(self, "optimizer", "warmup_steps weight_decay clip_norm final_fraction")
         for name in ("b1", "b2", "momentum"):
@@ -273,7 +273,7 @@ class TrainConfig:
             raise UserError("train.unroll", f"{self.unroll} is below -1", "give a number of layers, 0 for all of them, "
                             "or -1, which chooses")
         if self.objective:
-            parts.OBJECTIVES.check(self.objective)
+            part_tables.OBJECTIVES.check(self.objective)
         one_of("train.precision", self.precision, ("auto", *PRECISIONS))
         one_of("train.attention", self.attention, ("auto", "xla", "cudnn", "mosaic", "splash"))
         one_of("train.expert_exchange", self.expert_exchange, ("auto", "gather", "ragged"))

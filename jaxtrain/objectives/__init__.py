@@ -4,7 +4,7 @@ import importlib
 from dataclasses import replace
 
 from jaxtrain.config.family import family
-from jaxtrain.config.parts import OBJECTIVES
+from jaxtrain.config.part_tables import OBJECTIVES
 from jaxtrain.config.schema import Config
 from jaxtrain.objectives.objective import MakeObjective, Objective
 from jaxtrain.train_step.state import Skeleton

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxtrain.builder import build
-from jaxtrain.config.parts import moments_of
+from jaxtrain.config.part_tables import moments_of
 from jaxtrain.config.remat_policies import AUTO
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError

@@ -16,7 +16,7 @@ from typing import Any
 from jaxtrain.checkpoint import step_folders, verify
 from jaxtrain.checkpoint.retention import best_of, dispensable
 from jaxtrain.checkpoint.step_folders import FETCHING
-from jaxtrain.config.parts import TRACKERS
+from jaxtrain.config.part_tables import TRACKERS
 from jaxtrain.distributed import run_processes
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError

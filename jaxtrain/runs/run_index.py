@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxtrain import storage
 from jaxtrain.checkpoint.mirror import Mirror
-from jaxtrain.config.parts import TRACKERS
+from jaxtrain.config.part_tables import TRACKERS
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import misfit
 from jaxtrain.plan.cost.spending import price

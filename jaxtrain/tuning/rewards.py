@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.parts import ENVIRONMENTS
+from jaxtrain.config.part_tables import ENVIRONMENTS
 from jaxtrain.config.sections.tuning_keys import ReinforceConfig
 from jaxtrain.errors import UserError
 

@@ -9,7 +9,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.base import plug_ins
 from jaxtrain.base.plug_ins import Kind
-from jaxtrain.config import key_reference, parts
+from jaxtrain.config import key_reference, part_tables
 from jaxtrain.config.sections import plug_in_sections
 from tests.plug_in_package import importable, install
 
@@ -49,7 +49,7 @@ def test_options_are_the_section_of_the_name(site):
     usual = jt.make_config({}, {"optimizer.schedule": "steps"})
     assert usual.to_dict()["steps"]["height"] == 1.0  # what config.json keeps
     asked = jt.make_config({}, {"optimizer.schedule": "steps", "steps.height": "0.5"})
-    assert parts.SCHEDULES.made("steps", asked.plug_ins["steps"])(asked.optimizer, 3)(0) == 0.5e-3
+    assert part_tables.SCHEDULES.made("steps", asked.plug_ins["steps"])(asked.optimizer, 3)(0) == 0.5e-3
     assert jt.make_config(asked.to_dict()) == asked != usual
     assert jt.make_config({}, {"optimizer.schedule": "plain"}).plug_ins == {}
     refused("steps.heigth: there is no such key; did you mean 'height'?", optimizer__schedule="steps", steps__heigth=1)
@@ -68,7 +68,7 @@ def test_a_part_may_be_made_from_options_of_another_class(site):
     install(site, "some-steps", {"jaxtrain.schedules": {"double": "stairs:Double"}}, {"stairs": source})
     asked = jt.make_config({}, {"optimizer.schedule": "double", "double.height": 3.0})
     for options, rate in ((asked.plug_ins["double"], 6.0), (None, 2.0)):
-        assert parts.SCHEDULES.made("double", options)(asked.optimizer, 3)(0) == rate
+        assert part_tables.SCHEDULES.made("double", options)(asked.optimizer, 3)(0) == rate
 
 
 @pytest.mark.parametrize(("field", "words"), [

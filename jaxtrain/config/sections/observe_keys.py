@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from jaxtrain.config import parts
+from jaxtrain.config import part_tables
 from jaxtrain.config.field_checks import not_negative, one_of
 from jaxtrain.errors import UserError
 
@@ -33,7 +33,7 @@ class ObserveConfig:
     def __post_init__(self):
         one_of("observe.traces", self.traces, TRACES)
         for name in self.trackers:
-            parts.TRACKERS.check(name)
+            part_tables.TRACKERS.check(name)
         for name in self.histograms:
             one_of("observe.histograms", name, HISTOGRAMS)
         if len(set(self.trackers)) < len(self.trackers):

@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 from typing import Any, get_origin, get_type_hints
 
 from jaxtrain.base.plug_ins import Kind, options_of, points
-from jaxtrain.config import parts
+from jaxtrain.config import part_tables
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 
@@ -13,7 +13,8 @@ OWN = tuple(field.name for field in fields(Config)[:-1])  # jaxtrain's sections
 # An extension is asked for by its section; the other parts are named by a key.
 EXTENSIONS = Kind("extension", "jaxtrain.extensions", "extensions", reserved=OWN,
                   accepts=lambda part: isinstance(part, type) and options_of(part) is not None)
-NAMED = (parts.OPTIMIZERS, parts.SCHEDULES, parts.OBJECTIVES, parts.TRACKERS, parts.ENVIRONMENTS)
+NAMED = (part_tables.OPTIMIZERS, part_tables.SCHEDULES, part_tables.OBJECTIVES, part_tables.TRACKERS,
+         part_tables.ENVIRONMENTS)
 
 
 def sections() -> dict[str, type]:

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
-from jaxtrain.config.parts import TRACKERS
+from jaxtrain.config.part_tables import TRACKERS
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.observe.trackers.tracker import IMPORTING, Tracker
 

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by the names that a config has for them (config/parts.py)."""
+"""Optimizers and learning-rate schedules by the names that a config has for them (config/part_tables.py)."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config import parts
+from jaxtrain.config import part_tables
 from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.train_step.optimizers import moments, mup
 from jaxtrain.train_step.optimizers.optimizer_parts import OptimizerParts
@@ -15,7 +15,7 @@ from jaxtrain.train_step.optimizers.optimizer_parts import OptimizerParts
 
 def make_schedule(c: OptimizerConfig, steps: int, options: Any = None) -> optax.Schedule:
     """Return the schedule of this name behind a linear warm-up from 1/n of the peak. `options`: its own."""
-    body = parts.SCHEDULES.made(c.schedule, options)(c, max(1, steps - c.warmup_steps))
+    body = part_tables.SCHEDULES.made(c.schedule, options)(c, max(1, steps - c.warmup_steps))
     if not c.warmup_steps:
         return body
     # Step 0 already learns: the first of n warm-up steps has 1/n of the peak.
@@ -61,7 +61,7 @@ def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any,
         options: those of an optimizer of another package.
     """
     by_width = mup.scale_by_width(c.name, axes, growth or {})
-    made = parts.OPTIMIZERS.made(c.name, options)(OptimizerParts(c, axes, schedule, by_width))
+    made = part_tables.OPTIMIZERS.made(c.name, options)(OptimizerParts(c, axes, schedule, by_width))
     return made if c.moment_dtype == "float32" else moments.rounded(made, c.moment_dtype, axes)
 
 

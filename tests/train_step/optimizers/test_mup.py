@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxtrain as jt
-from jaxtrain.config.parts import OPTIMIZERS
+from jaxtrain.config.part_tables import OPTIMIZERS
 from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.models.make_model import make_model
 from jaxtrain.train_step.optimizers import global_norm, make_optimizer, mup
