@@ -5,16 +5,20 @@
 prints docs/keys.md. The description of a key is the comment on its line of the schema.
 """
 
+import ast
 import inspect
 import io
+import sys
 import tokenize
 from dataclasses import MISSING, Field, fields
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.family import config_classes
 from jaxtrain.config.field_checks import limits
-from jaxtrain.config.sections import plug_ins
+from jaxtrain.config.sections import plug_in_sections
 
 _HEAD = """\
 # All keys of a config
@@ -26,7 +30,7 @@ schema by `python -m jaxtrain.config.key_reference`; [training options](training
 def reference() -> str:
     """Return the page: a table for each section, and for `model` one for each family."""
     parts, families = [_HEAD], config_classes()
-    for section, cls in plug_ins.sections().items():
+    for section, cls in plug_in_sections.sections().items():
         if section == "model":
             parts += ["## model", "`model.name` selects the model family. All families have these keys:",
                       _table(cls, section)]
@@ -50,12 +54,13 @@ def reference() -> str:
 
 def _table(cls: type, section: str, only: list[Field] | None = None) -> str:
     about: dict[str, str] = {}
-    known = limits(cls)
+    known, parts = limits(cls), _parts(cls)
     for base in reversed([base for base in cls.__mro__ if base is not object]):
         about |= {name: comment for name, comment in _comments(base).items() if comment or name not in about}
     rows = ["| key | default | |", "|---|---|---|"]
     for field in fields(cls) if only is None else only:  # pyrefly: ignore[bad-argument-type]
-        values = ", ".join(f"`{one!r}`" for one in known[field.name].choices) if field.name in known else ""
+        choices = known[field.name].choices if field.name in known else ()
+        values = ", ".join(f"`{one!r}`" for one in choices) or parts.get(f"{section}.{field.name}", "")
         text = ". ".join(filter(None, (about.get(field.name, "").rstrip("."), values and f"One of {values}")))
         rows.append(f"| `{section}.{field.name}` | `{_default(field)}` | {text.replace('|', chr(92) + '|')} |")
     return "\n".join(rows)
@@ -85,6 +90,16 @@ def _comments(cls: type) -> dict[str, str]:
         if colon and name.startswith("    ") and name.strip().isidentifier() and "def " not in name:
             found[name.strip()] = " ".join([*above, comment] if comment else above)
         above = []
+    return found
+
+
+def _parts(cls: type) -> dict[str, str]:
+    """Return the names of jaxtrain's own parts, for keys that are checked by a kind of part."""
+    found = {}
+    for node in ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls)))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "check":
+            kind = attrgetter(ast.unparse(node.func.value))(SimpleNamespace(**vars(sys.modules[cls.__module__])))
+            found[kind.key] = ", ".join(f"`{name!r}`" for name in kind.own)
     return found
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from jaxtrain.config import remat_policies
+from jaxtrain.config import part_tables, remat_policies
 from jaxtrain.config.family import config_class
-from jaxtrain.config.field_checks import at_most, bounded, choice, derive, each_of, number, one_of
+from jaxtrain.config.field_checks import at_most, bounded, choice, derive, each_of, number
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.sections import compression_keys, island_keys, sparsity_keys, tuning_keys
 from jaxtrain.config.sections.compression_keys import CompressionConfig
@@ -145,17 +145,15 @@ class DataConfig:
 
 # What models that are not decoders of text have in a row: data.packing, and in words.
 ROWS = {"sequences": ("bucket", "one sequence of a prepared corpus"), "pictures": ("best_fit", "whole pictures")}
-# The moments' keys that each optimizer reads.
-READ_BY = {"adamw": "b1 b2 eps", "adafactor": "", "lion": "b1 b2", "sgd": "b1", "muon": "b1 b2 eps momentum"}
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer (built with optax), its learning rate schedule, and the sharding of its state."""
 
-    name: str = "adamw"  # the optimizer: "adamw", "adafactor", "lion", "sgd" or "muon"
+    name: str = "adamw"  # the optimizer
     learning_rate: float = number(1e-3, above=0)  # the peak learning rate
-    schedule: str = "cosine"  # how the learning rate decays after warmup: "cosine", "linear", "wsd" or "constant"
+    schedule: str = "cosine"  # how the learning rate decays after warmup
     warmup_steps: int = number(0, least=0)  # steps of linear warmup; or a fraction of train.steps
     # with schedule=wsd, the share of the run in which the learning rate decays
     decay_fraction: float = number(0.2, above=0, most=1.0, fix="try 0.2")
@@ -179,14 +177,14 @@ class OptimizerConfig:
 
     def __post_init__(self):
         bounded(self, "optimizer")
-        one_of("optimizer.name", self.name, tuple(READ_BY))
-        for name in {"b1", "b2", "momentum", "eps"}.difference(READ_BY[self.name].split()):
+        part_tables.OPTIMIZERS.check(self.name)
+        for name in {"b1", "b2", "momentum", "eps"}.difference(part_tables.moments_of(self.name)):
             if getattr(self, name) != (default := getattr(OptimizerConfig, name)):
                 raise UserError(f"optimizer.{name}", f"{self.name} does not read it", f"leave it out, or at {default}")
-        if self.name == "adafactor" and self.moment_dtype != "float32":
-            raise UserError("optimizer.moment_dtype", "adafactor keeps means of rows and columns, not moments",
+        if not part_tables.moments_of(self.name) and self.moment_dtype != "float32":
+            raise UserError("optimizer.moment_dtype", f"{self.name} keeps no moments that this would round",
                             "leave it out, or use adamw")
-        one_of("optimizer.schedule", self.schedule, ("cosine", "linear", "wsd", "constant"))
+        part_tables.SCHEDULES.check(self.schedule)
 
 
 @dataclass(frozen=True)
@@ -205,6 +203,7 @@ class TrainConfig:
     # dtype of computation. auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, with the matmuls of layers in
     # 8 bits
     precision: str = choice("auto", "auto", *PRECISIONS)
+    objective: str = ""  # the objective; "": that of the family, of preference.loss or of reinforce.prompts
     # attention kernel; auto: chosen by device, dtype and shapes (docs/training.md)
     attention: str = choice("auto", "auto", "xla", "cudnn", "mosaic", "splash")
     # before compiling, refuse a run that will not fit in device memory according to the planner
@@ -259,6 +258,8 @@ class TrainConfig:
         if self.patience and not self.eval_every:
             raise UserError("train.patience", "it counts evaluations, and train.eval_every=0 leaves only the one "
                             "after the last step", "set train.eval_every, such as 0.05")
+        if self.objective:
+            part_tables.OBJECTIVES.check(self.objective)
         for part in self.remat.split(","):
             remat_policies.policy(part.partition(":")[0])
 
@@ -348,7 +349,7 @@ class Config:
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     islands: IslandsConfig = field(default_factory=IslandsConfig)
-    extensions: dict[str, Any] = field(default_factory=dict, hash=False)  # sections of other packages, by their names
+    plug_ins: dict[str, Any] = field(default_factory=dict, hash=False)  # options of other packages' parts, by name
 
     def __post_init__(self):
         if self.model.rough_size > MOST_PARAMETERS:
@@ -367,6 +368,9 @@ class Config:
             raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
         self._check_kind()
+        for key in ("preference.loss", "reinforce.prompts"):
+            if self.train.objective and attrgetter(key)(self):
+                raise UserError("train.objective", f"{key} asks for another objective", "leave out one of them")
         if self.data.workers and (self.reinforce.prompts or self.preference.reference == "precomputed"):
             raise UserError("data.workers", "batches hold what the model says of them, in the process that trains it",
                             "leave it out")
@@ -400,7 +404,7 @@ class Config:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain nested dicts, as written to `config.json`: without the credentials in URLs."""
         sections = dataclasses.asdict(self)
-        return redacted(sections | sections.pop("extensions"))
+        return redacted(sections | sections.pop("plug_ins"))
 
     def hash(self) -> str:
         """Identifies the resolved config."""

@@ -16,15 +16,16 @@ from jaxtrain.models.rematerialization import wraps
 
 
 def rotary_decoder(c: RotaryConfig, compute: Compute, attention: Callable[[float, nnx.Rngs], nnx.Module], *,
-                   numbered: bool = False, rngs: nnx.Rngs) -> Decoder:
+                   numbered: bool = False, kind: type[Block] = Block, rngs: nnx.Rngs) -> Decoder:
     """Build the decoder that Llama and its descendants share, given `attention(std of its output weights, rngs)`.
 
-    `numbered`: attention reads the number of the layer.
+    `numbered`: attention reads the number of the layer. `kind`: the class of layers that are not, for another order of
+    their parts.
     """
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
 
     def block(rngs: nnx.Rngs, experts: bool) -> Block:
-        return (NumberedBlock if numbered else Block)(
+        return (NumberedBlock if numbered else kind)(
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
             attention(out_std, rngs),
             RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),

@@ -20,7 +20,7 @@ def test_it_gets_the_sections_that_it_names():
 
 
 def test_a_section_of_another_package_has_a_name_too():
-    config = Config(extensions={"lookahead": (given := SimpleNamespace(every=5))})
+    config = Config(plug_ins={"lookahead": (given := SimpleNamespace(every=5))})
     assert with_sections(lambda *, lookahead: lookahead, config) is given
 
 

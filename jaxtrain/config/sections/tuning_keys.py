@@ -95,7 +95,8 @@ class ReinforceConfig:
     """Reinforcement learning from rewards for the model's own answers (docs/reinforce.md); off by default."""
 
     prompts: str = ""  # file of JSON lines with a "prompt" each; "": no reinforcement learning
-    # reward function as FILE.py:FUNCTION(answer, record), reward model as model:WORKDIR, or a scoring service's URL
+    # reward function as FILE.py:FUNCTION(answer, record), reward model as model:WORKDIR, a scoring service's URL, or
+    # the name of an environment of another package
     reward: str = ""
     # seconds that a scoring service may take for one request
     reward_timeout_s: float = number(20.0, above=0, most=3600.0, fix="try 20")
