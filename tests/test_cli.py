@@ -25,7 +25,7 @@ import pytest
 from jaxtrain import cli
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError
-from jaxtrain.flags import COMMANDS, Parser, command, training_flags, workdir_of
+from jaxtrain.commands.flags import COMMANDS, Parser, command, training_flags, workdir_of
 from jaxtrain.main import main
 from jaxtrain.plan import targets
 from tests.tiny import tiny_flags

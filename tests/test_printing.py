@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain import flags
+from jaxtrain.commands import flags
 from jaxtrain.errors import UserError, say, tell, tell_text
 from jaxtrain.files.work_progress import Line
 from jaxtrain.observe.progress import Progress

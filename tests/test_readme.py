@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.flags import COMMANDS
+from jaxtrain.commands.flags import COMMANDS
 from tests.tiny import QUICKLY, virtual_devices
 
 ROOT = Path(__file__).parent.parent

@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from jaxtrain.errors import UserError, say
-from jaxtrain.flags import add_config, add_process_flags, command, need_config, overrides_of, parser_of
+from jaxtrain.commands.flags import add_config, add_process_flags, command, need_config, overrides_of, parser_of
 from jaxtrain.redaction import redacted
 
 

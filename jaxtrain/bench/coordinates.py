@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxtrain.config.schema import AXES
 from jaxtrain.errors import UserError
-from jaxtrain.flags import add_config, command, need_config, overrides_of, parser_of
+from jaxtrain.commands.flags import add_config, command, need_config, overrides_of, parser_of
 
 GROWS = 0.4  # the slope from which an activation is said to grow; without muP they are 0.5 and more
 WIDTHS = ("mlp_dim", "expert_mlp_dim", "q_rank", "kv_rank")  # of the model, beside embed_dim and its heads

@@ -13,7 +13,7 @@ import sys
 from functools import partial
 
 from jaxtrain.errors import UserError, tell
-from jaxtrain.flags import Parser, add_subcommand, command, parser_of
+from jaxtrain.commands.flags import Parser, add_subcommand, command, parser_of
 
 
 @command()

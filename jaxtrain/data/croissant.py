@@ -18,7 +18,7 @@ from jaxtrain.data.prepare.provenance import LISTS, described
 from jaxtrain.errors import UserError, tell
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import misfit
-from jaxtrain.flags import command, parser_of
+from jaxtrain.commands.flags import command, parser_of
 
 # What a datasheet tells of a manifest, besides what every reader of a corpus needs.
 _STEP = {"step": str, "seen": int, "changed": int, "removed": {str: int}}

@@ -24,7 +24,7 @@ from jaxtrain.data.loading.batches import eval_batches, train_batches
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.errors import UserError
-from jaxtrain.flags import add_config, command, need_config, overrides_of, parser_of
+from jaxtrain.commands.flags import add_config, command, need_config, overrides_of, parser_of
 from jaxtrain.redaction import printable
 
 COLOURS = (153, 157, 223, 183, 216, 159)  # of successive documents

@@ -1,14 +1,6 @@
-"""Copy a corpus to object storage for training.
-
-    jaxtrain publish corpora/stored memory://bucket/stored
-    jaxtrain publish corpora/own s3://BUCKET/own
-
-Every object is read back and compared. The manifest is written last; until then there is no valid corpus. If it is
-interrupted, run the same command again: complete objects are not sent again.
-"""
+"""Copy a corpus to object storage: every object is read back, and the manifest is written last."""
 
 import hashlib
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -17,11 +9,8 @@ from pathlib import Path
 from jaxtrain import storage
 from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.open import read_manifest
-from jaxtrain.errors import UserError, tell
+from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
-from jaxtrain.files.work_progress import Line
-from jaxtrain.flags import command, parser_of
-from jaxtrain.redaction import redacted
 
 THREADS = 8  # concurrent transfers
 AGAIN = 3  # attempts to send a file that does not arrive intact
@@ -86,19 +75,3 @@ def _readable(path: Path) -> Iterator[None]:
 def _digest(url: str) -> str:
     with storage.open(url) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-
-
-@command("stopped; run the same command to continue")
-def main(argv: list[str] | None) -> None:
-    """Run the command; exit status 0: the corpus is complete; 2: a user error, reported in one line."""
-    parser = parser_of("publish", __doc__)
-    parser.add_argument("corpus", help="folder of a corpus made by jaxtrain prepare")
-    parser.add_argument("url", help="URL to copy to; pass it to a run as --config.data.source")
-    flags = parser.parse_args(argv)
-    with Line(sys.stderr) as say:
-        sent = publish(flags.corpus, flags.url, say)
-    tell(f"{redacted(flags.url)}: complete; {sent} files were sent")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

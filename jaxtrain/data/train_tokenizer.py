@@ -18,7 +18,7 @@ from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.data.tokenizers.vocabulary import ENDS
 from jaxtrain.errors import UserError, install_extra, tell
 from jaxtrain.files import atomic_files
-from jaxtrain.flags import command, parser_of
+from jaxtrain.commands.flags import command, parser_of
 
 EOD = ENDS[0]
 # Words with the space before them, punctuation, space: GPT-2's split of text, except that digits stand alone.

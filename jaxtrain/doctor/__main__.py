@@ -30,7 +30,7 @@ from jaxtrain.doctor import (
 from jaxtrain.doctor.finding import Finding, guarded
 from jaxtrain.doctor.xla_flags import unknown_flags
 from jaxtrain.errors import UserError, tell
-from jaxtrain.flags import Parser, command, parser_of
+from jaxtrain.commands.flags import Parser, command, parser_of
 
 _WITHOUT, _WITH = 55.0, 240.0  # seconds in total without an accelerator, and with one
 

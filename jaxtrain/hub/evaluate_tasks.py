@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.config.hub_names import model_folder
 from jaxtrain.errors import UserError, install_extra, say, tell
 from jaxtrain.files.bounded_files import user_json
-from jaxtrain.flags import add_process_flags, command, overrides_of, parser_of
+from jaxtrain.commands.flags import add_process_flags, command, overrides_of, parser_of
 from jaxtrain.hub.folders import task_names
 from jaxtrain.hub.generate_texts import named
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import UserError, say
-from jaxtrain.flags import add_process_flags, command, parser_of
+from jaxtrain.commands.flags import add_process_flags, command, parser_of
 
 RECORD = "export.json"
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain.errors import UserError, nearest, say, tell_text
 from jaxtrain.files.bounded_files import LARGE, parsed, read, user_json
-from jaxtrain.flags import command, overrides_of, parser_of
+from jaxtrain.commands.flags import command, overrides_of, parser_of
 
 if TYPE_CHECKING:
     from jaxtrain.data.chat.templates import Chat

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import UserError, say
-from jaxtrain.flags import command, parser_of
+from jaxtrain.commands.flags import command, parser_of
 from jaxtrain.hub import export
 from jaxtrain.hub.weights.safetensors_files import DTYPES, OTHERS, Tensor
 

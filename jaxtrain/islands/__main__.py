@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from jaxtrain.errors import UserError, say, tell
-from jaxtrain.flags import Parser, add_subcommand, command, parser_of
+from jaxtrain.commands.flags import Parser, add_subcommand, command, parser_of
 from jaxtrain.islands.coordinator import MODES, Coordinator, Policy
 from jaxtrain.islands.folder_meeting import Bridge
 from jaxtrain.islands.network import certificates

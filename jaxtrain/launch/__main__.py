@@ -25,7 +25,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, say, tell
 from jaxtrain.files import atomic_files
-from jaxtrain.flags import command, default_workdir, overrides_of, parser_of
+from jaxtrain.commands.flags import command, default_workdir, overrides_of, parser_of
 from jaxtrain.launch import cost, mesh_check
 from jaxtrain.launch import job_record as jobs
 from jaxtrain.launch.job_engines import engine_of

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxtrain.errors import UserError, say, tell
-from jaxtrain.flags import add_subcommand, command, parser_of
+from jaxtrain.commands.flags import add_subcommand, command, parser_of
 from jaxtrain.launch import cost, mesh_check
 from jaxtrain.launch import job_record as records
 from jaxtrain.launch.job_engines import engine_of

@@ -53,7 +53,7 @@ def check_mesh(config: Config, spec: JobSpec) -> list[int]:
 def check_resumed(job: Job, nodes: int) -> None:
     """Refuse a number of nodes on which a job cannot go on; a command of one's own takes any."""
     from jaxtrain.config.load import load_config
-    from jaxtrain.flags import training_flags
+    from jaxtrain.commands.flags import training_flags
 
     if "jaxtrain.main" not in job.command:
         return

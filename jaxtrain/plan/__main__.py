@@ -11,7 +11,7 @@ import argparse
 import sys
 
 from jaxtrain.config.schema import PRECISIONS
-from jaxtrain.flags import add_config, command, need_config, overrides_of, parser_of
+from jaxtrain.commands.flags import add_config, command, need_config, overrides_of, parser_of
 from jaxtrain.plan import targets
 
 

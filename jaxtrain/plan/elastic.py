@@ -18,7 +18,7 @@ from typing import Any
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, say
 from jaxtrain.files.bounded_files import user_json
-from jaxtrain.flags import command, parser_of, training_flags
+from jaxtrain.commands.flags import command, parser_of, training_flags
 from jaxtrain.sharding.mesh import AXES, axis_sizes
 
 Sizes = tuple[int, ...]  # of the axes, in order

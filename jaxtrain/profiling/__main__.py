@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from jaxtrain.errors import say, tell
-from jaxtrain.flags import command, parser_of
+from jaxtrain.commands.flags import command, parser_of
 
 
 @command()

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.errors import UserError, say, tell
-from jaxtrain.flags import Parser, add_subcommand, command, parser_of
+from jaxtrain.commands.flags import Parser, add_subcommand, command, parser_of
 from jaxtrain.pages.plain_text import age, aligned, in_bytes, plain
 from jaxtrain.runs import tags
 

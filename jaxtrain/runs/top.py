@@ -23,7 +23,7 @@ from typing import Any
 
 from jaxtrain.distributed.run_processes import heartbeats
 from jaxtrain.errors import UserError
-from jaxtrain.flags import command, parser_of
+from jaxtrain.commands.flags import command, parser_of
 from jaxtrain.observe.goodput import duration
 from jaxtrain.observe.run_panel import STYLES, Reading, columns_of, curve, figures_of, note, panel
 from jaxtrain.pages.plain_text import age, in_bytes, plain

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from jaxtrain.flags import Parser
+from jaxtrain.commands.flags import Parser
 
 SCRIPT = '''\
 #!/usr/bin/env bash

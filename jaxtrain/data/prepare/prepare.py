@@ -43,7 +43,7 @@ from jaxtrain.data.tokenizers.vocabulary import Vocabulary
 from jaxtrain.errors import UserError, tell
 from jaxtrain.files import atomic_files
 from jaxtrain.files.work_progress import Line
-from jaxtrain.flags import command, parser_of
+from jaxtrain.commands.flags import command, parser_of
 from jaxtrain.redaction import redacted
 
 

@@ -36,7 +36,7 @@ from jaxtrain.data.prepare_sequences.picture_patches import Pictures
 from jaxtrain.errors import UserError, tell
 from jaxtrain.files import atomic_files
 from jaxtrain.files.work_progress import Line
-from jaxtrain.flags import Parser, command, parser_of
+from jaxtrain.commands.flags import Parser, command, parser_of
 
 
 class Source(Protocol):

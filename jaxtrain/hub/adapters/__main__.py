@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from jaxtrain.errors import UserError, say, tell
-from jaxtrain.flags import Parser, add_process_flags, add_subcommand, command, parser_of
+from jaxtrain.commands.flags import Parser, add_process_flags, add_subcommand, command, parser_of
 
 
 @command()

@@ -29,7 +29,7 @@ import numpy as np
 from jaxtrain import storage
 from jaxtrain.config.hub_names import model_folder
 from jaxtrain.errors import UserError, say, tell_text
-from jaxtrain.flags import command, parser_of
+from jaxtrain.commands.flags import command, parser_of
 from jaxtrain.hub.speech.transcript_windows import Segment, silence_of, text_of, window
 
 PIPE = "-"

@@ -27,7 +27,7 @@ from jaxtrain.distributed import child_processes, exit_codes
 from jaxtrain.distributed.authentication import make_secret
 from jaxtrain.distributed.child_processes import Child
 from jaxtrain.errors import UserError
-from jaxtrain.flags import command, parser_of, training_flags, workdir_of
+from jaxtrain.commands.flags import command, parser_of, training_flags, workdir_of
 from jaxtrain.launch.supervisor import failure_report
 from jaxtrain.launch.supervisor.progress_file import Steps
 from jaxtrain.launch.supervisor.slot_pool import Order, SlotPool

@@ -20,7 +20,7 @@ from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError, say, tell
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
-from jaxtrain.flags import command, parser_of
+from jaxtrain.commands.flags import command, parser_of
 from jaxtrain.launch.job_spec import ENGINES
 from jaxtrain.launch.sweep import findings, sweep_budget, sweep_page
 from jaxtrain.launch.sweep.config_process import check_metric, values_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
-from jaxtrain.flags import command, parser_of
+from jaxtrain.commands.flags import command, parser_of
 from jaxtrain.observe.prometheus.alert_rules import rules_file
 from jaxtrain.observe.prometheus.dashboards import ALL, dashboard
 

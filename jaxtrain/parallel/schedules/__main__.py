@@ -8,7 +8,7 @@ import argparse
 import sys
 
 from jaxtrain.errors import UserError
-from jaxtrain.flags import parser_of
+from jaxtrain.commands.flags import parser_of
 from jaxtrain.parallel.schedules import drawing
 from jaxtrain.parallel.schedules.making import NAMES, make
 from jaxtrain.parallel.schedules.schedule import Schedule

@@ -27,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from jaxtrain.errors import UserError, say, tell
-from jaxtrain.flags import command, parser_of
+from jaxtrain.commands.flags import command, parser_of
 
 
 @command()

@@ -17,7 +17,7 @@ from html import escape
 from pathlib import Path
 
 from jaxtrain.errors import UserError
-from jaxtrain.flags import command, parser_of
+from jaxtrain.commands.flags import command, parser_of
 
 
 @command()

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from jaxtrain.errors import UserError, tell
-from jaxtrain.flags import command, parser_of
+from jaxtrain.commands.flags import command, parser_of
 
 _NAME = "report.html"
 

@@ -12,7 +12,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
-from jaxtrain.flags import overrides_of
+from jaxtrain.commands.flags import overrides_of
 from jaxtrain.pages import style
 from jaxtrain.plan import search, targets
 from jaxtrain.plan.__main__ import main

@@ -14,60 +14,6 @@ from typing import Any, NoReturn
 from jaxtrain.errors import UserError, nearest, say
 from jaxtrain.redaction import hide_in_tracebacks, printable
 
-COMMANDS = {  # name: the module behind it, as `python -m MODULE` runs it, and the first line of its docstring
-    "train": ("jaxtrain.main", "Train a config, or resume its run."),
-    "supervise": ("jaxtrain.supervise", "Start processes as one run, and restart them when one dies or hangs."),
-    "launch": ("jaxtrain.launch", "Submit a run to this machine, Slurm, Kubernetes or Ray, or write a job file."),
-    "jobs": ("jaxtrain.launch.jobs", "List, pause, resume and cancel jobs on any engine."),
-    "sweep": ("jaxtrain.launch.sweep", "Search values of config keys with many runs, and stop bad ones early."),
-    "plan": ("jaxtrain.plan", "Rank meshes for given hardware by speed, with their memory and cost."),
-    "scaling": ("jaxtrain.plan.scaling_laws",
-                "Fit a scaling law to finished runs: predict the loss, and the best size for a budget."),
-    "calibrate": ("jaxtrain.plan.calibrate", "Measure the speed of this machine's devices, for the planner."),
-    "bench": ("jaxtrain.bench",
-              "Measure a config's training speed on this machine, and where the time goes."),
-    "profile": ("jaxtrain.profiling", "Profile a running training job: where the time of its steps goes."),
-    "coordinates": ("jaxtrain.bench.coordinates",
-                    "Check whether activations grow with width: the coordinate check of muP."),
-    "doctor": ("jaxtrain.doctor", "Check this machine for problems that make training fail or slow it down."),
-    "generate": ("jaxtrain.hub.generate_texts", "Generate text from prompts with a trained or published model."),
-    "transcribe": ("jaxtrain.hub.speech.transcribe", "Transcribe audio files, or live speech."),
-    "evaluate": ("jaxtrain.hub.evaluate_tasks",
-                 "Evaluate a trained or published model on tasks of lm-evaluation-harness."),
-    "runs": ("jaxtrain.runs", "List, compare, tag and reproduce runs, and delete what they no longer need."),
-    "top": ("jaxtrain.runs.top", "Monitor runs in the terminal: loss, throughput, time left, events and processes."),
-    "checkpoint": ("jaxtrain.checkpoint", "List, verify and compare a run's checkpoints, or restore an earlier one."),
-    "goodput": ("jaxtrain.observe.goodput", "Show where a run's time went across restarts, and its goodput."),
-    "report": ("jaxtrain.runs.report",
-               "Write a report of one or several runs as an HTML page, or serve it while they train."),
-    "dashboards": ("jaxtrain.observe.prometheus", "Write dashboards for Grafana and alert rules for Prometheus."),
-    "export": ("jaxtrain.hub.export", "Export a run's model as a folder in Hugging Face's format."),
-    "merge": ("jaxtrain.hub.merge", "Merge models of one architecture into one folder in Hugging Face's format."),
-    "adapters": ("jaxtrain.hub.adapters", "List, version, merge or export adapters (LoRA) in PEFT's format."),
-    "prepare": ("jaxtrain.data.prepare", "Tokenize text into a corpus to train on."),
-    "prepare_sequences": ("jaxtrain.data.prepare_sequences",
-                          "Prepare audio clips, tables of events or images as sequences."),
-    "train_tokenizer": ("jaxtrain.data.train_tokenizer", "Train a byte-level BPE tokenizer on text of your own."),
-    "inspect": ("jaxtrain.data.inspect",
-                "Show any training batch of a run: documents, their text, and the tokens trained on."),
-    "publish": ("jaxtrain.data.publish", "Copy a corpus to object storage for training."),
-    "croissant": ("jaxtrain.data.croissant", "Write the datasheet of a corpus in the Croissant 1.0 format."),
-    "schedules": ("jaxtrain.parallel.schedules", "Draw a pipeline schedule, and compute its bubble and memory."),
-    "islands": ("jaxtrain.islands",
-                "Coordinate islands: serve their updates, make certificates, show the state."),
-    "elastic": ("jaxtrain.plan.elastic", "List the numbers of processes on which a run could continue."),
-}
-_TRAIN = """\
-Train a config, or resume its run.
-
-    jaxtrain train configs/gpt.py:tiny --workdir=runs/first
-    jaxtrain train configs/gpt.py --config.data.source=README.md --workdir=runs/mine
-    jaxtrain train configs/gpt.py --config.train.steps=50 --print_config=diff
-
-The same command resumes a stopped run. Exit status 0: the last step was reached, or train.patience ended the run; 2: a
-user error, in one line; 75: saved and stopped on request; 76: failed, restart it; 77: a limit was reached; 130: Ctrl-C.
-"""
-
 
 def command(stopped: str = "stopped") -> Callable[[Callable[[list[str] | None], None]], Callable[..., int]]:
     """Return a decorator for a command's main: exit status 0, 2 on a user error (told in one line), 130 on Ctrl-C.
@@ -231,9 +177,7 @@ def need_config(flags: argparse.Namespace) -> None:
 
 def parser_of(name: str, text: str | None, **keys) -> Parser:
     """Return the parser of a subcommand; `text` is the docstring of its module."""
-    made = Parser(text, prog=f"jaxtrain {name}", **keys)
-    made.epilog = "\n\n".join(filter(None, [made.epilog, f"The same command: python -m {COMMANDS[name][0]}"]))
-    return made
+    return Parser(text, prog=f"jaxtrain {name}", **keys)
 
 
 def add_subcommand(commands: Any, of: str, words: str, line: str) -> argparse.ArgumentParser:
@@ -248,29 +192,6 @@ def add_process_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--coordinator", help="host:port of process 0 in a run of several processes")
     group.add_argument("--num_processes", type=int, help="number of processes of the run")
     group.add_argument("--process_id", type=int, help="number of this process, from 0")
-
-
-def training_flags(argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Return the flags of `jaxtrain train`, and the dotted config overrides."""
-    parser = parser_of("train", _TRAIN)
-    add_config(parser)
-    parser.add_argument("--workdir",
-                        help="folder for metrics, checkpoints and the resolved config; default: runs/ and the "
-                             "name of the config, such as runs/gpt-tiny")
-    parser.add_argument("--print_config", nargs="?", const="all", choices=("all", "diff"),
-                        help="print the resolved config (or what the overrides changed in it) and stop")
-    parser.add_argument("--may_change", type=lambda text: text.split(","), action="extend", default=[],
-                        metavar="KEY,...",
-                        help="keys, such as train.steps or optimizer.learning_rate, that may differ from those that "
-                             "the run in the workdir was started with; the change is recorded in run.json")
-    parser.add_argument("--adopt", action="store_true",
-                        help="resume from the newest checkpoint in the workdir even if it belongs to another run")
-    add_process_flags(parser)
-    parser.group("resuming a run", "may_change", "adopt")
-    flags, rest = parser.parse_known_args(argv)
-    overrides = overrides_of(rest, vars(flags))
-    need_config(flags)
-    return flags, overrides
 
 
 def workdir_of(flags: argparse.Namespace) -> Path:

@@ -1,0 +1,28 @@
+"""Copy a corpus to object storage for training.
+
+    jaxtrain publish corpora/stored memory://bucket/stored
+    jaxtrain publish corpora/own s3://BUCKET/own
+
+Every object is read back and compared. The manifest is written last; until then there is no valid corpus. If it is
+interrupted, run the same command again: complete objects are not sent again.
+"""
+
+import sys
+
+from jaxtrain.commands.flags import command, parser_of
+from jaxtrain.data.publish import publish
+from jaxtrain.errors import tell
+from jaxtrain.files.work_progress import Line
+from jaxtrain.redaction import redacted
+
+
+@command("stopped; run the same command to continue")
+def main(argv: list[str] | None) -> None:
+    """Run the command; exit status 0: the corpus is complete; 2: a user error, reported in one line."""
+    parser = parser_of("publish", __doc__)
+    parser.add_argument("corpus", help="folder of a corpus made by jaxtrain prepare")
+    parser.add_argument("url", help="URL to copy to; pass it to a run as --config.data.source")
+    flags = parser.parse_args(argv)
+    with Line(sys.stderr) as say:
+        sent = publish(flags.corpus, flags.url, say)
+    tell(f"{redacted(flags.url)}: complete; {sent} files were sent")
