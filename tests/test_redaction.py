@@ -18,16 +18,16 @@ from fsspec.implementations.local import LocalFileSystem
 
 from jaxtrain import errors, redaction, storage
 from jaxtrain.bench import records
-from jaxtrain.bench.__main__ import main as bench
 from jaxtrain.checkpoint import mirror
-from jaxtrain.checkpoint.__main__ import main as checkpoint
+from jaxtrain.commands import publish
+from jaxtrain.commands.bench import main as bench
+from jaxtrain.commands.checkpoint import main as checkpoint
+from jaxtrain.commands.inspect import main as inspect
+from jaxtrain.commands.prepare import main as prepare_command
 from jaxtrain.config import schema
 from jaxtrain.config.load import load_config, make_config
-from jaxtrain.data import publish
 from jaxtrain.data.corpus import remote
-from jaxtrain.data.inspect import main as inspect
 from jaxtrain.data.prepare.prepare import Options, prepare
-from jaxtrain.data.prepare.prepare import main as prepare_command
 from jaxtrain.distributed import authentication, lines, processes
 from jaxtrain.errors import UserError
 from jaxtrain.main import main

@@ -22,10 +22,11 @@ import pytest
 
 from jaxtrain import observe
 from jaxtrain.checkpoint import CheckpointManager, commands, verify
+from jaxtrain.commands import goodput
 from jaxtrain.config.load import load_config, make_config
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
-from jaxtrain.observe import events, goodput
+from jaxtrain.observe import events
 from jaxtrain.observe.ledger import Ledger
 from jaxtrain.observe.metrics import _JsonLines
 from jaxtrain.trainer.rollback import RolledBack, agree, apply_pending_rollback

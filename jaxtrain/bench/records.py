@@ -59,9 +59,9 @@ def about_elsewhere(command: str) -> Record:
         asked = subprocess.run([sys.executable, "-c", _ELSEWHERE, command], capture_output=True, text=True, timeout=300,
                                env={**os.environ, "PYTHONPATH": paths})
     except subprocess.TimeoutExpired:
-        raise UserError("device", "JAX does not start within five minutes", "see python -m jaxtrain.doctor") from None
+        raise UserError("device", "JAX does not start within five minutes", "see jaxtrain doctor") from None
     if asked.returncode:
-        raise UserError("device", f"JAX cannot use it: {reason(asked.stderr)}", "see python -m jaxtrain.doctor")
+        raise UserError("device", f"JAX cannot use it: {reason(asked.stderr)}", "see jaxtrain doctor")
     return json.loads(asked.stdout.splitlines()[-1])
 
 

@@ -112,14 +112,12 @@ class Parser(argparse.ArgumentParser):
         return found, [*overrides, *rest]
 
     def _spelled(self, word: str) -> str:
-        """Return a flag that has dashes for underscores, or its name of before, as it is spelled here."""
+        """Return a flag that has dashes for underscores as it is spelled here."""
         name, equals, value = word.partition("=")
         if not name.startswith("--") or name in self._option_string_actions:
             return word
         known = {_folded(option): option for option in self._option_string_actions}
-        meant = known.get(_folded(name)) or next((known[new] for new in _OLDER.get(_folded(name), ()) if new in known),
-                                                 name)
-        return f"{meant}{equals}{value}"
+        return f"{known.get(_folded(name), name)}{equals}{value}"
 
     def error(self, message: str) -> NoReturn:
         """Raise a UserError instead of printing the usage."""
@@ -145,10 +143,6 @@ def _overrides_apart(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _folded(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
-
-
-# What flags were called before, and are called now in the commands that have such a flag.
-_OLDER = {"to": ("output",), "html": ("output",), "svg": ("output",), "folder": ("output",)}
 
 
 class _OneConfig(argparse.Action):
@@ -248,3 +242,12 @@ def _nearest_flag(name: str, flags: Iterable[str]) -> str:
     if (flag := nearest(name, flags)).startswith("did"):
         return flag.replace(" '", " '--")
     return nearest_key(name).replace(" '", " '--config.") or "see --help"
+
+
+def folders_by_name(text: str) -> dict[str, str]:
+    """Return the folders by name in NAME=FOLDER,NAME=FOLDER."""
+    pairs = [one.partition("=") for one in text.split(",")]
+    if not all(name and folder for name, _, folder in pairs) or len({name for name, *_ in pairs}) < len(pairs):
+        raise UserError("--adapters", f"{text!r} is not a list of different names with folders",
+                        "write NAME=FOLDER,NAME=FOLDER")
+    return {name: folder for name, _, folder in pairs}

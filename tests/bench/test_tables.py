@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.bench import __main__ as bench
 from jaxtrain.bench import records, tables
+from jaxtrain.commands import bench
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]

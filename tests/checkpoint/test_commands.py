@@ -1,4 +1,4 @@
-"""python -m jaxtrain.checkpoint: what a person sees at night, and the way back."""
+"""jaxtrain checkpoint: what a person sees at night, and the way back."""
 
 import contextlib
 import json
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints, commands, verify
-from jaxtrain.checkpoint.__main__ import main
 from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.commands.checkpoint import main
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.files.work_progress import Work
 from tests.odd_files import ODD, WRONG, in_time

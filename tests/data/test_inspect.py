@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxtrain.commands.inspect import main
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import load_corpus
 from jaxtrain.data.corpus.origins import origins
-from jaxtrain.data.inspect import main
 from jaxtrain.data.loading.batches import eval_batches, train_batches
 from jaxtrain.data.prepare.prepare import Options
 from jaxtrain.data.prepare.prepare import prepare as make

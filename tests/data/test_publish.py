@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from jaxtrain import storage
+from jaxtrain.commands.publish import main
 from jaxtrain.data import open_corpus
-from jaxtrain.data.publish import main, publish
+from jaxtrain.data.publish import publish
 from jaxtrain.errors import UserError
 from tests.data import made
 from tests.data.corpus.test_corruption import flip
@@ -85,7 +86,7 @@ def test_killed_half_way_it_goes_on(network, bucket, corpus, tmp_path):
         return ""
 
     network.fault = stuck_after_ten
-    process = subprocess.Popen([sys.executable, "-m", "jaxtrain.data.publish", str(corpus), url], cwd=ROOT,
+    process = subprocess.Popen([sys.executable, "-m", "jaxtrain", "publish", str(corpus), url], cwd=ROOT,
                                stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert enough.wait(60)
     process.kill()

@@ -4,9 +4,9 @@ import gzip
 
 import pytest
 
+from jaxtrain.commands.train_tokenizer import main
 from jaxtrain.data.prepare.prepare import Options, prepare
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
-from jaxtrain.data.train_tokenizer import main
 
 TEXT = "The year 2024 was, as years go, not long: 366 days. Größe, 日本語, tabs\tand  spaces.\n" * 20
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.hub import export, generate_texts, trained_model
+from jaxtrain.commands import export
+from jaxtrain.commands import generate as generate_command
+from jaxtrain.hub import trained_model
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.models import lora
 from jaxtrain.run import abstract_model
@@ -29,7 +31,7 @@ def workdir(tmp_path_factory):
 
 
 def said(capsys, *words):
-    status = generate_texts.main([f"{word}" for word in words])
+    status = generate_command.main([f"{word}" for word in words])
     shown = capsys.readouterr()
     return status, shown.out, shown.err
 
@@ -73,7 +75,7 @@ def test_a_message_is_answered_through_a_template(workdir, capsys):
 
 
 def test_a_published_folder_continues_prompts_too(workdir, capsys, tmp_path):
-    assert export.main([f"{workdir}", f"--to={tmp_path / 'out'}", "--dtype=float32"]) == 0
+    assert export.main([f"{workdir}", f"--output={tmp_path / 'out'}", "--dtype=float32"]) == 0
     words = "--prompt=It was", "--temperature=0", FEW, "--json"
     assert said(capsys, tmp_path / "out", *words)[:2] == said(capsys, workdir, *words)[:2]
 
@@ -88,8 +90,8 @@ def test_prompts_name_their_adapters(workdir, capsys, tmp_path):
         adapter_files.save(made, run.config.model, run.config.lora, tmp_path / name, "", np.dtype("float32"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "It was", "adapter": 2}\n')
-    flags, _ = generate_texts.parse(["work", f"--prompts={prompts}"])
-    assert generate_texts._prompts(flags) == (["It was"], [None])
+    flags, _ = generate_command.parse(["work", f"--prompts={prompts}"])
+    assert generate_command._prompts(flags) == (["It was"], [None])
     assert capsys.readouterr().err.startswith(f"warning: {prompts} names adapters, which are ignored: there ")
     prompts.write_text('{"prompt": "It was", "adapter": "two"}\n{"prompt": "It was"}\n')
     folders = {name: tmp_path / name for name in ("one", "two")}

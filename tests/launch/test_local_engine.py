@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.launch import __main__ as launch
+from jaxtrain.commands import jobs as jobs_command
+from jaxtrain.commands import launch
 from jaxtrain.launch import job_record
-from jaxtrain.launch import jobs as jobs_command
 from jaxtrain.launch.local_engine import LocalEngine
 from tests.launch.waiting import status_of, wait_for
 
@@ -140,7 +140,7 @@ def test_a_config_is_read_before_it_is_submitted(tmp_path, capsys):
     assert "min_nodes: the config does not allow fewer nodes" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     assert launch.main(["configs/gpt.py:tiny", "--on=local", f"--workdir={tmp_path}", "--dry_run"]) == 0
-    said = "-m jaxtrain.supervise --processes=1 --max_restarts=3 -- --config=configs/gpt.py:tiny"
+    said = "-m jaxtrain supervise --processes=1 --max_restarts=3 -- --config=configs/gpt.py:tiny"
     assert said in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 

@@ -9,9 +9,9 @@ import jax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.commands.plan import main
 from jaxtrain.config.load import load_config
 from jaxtrain.plan import preflight, search, targets
-from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.cost.time import COPIES
 from jaxtrain.plan.estimate import change, estimate
 from jaxtrain.plan.report.table import Choice, Found, explained, keys, milliseconds

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from jaxtrain.commands.runs import main
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.runs import run_garbage, tags
-from jaxtrain.runs.__main__ import main
 from tests.runs.folders import RUN, checkpoint, make
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from jaxtrain import storage
 from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.commands.runs import main
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files, log_tail
 from jaxtrain.runs import comparison, run_index, tags
-from jaxtrain.runs.__main__ import main
 from tests.runs.folders import RUN, make
 
 

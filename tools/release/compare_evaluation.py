@@ -23,7 +23,8 @@ def theirs(folder, length):
 
 
 def ours(folder, length, chat):
-    from jaxtrain.hub import generate_texts, trained_model
+    from jaxtrain.hub import chat_messages as generate_texts
+    from jaxtrain.hub import trained_model
     from jaxtrain.hub.harness_model import HarnessModel
     from jaxtrain.hub.trained_tokenizer import tokenizer_of
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "jaxtrain"
 LEARNING = """
-    __init__ main errors redaction builder run/__init__ run/identity run/shapes run/model_loss extensions/__init__
-    validation rule_checks
+    __init__ main commands/train errors redaction builder run/__init__ run/identity run/shapes run/model_loss
+    extensions/__init__ validation rule_checks
     config/schema config/family config/decoder_config config/model_config config/field_checks config/load
     config/sections/tuning_keys config/sections/observe_keys config/sections/island_keys
     config/sections/compression_keys config/sections/sparsity_keys

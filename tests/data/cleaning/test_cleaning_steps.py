@@ -14,11 +14,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.data import open_corpus
 from jaxtrain.data.cleaning.cleaning_steps import Steps
 from jaxtrain.data.formats.inputs import Ids, Text
 from jaxtrain.data.prepare import job
-from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
+from jaxtrain.data.prepare.prepare import Options, prepare, prepare_part
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -164,7 +165,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path):
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills):
     source, rng = jsonl(tmp_path / "a.jsonl", *RECORDS * 60), random.Random(kills)
     flags = ["--task_bytes=60000", "--workers=2", "--deduplicate=near", "--steps", *STEPS]
-    command = [sys.executable, "-m", "jaxtrain.data.prepare", f"--input={source}", *flags]
+    command = [sys.executable, "-m", "jaxtrain", "prepare", f"--input={source}", *flags]
     want = prepare([source], tmp_path / "want", Options(task_bytes=60000, deduplicate="near", steps=STEPS))
     killed = rounds = 0
     while killed < kills:

@@ -16,13 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 import soundfile
 
+from jaxtrain.commands.prepare_sequences import main
 from jaxtrain.data import BucketedBatches, SequenceRows, open_corpus, open_sequences
 from jaxtrain.data.corpus.open import BESIDE
 from jaxtrain.data.corpus.sequences import FORMAT, Column, Sequences, SequenceWriter, describe
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.prepare_sequences.audio import Audio
 from jaxtrain.data.prepare_sequences.event_streams import Events
-from jaxtrain.data.prepare_sequences.prepare_sequences import main, prepare_sequences
+from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
 from jaxtrain.errors import UserError
 from jaxtrain.files.atomic_files import digest, write_json
 
@@ -78,7 +79,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kind, kills
     inputs, rng = make(tmp_path / "in"), random.Random(kills)
     want = files(prepare_sequences([str(inputs)], tmp_path / "want", source).path)
     flags = {"audio": ["--target=text"], "events": ["--user=user", "--time=at", "--category=item", "--number=value"]}
-    command = [sys.executable, "-m", "jaxtrain.data.prepare_sequences", kind, f"--input={inputs}", *flags[kind],
+    command = [sys.executable, "-m", "jaxtrain", "prepare_sequences", kind, f"--input={inputs}", *flags[kind],
                f"--task_bytes={source.task_bytes}", "--eval_fraction=0.2", "--workers=1"]
     environment, killed, round_ = os.environ | {"PYTHONPATH": str(ROOT)}, 0, 0
     while killed < kills:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.data.formats.inputs import find_tasks, read
-from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.prepare.prepare import Options, prepare
 
 TEXTS = [f"document {i}: " + "é word\n" * (i % 13 * 40) for i in range(100)]
 

@@ -3,7 +3,7 @@
 import json
 import random
 
-from jaxtrain.data.prepare.prepare import main
+from jaxtrain.commands.prepare import main
 
 
 def test_a_dry_run_reports_and_writes_nothing(tmp_path, monkeypatch, capsys):

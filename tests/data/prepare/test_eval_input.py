@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import load_corpus, open_corpus
 from jaxtrain.data.loading.batches import eval_batches, packing, train_batches
-from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.prepare.prepare import Options, prepare
 from jaxtrain.errors import UserError
 
 

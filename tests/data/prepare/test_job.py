@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.data.prepare import job
-from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
+from jaxtrain.data.prepare.prepare import Options, prepare, prepare_part
 from jaxtrain.data.prepare_sequences import prepare_sequences
 from jaxtrain.data.prepare_sequences.audio import Audio
 from jaxtrain.errors import UserError
@@ -28,7 +29,7 @@ def write(tmp_path: Path, count: int = 6) -> list[str]:
 
 def other(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess:
     """Run another process that prepares into the same folder."""
-    command = [sys.executable, "-m", "jaxtrain.data.prepare", f"--input={tmp_path / 'in'}", "--task_bytes=1",
+    command = [sys.executable, "-m", "jaxtrain", "prepare", f"--input={tmp_path / 'in'}", "--task_bytes=1",
                f"--output={tmp_path / 'out'}", "--workers=1", *flags]
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
+from jaxtrain.commands.prepare import main
+from jaxtrain.data.prepare.prepare import Options, prepare, prepare_part
 from tests.launch.slurm.cluster import Cluster, missing
 
 ROOT = Path(__file__).parents[3]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.commands.prepare import main as prepare
 from jaxtrain.config.load import load_config
 from jaxtrain.data import open_corpus
-from jaxtrain.data.prepare.prepare import main as prepare
 from jaxtrain.main import main as train
 from tests.tiny import devices
 

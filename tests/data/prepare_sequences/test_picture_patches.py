@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 import jaxtrain as jt
+from jaxtrain.commands import prepare_sequences as prepare_sequences_command
 from jaxtrain.data.corpus.sequences import open_sequences
 from jaxtrain.data.loading.modalities import picture_batches
 from jaxtrain.data.loading.modalities.augmentation import augmented, numbers_for
@@ -58,9 +59,9 @@ def stored(tmp_path_factory):
 
 def prepared(stored, kind, *flags, output=None):
     output = output or stored / f"{kind}{len(flags)}{'-'.join(flags)}".replace("/", "")
-    assert prepare_sequences.main(["pictures", f"--input={stored / kind}", f"--output={output}", "--patch_size=4",
-                                   "--most_patches=24", "--patches_per_side=8", "--eval_fraction=0", "--workers=1",
-                                   *flags]) in (0, None)
+    assert prepare_sequences_command.main([
+        "pictures", f"--input={stored / kind}", f"--output={output}", "--patch_size=4", "--most_patches=24",
+        "--patches_per_side=8", "--eval_fraction=0", "--workers=1", *flags]) in (0, None)
     return open_sequences(output)
 
 
@@ -166,9 +167,9 @@ def test_crops_are_anywhere_in_a_picture():
 def test_mistakes_are_told_in_one_line(stored, flags, message, tmp_path):
     kind = "parquet" if flags[-1] == "parquet" else "files"
     with pytest.raises(jt.UserError, match=message):
-        flags = prepare_sequences.parse(["pictures", f"--input={stored / kind}", f"--output={tmp_path}/out",
+        flags = prepare_sequences_command.parse(["pictures", f"--input={stored / kind}", f"--output={tmp_path}/out",
                                          "--workers=1", *[flag for flag in flags if flag.startswith("--")]])
-        prepare_sequences.prepare_sequences(flags.input, flags.output, prepare_sequences.source_of(flags))
+        prepare_sequences.prepare_sequences(flags.input, flags.output, prepare_sequences_command.source_of(flags))
 
 
 def written(folder, *names):

@@ -12,11 +12,11 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
+from jaxtrain.commands import adapters
 from jaxtrain.config.family import entries
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.hf import hf_config
 from jaxtrain.hub import initial_params, trained_model
-from jaxtrain.hub.adapters import __main__ as adapters
 from jaxtrain.hub.adapters import adapter_files, adapter_merge
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.models import lora
@@ -77,7 +77,7 @@ def test_what_is_written_are_the_same_adapters_from_any_mesh(name, tmp_path):
 def test_merged_weights_compute_the_same(name, tmp_path):
     base, folder = written(tmp_path, name)
     (base / "tokenizer.json").write_text("{}")
-    assert adapters.main(["merge", f"{base}", f"{folder}", f"--to={tmp_path / 'out'}", "--dtype=float32"]) == 0
+    assert adapters.main(["merge", f"{base}", f"{folder}", f"--output={tmp_path / 'out'}", "--dtype=float32"]) == 0
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     record = json.loads((tmp_path / "out" / "export.json").read_text())
     assert record["adapters"] == [{"folder": f"{folder}", "weight": 1.0}] and "config.json" in record["sha256"]

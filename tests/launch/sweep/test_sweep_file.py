@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from jaxtrain.commands.sweep import main
 from jaxtrain.errors import UserError
 from jaxtrain.launch import cost
 from jaxtrain.launch.sweep import config_process, search_space, sweep_budget
-from jaxtrain.launch.sweep.__main__ import main
 from jaxtrain.launch.sweep.search_space import Range
 from jaxtrain.launch.sweep.sweep_file import sweep_of
 from tests.launch.sweep.simulated import RATE, VALUES

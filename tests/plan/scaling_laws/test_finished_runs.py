@@ -6,8 +6,8 @@ import re
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.plan import __main__ as plan
-from jaxtrain.plan.scaling_laws import __main__ as scaling
+from jaxtrain.commands import plan
+from jaxtrain.commands import scaling as scaling_command
 from jaxtrain.plan.scaling_laws import finished_runs, saved_fit
 from jaxtrain.plan.scaling_laws.parametric_loss import Fit, Law, Point
 from tests.numerics import reference
@@ -40,7 +40,8 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def fit_file(runs, tmp_path_factory):
     file = tmp_path_factory.mktemp("fit") / "scaling.json"
-    assert scaling.main([*map(str, runs), f"--save={file}", f"--html={file.with_suffix('.html')}", "--samples=4"]) == 0
+    words = [f"--save={file}", f"--output={file.with_suffix('.html')}", "--samples=4"]
+    assert scaling_command.main([*map(str, runs), *words]) == 0
     return file
 
 
@@ -103,7 +104,7 @@ def test_runs_that_are_none_are_told(tmp_path, capsys):
     (tmp_path / "file").write_text("nothing\n")
     for given, message in ((tmp_path, "is neither a run's workdir nor a sweep's folder"),
                            (tmp_path / "file", "has no line of a trial")):
-        assert scaling.main([str(given)]) == 2
+        assert scaling_command.main([str(given)]) == 2
         assert message in capsys.readouterr().err
     short, lacking = tmp_path / "short", tmp_path / "lacking"
     run_of(short, 16, 100, done=STEPS - 1)

@@ -8,31 +8,22 @@ The file defines which keys to search and how (docs/sweep.md). Each trial is a j
 `jaxtrain jobs list ROOT` shows. The same command resumes an interrupted sweep.
 """
 
-import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from jaxtrain.distributed.run_lock import locked
-from jaxtrain.errors import UserError, say, tell
+from jaxtrain.commands.flags import command, parser_of
+from jaxtrain.errors import UserError, tell
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
-from jaxtrain.commands.flags import command, parser_of
 from jaxtrain.launch.job_spec import ENGINES
-from jaxtrain.launch.sweep import findings, sweep_budget, sweep_page
+from jaxtrain.launch.sweep import sweep_budget
 from jaxtrain.launch.sweep.config_process import check_metric, values_of
-from jaxtrain.launch.sweep.sweep_file import CONFIG, Sweep, check_form, read_content, shown, sweep_of
+from jaxtrain.launch.sweep.sweep_file import CONFIG, check_form, read_content, shown, sweep_of
+from jaxtrain.launch.sweep.sweep_record import FORM, RECORD, alone, check_same, report
 from jaxtrain.launch.sweep.sweeper import Sweeper
-from jaxtrain.launch.sweep.trials import RESULTS, points_of, read
-from jaxtrain.pages.plain_text import aligned
 from jaxtrain.redaction import redacted
-
-RECORD = "sweep.json"
-_FORM = {"content": dict, "values": dict, "directory": str, "began": float}
-_MAY_CHANGE = ("budget", "parallel", "job", "workdir")  # when a sweep is taken up again
 
 
 @command(stopped="stopped; running trials continue, and the same command resumes the sweep")
@@ -48,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     content = read_content(flags.sweep)
     check_form(content)
     root = Path(content["workdir"]).absolute()
-    begun = user_json(root / RECORD, _FORM, "workdir", "give another")
+    begun = user_json(root / RECORD, FORM, "workdir", "give another")
     if flags.report:
         if begun is None:
             raise UserError("--report", f"{root} has no sweep", "begin it with --on=local")
@@ -65,56 +56,17 @@ def main(argv: list[str] | None = None) -> None:
     if begun is None:
         check_metric(sweep)
     else:
-        _check_same(begun, content, values)
+        check_same(begun, content, values)
     sweeper = Sweeper(sweep, root, flags.on, begun["began"] if begun else time.time())
     sweeper.check()
     sweeper.warn()
     if flags.dry_run:
         tell("\n".join([*map(shown, sweeper.first_points()), *sweep_budget.at_most(sweep)]))
         return
-    with _alone(root):
+    with alone(root):
         if begun is None:
             atomic_files.write_json(root / CONFIG, values)
             atomic_files.write_json(root / RECORD, {"content": content, "values": values, "directory": os.getcwd(),
                                                     "began": sweeper.began})
         sweeper.run()
     report(sweep, root)
-
-
-def _check_same(begun: Mapping[str, Any], content: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Refuse a workdir in which another sweep was begun."""
-    before = begun["content"]
-    changed = [key for key in sorted({*before, *content} - {*_MAY_CHANGE}) if before.get(key) != content.get(key)]
-    changed += [f"{section} of the config" for section in sorted({*values, *begun["values"]})
-                if values.get(section) != begun["values"].get(section)]
-    changed += ["the folder in which it is started"] if begun["directory"] != os.getcwd() else []
-    if changed:
-        raise UserError("workdir", f"the sweep in {content['workdir']} was begun with another {changed[0]}",
-                        "give another workdir, or undo the change")
-
-
-@contextlib.contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """Hold the sweep's folder against a second sweeper."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError("workdir", f"{root} cannot be written ({error.strerror})", "give another") from error
-    with locked(root, 0.0) as other:
-        if other:
-            raise UserError("workdir", f"another process works on this sweep ({other})", "end that one first")
-        yield
-
-
-def report(sweep: Sweep, root: Path) -> None:
-    """Print the points from the best to the worst, and write report.html."""
-    tried = points_of(read(sweep, root), sweep.runs)
-    atomic_files.write(root / "report.html", sweep_page.page(sweep, tried))
-    head, rows = findings.rows(sweep, tried)
-    for row in aligned([head, *rows]):
-        tell(row)
-    say(f"{root / RESULTS} has a line for each trial, {root / 'report.html'} the curves")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -5,21 +5,12 @@
 FOLDER/grafana/*.json are imported into Grafana; FOLDER/prometheus/alerts.yml goes to the rule_files of Prometheus.
 """
 
-import json
-import sys
 from pathlib import Path
 
+from jaxtrain.commands.flags import command, parser_of
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
-from jaxtrain.commands.flags import command, parser_of
-from jaxtrain.observe.prometheus.alert_rules import rules_file
-from jaxtrain.observe.prometheus.dashboards import ALL, dashboard
-
-
-def files() -> dict[str, str]:
-    """Return the content of each file, by its path in the folder."""
-    found = {f"grafana/{of.uid}.json": json.dumps(dashboard(of), indent=1) + "\n" for of in ALL}
-    return {**found, "prometheus/alerts.yml": rules_file()}
+from jaxtrain.observe.prometheus.dashboards import files
 
 
 @command()
@@ -36,7 +27,3 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError("--output", f"{error.filename or folder / name} cannot be written ({error.strerror})",
                             "give another folder") from None
         print(folder / name)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

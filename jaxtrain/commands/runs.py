@@ -20,8 +20,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.errors import UserError, say, tell
 from jaxtrain.commands.flags import Parser, add_subcommand, command, parser_of
+from jaxtrain.errors import UserError, say, tell
 from jaxtrain.pages.plain_text import age, aligned, in_bytes, plain
 from jaxtrain.runs import tags
 
@@ -75,7 +75,6 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-# ----------------------------------------------------------------------------------------------------- what there is
 def _list(flags: argparse.Namespace) -> None:
     from jaxtrain.runs import run_index
 
@@ -142,7 +141,6 @@ def _tag(flags: argparse.Namespace) -> None:
     tell(", ".join(tags.change(flags.workdir, flags.names, flags.remove)) or "no tags")
 
 
-# ------------------------------------------------------------------------------------------------------- what is done
 def _gc(flags: argparse.Namespace) -> None:
     from jaxtrain.runs import run_garbage
     if flags.keep < 1:
@@ -179,7 +177,6 @@ def _reproduce(flags: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-# -------------------------------------------------------------------------------------------------------------- words
 def short(commit: str) -> str:
     """Return the first digits of a commit, and whether its checkout was edited."""
     return commit[:8] + "-dirty" * commit.endswith("-dirty")
@@ -187,7 +184,3 @@ def short(commit: str) -> str:
 
 def _decimal(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

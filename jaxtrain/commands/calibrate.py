@@ -21,13 +21,11 @@ Exit status 0; 2: a user error, reported in one line.
 
 import argparse
 import json
-import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxtrain.errors import UserError, say, tell
 from jaxtrain.commands.flags import command, parser_of
+from jaxtrain.errors import UserError, say, tell
 
 
 @command()
@@ -39,31 +37,23 @@ def main(argv: list[str] | None) -> None:
         raise UserError("--output", f"{flags.output} cannot be written" if flags.output else "it is missing",
                         "name a file in a folder that exists")
     import jax  # for which --help does not wait
-    import numpy as np
 
     from jaxtrain.plan import targets
     from jaxtrain.plan.calibrate import device_rates as rates
 
-    begin, devices = time.monotonic(), jax.local_devices()
-    target, sizes = targets.here(devices), rates.QUICK if flags.quick else rates.FULL
-    if target.platform != "cuda" and not flags.quick:
-        sizes = {**sizes, "attention": rates.SCORES}
+    devices = jax.local_devices()
+    target = targets.here(devices)
     dtype = "float32" if target.platform == "cpu" else "bfloat16"
-    rows = rates.planned(sizes, dtype, len(devices))
+    rows = rates.planned(rates.sizes_for(target, flags.quick), dtype, len(devices))
     if flags.dry_run:
         tell(f"{len(devices)} x {target.name}, for at most about {flags.seconds:g} s:", *rows, sep="\n")
         return
-    mesh, skipped = jax.sharding.Mesh(np.array(devices), ("all",)), 0
-    wanted, repeats = (0.02, 3) if flags.quick else (0.2, 5)
-    for row in rows:
-        if time.monotonic() - begin > flags.seconds and row is not rows[0]:
-            skipped += 1
-            continue
-        try:
-            row.seconds = rates.measure(row, mesh, rates.guess(row, target), wanted, repeats)
-        except jax.errors.JaxRuntimeError as error:  # such as too little memory
-            say(f"{row} left out: {str(error).partition(chr(10))[0]}")
-        else:
+    skipped = 0
+    for row, error in rates.measured(rows, devices, target, flags.seconds, flags.quick):
+        skipped += not (row.seconds or error)
+        if error:
+            say(f"{row} left out: {error}")
+        elif row.seconds:
             tell(row, flush=True)
     if skipped:
         say(f"{skipped} measurements were left out after {flags.seconds:g} s; --seconds allows more")
@@ -88,7 +78,3 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dry_run", action="store_true", help="only print what would be measured")
     made.add_argument("--seconds", type=float, default=150, help="start no further measurement after so long")
     return made
-
-
-if __name__ == "__main__":
-    sys.exit(main())

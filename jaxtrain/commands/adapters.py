@@ -10,12 +10,11 @@ A store is a folder with a folder for each name, and in it one for each version:
 
 import argparse
 import math
-import sys
 from functools import partial
 from pathlib import Path
 
-from jaxtrain.errors import UserError, say, tell
 from jaxtrain.commands.flags import Parser, add_process_flags, add_subcommand, command, parser_of
+from jaxtrain.errors import UserError, say, tell
 
 
 @command()
@@ -82,7 +81,3 @@ def _weighted(text: str) -> tuple[Path, float]:
     if not math.isfinite(weight):
         raise UserError("command line", f"{number!r} in {text!r} is not a number", "write FOLDER=0.5")
     return Path(folder), weight
-
-
-if __name__ == "__main__":
-    sys.exit(main())

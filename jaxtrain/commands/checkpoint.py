@@ -9,11 +9,10 @@ Exit status 0; 1: `verify` found damage; 2: a user error, reported in one line.
 """
 
 import argparse
-import sys
 from functools import partial
 
-from jaxtrain.errors import UserError, tell
 from jaxtrain.commands.flags import Parser, add_subcommand, command, parser_of
+from jaxtrain.errors import UserError, tell
 
 
 @command()
@@ -63,7 +62,3 @@ def parser() -> argparse.ArgumentParser:
                        help="two checkpoints, of the same run or of two runs")
     goes.add_argument("step", metavar="STEP", type=int, help="step of the checkpoint to restore")
     return made
-
-
-if __name__ == "__main__":
-    sys.exit(main())

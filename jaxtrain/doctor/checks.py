@@ -1,19 +1,8 @@
-"""Check this machine for problems that make training fail or slow it down.
+"""The checks of `jaxtrain doctor`, in order; each yields findings as soon as it is done."""
 
-    jaxtrain doctor
-    jaxtrain doctor --workdir=DIR --json
-
-Prints one line per finding, with its fix. Exit status 0: training would work; 1: a check FAILs; 2: the command line
-is wrong.
-"""
-
-import json
 import os
 import socket
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from jaxtrain.doctor import (
@@ -29,8 +18,6 @@ from jaxtrain.doctor import (
 )
 from jaxtrain.doctor.finding import Finding, guarded
 from jaxtrain.doctor.xla_flags import unknown_flags
-from jaxtrain.errors import UserError, tell
-from jaxtrain.commands.flags import Parser, command, parser_of
 
 _WITHOUT, _WITH = 55.0, 240.0  # seconds in total without an accelerator, and with one
 
@@ -88,42 +75,3 @@ def findings(workdir: str, coordinator: str | None) -> Iterator[Finding]:
 
 def _text(path: str) -> str:
     return Path(path).read_text() if Path(path).exists() else ""
-
-
-def parser() -> Parser:
-    """Return the parser of the command line."""
-    made = parser_of("doctor", __doc__)
-    made.add_argument("--workdir", default=".", help="folder whose file system to check; default: the current one")
-    made.add_argument("--coordinator", help="host:port of process 0, for runs of several processes; default: "
-                                                     "JAX_COORDINATOR_ADDRESS")
-    made.add_argument("--json", action="store_true", help="print one JSON object per finding: level, check, what, fix")
-    return made
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print the findings; return the exit status."""
-    counts: Counter[str] = Counter()
-
-    @command()
-    def examined(argv: list[str] | None) -> None:
-        flags = parser().parse_args(argv)
-        if "://" in flags.workdir:
-            raise UserError("--workdir", "a workdir is a folder", "give one; a URL can be --config.checkpoint.mirror")
-        coordinator = flags.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
-        if coordinator:
-            network.split(coordinator)
-        for finding in findings(flags.workdir, coordinator):
-            counts[finding.level] += 1
-            tell(json.dumps(asdict(finding)) if flags.json else finding, flush=True)
-        if not flags.json:
-            tell(", ".join(f"{counts[level]} {level}" for level in ("ok", "note", "warn", "FAIL")))
-
-    try:
-        return examined(argv) or int(bool(counts["FAIL"]))
-    except BrokenPipeError:  # the reader of a pipe has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

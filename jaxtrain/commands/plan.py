@@ -1,34 +1,87 @@
-"""The command `jaxtrain plan`: rank layouts, explain one, and compile the best for the real target."""
+"""Rank meshes for given hardware by speed, with their memory and cost.
+
+    jaxtrain plan --config=configs/llama3_8b.py --target=h100x8
+    jaxtrain plan --config=configs/gpt.py:tiny --target=h100x8 --config.mesh.data=2 --config.mesh.fsdp=4 --explain
+    jaxtrain plan --config=configs/gpt.py:124m --target=h100x8 --tokens=3e9 --scaling=FILE --dollars=1000
+
+Exit status 0; 1: nothing fits; 2: a user error, reported in one line.
+"""
 
 import argparse
 import math
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxtrain.config.hybrid_mesh import with_hybrid_mesh
-from jaxtrain.config.load import load_config
-from jaxtrain.config.schema import PRECISIONS, Config
+from jaxtrain.commands.flags import add_config, command, need_config, overrides_of, parser_of
+from jaxtrain.config.schema import PRECISIONS
 from jaxtrain.errors import UserError, nearest, tell
 from jaxtrain.files.work_progress import Work
 from jaxtrain.plan import targets
-from jaxtrain.plan.cost.time import said
-from jaxtrain.plan.estimate import Estimate, change, estimate
-from jaxtrain.plan.instructions import program
-from jaxtrain.plan.report import html
-from jaxtrain.plan.report.compiled_step import picture, roofline_table
-from jaxtrain.plan.report.table import explained, table
-from jaxtrain.plan.search import fastest_mesh, search
-from jaxtrain.plan.source_lines import source_lines
-from jaxtrain.plan.timeline import simulate
 
-GB = 1e9
+if TYPE_CHECKING:
+    from jaxtrain.config.schema import Config
+
+
+@command()
+def main(argv: list[str] | None) -> None:
+    """Run the command; exit status 0; 1: nothing fits; 2: a user error, reported in one line."""
+    flags, words = parser().parse_known_args(argv)
+    overrides = overrides_of(words, vars(flags))
+    need_config(flags)
+    run(flags, overrides)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = parser_of("plan", __doc__)
+    add_config(made)
+    made.add_argument("--target",
+                      help=f"type and number of devices, such as h100x256, of {', '.join(targets.TARGETS)}; "
+                           f"default: this machine's devices")
+    made.add_argument("--targets", help="a JSON file with your own accelerators, or with measurements")
+    made.add_argument("--global_batch", type=int, help="global batch size in sequences; default: the config's")
+    made.add_argument("--seq_len", type=int, help="sequence length in tokens; default: the config's")
+    made.add_argument("--tokens", type=float, default=1e12,
+                      help="tokens to train on, to compute days and cost; default: 1e12")
+    made.add_argument("--precisions", default="", metavar="NAME,...",
+                      help=f"also rank these precisions, in addition to the config's: {', '.join(PRECISIONS)}")
+    made.add_argument("--top", type=int, default=10, help="number of layouts to show; default: 10")
+    made.add_argument("--output", metavar="FILE",
+                      help="also write the ranking as a page with charts of memory and time")
+    made.add_argument("--scaling", metavar="FILE",
+                      help="also predict the run's loss, from the fit that jaxtrain scaling --save wrote")
+    made.add_argument("--flops", type=float,
+                      help="with --scaling: show the best model for this compute budget; default: the run's")
+    made.add_argument("--dollars", type=float,
+                      help="with --scaling: the same for a budget in dollars, at the first layout's speed")
+    made.add_argument("--link", type=float, metavar="GBIT",
+                      help="with islands.count: gigabits per second between islands, to show which mode is fastest")
+    made.add_argument("--slowest", type=float, default=1, metavar="TIMES",
+                      help="with --link: how many times slower than the others the slowest island is; default: 1")
+    made.add_argument("--explain", action="store_true", help="explain the config's own layout only")
+    made.add_argument("--verify", type=int, default=0, metavar="K",
+                      help="compile the best K layouts for the real target")
+    made.add_argument("--roofline", action="store_true",
+                      help="with --verify: the time of each compiled operation, exposed communication and MFU")
+    made.add_argument("--timeline", metavar="FILE", help="with --verify: draw the compiled step's timeline, as SVG")
+    made.group("what is planned", "target", "targets", "global_batch", "seq_len", "precisions", "link", "slowest")
+    made.group("budgets and scaling laws", "tokens", "scaling", "flops", "dollars")
+    made.group("what is shown", "top", "output", "explain")
+    made.group("compiling for the real target", "verify", "roofline", "timeline")
+    return made
 
 
 def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
     """Do what the flags ask for; raises `SystemExit` with status 1 if nothing fits."""
+    from jaxtrain.config.hybrid_mesh import with_hybrid_mesh  # these import JAX, for which --help does not wait
+    from jaxtrain.plan.estimate import estimate
+    from jaxtrain.plan.layout_facts import between_islands, reached, verified
+    from jaxtrain.plan.report import html
+    from jaxtrain.plan.report.table import explained, table
+    from jaxtrain.plan.search import fastest_mesh, search
+
     config = _config_of(flags, overrides)
-    target, devices = place(flags)
+    target, devices = _place(flags)
     if config.mesh.hsdp and not flags.explain:
         raise UserError("mesh.hsdp", "without --explain the planner compares many meshes, and mesh=hsdp is one",
                         "add --explain, or leave out mesh=hsdp")
@@ -57,15 +110,19 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
     if flags.link and chosen:
         tell(f"\n{between_islands(config, chosen[0], flags.link, flags.slowest)}")
     if law and chosen:
-        tell(f"\n{reached(law, chosen[0], flags)}")
+        tell("", reached(law, chosen[0], flags.tokens, flops=flags.flops, dollars=flags.dollars, source=flags.scaling),
+             sep="\n")
     for rank, guess in enumerate(chosen[:flags.verify]):
         tell(verified(guess, flags.roofline, flags.timeline if rank == 0 else None))
     if not chosen or not chosen[0].fits:
         raise SystemExit(1)
 
 
-def _config_of(flags: argparse.Namespace, overrides: dict[str, str]) -> Config:
+def _config_of(flags: argparse.Namespace, overrides: dict[str, str]) -> "Config":
     """Return the config with what the flags change in it, or refuse a flag's number."""
+    from jaxtrain.config.load import load_config
+    from jaxtrain.plan.estimate import change
+
     config = load_config(flags.config, overrides)
     for name in ("global_batch", "seq_len", "top", "tokens"):
         if (value := getattr(flags, name)) is not None and not 1 <= value < math.inf:
@@ -81,7 +138,7 @@ def _config_of(flags: argparse.Namespace, overrides: dict[str, str]) -> Config:
     return config
 
 
-def _precisions_of(flags: argparse.Namespace, config: Config) -> list[str]:
+def _precisions_of(flags: argparse.Namespace, config: "Config") -> list[str]:
     """Return the further precisions to rank."""
     precisions = [name.strip() for name in flags.precisions.split(",") if name.strip()]
     if unknown := [name for name in precisions if name not in PRECISIONS]:
@@ -94,6 +151,8 @@ def _precisions_of(flags: argparse.Namespace, config: Config) -> list[str]:
 
 def _check_outputs(flags: argparse.Namespace) -> None:
     """Refuse files that cannot be written, or have nothing to show, before the search."""
+    from jaxtrain.plan.report import html
+
     if flags.output:
         if flags.explain:
             raise UserError("--output", "--explain covers only one layout", "leave one of them out")
@@ -111,7 +170,7 @@ def _law_of(flags: argparse.Namespace) -> Any:
         from jaxtrain.plan.scaling_laws import saved_fit
 
         law = saved_fit.load(flags.scaling)
-        saved_fit.budget(flags, 0.0)  # reports mistakes before the search
+        saved_fit.budget(flags.flops, flags.dollars)  # reports mistakes before the search
         return law
     if flags.flops is not None or flags.dollars is not None:
         raise UserError("--flops" if flags.flops is not None else "--dollars", "it is read with --scaling only",
@@ -119,81 +178,13 @@ def _law_of(flags: argparse.Namespace) -> Any:
     return None
 
 
-def reached(law: Any, guess: Estimate, flags: argparse.Namespace) -> str:
-    """Return the loss that a layout's run reaches by a scaling law, and what its budget gets at best, as text."""
-    from jaxtrain.plan.scaling_laws import saved_fit
-    from jaxtrain.plan.scaling_laws.finished_runs import parameters
-
-    size = parameters(guess.config)
-    own = 6 * size * flags.tokens
-    flops = saved_fit.budget(flags, own / guess.cost(flags.tokens) if guess.target.price else 0.0) or own
-    said = f"{flops:.3g} FLOPs" + (f", ${flags.dollars:,.0f}," if flags.dollars else ", as many,"
-                                   if flops == own else "")
-    return (f"by {flags.scaling}, the loss is {saved_fit.predicted(law, size, flags.tokens)}\n"
-            f"{said} get at best {saved_fit.at_best(law, flops)}")
-
-
-def between_islands(config: Any, guess: Estimate, link: float, slowest: float) -> str:
-    """Return how long a step takes in each mode of islands of this layout, joined by so many gigabits a second.
-
-    One of them takes `slowest` times as long for a step.
-    """
-    import jax
-
-    from jaxtrain.builder import build
-    from jaxtrain.plan.cost import island_time
-
-    run = build(guess.config, devices=guess.devices, platform=guess.target.described)
-    size = sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params))
-    rate, progress = link * 1e9 / 8, island_time.progress_bytes(config.islands, run.abstract.params, run.layout.axes)
-    found, at_port = (island_time.modes(config.islands, guess.seconds, size, rate, progress=progress, port=port,
-                                        slowest=slowest) for port in (math.inf, rate))
-    return island_time.table(found, at_port, rate)
-
-
-def place(flags: argparse.Namespace) -> tuple[targets.Target, int]:
+def _place(flags: argparse.Namespace) -> tuple[targets.Target, int]:
     """Return the target and its number of devices: the available devices, unless a target is named."""
     if flags.target:
         return targets.parse(flags.target, flags.targets)
     import jax
 
     return targets.here(), jax.device_count()
-
-
-def verified(guess: Estimate, roofline: bool = False, timeline: str | None = None) -> str:
-    """Compare the compiler's figures with the prediction, as text.
-
-    Args:
-        roofline: also say what the compiled operations take.
-        timeline: the file into which the compiled step is drawn.
-    """
-    from jaxtrain.plan.compiler import compile_answering, compile_step
-
-    real, own = compile_step(guess.config, guess.target, guess.devices), guess.memory.total()
-    own -= guess.memory["reward model"]  # which is beside the step
-    mesh = " ".join(f"{axis}={size}" for axis, size in guess.mesh.items() if size > 1) or "one device"
-    lines = [f"compiled for {guess.devices} x {guess.target.name} in {real.seconds:.0f} s, {mesh} "
-             f"accumulation={guess.config.train.accumulation} remat={guess.config.train.remat}"
-             f"{' offload=True' if guess.host else ''}:",
-             f"  {'memory of a device':<40}{real.bytes / GB:10.3f} GB, predicted {own / GB:.3f} "
-             f"({own / real.bytes - 1:+.1%})"]
-    if guess.answering:
-        lines += [f"  {f'answering ({phase})':<40}{size / GB:10.3f} GB, predicted "
-                  f"{(ours := guess.answering[phase].total()) / GB:.3f} ({ours / size - 1:+.1%})"
-                  for phase, size in compile_answering(guess.config, guess.target, guess.devices).items()]
-    for key in sorted({*real.talked, *guess.talked}, key=lambda key: -real.talked[key]):
-        if max(real.talked[key], guess.talked[key]) > 1e-3 * max(1, real.talked.total()):
-            lines.append(f"  {said(*key):<40}{real.talked[key] / GB:10.3f} GB, predicted "
-                         f"{guess.talked[key] / GB:.3f}")
-    if roofline or timeline:
-        code = program(real.text)
-        simulated = simulate(code, guess.target, guess.mesh)
-        if roofline:
-            lines.append(roofline_table(simulated, guess, code, source_lines(real.text)))
-        if timeline:
-            Path(timeline).write_text(picture(simulated))
-            lines.append(f"  timeline of one step: {timeline}")
-    return "\n".join(lines)
 
 
 def _progress(work: Work, done: int, ahead: int) -> None:

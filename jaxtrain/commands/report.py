@@ -8,11 +8,10 @@ The page shows curves, where the time went, events, checkpoints, samples and the
 several runs, curves are overlaid, and runs that differ only in seeds get a mean and a confidence interval.
 """
 
-import sys
 from pathlib import Path
 
-from jaxtrain.errors import UserError, tell
 from jaxtrain.commands.flags import command, parser_of
+from jaxtrain.errors import UserError, tell
 
 _NAME = "report.html"
 
@@ -32,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--output", "--live writes no file", "leave one of them out")
     if flags.port and not flags.live:
         raise UserError("--port", "it is read with --live only", "add --live")
-    from jaxtrain.runs.report.report_page import ReportPage
+    from jaxtrain.runs.report.report_page import ReportPage, write
 
     page = ReportPage(flags.workdirs)
     if flags.live:
@@ -41,19 +40,3 @@ def main(argv: list[str] | None = None) -> None:
         live_page.serve(page, flags.port)
     else:
         tell(write(page, Path(flags.output or (Path(flags.workdirs[0], _NAME) if len(page.runs) == 1 else _NAME))))
-
-
-def write(page, file: Path) -> Path:
-    """Write the page into a file at once, and return it."""
-    from jaxtrain.files import atomic_files
-
-    try:
-        with atomic_files.written(file, durable=False) as out:
-            out.write(page.render().encode())
-    except OSError as error:
-        raise UserError("--output", f"{file} cannot be written ({error.strerror})", "give --output=FILE") from None
-    return file
-
-
-if __name__ == "__main__":
-    sys.exit(main())

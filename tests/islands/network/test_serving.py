@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxtrain.islands.__main__ import main
+from jaxtrain.commands.islands import main
 from jaxtrain.islands.coordinator import Policy
 from jaxtrain.islands.meeting import Offer
 from jaxtrain.islands.outer_log import OuterLog
@@ -35,7 +35,7 @@ def test_status_shows_a_log(tmp_path, capsys):
     (["serve", "--folder=log", "--store=s", "--quorum=3"], "--quorum: 3 is not between 1 and --islands=1"),
     (["serve", "--folder=log", "--store=s", "--lease=-1"], "--lease: it is negative"),
     (["status", "--folder=none"], "--folder: none has no log of islands"),
-    (["keys", "--to=keys", "--islands=0"], "islands keys: --islands and --days are numbers from 1 on"),
+    (["keys", "--output=keys", "--islands=0"], "islands keys: --islands and --days are numbers from 1 on"),
 ])
 def test_mistakes_are_one_sentence(words, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -18,20 +18,17 @@ import io
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.commands.flags import command, folders_by_name, overrides_of, parser_of
 from jaxtrain.errors import UserError, nearest, say, tell_text
 from jaxtrain.files.bounded_files import LARGE, parsed, read, user_json
-from jaxtrain.commands.flags import command, overrides_of, parser_of
 
 if TYPE_CHECKING:
-    from jaxtrain.data.chat.templates import Chat
-    from jaxtrain.data.tokenizers.tokenizer import Tokenizer
     from jaxtrain.hub.sampling import Sampling
 
-Messages = list[dict[str, Any]]
-_EXAMPLE = '[{"role": "user", "content": "Hello"}]'
+from jaxtrain.hub.chat_messages import EXAMPLE, Messages, chat_of, read_messages
+
 Prompt = str | Messages
 
 
@@ -83,7 +80,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
                         help='JSON lines: texts, or objects with a "prompt" or with "messages"')
     parser.add_argument("--messages", metavar="JSON", action="append", default=[],
                         help=f"list of messages to answer with the chat template: a JSON file, or JSON such as "
-                             f"'{_EXAMPLE}'; can be repeated")
+                             f"'{EXAMPLE}'; can be repeated")
     parser.add_argument("--system", help="system message before each prompt, which then counts as the user's message")
     parser.add_argument("--adapters", metavar="NAME=FOLDER,...",
                         help="adapters in PEFT's format; each prompt may name one as its \"adapter\"")
@@ -116,7 +113,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
                  "ignore_end", "seed")
     parser.group("adapters", "adapters", "adapter")
     flags, rest = parser.parse_known_args(argv)
-    flags.adapters = None if flags.adapters is None else named(flags.adapters)
+    flags.adapters = None if flags.adapters is None else folders_by_name(flags.adapters)
     flags.chat = flags.chat or flags.system is not None
     overrides = overrides_of(rest, vars(flags))
     known = ("mesh.", "train.precision", *([] if flags.adapters is None else ["lora.quantize"]))
@@ -124,15 +121,6 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
         raise UserError(f"--config.{other}", "the model is as it was trained",
                         "change --config.mesh.KEY or --config.train.precision, or leave it out")
     return flags, overrides
-
-
-def named(text: str) -> dict[str, str]:
-    """Return the folders by name in NAME=FOLDER,NAME=FOLDER."""
-    pairs = [one.partition("=") for one in text.split(",")]
-    if not all(name and folder for name, _, folder in pairs) or len({name for name, *_ in pairs}) < len(pairs):
-        raise UserError("--adapters", f"{text!r} is not a list of different names with folders",
-                        "write NAME=FOLDER,NAME=FOLDER")
-    return {name: folder for name, _, folder in pairs}
 
 
 def _sampling(flags: argparse.Namespace) -> "Sampling":
@@ -167,43 +155,11 @@ def _given_messages(given: str) -> Messages:
         try:
             said = parsed(given, object)
         except ValueError as error:
-            raise UserError(key, f"{where} is not JSON ({error})", f"write {_EXAMPLE}, in single quotes in a shell, or "
+            raise UserError(key, f"{where} is not JSON ({error})", f"write {EXAMPLE}, in single quotes in a shell, or "
                             "give a file") from error
-    elif (said := user_json(given, object, key, f"write {_EXAMPLE}", LARGE)) is None:
-        raise UserError(key, f"there is no file {given}", f"give a JSON file with a list of messages, or {_EXAMPLE}")
+    elif (said := user_json(given, object, key, f"write {EXAMPLE}", LARGE)) is None:
+        raise UserError(key, f"there is no file {given}", f"give a JSON file with a list of messages, or {EXAMPLE}")
     return read_messages(said, key, where)
-
-
-def read_messages(said: Any, key: str, where: str) -> Messages:
-    """Return messages from a user's file, after a check of their form."""
-    said = said.get("messages") if isinstance(said, dict) else said
-    fits = isinstance(said, list) and said and all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-        for one in said)
-    if not fits:
-        raise UserError(key, f"{where} is not a list of messages with a role and a content", f"write {_EXAMPLE}")
-    return said
-
-
-def chat_of(folder: str | Path, config: dict[str, Any], words: "Tokenizer", template: str) -> "Chat":
-    """Return the chat template of a run's data, or the one that is asked for."""
-    from jaxtrain.data.chat.templates import Chat
-
-    kept: dict[str, Any] = {} if template else kept_template(folder, config)
-    chat = Chat(words, template or kept.get("template") or "")
-    chat.variables |= kept.get("special_tokens", {})
-    return chat
-
-
-def kept_template(folder: str | Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run has kept of its data's chat template, or the data's manifest says of it; {}: there is none."""
-    from jaxtrain.data.corpus.open import read_manifest
-    from jaxtrain.data.tokenizers.tokenizer_folder import CHAT
-
-    if kept := user_json(Path(folder) / "tokenizer" / CHAT, dict, "WORKDIR", "copy it again from the run"):
-        return kept
-    source = Path(config.get("data", {}).get("source", ""))
-    return read_manifest(source).get("chat") or {} if (source / "manifest.json").is_file() else {}
 
 
 def _prompts(flags: argparse.Namespace) -> tuple[list[Prompt], list[str | None]]:
@@ -252,7 +208,3 @@ def _check_name(flags: argparse.Namespace, name: str | None, where: str) -> None
     if name and name not in (flags.adapters or {}):
         raise UserError("--adapters", f"there is none of the name {name!r}, which {where} names",
                         nearest(name, flags.adapters) if flags.adapters else "give --adapters=NAME=FOLDER")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

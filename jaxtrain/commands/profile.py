@@ -8,11 +8,10 @@ Given a folder in WORKDIR/profiles, summarizes that profile, such as one request
 user error, reported in one line.
 """
 
-import sys
 from pathlib import Path
 
-from jaxtrain.errors import say, tell
 from jaxtrain.commands.flags import command, parser_of
+from jaxtrain.errors import say, tell
 
 
 @command()
@@ -33,7 +32,3 @@ def main(argv: list[str] | None) -> None:
         folder = ask(folder, flags.steps, flags.processes, flags.timeout)
         say(f"traced into {folder}; summarising")
     tell(summarise(folder), end="")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

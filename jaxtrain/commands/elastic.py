@@ -1,0 +1,45 @@
+"""List the numbers of processes on which a run could continue.
+
+    jaxtrain elastic --least=2 --full=4 --workdir=WORKDIR -- --config=FILE
+
+With another number of devices, a run uses another mesh with the same batch and the same results. Prints the numbers of
+processes, from `--least` on, on which a run of `--full` could continue: one line each, with the mesh. Needs no devices.
+After `--` come the flags of `jaxtrain train`.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+from jaxtrain.commands.flags import command, parser_of
+from jaxtrain.commands.train import training_flags
+from jaxtrain.errors import UserError
+from jaxtrain.files.bounded_files import user_json
+from jaxtrain.plan.elastic import choose, sizes_of, words
+
+
+@command()
+def main(argv: list[str] | None = None) -> None:
+    """Print with how many processes the run could go on."""
+    from jaxtrain.config.load import load_config
+
+    parser = parser_of("elastic", __doc__)
+    parser.add_argument("--least", type=int, required=True, help="fewest processes to try")
+    parser.add_argument("--full", type=int, required=True, help="number of processes of the whole run")
+    parser.add_argument("--workdir", type=Path, required=True, help="the workdir of the run, which must have started")
+    given = list(sys.argv[1:] if argv is None else argv)
+    split = given.index("--") if "--" in given else len(given)
+    flags, rest = parser.parse_args(given[:split]), given[split + 1:]
+    trained, overrides = training_flags(rest)
+    fix = "start the run with all its processes first"
+    run = user_json(flags.workdir / "run.json", {"mesh": {str: int}, "process_count": int}, "--workdir", fix)
+    if run is None or run["process_count"] < 1:
+        raise UserError("--workdir", f"{flags.workdir} does not record how many devices a process has", fix)
+    each = math.prod(run["mesh"].values()) // run["process_count"]
+    config = load_config(trained.config, overrides)
+    for count in range(flags.least, flags.full):
+        try:
+            chosen = choose(config, count * each, flags.full * each)
+            print(count, "auto" if chosen.mesh.auto else words(sizes_of(chosen)))
+        except UserError as refused:
+            print(f"{count} processes would not do: {refused}", file=sys.stderr)
