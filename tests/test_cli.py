@@ -228,7 +228,7 @@ def test_warnings_have_no_line_of_code(monkeypatch):
 
 
 def test_the_flags_of_a_run_may_be_missing(said):
-    words = ["elastic", "--least=1", "--full=2", "--workdir=runs/none"]
+    words = ["elastic", "runs/none", "--min_processes=1", "--processes=2"]
     told = "CONFIG: it is missing; give a config file, such as configs/gpt.py\n"
     assert said(main_of("elastic"), words[1:])[:3] == (2, "", told)
 
@@ -246,7 +246,7 @@ def test_the_command_itself(tmp_path):
     assert listed.returncode == 0 and "trained models:" in listed.stdout, listed.stderr
     (tmp_path / "text").write_text("a text\n" * 9)
     (tmp_path / "own.py").write_text("def step(document):\n    return document\n")
-    prepared = ran("sys.exit(main())", "prepare", "--input=text", "--output=corpus", "--steps", "own:step")
+    prepared = ran("sys.exit(main())", "prepare", "--input=text", "--output=corpus", "--filters", "own:step")
     assert prepared.returncode == 0 and (tmp_path / "corpus" / "manifest.json").exists(), prepared.stderr
 
 

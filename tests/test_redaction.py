@@ -218,7 +218,7 @@ def test_no_run_however_it_fails_writes_or_says_a_password(vault, tmp_path, monk
     attempt(2, f"--input={SOURCE}", f"--output={tmp_path}/x", "--engine=slurm", given=(), do=prepare_command,
             words="the script would have")
     assert bench([f"--config={TINY}", f"--config.data.source={SOURCE}", "--steps=1", "--warmup=1",
-                  f"--json={tmp_path}/bench.jsonl"]) in (0, 1)
+                  f"--output={tmp_path}/bench.jsonl"]) in (0, 1)
     said.append("".join(capsys.readouterr()))
     assert (tmp_path / "bench.jsonl").exists()
     # 15. Two processes do not agree.

@@ -3,7 +3,7 @@
     jaxtrain adapters export WORKDIR --output=FOLDER
     jaxtrain adapters list FOLDER
     jaxtrain adapters add STORE FOLDER --name=NAME
-    jaxtrain adapters merge BASE FOLDER=1.0 FOLDER=0.5 --output=MERGED
+    jaxtrain adapters merge MODEL FOLDER=1.0 FOLDER=0.5 --output=MERGED
 
 A store is a folder with a folder for each name, and in it one for each version: STORE/NAME/1, STORE/NAME/2.
 """
@@ -59,13 +59,13 @@ def parser() -> argparse.ArgumentParser:
     adds.add_argument("store", metavar="STORE", help="folder of the store; created if missing")
     adds.add_argument("folder", metavar="FOLDER", help="folder of the adapters")
     adds.add_argument("--name", required=True, help="name of the adapters in the store")
-    merges = add("merge BASE FOLDER=0.5 "
+    merges = add("merge MODEL FOLDER=0.5 "
                  "--output=MERGED", "merge adapters, each multiplied by a weight, into the model's weights")
-    merges.add_argument("base", metavar="BASE", help="folder of the model, in Hugging Face's format")
+    merges.add_argument("base", metavar="MODEL", help="folder of the model, in Hugging Face's format")
     merges.add_argument("adapters", metavar="FOLDER[=WEIGHT]", nargs="+", action="store",
                         help="folder of adapters and their factor; default: 1")
     merges.add_argument("--output", dest="to", required=True, metavar="FOLDER", help="a new folder for the model")
-    merges.add_argument("--dtype", choices=("bfloat16", "float32"), help="dtype of the weights; default: as in BASE")
+    merges.add_argument("--dtype", choices=("bfloat16", "float32"), help="dtype of the weights; default: as in MODEL")
     exports.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32",
                          help="dtype of the adapters")
     return made

@@ -43,10 +43,10 @@ def main(argv: list[str] | None) -> None:
         raise UserError("--timeout", f"{flags.timeout:g} seconds is too short", "give more than 0")
     if flags.label and not re.fullmatch(r"\S+", flags.label):
         raise UserError("--label", f"{flags.label!r} is not one word", "leave out the spaces")
-    if flags.json:
+    if flags.output:
         from jaxtrain.bench import records
 
-        records.writable(flags.json)
+        records.writable(flags.output)
     prepare_environment(shared="torch" in flags.compare)
     if flags.sweep:
         from jaxtrain.bench import sweep
@@ -56,7 +56,7 @@ def main(argv: list[str] | None) -> None:
         if flags.compare or flags.name:
             raise UserError("--sweep", f"it ranks runs, and {'--compare' if flags.compare else '--name'} takes one run",
                             "leave one of them out")
-        found = sweep.sweep(_others(argv, flags.sweep), flags.sweep, flags.json, flags.timeout)
+        found = sweep.sweep(_others(argv, flags.sweep), flags.sweep, flags.output, flags.timeout)
         print(sweep.ranked(found), end="")
         if all("failed" in record for record in found):
             raise SystemExit(1)
@@ -73,8 +73,8 @@ def main(argv: list[str] | None) -> None:
     if processes.process() == 0:
         if "failed" not in record:
             print(shown(record), end="", flush=True)
-        if flags.json:
-            records.append(flags.json, record)
+        if flags.output:
+            records.append(flags.output, record)
     if "failed" in record:
         say(record["failed"])
         raise SystemExit(1)
@@ -116,15 +116,15 @@ def parser() -> argparse.ArgumentParser:
                       help="time limit of each process of a sweep in seconds; default 1800")
     add_process_flags(made)
     made.add_argument("--targets", metavar="FILE", help="measurements of jaxtrain calibrate, for the predictions")
-    made.add_argument("--json", metavar="FILE", help="append the measurement to this file as a line of JSON")
+    made.add_argument("--output", metavar="FILE", help="append the measurement to this file as a line of JSON")
     made.add_argument("--name", help="name of the measurement in tables; default: the config and its changes")
     made.add_argument("--label", help="name of the table for the measurement, one word; see --into")
-    made.add_argument("--render", nargs="+", metavar="FILE", help="print tables of the measurements in --json files")
+    made.add_argument("--render", nargs="+", metavar="FILE", help="print tables of the measurements in --output files")
     made.add_argument("--into", metavar="DOCUMENT",
                       help="with --render: write the tables into this document, between lines '<!-- rendered: KIND "
                            "LABEL -->' and '<!-- end -->'; KIND is run, memory, compare, profile or figures")
     made.group("what is measured", "steps", "warmup", "profile", "compare", "sweep", "timeout", "targets")
-    made.group("records and tables", "json", "name", "label", "render", "into")
+    made.group("records and tables", "output", "name", "label", "render", "into")
     return made
 
 
@@ -133,7 +133,7 @@ def _others(argv: list[str], swept: list[str]) -> list[str]:
     own, skip = [], False
     for word in argv:
         if word.startswith("-"):
-            skip = word.partition("=")[0] in ("--sweep", "--json", "--timeout")
+            skip = word.partition("=")[0] in ("--sweep", "--output", "--timeout")
         if not (skip or word in swept):
             own.append(word)
     return own

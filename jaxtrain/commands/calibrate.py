@@ -46,17 +46,17 @@ def main(argv: list[str] | None) -> None:
     dtype = "float32" if target.platform == "cpu" else "bfloat16"
     rows = rates.planned(rates.sizes_for(target, flags.quick), dtype, len(devices))
     if flags.dry_run:
-        tell(f"{len(devices)} x {target.name}, for at most about {flags.seconds:g} s:", *rows, sep="\n")
+        tell(f"{len(devices)} x {target.name}, for at most about {flags.timeout:g} s:", *rows, sep="\n")
         return
     skipped = 0
-    for row, error in rates.measured(rows, devices, target, flags.seconds, flags.quick):
+    for row, error in rates.measured(rows, devices, target, flags.timeout, flags.quick):
         skipped += not (row.seconds or error)
         if error:
             say(f"{row} left out: {error}")
         elif row.seconds:
             tell(row, flush=True)
     if skipped:
-        say(f"{skipped} measurements were left out after {flags.seconds:g} s; --seconds allows more")
+        say(f"{skipped} measurements were left out after {flags.timeout:g} s; --timeout allows more")
     if len(devices) == 1:
         say("one device has no links to measure: those of the data sheet stay")
     if not any(row.seconds for row in rows if row.what == "llm" and row.dtype == dtype):
@@ -76,5 +76,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--output", metavar="FILE", help="the file to write, for --targets of jaxtrain plan and bench")
     made.add_argument("--quick", action="store_true", help="small shapes, for CPUs: a few seconds")
     made.add_argument("--dry_run", action="store_true", help="only print what would be measured")
-    made.add_argument("--seconds", type=float, default=150, help="start no further measurement after so long")
+    made.add_argument("--timeout", type=float, default=150, metavar="SECONDS",
+                      help="start no further measurement after so long")
     return made

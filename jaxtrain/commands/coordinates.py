@@ -34,9 +34,8 @@ def main(argv: list[str] | None) -> None:
         raise UserError("--widths", f"{flags.widths!r} are not widths", "write 64,128,256") from None
     if len(widths) < 2 or widths[0] < 1:
         raise UserError("--widths", f"{flags.widths!r} are not two widths or more", "write 64,128,256")
-    for name in ("json", "output"):
-        if (path := getattr(flags, name)) and not Path(path).absolute().parent.is_dir():
-            raise UserError(f"--{name}", f"there is no folder {Path(path).parent}", "make it first")
+    if flags.output and not Path(flags.output).absolute().parent.is_dir():
+        raise UserError("--output", f"there is no folder {Path(flags.output).parent}", "make it first")
     from jaxtrain.config.load import load_config  # imports JAX, for which --help does not wait
 
     load_config(flags.config, overrides)  # reports mistakes in it
@@ -45,13 +44,13 @@ def main(argv: list[str] | None) -> None:
     found = {width: measured(config, flags.steps) for width, config in zip(widths, configs, strict=True)}
     slopes = slopes_of(found)
     growing = [name for name, both in slopes.items() if both["change"] > GROWS]
-    if flags.json:
-        record = {"config": flags.config, "steps": flags.steps, "mup_base": configs[0].model.mup_base, "sizes": found,
-                  "slopes": slopes, "growing": growing}
-        Path(flags.json).write_text(json.dumps(record, indent=1) + "\n")
     if flags.output:
         Path(flags.output).write_text(page(found, flags.config, flags.steps))
-    print(table(found, slopes, flags.steps))
+    if flags.json:
+        print(json.dumps({"config": flags.config, "steps": flags.steps, "mup_base": configs[0].model.mup_base,
+                          "sizes": found, "slopes": slopes, "growing": growing}))
+    else:
+        print(table(found, slopes, flags.steps))
     if growing:
         raise SystemExit(1)
 
@@ -65,6 +64,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=4, help="number of training steps; default: 4")
     made.add_argument("--grow", choices=("heads", "head_dim"), default="heads",
                       help="whether wider models have more attention heads or wider ones; default: heads")
-    made.add_argument("--json", metavar="FILE", help="also write all numbers to this file")
+    made.add_argument("--json", action="store_true", help="print all numbers as JSON")
     made.add_argument("--output", metavar="FILE", help="also write a page with charts")
     return made

@@ -18,7 +18,7 @@ from jaxtrain.files import atomic_files
 def main(argv: list[str] | None) -> None:
     """Run the command; exit status 2 means a user error, reported in one line."""
     parser = parser_of("croissant", __doc__)
-    parser.add_argument("corpus", help="folder of a corpus made by jaxtrain prepare")
+    parser.add_argument("corpus", metavar="CORPUS", help="folder of a corpus made by jaxtrain prepare")
     parser.add_argument("--output", default="", help="default: croissant.json in the folder")
     parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE",
                         help="further entries of the datasheet")

@@ -24,7 +24,7 @@ from jaxtrain.hub.export import answers_file, export
 def main(argv: list[str] | None = None) -> None:
     """Parse the flags and export."""
     parser = parser_of("export", __doc__)
-    parser.add_argument("workdir", help="workdir of the run")
+    parser.add_argument("workdir", metavar="WORKDIR", help="workdir of the run")
     parser.add_argument("--output", dest="to", required=True, metavar="FOLDER", help="a new folder for the model")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest verified one")
     parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (train.ema_decay)")

@@ -54,7 +54,7 @@ def main(argv: list[str] | None) -> None:
     for i, row in enumerate(rows):
         one = {key: column[i] for key, column in batch.items()}
         froms = origins(corpus, flags.split, *batches.origin(flags.step, row))
-        print(show(row, one, corpus.tokenizer, flags.tokens, style, froms))
+        print(show(row, one, corpus.tokenizer, flags.token_ids, style, froms))
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
@@ -65,7 +65,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--workdir", help="workdir of a run: skip the batches that its rollbacks skipped")
     parser.add_argument("--row", type=int, help="show this row of the batch only")
     parser.add_argument("--split", choices=("train", "eval"), default="train", help="default: train")
-    parser.add_argument("--tokens", action="store_true", help="also print token ids")
+    parser.add_argument("--token_ids", action="store_true", help="also print token ids")
     parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto",
                         help="colour the tokens that are trained on; default: if the output is a terminal")
     flags, rest = parser.parse_known_args(argv)

@@ -1,11 +1,11 @@
 """Coordinate islands: serve their updates, make certificates, show the state.
 
     jaxtrain islands keys --output=DIR --islands=4
-    jaxtrain islands serve --folder=DIR --address=HOST:PORT --keys=DIR --islands=4 --quorum=3
-    jaxtrain islands serve --folder=DIR --store=s3://BUCKET/islands --islands=4
-    jaxtrain islands status --folder=DIR
+    jaxtrain islands serve --workdir=DIR --address=HOST:PORT --keys=DIR --islands=4 --quorum=3
+    jaxtrain islands serve --workdir=DIR --store=s3://BUCKET/islands --islands=4
+    jaxtrain islands status WORKDIR
 
-The coordinator may be killed at any time: the same command, on the same folder, continues.
+The coordinator may be killed at any time: the same command, on the same workdir, continues.
 
 Exit status 0; 2: a user error, in one line; 130: stopped by Ctrl-C.
 """
@@ -28,9 +28,9 @@ def main(argv: list[str] | None) -> None:
         _make_keys(flags.output, flags.islands, flags.days)
     elif flags.what == "serve":
         policy = Policy(**{field.name: getattr(flags, field.name) for field in dataclasses.fields(Policy)})
-        serve(flags.folder, policy, flags.address, flags.keys, flags.store, flags.store_every, flags.largest)
+        serve(flags.workdir, policy, flags.address, flags.keys, flags.store, flags.store_every, flags.largest)
     else:
-        tell(status(flags.folder))
+        tell(status(flags.workdir))
 
 
 def _make_keys(output: str, islands: int, days: int) -> None:
@@ -52,9 +52,9 @@ def parser() -> argparse.ArgumentParser:
                       help="folder for the certificates; private keys have mode 0600")
     keys.add_argument("--islands", type=int, required=True, help="number of islands, which are numbered from 0")
     keys.add_argument("--days", type=int, default=3650, help="validity of new certificates in days; default: 3650")
-    serve = add_subcommand(commands, "islands", "serve --folder=DIR --address=0.0.0.0:7000 --keys=DIR --islands=4",
+    serve = add_subcommand(commands, "islands", "serve --workdir=DIR --address=0.0.0.0:7000 --keys=DIR --islands=4",
                            "start the coordinator: collect the islands' updates in a log, and serve it")
-    serve.add_argument("--folder", required=True, metavar="DIR",
+    serve.add_argument("--workdir", required=True, metavar="DIR",
                        help="folder of the log, on a disk that survives this process")
     serve.add_argument("--address", metavar="HOST:PORT", help="TCP address that islands connect to")
     serve.add_argument("--keys", metavar="DIR", help="certificates of the coordinator, for --address")
@@ -69,8 +69,8 @@ def parser() -> argparse.ArgumentParser:
                            help=f"{_MEANINGS[field.name]}; default: {field.default}")
     serve.add_argument("--largest", type=int, default=2**36, metavar="BYTES",
                        help="maximum size of an update in bytes; default: 2**36")
-    status = add_subcommand(commands, "islands", "status --folder=DIR", "show the state of a coordinator's log")
-    status.add_argument("--folder", required=True, metavar="DIR", help="the folder of the coordinator")
+    status = add_subcommand(commands, "islands", "status WORKDIR", "show the state of a coordinator's log")
+    status.add_argument("workdir", metavar="WORKDIR", help="the workdir of the coordinator")
     return made
 
 

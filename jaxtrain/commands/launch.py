@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--job", metavar="FILE", help="TOML file with the resources of the job (docs/launch.md)")
     parser.add_argument("--array", metavar="TASKS", help="several jobs, such as 0-3 or 1,5,7: each of these numbers "
                                                          "stands for {task}, in --workdir and in any key")
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="show what would be submitted, and stop")
+    parser.add_argument("--dry_run", action="store_true", help="show what would be submitted, and stop")
     keys = parser.add_argument_group("resources of the job", "each is also a key of the file that --job names; lists "
                                      "and tables (setup, mounts, env, secrets, extra) are given there only")
     for name, spec in JobSpec.__dataclass_fields__.items():

@@ -1,10 +1,10 @@
 """Merge models of one architecture into one folder in Hugging Face's format.
 
-    jaxtrain merge SOURCE SOURCE --output=FOLDER
-    jaxtrain merge SOURCE SOURCE --output=FOLDER --method=slerp --weights=0.7,0.3
-    jaxtrain merge SOURCE SOURCE --output=FOLDER --method=ties --base=SOURCE --density=0.2
+    jaxtrain merge MODEL MODEL --output=FOLDER
+    jaxtrain merge MODEL MODEL --output=FOLDER --method=slerp --weights=0.7,0.3
+    jaxtrain merge MODEL MODEL --output=FOLDER --method=ties --base=MODEL --density=0.2
 
-A source is a folder in Hugging Face's format, hf:ORG/NAME on the Hugging Face Hub, or WORKDIR[@STEP] of a run, which is
+A model is a folder in Hugging Face's format, hf:ORG/NAME on the Hugging Face Hub, or WORKDIR[@STEP] of a run, which is
 exported first. Tensors are read, merged in float32 and written one by one, so no whole model is in memory. config.json,
 tokenizer and chat template come from the first source.
 """
@@ -27,13 +27,13 @@ from jaxtrain.hub.merge import METHODS, average, merge, published_folder, slerp,
 def main(argv: list[str] | None = None) -> None:
     """Parse the flags and merge."""
     parser = parser_of("merge", __doc__)
-    parser.add_argument("sources", nargs="+", metavar="SOURCE",
+    parser.add_argument("sources", nargs="+", metavar="MODEL",
                         help="a folder in Hugging Face's format, hf:ORG/NAME on the Hugging Face Hub, or "
                              "WORKDIR[@STEP]")
     parser.add_argument("--output", dest="to", required=True, metavar="FOLDER", help="a new folder for the model")
     parser.add_argument("--method", choices=METHODS, default="average", help="default: average")
     parser.add_argument("--weights", help="weight of each source, for average and slerp; default: all equal")
-    parser.add_argument("--base", metavar="SOURCE", help="for ties: the model that the sources were tuned from")
+    parser.add_argument("--base", metavar="MODEL", help="for ties: the model that the sources were tuned from")
     parser.add_argument("--density", type=float, help="for ties: the share of each tensor's changes to keep, those of "
                                                       "largest magnitude; default: 0.2")
     parser.add_argument("--scale", type=float, help="for ties: the factor of the merged changes; default: 1")
@@ -67,9 +67,9 @@ def _formula(flags: argparse.Namespace) -> Callable[[Sequence[np.ndarray]], np.n
 def _check(flags: argparse.Namespace) -> None:
     """Refuse flags that do not go together."""
     if len(flags.sources) < 2:
-        raise UserError("SOURCE", "one model has nothing to be merged with", "give two or more")
+        raise UserError("MODEL", "one model has nothing to be merged with", "give two or more")
     if flags.method == "slerp" and len(flags.sources) != 2:
-        raise UserError("SOURCE", f"--method=slerp is for two models, and {len(flags.sources)} are given",
+        raise UserError("MODEL", f"--method=slerp is for two models, and {len(flags.sources)} are given",
                         "use --method=average")
     for key in ("base", "density", "scale"):
         if flags.method != "ties" and getattr(flags, key) is not None:

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
                       help=f"type and number of devices, such as h100x256, of {', '.join(targets.TARGETS)}; "
                            f"default: this machine's devices")
     made.add_argument("--targets", help="a JSON file with your own accelerators, or with measurements")
-    made.add_argument("--global_batch", type=int, help="global batch size in sequences; default: the config's")
+    made.add_argument("--global_batch_size", type=int, help="global batch size in sequences; default: the config's")
     made.add_argument("--seq_len", type=int, help="sequence length in tokens; default: the config's")
     made.add_argument("--tokens", type=float, default=1e12,
                       help="tokens to train on, to compute days and cost; default: 1e12")
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--output", metavar="FILE",
                       help="also write the ranking as a page with charts of memory and time")
     made.add_argument("--scaling", metavar="FILE",
-                      help="also predict the run's loss, from the fit that jaxtrain scaling --save wrote")
+                      help="also predict the run's loss, from the fit that jaxtrain scaling --output wrote")
     made.add_argument("--flops", type=float,
                       help="with --scaling: show the best model for this compute budget; default: the run's")
     made.add_argument("--dollars", type=float,
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--roofline", action="store_true",
                       help="with --verify: the time of each compiled operation, exposed communication and MFU")
     made.add_argument("--timeline", metavar="FILE", help="with --verify: draw the compiled step's timeline, as SVG")
-    made.group("what is planned", "target", "targets", "global_batch", "seq_len", "precisions", "link", "slowest")
+    made.group("what is planned", "target", "targets", "global_batch_size", "seq_len", "precisions", "link", "slowest")
     made.group("budgets and scaling laws", "tokens", "scaling", "flops", "dollars")
     made.group("what is shown", "top", "output", "explain")
     made.group("compiling for the real target", "verify", "roofline", "timeline")
@@ -124,10 +124,10 @@ def _config_of(flags: argparse.Namespace, overrides: dict[str, str]) -> "Config"
     from jaxtrain.plan.estimate import change
 
     config = load_config(flags.config, overrides)
-    for name in ("global_batch", "seq_len", "top", "tokens"):
+    for name in ("global_batch_size", "seq_len", "top", "tokens"):
         if (value := getattr(flags, name)) is not None and not 1 <= value < math.inf:
             raise UserError(f"--{name}", f"{value} is too few", "give 1 or more")
-    asked = {"data.global_batch_size": flags.global_batch, "data.seq_len": flags.seq_len}
+    asked = {"data.global_batch_size": flags.global_batch_size, "data.seq_len": flags.seq_len}
     config = change(config, {key: value for key, value in asked.items() if value})
     if flags.link is not None and (flags.link <= 0 or not config.islands.count):
         raise UserError("--link", "it is the rate of a link between islands, and above 0",

@@ -1,7 +1,7 @@
 """Tokenize text into a corpus to train on.
 
     jaxtrain prepare --input jaxtrain configs --output=corpora/own --eval_fraction=0.1
-    jaxtrain prepare --input=jaxtrain --dry_run --sample=50 --steps pii quality language=en
+    jaxtrain prepare --input=jaxtrain --dry_run --sample=50 --filters pii quality language=en
 
 The input is divided into tasks. If the command is killed, only running tasks are lost: run it again to
 continue. The result has the same bytes for any number of workers and any engine.
@@ -34,12 +34,12 @@ from jaxtrain.redaction import redacted
 def main(argv: list[str] | None) -> None:
     """Run the command; exit status 0: the corpus, or the part, is complete; 2: a user error, reported in one line."""
     flags = parse(argv)
-    options = Options(flags.tokenizer, flags.eod, flags.field, flags.eval_fraction, flags.deduplicate,
+    options = Options(flags.tokenizer, flags.eod, flags.text_field, flags.eval_fraction, flags.deduplicate,
                       flags.task_bytes, token_dtype=flags.token_dtype, bos="" if flags.bos == "none" else flags.bos,
                       format=flags.format, record_bytes=flags.record_bytes,
                       chat_template=flags.chat_template, train_on=flags.train_on,
                       eval_input=tuple(flags.eval_input),
-                      steps=tuple(flags.steps), licence_of=flags.licence_of, describe=tuple(flags.describe),
+                      steps=tuple(flags.filters), licence_of=flags.licence_of, describe=tuple(flags.describe),
                       near=Near(flags.near_threshold, flags.near_permutations, flags.near_shingle))
     if flags.dry_run:
         tasks, _, options = plan_tasks(flags.input, options)
@@ -108,7 +108,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         ".tiktoken[:SCHEME] or .model, or tiktoken:NAME")
     parser.add_argument("--eod", default="", help="token that ends a document; known for common vocabularies")
     parser.add_argument("--bos", default="none", help="token to put before each document, or none")
-    parser.add_argument("--field", default=Options.field,
+    parser.add_argument("--text_field", default=Options.field,
                         help="field of a JSON record or Parquet row that holds the text")
     parser.add_argument("--token_dtype", default="", help="dtype of token files without a header: uint16, uint32, ...")
     parser.add_argument("--format", default=Options.format, help=f"format of records: auto, {', '.join(FORMATS)}")
@@ -117,7 +117,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--train_on", default=Options.train_on, help=f"turns to train on: {', '.join(TRAIN_ON)}")
     parser.add_argument("--eval_fraction", type=float, default=Options.eval_fraction,
                         help=f"share of documents held out for evaluation;  default: {Options.eval_fraction:g}")
-    parser.add_argument("--steps", nargs="+", default=[],
+    parser.add_argument("--filters", nargs="+", default=[],
                         help=f"filters: {', '.join(STEPS)}, module:function, datatrove:CLASS")
     parser.add_argument("--deduplicate", nargs="?", const="exact", default=False, choices=("exact", "near"),
                         help="keep only the first of equal or nearly equal documents")
@@ -148,8 +148,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stage", choices=["duplicates", "tokens"], default="tokens",
                         help="with --part: find duplicates (with --deduplicate), or tokenize")
     parser.add_argument("--histogram", help="write a histogram of document lengths to this PNG")
-    parser.group("records and conversations", "field", "format", "chat_template", "train_on", "token_dtype")
-    parser.group("cleaning", "steps", "deduplicate", "near_threshold", "near_permutations", "near_shingle",
+    parser.group("records and conversations", "text_field", "format", "chat_template", "train_on", "token_dtype")
+    parser.group("cleaning", "filters", "deduplicate", "near_threshold", "near_permutations", "near_shingle",
                  "record_bytes", "dry_run", "sample")
     parser.group("datasheet", "licence_of", "describe", "histogram")
     parser.group("processes and machines", "workers", "task_bytes", "engine", "ray_address", "parts", "script", "part",

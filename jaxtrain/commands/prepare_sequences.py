@@ -34,11 +34,11 @@ def source_of(flags: argparse.Namespace) -> Source:
     """Return the source that the flags describe."""
     common = {"eval_fraction": flags.eval_fraction, "task_bytes": flags.task_bytes}
     if flags.kind == "audio":
-        return Audio(flags.target, flags.tokenizer, clip_hours=flags.clip_hours, mels=flags.mels,
-                     audio_column=flags.audio_column, text_column=flags.text_column,
-                     special_tokens=flags.special_tokens, **common)
+        return Audio(flags.label, flags.tokenizer, clip_hours=flags.clip_hours, mels=flags.mels,
+                     audio_column=flags.audio_field, text_column=flags.text_field,
+                     special_tokens=flags.parse_special_tokens, **common)
     if flags.kind == "pictures":
-        return Pictures(flags.target, flags.tokenizer, flags.patch_size, flags.most_patches, flags.patches_per_side,
+        return Pictures(flags.label, flags.tokenizer, flags.patch_size, flags.most_patches, flags.patches_per_side,
                         flags.picture_field, flags.text_field, flags.square, flags.crop_square, **common)
     return Events(flags.user, flags.time, tuple(flags.category), tuple(flags.number), flags.vocab_size, **common)
 
@@ -52,7 +52,7 @@ Prepare audio clips as log-mel frames.
 
     jaxtrain prepare_sequences audio --input=FOLDER --output=FOLDER
 """)
-    audio.add_argument("--target", default=Audio.target, help=f"label of a clip: {', '.join(TARGETS)}; "
+    audio.add_argument("--label", default=Audio.target, help=f"label of a clip: {', '.join(TARGETS)}; "
                        f"default: {Audio.target}")
     audio.add_argument("--tokenizer", default=Audio.tokenizer, help="tokenizer of texts: 'bytes' or a tokenizer.json; "
                        "default: bytes")
@@ -60,11 +60,11 @@ Prepare audio clips as log-mel frames.
                        help=f"drop clips longer than this; default: {Audio.clip_hours:g}")
     audio.add_argument("--mels", type=int, default=Audio.mels, help="mel bands per frame; 128 for large-v3; "
                        f"default: {Audio.mels}")
-    audio.add_argument("--audio_column", default=Audio.audio_column, help="Parquet column with the bytes "
+    audio.add_argument("--audio_field", default=Audio.audio_column, help="Parquet column with the bytes "
                        f"of audio files; default: {Audio.audio_column}")
-    audio.add_argument("--text_column", default=Audio.text_column, help="Parquet column with transcripts; "
+    audio.add_argument("--text_field", default=Audio.text_column, help="Parquet column with transcripts; "
                        f"default: {Audio.text_column}")
-    audio.add_argument("--special_tokens", action="store_true",
+    audio.add_argument("--parse_special_tokens", action="store_true",
                        help="parse special tokens such as <|de|> in transcripts")
     events = kinds.add_parser("events", help="tables of events, as one sequence per user", text="""\
 Prepare tables of events as one sequence per user.
@@ -83,7 +83,7 @@ Prepare images from files, tar archives or Parquet as patches.
 
     jaxtrain prepare_sequences pictures --input=FOLDER --output=FOLDER
 """)
-    pictures.add_argument("--target", default=Pictures.target, help="label of an image: none, text, folder; "
+    pictures.add_argument("--label", default=Pictures.target, help="label of an image: none, text, folder; "
                           f"default: {Pictures.target}")
     pictures.add_argument("--tokenizer", default=Pictures.tokenizer,
                           help="tokenizer of captions: 'bytes' or a tokenizer.json; "

@@ -1,7 +1,7 @@
 """Copy a corpus to object storage for training.
 
-    jaxtrain publish corpora/stored memory://bucket/stored
-    jaxtrain publish corpora/own s3://BUCKET/own
+    jaxtrain publish corpora/stored --output=memory://bucket/stored
+    jaxtrain publish corpora/own --output=s3://BUCKET/own
 
 Every object is read back and compared. The manifest is written last; until then there is no valid corpus. If it is
 interrupted, run the same command again: complete objects are not sent again.
@@ -20,9 +20,10 @@ from jaxtrain.redaction import redacted
 def main(argv: list[str] | None) -> None:
     """Run the command; exit status 0: the corpus is complete; 2: a user error, reported in one line."""
     parser = parser_of("publish", __doc__)
-    parser.add_argument("corpus", help="folder of a corpus made by jaxtrain prepare")
-    parser.add_argument("url", help="URL to copy to; pass it to a run as --config.data.source")
+    parser.add_argument("corpus", metavar="CORPUS", help="folder of a corpus made by jaxtrain prepare")
+    parser.add_argument("--output", required=True, metavar="URL",
+                        help="URL to copy to; pass it to a run as --config.data.source")
     flags = parser.parse_args(argv)
     with Line(sys.stderr) as say:
-        sent = publish(flags.corpus, flags.url, say)
-    tell(f"{redacted(flags.url)}: complete; {sent} files were sent")
+        sent = publish(flags.corpus, flags.output, say)
+    tell(f"{redacted(flags.output)}: complete; {sent} files were sent")

@@ -1,8 +1,8 @@
 """Fit a scaling law to finished runs: predict the loss, and the best size for a budget.
 
-    jaxtrain scaling WORKDIR WORKDIR WORKDIR ... --save=FILE
-    jaxtrain scaling SWEEP --flops=1e21 --output=FILE
-    jaxtrain plan --config=configs/gpt.py:124m --target=h100x8 --tokens=3e9 --scaling=FILE
+    jaxtrain scaling WORKDIR WORKDIR WORKDIR ... --output=fit.json
+    jaxtrain scaling SWEEP --flops=1e21 --output=fit.html
+    jaxtrain plan --config=configs/gpt.py:124m --target=h100x8 --tokens=3e9 --scaling=fit.json
 
 The loss is E + A / N^alpha + B / D^beta, where N is the number of parameters used per token and D the number of tokens
 a run was trained on, so that training takes 6 N D FLOPs, plus those of attention. Bands are the 5th and 95th
@@ -23,9 +23,9 @@ from jaxtrain.plan.scaling_laws.fit_report import page, table
 def main(argv: list[str] | None) -> None:
     """Fit, print, and save what was asked for."""
     flags = parser().parse_args(argv)
-    for name in ("save", "output"):
-        if (path := getattr(flags, name)) and not Path(path).absolute().parent.is_dir():
-            raise UserError(f"--{name}", f"there is no folder {Path(path).parent}", "make it first")
+    for path in map(Path, flags.output):
+        if not path.absolute().parent.is_dir():
+            raise UserError("--output", f"there is no folder {path.parent}", "make it first")
     if not 2 <= flags.samples <= 10_000:
         raise UserError("--samples", f"{flags.samples} is not a number of samples", "give 2 to 10000, such as 200")
     from jaxtrain.plan.scaling_laws import saved_fit  # imports SciPy, for which --help does not wait
@@ -37,21 +37,23 @@ def main(argv: list[str] | None) -> None:
     most = max(6 * point.parameters * point.tokens for point in found.points)
     budgets = [asked] if asked else [most, 10 * most, 100 * most]
     print(table(found, budgets))
-    if flags.save:
-        saved_fit.save(found, flags.save, flags.metric)
-    if flags.output:
-        Path(flags.output).write_text(page(found, budgets))
+    for path in map(Path, flags.output):
+        if path.suffix == ".html":
+            path.write_text(page(found, budgets))
+        else:
+            saved_fit.save(found, path, flags.metric)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = parser_of("scaling", __doc__)
-    made.add_argument("runs", nargs="+", metavar="RUNS", action="store",
+    made.add_argument("runs", nargs="+", metavar="WORKDIR", action="store",
                       help="workdirs of runs, and folders of sweeps or their results.jsonl")
     made.add_argument("--metric", default="eval_loss", help="key of the loss in metrics.jsonl; default: eval_loss")
     made.add_argument("--samples", type=int, default=200, help="bootstrap samples for the bands; default: 200")
     made.add_argument("--seed", type=int, default=0, help="seed of the bootstrap; default: 0")
     made.add_argument("--flops", type=float, help="compute budget: show the best model size for it")
-    made.add_argument("--save", metavar="FILE", help="write the fit, for jaxtrain plan --scaling=FILE")
-    made.add_argument("--output", metavar="FILE", help="draw the runs, the fit and the best sizes, as a page")
+    made.add_argument("--output", nargs="+", default=[], metavar="FILE",
+                      help="write the fit, for jaxtrain plan --scaling=FILE; a file that ends in .html is a page with "
+                           "charts of the runs, the fit and the best sizes")
     return made

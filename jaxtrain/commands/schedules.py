@@ -1,7 +1,7 @@
 """Draw a pipeline schedule, and compute its bubble and memory.
 
     jaxtrain schedules --schedule=zb_h1 --stages=4 --microbatches=8
-    jaxtrain schedules --report
+    jaxtrain schedules --compare
 """
 
 import argparse
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         flags = parse(argv)
         times = (flags.f, flags.b + (flags.f if flags.recompute else 0), flags.w)
-        if flags.report:
+        if flags.compare:
             print(report(times, flags.latency))
             return 0
         if flags.table:
@@ -32,9 +32,8 @@ def main(argv: list[str] | None = None) -> int:
             chunks = flags.chunks or (2 if flags.schedule in ("interleaved", "zb_v") else 1)
             schedule = make(flags.schedule, stages, microbatches, chunks, paired=flags.paired, latency=flags.latency)
         print(drawing.text(schedule, colour=sys.stdout.isatty()), summary(schedule, times), sep="\n\n")
-        for path, write in ((flags.output, drawing.write_svg), (flags.png, drawing.write_png)):
-            if path:
-                write(schedule, path)
+        if flags.output:
+            (drawing.write_png if flags.output.endswith(".png") else drawing.write_svg)(schedule, flags.output)
         return 0
     except UserError as mistake:
         print(mistake, file=sys.stderr)
@@ -57,9 +56,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--w", type=float, default=1, help="time of a stage's backward pass for weights")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
                         help="B includes recomputing the forward pass, and so takes longer by F (default)")
-    parser.add_argument("--output", metavar="FILE", help="write the drawing to this SVG file")
-    parser.add_argument("--png", help="write the drawing to this PNG file, with matplotlib")
-    parser.add_argument("--report", action="store_true", help="compare all schedules instead")
+    parser.add_argument("--output", metavar="FILE",
+                        help="write the drawing to this file: SVG, or PNG if it ends in .png")
+    parser.add_argument("--compare", action="store_true", help="compare all schedules instead")
     flags = parser.parse_args(argv)
     for name in "fbw":
         if not 0 < getattr(flags, name) < float("inf"):

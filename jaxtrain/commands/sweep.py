@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = parser_of("sweep", __doc__)
     parser.add_argument("sweep", metavar="SWEEP", help="a TOML file, or a Python file with get_sweep()")
     parser.add_argument("--on", help=f"the engine: {', '.join(ENGINES[:4])}")
-    parser.add_argument("--dry_run", "--dry-run", action="store_true",
+    parser.add_argument("--dry_run", action="store_true",
                         help="show the first trials and the maximum cost of the sweep, and stop")
     parser.add_argument("--report", action="store_true", help="show what was found so far, and write report.html")
     flags = parser.parse_args(argv)

@@ -23,7 +23,7 @@ def main(argv: list[str] | None) -> None:
     output = Path(flags.output)
     if output.exists():
         raise UserError("--output", f"{output} exists", "name another file, or delete it")
-    content = train(texts(flags.input, flags.field, flags.bytes), flags.vocab_size, flags.special_tokens)
+    content = train(texts(flags.input, flags.text_field, flags.bytes), flags.vocab_size, flags.special_tokens)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_files.written(output) as file:
@@ -42,6 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab_size", type=int, default=32_768, help="size of the vocabulary; default: 32768")
     parser.add_argument("--special_tokens", nargs="+", default=[],
                         help="special tokens, such as '<|im_start|>' '<|im_end|>'")
-    parser.add_argument("--field", default="text", help="field of a JSON record or Parquet row that holds the text")
+    parser.add_argument("--text_field", default="text",
+                        help="field of a JSON record or Parquet row that holds the text")
     parser.add_argument("--bytes", type=int, default=2**30, help="train on at most this much text")
     return parser.parse_args(argv)

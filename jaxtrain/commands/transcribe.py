@@ -60,9 +60,10 @@ def _lines(name: str, segments: list[Segment], timestamps: bool) -> list[str]:
 
 def _flags(argv: list[str] | None) -> Any:
     parser = parser_of("transcribe", __doc__)
-    parser.add_argument("workdir", help="workdir of a run, folder of a published model, or hf:ORG/NAME "
-                        "on the Hugging Face Hub")
-    parser.add_argument("files", nargs="+", help="audio files, or folders of them; -: standard input")
+    parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of a run, a folder in Hugging Face's "
+                        "format, or hf:ORG/NAME on the Hugging Face Hub")
+    parser.add_argument("files", nargs="+", metavar="FILE",
+                        help="audio files, or folders of them; -: standard input")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest verified one")
     parser.add_argument("--beams", type=int, default=1,
                         help="beam size of the beam search; 1: greedy decoding; default: 1")

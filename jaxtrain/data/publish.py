@@ -19,7 +19,7 @@ AGAIN = 3  # attempts to send a file that does not arrive intact
 def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
     """Copy a corpus to a URL, and return the number of files sent."""
     if not storage.is_url(url):
-        raise UserError("URL", f"{url!r} is not a URL", "name one as s3://bucket/name")
+        raise UserError("--output", f"{url!r} is not a URL", "name one as s3://bucket/name")
     folder = Path(corpus).expanduser()
     if (folder / "config.json").is_file() and not (folder / "manifest.json").is_file():
         raise UserError("CORPUS", f"{folder} has a model, and this command copies corpora", "write the model of a run "
@@ -27,7 +27,7 @@ def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
     manifest = read_manifest(folder)
     there = {found.name: found.size for found in storage.find(url)} if storage.exists(url) else {}
     if "manifest.json" in there and read_manifest(url)["sha256"] != manifest["sha256"]:
-        raise UserError("URL", f"{url} holds another corpus", "name another place, or delete it")
+        raise UserError("--output", f"{url} holds another corpus", "name another place, or delete it")
     wanted = {name: sha256 for split in SPLITS for shard in manifest["splits"][split]["shards"]
               for name, sha256 in shard["sha256"].items()}
     if file := manifest["tokenizer"]["file"]:
@@ -61,7 +61,7 @@ def _put(path: Path, url: str, sha256: str, there: int | None) -> bool:
         storage.put(path, url)
         if storage.size(url) == path.stat().st_size and _digest(url) == sha256:
             return True
-    raise UserError("URL", f"{url} arrived corrupt {AGAIN} times", "check whether other programs write there")
+    raise UserError("--output", f"{url} arrived corrupt {AGAIN} times", "check whether other programs write there")
 
 
 @contextmanager

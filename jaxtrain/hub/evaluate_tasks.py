@@ -47,7 +47,7 @@ class Settings:
     seed: int = 0
     adapters: dict[str, str] | None = None
     output: str | None = None
-    samples: bool = False
+    log_samples: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _record(settings: Settings, results: dict[str, Any]) -> dict[str, Any]:
                                           "n-samples") if key in results}
     return {"model": settings.model, **kept, "hashes": hashes, "asked": _asked(settings),
             "packages": {name: version_of(name) for name in ("jaxtrain", "jax", "lm_eval")}, "commit": git_commit(),
-            **({"samples": samples} if settings.samples else {})}
+            **({"samples": samples} if settings.log_samples else {})}
 
 
 def _tell(settings: Settings, results: dict[str, Any], record: dict[str, Any], step: int | None,

@@ -106,7 +106,7 @@ def published_folder(source: str, to: Path, opened: contextlib.ExitStack) -> Pat
     from jaxtrain.config.hub_names import model_folder
     from jaxtrain.hf.hf_config import FILE
 
-    source = model_folder(source, "SOURCE")
+    source = model_folder(source, "MODEL")
     if (Path(source) / FILE).is_file() and not (Path(source) / "checkpoints").is_dir():
         return Path(source)
     from jaxtrain.hub.initial_params import source_and_step  # imports JAX, which published folders do without
@@ -114,9 +114,9 @@ def published_folder(source: str, to: Path, opened: contextlib.ExitStack) -> Pat
     try:
         folder, step = source_and_step(source)
     except UserError as error:
-        raise UserError("SOURCE", error.reason, error.fix) from None
+        raise UserError("MODEL", error.reason, error.fix) from None
     if not (folder / "checkpoints").is_dir():
-        raise UserError("SOURCE", f"{folder} is neither a published folder nor the workdir of a run",
+        raise UserError("MODEL", f"{folder} is neither a published folder nor the workdir of a run",
                         "give one of these")
     partial = to.with_name(f"{to.name}.partial")
     opened.enter_context(export.nothing_left(partial))
@@ -132,20 +132,20 @@ def _refuse_other(first: Path, other: Path, sections: Sequence[Mapping[str, Any]
     fix = "give models of one architecture"
     for folder, model in zip((first, other), models, strict=True):
         if packed := next((name for name in model if name.endswith("_blocks")), ""):
-            raise UserError("SOURCE", f"{folder} has {packed} in MXFP4, which cannot be merged",
+            raise UserError("MODEL", f"{folder} has {packed} in MXFP4, which cannot be merged",
                             "give folders in bfloat16, such as jaxtrain export writes")
     for key in [*sections[0], *sections[1]]:
         mine, theirs = (section.get(key) for section in sections)
         if mine != theirs:
-            raise UserError("SOURCE", f"{other} has model.{key}={theirs}, and {first} has {mine}", fix)
+            raise UserError("MODEL", f"{other} has model.{key}={theirs}, and {first} has {mine}", fix)
     for name in [*models[0], *models[1]]:
         mine, theirs = (f"of the shape {list(model[name].shape)}" if name in model else "missing" for model in models)
         if mine != theirs:
-            raise UserError("SOURCE", f"tensor {name} is {theirs} in {other} and {mine} in {first}", fix)
+            raise UserError("MODEL", f"tensor {name} is {theirs} in {other} and {mine} in {first}", fix)
         a, b = (model[name] for model in models)
         if a.dtype not in DTYPES and (a.dtype != b.dtype or not np.array_equal(
                 a.view(DTYPES | OTHERS), b.view(DTYPES | OTHERS))):
-            raise UserError("SOURCE", f"tensor {name}, of dtype {a.dtype}, is not the same in {other} and in {first}, "
+            raise UserError("MODEL", f"tensor {name}, of dtype {a.dtype}, is not the same in {other} and in {first}, "
                             "and cannot be merged", fix)
     tokenizers = [path.read_bytes() if (path := folder / "tokenizer.json").is_file() else b""
                   for folder in (first, other)]

@@ -26,7 +26,7 @@ BASE = ["--config.model.mup_base.embed_dim=32", "--config.model.mup_base.num_hea
 def test_it_tells_what_grows_with_width(flags, tmp_path, capsys):
     slopes = {}
     for name, more, status in (("without", [], 1), ("with", BASE, 0)):
-        said = [f"--json={tmp_path / name}", f"--output={tmp_path / 'page'}"]
+        said = [f"--output={tmp_path / name}", f"--output={tmp_path / 'page'}"]
         try:
             assert coordinates_command.main([*flags, *more, *said]) == status == 0
         except SystemExit as stop:

@@ -110,7 +110,7 @@ def begun(words, cwd, environment):
 
 @pytest.mark.slow
 def test_two_processes_give_the_results_of_one(workdir, tasks, tmp_path):
-    words = [f"{workdir}", "--tasks=choose,go_on", f"--include={tasks}", "--samples", "--limit=2"]
+    words = [f"{workdir}", "--tasks=choose,go_on", f"--include={tasks}", "--log_samples", "--limit=2"]
     where = ["--config.mesh.data=2", f"--output={tmp_path / 'two.json'}"]
     with two_of(["-c", EVALUATE, *words, *where], devices=1, start=begun) as both:
         first, second = ended(both)
@@ -125,7 +125,7 @@ def test_two_processes_give_the_results_of_one(workdir, tasks, tmp_path):
 
 @pytest.mark.slow
 def test_every_kind_of_task_gives_what_the_logits_say(workdir, tasks, capsys):
-    words = [f"{workdir}", "--tasks=choose,go_on,roll", f"--include={tasks}", "--samples", "--limit=3",
+    words = [f"{workdir}", "--tasks=choose,go_on,roll", f"--include={tasks}", "--log_samples", "--limit=3",
              "--config.mesh.tensor=4", "--config.mesh.data=2"]
     assert evaluate_command.main(words) == 0
     assert "bits_per_byte" in capsys.readouterr().out
@@ -279,7 +279,7 @@ def test_a_model_is_asked_with_each_of_several_adapters_alone(workdir, tasks, tm
         adapter_files.save(jax.tree.map(lambda leaf, rng=rng, size=size: jax.device_put(
             size * rng.standard_normal(leaf.shape, np.float32), leaf.sharding), lora.adapters(abstract_model(adapted))),
             run.config.model, adapted.config.lora, tmp_path / name, "", np.dtype("float32"))
-    asked = [f"{workdir}", f"--tasks={names}", f"--include={tasks}", "--samples", "--limit=2",
+    asked = [f"{workdir}", f"--tasks={names}", f"--include={tasks}", "--log_samples", "--limit=2",
              f"--output={tmp_path}/out.json"]
     assert evaluate_command.main(asked) == 0
     assert evaluate_command.main([*asked, f"--adapters=nothing={tmp_path}/nothing,other={tmp_path}/other"]) == 0

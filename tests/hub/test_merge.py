@@ -195,8 +195,8 @@ def test_what_is_not_weights_has_to_be_the_same(models, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["{0}"], "SOURCE: one model has nothing to be merged with; give two or more"),
-    (["{0}", "{1}", "{2}", "--method=slerp"], "SOURCE: --method=slerp is for two models, and 3 are given; use "
+    (["{0}"], "MODEL: one model has nothing to be merged with; give two or more"),
+    (["{0}", "{1}", "{2}", "--method=slerp"], "MODEL: --method=slerp is for two models, and 3 are given; use "
                                                "--method=average"),
     (["{0}", "{1}", "--density=0.5"], "--density: --method=average does not read it; leave it out, or use ties"),
     (["{0}", "{1}", "--method=ties"], "--base: ties merges changes, and needs the model that was changed; name the "
@@ -207,13 +207,13 @@ def test_what_is_not_weights_has_to_be_the_same(models, tmp_path, capsys):
     (["{0}", "{1}", "--weights=1"], "--weights: there are 1 for 2 sources; give one for each"),
     (["{0}", "{1}", "--weights=1,-1"],
      "--weights: '1,-1' have to be numbers of 0 or more, and not all 0; write them as 0.7,0.3"),
-    (["{0}", "/no/such"], "SOURCE: /no/such is neither a published folder nor the workdir of a run; give one of these"),
-    (["{0}", "/no/such@last"], "SOURCE: 'last' in '/no/such@last' is not a step; write WORKDIR@STEP, such as "
+    (["{0}", "/no/such"], "MODEL: /no/such is neither a published folder nor the workdir of a run; give one of these"),
+    (["{0}", "/no/such@last"], "MODEL: 'last' in '/no/such@last' is not a step; write WORKDIR@STEP, such as "
                                "runs/base@500"),
-    (["{0}", "{eps}"], "SOURCE: {eps} has model.norm_eps=0.5, and {0} has 1e-05; give models of one architecture"),
-    (["{0}", "{fewer}"], "SOURCE: tensor model.norm.weight is missing in {fewer} and of the shape [16] in {0}; give "
+    (["{0}", "{eps}"], "MODEL: {eps} has model.norm_eps=0.5, and {0} has 1e-05; give models of one architecture"),
+    (["{0}", "{fewer}"], "MODEL: tensor model.norm.weight is missing in {fewer} and of the shape [16] in {0}; give "
                          "models of one architecture"),
-    (["{0}", "{more}"], "SOURCE: tensor other is of the shape [2] in {more} and missing in {0}; give models of one "
+    (["{0}", "{more}"], "MODEL: tensor other is of the shape [2] in {more} and missing in {0}; give models of one "
                         "architecture"),
     (["{0}", "{1}", "--output={0}"], "--output: {0} is there already; name a folder that is not"),
 ])

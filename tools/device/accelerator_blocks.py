@@ -237,7 +237,7 @@ def calibrate(session: Session) -> None:
     """Measure what this card reaches, for the planner; keep XLA's description of it for compilers without a device."""
     file = session.results.with_suffix(".targets.json")
     done = subprocess.run([sys.executable, "-m", "jaxtrain", "calibrate", f"--output={file}",
-                           *(["--quick"] if session.rehearse else ["--seconds=140"])], cwd=ROOT)
+                           *(["--quick"] if session.rehearse else ["--timeout=140"])], cwd=ROOT)
     check(done.returncode == 0, f"jaxtrain calibrate ended with status {done.returncode}")
     session.figures("efficiency", **next(iter(json.loads(file.read_text()).values()))["efficiency"])
 

@@ -166,9 +166,10 @@ def _finish(output: Path, tasks: Sequence[Task], plan: str, options: Options,
             raise UserError("--tokenizer", f"{options.tokenizer} differs between machines, or was changed meanwhile",
                             f"make it the same everywhere, delete {output} and run again")
     now = made_by(options, chat)
-    changed = [flag for ledger in done for by in ledger["by"] for flag in by if by[flag] != now[flag]]
+    changed = [flag for ledger in done for by in ledger["by"] for flag in by
+               if by[flag] != now.get(flag, now["--filters"])]  # --steps, in those of before
     if not changed and atomic_files.digest(_plan(tasks, tokenizer, options)) != plan:
-        changed = ["--chat_template" if chat else "--steps"]  # changed before the first task
+        changed = ["--chat_template" if chat else "--filters"]  # changed before the first task
     if changed:
         raise UserError(changed[0], "its files differ between machines, or were changed meanwhile",
                         f"make it the same everywhere, delete {output} and run again")

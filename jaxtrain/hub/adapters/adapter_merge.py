@@ -54,7 +54,7 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
     `dtype`: of the weights; None: as they are in `base`.
     """
     if adapter_files.is_adapter_folder(base):
-        raise UserError("BASE", f"{base} has adapters, not a model",
+        raise UserError("MODEL", f"{base} has adapters, not a model",
                         "name the model's folder first: jaxtrain adapters merge BASE ADAPTERS --output=MERGED")
     section = hf_config.model_section(base)
     model = config_of(section)

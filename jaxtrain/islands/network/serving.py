@@ -46,7 +46,7 @@ def serve(folder: str, policy: Policy, address: str | None = None, keys: str | N
         with contextlib.suppress(OSError):
             log.tick()
         time.sleep(_TICK_S)
-    raise UserError("--folder", log.failed, "make room, then start it again")
+    raise UserError("--workdir", log.failed, "make room, then start it again")
 
 
 def _carry(log: OuterLog, store: str, every: float, largest: int) -> None:
@@ -67,7 +67,7 @@ def status(folder: str) -> str:
     """Return the state of the log in a folder as text."""
     path = Path(folder) / "journal.jsonl"
     if not path.exists():
-        raise UserError("--folder", f"{folder} has no log of islands", "give the folder of islands serve")
+        raise UserError("WORKDIR", f"{folder} has no log of islands", "give the --workdir of islands serve")
     records, _ = read_journal(path)
     log = Coordinator(Policy(), records)
     times = [record["time"] for record in records if "entry" in record]

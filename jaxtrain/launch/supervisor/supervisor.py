@@ -281,8 +281,8 @@ class Supervisor:
     def _ask_what_fits(self) -> None:
         """Start a subprocess (it needs JAX) that finds which sizes fit, before the answer is needed."""
         if self._asking is None:
-            command = [sys.executable, "-m", "jaxtrain", "elastic", f"--least={self.settings.min_processes}",
-                       f"--full={self.settings.processes}", f"--workdir={self.workdir}", "--", *self.rest]
+            command = [sys.executable, "-m", "jaxtrain", "elastic", f"{self.workdir}", "--", *self.rest]
+            command[5:5] = [f"--min_processes={self.settings.min_processes}", f"--processes={self.settings.processes}"]
             self._asking = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, text=True,
                                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                             preexec_fn=child_processes.die_with_parent())

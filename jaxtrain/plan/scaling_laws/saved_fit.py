@@ -25,7 +25,7 @@ def save(fit: Fit, path: str | Path, metric: str) -> None:
 
 def load(path: str | Path) -> Fit:
     """Return the fit that a file holds."""
-    fix = "give the file that jaxtrain scaling --save wrote"
+    fix = "give the file that jaxtrain scaling --output wrote"
     found = user_json(path, _FORM, "--scaling", fix)
     if found is None or not found["runs"]:
         raise UserError("--scaling", f"{path} {'is not there' if found is None else 'has no runs'}", fix)

@@ -78,7 +78,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kind, kills
     make, source = KINDS[kind]
     inputs, rng = make(tmp_path / "in"), random.Random(kills)
     want = files(prepare_sequences([str(inputs)], tmp_path / "want", source).path)
-    flags = {"audio": ["--target=text"], "events": ["--user=user", "--time=at", "--category=item", "--number=value"]}
+    flags = {"audio": ["--label=text"], "events": ["--user=user", "--time=at", "--category=item", "--number=value"]}
     command = [sys.executable, "-m", "jaxtrain", "prepare_sequences", kind, f"--input={inputs}", *flags[kind],
                f"--task_bytes={source.task_bytes}", "--eval_fraction=0.2", "--workers=1"]
     environment, killed, round_ = os.environ | {"PYTHONPATH": str(ROOT)}, 0, 0

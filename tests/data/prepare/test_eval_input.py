@@ -120,7 +120,7 @@ def test_characters_with_several_workers(texts, flags):
 
 def test_characters_are_collected_after_the_cleaning_steps(texts):
     (texts / "a.txt").write_text("write to Zed@example.org")
-    corpus = made(texts, "clean", f"--input={texts}/a.txt", "--tokenizer=characters", "--eval_fraction=0", "--steps",
+    corpus = made(texts, "clean", f"--input={texts}/a.txt", "--tokenizer=characters", "--eval_fraction=0", "--filters",
                   "pii")
     assert corpus.tokenizer.characters == "".join(sorted({"\n", *read(corpus, "train")}))
     assert "Z" not in corpus.tokenizer.characters

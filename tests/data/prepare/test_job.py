@@ -55,7 +55,8 @@ def test_parts_share_a_folder_and_nobody_finishes_meanwhile(tmp_path):
 
     def midway(line):
         if not seen:
-            seen.extend(other(tmp_path, *flags) for flags in (["--part=1/2"], [], ["--part=1/2", "--field=another"]))
+            seen.extend(other(tmp_path, *flags)
+                        for flags in (["--part=1/2"], [], ["--part=1/2", "--text_field=another"]))
 
     prepare_part(source, tmp_path / "out", Options(task_bytes=1), "0/2", say=midway)
     assert [one.returncode for one in seen] == [0, 2, 2]

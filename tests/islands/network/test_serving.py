@@ -20,7 +20,7 @@ def test_status_shows_a_log(tmp_path, capsys):
                       content)
     log.offer(Offer(0, 2, 0, 1.0, hashlib.sha256(b"").hexdigest()), b"")
     log.close()
-    assert main(["status", f"--folder={tmp_path}"]) == 0
+    assert main(["status", f"{tmp_path}"]) == 0
     first, *table = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"3 entries, the last \d s ago", first), first
     assert [re.split("  +", line) for line in table] == [
@@ -29,12 +29,12 @@ def test_status_shows_a_log(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["serve", "--folder=log"], "islands serve: islands cannot reach it; give --address"),
-    (["serve", "--folder=log", "--address=127.0.0.1:0"], "--keys: it is missing; make certificates by"),
-    (["serve", "--folder=log", "--address=127.0.0.1:0", "--keys=none"], "--keys: none/ca.pem is not there; make"),
-    (["serve", "--folder=log", "--store=s", "--quorum=3"], "--quorum: 3 is not between 1 and --islands=1"),
-    (["serve", "--folder=log", "--store=s", "--lease=-1"], "--lease: it is negative"),
-    (["status", "--folder=none"], "--folder: none has no log of islands"),
+    (["serve", "--workdir=log"], "islands serve: islands cannot reach it; give --address"),
+    (["serve", "--workdir=log", "--address=127.0.0.1:0"], "--keys: it is missing; make certificates by"),
+    (["serve", "--workdir=log", "--address=127.0.0.1:0", "--keys=none"], "--keys: none/ca.pem is not there; make"),
+    (["serve", "--workdir=log", "--store=s", "--quorum=3"], "--quorum: 3 is not between 1 and --islands=1"),
+    (["serve", "--workdir=log", "--store=s", "--lease=-1"], "--lease: it is negative"),
+    (["status", "none"], "WORKDIR: none has no log of islands"),
     (["keys", "--output=keys", "--islands=0"], "islands keys: --islands and --days are numbers from 1 on"),
 ])
 def test_mistakes_are_one_sentence(words, told, tmp_path, monkeypatch, capsys):

@@ -86,8 +86,8 @@ def run(tmp_path):
     def start(plan, *flags, processes=2, **environment):
         (tmp_path / "plan.json").write_text(json.dumps(plan))
         command = [sys.executable, "-m", "jaxtrain", "supervise", f"--processes={processes}",
-                   "--max_backoff=0.05", *flags, "--program", sys.executable, str(tmp_path / "fake.py"), "--", "--config=x.py",
-                   f"--workdir={tmp_path}"]
+                   "--max_backoff=0.05", *flags, "--program", sys.executable, str(tmp_path / "fake.py"), "--",
+                   "--config=x.py", f"--workdir={tmp_path}"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment}
         started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
         return started[-1]

@@ -472,20 +472,20 @@ def test_the_documentation_shows_schedules_as_they_are_executed(name, tmp_path):
 
 
 def test_the_report_compares(capsys):
-    assert main(["--report", "--no-recompute"]) == 0
+    assert main(["--compare", "--no-recompute"]) == 0
     lines = {line[:22].strip(): line[22:].split() for line in capsys.readouterr().out.splitlines()[2:]}
     assert lines["zb_h1"][:2] == ["88.9%", "(88.9%)"] and lines["1f1b, paired"][0] == "72.7%"
 
 
 def test_png_needs_matplotlib(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main([f"--png={tmp_path / 'a.png'}"]) == 2
+    assert main([f"--output={tmp_path / 'a.png'}"]) == 2
     assert "'.[plots]'" in capsys.readouterr().err
 
 
 def test_png(tmp_path):
     pytest.importorskip("matplotlib")
-    assert main([f"--png={tmp_path / 'a.png'}"]) == 0
+    assert main([f"--output={tmp_path / 'a.png'}"]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

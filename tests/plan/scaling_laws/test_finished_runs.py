@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def fit_file(runs, tmp_path_factory):
     file = tmp_path_factory.mktemp("fit") / "scaling.json"
-    words = [f"--save={file}", f"--output={file.with_suffix('.html')}", "--samples=4"]
+    words = [f"--output={file}", f"--output={file.with_suffix('.html')}", "--samples=4"]
     assert scaling_command.main([*map(str, runs), *words]) == 0
     return file
 
@@ -85,7 +85,8 @@ def test_the_planner_says_what_loss_a_run_reaches(fit_file, capsys):
 @pytest.mark.parametrize(("flags", "message"), [
     (["--flops=1e20"], "--flops: it is read with --scaling only; give that too, or leave it out"),
     (["--dollars=5"], "--dollars: it is read with --scaling only"),
-    (["--scaling={tmp}/none"], "--scaling: {tmp}/none is not there; give the file that jaxtrain scaling --save wrote"),
+    (["--scaling={tmp}/none"],
+     "--scaling: {tmp}/none is not there; give the file that jaxtrain scaling --output wrote"),
     (["--scaling={tmp}/bad"], "--scaling: {tmp}/bad is not of the form expected: it has no 'law'"),
     (["--scaling={tmp}/empty"], "--scaling: {tmp}/empty has numbers that no fit has"),
     (["--scaling={tmp}/good", "--flops=0"], "--flops: 0.0 is not a budget; give a number above 0"),
