@@ -20,7 +20,7 @@ _NAMES = {
     "checkpoint.every": "save_every save_steps save_interval save_freq checkpoint_interval",
     "remat": "activation_checkpointing gradient_checkpointing recompute remat_policy",
     "precision": "dtype mixed_precision", "ema_decay": "ema ema_rate model_ema_decay polyak_decay",
-    "zero_stage": "zero zero_optimization", "workdir": "output_dir out_dir folder run_dir logdir",
+    "zero_stage": "zero zero_optimization", "workdir": "output_dir out_dir",
     "bfloat16": "bf16", "float16": "fp16 half", "float32": "fp32 full_precision",
     "cudnn": "flash flash_attention flash_attention_2 fa2 fa3 sdpa", "zb_v": "dualpipe dualpipev zbv zero_bubble",
     "interleaved": "vpp interleaved_1f1b virtual", "data": "ddp dp data_parallel", "fsdp": "zero3 fully_sharded",
@@ -40,10 +40,7 @@ _NAMES = {
     "cpus_per_process": "cpus_per_task", "image": "container", "value_loss": "vf_coef vf_coeff value_coef",
     "gae_lambda": "lam", "value_clip": "cliprange_value", "reference": "precompute_ref_log_probs",
     "dpo": "sigmoid", "licence": "license",
-    "output": "to html svg png save out outfile output_file destination", "dry_run": "dryrun whatif simulate",
-    "overwrite": "force", "min_processes": "least", "filters": "steps cleaning", "label": "target labels",
-    "log_samples": "samples", "token_ids": "tokens", "text_field": "field text_column", "audio_field": "audio_column",
-    "parse_special_tokens": "special_tokens", "timeout": "seconds", "expert": "ep expert_parallel", "full": "everything nothing_saveable", "adamw": "adam adam_w",
+    "expert": "ep expert_parallel", "full": "everything nothing_saveable", "adamw": "adam adam_w",
 }
 SYNONYMS = {other: name for name, others in _NAMES.items() for other in others.split()}
 SYNONYMS |= dict.fromkeys(

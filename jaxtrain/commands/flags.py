@@ -67,6 +67,14 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+# Names of flags in earlier versions, and what the flag is called now in the commands that have it.
+RENAMED = {"to": "output", "html": "output", "svg": "output", "png": "output", "save": "output", "json": "output",
+           "folder": "workdir", "least": "min_processes", "full": "processes", "steps": "filters", "target": "label",
+           "samples": "log_samples", "tokens": "token_ids", "global_batch": "global_batch_size", "seconds": "timeout",
+           "report": "compare", "field": "text_field", "text_column": "text_field", "audio_column": "audio_field",
+           "special_tokens": "parse_special_tokens", "force": "overwrite"}
+
+
 class _Help(argparse.HelpFormatter):
     """A help formatter that wraps paragraphs and leaves indented lines as they are."""
 
@@ -117,6 +125,8 @@ class Parser(argparse.ArgumentParser):
         if not name.startswith("--") or name in self._option_string_actions:
             return word
         known = {_folded(option): option for option in self._option_string_actions}
+        if _folded(name) not in known and (new := RENAMED.get(_folded(name))) in known:
+            raise UserError(name, "it has another name now", f"write {known[new]}")
         return f"{known.get(_folded(name), name)}{equals}{value}"
 
     def error(self, message: str) -> NoReturn:
