@@ -11,7 +11,7 @@ Exit status 0; 1: `verify` found damage; 2: a user error, reported in one line.
 import argparse
 from functools import partial
 
-from jaxtrain.commands.flags import Parser, add_subcommand, command, parser_of
+from jaxtrain.commands.flags import Parser, add_dry_run, add_json, add_subcommand, command, parser_of, tell_json
 from jaxtrain.errors import UserError, tell
 
 
@@ -19,10 +19,20 @@ from jaxtrain.errors import UserError, tell
 def main(argv: list[str] | None) -> None:
     """Run the command; exits with status 0, 1 if `verify` found damage, or 2 on a user error."""
     flags = parser().parse_args(argv)
-    from jaxtrain.checkpoint.commands import diff, restore_to, show, verified  # imports JAX, which --help does without
+    from jaxtrain.checkpoint.commands import (  # imports JAX, which --help does without
+        diff,
+        listed,
+        restore_to,
+        set_aside_by,
+        show,
+        verified,
+    )
 
     if flags.what == "list":
-        tell(show(flags.workdir, flags.mirror))
+        if flags.json:
+            tell_json(*listed(flags.workdir, flags.mirror).rows)
+        else:
+            tell(show(flags.workdir, flags.mirror))
     elif flags.what == "verify":
         right = True
         for line, good in verified(flags.workdir, flags.steps):
@@ -37,6 +47,9 @@ def main(argv: list[str] | None) -> None:
                             "write diff WORKDIR STEP STEP, or diff WORKDIR STEP WORKDIR2 STEP")
         for line in diff(words[0], int(words[1]), words[2], int(words[3])):
             tell(line, flush=True)
+    elif flags.dry_run:
+        newer = ", ".join(map(str, set_aside_by(flags.workdir, flags.step))) or "none"
+        tell(f"the run would go on from step {flags.step}; checkpoints that would be set aside: {newer}")
     else:
         tell(restore_to(flags.workdir, flags.step, flags.mirror))
 
@@ -60,5 +73,7 @@ def parser() -> argparse.ArgumentParser:
                           help="the run's mirror, if its URL has a password: config.json does not have it")
     diffs.add_argument("words", metavar="WORKDIR STEP [WORKDIR2] STEP", nargs="+", action="store",
                        help="two checkpoints, of the same run or of two runs")
+    add_json(lists)
+    add_dry_run(goes, "verify the checkpoint, say what would be set aside, and stop")
     goes.add_argument("step", metavar="STEP", type=int, help="step of the checkpoint to restore")
     return made

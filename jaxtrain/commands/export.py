@@ -15,9 +15,10 @@ not.
 
 from pathlib import Path
 
-from jaxtrain.commands.flags import add_process_flags, command, parser_of
-from jaxtrain.errors import UserError, say
-from jaxtrain.hub.export import answers_file, export
+from jaxtrain.commands.flags import add_dry_run, add_overwrite, add_process_flags, command, parser_of
+from jaxtrain.errors import UserError, say, tell
+from jaxtrain.hub.export import answers_file, export, planned
+from jaxtrain.pages.plain_text import in_bytes
 
 
 @command()
@@ -26,6 +27,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = parser_of("export", __doc__)
     parser.add_argument("workdir", metavar="WORKDIR", help="workdir of the run")
     parser.add_argument("--output", dest="to", required=True, metavar="FOLDER", help="a new folder for the model")
+    add_overwrite(parser, "an earlier export in that folder")
+    add_dry_run(parser, "check the run, the checkpoint and the folder, say what would be written, and stop")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest verified one")
     parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (train.ema_decay)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the weights")
@@ -46,8 +49,15 @@ def main(argv: list[str] | None = None) -> None:
     from jaxtrain.distributed import processes
 
     processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
+    if flags.dry_run:
+        plan = planned(flags.workdir, flags.to, flags.step, dtype=flags.dtype, gates=flags.gates,
+                       overwrite=flags.overwrite)
+        tell(f"step {plan['step']} of {flags.workdir} would be written to {flags.to}: {plan['parameters']:,} "
+             f"parameters, {in_bytes(plan['bytes'])} in {flags.dtype}")
+        return
     record = export(flags.workdir, flags.to, flags.step, dtype=flags.dtype, file_bytes=int(flags.file_gb * 1e9),
-                    averaged=flags.ema, licence=flags.licence, gates=flags.gates, gate_share=flags.gate_share)
+                    averaged=flags.ema, licence=flags.licence, gates=flags.gates, gate_share=flags.gate_share,
+                    overwrite=flags.overwrite)
     say(f"{flags.to} has the model of step {record['step']} of {flags.workdir}")
     for suite, counts in record.get("gates", {}).get("suites", {}).items():
         say(f"gates: {suite}: {counts['passed']} of {counts['checks']} passed")

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import json
 import os
 import re
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxtrain.errors import UserError, nearest, say
+from jaxtrain.errors import UserError, nearest, say, tell
 from jaxtrain.redaction import hide_in_tracebacks, printable
 
 
@@ -188,6 +189,27 @@ def add_subcommand(commands: Any, of: str, words: str, line: str) -> argparse.Ar
     """Add what `jaxtrain OF NAME ...` does; `words` are those behind OF in its example, `line` says what it does."""
     text = f"{line[0].upper()}{line[1:]}.\n\n    jaxtrain {of} {words}"
     return commands.add_parser(words.partition(" ")[0], help=line, text=text)
+
+
+def add_json(parser: argparse.ArgumentParser, what: str = "print one JSON object per line") -> None:
+    """Add --json, by which a command prints what a script can read."""
+    parser.add_argument("--json", action="store_true", help=what)
+
+
+def add_dry_run(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --dry_run, by which a command says what it would do, and does nothing."""
+    parser.add_argument("--dry_run", action="store_true", help=what)
+
+
+def add_overwrite(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --overwrite, without which a command leaves alone what is there."""
+    parser.add_argument("--overwrite", action="store_true", help=f"replace {what}, if it is there")
+
+
+def tell_json(*objects: Any) -> None:
+    """Print each object as a line of JSON; what JSON has no form for is text."""
+    for one in objects:
+        tell(json.dumps(one, default=str), flush=True)
 
 
 def add_process_flags(parser: argparse.ArgumentParser) -> None:

@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxtrain.commands.flags import add_subcommand, command, parser_of
+from jaxtrain.commands.flags import add_json, add_subcommand, command, parser_of, tell_json
 from jaxtrain.commands.train import training_flags
 from jaxtrain.errors import UserError, say, tell
 from jaxtrain.launch import job_record as records
 from jaxtrain.launch import mesh_check
 from jaxtrain.launch.job_engines import engine_of
-from jaxtrain.launch.jobs import history, output, shown, table
+from jaxtrain.launch.jobs import facts_of, history, listed, output, shown, table
 
 if TYPE_CHECKING:
     from jaxtrain.config.schema import Config
@@ -48,17 +48,22 @@ def main(argv: list[str] | None = None) -> None:
             sub.add_argument("workdir", nargs="?", default="runs", metavar="ROOT", help="default: runs")
         else:
             sub.add_argument("workdir", metavar="WORKDIR", help="workdir of the run")
+    for name in ("list", "show"):
+        add_json(made[name], "print a JSON object for each job")
     made["logs"].add_argument("--follow", "-f", action="store_true", help="keep printing until the job ends")
     made["resume"].add_argument("--nodes", type=int, help="number of machines; default: as before")
     made["cancel"].add_argument("--now", action="store_true", help="cancel without saving a checkpoint")
     flags = parser.parse_args(argv)
     if flags.what == "list":
-        tell("\n".join(table(Path(flags.workdir))))
+        if flags.json:
+            tell_json(*listed(Path(flags.workdir)))
+        else:
+            tell("\n".join(table(Path(flags.workdir))))
         return
     job = records.newest(Path(flags.workdir).absolute())
     engine = engine_of(job.engine)
     if flags.what == "show":
-        tell(shown(job))
+        tell_json(facts_of(job)) if flags.json else tell(shown(job))
     elif flags.what == "why":
         tell(engine.why(job))
         failed = engine.status(job).state == "failed"

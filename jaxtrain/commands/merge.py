@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.commands.flags import command, parser_of
-from jaxtrain.errors import UserError, say
+from jaxtrain.commands.flags import add_dry_run, add_overwrite, command, parser_of
+from jaxtrain.errors import UserError, say, tell
 from jaxtrain.hub import export
-from jaxtrain.hub.merge import METHODS, average, merge, published_folder, slerp, ties
+from jaxtrain.hub.merge import METHODS, alike, average, merge, published_folder, slerp, ties
 
 
 @command()
@@ -31,6 +31,8 @@ def main(argv: list[str] | None = None) -> None:
                         help="a folder in Hugging Face's format, hf:ORG/NAME on the Hugging Face Hub, or "
                              "WORKDIR[@STEP]")
     parser.add_argument("--output", dest="to", required=True, metavar="FOLDER", help="a new folder for the model")
+    add_overwrite(parser, "an earlier merged or exported model in that folder")
+    add_dry_run(parser, "check that the models can be merged, say what would be written, and stop")
     parser.add_argument("--method", choices=METHODS, default="average", help="default: average")
     parser.add_argument("--weights", help="weight of each source, for average and slerp; default: all equal")
     parser.add_argument("--base", metavar="MODEL", help="for ties: the model that the sources were tuned from")
@@ -43,11 +45,18 @@ def main(argv: list[str] | None = None) -> None:
     flags = parser.parse_args(argv)
     _check(flags)
     to = Path(flags.to)
-    export.check_is_new(to)
+    export.check_is_new(to, flags.overwrite)
     with contextlib.ExitStack() as opened:
         folders = [published_folder(source, to, opened)
                    for source in [*flags.sources, *([flags.base] if flags.base else [])]]
-        merge(folders, to, _formula(flags), dtype=flags.dtype, file_bytes=int(flags.file_gb * 1e9), record={
+        if flags.dry_run:
+            _, models = alike(folders)
+            count = sum(math.prod(tensor.shape) for tensor in models[0].values())
+            tell(f"the {flags.method} of {len(flags.sources)} models would be written to {to}: "
+                 f"{len(models[0]):,} tensors, {count:,} parameters")
+            return
+        merge(folders, to, _formula(flags), dtype=flags.dtype, file_bytes=int(flags.file_gb * 1e9),
+              overwrite=flags.overwrite, record={
             "sources": flags.sources, **{key: getattr(flags, key) for key in (
                 "method", "weights", "base", "density", "scale") if getattr(flags, key) is not None}})
     say(f"{to} has the {flags.method} of {len(flags.sources)} models")

@@ -12,7 +12,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.commands.flags import add_config, command, need_config, overrides_of, parser_of
+from jaxtrain.commands.flags import add_config, add_json, command, need_config, overrides_of, parser_of, tell_json
 from jaxtrain.config.schema import PRECISIONS
 from jaxtrain.errors import UserError, nearest, tell
 from jaxtrain.files.work_progress import Work
@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
                       help="with islands.count: gigabits per second between islands, to show which mode is fastest")
     made.add_argument("--slowest", type=float, default=1, metavar="TIMES",
                       help="with --link: how many times slower than the others the slowest island is; default: 1")
+    add_json(made, "print a JSON object for each layout, the fastest first")
     made.add_argument("--explain", action="store_true", help="explain the config's own layout only")
     made.add_argument("--verify", type=int, default=0, metavar="K",
                       help="compile the best K layouts for the real target")
@@ -66,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--timeline", metavar="FILE", help="with --verify: draw the compiled step's timeline, as SVG")
     made.group("what is planned", "target", "targets", "global_batch_size", "seq_len", "precisions", "link", "slowest")
     made.group("budgets and scaling laws", "tokens", "scaling", "flops", "dollars")
-    made.group("what is shown", "top", "output", "explain")
+    made.group("what is shown", "top", "output", "json", "explain")
     made.group("compiling for the real target", "verify", "roofline", "timeline")
     return made
 
@@ -77,7 +78,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
     from jaxtrain.plan.estimate import estimate
     from jaxtrain.plan.layout_facts import between_islands, reached, verified
     from jaxtrain.plan.report import html
-    from jaxtrain.plan.report.table import explained, table
+    from jaxtrain.plan.report.table import explained, figures_of, table
     from jaxtrain.plan.search import fastest_mesh, search
 
     config = _config_of(flags, overrides)
@@ -89,6 +90,8 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
     precisions = _precisions_of(flags, config)
     _check_outputs(flags)
     law = _law_of(flags)
+    if flags.json and (flags.verify or flags.link or law):
+        raise UserError("--json", "it prints layouts only", "leave out --verify, --link and --scaling")
     if flags.verify:
         from jaxtrain.plan.compiler import devices_of
 
@@ -97,13 +100,17 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
         if config.mesh.auto:
             raise UserError("--explain", "mesh=auto is not a layout yet", "leave --explain out")
         chosen = [estimate(config, target, devices)]
-        tell(explained(chosen[0]))
+        tell_json(figures_of(chosen[0], flags.tokens)) if flags.json else tell(explained(chosen[0]))
     else:
         # With mesh=auto, search only what a run would: the config's settings with any mesh.
         with Work("search", unit="layouts") as work:
             found = fastest_mesh(config, target, devices) if config.mesh.auto else search(
                 config, target, devices, precisions=precisions, progress=partial(_progress, work))
-        tell(table(found, flags.top, flags.tokens))
+        if flags.json:
+            tell_json(*({**choice.overrides, **figures_of(choice.estimate, flags.tokens)}
+                        for choice in found.fitting[:flags.top]))
+        else:
+            tell(table(found, flags.top, flags.tokens))
         if flags.output:
             html.write(found, flags.output, flags.config, flags.top, flags.tokens)
         chosen = [choice.estimate for choice in found.fitting]

@@ -15,12 +15,11 @@ Exit status 0; 1: `reproduce` found a difference, or `gc` could not delete somet
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.commands.flags import Parser, add_subcommand, command, parser_of
+from jaxtrain.commands.flags import Parser, add_dry_run, add_json, add_subcommand, command, parser_of, tell_json
 from jaxtrain.errors import UserError, say, tell
 from jaxtrain.pages.plain_text import age, aligned, in_bytes, plain
 from jaxtrain.runs import tags
@@ -61,7 +60,9 @@ def parser() -> argparse.ArgumentParser:
     lists.add_argument("--tag", action="append", default=[], help="only runs with this tag; repeat it for several tags")
     lists.add_argument("--sort", choices=SORTS, default="time",
                        help="sort by this: losses and names ascending, everything else descending")
-    lists.add_argument("--json", action="store_true", help="print one JSON object per line, for scripts")
+    for each in (lists, subs["show"], compares, frees):
+        add_json(each)
+    add_dry_run(frees, "show what would be deleted, as without --delete")
     compares.add_argument("workdirs", nargs="+", metavar="WORKDIR", help="two or more")
     tagging.add_argument("names", nargs="+", metavar="NAME", help="letters, digits, dots, dashes and underscores")
     tagging.add_argument("--remove", action="store_true", help="remove these tags")
@@ -89,8 +90,7 @@ def _list(flags: argparse.Namespace) -> None:
         value = {one.place: getattr(one, flags.sort) for one in found}
         found.sort(key=lambda one: (value[one.place] is None, sign * (value[one.place] or 0)))
     if flags.json:
-        for one in found:
-            tell(json.dumps(dataclasses.asdict(one)))
+        tell_json(*map(dataclasses.asdict, found))
         return
     if not found:
         say(f"no matching runs under {flags.root}")
@@ -125,6 +125,9 @@ def _show(flags: argparse.Namespace) -> None:
     from jaxtrain.runs.comparison import facts
 
     said = facts(flags.workdir)
+    if flags.json:
+        tell_json(said)
+        return
     width = max(map(len, said))
     tell("\n".join(f"{name:<{width}}  {plain(value)}" for name, value in said.items()))
 
@@ -134,7 +137,11 @@ def _compare(flags: argparse.Namespace) -> None:
 
     if len(flags.workdirs) < 2:
         raise UserError("WORKDIR", "one run cannot be compared", "give two or more workdirs")
-    tell("\n".join(aligned([[plain(cell) for cell in row] for row in table(flags.workdirs)])))
+    head, *rows = table(flags.workdirs)
+    if flags.json:
+        tell_json(*({"name": row[0], **dict(zip(head[1:], row[1:], strict=True))} for row in rows))
+        return
+    tell("\n".join(aligned([[plain(cell) for cell in row] for row in (head, *rows)])))
 
 
 def _tag(flags: argparse.Namespace) -> None:
@@ -145,18 +152,22 @@ def _gc(flags: argparse.Namespace) -> None:
     from jaxtrain.runs import run_garbage
     if flags.keep < 1:
         raise UserError("--keep", f"{flags.keep} would leave a run without a checkpoint", "give 1 or more")
+    if flags.delete and flags.dry_run:
+        raise UserError("--dry_run", "--delete deletes", "leave one of them out")
     found = run_garbage.below(flags.root, flags.depth, flags.keep, flags.tagged)
     for place, reason in found.spared:
         say(plain(f"{place}: kept: {reason}"))
     rows = [[plain(one.path), in_bytes(one.size), one.reason] for one in found.garbage]
-    if rows:
+    if flags.json:
+        tell_json(*({"path": one.path, "size": one.size, "reason": one.reason} for one in found.garbage))
+    elif rows:
         tell("\n".join(aligned([["PATH", "SIZE", "WHY"], *rows])))
-    total = sum(one.size for one in found.garbage)
+    total, report = sum(one.size for one in found.garbage), say if flags.json else tell
     if not flags.delete:
-        tell(f"{in_bytes(total)} can be freed; nothing was deleted" + "; --delete does it" * bool(rows))
+        report(f"{in_bytes(total)} can be freed; nothing was deleted" + "; --delete does it" * bool(rows))
         return
     freed, failed = run_garbage.delete(found, flags.keep, flags.tagged)
-    tell(f"{in_bytes(freed)} were freed")
+    report(f"{in_bytes(freed)} were freed")
     for line in failed:
         say(plain(line))
     if failed:

@@ -12,9 +12,10 @@ Exit status 0; 2: a user error, reported in one line.
 """
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
-from jaxtrain.commands.flags import command, parser_of
+from jaxtrain.commands.flags import add_json, command, parser_of, tell_json
 from jaxtrain.errors import UserError
 from jaxtrain.plan.scaling_laws.fit_report import page, table
 
@@ -36,7 +37,12 @@ def main(argv: list[str] | None) -> None:
     found = fit(points(flags.runs, flags.metric), flags.samples, flags.seed)
     most = max(6 * point.parameters * point.tokens for point in found.points)
     budgets = [asked] if asked else [most, 10 * most, 100 * most]
-    print(table(found, budgets))
+    if flags.json:
+        tell_json({"law": asdict(found.law), "runs": [asdict(point) for point in found.points],
+                   "best": [dict(zip(("parameters", "tokens"), found.law.optimum(flops), strict=True), flops=flops)
+                            for flops in budgets]})
+    else:
+        print(table(found, budgets))
     for path in map(Path, flags.output):
         if path.suffix == ".html":
             path.write_text(page(found, budgets))
@@ -53,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--samples", type=int, default=200, help="bootstrap samples for the bands; default: 200")
     made.add_argument("--seed", type=int, default=0, help="seed of the bootstrap; default: 0")
     made.add_argument("--flops", type=float, help="compute budget: show the best model size for it")
+    add_json(made, "print the law, the runs and the best sizes as a JSON object")
     made.add_argument("--output", nargs="+", default=[], metavar="FILE",
                       help="write the fit, for jaxtrain plan --scaling=FILE; a file that ends in .html is a page with "
                            "charts of the runs, the fit and the best sizes")

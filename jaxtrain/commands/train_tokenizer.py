@@ -9,7 +9,7 @@ result, such as `jaxtrain prepare`.
 import argparse
 from pathlib import Path
 
-from jaxtrain.commands.flags import command, parser_of
+from jaxtrain.commands.flags import add_overwrite, command, parser_of
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.data.train_tokenizer import EOD, texts, train
 from jaxtrain.errors import UserError, tell
@@ -21,8 +21,8 @@ def main(argv: list[str] | None) -> None:
     """Run the command; exit status 2 means a user error, reported in one line."""
     flags = parse(argv)
     output = Path(flags.output)
-    if output.exists():
-        raise UserError("--output", f"{output} exists", "name another file, or delete it")
+    if output.exists() and not flags.overwrite:
+        raise UserError("--output", f"{output} exists", "name another file, or give --overwrite")
     content = train(texts(flags.input, flags.text_field, flags.bytes), flags.vocab_size, flags.special_tokens)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -39,6 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_of("train_tokenizer", __doc__)
     parser.add_argument("--input", nargs="+", required=True, help="files or folders, as for jaxtrain prepare")
     parser.add_argument("--output", required=True, help="the tokenizer.json to write")
+    add_overwrite(parser, "the file")
     parser.add_argument("--vocab_size", type=int, default=32_768, help="size of the vocabulary; default: 32768")
     parser.add_argument("--special_tokens", nargs="+", default=[],
                         help="special tokens, such as '<|im_start|>' '<|im_end|>'")

@@ -16,8 +16,12 @@ THREADS = 8  # concurrent transfers
 AGAIN = 3  # attempts to send a file that does not arrive intact
 
 
-def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
-    """Copy a corpus to a URL, and return the number of files sent."""
+def planned(corpus: str | Path, url: str) -> tuple[Path, dict[str, str], dict[str, int]]:
+    """Return the folder of a corpus, the SHA-256 of its files but the manifest, and the sizes of what is at the URL.
+
+    Raises:
+        UserError: it is not a corpus, or not one that can be copied there.
+    """
     if not storage.is_url(url):
         raise UserError("--output", f"{url!r} is not a URL", "name one as s3://bucket/name")
     folder = Path(corpus).expanduser()
@@ -33,6 +37,12 @@ def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
     if file := manifest["tokenizer"]["file"]:
         with _readable(folder / file):
             wanted[file] = atomic_files.file_digest(folder / file)
+    return folder, wanted, there
+
+
+def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
+    """Copy a corpus to a URL, and return the number of files sent."""
+    folder, wanted, there = planned(corpus, url)
     sent = 0
     with ThreadPoolExecutor(THREADS) as pool:
         under_way = [pool.submit(_put, folder / name, storage.join(url, name), sha256, there.get(name))

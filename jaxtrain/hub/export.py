@@ -14,7 +14,7 @@ RECORD = "export.json"
 
 def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtype: str = "bfloat16",
            file_bytes: int = 4 * 10**9, averaged: bool = False, licence: str = "",
-           gates: Sequence[str | Path] = (), gate_share: float = 1.0) -> dict[str, Any]:
+           gates: Sequence[str | Path] = (), gate_share: float = 1.0, overwrite: bool = False) -> dict[str, Any]:
     """Write the model of a workdir's checkpoint into the folder `to`, and return what export.json says.
 
     Every process calls it.
@@ -29,6 +29,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
         licence: of the model, for its card.
         gates: files of prompts whose answers are checked.
         gate_share: of each suite of gates that has to pass.
+        overwrite: replace an earlier export in the folder.
     """
     import jax
 
@@ -41,7 +42,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     from jaxtrain.hub.weights import published_weights
 
     workdir, to = Path(workdir), Path(to)
-    check_is_new(to)
+    check_is_new(to, overwrite)
     checks, sections = release_gates.read(gates), trained_model.sections_of(workdir)
     run = trained_model.spread_model(sections)
     reward_head = run.config.preference.reward_head
@@ -70,9 +71,33 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
             atomic_files.write(partial / model_card.FILE, model_card.card(
                 workdir, sections, to.name, licence, record,
                 any((partial / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))))
-            finish(partial, to, record)
+            finish(partial, to, record, overwrite)
         exchange(None)
     return record
+
+
+def planned(workdir: str | Path, to: str | Path, step: int | None = None, *, dtype: str = "bfloat16",
+            gates: Sequence[str | Path] = (), overwrite: bool = False) -> dict[str, Any]:
+    """Check what `export` needs and write nothing; return the step, and the parameters and their bytes."""
+    import jax
+
+    from jaxtrain.checkpoint import restore
+    from jaxtrain.hf.hf_config import config_json
+    from jaxtrain.hub import trained_model
+    from jaxtrain.hub.release import gates as release_gates
+    from jaxtrain.models import lora
+    from jaxtrain.run import abstract_model
+
+    check_is_new(Path(to), overwrite)
+    release_gates.read(gates)
+    run = trained_model.spread_model(trained_model.sections_of(workdir))
+    config_json(run.config.model, run.config.preference.reward_head)  # refuses a model without a published format
+    if (found := restore.find_good(workdir, step)) is None:
+        raise UserError("--step", f"{workdir} has no checkpoint of step {step} that was found good",
+                        f"see those that it has: jaxtrain checkpoint list {workdir}")
+    count = sum(leaf.size for leaf in jax.tree.leaves(lora.without_adapters(abstract_model(run))))
+    return {"workdir": f"{workdir}", "step": found[0], "output": f"{to}", "parameters": count,
+            "bytes": count * jax.numpy.dtype(dtype).itemsize}
 
 
 def _write_configs(workdir: Path, folder: Path, described: dict[str, Any], config: Any, dtype: str) -> None:
@@ -122,9 +147,12 @@ def answers_file(workdir: Path, step: int, averaged: bool) -> Path:
     return workdir / "gates" / f"{step}{'-ema' * averaged}.jsonl"
 
 
-def check_is_new(folder: Path) -> None:
-    """Refuse a folder to make that is there."""
-    if folder.exists():
+def check_is_new(folder: Path, overwrite: bool = False) -> None:
+    """Refuse a folder to make that is there, unless it may be replaced and is what such a command made."""
+    if overwrite and folder.exists() and not (folder / RECORD).is_file():
+        raise UserError("--output", f"{folder} has no {RECORD}: it is not an earlier export, and is not replaced",
+                        "delete it, or name another folder")
+    if folder.exists() and not overwrite:
         raise UserError("--output", f"{folder} is there already", "name a folder that is not")
 
 
@@ -151,8 +179,11 @@ def nothing_left(folder: Path) -> Iterator[None]:
         raise
 
 
-def finish(partial: Path, to: Path, record: Mapping[str, Any]) -> None:
-    """Write export.json, the record and the SHA-256 of every file, and give the folder its name."""
+def finish(partial: Path, to: Path, record: Mapping[str, Any], overwrite: bool = False) -> None:
+    """Write export.json, the record and the SHA-256 of every file, and give the folder its name.
+
+    `overwrite`: a folder that has it is moved away first, and deleted last.
+    """
     from jaxtrain.files import atomic_files
     from jaxtrain.files.work_progress import Work
 
@@ -162,5 +193,10 @@ def finish(partial: Path, to: Path, record: Mapping[str, Any]) -> None:
             hashes[file.name] = atomic_files.file_digest(file)
             work.add(file.stat().st_size)
     atomic_files.write_json(partial / RECORD, {**record, "sha256": hashes})
+    replaced = to.with_name(f"{to.name}.replaced")
+    if overwrite and to.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(to, replaced)
     os.rename(partial, to)
+    shutil.rmtree(replaced, ignore_errors=True)
     atomic_files.sync(to.absolute().parent)

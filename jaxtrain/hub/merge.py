@@ -20,28 +20,43 @@ PARALLEL = 0.9995  # the cosine above which an arc is a straight line, and its f
 
 
 def merge(folders: Sequence[Path], to: Path, formula: Callable[[Sequence[np.ndarray]], np.ndarray], *,
-          dtype: str | None = None, file_bytes: int = 4 * 10**9, record: Mapping[str, Any] | None = None) -> None:
+          dtype: str | None = None, file_bytes: int = 4 * 10**9, record: Mapping[str, Any] | None = None,
+          overwrite: bool = False) -> None:
     """Write what a formula makes of each tensor of some published folders, of which the first one gives the rest.
 
     Args:
         formula: takes a tensor of each folder, as it is in its file.
         dtype: of the weights; None: as in the first folder.
         record: what export.json says.
+        overwrite: replace an earlier merged model in the folder.
     """
-    from jaxtrain.hf.hf_config import model_section
-    from jaxtrain.hub.weights import rewritten_folder, safetensors_files
+    from jaxtrain.hub.weights import rewritten_folder
 
-    sections = [model_section(folder) for folder in folders]
-    models = [safetensors_files.tensors_of(folder) for folder in folders]
-    for n in range(1, len(folders)):
-        _refuse_other(folders[0], folders[n], [sections[0], sections[n]], [models[0], models[n]])
+    section, models = alike(folders)
     first = models[0]
 
     def merged(name):
         tensors = [model[name].view(DTYPES | OTHERS) for model in models]
         return formula(tensors) if first[name].dtype in DTYPES else tensors[0]
 
-    rewritten_folder.write(folders[0], to, first, merged, sections[0], {"merged": record or {}}, dtype, file_bytes)
+    rewritten_folder.write(folders[0], to, first, merged, section, {"merged": record or {}}, dtype, file_bytes,
+                           overwrite=overwrite)
+
+
+def alike(folders: Sequence[Path]) -> tuple[dict[str, Any], Sequence[Mapping[str, Tensor]]]:
+    """Return the model section that some published folders have in common, and the tensors of each.
+
+    Raises:
+        UserError: they are of different architectures.
+    """
+    from jaxtrain.hf.hf_config import model_section
+    from jaxtrain.hub.weights import safetensors_files
+
+    sections = [model_section(folder) for folder in folders]
+    models = [safetensors_files.tensors_of(folder) for folder in folders]
+    for n in range(1, len(folders)):
+        _refuse_other(folders[0], folders[n], [sections[0], sections[n]], [models[0], models[n]])
+    return sections[0], models
 
 
 def average(tensors: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:

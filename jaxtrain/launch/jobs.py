@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.errors import UserError, say
 from jaxtrain.launch import cost
@@ -22,12 +23,12 @@ def status_of(job: records.Job) -> records.Status:
     return status
 
 
-def table(root: Path) -> list[str]:
-    """Return a line for each job under a folder, below a head."""
+def listed(root: Path) -> list[dict[str, Any]]:
+    """Return what is known of each job under a folder."""
     if not root.is_dir():
         raise UserError("ROOT", f"there is no folder {root}", "give the one that workdirs are in")
     silent: set[str] = set()  # engines that cannot be asked from here
-    rows: list[tuple[str, ...]] = [("WORKDIR", "ENGINE", "ID", "STATE", "STEP", "NODES")]
+    rows: list[dict[str, Any]] = []
     for job in records.under(root):
         status = records.Status("unknown")
         if job.engine not in silent:
@@ -38,12 +39,24 @@ def table(root: Path) -> list[str]:
                 silent.add(job.engine)
         step = Steps(job.workdir / "metrics.jsonl").newest or None
         workdir = job.workdir.relative_to(root) if job.workdir.is_relative_to(root) else job.workdir
-        rows.append((f"{workdir}", job.engine, job.id.partition(":")[0], status.state, f"{step or ''}", status.nodes))
-    return aligned(rows)
+        rows.append({"workdir": f"{workdir}", "engine": job.engine, "id": job.id.partition(":")[0],
+                     "state": status.state, "step": step, "nodes": status.nodes})
+    return rows
+
+
+def table(root: Path) -> list[str]:
+    """Return a line for each job under a folder, below a head."""
+    return aligned([("WORKDIR", "ENGINE", "ID", "STATE", "STEP", "NODES"),
+                    *(tuple(f"{value or ''}" for value in row.values()) for row in listed(root))])
 
 
 def shown(job: records.Job) -> str:
     """Return what is known of a job, one line for each fact."""
+    return "\n".join(f"{name:<10} {value}" for name, value in facts_of(job).items())
+
+
+def facts_of(job: records.Job) -> dict[str, Any]:
+    """Return what is known of a job, by name."""
     status = status_of(job)
     step = Steps(job.workdir / "metrics.jsonl").newest or None
     facts = {"state": status.state + (f" ({status.detail})" if status.detail else ""), "engine": job.engine,
@@ -52,7 +65,7 @@ def shown(job: records.Job) -> str:
              "submitted": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.submitted)),
              "command": records.quoted(job.command), "commit": job.about.get("commit"),
              "cost": cost.so_far(job), "to go": cost.to_go(job.spec, job.workdir), "files": job.folder}
-    return "\n".join(f"{name:<10} {value}" for name, value in facts.items() if value not in (None, ""))
+    return {name: value for name, value in facts.items() if value not in (None, "")}
 
 
 def history(job: records.Job, state: str) -> dict[str, str]:

@@ -498,7 +498,7 @@ def test_a_wrong_command_line(flags, words, capsys):
 
 
 def test_the_exit_status_tells_of_failures(monkeypatch, capsys):
-    monkeypatch.setattr("jaxtrain.doctor.__main__.findings", lambda *args: [Finding("FAIL", "driver", "old", "new")])
+    monkeypatch.setattr("jaxtrain.commands.doctor.findings", lambda *args: [Finding("FAIL", "driver", "old", "new")])
     assert main(["--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {"level": "FAIL", "check": "driver", "what": "old", "fix": "new"}
 

@@ -145,7 +145,7 @@ def test_a_wrong_sampler_is_a_sentence(method, told):
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     """Before anything runs: what is not a sweep, what it would try, and a folder that has another."""
-    monkeypatch.setattr("jaxtrain.launch.sweep.__main__.values_of", lambda config: VALUES)
+    monkeypatch.setattr("jaxtrain.commands.sweep.values_of", lambda config: VALUES)
     monkeypatch.chdir(tmp_path)
 
     def said(text, *flags, name="sweep.toml"):

@@ -35,9 +35,9 @@ def test_the_files_are_current(tmp_path, capsys):
     for name, content in files().items():
         path = ROOT / "deploy" / name
         assert path.read_text() == content, "run jaxtrain dashboards --output=deploy"
-    assert main([f"--folder={tmp_path}"]) == 0
+    assert main([f"--output={tmp_path}"]) == 0
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == files().keys()
-    assert main(["--folder=/dev/null/x"]) == 2 and "--output: /dev/null" in capsys.readouterr().err
+    assert main(["--output=/dev/null/x"]) == 2 and "--output: /dev/null" in capsys.readouterr().err
 
 
 def test_the_page_has_the_table():

@@ -501,5 +501,5 @@ def test_bad_flags_are_one_sentence_and_status_2(capsys, flags, words):
 
 
 def test_schedules_need_no_jax():
-    code = "import sys, jaxtrain.parallel.schedules.__main__; sys.exit('jax' in sys.modules)"
+    code = "import sys, jaxtrain.commands.schedules; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
