@@ -72,7 +72,7 @@ def discard_output() -> None:
 RENAMED = {"to": "output", "html": "output", "svg": "output", "png": "output", "save": "output", "json": "output",
            "folder": "workdir", "least": "min_processes", "full": "processes", "steps": "filters", "target": "label",
            "samples": "log_samples", "tokens": "token_ids", "global_batch": "global_batch_size", "seconds": "timeout",
-           "report": "compare", "field": "text_field", "text_column": "text_field", "audio_column": "audio_field",
+           "report": "all", "field": "text_field", "text_column": "text_field", "audio_column": "audio_field",
            "special_tokens": "parse_special_tokens", "force": "overwrite"}
 
 

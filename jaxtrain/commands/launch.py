@@ -18,7 +18,7 @@ import re
 import sys
 from pathlib import Path
 
-from jaxtrain.commands.flags import command, default_workdir, overrides_of, parser_of
+from jaxtrain.commands.flags import add_config, command, default_workdir, overrides_of, parser_of
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError, say, tell
 from jaxtrain.launch import cost, mesh_check
@@ -33,9 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     words, own = (words[:words.index("--")], words[words.index("--") + 1:]) if "--" in words else (words, [])
     parser = parser_of("launch", __doc__)
-    parser.add_argument("--config", help=argparse.SUPPRESS)  # as the other commands have it
-    parser.add_argument("config", nargs="?", default=argparse.SUPPRESS, help="a config file such as "
-                        "configs/gpt.py, or configs/gpt.py:124m; --config.SECTION.KEY=VALUE overrides its keys")
+    add_config(parser)
     parser.add_argument("--on", required=True, help=f"where the job runs: {', '.join(ENGINES)}")
     parser.add_argument("--workdir", help="workdir of the run, on a file system that all machines share; not needed "
                         "with --dry_run")

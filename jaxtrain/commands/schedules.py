@@ -1,7 +1,7 @@
 """Draw a pipeline schedule, and compute its bubble and memory.
 
     jaxtrain schedules --schedule=zb_h1 --stages=4 --microbatches=8
-    jaxtrain schedules --compare
+    jaxtrain schedules --all
 """
 
 import argparse
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         flags = parse(argv)
         times = (flags.f, flags.b + (flags.f if flags.recompute else 0), flags.w)
-        if flags.compare:
+        if flags.all:
             print(report(times, flags.latency))
             return 0
         if flags.table:
@@ -58,7 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help="B includes recomputing the forward pass, and so takes longer by F (default)")
     parser.add_argument("--output", metavar="FILE",
                         help="write the drawing to this file: SVG, or PNG if it ends in .png")
-    parser.add_argument("--compare", action="store_true", help="compare all schedules instead")
+    parser.add_argument("--all", action="store_true", help="compare all schedules instead")
     flags = parser.parse_args(argv)
     for name in "fbw":
         if not 0 < getattr(flags, name) < float("inf"):

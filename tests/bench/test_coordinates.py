@@ -26,14 +26,14 @@ BASE = ["--config.model.mup_base.embed_dim=32", "--config.model.mup_base.num_hea
 def test_it_tells_what_grows_with_width(flags, tmp_path, capsys):
     slopes = {}
     for name, more, status in (("without", [], 1), ("with", BASE, 0)):
-        said = [f"--output={tmp_path / name}", f"--output={tmp_path / 'page'}"]
+        said = ["--json", f"--output={tmp_path / 'page'}"]
         try:
             assert coordinates_command.main([*flags, *more, *said]) == status == 0
         except SystemExit as stop:
             assert stop.code == status == 1
-        found = json.loads((tmp_path / name).read_text())["slopes"]
-        slopes[name] = {key: both["change"] for key, both in found.items()}
-        assert ("grows with width" in capsys.readouterr().out) == bool(status)
+        found = json.loads(capsys.readouterr().out)
+        slopes[name] = {key: both["change"] for key, both in found["slopes"].items()}
+        assert bool(found["growing"]) == bool(status)
     assert slopes["without"]["logits"] > 0.3 and slopes["without"]["layer 1 residual"] > 0.3
     assert all(abs(slope) < 0.3 for slope in slopes["with"].values()), slopes["with"]
     assert abs(slopes["with"]["logits"]) < 0.15

@@ -234,9 +234,23 @@ def test_weights_are_rounded_to_bfloat16_by_default(workdir, tmp_path):
 ])
 def test_what_cannot_be_exported_is_told_in_one_line(workdir, published, capsys, flags, message):
     names = {"out": published, "new": published.parent / "new", "work": workdir}
-    assert export_command.main([str(workdir), *(flag.format(**names) for flag in flags)]) == 2
-    assert capsys.readouterr().err.strip() == message.format(**names)
+    for rehearsal in ([], ["--dry_run"]) if "/new" not in flags[0] and "--step=-1" not in flags else ([],):
+        assert export_command.main([str(workdir), *(flag.format(**names) for flag in flags), *rehearsal]) == 2
+        assert capsys.readouterr().err.strip() == message.format(**names)
     assert not names["new"].exists()
+
+
+@pytest.mark.slow
+def test_an_export_is_rehearsed_and_replaces_an_earlier_one_when_told(workdir, published, tmp_path, capsys):
+    to = tmp_path / "out"
+    assert export_command.main([str(workdir), f"--output={to}", "--dry_run"]) == 0
+    count = sum(leaf.size for leaf in jax.tree.leaves(trained(workdir)))
+    assert f"step 2 of {workdir} would be written to {to}: {count:,} parameters" in capsys.readouterr().out
+    assert not to.exists()
+    shutil.copytree(published, to)
+    assert export_command.main([str(workdir), f"--output={to}", "--overwrite"]) == 0
+    assert json.loads((to / "config.json").read_text())["dtype"] == "bfloat16", "the earlier one was float32"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize(("source", "message"), [

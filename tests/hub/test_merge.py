@@ -246,6 +246,22 @@ def test_nothing_is_left_of_a_folder_that_could_not_be_finished(models, tmp_path
     assert not (tmp_path / "new/deep/out/model-00009.safetensors").exists()
 
 
+def test_a_merge_is_rehearsed_and_replaces_an_earlier_one_when_told(models, tmp_path, capsys):
+    words = [f"{models[0]}", f"{models[1]}", f"--output={tmp_path / 'out'}"]
+    assert merge_command.main([*words, "--dry_run"]) == 0
+    assert "the average of 2 models would be written to" in capsys.readouterr().out and not [*tmp_path.iterdir()]
+    first = merged(models[:2], tmp_path / "out")
+    assert merge_command.main([f"{models[2]}", *words[1:]]) == 2
+    second = merged([models[2], models[1]], tmp_path / "out", "--overwrite")
+    assert any((first[name] != second[name]).any() for name in first)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "out" / export.RECORD).unlink()
+    capsys.readouterr()
+    assert merge_command.main([*words, "--overwrite"]) == 2
+    assert "has no export.json: it is not an earlier export" in capsys.readouterr().err
+    assert values(tmp_path / "out").keys() == first.keys()
+
+
 @pytest.mark.slow
 def test_runs_are_merged_and_the_result_begins_another(tmp_path):
     """A run's workdir and step are merged with the first one's other files; the run that begins has its logits."""

@@ -1,5 +1,6 @@
 """Jobs on this machine, with a program that saves when it is told to stop."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -68,6 +69,11 @@ def test_a_job_pauses_goes_on_and_ends(workdir, capsys):
     wait_for(lambda: state(workdir) == "done")
     told("logs", workdir)
     assert capsys.readouterr().out == "attempt a b True\n" * 2
+    told("list", workdir.parent, "--json")
+    listed = json.loads(capsys.readouterr().out)
+    assert (listed["workdir"], listed["engine"], listed["state"]) == ("work", "local", "done")
+    told("show", workdir, "--json")
+    assert json.loads(capsys.readouterr().out)["state"].startswith("done")
     told("list", workdir.parent)
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["work", "local"]
     assert not any("s3cret" in path.read_text() for path in (workdir / "jobs" / "1").iterdir())

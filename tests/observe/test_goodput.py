@@ -317,6 +317,10 @@ where 2:03:30 h went (1 start, 0 failed):
   compile       2:00 min   1.6%  compiling
 goodput 97.2%, ETTR 97.2%; step 600 of 1200, about 2:03:30 h to go
 """
+    assert goodput_command.main([str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["seconds"]["compile"] == 120 and (said["step"], said["last_step"], said["starts"]) == (600, 1200, 1)
+    assert said["goodput"] == pytest.approx(7200 / 7410) and said["ended"] == "stopped"
 
 
 @pytest.mark.parametrize("make", [*ODD, *WRONG], ids=lambda make: make.__name__)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import re
 import types
 
@@ -265,6 +266,13 @@ def test_mistakes_are_one_line(words, said, capsys):
     assert main(["--config=configs/gpt.py:tiny", *words]) == 2
     err = capsys.readouterr().err
     assert said in err and len(err.splitlines()) == 1
+
+
+def test_a_plan_for_scripts(capsys):
+    assert main(["--config=configs/gpt.py:tiny", "--target=h100x1", "--explain", "--json", "--tokens=1e6"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["fits"] and said["bytes"] == sum(said["memory"].values()) and said["mesh"]["data"] == 1
+    assert said["days"] == pytest.approx(1e6 / said["tokens_per_s"] / 86400)
 
 
 @pytest.mark.slow

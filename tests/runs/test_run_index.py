@@ -115,6 +115,11 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert main(["compare", f"{one}", f"{one}"]) == 0 and "the configs are the same" in capsys.readouterr().out
     assert main(["compare", f"{one}"]) == 2
     assert main(["show", f"{one}"]) == 0 and "100 (median)" in capsys.readouterr().out
+    assert main(["show", f"{one}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens/s"] == "100 (median)"
+    assert main(["compare", f"{one}", f"{two}", "--json"]) == 0
+    rows = {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert rows["state"][f"{one}"] == rows["state"][f"{two}"] == "finished"
     assert main(["show", f"{tmp_path}"]) == 2 and "has no config.json" in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ weights. The orders are those of the papers:
 long as its longest operation: F on one stage during B on another wastes time, F and B on both does not.
 
     jaxtrain schedules --schedule=zb_h1 --stages=4 --microbatches=8     draws one
-    jaxtrain schedules --compare                                        compares them
+    jaxtrain schedules --all                                            compares them
 """
 
 from jaxtrain.parallel.schedules.making import NAMES, forward_only, make, wrong_chunks

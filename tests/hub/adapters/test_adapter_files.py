@@ -146,6 +146,9 @@ def test_a_store_keeps_every_version(tmp_path, capsys, monkeypatch):
     assert adapters.main(["list", f"{tmp_path / 'store'}"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and "style/2  rank 2  alpha 8, rank-stabilized  " in said[1] and f"for {base}" in said[1]
+    assert adapters.main(["list", f"{tmp_path / 'store'}", "--json"]) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["rank"], one["alpha"], one["rank_stabilized"]) for one in said] == [(2, 8, True)] * 2
     assert adapter_files.base_of(tmp_path / "store" / "style" / "2").resolve() == base.resolve()
     assert not [*Path(tmp_path / "store" / "style").glob("*.partial")]
     shutil.copytree(folder, left := tmp_path / "store" / "style" / f"{os.getpid()}.partial")  # by one that was killed

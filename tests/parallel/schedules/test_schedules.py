@@ -472,7 +472,7 @@ def test_the_documentation_shows_schedules_as_they_are_executed(name, tmp_path):
 
 
 def test_the_report_compares(capsys):
-    assert main(["--compare", "--no-recompute"]) == 0
+    assert main(["--all", "--no-recompute"]) == 0
     lines = {line[:22].strip(): line[22:].split() for line in capsys.readouterr().out.splitlines()[2:]}
     assert lines["zb_h1"][:2] == ["88.9%", "(88.9%)"] and lines["1f1b, paired"][0] == "72.7%"
 

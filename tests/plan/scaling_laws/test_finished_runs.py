@@ -62,9 +62,12 @@ def test_the_trials_of_a_sweep_are_runs(runs, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_fit_is_saved_and_drawn(fit_file, capsys):
+def test_the_fit_is_saved_and_drawn(runs, fit_file, capsys):
     found = saved_fit.load(fit_file)
     assert found.law.alpha == pytest.approx(LAW.alpha, abs=0.01) and len(found.points) == 9
+    assert scaling_command.main([*map(str, runs), "--json", "--samples=4"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["law"]["alpha"] == pytest.approx(LAW.alpha, abs=0.01) and len(said["runs"]) == 9
     page = fit_file.with_suffix(".html").read_text()
     assert page.count("<svg") == 4 and "NaN" not in page and "nan" not in page
 
