@@ -15,14 +15,11 @@ from jaxtrain.commands.flags import command, parser_of
 from jaxtrain.commands.train import training_flags
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
-from jaxtrain.plan.elastic import choose, sizes_of, words
 
 
 @command()
 def main(argv: list[str] | None = None) -> None:
     """Print with how many processes the run could go on."""
-    from jaxtrain.config.load import load_config
-
     parser = parser_of("elastic", __doc__)
     parser.add_argument("workdir", metavar="WORKDIR", type=Path, help="the workdir of the run, which must have started")
     parser.add_argument("--min_processes", type=int, required=True, help="fewest processes to try")
@@ -36,6 +33,9 @@ def main(argv: list[str] | None = None) -> None:
     if run is None or run["process_count"] < 1:
         raise UserError("WORKDIR", f"{flags.workdir} does not record how many devices a process has", fix)
     each = math.prod(run["mesh"].values()) // run["process_count"]
+    from jaxtrain.config.load import load_config
+    from jaxtrain.plan.elastic import choose, sizes_of, words  # imports JAX, for which --help does not wait
+
     config = load_config(trained.config, overrides)
     for count in range(flags.min_processes, flags.processes):
         try:

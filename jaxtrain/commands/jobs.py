@@ -18,7 +18,6 @@ from jaxtrain.commands.flags import add_json, add_subcommand, command, parser_of
 from jaxtrain.commands.train import training_flags
 from jaxtrain.errors import UserError, say, tell
 from jaxtrain.launch import job_record as records
-from jaxtrain.launch import mesh_check
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.jobs import facts_of, history, listed, output, shown, table
 
@@ -80,6 +79,8 @@ def main(argv: list[str] | None = None) -> None:
         if flags.nodes is not None:
             if flags.nodes < 1:
                 raise UserError("--nodes", f"{flags.nodes} is not a number of machines", "give 1 or more")
+            from jaxtrain.launch import mesh_check  # imports JAX, which the other commands do without
+
             if config := config_of(job):
                 mesh_check.check_resumed(config, job.spec, flags.nodes)
         records.record(replace(job, id=engine.resume(job, flags.nodes)))

@@ -21,7 +21,7 @@ from pathlib import Path
 from jaxtrain.commands.flags import add_config, command, default_workdir, overrides_of, parser_of
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError, say, tell
-from jaxtrain.launch import cost, mesh_check
+from jaxtrain.launch import cost
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.job_spec import ENGINES, JobSpec, read_spec
 from jaxtrain.launch.submission import describe, submit
@@ -57,10 +57,12 @@ def main(argv: list[str] | None = None) -> None:
         made.append(describe(flags.on, Path(workdir), flags.config, loaded, overrides, command, spec))
         engine.check(made[-1])
     if flags.dry_run:
+        from jaxtrain.launch.mesh_check import memory_warning
+
         for name, content in engine.render(made[0]).items():
             tell(f"# {name}\n{content}")
         rehearsed = engine.rehearse(made[0]) if hasattr(engine, "rehearse") else ""
-        warning = mesh_check.memory_warning(loaded, spec) if loaded else ""
+        warning = memory_warning(loaded, spec) if loaded else ""
         for line in filter(None, (rehearsed, warning, cost.at_most(spec), cost.to_go(spec, made[0].workdir))):
             say(line)
         return

@@ -11,15 +11,17 @@ from jaxtrain.launch import job_record as records
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.restarts import restart_history
 from jaxtrain.launch.supervisor.progress_file import Steps
-from jaxtrain.launch.sweep import trials
 from jaxtrain.pages.plain_text import aligned
 
 
 def status_of(job: records.Job) -> records.Status:
     """Return what became of a job, as its engine says; one that its sweep has told to end is stopped."""
     status = engine_of(job.engine).status(job)
-    if status.state == "cancelled" and trials.stopped(job.workdir):
-        return replace(status, state="stopped", detail="by its sweep")
+    if status.state == "cancelled":
+        from jaxtrain.launch.sweep import trials  # imports JAX, which a list of jobs does without
+
+        if trials.stopped(job.workdir):
+            return replace(status, state="stopped", detail="by its sweep")
     return status
 
 

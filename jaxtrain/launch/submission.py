@@ -10,7 +10,6 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.launch import job_record as jobs
-from jaxtrain.launch import mesh_check
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.redaction import redacted
@@ -24,6 +23,8 @@ def describe(on: str, workdir: Path, config: str | None, loaded: Config | None, 
         raise UserError("command line", "a job runs a config or a command, one of the two",
                         "write jaxtrain launch CONFIG ..., or -- and a command at the end")
     if loaded:
+        from jaxtrain.launch import mesh_check  # imports JAX, for which --help does not wait
+
         if spec.min_nodes % spec.nodes and not loaded.resilience.elastic:
             raise UserError("min_nodes", "the config does not allow fewer nodes",
                             "set resilience.elastic=true, or leave it out")
