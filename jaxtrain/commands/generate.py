@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.commands.flags import command, folders_by_name, overrides_of, parser_of
 from jaxtrain.errors import UserError, nearest, say, tell_text
 from jaxtrain.files.bounded_files import LARGE, parsed, read, user_json
+from jaxtrain.hub.chat_messages import EXAMPLE, Messages, chat_of, read_messages
 
 if TYPE_CHECKING:
     from jaxtrain.hub.sampling import Sampling
-
-from jaxtrain.hub.chat_messages import EXAMPLE, Messages, chat_of, read_messages
 
 Prompt = str | Messages
 

@@ -59,6 +59,8 @@ def alike(folders: Sequence[Path]) -> tuple[dict[str, Any], Sequence[Mapping[str
     return sections[0], models
 
 
+# ------------------------------------------------------------------------------------------------------------- formulas
+
 def average(tensors: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
     """Return the weighted mean, of weights that add up to 1; of equal tensors it is the same, to the last bit."""
     first = _wide(tensors[0])

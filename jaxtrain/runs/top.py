@@ -91,6 +91,7 @@ class Watch:
                 return
 
 
+# ------------------------------------------------------------------------------------------------------------- pictures
 def frame(watch: Watch, width: int, height: int, now: float | None = None) -> Any:
     """Return what rich draws of the runs on a terminal of this size."""
     now = time.time() if now is None else now

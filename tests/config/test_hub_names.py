@@ -121,7 +121,7 @@ def test_what_is_no_model_and_no_config_is_told_by_its_cause(hub, read, name, me
     (evaluate_tasks.main, ["--tasks=python_words", f"--include={ROOT}/examples/evaluation"])])
 def test_commands_take_a_model_of_the_hub_or_tell_how_to_download_it(hub, main, words, capsys, monkeypatch):
     monkeypatch.setattr(task_names, "check", lambda *_: None)
-    key = "SOURCE" if main is merge_command.main else "WORKDIR"
+    key = "MODEL" if main is merge_command.main else "WORKDIR"
     assert main(["hf:Org/Far", *words]) == 2 and hub.asked == [("Org/Far", None, True)]
     assert capsys.readouterr().err == (
         f"{key}: Org/Far cannot be downloaded from the Hugging Face Hub (ConnectError: no route); where there is a "

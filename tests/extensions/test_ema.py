@@ -14,7 +14,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.commands import export as export_command
-from jaxtrain.commands import generate as generate_texts
+from jaxtrain.commands import generate
 from jaxtrain.errors import UserError
 from jaxtrain.extensions import ema
 from jaxtrain.hub import export
@@ -167,10 +167,10 @@ def test_the_average_is_exported_and_generates(straight, tmp_path, capsys):
     said = []
     for folder, *more in ((straight, "--ema"), (straight,), (tmp_path / "out",)):
         words = [str(folder), "--prompt=line ", "--max_new_tokens=3", "--temperature=0", "--json", "--logprobs", *more]
-        assert generate_texts.main(words) == 0
+        assert generate.main(words) == 0
         said.append(json.loads(capsys.readouterr().out)["logprobs"])
     assert said[0] == said[2] != said[1]
-    assert generate_texts.main([str(tmp_path / "out"), "--prompt=a", "--ema"]) == 2
+    assert generate.main([str(tmp_path / "out"), "--prompt=a", "--ema"]) == 2
     assert "--ema: " in (told := capsys.readouterr().err) and "with one set of weights; leave it out" in told
 
 

@@ -25,8 +25,7 @@ import lm_eval.tasks
 from jaxtrain.commands import evaluate as evaluate_command
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.distributed.run_lock import locked
-from jaxtrain.hub import chat_messages as generate_texts
-from jaxtrain.hub import evaluate_tasks, harness_model, training_tasks
+from jaxtrain.hub import chat_messages, evaluate_tasks, harness_model, training_tasks
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.harness_model import HarnessModel
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
@@ -314,7 +313,7 @@ def test_an_answer_ends_with_its_turn_and_a_text_may_begin_with_nothing(workdir)
 def test_a_conversation_is_asked_as_the_template_has_it(workdir):
     run, state = jt.load_model(workdir)
     words = tokenizer_of(workdir)
-    model = HarnessModel(run, state, words, chat=generate_texts.chat_of(workdir, {}, words, "plain"))
+    model = HarnessModel(run, state, words, chat=chat_messages.chat_of(workdir, {}, words, "plain"))
     text = model.apply_chat_template([{"role": "user", "content": "hello"}])
     assert text == "user: hello\nassistant: " and model.tok_encode(text) == list(text.encode())
 

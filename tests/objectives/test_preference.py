@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.commands import export, prepare
-from jaxtrain.commands import generate as generate_texts
+from jaxtrain.commands import export, generate, prepare
 from jaxtrain.hub.weights import safetensors_files
 from jaxtrain.models.lora import scale
 from jaxtrain.objectives.preference import LOSSES, Pairs
@@ -216,7 +215,7 @@ def test_a_reward_model_begins_with_a_language_model_and_is_published_as_a_class
     further = jt.build(config(**tuned, train__init_from=str(folder / "whole"))).init()
     assert equal(further.all_params, whole.all_params)
     with pytest.raises(jt.UserError, match=r"model: it is a reward model, with a reward head in place of the out"):
-        generate_texts.main.__wrapped__([str(folder / "whole"), "--prompt=say"])
+        generate.main.__wrapped__([str(folder / "whole"), "--prompt=say"])
     assert export.main([str(folder / "whole"), f"--output={tmp_path}/out", "--dtype=float32"]) == 0
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said["architectures"] == ["LlamaForSequenceClassification"] and said["pad_token_id"] == said["eos_token_id"]
