@@ -1,8 +1,8 @@
 """Fit a scaling law to finished runs: predict the loss, and the best size for a budget.
 
-    jaxtrain scaling WORKDIR WORKDIR WORKDIR ... --output=fit.json
-    jaxtrain scaling SWEEP --flops=1e21 --output=fit.html
-    jaxtrain plan --config=configs/gpt.py:124m --target=h100x8 --tokens=3e9 --scaling=fit.json
+    jaxtrain scaling WORKDIR WORKDIR WORKDIR ... --output=FILE
+    jaxtrain scaling SWEEP --flops=1e21 --output=PAGE.html
+    jaxtrain plan --config=configs/gpt.py:124m --target=h100x8 --tokens=3e9 --scaling=FILE
 
 The loss is E + A / N^alpha + B / D^beta, where N is the number of parameters used per token and D the number of tokens
 a run was trained on, so that training takes 6 N D FLOPs, plus those of attention. Bands are the 5th and 95th
