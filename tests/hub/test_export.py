@@ -108,7 +108,7 @@ def test_two_processes_export_and_begin_as_one_does(workdir, published, tmp_path
             for process in started:
                 process.kill()
 
-    both("jaxtrain.hub.export", str(workdir), f"--output={tmp_path / 'out'}", "--dtype=float32", "--file_gb=0.00002")
+    both("jaxtrain", "export", str(workdir), f"--output={tmp_path / 'out'}", "--dtype=float32", "--file_gb=0.00002")
     for file in published.glob("*model*"):
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
     keys = [f"--config.{key}={value}" for key, value in KEYS.items() if not key.startswith("model.")]
