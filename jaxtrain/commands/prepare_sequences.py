@@ -10,7 +10,7 @@ It works like `jaxtrain prepare`: the input determines tasks, each task has a le
 import argparse
 import sys
 
-from jaxtrain.commands.flags import Parser, command, parser_of
+from jaxtrain.commands.flags import Parser, add_dry_run, command, parser_of
 from jaxtrain.data.prepare import job
 from jaxtrain.data.prepare_sequences.audio import TARGETS, Audio
 from jaxtrain.data.prepare_sequences.event_streams import Events
@@ -18,12 +18,19 @@ from jaxtrain.data.prepare_sequences.picture_patches import Pictures
 from jaxtrain.data.prepare_sequences.prepare_sequences import Source, prepare_sequences, summary
 from jaxtrain.errors import UserError, tell
 from jaxtrain.files.work_progress import Line
+from jaxtrain.pages.plain_text import in_bytes
 
 
 @command("stopped; run the same command to continue")
 def main(argv: list[str] | None) -> None:
     """Run the command; exit status 0: the corpus is complete; 2: a user error, reported in one line."""
     flags = parse(argv)
+    if flags.dry_run:
+        tasks = source_of(flags).find_tasks(flags.input)
+        pieces = [piece for task in tasks for piece in task]
+        size, count = in_bytes(sum(piece.size for piece in pieces)), len({piece.path for piece in pieces})
+        tell(f"{len(tasks):,} shards would be made in {flags.output}, of {size} in {count:,} files")
+        return
     with Line(sys.stderr) as say:
         workers = flags.workers or job.cores()
         corpus = prepare_sequences(flags.input, flags.output, source_of(flags), workers, say)
@@ -109,6 +116,7 @@ Prepare images from files, tar archives or Parquet as patches.
         kind.add_argument("--eval_fraction", type=float, default=default.eval_fraction,
                           help=f"share of sequences held out for evaluation;  default: {default.eval_fraction:g}")
         kind.add_argument("--task_bytes", type=int, default=default.task_bytes, help="bytes of input per shard")
+        add_dry_run(kind, "find the input, say how it would be divided, and stop")
         kind.add_argument("--workers", type=int, help="number of processes; default: number of cores")
     flags = parser.parse_args(argv)
     if flags.workers is not None and flags.workers < 1:

@@ -50,7 +50,8 @@ FIRST = {  # what a command is about comes first
 }
 READ_BY_SCRIPTS = ("runs-list runs-show runs-compare runs-gc checkpoint-list goodput adapters-list jobs-list jobs-show "
                    "plan scaling coordinates doctor generate")
-REHEARSED = "export merge publish prepare launch sweep calibrate runs-gc checkpoint-restore-to"
+REHEARSED = ("export merge publish prepare launch sweep calibrate runs-gc checkpoint-restore-to "
+             "prepare_sequences-audio prepare_sequences-events prepare_sequences-pictures")
 REPLACING = "export merge adapters-export adapters-merge train_tokenizer"
 
 

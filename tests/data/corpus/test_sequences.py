@@ -99,6 +99,14 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kind, kills
     assert files(output) == want
 
 
+def test_a_rehearsal_divides_the_input_and_writes_nothing(tmp_path, capsys):
+    inputs = audio(tmp_path / "in")
+    assert main(["audio", f"--input={inputs}", f"--output={tmp_path / 'out'}", "--task_bytes=1", "--dry_run"]) == 0
+    count = len([path for path in inputs.rglob("*") if path.suffix == ".wav"])
+    assert f"{count:,} shards would be made in {tmp_path / 'out'}, of " in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["train-00000.features.bin", "train-00000.steps.offsets.npy", "manifest.json"])
 def test_what_is_not_as_it_was_written_is_refused(tmp_path, name):
     corpus = prepare_sequences([str(audio(tmp_path / "in"))], tmp_path / "out", Audio(eval_fraction=0))
