@@ -1,6 +1,6 @@
 r"""A classifier that labels audio clips of some seconds: a small encoder, one GPU.
 
-    python -m jaxtrain.data.prepare_sequences audio --input=FOLDERS --target=folder --output=SOUNDS
+    jaxtrain prepare_sequences audio --input=FOLDERS --label=folder --output=SOUNDS
     python -m jaxtrain.main --config=configs/clips.py --config.data.source=SOUNDS --config.model.labels=10
 
 A folder of clips for each label. `:tiny` is for a CPU.

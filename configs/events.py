@@ -1,6 +1,6 @@
 r"""A model that predicts a user's next event from earlier ones: about 10 M parameters and the columns of the corpus.
 
-    python -m jaxtrain.data.prepare_sequences events --input=TABLES --user=user --time=at --category item \
+    jaxtrain prepare_sequences events --input=TABLES --user=user --time=at --category item \
         --output=CLICKS
     python -m jaxtrain.main --config=configs/events.py --config.data.source=CLICKS --config.model.categories.item=5000
 

@@ -1,6 +1,6 @@
 """Flow matching of labelled pictures: a vision transformer of the shape of DiT B, on pixels, in patches of 4 x 4.
 
-    python -m jaxtrain.data.prepare_sequences pictures --input=FOLDERS --target=folder --patch_size=4 --output=LABELLED
+    jaxtrain prepare_sequences pictures --input=FOLDERS --label=folder --patch_size=4 --output=LABELLED
     python -m jaxtrain.main --config=configs/picture_flow.py --config.data.source=LABELLED
 
 One accelerator or several (data parallel, at most 64). Speed and quality: not measured. Variant: `:tiny` (seconds on a

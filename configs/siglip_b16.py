@@ -1,6 +1,6 @@
 """SigLIP B/16 (arXiv 2303.15343): both encoders of the published shape, over packed pictures of their own sizes.
 
-    python -m jaxtrain.data.prepare_sequences pictures --target=text --tokenizer=FILE --input=FOLDER --output=PAIRS
+    jaxtrain prepare_sequences pictures --label=text --tokenizer=FILE --input=FOLDER --output=PAIRS
     python -m jaxtrain.main --config=configs/siglip_b16.py --config.data.source=PAIRS
 
 For 32 accelerators of 40 GB (fully sharded): 2,048 pictures of 256 patches a step, or more that are smaller. Speed and

@@ -1,6 +1,6 @@
 """A Llama 3.2 1B decoder that reads pictures by an encoder of the shape of ViT B/16, trained from random values.
 
-    python -m jaxtrain.data.prepare_sequences pictures --target=text --tokenizer=FILE --input=FOLDER --output=PAIRS
+    jaxtrain prepare_sequences pictures --label=text --tokenizer=FILE --input=FOLDER --output=PAIRS
     python -m jaxtrain.main --config=configs/vision_language.py --config.data.source=PAIRS
 
 For 8 accelerators of 80 GB (fully sharded). Speed and accuracy: not measured. `--config.train.freeze='["picture/*"]'`

@@ -1,6 +1,6 @@
 """Speech to text: an encoder and a decoder of the published shapes of Whisper, on clips with their transcripts.
 
-    python -m jaxtrain.data.prepare_sequences audio --input=CLIPS --target=text --output=SPEECH
+    jaxtrain prepare_sequences audio --input=CLIPS --label=text --output=SPEECH
     python -m jaxtrain.main --config=configs/whisper.py:words --config.data.source=SPEECH
 
 `:words` is for a CPU, a few words and the tokenizer "bytes"; examples/spoken_words.py has an example with its data. The

@@ -1,9 +1,9 @@
 """A step of one's own for `prepare`: leaves out documents with private keys or access tokens in them.
 
-python -m jaxtrain.data.prepare --input=jaxtrain --output=corpora/safe --steps examples.leave_out_secrets:step pii
+jaxtrain prepare --input=jaxtrain --output=corpora/safe --filters examples.leave_out_secrets:step pii
 
 Safety filters come this way. One that needs a model is a class or a function that is given what stands behind `=` and
-gives the step back: `--steps mypackage.safety:Classifier=model.bin` loads it once a task.
+gives the step back: `--filters mypackage.safety:Classifier=model.bin` loads it once a task.
 """
 
 import re

@@ -1,8 +1,4 @@
-"""Train a config, or resume its run.
-
-`python -m jaxtrain.main --config=configs/gpt.py[:variant] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]`, which is
-`jaxtrain train`; `flags.py` defines its flags.
-"""
+"""Train a config, or resume its run: `python -m jaxtrain.main` is `jaxtrain train`, and the process of every run."""
 
 # ruff: noqa: E402
 import gc
@@ -19,103 +15,9 @@ if __name__ == "__main__":  # before other imports; and for a second signal whil
     signal.signal(signal.SIGTERM, _stop_at_once)
     gc.disable()  # until all is imported: no module is garbage, and to look for some takes a sixth of the imports
 
-import argparse
-import json
 import sys
 
-from jaxtrain.distributed import exit_codes, heartbeat
-from jaxtrain.doctor.xla_flags import check_xla_flags
-from jaxtrain.errors import UserError, say, tell
-from jaxtrain.flags import discard_output, exit_process, training_flags, warn_in_one_line, workdir_of
-from jaxtrain.redaction import hide_in_tracebacks, redacted
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Parse flags, connect processes, load the config and train; `distributed/exit_codes.py` lists the exit statuses.
-    """
-    heartbeat.hold()
-    hide_in_tracebacks()
-    try:
-        flags, overrides = training_flags(sys.argv[1:] if argv is None else argv)
-        from jaxtrain.trainer.shutdown import before_the_loop
-
-        with before_the_loop():
-            return exit_process(run(flags, overrides))
-    except exit_codes.RunExit as end:
-        say(end)
-        return exit_process(end.code, end if end.alone else None)
-    except UserError as mistake:
-        say(mistake)
-        return exit_process(exit_codes.MISTAKE, mistake)
-    except KeyboardInterrupt as stop:
-        say("stopped at once; what was saved before is kept")
-        return exit_process(exit_codes.INTERRUPTED, stop)
-    except Exception as error:
-        exit_process(1, error)  # returns in a single-process run
-        raise
-
-
-def run(flags: argparse.Namespace, overrides: dict[str, str]) -> int:
-    """Do what the flags ask for; returns the exit status."""
-    check_xla_flags()
-    if "JAXTRAIN_STARTS_FILE" in os.environ:  # set by what starts jobs again
-        from jaxtrain.launch.restarts import idle_starts
-
-        idle_starts.check(workdir_of(flags))
-    from jaxtrain import compile_cache
-    from jaxtrain.config import load
-    from jaxtrain.distributed import authentication, processes
-    from jaxtrain.plan.targets import claim_memory
-
-    warn_in_one_line()
-    claim_memory()
-    compile_cache.enable_compilation_cache()
-    authentication.find_secret(workdir_of(flags))
-    processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
-    _need_devices()
-    resolved = load.load_config(flags.config, overrides)
-    processes.agree(resolved)
-    if flags.print_config:
-        shown = resolved.to_dict() if flags.print_config == "all" else {
-            key: value for key, (value, _) in load.diff(resolved, load.load_config(flags.config)).items()}
-        try:
-            tell(json.dumps(shown, indent=2), flush=True)
-        except BrokenPipeError:  # as with `| head`
-            discard_output()
-        return exit_codes.DONE
-    from jaxtrain.trainer.loop import train
-
-    if not gc.isenabled():  # as above; what another caller has left may be garbage
-        gc.freeze()  # nor later
-        gc.set_threshold(10_000)  # objects: each time JAX does something as well, which takes longer
-        gc.enable()
-    if resolved.mesh.auto or resolved.mesh.hsdp:  # now, so that an elastic run changes a mesh of known sizes
-        import jax
-
-        from jaxtrain.plan import preflight
-
-        resolved = preflight.resolve(resolved, jax.devices())
-    if resolved.resilience.elastic:
-        from jaxtrain.plan import elastic
-
-        resolved = elastic.here(resolved, workdir_of(flags))
-    train(resolved, workdir_of(flags), may_change=flags.may_change, adopt=flags.adopt,
-          config_name=redacted(flags.config))
-    return exit_codes.DONE
-
-
-def _need_devices() -> None:
-    """Refuse a JAX_PLATFORMS whose devices are not here, before a config asks for devices."""
-    import jax
-
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as error:  # a missing plugin is an assertion
-        wanted = os.environ.get("JAX_PLATFORMS", "")
-        why = f" ({f'{error}'.splitlines()[0][:200]})" if f"{error}" else ""
-        raise UserError("JAX_PLATFORMS", f"{wanted!r} names devices that JAX cannot use here{why}",
-                        "unset it, or install that platform: pip install 'jax[cuda13]' or 'jax[tpu]'") from error
-
+from jaxtrain.commands.train import main
 
 if __name__ == "__main__":
     status = main()

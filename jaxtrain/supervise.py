@@ -1,8 +1,8 @@
-"""`python -m jaxtrain.supervise`: start processes as one run, and restart them when one dies or hangs."""
+"""`python -m jaxtrain.supervise`, as job files of earlier runs start it: the command `jaxtrain supervise`."""
 
 import sys
 
-from jaxtrain.launch.supervisor.supervisor import main
+from jaxtrain.commands.supervise import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.commands import COMMANDS
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxtrain"
 # From the top to the ground: a module imports from its own layer and from those below.
 LAYERS = (
-    "__init__ __main__ main cli api supervise bench", "trainer", "islands", "launch runs profiling", "plan",
+    "__main__ main cli supervise commands", "__init__ api bench", "trainer", "islands", "launch runs profiling", "plan",
     "tuning hub", "builder", "own_builder", "extensions", "run",
     "objectives", "checkpoint", "resilience", "doctor", "models", "parallel", "kernels", "train_step", "data",
-    "distributed", "observe", "config flags hf", "sharding",
+    "distributed", "observe", "config hf", "sharding",
     "storage files errors redaction synonyms compile_cache pages base")
+# They only pass on what the command line says; `python -m` runs them.
+ENTRANCES = {f"jaxtrain.{name}" for name in ("__main__", "main", "cli", "supervise", "bench.__main__")}
 BUDGETS = {"LEARNING": 6331, "SURVIVAL": 3932}  # docs/decisions.md says why not 3,500 and 2,500
 
 
@@ -53,7 +57,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def layer(module: str) -> int:
-    room = [*module.split("."), "__init__"][1]
+    room = "main" if module in ENTRANCES else [*module.split("."), "__init__"][1]
     rank = [number for number, names in enumerate(LAYERS) if room in names.split()]
     assert rank, f"{module}: give jaxtrain/{room} a place in LAYERS"
     return rank[0]
@@ -80,6 +84,29 @@ def circle(imported: dict[str, set[str]]) -> list[str]:
 
 def test_imports_only_go_down():
     assert upward(graph()) == []
+
+
+def readers_of_flags(imported: dict[str, set[str]]) -> list[str]:
+    """Return the modules that import commands, or their flags, and are neither a command nor an entrance."""
+    return [name for name, others in sorted(imported.items()) if not name.startswith("jaxtrain.commands")
+            and name not in ENTRANCES and any(other.startswith("jaxtrain.commands") for other in others)]
+
+
+def test_only_commands_read_flags():
+    """Functions below take plain arguments, so that a notebook and a test call them as a command does."""
+    assert readers_of_flags(graph()) == []
+    assert readers_of_flags({"jaxtrain.hub.export": {"jaxtrain.commands.flags"}, "jaxtrain.cli": {"jaxtrain.commands"},
+                             "jaxtrain.commands.export": {"jaxtrain.commands.flags"}}) == ["jaxtrain.hub.export"]
+    takers = [f"{path.relative_to(ROOT)}: {word}" for path in sorted(PACKAGE.rglob("*.py"))
+              if path.parent.name != "commands" for word in re.findall(r"argparse\.Namespace|ArgumentParser\b",
+                                                                       path.read_text())]
+    assert takers == []
+
+
+def test_every_command_is_a_file_of_its_name():
+    files = {path.stem for path in (PACKAGE / "commands").glob("*.py")} - {"__init__", "flags"}
+    assert files == set(COMMANDS)
+    assert set(graph()["jaxtrain.commands"]) == set(), "the table is read before any command is imported"
 
 
 def test_there_is_no_circle():
@@ -111,7 +138,8 @@ def test_a_wrong_import_is_found():
 
 
 def test_no_two_files_have_one_name():
-    stems = Counter(path.stem for path in PACKAGE.rglob("*.py") if not path.stem.startswith("__"))
+    stems = Counter(path.stem for path in PACKAGE.rglob("*.py")
+                    if not path.stem.startswith("__") and path.parent.name != "commands")  # which have theirs by name
     assert [stem for stem, count in stems.items() if count > 1] == []
     assert not stems.keys() & {"utils", "util", "helpers", "common", "misc"}
 
@@ -120,14 +148,14 @@ def test_no_folder_is_flat():
     files = defaultdict(int)
     for path in PACKAGE.rglob("*.py"):
         files[str(path.parent.relative_to(ROOT))] += not path.stem.startswith("__")
-    del files["jaxtrain/models"]  # one file a family
+    del files["jaxtrain/models"], files["jaxtrain/commands"]  # one file a family, and a command
     assert {folder: count for folder, count in files.items() if count > 15} == {}
 
 
 def test_tests_stand_where_what_they_test_stands():
     """A test file with the name of a module is in the folder that mirrors the module's."""
     homes = {path.stem: path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")
-             if not path.stem.startswith("__")}
+             if not path.stem.startswith("__") and path.parent.name != "commands"}
     across = {"numerics", "composition"}  # what many modules do together
     wrong = [f"{path} belongs in tests/{homes[stem]}" for path in sorted((ROOT / "tests").rglob("test_*.py"))
              if (stem := path.stem.removeprefix("test_")) in homes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain import flags
+from jaxtrain.commands import flags
 from jaxtrain.errors import UserError, say, tell, tell_text
 from jaxtrain.files.work_progress import Line
 from jaxtrain.observe.progress import Progress
@@ -18,11 +18,11 @@ SHOWN = r"a\x1b]0;title\x07b\x1b[2Jc\rd\u202ee\x9bf\x7f\ud800"
 JAXTRAIN = Path(__file__).parents[1] / "jaxtrain"
 # What may print as it is: text of its own only, JSON without such characters, or colours around clean text.
 PRINTS = {"cli.py", "config/key_reference.py", "errors.py", "redaction.py", "files/work_progress.py",
-          "observe/progress.py", "observe/live_display.py", "hub/generate_texts.py",
-          "hub/speech/live_printing.py", "observe/prometheus/__main__.py", "plan/scaling_laws/__main__.py",
-          "plan/elastic.py", "parallel/schedules/__main__.py", "data/inspect.py", "distributed/processes.py",
+          "observe/progress.py", "observe/live_display.py", "commands/generate.py",
+          "hub/speech/live_printing.py", "commands/dashboards.py", "commands/scaling.py",
+          "commands/elastic.py", "commands/schedules.py", "commands/inspect.py", "distributed/processes.py",
           "runs/top.py", "launch/ray_driver.py", "bench/records.py", "bench/reference/plain_jax.py",
-          "bench/__main__.py", "bench/sweep.py", "bench/coordinates.py", "doctor/child.py"}
+          "commands/bench.py", "commands/coordinates.py", "bench/sweep.py", "doctor/child.py"}
 
 
 def test_what_steers_a_terminal_is_escaped_and_other_text_is_not():

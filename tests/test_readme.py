@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.flags import COMMANDS
+from jaxtrain.commands import COMMANDS
 from tests.tiny import QUICKLY, virtual_devices
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +26,7 @@ SMALL = ["--config.train.steps=2", "--config.optimizer.warmup_steps=1", "--confi
 QUICK = re.compile(r"--print_config")
 # These differ from another one in the config alone, and tests/test_configs.py lowers or trains the tiny variant of
 # each; tests/test_examples.py runs the notebooks, and tests/bench the benchmark.
-ALIKE = re.compile(r"configs/\w+\.py --config\.data\.source=/path/to/text$|jaxtrain\.plan .*llama3_8b|"
+ALIKE = re.compile(r"configs/\w+\.py --config\.data\.source=/path/to/text$|jaxtrain plan .*llama3_8b|"
                    r"tools/release/run_notebooks|jaxtrain\.bench --config")
 LONG = (*((page, 0) for page in ("README.md", "planner.md", "api.md", "training.md", "observe.md")),
         ("data-sequences.md", 0), *(("objectives.md", number) for number in range(6)))
@@ -35,11 +35,16 @@ FILE = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```", re.M | re.S)  # a file 
 SETUP = re.compile(r"^python3 -m venv \.venv && \.venv/bin/pip install -q -e \S+ && (\.venv/bin/python .*)$", re.M)
 
 
+def module_of(command: str) -> str:
+    """The words behind `python -m` that run a command."""
+    return {"train": "jaxtrain.main", "bench": "jaxtrain.bench"}.get(command, f"jaxtrain {command}")
+
+
 def shown() -> list[str]:
     """Every command, once, in the order of the documentation."""
     found: dict[str, str] = {}  # whichever Python runs it
     for path in DOCS + CODE:
-        text = SUBCOMMAND.sub(lambda found: "{}{}python -m {}".format(found[1], found[2] or "", COMMANDS[found[3]][0]),
+        text = SUBCOMMAND.sub(lambda found: f"{found[1]}{found[2] or ''}python -m {module_of(found[3])}",
                               path.read_text())
         for command in [*SETUP.findall(text), *COMMAND.findall(text)]:
             command = command.split("  ")[0]  # what stands apart explains
@@ -60,10 +65,11 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
     # What documentation writes to corpora/ and models/ lies beside the workdirs.
     words = [re.sub(r"(^|=|:)(corpora|models)/", rf"\1{workdirs}/", word) for word in words]
     words = [re.sub(r"^runs/tour(?=/|$)", str(workdirs), word) for word in words]
-    words = [re.sub(r"^(--input=|)jaxtrain$", r"\1jaxtrain/data", word) for word in words]  # a sixth of the text
+    # A sixth of the text; the module that is run keeps its name.
+    words[3:] = [re.sub(r"^(--input=|)jaxtrain$", r"\1jaxtrain/data", word) for word in words[3:]]
     # A config that comes first is the same as --config=CONFIG (tests/test_cli.py).
     words = [re.sub(r"^(?=configs/\w+\.py)", "--config=", word) for word in words]
-    if words[1:3] == ["-m", "jaxtrain.plan"]:
+    if words[1:4] == ["-m", "jaxtrain", "plan"]:
         words = [re.sub(r"^(--config=.*\.py)$", r"\1:tiny", word) for word in words
                  if not word.startswith("--config.data.seq_len=")]  # longer than what tiny models read
         if "--explain" not in words:
@@ -72,7 +78,7 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
         words = [re.sub(r"^(--config=.*\.py)$", r"\1:tiny", word) for word in words] + ["--steps=2", "--warmup=1"]
         words = [re.sub(r"^(train\.unroll=1),0$", r"\1", word) for word in words]  # each value is a process
     words = [re.sub(r"^(--widths=\d+),.*,(\d+)$", r"\1,\2", word) for word in words]  # the slope is between these
-    if words[1:3] in (["-m", "jaxtrain.main"], ["-m", "jaxtrain.supervise"]):
+    if words[2] == "jaxtrain.main" or words[2:4] == ["jaxtrain", "supervise"]:
         where = [i for i, word in enumerate(words) if word.startswith("--config=")]
         for i in where:
             if not words[i].endswith(":tiny"):
@@ -134,7 +140,7 @@ def chains() -> list:
 
     # These have tests of their own, take hours, or need the Hugging Face Hub.
     slow = ("hf:Qwen", "pytest", "tools/benchmarks", "tools/device", "tools/release/compare_evaluation",
-            "tools/release/mutants", "python examples/", "jaxtrain.launch")
+            "tools/release/mutants", "python examples/", "jaxtrain launch", "jaxtrain jobs", "jaxtrain sweep")
     commands = [command for command in shown() if re.search("examples/(reinforce|sft)", command) or not any(
         word in command for word in slow)]
     groups = [list(group) for _, group in itertools.groupby(commands, key=made)]
@@ -157,11 +163,11 @@ def test_shown_test_command_collects(command, run):
 
 
 @pytest.mark.parametrize(("command", "output"), [
-    pytest.param(*shown, marks=pytest.mark.slow if "jaxtrain.launch" in shown[0] else ()) for path in DOCS
-    for shown in re.findall(r"^```console\n\$ .venv/bin/python (.*)\n((?s:.*?))^```", path.read_text(), re.M)])
+    pytest.param(*shown, marks=pytest.mark.slow if "sweep" in shown[0] else ()) for path in DOCS
+    for shown in re.findall(r"^```console\n\$ .venv/bin/jaxtrain (.*)\n((?s:.*?))^```", path.read_text(), re.M)])
 def test_shown_output_is_what_the_command_prints(command, output):
-    done = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True,
-                          timeout=300)
+    words = [sys.executable, "-m", "jaxtrain", *shlex.split(command)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout == output, done.stderr[-3000:]
 
 

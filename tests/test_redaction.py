@@ -18,16 +18,16 @@ from fsspec.implementations.local import LocalFileSystem
 
 from jaxtrain import errors, redaction, storage
 from jaxtrain.bench import records
-from jaxtrain.bench.__main__ import main as bench
 from jaxtrain.checkpoint import mirror
-from jaxtrain.checkpoint.__main__ import main as checkpoint
+from jaxtrain.commands import publish
+from jaxtrain.commands.bench import main as bench
+from jaxtrain.commands.checkpoint import main as checkpoint
+from jaxtrain.commands.inspect import main as inspect
+from jaxtrain.commands.prepare import main as prepare_command
 from jaxtrain.config import schema
 from jaxtrain.config.load import load_config, make_config
-from jaxtrain.data import publish
 from jaxtrain.data.corpus import remote
-from jaxtrain.data.inspect import main as inspect
 from jaxtrain.data.prepare.prepare import Options, prepare
-from jaxtrain.data.prepare.prepare import main as prepare_command
 from jaxtrain.distributed import authentication, lines, processes
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
@@ -218,7 +218,7 @@ def test_no_run_however_it_fails_writes_or_says_a_password(vault, tmp_path, monk
     attempt(2, f"--input={SOURCE}", f"--output={tmp_path}/x", "--engine=slurm", given=(), do=prepare_command,
             words="the script would have")
     assert bench([f"--config={TINY}", f"--config.data.source={SOURCE}", "--steps=1", "--warmup=1",
-                  f"--json={tmp_path}/bench.jsonl"]) in (0, 1)
+                  f"--output={tmp_path}/bench.jsonl"]) in (0, 1)
     said.append("".join(capsys.readouterr()))
     assert (tmp_path / "bench.jsonl").exists()
     # 15. Two processes do not agree.

@@ -17,9 +17,10 @@ import pytest
 
 from jaxtrain import storage
 from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.commands.prepare import main
 from jaxtrain.data import open_corpus
 from jaxtrain.data.formats.inputs import find_tasks
-from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
+from jaxtrain.data.prepare.prepare import Options, prepare, prepare_part
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]

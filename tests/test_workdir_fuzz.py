@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import CheckpointManager, commands, verify
+from jaxtrain.commands import goodput
 from jaxtrain.config.load import load_config, make_config
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
-from jaxtrain.observe import events, goodput
+from jaxtrain.observe import events
 from jaxtrain.observe.ledger import Ledger
 from jaxtrain.observe.metrics import _JsonLines
 from jaxtrain.run import runinfo

@@ -1,81 +1,15 @@
-"""Check whether activations grow with width: the coordinate check of muP.
+"""The coordinate check of muP: whether the activations of a config grow with its width."""
 
-    jaxtrain coordinates --config=FILE --widths=64,128,256,512
-    jaxtrain coordinates --config=FILE --config.model.mup_base.embed_dim=64 --config.model.mup_base.num_heads=4
-
-Trains the config for some steps at several widths, on one device and at a constant learning rate, and prints how large
-the activations of each layer are (the mean of their absolute values, on one batch) and how much they have changed
-since the start. A size that grows as width to the power of s has the slope s. For one learning rate to suit all
-widths, no slope of a change may be far above 0.
-
-Exit status 0; 1: something grows with width; 2: a user error, reported in one line.
-"""
-
-import argparse
-import json
 import math
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import AXES
 from jaxtrain.errors import UserError
-from jaxtrain.flags import add_config, command, need_config, overrides_of, parser_of
 
 GROWS = 0.4  # the slope from which an activation is said to grow; without muP they are 0.5 and more
 WIDTHS = ("mlp_dim", "expert_mlp_dim", "q_rank", "kv_rank")  # of the model, beside embed_dim and its heads
 Sizes = dict[str, dict[str, float]]  # "size" and "change" of each activation
-
-
-@command()
-def main(argv: list[str] | None) -> None:
-    """Measure, print the table, and exit with status 1 if something grows."""
-    flags, words = parser().parse_known_args(argv)
-    overrides = overrides_of(words, vars(flags))
-    need_config(flags)
-    if flags.steps < 1:
-        raise UserError("--steps", f"{flags.steps} is too few", "give 1 or more")
-    try:
-        widths = sorted({int(word) for word in flags.widths.split(",")})
-    except ValueError:
-        raise UserError("--widths", f"{flags.widths!r} are not widths", "write 64,128,256") from None
-    if len(widths) < 2 or widths[0] < 1:
-        raise UserError("--widths", f"{flags.widths!r} are not two widths or more", "write 64,128,256")
-    for name in ("json", "output"):
-        if (path := getattr(flags, name)) and not Path(path).absolute().parent.is_dir():
-            raise UserError(f"--{name}", f"there is no folder {Path(path).parent}", "make it first")
-    from jaxtrain.config.load import load_config  # imports JAX, for which --help does not wait
-
-    load_config(flags.config, overrides)  # reports mistakes in it
-    configs = [load_config(flags.config, overrides | wider(load_config(flags.config, overrides), width, flags.grow))
-               for width in widths]
-    found = {width: measured(config, flags.steps) for width, config in zip(widths, configs, strict=True)}
-    slopes = slopes_of(found)
-    growing = [name for name, both in slopes.items() if both["change"] > GROWS]
-    if flags.json:
-        record = {"config": flags.config, "steps": flags.steps, "mup_base": configs[0].model.mup_base, "sizes": found,
-                  "slopes": slopes, "growing": growing}
-        Path(flags.json).write_text(json.dumps(record, indent=1) + "\n")
-    if flags.output:
-        Path(flags.output).write_text(page(found, flags.config, flags.steps))
-    print(table(found, slopes, flags.steps))
-    if growing:
-        raise SystemExit(1)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    made = parser_of("coordinates", __doc__)
-    add_config(made)
-    made.add_argument("--widths", default="64,128,256,512",
-                      help="values of model.embed_dim; other widths grow in proportion")
-    made.add_argument("--steps", type=int, default=4, help="number of training steps; default: 4")
-    made.add_argument("--grow", choices=("heads", "head_dim"), default="heads",
-                      help="whether wider models have more attention heads or wider ones; default: heads")
-    made.add_argument("--json", metavar="FILE", help="also write all numbers to this file")
-    made.add_argument("--output", metavar="FILE", help="also write a page with charts")
-    return made
 
 
 def wider(config: Any, width: int, grow: str = "heads") -> dict[str, Any]:
@@ -196,7 +130,3 @@ def page(found: dict[int, dict[str, Sizes]], config: str, steps: int) -> str:
                                                  for width, sizes in found.items()]
         for step in sorted({1, steps})}) for name in names]
     return page_of(f"Changes of activations by width: {config}", charts)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -59,9 +59,9 @@ def about_elsewhere(command: str) -> Record:
         asked = subprocess.run([sys.executable, "-c", _ELSEWHERE, command], capture_output=True, text=True, timeout=300,
                                env={**os.environ, "PYTHONPATH": paths})
     except subprocess.TimeoutExpired:
-        raise UserError("device", "JAX does not start within five minutes", "see python -m jaxtrain.doctor") from None
+        raise UserError("device", "JAX does not start within five minutes", "see jaxtrain doctor") from None
     if asked.returncode:
-        raise UserError("device", f"JAX cannot use it: {reason(asked.stderr)}", "see python -m jaxtrain.doctor")
+        raise UserError("device", f"JAX cannot use it: {reason(asked.stderr)}", "see jaxtrain doctor")
     return json.loads(asked.stdout.splitlines()[-1])
 
 
@@ -84,16 +84,16 @@ def processor() -> str:
 
 
 def command_line(module: str, argv: Iterable[str]) -> str:
-    """Return the command for readers to repeat, without the --json flag."""
+    """Return the command for readers to repeat, without the --output flag."""
     words, skip = [], False
     for word in argv:
-        if not skip and word.partition("=")[0] != "--json":
+        if not skip and word.partition("=")[0] != "--output":
             words.append(word)
-        skip = word == "--json"
+        skip = word == "--output"
     return shlex.join(["python", *module.split(), *redacted(words)])
 
 
-def writable(file: str | Path, flag: str = "--json") -> None:
+def writable(file: str | Path, flag: str = "--output") -> None:
     """Raise a UserError for a file that cannot be appended to, before anything is measured."""
     path = Path(file)
     try:
@@ -114,7 +114,7 @@ def append(file: str | Path, record: Mapping[str, Any]) -> None:
                 line = line if lines.read(1) == b"\n" else b"\n" + line
             lines.write(line)
     except OSError as error:
-        raise UserError("--json", f"{file} cannot be written ({error.strerror})", "choose another file") from None
+        raise UserError("--output", f"{file} cannot be written ({error.strerror})", "choose another file") from None
 
 
 def read(file: str | Path) -> list[Record]:
@@ -123,7 +123,7 @@ def read(file: str | Path) -> list[Record]:
         lines = bounded_files.read(file, bounded_files.LARGE).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"{file}", f"it cannot be read ({why})", "give files that --json wrote") from None
+        raise UserError(f"{file}", f"it cannot be read ({why})", "give files that --output wrote") from None
     found = []
     for number, line in enumerate(lines, 1):
         try:
@@ -132,8 +132,8 @@ def read(file: str | Path) -> list[Record]:
             say(f"warning: line {number} of {file} is not JSON and is skipped")
             continue
         if not isinstance(record, dict) or "what" not in record:
-            raise UserError(f"{file}", f"line {number} is not a measurement", "give files that --json wrote")
+            raise UserError(f"{file}", f"line {number} is not a measurement", "give files that --output wrote")
         found.append(record)
     if lines and not found:
-        raise UserError(f"{file}", "it has no measurements", "give files that --json wrote")
+        raise UserError(f"{file}", "it has no measurements", "give files that --output wrote")
     return found

@@ -72,7 +72,7 @@ def measured(argv: list[str], seconds: float, environment: dict[str, str] | None
     """
     with tempfile.TemporaryDirectory(prefix="jaxtrain-sweep-") as folder:
         file, errors = Path(folder) / "measured.jsonl", Path(folder) / "errors.txt"
-        command = [sys.executable, "-m", "jaxtrain.bench", *argv, f"--json={file}"]
+        command = [sys.executable, "-m", "jaxtrain.bench", *argv, f"--output={file}"]
         with open(errors, "w") as log:  # a pipe would stay open as long as any process that this one started
             process = subprocess.Popen(command, env={**os.environ, **(environment or {})}, stdout=subprocess.DEVNULL,
                                        stderr=log)

@@ -20,7 +20,8 @@ def render(files: Iterable[str | Path]) -> str:
     files = list(files)
     groups = grouped(line for file in files for line in read(file))
     if not groups:
-        raise UserError("--render", f"{', '.join(map(str, files))} has no measurements", "give files that --json wrote")
+        raise UserError("--render", f"{', '.join(map(str, files))} has no measurements",
+                        "give files that --output wrote")
     return "\n".join(f"### {label}: {what}\n\n{table(what, lines)}" for (what, label), lines in groups.items())
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,37 @@ _ENDINGS = {".damaged": "damaged: found by verification and not used", ".abandon
             _ASIDE: "set aside by restore-to", ".fetching": "not complete: being fetched from the mirror",
             ".orbax-checkpoint-tmp": "not complete: being written, or the run ended meanwhile"}
 _HIDDEN = " as --mirror=URL"
-_HEAD = ("step", "state", "where", "size", "age", "loss", "mesh")
 
 
 # ------------------------------------------------------------------------------------------------------- what is there
+@dataclass
+class Listing:
+    """All checkpoints of a workdir, with what is to be said of the whole."""
+
+    rows: list[dict[str, Any]]  # "size" in bytes, "time" in seconds since 1970
+    notes: list[str]  # such as that the mirror could not be read
+    last: str  # from which checkpoint the run resumes
+
+
 def show(workdir: str | Path, mirror_url: str = "") -> str:
     """Return a table of all checkpoints as text; `mirror_url` replaces that of the run's config."""
+    found = listed(workdir, mirror_url)
+    if not found.rows:
+        return "\n".join([f"{workdir} has no checkpoints yet", *found.notes])
+    return "\n".join([*aligned([("step", "state", "where", "size", "age", "loss", "mesh"), *map(_cells, found.rows)]),
+                      *found.notes, found.last])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return what a table shows of a checkpoint."""
+    loss, mesh = row["loss"], row["mesh"]
+    axes = "" if mesh is None else " ".join(f"{axis}={many}" for axis, many in mesh.items() if many > 1) or "one device"
+    return (f"{row['step']}", row["state"], ", ".join(row["where"]), in_bytes(row["size"]),
+            age(time.time() - row["time"]) if row["time"] else "", "" if loss is None else f"{loss:.4f}", axes)
+
+
+def listed(workdir: str | Path, mirror_url: str = "") -> Listing:
+    """Return all checkpoints of a workdir, here, in its mirror and in memory."""
     directory, config = _directory(workdir), _config(workdir)
     if not directory.is_dir() and any(Path(workdir).iterdir()) and not Path(workdir, "config.json").exists():
         raise UserError("WORKDIR", f"{workdir} is not a run's workdir: it has neither checkpoints/ nor config.json",
@@ -63,28 +89,25 @@ def show(workdir: str | Path, mirror_url: str = "") -> str:
             rows.append(_row(int(step), f"{_ENDINGS[ending]} ({path.name})", ["local"], {}, path))
     kept = _snapshots(workdir, config.get("local_dir", ""))
     rows += kept
-    if not rows:
-        return "\n".join([f"{workdir} has no checkpoints yet", *notes])
-    newer = ", or from a newer snapshot" * bool(good and any(int(row[0]) > good[-1] for row in kept))
+    newer = ", or from a newer snapshot" * bool(good and any(row["step"] > good[-1] for row in kept))
     younger = [step for step in unread if good and step > good[-1]]
     first = f"step {younger[-1]} if it reads back whole, else from " if younger else ""
     last = (f"the run resumes from {first}step {good[-1]}{newer}; `good` says that it was read back whole when it was "
             "saved, and `verify` reads it again") if good else (
         "no checkpoint here is good; those not verified yet are read back when the run starts" if local else
         "there is no checkpoint here")
-    return "\n".join([*aligned([_HEAD, *rows]), *notes, last])
+    return Listing(rows, notes, last)
 
 
-def _row(step: int, state: str, where: list[str], record: dict[str, Any], folder: Path) -> tuple[str, ...]:
+def _row(step: int, state: str, where: list[str], record: dict[str, Any], folder: Path) -> dict[str, Any]:
     meta = record.get("meta", {})
     meta = {} if misfit(meta, {"time?": int | float, "mesh?": {str: int}}) else meta
     size = sum(size for size, _ in record["files"].values()) if "files" in record else sum(
         path.stat().st_size for path in folder.rglob("*") if path.is_file())
     then = meta.get("time") or (folder.stat().st_mtime if folder.exists() else None)
-    mesh = " ".join(f"{axis}={many}" for axis, many in meta.get("mesh", {}).items() if many > 1)
     loss = meta.get("loss")
-    return (str(step), state, ", ".join(where), in_bytes(size), age(time.time() - then) if then else "",
-            f"{loss:.4f}" if isinstance(loss, float) else "", mesh or ("one device" if "mesh" in meta else ""))
+    return {"step": step, "state": state, "where": where, "size": size, "time": then,
+            "loss": loss if isinstance(loss, float) else None, "mesh": meta.get("mesh")}
 
 
 def _at_a_glance(folder: Path, record: dict[str, Any]) -> list[str]:
@@ -99,22 +122,22 @@ def _unmarked(folder: Path) -> str:
             else "not verified yet: the next start of the run does it, or `verify` here")
 
 
-def _snapshots(workdir: str | Path, local_dir: str) -> list[tuple[str, ...]]:
+def _snapshots(workdir: str | Path, local_dir: str) -> list[dict[str, Any]]:
     """Return rows for the snapshots on this machine, complete or partial."""
     place = snapshots.folder(workdir, local_dir)
     held: dict[Taken, dict[str, Path]] = {}
     for path in place.glob("process-*/*/*.snapshot") if snapshots.private(place) else ():
         if taken := Taken.of(path.name):
             held.setdefault(taken, {})[path.name] = path
-    rows: list[tuple[str, ...]] = []
+    rows: list[dict[str, Any]] = []
     for taken, files in sorted(held.items()):
         about: dict[str, Any] = {}
         with contextlib.suppress(pieces.Damaged):
             about = pieces.read_header(pieces.reader(next(iter(files.values())))).about
         state = "in memory" if taken.whole(files) else f"in memory: {len(files)} of {taken.owners} parts are here"
-        loss = about.get("meta", {}).get("loss")
-        rows.append((str(taken.step), state, "snapshot", in_bytes(sum(path.stat().st_size for path in files.values())),
-                     age(time.time() - about["time"]) if about else "", f"{loss:.4f}" if loss else "", ""))
+        rows.append({"step": taken.step, "state": state, "where": ["snapshot"],
+                     "size": sum(path.stat().st_size for path in files.values()), "time": about.get("time"),
+                     "loss": about.get("meta", {}).get("loss") or None, "mesh": None})
     return rows
 
 
@@ -204,6 +227,19 @@ def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------- to go back
+def set_aside_by(workdir: str | Path, step: int) -> list[int]:
+    """Return the steps of the checkpoints that `restore_to` this one would set aside; verifies it, changes nothing."""
+    directory = _directory(workdir)
+    _refuse_damaged(directory, _known(directory, step), step)
+    return [other for other in verify.steps(directory) if other > step]
+
+
+def _refuse_damaged(directory: Path, folder: Path, step: int) -> None:
+    if problems := verify.verify(directory, step):
+        raise UserError("STEP", f"{folder} is damaged ({problems[0]})",
+                        "choose another step that `jaxtrain checkpoint list` shows as good")
+
+
 def restore_to(workdir: str | Path, step: int, mirror_url: str = "") -> str:
     """Set everything newer than a good checkpoint aside; return what was done and how to undo it.
 
@@ -220,9 +256,7 @@ def restore_to(workdir: str | Path, step: int, mirror_url: str = "") -> str:
 
 
 def _turn_back(workdir: Path, directory: Path, folder: Path, step: int, place: str) -> str:
-    if problems := verify.verify(directory, step):
-        raise UserError("STEP", f"{folder} is damaged ({problems[0]})",
-                        "choose another step that `jaxtrain checkpoint list` shows as good")
+    _refuse_damaged(directory, folder, step)
     said, undo = [], []
     for newer in [other for other in verify.steps(directory) if other > step]:
         aside = _free(directory / f"{newer}{_ASIDE}")

@@ -67,7 +67,7 @@ class ClipsConfig(ModelConfig):
     """A classifier of audio clips: a transformer encoder of their frames."""
 
     name: str = "clips"
-    # number of labels (classes): the folders that prepare_sequences audio --target=folder found
+    # number of labels (classes): the folders that prepare_sequences audio --label=folder found
     labels: int = at_most(0, 2**24, above=0)
     rope_theta: float = number(10_000.0, above=0)  # base frequency of the rotary position embedding (RoPE)
     causal = False

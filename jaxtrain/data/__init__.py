@@ -8,7 +8,7 @@
     rows = SequenceRows(corpus.train)                              # one sequence per row (DocumentRows: one document)
     batches = BucketedBatches(rows, buckets=[200, 800, 3000], global_batch_size=16, seed=0)
 
-A folder that `python -m jaxtrain.data.prepare` made is opened as it is; smaller text is tokenised on first use.
+A folder that `jaxtrain prepare` made is opened as it is; smaller text is tokenised on first use.
 
 Nothing here depends on devices: each process reads its own rows of a batch with `batches.rows(step, indices)`.
 """

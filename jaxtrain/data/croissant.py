@@ -1,12 +1,5 @@
-"""Write the datasheet of a corpus in the Croissant 1.0 format.
+"""The datasheet of a corpus in the Croissant 1.0 format, from the manifest's facts."""
 
-    jaxtrain croissant corpora/told --describe date_published=2026-01-31
-
-Its facts come from the manifest; add what the manifest cannot know with --describe, to `jaxtrain prepare` or here.
-"""
-
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +8,9 @@ from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.data.formats.inputs import extra
 from jaxtrain.data.prepare.provenance import LISTS, described
-from jaxtrain.errors import UserError, tell
+from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import misfit
-from jaxtrain.flags import command, parser_of
 
 # What a datasheet tells of a manifest, besides what every reader of a corpus needs.
 _STEP = {"step": str, "seen": int, "changed": int, "removed": {str: int}}
@@ -83,27 +75,3 @@ def _files(mlc: Any, folder: Path, manifest: dict[str, Any]) -> list[Any]:
     return [mlc.FileObject(id=name, name=name, content_url=name, content_size=f"{sizes[name]} B",
                            encoding_formats=[f"application/{'json' if name.endswith('.json') else 'octet-stream'}"],
                            sha256=sha256) for name, sha256 in sorted(hashes.items())]
-
-
-@command()
-def main(argv: list[str] | None) -> None:
-    """Run the command; exit status 2 means a user error, reported in one line."""
-    parser = parser_of("croissant", __doc__)
-    parser.add_argument("corpus", help="folder of a corpus made by jaxtrain prepare")
-    parser.add_argument("--output", default="", help="default: croissant.json in the folder")
-    parser.add_argument("--describe", nargs="+", default=[], metavar="KEY=VALUE",
-                        help="further entries of the datasheet")
-    flags = parser.parse_args(argv)
-    folder = Path(flags.corpus).expanduser()
-    path = Path(flags.output).expanduser() if flags.output else folder / "croissant.json"
-    sheet = datasheet(folder, flags.describe)
-    try:
-        with atomic_files.written(path) as file:
-            file.write((json.dumps(sheet, indent=1, ensure_ascii=False, default=str) + "\n").encode())
-    except OSError as error:
-        raise UserError("--output", f"{path} cannot be written ({error.strerror})", "name another file") from error
-    tell(path)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,6 @@
-"""Copy a corpus to object storage for training.
-
-    jaxtrain publish corpora/stored memory://bucket/stored
-    jaxtrain publish corpora/own s3://BUCKET/own
-
-Every object is read back and compared. The manifest is written last; until then there is no valid corpus. If it is
-interrupted, run the same command again: complete objects are not sent again.
-"""
+"""Copy a corpus to object storage: every object is read back, and the manifest is written last."""
 
 import hashlib
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -17,20 +9,21 @@ from pathlib import Path
 from jaxtrain import storage
 from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.open import read_manifest
-from jaxtrain.errors import UserError, tell
+from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
-from jaxtrain.files.work_progress import Line
-from jaxtrain.flags import command, parser_of
-from jaxtrain.redaction import redacted
 
 THREADS = 8  # concurrent transfers
 AGAIN = 3  # attempts to send a file that does not arrive intact
 
 
-def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
-    """Copy a corpus to a URL, and return the number of files sent."""
+def planned(corpus: str | Path, url: str) -> tuple[Path, dict[str, str], dict[str, int]]:
+    """Return the folder of a corpus, the SHA-256 of its files but the manifest, and the sizes of what is at the URL.
+
+    Raises:
+        UserError: it is not a corpus, or not one that can be copied there.
+    """
     if not storage.is_url(url):
-        raise UserError("URL", f"{url!r} is not a URL", "name one as s3://bucket/name")
+        raise UserError("--output", f"{url!r} is not a URL", "name one as s3://bucket/name")
     folder = Path(corpus).expanduser()
     if (folder / "config.json").is_file() and not (folder / "manifest.json").is_file():
         raise UserError("CORPUS", f"{folder} has a model, and this command copies corpora", "write the model of a run "
@@ -38,12 +31,18 @@ def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
     manifest = read_manifest(folder)
     there = {found.name: found.size for found in storage.find(url)} if storage.exists(url) else {}
     if "manifest.json" in there and read_manifest(url)["sha256"] != manifest["sha256"]:
-        raise UserError("URL", f"{url} holds another corpus", "name another place, or delete it")
+        raise UserError("--output", f"{url} holds another corpus", "name another place, or delete it")
     wanted = {name: sha256 for split in SPLITS for shard in manifest["splits"][split]["shards"]
               for name, sha256 in shard["sha256"].items()}
     if file := manifest["tokenizer"]["file"]:
         with _readable(folder / file):
             wanted[file] = atomic_files.file_digest(folder / file)
+    return folder, wanted, there
+
+
+def publish(corpus: str | Path, url: str, say=lambda line: None) -> int:
+    """Copy a corpus to a URL, and return the number of files sent."""
+    folder, wanted, there = planned(corpus, url)
     sent = 0
     with ThreadPoolExecutor(THREADS) as pool:
         under_way = [pool.submit(_put, folder / name, storage.join(url, name), sha256, there.get(name))
@@ -72,7 +71,7 @@ def _put(path: Path, url: str, sha256: str, there: int | None) -> bool:
         storage.put(path, url)
         if storage.size(url) == path.stat().st_size and _digest(url) == sha256:
             return True
-    raise UserError("URL", f"{url} arrived corrupt {AGAIN} times", "check whether other programs write there")
+    raise UserError("--output", f"{url} arrived corrupt {AGAIN} times", "check whether other programs write there")
 
 
 @contextmanager
@@ -86,19 +85,3 @@ def _readable(path: Path) -> Iterator[None]:
 def _digest(url: str) -> str:
     with storage.open(url) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-
-
-@command("stopped; run the same command to continue")
-def main(argv: list[str] | None) -> None:
-    """Run the command; exit status 0: the corpus is complete; 2: a user error, reported in one line."""
-    parser = parser_of("publish", __doc__)
-    parser.add_argument("corpus", help="folder of a corpus made by jaxtrain prepare")
-    parser.add_argument("url", help="URL to copy to; pass it to a run as --config.data.source")
-    flags = parser.parse_args(argv)
-    with Line(sys.stderr) as say:
-        sent = publish(flags.corpus, flags.url, say)
-    tell(f"{redacted(flags.url)}: complete; {sent} files were sent")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

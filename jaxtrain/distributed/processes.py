@@ -166,7 +166,7 @@ def leave(status: int) -> int:
     """End the run in all processes, as agreed, and return `status`; at exit JAX makes them wait for each other.
 
     Each process that was initialized has to call it, or one that ends later would take it for lost: commands do so in
-    flags.py.
+    commands/flags.py.
     """
     if _peers:
         _peers.close()

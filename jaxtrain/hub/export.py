@@ -1,17 +1,4 @@
-"""Export a run's model as a folder in Hugging Face's format.
-
-    jaxtrain export WORKDIR --output=FOLDER
-    jaxtrain export WORKDIR --output=FOLDER --step=500 --dtype=float32
-    jaxtrain export WORKDIR --output=FOLDER --licence=apache-2.0 --gates refusals.jsonl regressions.jsonl
-    jaxtrain export WORKDIR --output=FOLDER --ema
-
-Transformers and inference servers can load it. The folder appears when it is complete: config.json, the weights as
-safetensors, the tokenizer if other programs can read it, a model card, and export.json, which records the
-run, the step and the SHA-256 of every file.
-
-With --gates, the folder counts as releasable only if the model's answers to prompts pass; exit status 1: they do
-not.
-"""
+"""Write a run's model as a folder in Hugging Face's format, which appears when it is complete."""
 
 import contextlib
 import os
@@ -20,51 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.errors import UserError, say
-from jaxtrain.flags import add_process_flags, command, parser_of
+from jaxtrain.errors import UserError
 
 RECORD = "export.json"
 
 
-@command()
-def main(argv: list[str] | None = None) -> None:
-    """Parse the flags and export."""
-    parser = parser_of("export", __doc__)
-    parser.add_argument("workdir", help="workdir of the run")
-    parser.add_argument("--output", dest="to", required=True, metavar="FOLDER", help="a new folder for the model")
-    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest verified one")
-    parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (train.ema_decay)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the weights")
-    parser.add_argument("--file_gb", type=float, default=4.0, help="maximum size of a weights file, in 10^9 bytes")
-    parser.add_argument("--licence", "--license", default="", help="licence for the model card, such as apache-2.0")
-    parser.add_argument("--gates", metavar="FILE", nargs="+", default=[],
-                        help="JSON lines of prompts with must_match or must_not_match patterns for the answers")
-    parser.add_argument("--gate_share", type=float, default=1.0,
-                        help="share of each gate file's prompts that must pass")
-    add_process_flags(parser)
-    flags = parser.parse_args(argv)
-    if flags.gate_share != 1 and not flags.gates:
-        raise UserError("--gate_share", "it is read with --gates only", "give that too, or leave it out")
-    if not 0 < flags.gate_share <= 1:
-        raise UserError("--gate_share", f"{flags.gate_share} is not in (0, 1]", "give one such as 0.95")
-    if not 0 <= flags.file_gb < 1e6:
-        raise UserError("--file_gb", f"{flags.file_gb} is not the size of a file", "give one such as 4")
-    from jaxtrain.distributed import processes
-
-    processes.initialize(flags.coordinator, flags.num_processes, flags.process_id)
-    record = export(flags.workdir, flags.to, flags.step, dtype=flags.dtype, file_bytes=int(flags.file_gb * 1e9),
-                    averaged=flags.ema, licence=flags.licence, gates=flags.gates, gate_share=flags.gate_share)
-    say(f"{flags.to} has the model of step {record['step']} of {flags.workdir}")
-    for suite, counts in record.get("gates", {}).get("suites", {}).items():
-        say(f"gates: {suite}: {counts['passed']} of {counts['checks']} passed")
-    if not record.get("gates", {}).get("releasable", True):
-        say(f"it is not releasable; the answers are in {answers_file(Path(flags.workdir), record['step'], flags.ema)}")
-        raise SystemExit(1)
-
-
 def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtype: str = "bfloat16",
            file_bytes: int = 4 * 10**9, averaged: bool = False, licence: str = "",
-           gates: Sequence[str | Path] = (), gate_share: float = 1.0) -> dict[str, Any]:
+           gates: Sequence[str | Path] = (), gate_share: float = 1.0, overwrite: bool = False) -> dict[str, Any]:
     """Write the model of a workdir's checkpoint into the folder `to`, and return what export.json says.
 
     Every process calls it.
@@ -79,6 +29,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
         licence: of the model, for its card.
         gates: files of prompts whose answers are checked.
         gate_share: of each suite of gates that has to pass.
+        overwrite: replace an earlier export in the folder.
     """
     import jax
 
@@ -91,7 +42,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     from jaxtrain.hub.weights import published_weights
 
     workdir, to = Path(workdir), Path(to)
-    check_is_new(to)
+    check_is_new(to, overwrite)
     checks, sections = release_gates.read(gates), trained_model.sections_of(workdir)
     run = trained_model.spread_model(sections)
     reward_head = run.config.preference.reward_head
@@ -120,9 +71,33 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
             atomic_files.write(partial / model_card.FILE, model_card.card(
                 workdir, sections, to.name, licence, record,
                 any((partial / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))))
-            finish(partial, to, record)
+            finish(partial, to, record, overwrite)
         exchange(None)
     return record
+
+
+def planned(workdir: str | Path, to: str | Path, step: int | None = None, *, dtype: str = "bfloat16",
+            gates: Sequence[str | Path] = (), overwrite: bool = False) -> dict[str, Any]:
+    """Check what `export` needs and write nothing; return the step, and the parameters and their bytes."""
+    import jax
+
+    from jaxtrain.checkpoint import restore
+    from jaxtrain.hf.hf_config import config_json
+    from jaxtrain.hub import trained_model
+    from jaxtrain.hub.release import gates as release_gates
+    from jaxtrain.models import lora
+    from jaxtrain.run import abstract_model
+
+    check_is_new(Path(to), overwrite)
+    release_gates.read(gates)
+    run = trained_model.spread_model(trained_model.sections_of(workdir))
+    config_json(run.config.model, run.config.preference.reward_head)  # refuses a model without a published format
+    if (found := restore.find_good(workdir, step)) is None:
+        raise UserError("--step", f"{workdir} has no checkpoint of step {step} that was found good",
+                        f"see those that it has: jaxtrain checkpoint list {workdir}")
+    count = sum(leaf.size for leaf in jax.tree.leaves(lora.without_adapters(abstract_model(run))))
+    return {"workdir": f"{workdir}", "step": found[0], "output": f"{to}", "parameters": count,
+            "bytes": count * jax.numpy.dtype(dtype).itemsize}
 
 
 def _write_configs(workdir: Path, folder: Path, described: dict[str, Any], config: Any, dtype: str) -> None:
@@ -154,7 +129,7 @@ def _asked(checks: Sequence[Any], workdir: Path, folder: Path, step: int, averag
     import jax
 
     from jaxtrain.hub import trained_model
-    from jaxtrain.hub.generate_texts import chat_of
+    from jaxtrain.hub.chat_messages import chat_of
     from jaxtrain.hub.release import gates
     from jaxtrain.hub.trained_tokenizer import tokenizer_of
 
@@ -172,9 +147,12 @@ def answers_file(workdir: Path, step: int, averaged: bool) -> Path:
     return workdir / "gates" / f"{step}{'-ema' * averaged}.jsonl"
 
 
-def check_is_new(folder: Path) -> None:
-    """Refuse a folder to make that is there."""
-    if folder.exists():
+def check_is_new(folder: Path, overwrite: bool = False) -> None:
+    """Refuse a folder to make that is there, unless it may be replaced and is what such a command made."""
+    if overwrite and folder.exists() and not (folder / RECORD).is_file():
+        raise UserError("--output", f"{folder} has no {RECORD}: it is not an earlier export, and is not replaced",
+                        "delete it, or name another folder")
+    if folder.exists() and not overwrite:
         raise UserError("--output", f"{folder} is there already", "name a folder that is not")
 
 
@@ -201,8 +179,11 @@ def nothing_left(folder: Path) -> Iterator[None]:
         raise
 
 
-def finish(partial: Path, to: Path, record: Mapping[str, Any]) -> None:
-    """Write export.json, the record and the SHA-256 of every file, and give the folder its name."""
+def finish(partial: Path, to: Path, record: Mapping[str, Any], overwrite: bool = False) -> None:
+    """Write export.json, the record and the SHA-256 of every file, and give the folder its name.
+
+    `overwrite`: a folder that has it is moved away first, and deleted last.
+    """
     from jaxtrain.files import atomic_files
     from jaxtrain.files.work_progress import Work
 
@@ -212,9 +193,10 @@ def finish(partial: Path, to: Path, record: Mapping[str, Any]) -> None:
             hashes[file.name] = atomic_files.file_digest(file)
             work.add(file.stat().st_size)
     atomic_files.write_json(partial / RECORD, {**record, "sha256": hashes})
+    replaced = to.with_name(f"{to.name}.replaced")
+    if overwrite and to.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(to, replaced)
     os.rename(partial, to)
+    shutil.rmtree(replaced, ignore_errors=True)
     atomic_files.sync(to.absolute().parent)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,6 +1,5 @@
 """`evaluation.tasks`: tasks of lm-evaluation-harness that a run is asked while it trains, with each evaluation."""
 
-import argparse
 import contextlib
 import os
 import random
@@ -10,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.hub.evaluate_tasks import Tasks, numbers_of
+from jaxtrain.hub.chat_messages import chat_of
+from jaxtrain.hub.evaluate_tasks import Settings, Tasks, numbers_of
 from jaxtrain.hub.folders import task_names
-from jaxtrain.hub.generate_texts import chat_of
 from jaxtrain.run import Run
 from jaxtrain.train_step.state import TrainState
 
@@ -32,9 +31,9 @@ def asked(run: Run, workdir: str | Path) -> Callable[[TrainState], dict[str, flo
     os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars, between the lines of the run
     with _named_as_keys():
         task_names.check(c.tasks, c.include or None)
-        tasks = Tasks.of(argparse.Namespace(
-            tasks=",".join(c.tasks), include=c.include or None, limit=c.limit or None, chat=c.chat, gen_kwargs=None,
-            num_fewshot=None if c.num_fewshot < 0 else c.num_fewshot, seed=0))
+        tasks = Tasks.of(Settings(
+            tasks=",".join(c.tasks), include=c.include or None, limit=c.limit or None, chat=c.chat,
+            num_fewshot=None if c.num_fewshot < 0 else c.num_fewshot))
 
     def ask(state: TrainState) -> dict[str, float]:
         from jaxtrain.hub.harness_model import HarnessModel

@@ -73,7 +73,7 @@ class FolderMeeting:
         self.log = ""  # the name of the log here; "": not known yet
         self._served: bytes | None = None  # the coordinator's newest sign of life
         self._quiet = 0  # looks since it changed, or since the first one without any
-        self._fix = f"jaxtrain islands serve --folder=DIR --store={place} --islands={islands}"
+        self._fix = f"jaxtrain islands serve --workdir=DIR --store={place} --islands={islands}"
         self._is_lost = False  # whether it was said that a sign of life could not be given
         if self._is_spare:
             storage.refuse_unusable(place)  # an island can begin without it

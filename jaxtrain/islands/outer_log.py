@@ -47,17 +47,17 @@ class OuterLog:
             for name in ("contents", "partial", "snapshots"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
             if other := self._held.enter_context(locked(self.folder, 0)):
-                raise UserError("--folder", f"another coordinator is using {folder} ({other})", "end that one first")
+                raise UserError("--workdir", f"another coordinator is using {folder} ({other})", "end that one first")
             self.name = _name(self.folder / "name")
             self._journal = _Journal(self.folder / "journal.jsonl")
             self._coordinator, self.failed = Coordinator(policy, self._journal.records), ""  # why it decides no more
             if self.trimmed < self._coordinator.begins:
-                raise UserError("--folder", f"{folder} lacks the snapshot of entry {self._coordinator.begins}",
+                raise UserError("--workdir", f"{folder} lacks the snapshot of entry {self._coordinator.begins}",
                                 "restore it, or begin another log")
             with self._changed:
                 self._compact()  # where a kill came before it
         except OSError as error:
-            raise UserError("--folder", f"{folder} cannot be used ({error.strerror or error})",
+            raise UserError("--workdir", f"{folder} cannot be used ({error.strerror or error})",
                             "give a folder that can be written") from error
 
     def close(self) -> None:

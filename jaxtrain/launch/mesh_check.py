@@ -2,14 +2,12 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 from jaxtrain.config import data_stages, remat_policies
 from jaxtrain.config.hybrid_mesh import with_hybrid_mesh
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.errors import UserError
 from jaxtrain.launch.cost import target_of
-from jaxtrain.launch.job_record import Job
 from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.sharding.mesh import axis_sizes
 
@@ -50,21 +48,9 @@ def check_mesh(config: Config, spec: JobSpec) -> list[int]:
     return []
 
 
-def check_resumed(job: Job, nodes: int) -> None:
-    """Refuse a number of nodes on which a job cannot go on; a command of one's own takes any."""
-    from jaxtrain.config.load import load_config
-    from jaxtrain.flags import training_flags
-
-    if "jaxtrain.main" not in job.command:
-        return
-    words = list(job.command)
-    flags, overrides = training_flags(words[words.index("jaxtrain.main") + 1:])
-    spec = replace(job.spec, nodes=nodes, min_nodes=0, topology="")
-    try:
-        config = load_config(f"{Path(job.directory) / flags.config}", overrides)
-    except UserError:  # it may have been changed or deleted since, which the run tells of
-        return
-    check_mesh(config, spec)
+def check_resumed(config: Config, spec: JobSpec, nodes: int) -> None:
+    """Refuse a number of nodes on which a job with this config cannot go on."""
+    check_mesh(config, replace(spec, nodes=nodes, min_nodes=0, topology=""))
 
 
 def _check_batch(config: Config, spec: JobSpec, each: int) -> None:

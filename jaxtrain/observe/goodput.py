@@ -1,21 +1,12 @@
-"""Show where a run's time went across restarts, and its goodput.
-
-    jaxtrain goodput WORKDIR
-
-Adds up the time ledgers of all starts of the run.
-"""
+"""The account of a run's time over all its starts: its categories, goodput, and ETTR."""
 
 import contextlib
 import itertools
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from jaxtrain.errors import UserError, tell
 from jaxtrain.files.bounded_files import read_json
-from jaxtrain.flags import command, parser_of
 
 CATEGORIES = {  # in the order of the table
     "step": "steps that count",
@@ -168,21 +159,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
-
-
-@command()
-def main(argv: list[str] | None = None) -> None:
-    """Print the table of a workdir, as of the run's last sign of life."""
-    parser = parser_of("goodput", __doc__)
-    parser.add_argument("workdir", metavar="WORKDIR", help="the workdir of the run")
-    workdir = parser.parse_args(argv).workdir
-    found = incarnations(workdir)
-    if not found:
-        raise UserError("WORKDIR", f"{workdir} has no ledger", "give the workdir of a run that has begun")
-    tell(table(account(found)))
-    if not found[-1].ended:
-        tell(f"last sign of life {duration(max(0.0, time.time() - found[-1].sign))} ago: it runs, or it was killed")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,24 +1,14 @@
-"""List the numbers of processes on which a run could continue.
-
-    jaxtrain elastic --least=2 --full=4 --workdir=WORKDIR -- --config=FILE
-
-With another number of devices, a run uses another mesh with the same batch and the same results. Prints the numbers of
-processes, from `--least` on, on which a run of `--full` could continue: one line each, with the mesh. Needs no devices.
-After `--` come the flags of `jaxtrain train`.
-"""
+"""Another mesh for another number of devices, with the same batch and the same results."""
 
 import dataclasses
 import math
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, say
-from jaxtrain.files.bounded_files import user_json
-from jaxtrain.flags import command, parser_of, training_flags
 from jaxtrain.sharding.mesh import AXES, axis_sizes
 
 Sizes = tuple[int, ...]  # of the axes, in order
@@ -37,7 +27,7 @@ def choose(config: Config, devices: int, full: int = 0) -> Config:
     Raises:
         UserError: no mesh fits.
     """
-    declared = _sizes(config)
+    declared = sizes_of(config)
     if config.mesh.auto:  # decided when the devices are known; for now any mesh will do
         return _possible(config, devices)
     if -1 in declared:
@@ -88,12 +78,12 @@ def here(config: Config, workdir: Path) -> Config:
     full = max(processes, int(os.environ.get(FULL, processes)))
     chosen = choose(config, devices, devices * full // processes)
     if chosen != config and jax.process_index() == 0:
-        change = (f"{words(_sizes(config))} was configured, but there are {devices} devices: the run continues with "
-                  f"{words(_sizes(chosen))} and train.accumulation={chosen.train.accumulation}")
+        change = (f"{words(sizes_of(config))} was configured, but there are {devices} devices: the run continues with "
+                  f"{words(sizes_of(chosen))} and train.accumulation={chosen.train.accumulation}")
         say(f"elastic: {change}; batch, data and losses stay the same")
         workdir.mkdir(parents=True, exist_ok=True)
-        record(workdir, "elastic", devices=devices, processes=processes, mesh=words(_sizes(chosen)),
-               declared=words(_sizes(config)), accumulation=chosen.train.accumulation)
+        record(workdir, "elastic", devices=devices, processes=processes, mesh=words(sizes_of(chosen)),
+               declared=words(sizes_of(config)), accumulation=chosen.train.accumulation)
     return chosen
 
 
@@ -135,7 +125,7 @@ def _preferences(config: Config, declared: Sizes, devices: int) -> Iterator[Size
 
 def _accumulated(config: Config, devices: int, parallel: int) -> Config:
     """Return the config with the fewest micro-batches such that no device has more rows than with `parallel` parts."""
-    batch, shards = config.data.global_batch_size, batch_shards(config, _sizes(config))
+    batch, shards = config.data.global_batch_size, batch_shards(config, sizes_of(config))
     refused: UserError | None = None
     for accumulation in range(max(1, -(-parallel // shards)), max(1, batch // shards) + 1):
         if batch % (accumulation * shards):
@@ -166,41 +156,11 @@ def batch_shards(config: Config, sizes: Sizes) -> int:
     return sharding.shards(rules.batch, make_mesh(*sizes, devices=math.prod(sizes)))
 
 
-def _sizes(config: Config) -> Sizes:
+def sizes_of(config: Config) -> Sizes:
+    """Return the sizes of the mesh that a config declares, in the order of the axes."""
     return tuple(getattr(config.mesh, axis) for axis in AXES)
 
 
 def _with_mesh(config: Config, sizes: Sizes) -> Config:
     axes: dict[str, Any] = dict(zip(AXES, sizes, strict=True))
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **axes))
-
-
-@command()
-def main(argv: list[str] | None = None) -> None:
-    """Print with how many processes the run could go on."""
-    from jaxtrain.config.load import load_config
-
-    parser = parser_of("elastic", __doc__)
-    parser.add_argument("--least", type=int, required=True, help="fewest processes to try")
-    parser.add_argument("--full", type=int, required=True, help="number of processes of the whole run")
-    parser.add_argument("--workdir", type=Path, required=True, help="the workdir of the run, which must have started")
-    given = list(sys.argv[1:] if argv is None else argv)
-    split = given.index("--") if "--" in given else len(given)
-    flags, rest = parser.parse_args(given[:split]), given[split + 1:]
-    trained, overrides = training_flags(rest)
-    fix = "start the run with all its processes first"
-    run = user_json(flags.workdir / "run.json", {"mesh": {str: int}, "process_count": int}, "--workdir", fix)
-    if run is None or run["process_count"] < 1:
-        raise UserError("--workdir", f"{flags.workdir} does not record how many devices a process has", fix)
-    each = math.prod(run["mesh"].values()) // run["process_count"]
-    config = load_config(trained.config, overrides)
-    for count in range(flags.least, flags.full):
-        try:
-            chosen = choose(config, count * each, flags.full * each)
-            print(count, "auto" if chosen.mesh.auto else words(_sizes(chosen)))
-        except UserError as refused:
-            print(f"{count} processes would not do: {refused}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -48,7 +48,7 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
         raise UserError(chosen, "the planner knows only objectives, optimizers and extensions that a config names",
                         "set sizes for the mesh axes" if config.mesh.auto else "name a policy, such as full")
     if isinstance(devices, int):
-        raise UserError(chosen, "there are no devices to choose for", "use python -m jaxtrain.plan --target=...")
+        raise UserError(chosen, "there are no devices to choose for", "use jaxtrain plan --target=...")
     from jaxtrain.plan import search
 
     target = _target(list(devices))

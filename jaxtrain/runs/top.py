@@ -1,14 +1,4 @@
-"""Monitor runs in the terminal: loss, throughput, time left, events and processes.
-
-    jaxtrain top WORKDIR
-    jaxtrain top ROOT
-    jaxtrain top WORKDIR WORKDIR --once
-
-One run is shown in detail, several as a table; a folder stands for all runs in it. Updated every second; q or
-Ctrl-C quits. If the output is not a terminal, the current state is printed once.
-
-Everything is read from the workdirs, so runs may be on other machines, or have ended.
-"""
+"""Runs drawn in a terminal, from what is in their workdirs, so they may be on other machines or have ended."""
 
 import contextlib
 import os
@@ -23,7 +13,6 @@ from typing import Any
 
 from jaxtrain.distributed.run_processes import heartbeats
 from jaxtrain.errors import UserError
-from jaxtrain.flags import command, parser_of
 from jaxtrain.observe.goodput import duration
 from jaxtrain.observe.run_panel import STYLES, Reading, columns_of, curve, figures_of, note, panel
 from jaxtrain.pages.plain_text import age, in_bytes, plain
@@ -102,7 +91,7 @@ class Watch:
                 return
 
 
-# ------------------------------------------------------------------------------------------------------------ pictures
+# ------------------------------------------------------------------------------------------------------------- pictures
 def frame(watch: Watch, width: int, height: int, now: float | None = None) -> Any:
     """Return what rich draws of the runs on a terminal of this size."""
     now = time.time() if now is None else now
@@ -222,26 +211,8 @@ def _memory(beat: dict[str, Any]) -> int | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------------------------- command
-@command()
-def main(argv: list[str] | None = None) -> None:
-    """Draw until q or Ctrl-C."""
-    parser = parser_of("top", __doc__)
-    parser.add_argument("places", nargs="+", metavar="WORKDIR", help="workdir of a run, or a folder with workdirs")
-    parser.add_argument("--once", action="store_true", help="print the current state once and exit")
-    flags = parser.parse_args(argv)
-    watch = Watch(flags.places)
-    from rich.console import Console
-
-    console = Console()
-    if flags.once or not console.is_terminal:
-        console.print(frame(watch, console.width, max(console.height, 40)))
-        return
-    with contextlib.suppress(KeyboardInterrupt):
-        _draw(watch, console)
-
-
-def _draw(watch: Watch, console: Any) -> None:
+def draw(watch: Watch, console: Any) -> None:
+    """Draw runs again and again, until q is pressed."""
     from rich.live import Live
 
     with _single_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
@@ -276,7 +247,3 @@ def _key(seconds: float) -> str:
     if not sys.stdin.isatty():
         time.sleep(seconds)
     return ""
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

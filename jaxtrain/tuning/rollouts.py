@@ -25,11 +25,11 @@ from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import LARGE, parsed, read
+from jaxtrain.hub.chat_messages import chat_of
 from jaxtrain.hub.decoding import decoding
 from jaxtrain.hub.folders import published_files
 from jaxtrain.hub.folders.generation_config import ends_of
 from jaxtrain.hub.generate import Generated, generate
-from jaxtrain.hub.generate_texts import chat_of
 from jaxtrain.hub.initial_params import source_and_step
 from jaxtrain.hub.trained_model import sections_of
 from jaxtrain.hub.trained_tokenizer import prompt_ids, tokenizer_of

@@ -8,6 +8,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.bench import coordinates
+from jaxtrain.commands import coordinates as coordinates_command
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow
 from tests.tiny import tiny_flags
@@ -25,14 +26,14 @@ BASE = ["--config.model.mup_base.embed_dim=32", "--config.model.mup_base.num_hea
 def test_it_tells_what_grows_with_width(flags, tmp_path, capsys):
     slopes = {}
     for name, more, status in (("without", [], 1), ("with", BASE, 0)):
-        said = [f"--json={tmp_path / name}", f"--html={tmp_path / 'page'}"]
+        said = ["--json", f"--output={tmp_path / 'page'}"]
         try:
-            assert coordinates.main([*flags, *more, *said]) == status == 0
+            assert coordinates_command.main([*flags, *more, *said]) == status == 0
         except SystemExit as stop:
             assert stop.code == status == 1
-        found = json.loads((tmp_path / name).read_text())["slopes"]
-        slopes[name] = {key: both["change"] for key, both in found.items()}
-        assert ("grows with width" in capsys.readouterr().out) == bool(status)
+        found = json.loads(capsys.readouterr().out)
+        slopes[name] = {key: both["change"] for key, both in found["slopes"].items()}
+        assert bool(found["growing"]) == bool(status)
     assert slopes["without"]["logits"] > 0.3 and slopes["without"]["layer 1 residual"] > 0.3
     assert all(abs(slope) < 0.3 for slope in slopes["with"].values()), slopes["with"]
     assert abs(slopes["with"]["logits"]) < 0.15
@@ -80,5 +81,5 @@ def test_other_widths_grow_along():
     ("64,96,100", "--widths: 100 makes model.num_heads=4 into 6.25; give multiples of model.embed_dim=64"),
 ])
 def test_what_are_no_widths_is_told_in_one_line(widths, message, capsys):
-    assert coordinates.main(["--config=configs/gpt.py:tiny", f"--widths={widths}"]) == 2
+    assert coordinates_command.main(["--config=configs/gpt.py:tiny", f"--widths={widths}"]) == 2
     assert capsys.readouterr().err.startswith(message)

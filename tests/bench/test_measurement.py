@@ -9,9 +9,10 @@ import sys
 import jax
 import pytest
 
-from jaxtrain.bench import __main__ as bench
+from jaxtrain.bench import measured_run as bench
 from jaxtrain.bench import measurement, sweep
 from jaxtrain.builder import build
+from jaxtrain.commands import bench as bench_command
 from jaxtrain.config.load import load_config
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import here
@@ -28,7 +29,7 @@ def flags(tmp_path_factory, cache):
 @pytest.fixture(scope="module")
 def record(flags, tmp_path_factory):
     file = tmp_path_factory.mktemp("json") / "measured.jsonl"
-    assert bench.main([*flags, "--steps=4", "--warmup=2", "--profile", "--label=mine", f"--json={file}"]) == 0
+    assert bench_command.main([*flags, "--steps=4", "--warmup=2", "--profile", "--label=mine", f"--output={file}"]) == 0
     line, = file.read_text().splitlines()
     return json.loads(line)
 
@@ -38,7 +39,7 @@ def test_the_record_says_what_was_measured_and_on_what(record, flags):
     assert record["what"] == "run" and record["label"] == "mine" and record["steps"] == 4
     assert record["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2} and record["device"] == "cpu"
     assert record["commit"] and record["versions"]["jax"] == jax.__version__
-    assert record["command"].startswith("python -m jaxtrain.bench --config=") and "--json" not in record["command"]
+    assert record["command"].startswith("python -m jaxtrain.bench --config=") and "--output" not in record["command"]
     config = load_config(flags[0].removeprefix("--config="), {**dict(w.split("=") for w in MESH), "data.source": "x"})
     assert record["config_hash"] != config.hash(), "the source is part of it"
 
@@ -93,7 +94,7 @@ def test_out_of_memory_is_said_and_recorded(flags, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(measurement, "measure", exhausted)
     file = tmp_path / "measured.jsonl"
     with pytest.raises(SystemExit) as status:
-        bench.main([*flags, f"--json={file}"])
+        bench_command.main([*flags, f"--output={file}"])
     assert status.value.code == 1
     line = json.loads(file.read_text())
     assert line["failed"] == "out of memory: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."
@@ -107,7 +108,7 @@ def test_a_profile_that_fails_does_not_cost_the_measurement(flags, monkeypatch, 
 
     monkeypatch.setattr(jax.profiler, "start_trace", broken)
     file = tmp_path / "measured.jsonl"
-    assert bench.main([*flags, "--steps=1", "--warmup=1", "--profile", f"--json={file}"]) == 0
+    assert bench_command.main([*flags, "--steps=1", "--warmup=1", "--profile", f"--output={file}"]) == 0
     line = json.loads(file.read_text())
     assert line["profile_failed"] == "RuntimeError: no trace today" and line["tokens_per_s"] > 0
     assert "no trace today" in capsys.readouterr().err
@@ -116,19 +117,19 @@ def test_a_profile_that_fails_does_not_cost_the_measurement(flags, monkeypatch, 
 def test_rows_of_several_lengths_are_measured_and_not_traced(flags, capsys):
     stages = [{"from_step": 2, "seq_len": 32}]
     words = [*flags, f"--config.data.stages={stages}", "--steps=2", "--warmup=1"]
-    assert bench.main([*words, "--profile"]) == 2
+    assert bench_command.main([*words, "--profile"]) == 2
     assert "data: batches of several sequence lengths cannot be profiled or compared" in capsys.readouterr().err
 
 
 def test_answers_of_the_model_are_not_measured(flags, capsys):
     keys = {"prompts": "a", "reward": "b", "group_size": 2, "max_new_tokens": 8}
-    assert bench.main([*flags, "--config.train.eval_every=0",
+    assert bench_command.main([*flags, "--config.train.eval_every=0",
                        *(f"--config.reinforce.{key}={value}" for key, value in keys.items())]) == 2
     assert "reinforce.prompts: a bench has no answers of the model to train on; train" in capsys.readouterr().err
 
 
 def test_numbers_computed_beforehand_are_not_measured(flags, capsys):
-    assert bench.main([*flags, "--config.preference.loss=dpo", "--config.preference.reference=precomputed",
+    assert bench_command.main([*flags, "--config.preference.loss=dpo", "--config.preference.reference=precomputed",
                        "--config.data.packing=pairs"]) == 2
     assert "preference.reference: a bench does not compute the reference's numbers" in capsys.readouterr().err
 
@@ -148,7 +149,7 @@ def test_memory_that_ran_out_is_known_in_all_words(error):
     (["--config=configs/gpt.py:tiny", "--stesp=4"], "did you mean '--steps'"),
     (["--config=configs/gpt.py:tiny", "--sweep", "train.remta=none"], "did you mean 'remat'"),
     (["--config=configs/gpt.py:tiny", "--sweep", "train.remat=none", "--compare=plain"], "--sweep: it ranks runs"),
-    (["--config=configs/gpt.py:tiny", "--json=/proc/x.jsonl"], "--json: /proc/x.jsonl cannot be written"),
+    (["--config=configs/gpt.py:tiny", "--output=/proc/x.jsonl"], "--output: /proc/x.jsonl cannot be written"),
     (["--config=configs/gpt.py:tiny", "--label=two words"], "--label: 'two words' is not one word"),
     (["--config=configs/gpt.py:tiny", "--timeout=-1"], "--timeout: -1 seconds"),
     (["--config=configs/gpt.py:tiny", "--into=x.md"], "--into: it needs --render"),
@@ -158,7 +159,7 @@ def test_memory_that_ran_out_is_known_in_all_words(error):
     (["--render", "nowhere.jsonl"], "nowhere.jsonl: it cannot be read"),
     (["--config=configs/gpt.py:tiny", "--targets=nowhere.json"], "--targets: nowhere.json cannot be read")])
 def test_mistakes_take_one_line(words, said, capsys):
-    assert bench.main(words) == 2
+    assert bench_command.main(words) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert said in errors[-1]
 
@@ -185,7 +186,8 @@ def test_combinations():
 @pytest.mark.slow
 def test_a_sweep_ranks_what_fits_and_goes_on_behind_what_does_not(flags, tmp_path, capsys):
     file = tmp_path / "swept.jsonl"
-    assert bench.main([*flags, "--steps=2", "--warmup=1", f"--json={file}", "--sweep", "train.remat=full,no,none"]) == 0
+    words = [*flags, "--steps=2", "--warmup=1", f"--output={file}", "--sweep", "train.remat=full,no,none"]
+    assert bench_command.main(words) == 0
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert all(line["name"].endswith(f"train.remat={value}") for line, value in zip(
         lines, ("full", "no", "none"), strict=True)), lines
@@ -200,7 +202,7 @@ def test_two_processes_measure_as_one_run(flags, record, tmp_path):
     coordinator, file = free_address(), tmp_path / "measured.jsonl"
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     processes = [subprocess.Popen(
-        [sys.executable, "-m", "jaxtrain.bench", *flags, "--steps=4", "--warmup=2", f"--json={file}",
+        [sys.executable, "-m", "jaxtrain.bench", *flags, "--steps=4", "--warmup=2", f"--output={file}",
          f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={number}"],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for number in range(2)]
     try:

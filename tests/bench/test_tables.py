@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.bench import __main__ as bench
 from jaxtrain.bench import records, tables
+from jaxtrain.commands import bench
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def test_cells_keep_to_their_row():
 
 
 def test_a_command_can_be_repeated():
-    words = ["--config=x.py", "--name=two words", "--json", "here.jsonl", "--json=there.jsonl", "--steps=3"]
+    words = ["--config=x.py", "--name=two words", "--output", "here.jsonl", "--output=there.jsonl", "--steps=3"]
     assert records.command_line("-m jaxtrain.bench", words) == (
         "python -m jaxtrain.bench --config=x.py '--name=two words' --steps=3")
 

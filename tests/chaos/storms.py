@@ -157,8 +157,8 @@ def differences(run: Training, calm: Training) -> list[str]:
 
 
 def inspect(*words: object) -> subprocess.CompletedProcess:
-    """Return the output of `python -m jaxtrain.checkpoint`."""
-    return subprocess.run([sys.executable, "-m", "jaxtrain.checkpoint", *map(str, words)], capture_output=True,
+    """Return the output of `jaxtrain checkpoint`."""
+    return subprocess.run([sys.executable, "-m", "jaxtrain", "checkpoint", *map(str, words)], capture_output=True,
                           text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 

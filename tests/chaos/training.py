@@ -50,7 +50,7 @@ class Training:
                  "optimizer.zero_stage": 1, "optimizer.eps": EPSILON}
         size = [f"--processes={self.processes}", *([f"--min_processes={self.processes - 1}", "--lost_after=1",
                                                     "--retry_lost=10"] if self.elastic else [])]
-        command = [*self.prefix, sys.executable, "-m", "jaxtrain.supervise", *size, "--",
+        command = [*self.prefix, sys.executable, "-m", "jaxtrain", "supervise", *size, "--",
                    f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{key}={value}" for key, value in model.items()),
                    *self.extra, f"--workdir={self.workdir}"]
         environment = os.environ | {

@@ -1,4 +1,4 @@
-"""python -m jaxtrain.checkpoint: what a person sees at night, and the way back."""
+"""jaxtrain checkpoint: what a person sees at night, and the way back."""
 
 import contextlib
 import json
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints, commands, verify
-from jaxtrain.checkpoint.__main__ import main
 from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.commands.checkpoint import main
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.files.work_progress import Work
 from tests.odd_files import ODD, WRONG, in_time
@@ -99,6 +99,9 @@ def test_list(work, tmp_path, capsys):
     assert lines[4][:2] == ["25", "damaged: found by verification and not used (25.damaged)"]
     assert lines[5][1].startswith("not complete: being written, or the run ended meanwhile")
     assert lines[6][:3] == ["33", "in memory", "snapshot"] and "0.5000" in lines[6]
+    rows = [json.loads(line) for line in ran(capsys, "list", work, "--json")[1].splitlines()]
+    assert [row["step"] for row in rows] == [10, 20, 30, 25, 40, 33] and rows[1]["where"] == ["local", "mirror"]
+    assert (rows[1]["loss"], rows[1]["mesh"]["data"], rows[1]["time"]) == (2.0, 4, 1e9) and rows[1]["size"] > 1000
     assert "\nthe run resumes from step 30 if it reads back whole, else from step 20, or from a newer snapshot; " in out
 
 
@@ -145,6 +148,10 @@ def test_restore_to_and_undo(work, tmp_path, capsys):
         Mirror(work / "checkpoints", place).send(step)
     with contextlib.closing(LocalCheckpoints(work, 1, local)) as snapshots:
         snapshots.take(33, {"w": state_of(33)["w"]})
+    before = sorted(work.rglob("*"))
+    status, out, _ = ran(capsys, "restore-to", work, 20, "--dry_run")
+    assert (status, out) == (0, "the run would go on from step 20; checkpoints that would be set aside: 30\n")
+    assert sorted(work.rglob("*")) == before
     status, out, err = ran(capsys, "restore-to", work, 20)
     assert status == 0 and err == "" and out.startswith("The run goes on from step 20 when it is started again")
     assert "- checkpoint 30 is now 30.set_aside\n" in out and "the mirror's copies of 30 are no longer used" in out
@@ -175,7 +182,7 @@ def test_twice_deletes_nothing(work, capsys):
     (["diff", "WORK", "10"], "does not name two checkpoints"),
     (["diff", "WORK", "10", "x"], "does not name two checkpoints"),
     (["restore-to", "WORK", "15"], "has no checkpoint of step 15; it has 10, 20, 30"),
-    (["restore-to", "WORK", "20"], "is damaged"),
+    (["restore-to", "WORK", "20"], "is damaged"), (["restore-to", "WORK", "20", "--dry_run"], "is damaged"),
     (["restore-to", "WORK", "10"], r"another run is using .* \(process [0-9]+ on .*\); stop it"),
     (["restore", "WORK"], "invalid choice"),
     ([], "command line: "),

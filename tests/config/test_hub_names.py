@@ -12,11 +12,14 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.commands import evaluate as evaluate_tasks
+from jaxtrain.commands import generate as generate_command
+from jaxtrain.commands import merge as merge_command
+from jaxtrain.commands import transcribe
 from jaxtrain.config import hub_names
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
-from jaxtrain.hub import evaluate_tasks, generate_texts, initial_params, merge, trained_model
+from jaxtrain.hub import initial_params, trained_model
 from jaxtrain.hub.folders import task_names
-from jaxtrain.hub.speech import transcribe
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 24, "hidden_size": 16,
@@ -113,11 +116,12 @@ def test_what_is_no_model_and_no_config_is_told_by_its_cause(hub, read, name, me
 
 
 @pytest.mark.parametrize(("main", "words"), [
-    (generate_texts.main, ["--prompt=a"]), (transcribe.main, ["a.wav"]), (merge.main, ["hf:Org/Far", "--output=new"]),
+    (generate_command.main, ["--prompt=a"]), (transcribe.main, ["a.wav"]),
+    (merge_command.main, ["hf:Org/Far", "--output=new"]),
     (evaluate_tasks.main, ["--tasks=python_words", f"--include={ROOT}/examples/evaluation"])])
 def test_commands_take_a_model_of_the_hub_or_tell_how_to_download_it(hub, main, words, capsys, monkeypatch):
     monkeypatch.setattr(task_names, "check", lambda *_: None)
-    key = "SOURCE" if main is merge.main else "WORKDIR"
+    key = "MODEL" if main is merge_command.main else "WORKDIR"
     assert main(["hf:Org/Far", *words]) == 2 and hub.asked == [("Org/Far", None, True)]
     assert capsys.readouterr().err == (
         f"{key}: Org/Far cannot be downloaded from the Hugging Face Hub (ConnectError: no route); where there is a "

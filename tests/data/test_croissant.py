@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from jaxtrain.commands.croissant import main
 from jaxtrain.data import open_corpus
 from jaxtrain.data.corpus.open import BESIDE
-from jaxtrain.data.croissant import main
 from jaxtrain.data.prepare.prepare import Options, prepare
 from jaxtrain.files import atomic_files
 

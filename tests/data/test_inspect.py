@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxtrain.commands.inspect import main
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import load_corpus
 from jaxtrain.data.corpus.origins import origins
-from jaxtrain.data.inspect import main
 from jaxtrain.data.loading.batches import eval_batches, train_batches
 from jaxtrain.data.prepare.prepare import Options
 from jaxtrain.data.prepare.prepare import prepare as make
@@ -26,7 +26,7 @@ def test_it_shows_the_rows_of_a_step(tmp_path, monkeypatch, capsys):
     make([str(text)], tmp_path / "corpus", Options(eval_fraction=0.2))
     keys = [TINY, f"--config.data.source={tmp_path / 'corpus'}", "--config.data.global_batch_size=3"]
 
-    assert main([*keys, "--step=7", "--tokens"]) == 0
+    assert main([*keys, "--step=7", "--token_ids"]) == 0
     shown = capsys.readouterr().out
     overrides = {"data.source": str(tmp_path / "corpus"), "data.global_batch_size": 3}
     config = load_config("configs/gpt.py:tiny", overrides).data
@@ -39,7 +39,7 @@ def test_it_shows_the_rows_of_a_step(tmp_path, monkeypatch, capsys):
         assert " ".join(map(str, batch["tokens"][i][last:])) in shown
 
     (tmp_path / "skipped_batches.json").write_text('{"batches": [2, 5, 9]}')
-    assert main([*keys, "--step=5", "--tokens", f"--workdir={tmp_path}"]) == 0  # the sixth that is not passed over
+    assert main([*keys, "--step=5", "--token_ids", f"--workdir={tmp_path}"]) == 0  # the sixth that is not passed over
     assert capsys.readouterr().out == shown
 
     assert main([*keys, "--step=7", "--row=2", "--colour=always"]) == 0

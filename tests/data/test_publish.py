@@ -1,6 +1,7 @@
 """A corpus to object storage: whole or not there, and sent once however often it is interrupted."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from jaxtrain import storage
+from jaxtrain.commands.publish import main
 from jaxtrain.data import open_corpus
-from jaxtrain.data.publish import main, publish
+from jaxtrain.data.publish import publish
 from jaxtrain.errors import UserError
 from tests.data import made
 from tests.data.corpus.test_corruption import flip
@@ -85,7 +87,7 @@ def test_killed_half_way_it_goes_on(network, bucket, corpus, tmp_path):
         return ""
 
     network.fault = stuck_after_ten
-    process = subprocess.Popen([sys.executable, "-m", "jaxtrain.data.publish", str(corpus), url], cwd=ROOT,
+    process = subprocess.Popen([sys.executable, "-m", "jaxtrain", "publish", str(corpus), f"--output={url}"], cwd=ROOT,
                                stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert enough.wait(60)
     process.kill()
@@ -153,16 +155,18 @@ def test_another_corpus_is_not_written_over(bucket, corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("url", "words"), [("elsewhere", "URL: 'elsewhere' is not a URL"),
+@pytest.mark.parametrize(("url", "words"), [("elsewhere", "--output: 'elsewhere' is not a URL"),
                                             ("s3://no-such-bucket/c", "is not there")])
 def test_a_mistake_is_one_line(network, corpus, capsys, url, words):
-    assert main([str(corpus), url]) == 2
+    assert main([str(corpus), f"--output={url}"]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
 
 
 def test_the_command_says_what_it_did(corpus, capsys):
-    assert main([str(corpus), "memory://published/c"]) == 0
+    assert main([str(corpus), "--output=memory://published/c", "--dry_run"]) == 0
+    assert re.fullmatch(r"memory://published/c: 16 files of .*B, of which 0 are there\n", capsys.readouterr().out)
+    assert main([str(corpus), "--output=memory://published/c"]) == 0
     assert capsys.readouterr().out == "memory://published/c: complete; 16 files were sent\n"
 
 

@@ -4,9 +4,9 @@ import gzip
 
 import pytest
 
+from jaxtrain.commands.train_tokenizer import main
 from jaxtrain.data.prepare.prepare import Options, prepare
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
-from jaxtrain.data.train_tokenizer import main
 
 TEXT = "The year 2024 was, as years go, not long: 366 days. Größe, 日本語, tabs\tand  spaces.\n" * 20
 
@@ -34,7 +34,9 @@ def test_a_tokenizer_of_ones_own(tmp_path, text, capsys):
     corpus = prepare([str(text)], tmp_path / "corpus", Options(tokenizer=str(path), eval_fraction=0))
     assert corpus.train.read(0, corpus.train.num_tokens).tolist() == [*ids.tolist(), 0]
     assert main([f"--input={text}", "--vocab_size=300", f"--output={path}"]) == 2
-    assert "exists" in capsys.readouterr().err
+    assert "exists; name another file, or give --overwrite" in capsys.readouterr().err
+    assert main([f"--input={text}", "--vocab_size=290", f"--output={path}", "--overwrite"]) == 0
+    assert load_tokenizer(str(path)).vocab_size == 290
 
 
 @pytest.mark.parametrize(("flag", "words"), [

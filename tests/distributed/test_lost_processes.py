@@ -64,20 +64,21 @@ if os.environ["JAX_PROCESS_ID"] == "1":
 """
 COMMANDS = {
     "export": """
-from jaxtrain.hub import export
+from jaxtrain.commands import export
 export.export = work
-sys.exit(export.main(["workdir", "--to=folder"]))""",
+sys.exit(export.main(["workdir", "--output=folder"]))""",
     "evaluate": """
-from jaxtrain.hub import evaluate_tasks
-evaluate_tasks.Tasks.of, evaluate_tasks._evaluate = work, work
-sys.exit(evaluate_tasks.main(["workdir", "--tasks=mine"]))""",
+from jaxtrain.commands import evaluate
+evaluate.Tasks.of, evaluate.evaluate = work, work
+sys.exit(evaluate.main(["workdir", "--tasks=mine"]))""",
     "adapters": """
-from jaxtrain.hub.adapters import __main__ as adapters, adapter_commands
+from jaxtrain.commands import adapters
+from jaxtrain.hub.adapters import adapter_commands
 adapter_commands.export = work
-sys.exit(adapters.main(["export", "workdir", "--to=folder"]))""",
+sys.exit(adapters.main(["export", "workdir", "--output=folder"]))""",
     "bench": """
-from jaxtrain.bench import __main__ as bench
-bench.measured = lambda flags, *_: processes.initialize(flags.coordinator) or work()
+from jaxtrain.commands import bench
+bench.measured = lambda *_, **__: work() | {"what": "run"}
 bench.shown = lambda record: "measured"
 sys.exit(bench.main(["--config=config.py"]))""",
 }
@@ -213,7 +214,7 @@ def test_one_that_ends_later_does_not_take_the_other_for_lost(started, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "status", "told"), [
-    ("raise UserError('--to', 'it is there', 'name another')", 2, "--to: it is there; name another\n"),
+    ("raise UserError('--output', 'it is there', 'name another')", 2, "--output: it is there; name another\n"),
     ("raise SystemExit(1)", 1, "")])
 def test_a_command_that_stops_in_all_processes_ends_alike(started, tmp_path, what, status, told):
     with started([], tmp_path, what=what, command="export") as run:
@@ -222,7 +223,7 @@ def test_a_command_that_stops_in_all_processes_ends_alike(started, tmp_path, wha
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("error", "statuses", "words"), [
-    ("UserError('--to', 'it is there', 'name another')", (2, 2), "--to: it is there; name another"),
+    ("UserError('--output', 'it is there', 'name another')", (2, 2), "--output: it is there; name another"),
     ("OSError('the disk is on fire')", (exit_codes.RESTART, 1), "OSError: the disk is on fire")])
 def test_an_error_of_one_process_ends_the_command_in_the_other(started, tmp_path, error, statuses, words):
     """The other one waits for it."""

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from jaxtrain.commands.doctor import main
 from jaxtrain.doctor import (
     child,
     devices,
@@ -19,7 +20,6 @@ from jaxtrain.doctor import (
     nvidia,
     speed,
 )
-from jaxtrain.doctor.__main__ import main
 from jaxtrain.doctor.child import Outcome
 from jaxtrain.doctor.finding import Finding, guarded, ok, size, warn
 from jaxtrain.doctor.installed_versions import Installed
@@ -498,7 +498,7 @@ def test_a_wrong_command_line(flags, words, capsys):
 
 
 def test_the_exit_status_tells_of_failures(monkeypatch, capsys):
-    monkeypatch.setattr("jaxtrain.doctor.__main__.findings", lambda *args: [Finding("FAIL", "driver", "old", "new")])
+    monkeypatch.setattr("jaxtrain.commands.doctor.findings", lambda *args: [Finding("FAIL", "driver", "old", "new")])
     assert main(["--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {"level": "FAIL", "check": "driver", "what": "old", "fix": "new"}
 
@@ -506,7 +506,7 @@ def test_the_exit_status_tells_of_failures(monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_whole_command(tmp_path, forked):
     environ = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_no_such_flag=1"}
-    command = ["-m", "jaxtrain.doctor", f"--workdir={tmp_path}", "--json"]
+    command = ["-m", "jaxtrain", "doctor", f"--workdir={tmp_path}", "--json"]
     done = forked(command, ROOT, environ, timeout=300)
     findings = [Finding(**json.loads(line)) for line in done.stdout.splitlines()]
     found(findings, "FAIL", "XLA_FLAGS", "--xla_no_such_flag")

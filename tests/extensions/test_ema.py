@@ -13,9 +13,11 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import CheckpointManager
+from jaxtrain.commands import export as export_command
+from jaxtrain.commands import generate
 from jaxtrain.errors import UserError
 from jaxtrain.extensions import ema
-from jaxtrain.hub import export, generate_texts
+from jaxtrain.hub import export
 from jaxtrain.main import main
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import estimate
@@ -156,7 +158,7 @@ def test_a_resumed_run_has_the_same_bits(flags, straight, tmp_path):
 
 @pytest.mark.slow
 def test_the_average_is_exported_and_generates(straight, tmp_path, capsys):
-    assert export.main([str(straight), f"--to={tmp_path / 'out'}", "--ema", "--dtype=float32"]) == 0
+    assert export_command.main([str(straight), f"--output={tmp_path / 'out'}", "--ema", "--dtype=float32"]) == 0
     assert json.loads((tmp_path / "out" / export.RECORD).read_text())["averaged"] is True
     _, state = saved(straight)
     published = jt.build(jt.load_config(f"hf:{tmp_path / 'out'}", {"data.seq_len": 32, "data.global_batch_size": 8}))
@@ -165,10 +167,10 @@ def test_the_average_is_exported_and_generates(straight, tmp_path, capsys):
     said = []
     for folder, *more in ((straight, "--ema"), (straight,), (tmp_path / "out",)):
         words = [str(folder), "--prompt=line ", "--max_new_tokens=3", "--temperature=0", "--json", "--logprobs", *more]
-        assert generate_texts.main(words) == 0
+        assert generate.main(words) == 0
         said.append(json.loads(capsys.readouterr().out)["logprobs"])
     assert said[0] == said[2] != said[1]
-    assert generate_texts.main([str(tmp_path / "out"), "--prompt=a", "--ema"]) == 2
+    assert generate.main([str(tmp_path / "out"), "--prompt=a", "--ema"]) == 2
     assert "--ema: " in (told := capsys.readouterr().err) and "with one set of weights; leave it out" in told
 
 
@@ -176,7 +178,7 @@ def test_the_average_is_exported_and_generates(straight, tmp_path, capsys):
 def test_a_run_without_one_begins_one_on_purpose(flags, tmp_path, capsys):
     words = [*flags, f"--workdir={tmp_path / 'work'}"]
     assert main(words) == 0
-    assert export.main([str(tmp_path / "work"), f"--to={tmp_path / 'out'}", "--ema"]) == 2
+    assert export_command.main([str(tmp_path / "work"), f"--output={tmp_path / 'out'}", "--ema"]) == 2
     assert "--ema: " in (told := capsys.readouterr().err) and "has no average of the weights; leave it out" in told
     _, before = saved(tmp_path / "work")
     words += ["--config.train.steps=7", f"--config.train.ema_decay={DECAY}", "--config.checkpoint.best=eval_loss_ema",

@@ -22,9 +22,10 @@ pytest.importorskip("lm_eval")
 
 import lm_eval.tasks
 
+from jaxtrain.commands import evaluate as evaluate_command
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.distributed.run_lock import locked
-from jaxtrain.hub import evaluate_tasks, generate_texts, harness_model, training_tasks
+from jaxtrain.hub import chat_messages, evaluate_tasks, harness_model, training_tasks
 from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.harness_model import HarnessModel
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
@@ -94,7 +95,7 @@ def workdir(tmp_path_factory):
 EVALUATE = """
 import functools, sys
 import lm_eval.tasks
-from jaxtrain.hub.evaluate_tasks import main
+from jaxtrain.commands.evaluate import main
 
 lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
 sys.exit(main())
@@ -108,12 +109,12 @@ def begun(words, cwd, environment):
 
 @pytest.mark.slow
 def test_two_processes_give_the_results_of_one(workdir, tasks, tmp_path):
-    words = [f"{workdir}", "--tasks=choose,go_on", f"--include={tasks}", "--samples", "--limit=2"]
+    words = [f"{workdir}", "--tasks=choose,go_on", f"--include={tasks}", "--log_samples", "--limit=2"]
     where = ["--config.mesh.data=2", f"--output={tmp_path / 'two.json'}"]
     with two_of(["-c", EVALUATE, *words, *where], devices=1, start=begun) as both:
         first, second = ended(both)
     assert [process.returncode for process in both] == [0, 0], first + second
-    assert evaluate_tasks.main([*words, f"--output={tmp_path / 'one.json'}"]) == 0
+    assert evaluate_command.main([*words, f"--output={tmp_path / 'one.json'}"]) == 0
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
     assert two["hashes"] == one["hashes"] and two["results"] == one["results"]
     for ours, theirs in zip(two["samples"]["choose"], one["samples"]["choose"], strict=True):
@@ -123,9 +124,9 @@ def test_two_processes_give_the_results_of_one(workdir, tasks, tmp_path):
 
 @pytest.mark.slow
 def test_every_kind_of_task_gives_what_the_logits_say(workdir, tasks, capsys):
-    words = [f"{workdir}", "--tasks=choose,go_on,roll", f"--include={tasks}", "--samples", "--limit=3",
+    words = [f"{workdir}", "--tasks=choose,go_on,roll", f"--include={tasks}", "--log_samples", "--limit=3",
              "--config.mesh.tensor=4", "--config.mesh.data=2"]
-    assert evaluate_tasks.main(words) == 0
+    assert evaluate_command.main(words) == 0
     assert "bits_per_byte" in capsys.readouterr().out
     kept = json.loads((workdir / "evaluations" / "20.json").read_text())
     assert kept["step"] == 20 and kept["packages"]["lm_eval"] and len(kept["hashes"]["choose"]) == 3
@@ -165,12 +166,12 @@ def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, 
     shutil.copytree(workdir, copy, ignore=shutil.ignore_patterns("evaluations"))
     folder, run = copy / "evaluations", json.loads((copy / "run.json").read_text())["run"]
     words = [f"{copy}", f"--include={tasks}", "--watch", "--limit=2", "--config.observe.trackers=wandb"]
-    assert evaluate_tasks.main([*words, "--tasks=choose"]) == 0
+    assert evaluate_command.main([*words, "--tasks=choose"]) == 0
     assert sorted(path.name for path in folder.glob("*.json")) == ["10.json", "20.json"]
     first, newest = folder / "10.json", folder / "20.json"
     seen, kept = first.stat().st_mtime_ns, json.loads(newest.read_text())
     newest.write_text(json.dumps(kept | {"parameters": "others"}))  # the run has come to this step again
-    assert evaluate_tasks.main([*words, "--tasks=choose"]) == 0
+    assert evaluate_command.main([*words, "--tasks=choose"]) == 0
     assert seen == first.stat().st_mtime_ns, "done again"
     assert json.loads(newest.read_text())["parameters"] == kept["parameters"], "of a checkpoint that is gone"
     told = [{"step": step, "eval_choose_acc": json.loads((folder / f"{step}.json").read_text())["results"]["choose"][
@@ -180,16 +181,16 @@ def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, 
     assert [{key: line[key] for key in told[0]} for line in shown] == told
     assert not any("choose" in line for line in (copy / "metrics.jsonl").read_text().splitlines())
     with locked(folder, 0.0):
-        assert evaluate_tasks.main([*words, "--tasks=choose"]) == 2
+        assert evaluate_command.main([*words, "--tasks=choose"]) == 2
     assert "--watch: another process watches" in capsys.readouterr().err
 
-    def asked(flags, overrides, tasks, step, evaluate=evaluate_tasks._evaluate):
+    def asked(flags, overrides, tasks, step, evaluate=evaluate_tasks.evaluate):
         if step == 10:  # it is deleted in this moment
             shutil.rmtree(copy / "checkpoints" / "10")
         evaluate(flags, overrides, tasks, step)
 
     monkeypatch.setattr(evaluate_tasks, "_evaluate", asked)
-    assert evaluate_tasks.main([*words, "--tasks=go_on"]) == 0
+    assert evaluate_command.main([*words, "--tasks=go_on"]) == 0
     assert "the checkpoint of step 10 was deleted before it was read" in capsys.readouterr().err
     assert "go_on" in json.loads(newest.read_text())["results"], "others' results count as done"
     assert [line["step"] for line in backend.runs[f"{run}-evaluations-2"]] == [20]
@@ -213,7 +214,7 @@ def test_a_run_is_asked_while_it_trains_and_keeps_the_best_checkpoint(workdir, t
                     for steps in ((5, 10, 15), (5, 10)))
     kept = {int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()}
     assert kept in ({best, 15}, {before, 15})  # nothing is deleted again for the results of the last step
-    assert evaluate_tasks.main([f"{folder}", "--tasks=choose,go_on,roll", f"--include={tasks}", "--limit=4"]) == 0
+    assert evaluate_command.main([f"{folder}", "--tasks=choose,go_on,roll", f"--include={tasks}", "--limit=4"]) == 0
     said = json.loads((folder / "evaluations" / "15.json").read_text())["results"]
     wanted = {f"eval_{task}_{metric}": said[task][f"{metric},none"]
               for task, metric in (("choose", "acc"), ("go_on", "exact_match"), ("roll", "bits_per_byte"))}
@@ -277,10 +278,10 @@ def test_a_model_is_asked_with_each_of_several_adapters_alone(workdir, tasks, tm
         adapter_files.save(jax.tree.map(lambda leaf, rng=rng, size=size: jax.device_put(
             size * rng.standard_normal(leaf.shape, np.float32), leaf.sharding), lora.adapters(abstract_model(adapted))),
             run.config.model, adapted.config.lora, tmp_path / name, "", np.dtype("float32"))
-    asked = [f"{workdir}", f"--tasks={names}", f"--include={tasks}", "--samples", "--limit=2",
+    asked = [f"{workdir}", f"--tasks={names}", f"--include={tasks}", "--log_samples", "--limit=2",
              f"--output={tmp_path}/out.json"]
-    assert evaluate_tasks.main(asked) == 0
-    assert evaluate_tasks.main([*asked, f"--adapters=nothing={tmp_path}/nothing,other={tmp_path}/other"]) == 0
+    assert evaluate_command.main(asked) == 0
+    assert evaluate_command.main([*asked, f"--adapters=nothing={tmp_path}/nothing,other={tmp_path}/other"]) == 0
     plain, nothing, other = (json.loads((tmp_path / file).read_text()) for file in (
         "out.json", "out-nothing.json", "out-other.json"))
     assert other["adapter"] == ["other", f"{tmp_path}/other"] and "adapter" not in plain
@@ -312,7 +313,7 @@ def test_an_answer_ends_with_its_turn_and_a_text_may_begin_with_nothing(workdir)
 def test_a_conversation_is_asked_as_the_template_has_it(workdir):
     run, state = jt.load_model(workdir)
     words = tokenizer_of(workdir)
-    model = HarnessModel(run, state, words, chat=generate_texts.chat_of(workdir, {}, words, "plain"))
+    model = HarnessModel(run, state, words, chat=chat_messages.chat_of(workdir, {}, words, "plain"))
     text = model.apply_chat_template([{"role": "user", "content": "hello"}])
     assert text == "user: hello\nassistant: " and model.tok_encode(text) == list(text.encode())
 
@@ -350,6 +351,6 @@ def test_a_conversation_is_asked_as_the_template_has_it(workdir):
 ])
 def test_mistakes_are_told_in_one_line(words, message, workdir, tasks, capsys):
     words = words if any(word.startswith("--include") for word in words) else [*words, f"--include={tasks}"]
-    assert evaluate_tasks.main([f"{workdir}", *words]) == 2
+    assert evaluate_command.main([f"{workdir}", *words]) == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert told.startswith(message), told

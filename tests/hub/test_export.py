@@ -13,8 +13,10 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint import restore
-from jaxtrain.hub import export, generate_texts, initial_params
-from jaxtrain.hub.adapters import __main__ as adapters
+from jaxtrain.commands import adapters
+from jaxtrain.commands import export as export_command
+from jaxtrain.commands import generate as generate_command
+from jaxtrain.hub import export, initial_params
 from jaxtrain.hub.release import exported_tokenizer
 from jaxtrain.hub.weights import published_weights
 from jaxtrain.run import abstract_model
@@ -44,7 +46,7 @@ def workdir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def published(workdir):
     folder = workdir.parent / "out"
-    assert export.main([str(workdir), f"--to={folder}", "--dtype=float32", "--file_gb=0.00002"]) == 0
+    assert export_command.main([str(workdir), f"--output={folder}", "--dtype=float32", "--file_gb=0.00002"]) == 0
     return folder
 
 
@@ -106,7 +108,7 @@ def test_two_processes_export_and_begin_as_one_does(workdir, published, tmp_path
             for process in started:
                 process.kill()
 
-    both("jaxtrain.hub.export", str(workdir), f"--to={tmp_path / 'out'}", "--dtype=float32", "--file_gb=0.00002")
+    both("jaxtrain", "export", str(workdir), f"--output={tmp_path / 'out'}", "--dtype=float32", "--file_gb=0.00002")
     for file in published.glob("*model*"):
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
     keys = [f"--config.{key}={value}" for key, value in KEYS.items() if not key.startswith("model.")]
@@ -124,21 +126,21 @@ def test_adapters_of_a_run_are_tuned_resumed_and_merged(workdir, published, tmp_
     state = jt.train(run.config, tmp_path / "tuned")
     base = jax.device_get(trained(workdir))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.frozen), base)
-    assert export.main([str(tmp_path / "tuned"), f"--to={tmp_path / 'out'}", "--dtype=float32"]) == 0
+    assert export_command.main([str(tmp_path / "tuned"), f"--output={tmp_path / 'out'}", "--dtype=float32"]) == 0
     wanted = merged(jax.device_get(state.all_params), 16 / 2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
                  begun(f"hf:{tmp_path / 'out'}").init().params, wanted)
     after, before = (tree["blocks"]["layer"]["mlp"]["up"]["kernel"] for tree in (wanted, base))
     assert not np.array_equal(after, before)
 
-    assert adapters.main(["export", str(tmp_path / "tuned"), f"--to={tmp_path / 'adapters'}"]) == 0
+    assert adapters.main(["export", str(tmp_path / "tuned"), f"--output={tmp_path / 'adapters'}"]) == 0
     with_them = begun(f"hf:{published}", **keys | {"train__init_from": str(tmp_path / "adapters")})
     jax.tree.map(np.testing.assert_array_equal, with_them.init().all_params, state.all_params)
     said = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == str(published) and said["target_modules"] == [
         "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert adapters.main(["export", str(workdir), f"--to={tmp_path / 'none'}"]) == 2
-    assert generate_texts.main([str(tmp_path / "adapters"), "--prompt=It was", "--max_new_tokens=3"]) == 0
+    assert adapters.main(["export", str(workdir), f"--output={tmp_path / 'none'}"]) == 2
+    assert generate_command.main([str(tmp_path / "adapters"), "--prompt=It was", "--max_new_tokens=3"]) == 0
 
     again = begun(tmp_path / "tuned/config.json", train__init_from=str(tmp_path / "tuned")).init()
     jax.tree.map(np.testing.assert_array_equal, again.all_params, state.all_params)
@@ -184,10 +186,10 @@ def test_adapters_beside_quantized_weights(workdir, published, tmp_path, kind):
     longer = replace(run.config, train=replace(run.config.train, steps=3))
     again = jt.train(longer, tmp_path / "tuned", may_change=["train.steps"])
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.frozen), begins)
-    assert export.main([str(tmp_path / "tuned"), f"--to={tmp_path / 'out'}", "--dtype=float32"]) == 0
+    assert export_command.main([str(tmp_path / "tuned"), f"--output={tmp_path / 'out'}", "--dtype=float32"]) == 0
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
                  begun(f"hf:{tmp_path / 'out'}").init().params, merged(jax.device_get(again.all_params), 16 / 2))
-    assert generate_texts.main([str(tmp_path / "tuned"), "--prompt=It was", "--max_new_tokens=3"]) == 0
+    assert generate_command.main([str(tmp_path / "tuned"), "--prompt=It was", "--max_new_tokens=3"]) == 0
 
     student, teacher = (jt.load_config(folder / "config.json") for folder in (workdir, tmp_path / "tuned"))
     learning = jt.build(student, objective=jt.distillation(teacher, workdir=tmp_path / "tuned")).init()
@@ -214,7 +216,7 @@ def test_what_is_exported_says_where_it_comes_from(workdir, published):
 
 @pytest.mark.slow
 def test_weights_are_rounded_to_bfloat16_by_default(workdir, tmp_path):
-    assert export.main([str(workdir), f"--to={tmp_path / 'out'}", "--step=2"]) == 0
+    assert export_command.main([str(workdir), f"--output={tmp_path / 'out'}", "--step=2"]) == 0
     state = begun(f"hf:{tmp_path / 'out'}").init()
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype("bfloat16").astype("float32")), state.params,
                  trained(workdir))
@@ -222,19 +224,33 @@ def test_weights_are_rounded_to_bfloat16_by_default(workdir, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "message"), [
-    (["--to={out}"], "--output: {out} is there already; name a folder that is not"),
-    (["--to={out}/config.json/new"], "--output: {out}/config.json/new.partial cannot be made (Not a directory); name "
-                                     "another"),
-    (["--to={new}", "--step=-1"], "--step: -1 is not a step; leave it out for the newest good checkpoint, or see those "
-                                  "that there are: jaxtrain checkpoint list {work}"),
-    (["--to={new}", "--step=7"], "--step: {work} has no checkpoint of step 7 that was found good; see those that "
-                                 "it has: jaxtrain checkpoint list {work}"),
+    (["--output={out}"], "--output: {out} is there already; name a folder that is not"),
+    (["--output={out}/config.json/new"],
+     "--output: {out}/config.json/new.partial cannot be made (Not a directory); name another"),
+    (["--output={new}", "--step=-1"], "--step: -1 is not a step; leave it out for the newest good checkpoint, or see "
+                                      "those that there are: jaxtrain checkpoint list {work}"),
+    (["--output={new}", "--step=7"], "--step: {work} has no checkpoint of step 7 that was found good; see those that "
+                                     "it has: jaxtrain checkpoint list {work}"),
 ])
 def test_what_cannot_be_exported_is_told_in_one_line(workdir, published, capsys, flags, message):
     names = {"out": published, "new": published.parent / "new", "work": workdir}
-    assert export.main([str(workdir), *(flag.format(**names) for flag in flags)]) == 2
-    assert capsys.readouterr().err.strip() == message.format(**names)
+    for rehearsal in ([], ["--dry_run"]) if "/new" not in flags[0] and "--step=-1" not in flags else ([],):
+        assert export_command.main([str(workdir), *(flag.format(**names) for flag in flags), *rehearsal]) == 2
+        assert capsys.readouterr().err.strip() == message.format(**names)
     assert not names["new"].exists()
+
+
+@pytest.mark.slow
+def test_an_export_is_rehearsed_and_replaces_an_earlier_one_when_told(workdir, published, tmp_path, capsys):
+    to = tmp_path / "out"
+    assert export_command.main([str(workdir), f"--output={to}", "--dry_run"]) == 0
+    count = sum(leaf.size for leaf in jax.tree.leaves(trained(workdir)))
+    assert f"step 2 of {workdir} would be written to {to}: {count:,} parameters" in capsys.readouterr().out
+    assert not to.exists()
+    shutil.copytree(published, to)
+    assert export_command.main([str(workdir), f"--output={to}", "--overwrite"]) == 0
+    assert json.loads((to / "config.json").read_text())["dtype"] == "bfloat16", "the earlier one was float32"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize(("source", "message"), [
@@ -252,8 +268,7 @@ def test_a_source_that_is_none_is_refused(tmp_path, source, message):
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """A run of one step on conversations in chatml."""
-    from jaxtrain.data import train_tokenizer
-    from jaxtrain.data.prepare import prepare
+    from jaxtrain.commands import prepare, train_tokenizer
 
     folder = tmp_path_factory.mktemp("answers")
     text = folder / "text.txt"
@@ -274,7 +289,7 @@ def answers(tmp_path_factory):
 
 @pytest.mark.slow
 def test_what_surrounds_texts_and_answers_is_published(answers, monkeypatch, tmp_path, capsys):
-    from jaxtrain.hub import generate_texts
+    from jaxtrain.commands import generate as generate_command
     from jaxtrain.hub.trained_tokenizer import tokenizer_of
 
     kept, published = tokenizer_of(answers / "work"), tokenizer_of(answers / "out")
@@ -286,7 +301,7 @@ def test_what_surrounds_texts_and_answers_is_published(answers, monkeypatch, tmp
     (answers / "corpus").rename(answers / "elsewhere")
     said = []
     for source in ("work", "out"):
-        assert generate_texts.main([f"{answers / source}", "--prompt=Hello 3", "--chat", "--temperature=0", "--json",
+        assert generate_command.main([f"{answers / source}", "--prompt=Hello 3", "--chat", "--temperature=0", "--json",
                                     "--max_new_tokens=4", "--logprobs"]) == 0
         said.append(json.loads(capsys.readouterr().out))
     assert said[0]["tokens"] == said[1]["tokens"]
@@ -300,18 +315,18 @@ def test_gates_decide_whether_a_folder_is_releasable(answers, tmp_path, pattern,
     check = {"prompt": "Hello 3", "must_match": pattern, "max_new_tokens": 4}
     (tmp_path / "gates.jsonl").write_text("".join(
         json.dumps(check | {"chat": chat}) + "\n" for chat in (True, False)))
-    words = [str(answers / "work"), f"--to={tmp_path / 'out'}", f"--gates={tmp_path / 'gates.jsonl'}"]
+    words = [str(answers / "work"), f"--output={tmp_path / 'out'}", f"--gates={tmp_path / 'gates.jsonl'}"]
     if status:
         with pytest.raises(SystemExit):
-            export.main(words)
+            export_command.main(words)
     else:
-        assert export.main(words) == 0
+        assert export_command.main(words) == 0
     record = json.loads((tmp_path / "out" / export.RECORD).read_text())
     assert record["gates"]["releasable"] is (not status) and record["sha256"]["README.md"]
     assert record["gates"]["suites"] == {"gates": {"passed": 2 * (not status), "checks": 2}}
     if not status:
         kept = [json.loads(line) for line in (answers / "work" / "gates" / "1.jsonl").read_text().splitlines()]
-        assert generate_texts.main([str(tmp_path / "out"), "--prompt=Hello 3", "--chat", "--temperature=0", "--json",
+        assert generate_command.main([str(tmp_path / "out"), "--prompt=Hello 3", "--chat", "--temperature=0", "--json",
                                     "--max_new_tokens=4"]) == 0
         assert kept[0]["answer"] == json.loads(capsys.readouterr().out)["text"]
 
@@ -319,8 +334,8 @@ def test_gates_decide_whether_a_folder_is_releasable(answers, tmp_path, pattern,
 @pytest.mark.slow
 def test_nothing_is_left_of_a_refused_export(workdir, tmp_path, monkeypatch, capsys):
     (tmp_path / "gates.jsonl").write_text(json.dumps({"prompt": "Hello " * 20, "must_match": "x"}) + "\n")
-    gates = [str(workdir), f"--to={tmp_path}/new/out", f"--gates={tmp_path}/gates.jsonl"]
-    assert export.main(gates) == 2
+    gates = [str(workdir), f"--output={tmp_path}/new/out", f"--gates={tmp_path}/gates.jsonl"]
+    assert export_command.main(gates) == 2
     assert "leave no room in model.max_seq_len=32" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["gates.jsonl"]
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.commands import merge as merge_command
 from jaxtrain.hub import export, initial_params, merge
 from jaxtrain.hub.weights import safetensors_files
 from jaxtrain.hub.weights.safetensors_files import SINGLE, tensors_of
@@ -52,7 +53,7 @@ def models(tmp_path_factory) -> list[Path]:
 
 
 def merged(models, to: Path, *flags: str) -> dict[str, np.ndarray]:
-    assert merge.main([*map(str, models), f"--to={to}", *flags]) == 0
+    assert merge_command.main([*map(str, models), f"--output={to}", *flags]) == 0
     return values(to)
 
 
@@ -161,8 +162,8 @@ def test_never_a_whole_model_is_in_memory(tmp_path, models):
     one = next(iter(many.values())).nbytes
     for method, base in (("average", ()), ("slerp", ()), ("ties", (f"--base={tmp_path / 'base'}",))):
         tracemalloc.start()
-        assert merge.main([f"{tmp_path / 'a'}", f"{tmp_path / 'b'}", f"--to={tmp_path / method}", f"--method={method}",
-                           *base]) == 0
+        assert merge_command.main([f"{tmp_path / 'a'}", f"{tmp_path / 'b'}", f"--output={tmp_path / method}",
+                                   f"--method={method}", *base]) == 0
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert 2 * one < peak < 12 * one, f"{method}: {peak / one:.1f} tensors, of models of 20"
@@ -171,8 +172,9 @@ def test_never_a_whole_model_is_in_memory(tmp_path, models):
 def test_published_folders_need_no_jax(models, tmp_path):
     code = f"""
 import sys
+from jaxtrain.commands import merge as merge_command
 from jaxtrain.hub import merge
-status = merge.main(["{models[0]}", "{models[1]}", "--to={tmp_path / 'out'}"])
+status = merge_command.main(["{models[0]}", "{models[1]}", "--output={tmp_path / 'out'}"])
 assert "jax" not in sys.modules, "JAX is imported"
 sys.exit(status)
 """
@@ -185,16 +187,16 @@ def test_what_is_not_weights_has_to_be_the_same(models, tmp_path, capsys):
         folders.append(shutil.copytree(models[n], tmp_path / f"{n}"))
         written(folders[n], {name: tensor.view() for name, tensor in tensors_of(models[n]).items()}
                 | {"model.rotary_emb.steps": np.arange(3) + (n == 2)})
-    assert merge.main([*map(str, folders[:2]), f"--to={tmp_path / 'out'}"]) == 0
+    assert merge_command.main([*map(str, folders[:2]), f"--output={tmp_path / 'out'}"]) == 0
     steps = tensors_of(tmp_path / "out")["model.rotary_emb.steps"].view(safetensors_files.OTHERS)
     np.testing.assert_array_equal(steps, np.arange(3))
-    assert merge.main([*map(str, folders), f"--to={tmp_path / 'no'}"]) == 2
+    assert merge_command.main([*map(str, folders), f"--output={tmp_path / 'no'}"]) == 2
     assert "tensor model.rotary_emb.steps, of dtype I64, is not the same in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["{0}"], "SOURCE: one model has nothing to be merged with; give two or more"),
-    (["{0}", "{1}", "{2}", "--method=slerp"], "SOURCE: --method=slerp is for two models, and 3 are given; use "
+    (["{0}"], "MODEL: one model has nothing to be merged with; give two or more"),
+    (["{0}", "{1}", "{2}", "--method=slerp"], "MODEL: --method=slerp is for two models, and 3 are given; use "
                                                "--method=average"),
     (["{0}", "{1}", "--density=0.5"], "--density: --method=average does not read it; leave it out, or use ties"),
     (["{0}", "{1}", "--method=ties"], "--base: ties merges changes, and needs the model that was changed; name the "
@@ -205,15 +207,15 @@ def test_what_is_not_weights_has_to_be_the_same(models, tmp_path, capsys):
     (["{0}", "{1}", "--weights=1"], "--weights: there are 1 for 2 sources; give one for each"),
     (["{0}", "{1}", "--weights=1,-1"],
      "--weights: '1,-1' have to be numbers of 0 or more, and not all 0; write them as 0.7,0.3"),
-    (["{0}", "/no/such"], "SOURCE: /no/such is neither a published folder nor the workdir of a run; give one of these"),
-    (["{0}", "/no/such@last"], "SOURCE: 'last' in '/no/such@last' is not a step; write WORKDIR@STEP, such as "
+    (["{0}", "/no/such"], "MODEL: /no/such is neither a published folder nor the workdir of a run; give one of these"),
+    (["{0}", "/no/such@last"], "MODEL: 'last' in '/no/such@last' is not a step; write WORKDIR@STEP, such as "
                                "runs/base@500"),
-    (["{0}", "{eps}"], "SOURCE: {eps} has model.norm_eps=0.5, and {0} has 1e-05; give models of one architecture"),
-    (["{0}", "{fewer}"], "SOURCE: tensor model.norm.weight is missing in {fewer} and of the shape [16] in {0}; give "
+    (["{0}", "{eps}"], "MODEL: {eps} has model.norm_eps=0.5, and {0} has 1e-05; give models of one architecture"),
+    (["{0}", "{fewer}"], "MODEL: tensor model.norm.weight is missing in {fewer} and of the shape [16] in {0}; give "
                          "models of one architecture"),
-    (["{0}", "{more}"], "SOURCE: tensor other is of the shape [2] in {more} and missing in {0}; give models of one "
+    (["{0}", "{more}"], "MODEL: tensor other is of the shape [2] in {more} and missing in {0}; give models of one "
                         "architecture"),
-    (["{0}", "{1}", "--to={0}"], "--output: {0} is there already; name a folder that is not"),
+    (["{0}", "{1}", "--output={0}"], "--output: {0} is there already; name a folder that is not"),
 ])
 def test_what_cannot_be_merged_is_told_in_one_line(models, tmp_path, capsys, words, message):
     tensors = {name: tensor.view() for name, tensor in tensors_of(models[0]).items()}
@@ -221,8 +223,8 @@ def test_what_cannot_be_merged_is_told_in_one_line(models, tmp_path, capsys, wor
     written(other["fewer"], {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"})
     written(other["more"], tensors | {"other": np.zeros(2, np.float32)})
     other["eps"] = variant(tmp_path / "eps", 0, rms_norm_eps=0.5)
-    to = [] if any(word.startswith("--to") for word in words) else [f"--to={tmp_path / 'out'}"]
-    assert merge.main([*(word.format(*models, **other) for word in words), *to]) == 2
+    to = [] if any(word.startswith("--output") for word in words) else [f"--output={tmp_path / 'out'}"]
+    assert merge_command.main([*(word.format(*models, **other) for word in words), *to]) == 2
     assert capsys.readouterr().err.strip() == message.format(*models, **other)
     assert not (tmp_path / "out").exists()
 
@@ -230,18 +232,34 @@ def test_what_cannot_be_merged_is_told_in_one_line(models, tmp_path, capsys, wor
 def test_nothing_is_left_of_a_folder_that_could_not_be_finished(models, tmp_path, monkeypatch, capsys):
     """Nor is what an attempt that was killed has left in the one that is."""
     def refuse(*args):
-        raise jt.UserError("--to", "the disk is full", "make room")
+        raise jt.UserError("--output", "the disk is full", "make room")
 
-    words = [f"{models[0]}", f"{models[1]}", f"--to={tmp_path}/new/deep/out"]
+    words = [f"{models[0]}", f"{models[1]}", f"--output={tmp_path}/new/deep/out"]
     with monkeypatch.context() as patch:
         patch.setattr(export, "finish", refuse)
-        assert merge.main(words) == 2
-    assert capsys.readouterr().err == "--to: the disk is full; make room\n" and not [*tmp_path.iterdir()]
+        assert merge_command.main(words) == 2
+    assert capsys.readouterr().err == "--output: the disk is full; make room\n" and not [*tmp_path.iterdir()]
     (tmp_path / "new/deep/out.partial").mkdir(parents=True)
     (tmp_path / "new/deep/out.partial/model-00009.safetensors").write_text("half")
-    assert merge.main(words) == 0
+    assert merge_command.main(words) == 0
     assert [path.name for path in (tmp_path / "new/deep").iterdir()] == ["out"]
     assert not (tmp_path / "new/deep/out/model-00009.safetensors").exists()
+
+
+def test_a_merge_is_rehearsed_and_replaces_an_earlier_one_when_told(models, tmp_path, capsys):
+    words = [f"{models[0]}", f"{models[1]}", f"--output={tmp_path / 'out'}"]
+    assert merge_command.main([*words, "--dry_run"]) == 0
+    assert "the average of 2 models would be written to" in capsys.readouterr().out and not [*tmp_path.iterdir()]
+    first = merged(models[:2], tmp_path / "out")
+    assert merge_command.main([f"{models[2]}", *words[1:]]) == 2
+    second = merged([models[2], models[1]], tmp_path / "out", "--overwrite")
+    assert any((first[name] != second[name]).any() for name in first)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "out" / export.RECORD).unlink()
+    capsys.readouterr()
+    assert merge_command.main([*words, "--overwrite"]) == 2
+    assert "has no export.json: it is not an earlier export" in capsys.readouterr().err
+    assert values(tmp_path / "out").keys() == first.keys()
 
 
 @pytest.mark.slow
@@ -253,7 +271,8 @@ def test_runs_are_merged_and_the_result_begins_another(tmp_path):
             "train.eval_batches": 1, "train.progress": False, "checkpoint.every": 1, "mesh.data": 8}
     config = jt.make_config(reference.tiny("qwen3").to_dict(), keys)
     state = jt.train(config, tmp_path / "work")
-    assert merge.main([f"{tmp_path / 'work'}@1", f"{tmp_path / 'work'}", f"--to={tmp_path / 'new' / 'out'}"]) == 0
+    words = [f"{tmp_path / 'work'}@1", f"{tmp_path / 'work'}", f"--output={tmp_path / 'new' / 'out'}"]
+    assert merge_command.main(words) == 0
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"], "something temporary is left"
     run = jt.build(config)
     first = jt.CheckpointManager(tmp_path / "work" / "checkpoints").restore(1, run.abstract)

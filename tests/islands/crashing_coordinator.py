@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 
-from jaxtrain.islands.__main__ import main
+from jaxtrain.commands.islands import main
 from jaxtrain.islands.outer_log import OuterLog
 
 CALLS = "open", "fsync", "replace", "unlink"

@@ -50,7 +50,7 @@ class Storm:
         store = [f"--store={folder / 'store'}", "--store_every=0.05"] if with_store or fallback else []
         timeout = self.rng.choice(self.timeouts)
         self.words = {"coordinator": [
-            "-m", "tests.islands.crashing_coordinator", "serve", f"--folder={folder / 'log'}",
+            "-m", "tests.islands.crashing_coordinator", "serve", f"--workdir={folder / 'log'}",
             f"--address=127.0.0.1:{port}", f"--keys={folder / 'keys'}", f"--islands={islands}",
             f"--timeout={timeout}", f"--lease={self.lease}", f"--mode={'async' if mode == 'async' else 'sync'}",
             "--oldest=6", *store]}

@@ -227,7 +227,7 @@ def test_an_island_says_that_nobody_serves_its_place_and_how_to(log, tmp_path, c
     while not (first := said()):
         time.sleep(0.01)
     assert first == (f"{place}: no coordinator serves it, so island 1 waits for the others at its next "
-                     f"exchange; start one with jaxtrain islands serve --folder=DIR --store={place} --islands=2")
+                     f"exchange; start one with jaxtrain islands serve --workdir=DIR --store={place} --islands=2")
     told = []
     for served in (False, False, False, True, False, False, False, True):
         if served:

@@ -47,7 +47,7 @@ def test_an_island_of_two_processes_and_one_of_one(codec, port, tmp_path_factory
         flags[-1:] = [f"--config.islands.meeting=tcp://{address},{tmp_path}/meeting",
                       f"--config.islands.keys={tmp_path}/keys"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": virtual_devices(1)}
-    serve = subprocess.Popen([sys.executable, "-m", "jaxtrain.islands", "serve", f"--folder={tmp_path}/log",
+    serve = subprocess.Popen([sys.executable, "-m", "jaxtrain", "islands", "serve", f"--workdir={tmp_path}/log",
                               f"--store={tmp_path}/meeting", "--islands=2", "--store_every=0.1"], env=environment)
     one = subprocess.Popen([sys.executable, "-m", "jaxtrain.main", *flags, "--config.islands.index=1",
                             f"--workdir={tmp_path}/one"], env=environment, text=True, stderr=subprocess.PIPE)
@@ -78,7 +78,7 @@ def test_an_island_of_two_processes_that_is_stopped_while_it_sends(codec, tmp_pa
              f"--config.islands.meeting=tcp://{address}", f"--config.islands.keys={tmp_path}/keys"]
 
     def serve(log):
-        return subprocess.Popen([sys.executable, "-m", "jaxtrain.islands", "serve", f"--folder={tmp_path / log}",
+        return subprocess.Popen([sys.executable, "-m", "jaxtrain", "islands", "serve", f"--workdir={tmp_path / log}",
                                  f"--address={address}", f"--keys={tmp_path}/keys", "--islands=1"],
                                 env={**os.environ, "PYTHONPATH": str(ROOT)})
 

@@ -186,5 +186,5 @@ def test_a_journal_begins_with_a_summary_of_what_is_not_served(tmp_path, capsys)
     again.close()
     for path in (tmp_path / "snapshots").iterdir():
         path.unlink()
-    with pytest.raises(UserError, match=r"^--folder: .* lacks the snapshot of entry 4; restore it, or begin another"):
+    with pytest.raises(UserError, match=r"^--workdir: .* lacks the snapshot of entry 4; restore it, or begin another"):
         OuterLog(tmp_path, Policy(islands=2))

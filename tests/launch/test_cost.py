@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from jaxtrain.launch import __main__ as launch
+from jaxtrain.commands import launch as launch_command
 from jaxtrain.launch import cost, job_record, jobs
 from jaxtrain.launch.job_record import Job
 from jaxtrain.launch.job_spec import JobSpec
@@ -57,7 +57,7 @@ def test_what_is_to_go_is_shown(tmp_path, monkeypatch, capsys):
     assert line in (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
     stand_in(tmp_path / "slurm", monkeypatch, squeue="echo COMPLETED\\|None\\|n1",
              sbatch="echo sbatch: error: Unable to contact slurm controller >&2; exit 1")
-    assert launch.main(["--on=slurm", f"--workdir={tmp_path}", "--nodes=2", "--accelerators_per_node=8",
+    assert launch_command.main(["--on=slurm", f"--workdir={tmp_path}", "--nodes=2", "--accelerators_per_node=8",
                         "--accelerator=h100", "--dry_run", "--", "true"]) == 0
     assert capsys.readouterr().err == (f"not shown to Slurm: Unable to contact slurm controller\n"
                                        f"{line.split(None, 2)[2]}\n")

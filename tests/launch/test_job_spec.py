@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.commands import launch
 from jaxtrain.errors import UserError
-from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch.job_record import Job, read, record
 from jaxtrain.launch.job_spec import JobSpec, read_spec, spec_of
 

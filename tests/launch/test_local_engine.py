@@ -1,5 +1,6 @@
 """Jobs on this machine, with a program that saves when it is told to stop."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -8,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.launch import __main__ as launch
+from jaxtrain.commands import jobs as jobs_command
+from jaxtrain.commands import launch
 from jaxtrain.launch import job_record
-from jaxtrain.launch import jobs as jobs_command
 from jaxtrain.launch.local_engine import LocalEngine
 from tests.launch.waiting import status_of, wait_for
 
@@ -68,6 +69,11 @@ def test_a_job_pauses_goes_on_and_ends(workdir, capsys):
     wait_for(lambda: state(workdir) == "done")
     told("logs", workdir)
     assert capsys.readouterr().out == "attempt a b True\n" * 2
+    told("list", workdir.parent, "--json")
+    listed = json.loads(capsys.readouterr().out)
+    assert (listed["workdir"], listed["engine"], listed["state"]) == ("work", "local", "done")
+    told("show", workdir, "--json")
+    assert json.loads(capsys.readouterr().out)["state"].startswith("done")
     told("list", workdir.parent)
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["work", "local"]
     assert not any("s3cret" in path.read_text() for path in (workdir / "jobs" / "1").iterdir())
@@ -140,7 +146,7 @@ def test_a_config_is_read_before_it_is_submitted(tmp_path, capsys):
     assert "min_nodes: the config does not allow fewer nodes" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     assert launch.main(["configs/gpt.py:tiny", "--on=local", f"--workdir={tmp_path}", "--dry_run"]) == 0
-    said = "-m jaxtrain.supervise --processes=1 --max_restarts=3 -- --config=configs/gpt.py:tiny"
+    said = "-m jaxtrain supervise --processes=1 --max_restarts=3 -- --config=configs/gpt.py:tiny"
     assert said in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 

@@ -5,11 +5,10 @@ import os
 
 import pytest
 
+from jaxtrain.commands import jobs, launch
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError
-from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record as records
-from jaxtrain.launch import jobs
 from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.launch.mesh_check import check_mesh, memory_warning
 

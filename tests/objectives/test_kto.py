@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.data.prepare import prepare
+from jaxtrain.commands import prepare
 from tests.numerics import reference
 from tests.objectives import plain_kto as plain
 from tests.objectives import tuned

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.data.prepare import prepare
-from jaxtrain.hub import export, generate_texts
+from jaxtrain.commands import export, generate, prepare
 from jaxtrain.hub.weights import safetensors_files
 from jaxtrain.models.lora import scale
 from jaxtrain.objectives.preference import LOSSES, Pairs
@@ -216,8 +215,8 @@ def test_a_reward_model_begins_with_a_language_model_and_is_published_as_a_class
     further = jt.build(config(**tuned, train__init_from=str(folder / "whole"))).init()
     assert equal(further.all_params, whole.all_params)
     with pytest.raises(jt.UserError, match=r"model: it is a reward model, with a reward head in place of the out"):
-        generate_texts.main.__wrapped__([str(folder / "whole"), "--prompt=say"])
-    assert export.main([str(folder / "whole"), f"--to={tmp_path}/out", "--dtype=float32"]) == 0
+        generate.main.__wrapped__([str(folder / "whole"), "--prompt=say"])
+    assert export.main([str(folder / "whole"), f"--output={tmp_path}/out", "--dtype=float32"]) == 0
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said["architectures"] == ["LlamaForSequenceClassification"] and said["pad_token_id"] == said["eos_token_id"]
     names = safetensors_files.tensors_of(tmp_path / "out")
@@ -226,7 +225,7 @@ def test_a_reward_model_begins_with_a_language_model_and_is_published_as_a_class
     begun = jt.build(config(**tuned, **published)).init().params
     want = merged(jax.device_get(whole.all_params), scale(config().lora))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), jax.device_get(begun), want)
-    assert export.main([str(folder / "base"), f"--to={tmp_path}/plain", "--dtype=float32"]) == 0
+    assert export.main([str(folder / "base"), f"--output={tmp_path}/plain", "--dtype=float32"]) == 0
     begun = jt.build(config(**tuned, train__init_from=str(tmp_path / "plain"))).init()
     assert equal(partition.like(begun.all_params, own), own) and "output" not in begun.all_params
     with pytest.raises(jt.UserError, match=r"it has no tensor lm_head\.weight"):

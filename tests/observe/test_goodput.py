@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxtrain.commands import goodput as goodput_command
 from jaxtrain.observe import Constants, MetricsWriter, goodput
 from jaxtrain.observe.goodput import CATEGORIES, Incarnation, account, incarnations
 from jaxtrain.observe.ledger import Ledger
@@ -301,14 +302,14 @@ def test_a_wait_that_the_devices_do_not_notice_is_no_wait():
 
 
 def test_for_people(tmp_path, capsys):
-    assert goodput.main([str(tmp_path)]) == 2
+    assert goodput_command.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         f"WORKDIR: {tmp_path} has no ledger; give the workdir of a run that has begun\n")
     one = Incarnation(began=1e9, resumed=0, reached=(600, 7200.0), last_step=1200, ended="stopped",
                       seconds={"init": 90.0, "compile": 120.0, "step": 7200.0})
     (tmp_path / "ledger").mkdir()
     (tmp_path / "ledger" / "0001.json").write_text(json.dumps(vars(one) | {"of a later version": 1}))
-    assert goodput.main([str(tmp_path)]) == 0
+    assert goodput_command.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == """\
 where 2:03:30 h went (1 start, 0 failed):
   step         2:00:00 h  97.2%  steps that count
@@ -316,6 +317,10 @@ where 2:03:30 h went (1 start, 0 failed):
   compile       2:00 min   1.6%  compiling
 goodput 97.2%, ETTR 97.2%; step 600 of 1200, about 2:03:30 h to go
 """
+    assert goodput_command.main([str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["seconds"]["compile"] == 120 and (said["step"], said["last_step"], said["starts"]) == (600, 1200, 1)
+    assert said["goodput"] == pytest.approx(7200 / 7410) and said["ended"] == "stopped"
 
 
 @pytest.mark.parametrize("make", [*ODD, *WRONG], ids=lambda make: make.__name__)
@@ -335,7 +340,7 @@ def test_whatever_lies_in_place_of_a_start(tmp_path, make):
 def test_a_start_of_another_form_is_passed_over(tmp_path, capsys, content):
     trained(World(), tmp_path)
     (tmp_path / "ledger" / "0002.json").write_text(content)
-    assert len(incarnations(tmp_path)) == 1 and goodput.main([str(tmp_path)]) == 0
+    assert len(incarnations(tmp_path)) == 1 and goodput_command.main([str(tmp_path)]) == 0
 
 
 def test_a_file_in_place_of_the_ledger_ends_no_run(tmp_path):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.commands.calibrate import main as calibrate
+from jaxtrain.commands.plan import main
 from jaxtrain.plan import targets
-from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.calibrate import device_rates as rates
-from jaxtrain.plan.calibrate.__main__ import main as calibrate
 from tests.tiny import virtual_devices
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def test_quick_on_two_virtual_devices(tmp_path, capsys):
     file = tmp_path / "mine.json"
     done = subprocess.run(
-        [sys.executable, "-m", "jaxtrain.plan.calibrate", "--quick", f"--output={file}"], capture_output=True,
+        [sys.executable, "-m", "jaxtrain", "calibrate", "--quick", f"--output={file}"], capture_output=True,
         text=True, timeout=500, env=os.environ | {"XLA_FLAGS": virtual_devices(2)})
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in file.with_suffix(".rows.jsonl").read_text().splitlines()]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import re
 import types
 
@@ -9,9 +10,9 @@ import jax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.commands.plan import main
 from jaxtrain.config.load import load_config
 from jaxtrain.plan import preflight, search, targets
-from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.cost.time import COPIES
 from jaxtrain.plan.estimate import change, estimate
 from jaxtrain.plan.report.table import Choice, Found, explained, keys, milliseconds
@@ -249,9 +250,9 @@ def test_a_check_can_be_turned_off(monkeypatch):
     (["--target=h1000x8"], "--target: 'h1000x8' is not known"),
     (["--target=h100x8", "--config.mesh.tensr=2"], "there is no such key"),
     (["--target=h100x8", "--top=0"], "--top: 0 is too few"),
-    (["--target=h100x8", "--global_batch=0"], "--global_batch: 0 is too few"),
+    (["--target=h100x8", "--global_batch_size=0"], "--global_batch_size: 0 is too few"),
     (["--target=h100x8", "--tokens=nan"], "--tokens: nan is too few"),
-    (["--target=h100x8", "--globl_batch=8"], "did you mean '--global_batch'?"),
+    (["--target=h100x8", "--globl_batch=8"], "did you mean '--global_batch_size'?"),
     (["--target=h100x8", "--config.mesh=auto", "--config.mesh.tensor=2"], "mesh.tensor: 2 was given with mesh=auto"),
     (["--target=h100x8", "--explain", "--config.mesh=auto"], "mesh=auto is not a layout yet"),
     (["--target=h100x8", "--config.mesh=hsdp"], "mesh.hsdp: without --explain the planner compares"),
@@ -265,6 +266,13 @@ def test_mistakes_are_one_line(words, said, capsys):
     assert main(["--config=configs/gpt.py:tiny", *words]) == 2
     err = capsys.readouterr().err
     assert said in err and len(err.splitlines()) == 1
+
+
+def test_a_plan_for_scripts(capsys):
+    assert main(["--config=configs/gpt.py:tiny", "--target=h100x1", "--explain", "--json", "--tokens=1e6"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["fits"] and said["bytes"] == sum(said["memory"].values()) and said["mesh"]["data"] == 1
+    assert said["days"] == pytest.approx(1e6 / said["tokens_per_s"] / 86400)
 
 
 @pytest.mark.slow

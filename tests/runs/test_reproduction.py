@@ -10,11 +10,11 @@ import pytest
 
 import jaxtrain
 from jaxtrain.checkpoint import verify
+from jaxtrain.commands.runs import main
 from jaxtrain.config.load import load_config
 from jaxtrain.data import load_corpus
 from jaxtrain.run import runinfo
 from jaxtrain.runs import reproduction
-from jaxtrain.runs.__main__ import main
 from tests.tiny import ROOT, tiny_flags, virtual_devices
 
 
@@ -128,7 +128,7 @@ def test_a_run_is_reproduced_to_the_last_bit(tmp_path, tmp_path_factory, cache, 
                 verify.good(workdir / "checkpoints", 6)["fingerprint"])
 
     run(["-m", "jaxtrain.main", *tiny_flags(tmp_path_factory, keys), "--workdir=golden"])
-    shown = run(["-m", "jaxtrain.runs", "reproduce", "golden"])
+    shown = run(["-m", "jaxtrain", "runs", "reproduce", "golden"])
     command = shlex.split(shown.splitlines()[-1].rpartition("device_count=2 ")[2])
     assert command[:3] == ["python", "-m", "jaxtrain.main"]
     run(command[1:])

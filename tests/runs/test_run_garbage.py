@@ -4,12 +4,13 @@ import json
 import os
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
+from jaxtrain.commands.runs import main
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.runs import run_garbage, tags
-from jaxtrain.runs.__main__ import main
 from tests.runs.folders import RUN, checkpoint, make
 
 
@@ -49,6 +50,11 @@ def test_what_is_found_is_shown_and_then_deleted(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert everything(tmp_path) == before and "nothing was deleted; --delete does it" in shown
     assert "run/checkpoints/1.damaged" in shown and "kB" in shown and "a run that never trained" in shown
+    assert main(["gc", f"{tmp_path}", "--json", "--dry_run"]) == 0
+    listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(f"{Path(one['path']).relative_to(tmp_path)}" for one in listed) == wanted
+    assert main(["gc", f"{tmp_path}", "--dry_run", "--delete"]) == 2 and everything(tmp_path) == before
+    capsys.readouterr()
     assert main(["gc", f"{tmp_path}", "--delete"]) == 0 and "kB were freed" in capsys.readouterr().out
     gone = {name for name in before if any(name == one or name.startswith(f"{one}/") for one in wanted)}
     assert everything(tmp_path) - {"run/lock"} == before - gone, "nothing else is touched"

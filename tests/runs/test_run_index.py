@@ -11,10 +11,10 @@ import pytest
 
 from jaxtrain import storage
 from jaxtrain.checkpoint.mirror import Mirror
+from jaxtrain.commands.runs import main
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files, log_tail
 from jaxtrain.runs import comparison, run_index, tags
-from jaxtrain.runs.__main__ import main
 from tests.runs.folders import RUN, make
 
 
@@ -90,7 +90,7 @@ def test_a_line_that_is_longer_than_the_end_is_found(tmp_path):
 
 
 def test_listing_imports_no_jax():
-    code = "import sys, jaxtrain.runs.run_index, jaxtrain.runs.__main__; sys.exit('jax' in sys.modules)"
+    code = "import sys, jaxtrain.runs.run_index, jaxtrain.commands.runs; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
@@ -115,6 +115,11 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert main(["compare", f"{one}", f"{one}"]) == 0 and "the configs are the same" in capsys.readouterr().out
     assert main(["compare", f"{one}"]) == 2
     assert main(["show", f"{one}"]) == 0 and "100 (median)" in capsys.readouterr().out
+    assert main(["show", f"{one}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens/s"] == "100 (median)"
+    assert main(["compare", f"{one}", f"{two}", "--json"]) == 0
+    rows = {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert rows["state"][f"{one}"] == rows["state"][f"{two}"] == "finished"
     assert main(["show", f"{tmp_path}"]) == 2 and "has no config.json" in capsys.readouterr().err
 
 

@@ -14,8 +14,9 @@ import time
 import pytest
 from rich.console import Console
 
+from jaxtrain.commands import top as top_command
+from jaxtrain.commands.runs import main as runs
 from jaxtrain.runs import top
-from jaxtrain.runs.__main__ import main as runs
 from tests.runs.folders import make
 from tests.tiny import ROOT, SLOW, tiny_flags, virtual_devices
 
@@ -65,10 +66,12 @@ def test_many_runs(tmp_path, width, capsys):
     assert "damaged" in rows["torn:"] and "left" in rows["run"] and ("data wait" in rows["run"]) == (width == 160)
     assert "and 3 more" in drawn([tmp_path], width, height=4)
     assert "live" in drawn([live, tmp_path / "stopped"], width)
-    assert top.main([f"{tmp_path}", "--once"]) == 0 and "live" in capsys.readouterr().out
-    assert top.main([f"{tmp_path / 'stopped'}"]) == 0 and "╭" in capsys.readouterr().out, "no terminal: one picture"
-    assert top.main([f"{tmp_path / 'stopped' / 'ledger'}"]) == 2 and "there is no run in" in capsys.readouterr().err
-    assert top.main(["s3://me:key@bucket/runs"]) == 2 and capsys.readouterr().err == (
+    assert top_command.main([f"{tmp_path}", "--once"]) == 0 and "live" in capsys.readouterr().out
+    assert top_command.main([f"{tmp_path / 'stopped'}"]) == 0
+    assert "╭" in capsys.readouterr().out, "no terminal: one picture"
+    assert top_command.main([f"{tmp_path / 'stopped' / 'ledger'}"]) == 2
+    assert "there is no run in" in capsys.readouterr().err
+    assert top_command.main(["s3://me:key@bucket/runs"]) == 2 and capsys.readouterr().err == (
         "WORKDIR: s3://***@bucket/runs is a URL, and copies of runs do not grow while one watches; ask jaxtrain runs "
         "list or show\n")
 
@@ -136,7 +139,7 @@ def watched(workdir, end):
     """Watch it in a terminal, and end that after three pictures; return the exit status and what was shown."""
     main, inside = pty.openpty()
     watching = subprocess.Popen(
-        [sys.executable, "-m", "jaxtrain.runs.top", workdir], cwd=ROOT, stdin=inside, stdout=inside, stderr=inside,
+        [sys.executable, "-m", "jaxtrain", "top", workdir], cwd=ROOT, stdin=inside, stdout=inside, stderr=inside,
         env=os.environ | {"COLUMNS": "100", "LINES": "30", "TERM": "xterm"}, start_new_session=True)
     try:
         shown = b""

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain.commands import profile as command
 from jaxtrain.errors import UserError
 from jaxtrain.observe import events, profile_requests
-from jaxtrain.profiling import __main__ as command
 from jaxtrain.profiling import summary
 from jaxtrain.profiling.summary import ask, summarise
 from jaxtrain.run import compiled_step

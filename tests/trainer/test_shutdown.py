@@ -129,7 +129,7 @@ sys.exit(main())
 
 
 INSIDE = {  # a module that is about to be imported, as part of what
-    "json": "jaxtrain.main", "jaxtrain.flags": "jaxtrain.main", "jaxtrain.trainer.shutdown": "jaxtrain.main",
+    "json": "jaxtrain.main", "jaxtrain.commands.flags": "jaxtrain.main", "jaxtrain.trainer.shutdown": "jaxtrain.main",
     "numpy._core._multiarray_umath": "jaxlib, which is not written in Python", "contextvars": "numpy, likewise",
     "jax._src.xla_bridge": "jax", "tensorstore._tensorstore": "tensorstore", "flax.nnx": "flax", "optax": "the loop",
     "grain": "the loop", "jaxtrain.trainer.session": "the loop", "jaxtrain.run": "the loop",

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.commands import prepare
 from jaxtrain.data.loading.batch_function import BatchFunction
-from jaxtrain.data.prepare import prepare
 from jaxtrain.extensions import of_kind
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import estimate

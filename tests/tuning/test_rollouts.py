@@ -239,8 +239,7 @@ def test_lines_without_a_prompt_are_refused(tmp_path):
 def test_a_model_that_answers_through_a_template_ends_with_its_turn_and_keeps_it(files, tmp_path):
     """Special tokens in prompts are such, answers are trained up to the token that ends the turn, and the source of
     tokenizer and template may go once the run has begun."""
-    from jaxtrain.data import train_tokenizer
-    from jaxtrain.data.prepare import prepare
+    from jaxtrain.commands import prepare, train_tokenizer
     from jaxtrain.hub.trained_tokenizer import prompt_ids
 
     (tmp_path / "text.txt").write_text("say 1: It is a text of some words.\n" * 50)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.commands import export
+from jaxtrain.commands import generate as generate_command
 from jaxtrain.config.sections.tuning_keys import ReinforceConfig
-from jaxtrain.hub import export, generate_texts, trained_model
+from jaxtrain.hub import trained_model
 from jaxtrain.hub.adapters import adapter_commands
 from jaxtrain.hub.generate import Generated
 from jaxtrain.models.heads.scalar_head import without_heads
@@ -121,13 +123,13 @@ def test_a_run_that_goes_on_reads_its_values_and_others_begin_with_or_without_it
     assert same(begun(**without).all_params, without_heads(model))
 
     # What is published of it is a language model, or its adapters.
-    assert export.main([str(tmp_path / "whole"), f"--to={tmp_path}/out", "--dtype=float32"]) == 0
+    assert export.main([str(tmp_path / "whole"), f"--output={tmp_path}/out", "--dtype=float32"]) == 0
     _, state = trained_model.load_model(tmp_path / "out")
     assert "value_head" not in state.all_params and same(state.all_params["embed"], base.all_params["embed"])
     assert adapter_commands.export(tmp_path / "whole", tmp_path / "adapters", base=str(tmp_path / "out")) == 6
     published = jt.build(config(files, **(keys | dict(lora__rank=0, train__init_from=str(tmp_path / "out")))))
     assert not np.asarray(published.init().params["value_head"]["kernel"]).any()
-    assert generate_texts.main([str(tmp_path / "whole"), "--prompt=say", "--max_new_tokens=2"]) == 0
+    assert generate_command.main([str(tmp_path / "whole"), "--prompt=say", "--max_new_tokens=2"]) == 0
     shutil.rmtree(tmp_path / "short")
 
 

@@ -38,8 +38,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jaxtrain as jt
+from jaxtrain.commands.flags import overrides_of
 from jaxtrain.config.load import load_config
-from jaxtrain.flags import overrides_of
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.run import shapes_of
 from jaxtrain.train_step.hooks import extras_of

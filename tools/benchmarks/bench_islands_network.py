@@ -224,8 +224,8 @@ def measured(args, mode, network_name):
     network, processes, done = Network(args.islands, rate, args.delay_ms), [], threading.Event()
     try:
         processes.append(network.start("c", [
-            sys.executable, "-m", "jaxtrain.islands", "serve", f"--folder={folder / 'log'}", "--address=10.77.0.1:7000",
-            f"--keys={folder / 'keys'}", f"--islands={args.islands}",
+            sys.executable, "-m", "jaxtrain", "islands", "serve", f"--workdir={folder / 'log'}",
+            "--address=10.77.0.1:7000", f"--keys={folder / 'keys'}", f"--islands={args.islands}",
             f"--mode={'async' if keys.get('mode') == 'async' else 'sync'}",
             f"--timeout={TIMEOUT_S if lost else 600}", "--oldest=16"], stderr=subprocess.DEVNULL))
         for index in range(args.islands):

@@ -20,9 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from jaxtrain.launch import __main__ as launch
+from jaxtrain.commands import jobs as jobs_command
+from jaxtrain.commands import launch
 from jaxtrain.launch import job_record
-from jaxtrain.launch import jobs as jobs_command
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.supervisor.progress_file import Steps
 from tests.launch.process_trees import descendants

@@ -22,9 +22,9 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jaxtrain as jt
+from jaxtrain.commands.flags import overrides_of
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import say
-from jaxtrain.flags import overrides_of
 from jaxtrain.tuning.pending_rewards import PendingRewards
 from jaxtrain.tuning.rollouts import Rollouts
 

@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from jaxtrain.bench import records, tables  # noqa: E402
+from jaxtrain.commands.flags import Parser, command  # noqa: E402
 from jaxtrain.errors import UserError, nearest, say  # noqa: E402
-from jaxtrain.flags import Parser, command  # noqa: E402
 from tools.device.accelerator_blocks import BLOCKS, Block, Session  # noqa: E402
 
 LEAST = 15  # seconds: with less left, no block is begun

@@ -134,7 +134,7 @@ def examined() -> str:
     """Return what the doctor finds wrong with this machine; it may take long, and nothing waits for all of it."""
     with tempfile.TemporaryFile("w+") as found:
         try:
-            done = subprocess.run([sys.executable, "-m", "jaxtrain.doctor", "--json"], stdout=found, timeout=60)
+            done = subprocess.run([sys.executable, "-m", "jaxtrain", "doctor", "--json"], stdout=found, timeout=60)
             end = "" if done.returncode in (0, 1) else f"ended with status {done.returncode}"
         except subprocess.TimeoutExpired:
             end = "not done within 60 s"
@@ -236,8 +236,8 @@ def memory(session: Session) -> None:
 def calibrate(session: Session) -> None:
     """Measure what this card reaches, for the planner; keep XLA's description of it for compilers without a device."""
     file = session.results.with_suffix(".targets.json")
-    done = subprocess.run([sys.executable, "-m", "jaxtrain.plan.calibrate", f"--output={file}",
-                           *(["--quick"] if session.rehearse else ["--seconds=140"])], cwd=ROOT)
+    done = subprocess.run([sys.executable, "-m", "jaxtrain", "calibrate", f"--output={file}",
+                           *(["--quick"] if session.rehearse else ["--timeout=140"])], cwd=ROOT)
     check(done.returncode == 0, f"jaxtrain calibrate ended with status {done.returncode}")
     session.figures("efficiency", **next(iter(json.loads(file.read_text()).values()))["efficiency"])
 

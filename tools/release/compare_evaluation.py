@@ -23,14 +23,14 @@ def theirs(folder, length):
 
 
 def ours(folder, length, chat):
-    from jaxtrain.hub import generate_texts, trained_model
+    from jaxtrain.hub import chat_messages, trained_model
     from jaxtrain.hub.harness_model import HarnessModel
     from jaxtrain.hub.trained_tokenizer import tokenizer_of
 
     sections, words = trained_model.sections_of(folder), tokenizer_of(folder)
     sections["model"]["max_seq_len"] = length
     run = trained_model.model_of(sections, {"train.precision": "float32"}, spread="data")
-    template = generate_texts.chat_of(folder, sections, words, "") if chat else None
+    template = chat_messages.chat_of(folder, sections, words, "") if chat else None
     state = trained_model.with_params(run, trained_model.load(folder, run)[0])
     return HarnessModel(run, state, words, chat=template, folder=folder, batch_size=8)
 

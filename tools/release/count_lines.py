@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "jaxtrain"
 LEARNING = """
-    __init__ main errors redaction builder run/__init__ run/identity run/shapes run/model_loss
+    __init__ main commands/train errors redaction builder run/__init__ run/identity run/shapes run/model_loss
     run/made_of_sections run/validation run/rule_checks extensions/__init__
     config/schema config/family config/decoder_config config/model_config config/field_checks config/load
     config/sections/tuning_keys config/sections/observe_keys config/sections/island_keys

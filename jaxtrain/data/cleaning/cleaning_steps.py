@@ -33,7 +33,7 @@ class Steps:
         """Return the document after all steps, or the reason why a step left it out."""
         if isinstance(document, Ids):
             if self.steps:
-                raise UserError("--steps", f"{document.name} is already tokenised", "clean its text instead")
+                raise UserError("--filters", f"{document.name} is already tokenised", "clean its text instead")
             return document
         for i, (name, step) in enumerate(self.steps):
             count, result = self.counts[i], _apply(name, step, document)
@@ -70,13 +70,13 @@ def _apply(name: str, step: Step, document: Text) -> Text | str:
     try:
         result = step(document)
     except Exception as error:
-        raise UserError("--steps", f"{shown(name)} failed on {document.name} ({type(error).__name__}: {error})",
+        raise UserError("--filters", f"{shown(name)} failed on {document.name} ({type(error).__name__}: {error})",
                         "repair the step or leave it out") from error
     if not isinstance(result, Text | str) or result == "":
-        raise UserError("--steps", f"{shown(name)} gave {result!r:.80} for {document.name}",
+        raise UserError("--filters", f"{shown(name)} gave {result!r:.80} for {document.name}",
                         "let it return the document, or a text with the reason to drop it")
     if isinstance(result, Text) and result.content is not document.content and not _is_text(result.content):
-        raise UserError("--steps", f"{shown(name)} gave {result.content!r:.80} as the content of {document.name}",
+        raise UserError("--filters", f"{shown(name)} gave {result.content!r:.80} as the content of {document.name}",
                         "let it be bytes of UTF-8")
     return result
 
@@ -102,7 +102,7 @@ def make(name: str) -> Step:
     except UserError:
         raise
     except Exception as error:
-        raise UserError("--steps", f"{shown(name)} cannot be made ({type(error).__name__}: {error})",
+        raise UserError("--filters", f"{shown(name)} cannot be made ({type(error).__name__}: {error})",
                         "give it the argument that it needs") from error
 
 
@@ -110,14 +110,14 @@ def _find(word: str) -> Any:
     module, colon, function = word.partition(":")
     if not colon:
         if word not in filters.STEPS:
-            raise UserError("--steps", f"there is no step {word!r}", f"{nearest(word, filters.STEPS)}; or {FIX}")
+            raise UserError("--filters", f"there is no step {word!r}", f"{nearest(word, filters.STEPS)}; or {FIX}")
         return filters.STEPS[word]
     try:
         found = getattr(_imported(module), function)
     except Exception as error:  # importing a module may fail in any way
-        raise UserError("--steps", f"{word} cannot be imported ({type(error).__name__}: {error})", FIX) from error
+        raise UserError("--filters", f"{word} cannot be imported ({type(error).__name__}: {error})", FIX) from error
     if not callable(found):
-        raise UserError("--steps", f"{word} is not a function", FIX)
+        raise UserError("--filters", f"{word} is not a function", FIX)
     return found
 
 

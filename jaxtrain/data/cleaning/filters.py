@@ -40,7 +40,7 @@ def quality(language: str = "en") -> Step:
     `quality=any` leaves out the rule for English stop words.
     """
     if language not in ("en", "any"):
-        raise UserError("--steps", f"quality={language} is not known", "use quality, or quality=any")
+        raise UserError("--filters", f"quality={language} is not known", "use quality, or quality=any")
 
     def step(document: Text) -> Text | str:
         text = document.content.decode()
@@ -110,10 +110,10 @@ def language(codes: str) -> Step:
 
     py3langid detects the language from the thousand characters in the middle.
     """
-    package, wanted = extra("py3langid.langid", "--steps language", "--steps", "governance"), _listed(codes)
+    package, wanted = extra("py3langid.langid", "--filters language", "--filters", "governance"), _listed(codes)
     classify, known = package.classify, {code for code, _ in package.rank("a")}
     if unknown := sorted(wanted - known):
-        raise UserError("--steps", f"language={unknown[0]} is not a language that py3langid knows",
+        raise UserError("--filters", f"language={unknown[0]} is not a language that py3langid knows",
                         nearest(unknown[0], known))
 
     def step(document: Text) -> Text | str:
@@ -146,7 +146,7 @@ def blocklist(path: str) -> Step:
     try:
         lines = [line.strip() for line in read(Path(path).expanduser()).decode().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError("--steps", f"the blocklist {path} cannot be read ({error})",
+        raise UserError("--filters", f"the blocklist {path} cannot be read ({error})",
                         "name a file of text with one phrase per line") from error
     hosts = {line[5:].strip().lower() for line in lines if line.startswith("host:")}
     phrases = {" ".join(_words(line)) for line in lines if not line.startswith(("#", "host:"))} - {""}
@@ -181,14 +181,14 @@ def _listed(names: str) -> set[str]:
 def datatrove(call: str) -> Step:
     """Return a step from datatrove's filters or formatters: a class name, with keyword arguments as in Python."""
     name, keywords = _call(call)
-    package = functools.partial(extra, what=f"--steps datatrove:{name}", key="--steps", group="governance")
+    package = functools.partial(extra, what=f"--filters datatrove:{name}", key="--filters", group="governance")
     Document = package("datatrove.data").Document
     made: Any = None
     for module in ("filters", "formatters"):
         if kind := getattr(package(f"datatrove.pipeline.{module}"), name, None):
             made = kind(**keywords)
     if made is None or not (hasattr(made, "filter") or hasattr(made, "format")):
-        raise UserError("--steps", f"datatrove has no filter or formatter {name!r}",
+        raise UserError("--filters", f"datatrove has no filter or formatter {name!r}",
                         "name a class of datatrove.pipeline.filters or .formatters")
 
     @asks_for("url", "language")
@@ -214,7 +214,7 @@ def _call(call: str) -> tuple[str, dict[str, Any]]:
         assert isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.args
         return tree.func.id, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
     except (SyntaxError, ValueError, AssertionError) as error:
-        raise UserError("--steps", f"datatrove:{call} cannot be parsed",
+        raise UserError("--filters", f"datatrove:{call} cannot be parsed",
                         "write datatrove:CLASS or datatrove:CLASS(KEYWORD=VALUE), in quotes") from error
 
 

@@ -153,7 +153,7 @@ class Corpus:
 
 
 def is_corpus(folder: str | Path) -> bool:
-    """Return whether a folder is a corpus of `python -m jaxtrain.data.prepare`, even an unfinished one; every URL is.
+    """Return whether a folder is a corpus of `jaxtrain prepare`, even an unfinished one; every URL is.
 
     A folder of shards without a manifest also counts: it is an incomplete copy of a corpus rather than text.
     """

@@ -93,7 +93,7 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
         content = storage.read_small(path, LARGE)
     except storage.Gone as error:
         raise UserError("data.source", f"{folder} has no manifest.json, so it is not a corpus",
-                        "check the name, or copy one there with python -m jaxtrain.data.publish") from error
+                        "check the name, or copy one there with jaxtrain publish") from error
     except OSError as error:
         raise UserError("data.source", f"{path} {reason(error)}", "prepare the corpus again") from error
     try:
@@ -107,7 +107,7 @@ def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
                         "name a model of sequences, or read it with open_sequences: docs/data-sequences.md")
     if manifest.get("format") == FORMAT and format != FORMAT:
         raise UserError("data.source", f"{folder} is a corpus of text, not of sequences",
-                        "name one that python -m jaxtrain.data.prepare_sequences wrote")
+                        "name one that jaxtrain prepare_sequences wrote")
     if manifest.get("format") != format:
         raise UserError("data.source", f"{path} is of format {manifest.get('format')!r}, not {format!r}",
                         "prepare the corpus again with this version")

@@ -79,9 +79,9 @@ def content(record: bytes, field: str, where: str) -> bytes:
     except ValueError as error:
         raise UserError("--input", f"{where} is not a tf.train.Example, but the first record is", "fix it") from error
     if field not in known:
-        raise UserError("--field", f"{where} has no feature {field!r}", f"it has {', '.join(sorted(known))}")
+        raise UserError("--text_field", f"{where} has no feature {field!r}", f"it has {', '.join(sorted(known))}")
     if len(values) != 1:
-        raise UserError("--field", f"{where}: {field!r} is not one string of bytes", "name another feature")
+        raise UserError("--text_field", f"{where}: {field!r} is not one string of bytes", "name another feature")
     return bytes(values[0])
 
 

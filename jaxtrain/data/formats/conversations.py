@@ -79,7 +79,7 @@ def format_of(fields: set[str], field: str, where: str) -> str:
     if not fits and (half := next(((there, lacking) for there, lacking in _PAIRS if there in fields), None)):
         there, lacking = half
         raise UserError("--input", f"{where} has the field {there!r} and no {lacking!r}", f"add {lacking!r}, or name "
-                        "the field of text with --field")
+                        "the field of text with --text_field")
     return fits[0] if fits else "text"
 
 

@@ -278,9 +278,9 @@ def _fields(line: bytes, field: str, where: str, beside: Sequence[str]) -> tuple
         text = record[field]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         reason = f"has no field {field!r}" if isinstance(error, KeyError) else f"is not a JSON object ({error})"
-        raise UserError("--input", f"{where} {reason}", "repair it, or name the field with --field") from error
+        raise UserError("--input", f"{where} {reason}", "repair it, or name the field with --text_field") from error
     if not isinstance(text, str):
-        raise UserError("--input", f"{where}: {field!r} is not text", "name another field with --field")
+        raise UserError("--input", f"{where}: {field!r} is not text", "name another field with --text_field")
     content = text.encode(errors="replace")  # lone surrogates
     return content, {name: record[name] for name in beside if name in record}
 
@@ -321,7 +321,7 @@ def _rows(piece: Piece, field: str, beside: Sequence[str], form: str, most: int)
             yield _example(_without_null(record), form, f"{piece.name}, row {row} of group {piece.start}", row, beside)
         return
     if field not in names:
-        raise UserError("--field", f"{piece.name} has no column {field!r}", f"it has {', '.join(names)}")
+        raise UserError("--text_field", f"{piece.name} has no column {field!r}", f"it has {', '.join(names)}")
     beside = [name for name in beside if name in names and name != field]
     if str(file.schema_arrow.field(field).type) in ("string", "large_string", "binary", "large_binary"):
         file = parquet_file(piece.path, [field])
@@ -333,7 +333,7 @@ def _rows(piece: Piece, field: str, beside: Sequence[str], form: str, most: int)
         if content is None:
             yield f"{piece.name}: no text"
         elif not isinstance(content, bytes):
-            raise UserError("--input", f"{where}: {field!r} is not text", "name another field with --field")
+            raise UserError("--input", f"{where}: {field!r} is not text", "name another field with --text_field")
         elif not is_utf8(content):
             yield f"{piece.name}: not UTF-8 text"
         else:

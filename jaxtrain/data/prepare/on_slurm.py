@@ -9,8 +9,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from jaxtrain.flags import Parser
-
 SCRIPT = '''\
 #!/usr/bin/env bash
 # Prepares a corpus in @PARTS parts. To submit: bash THIS_FILE [flags of sbatch, such as --partition=cpu]
@@ -42,12 +40,9 @@ tokens=$(submit --array=0-@LAST "$0" run)
 LAST = 'last=$(submit --dependency=afterany:$tokens "$0" run)'
 
 
-def render(argv: Sequence[str], parts: int, workers: int, deduplicate: bool) -> str:
-    """Return the script that does what `prepare` with these flags would do in this folder, with this interpreter."""
-    ours = Parser(add_help=False)
-    for flag in ("--engine", "--parts", "--script", "--workers"):
-        ours.add_argument(flag)
-    command = [sys.executable, "-m", "jaxtrain.data.prepare", *ours.parse_known_args(argv)[1]]
+def render(flags: Sequence[str], parts: int, workers: int, deduplicate: bool) -> str:
+    """Return the script that does what `jaxtrain prepare` with these flags does in this folder, by this interpreter."""
+    command = [sys.executable, "-m", "jaxtrain", "prepare", *flags]
     script = SCRIPT.replace("@STAGES", (DUPLICATES if deduplicate else TOKENS) + LAST)
     for name, value in (("LAST", parts - 1), ("PARTS", parts), ("WORKERS", workers),
                         ("FOLDER", shlex.quote(os.getcwd())), ("COMMAND", shlex.join(command))):

@@ -97,7 +97,7 @@ class Options:
                 raise UserError(f"--{name}", "it is for conversations, and the input is text", "leave it out, or say "
                                 "the format of records with --format")
         if self.format not in ("auto", "text") and self.steps:
-            raise UserError("--steps", f"they read text, and --format={self.format} has conversations",
+            raise UserError("--filters", f"they read text, and --format={self.format} has conversations",
                             "clean them beforehand, or leave the steps out")
         if self.format not in ("auto", "text") and self.bos:
             raise UserError("--bos", "the chat template determines how a conversation begins", "leave it out")
@@ -212,7 +212,7 @@ def _to_tokenize(number: int, task: Task, output: Path, options: Options, plan: 
 def made_by(options: Options, chat: Chat | None) -> dict[str, str]:
     """Return digests of the files that options name, as this worker sees them, by flag; without the tokenizer."""
     return {"--chat_template": atomic_files.digest(chat and chat.identity()),
-            "--steps": atomic_files.digest([told(name) for name in options.steps])}
+            "--filters": atomic_files.digest([told(name) for name in options.steps])}
 
 
 def offered(task: Task, options: Options, left_out: dict[str, int], steps: Steps,

@@ -96,7 +96,7 @@ class Audio:
 
     def __post_init__(self):
         if self.target not in TARGETS:
-            raise UserError("--target", f"{self.target!r} is not known", nearest(self.target, TARGETS))
+            raise UserError("--label", f"{self.target!r} is not known", nearest(self.target, TARGETS))
         if not 1 < self.mels <= 256:
             raise UserError("--mels", f"{self.mels} is not a number of bands", "use 80, or 128 for large-v3")
         if not 0 < self.clip_hours < 1e6:
@@ -123,7 +123,7 @@ class Audio:
             raise UserError("--input", f"{', '.join(sources)} has no audio clips",
                             f"name files or folders of {', '.join((*CLIPS, TAR, PARQUET))}")
         if self.target == "folder" and (others := [clip for clip in clips if not _is_clip(clip.name)]):
-            raise UserError("--target", f"clips in {others[0].name} are in no folders", "unpack it, or use text")
+            raise UserError("--label", f"clips in {others[0].name} are in no folders", "unpack it, or use text")
         groups = with_texts(clips, _is_clip, "transcript") if self.target == "text" else [(clip,) for clip in clips]
         return inputs.cut(groups, self.task_bytes)
 
@@ -183,7 +183,7 @@ class Audio:
     def _rows(self, piece: Piece, without: Callable[[str], None]) -> Iterator[tuple[int, bytes, bytes]]:
         """Yield the number, the clip and the transcript of each row of Parquet that has both."""
         columns = [self.audio_column, *[self.text_column] * (self.target == "text")]
-        for flag, column in zip(("--audio_column", "--text_column"), columns, strict=False):
+        for flag, column in zip(("--audio_field", "--text_field"), columns, strict=False):
             if column not in (names := inputs.parquet_file(piece.path).schema_arrow.names):
                 raise UserError(flag, f"{piece.name} has no column {column!r}", f"it has {', '.join(names)}")
         table = inputs.row_group(piece, columns)
@@ -192,10 +192,10 @@ class Audio:
             named = isinstance(clip, dict) and clip.get("path") is not None
             clip = clip.get("bytes") if isinstance(clip, dict) else clip
             if not isinstance(clip, bytes | None) or (clip is None and named):
-                raise UserError("--audio_column", f"row {row} of {piece.name} has no bytes of audio",
+                raise UserError("--audio_field", f"row {row} of {piece.name} has no bytes of audio",
                                 "write the files' bytes into it, or name another column")
             if not all(isinstance(one, str | None) for one in text):
-                raise UserError("--text_column", f"row {row} of {piece.name} has no text", "name another column")
+                raise UserError("--text_field", f"row {row} of {piece.name} has no text", "name another column")
             if clip is None or None in text:
                 without("a row without audio" if clip is None else _SILENT)
                 continue
@@ -237,7 +237,7 @@ def _members(piece: Piece, wants_text: bool, without: Callable[[str], None]) -> 
 def _folder(clip: Piece) -> str:
     """Return the name of the folder that a clip is in."""
     if not (name := PurePosixPath(clip.name).parent.name):
-        raise UserError("--target", f"{clip.name} is not in a subfolder of its --input",
+        raise UserError("--label", f"{clip.name} is not in a subfolder of its --input",
                         "name the folder that contains the label folders")
     return name
 

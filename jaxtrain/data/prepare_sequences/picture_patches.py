@@ -91,7 +91,7 @@ class Pictures:
 
     def __post_init__(self):
         if self.target not in TARGETS:
-            raise UserError("--target", f"{self.target!r} is not known", nearest(self.target, TARGETS))
+            raise UserError("--label", f"{self.target!r} is not known", nearest(self.target, TARGETS))
         for name in ("patch_size", "most_patches", "patches_per_side"):
             if not 1 <= getattr(self, name) < 2**15:
                 raise UserError(f"--{name}", f"{getattr(self, name)} is not possible", "use 1 or more")
@@ -180,7 +180,7 @@ class Pictures:
 
     def _rows(self, i: int, piece: Piece) -> Iterator[Found]:
         if self.target == "folder":
-            raise UserError("--target", f"{piece.name} has no folders", "use --target=text or --target=none")
+            raise UserError("--label", f"{piece.name} has no folders", "use --label=text or --label=none")
         wanted = [self.picture_field, *([self.text_field] if self.target == "text" else [])]
         file = inputs.parquet_file(piece.path)
         for name in wanted:
@@ -282,7 +282,7 @@ def _members(i: int, piece: Piece, with_text: bool) -> Iterator[Found]:
 def _folder(name: str) -> str:
     """Return the name of the folder that a picture is in."""
     if not (folder := PurePosixPath(name).parent.name):
-        raise UserError("--target", f"{name} is not in a folder",
+        raise UserError("--label", f"{name} is not in a folder",
                         "name the folder that contains the label folders as --input")
     return folder
 

@@ -20,8 +20,8 @@ def with_texts(pieces: Sequence[Piece], has_text: Callable[[str], bool], what: s
     files = [group for group in groups if has_text(group[0].name)]
     if files and len(files) == len(pieces) and all(len(group) == 1 for group in files):
         name = files[0][0].name
-        raise UserError("--target", f"{name} has no {what}, nor has any other file",
-                        f"write {_text_name(name)} and so on, or use --target=none")
+        raise UserError("--label", f"{name} has no {what}, nor has any other file",
+                        f"write {_text_name(name)} and so on, or use --label=none")
     return groups
 
 

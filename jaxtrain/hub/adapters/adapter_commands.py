@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ PARTIAL = ".partial"  # at the end of the name of a folder that is not whole yet
 
 
 def export(workdir: Path, to: Path, step: int | None = None, *, base: str = "", dtype: str = "float32",
-           averaged: bool = False) -> int:
+           averaged: bool = False, overwrite: bool = False) -> int:
     """Write the adapters of a workdir's checkpoint, and return its step. Every process calls it.
 
     Args:
@@ -33,9 +34,11 @@ def export(workdir: Path, to: Path, step: int | None = None, *, base: str = "", 
         base: the name or folder of the model that they are for; "": that of the folder that the run began with.
         dtype: of the adapters.
         averaged: write their moving average.
+        overwrite: replace earlier ones in the folder.
     """
     sections = trained_model.sections_of(workdir)
-    _check_exported(workdir, to, sections)
+    exports.check_is_new(to, overwrite)
+    _check_exported(workdir, sections)
     run = trained_model.spread_model(sections)
     params, found = trained_model.load(workdir, run, step, averaged)
     if found is None:
@@ -48,7 +51,7 @@ def export(workdir: Path, to: Path, step: int | None = None, *, base: str = "", 
         adapter_files.save(params, run.config.model, run.config.lora, partial, base, np.dtype(dtype))
         if jax.process_index() == 0:
             exports.finish(partial, to, {"workdir": workdir.absolute().name, "step": found[0], "parameters": found[1],
-                                        "averaged": averaged})
+                                        "averaged": averaged}, overwrite)
             if not base:
                 say(f"{to / adapter_files.CONFIG} names no model: give its folder or name with --base")
         exchange(None)
@@ -65,8 +68,7 @@ def _base_of(sections: dict) -> str:
     return f"{began}" if (began / FILE).is_file() and not (began / "checkpoints").is_dir() else ""
 
 
-def _check_exported(workdir: Path, to: Path, sections: dict) -> None:
-    exports.check_is_new(to)
+def _check_exported(workdir: Path, sections: dict) -> None:
     if not sections.get("lora", {}).get("rank"):
         raise UserError("WORKDIR", f"{workdir} has no adapters (lora.rank=0)", "write the model: jaxtrain export")
     if sections["lora"].get("experts"):
@@ -80,25 +82,34 @@ def _check_exported(workdir: Path, to: Path, sections: dict) -> None:
                         "write the whole model: jaxtrain export")
 
 
-def show(folder: Path) -> str:
-    """Return a line for each folder of adapters in this one: where, rank, what it is multiplied by, model, origin."""
+def listed(folder: Path) -> list[dict[str, Any]]:
+    """Return what is known of each folder of adapters in this one; "problem": why it cannot be used here."""
     if not folder.is_dir():
         raise UserError("FOLDER", f"{folder} is not a folder", "give one with adapters")
-    lines = []
+    found: list[dict[str, Any]] = []
     for path in sorted(file.parent for file in folder.rglob(adapter_files.CONFIG) if file.parent.suffix != PARTIAL):
         try:
             said = adapter_files.described(path)
         except UserError as refusal:
-            lines.append(f"{path}  cannot be used here: {refusal.reason}")
+            found.append({"folder": f"{path}", "problem": refusal.reason})
             continue
         record = user_json(path / exports.RECORD, dict, f"{path}", "add it again") or {}
-        origin = f"step {record['step']} of {record['workdir']}" if {"step", "workdir"} <= record.keys() else ""
-        size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        scale = f"alpha {said['lora_alpha']:g}{', rank-stabilized' if said.get('use_rslora') else ''}"
-        lines.append("  ".join(filter(None, [f"{path}", f"rank {said['r']}", scale, f"{size / 1e6:.1f} MB",
-                                             f"for {said.get('base_model_name_or_path') or 'a model not named'}",
-                                             origin])))
-    return "\n".join(lines) or f"{folder} has no adapters"
+        found.append({
+            "folder": f"{path}", "rank": said["r"], "alpha": said["lora_alpha"],
+            "rank_stabilized": bool(said.get("use_rslora")), "model": said.get("base_model_name_or_path") or "",
+            "size": sum(file.stat().st_size for file in path.glob("*.safetensors")),
+            **{key: record[key] for key in ("workdir", "step") if {"step", "workdir"} <= record.keys()}})
+    return found
+
+
+def shown(one: dict[str, Any]) -> str:
+    """Return a line about adapters: where, rank, what they are multiplied by, model, origin."""
+    if "problem" in one:
+        return f"{one['folder']}  cannot be used here: {one['problem']}"
+    scale = f"alpha {one['alpha']:g}{', rank-stabilized' * one['rank_stabilized']}"
+    return "  ".join([one["folder"], f"rank {one['rank']}", scale, f"{one['size'] / 1e6:.1f} MB",
+                      f"for {one['model'] or 'a model not named'}",
+                      *([f"step {one['step']} of {one['workdir']}"] if "step" in one else [])])
 
 
 def add(store: Path, folder: Path, name: str) -> Path:

@@ -48,14 +48,15 @@ class Product:
         return np.float32(self.weight) * more
 
 
-def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dtype: str | None = None) -> None:
+def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dtype: str | None = None,
+          overwrite: bool = False) -> None:
     """Write the model in `base`, with each of the adapters times its weight, as the folder `to`.
 
-    `dtype`: of the weights; None: as they are in `base`.
+    `dtype`: of the weights; None: as they are in `base`. `overwrite`: replace an earlier one.
     """
     if adapter_files.is_adapter_folder(base):
-        raise UserError("BASE", f"{base} has adapters, not a model",
-                        "name the model's folder first: jaxtrain adapters merge BASE ADAPTERS --output=MERGED")
+        raise UserError("MODEL", f"{base} has adapters, not a model",
+                        "name the model's folder first: jaxtrain adapters merge MODEL ADAPTERS --output=MERGED")
     section = hf_config.model_section(base)
     model = config_of(section)
     known = published_weights.by_full_name(safetensors_files.tensors_of(base), model)
@@ -78,7 +79,7 @@ def merge(base: str | Path, adapters: Sequence[tuple[Path, float]], to: Path, dt
 
     said = [{"folder": f"{folder}", "weight": weight} for folder, weight in adapters]
     rewritten_folder.write(Path(base), to, tensors, computed, section, {"base": f"{base}", "adapters": said}, dtype,
-                           sources=[model_card.published_name(Path(base).resolve())])
+                           overwrite=overwrite, sources=[model_card.published_name(Path(base).resolve())])
 
 
 def products(folder: Path, model: ModelConfig, weight: float) -> dict[str, Product]:

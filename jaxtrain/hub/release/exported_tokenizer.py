@@ -19,7 +19,7 @@ from jaxtrain.errors import say
 from jaxtrain.files import atomic_files
 from jaxtrain.hf.dual_encoders import named_fillers
 from jaxtrain.hf.hf_config import FILE
-from jaxtrain.hub import generate_texts, trained_model
+from jaxtrain.hub import chat_messages, trained_model
 from jaxtrain.hub.folders import generation_config
 from jaxtrain.hub.folders.published_files import (
     GENERATION,
@@ -126,7 +126,7 @@ def _write_template(workdir: Path, folder: Path, base: Path | None, tokenizer: "
     sections = trained_model.sections_of(workdir)
     if not config_class(sections["model"]["name"]).text:
         return []
-    template = generate_texts.kept_template(workdir, sections).get("template")
+    template = chat_messages.kept_template(workdir, sections).get("template")
     if not template:
         return []
     if template != _published_template(base):
@@ -134,7 +134,7 @@ def _write_template(workdir: Path, folder: Path, base: Path | None, tokenizer: "
         if "chat_template" in (said := json_of(folder, TOKENIZER_CONFIG)):  # by another template
             atomic_files.write_json(folder / TOKENIZER_CONFIG, {
                 key: x for key, x in said.items() if key != "chat_template"})
-    return generate_texts.chat_of(workdir, sections, tokenizer, "").ends()
+    return chat_messages.chat_of(workdir, sections, tokenizer, "").ends()
 
 
 def _published_template(base: Path | None) -> str | None:

@@ -171,7 +171,7 @@ def prefix_note(folder: Path, c: Any) -> str:
     said = "".join(f"<|{names[id]}|>" if id in names else NO_TIMES for id in ids[1:])
     return (f"warning: the model in {folder} knows several languages, and model.prefix names none: give one, such as "
             f"--config.model.prefix={ids}, or begin transcripts with tokens such as {said} (prepare_sequences "
-            "--special_tokens)")
+            "--parse_special_tokens)")
 
 
 def _first_time(rules: TranscriptRules, words: Any) -> int:

@@ -22,7 +22,7 @@ _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 def write(like: Path, to: Path, tensors: Mapping[str, Tensor], computed: Callable[[str], np.ndarray],
           model: Mapping[str, Any], record: Mapping[str, Any], dtype: str | None = None,
-          file_bytes: int = 4 * 10**9, sources: Sequence[str] = ()) -> None:
+          file_bytes: int = 4 * 10**9, sources: Sequence[str] = (), overwrite: bool = False) -> None:
     """Write the folder `to`, which appears when it is whole.
 
     Args:
@@ -35,8 +35,9 @@ def write(like: Path, to: Path, tensors: Mapping[str, Tensor], computed: Callabl
         dtype: of the weights; None: each one's own. Those that are float32 in any model of the family stay so.
         file_bytes: the most that a file of several tensors has.
         sources: the names of the published models that it is made of, for its card.
+        overwrite: replace an earlier one.
     """
-    export.check_is_new(to)
+    export.check_is_new(to, overwrite)
     partial = to.with_name(f"{to.name}.partial")
     float32 = {entry.theirs.rpartition(".")[2] for entry in entries(config_of(model)) if entry.float32}
     with export.nothing_left(partial):
@@ -52,7 +53,7 @@ def write(like: Path, to: Path, tensors: Mapping[str, Tensor], computed: Callabl
             config = bounded_files.user_json(like / FILE, dict, f"{like}", "download it again") or {}
             atomic_files.write_json(partial / FILE, exported_config.of_dtype(config, dtype))
         atomic_files.write(partial / model_card.FILE, model_card.derived_card(to.name, record, sources))
-        export.finish(partial, to, record)
+        export.finish(partial, to, record, overwrite)
 
 
 def _kind(name: str, tensor: Tensor, dtype: str | None, float32: set[str]) -> np.dtype:

@@ -37,8 +37,9 @@ class FallbackMeeting:
     def __init__(self, address: str, keys: str | Path, place: str, island: int, islands: int = 1):
         """Use the port, HOST:PORT, with its certificates in the folder `keys`, and fall back to the store `place`."""
         self._address, self._place, self._island = address, place, island
-        self._serve = (f"jaxtrain islands serve --folder=DIR --address=0.0.0.0:{address.rpartition(':')[2]} --keys=DIR "
-                       f"--store={place} --islands={islands}")
+        port = address.rpartition(":")[2]
+        self._serve = (f"jaxtrain islands serve --workdir=DIR --address=0.0.0.0:{port} --keys=DIR --store={place} "
+                       f"--islands={islands}")
         self._at_port, self._lock, self._closed = threading.Event(), threading.Lock(), threading.Event()
         self._at_port.set()
         self._why = ""  # the port is out of reach

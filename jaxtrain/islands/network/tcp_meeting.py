@@ -53,7 +53,7 @@ class TcpMeeting:
         self._address, self._host, self._port, self._island = address, host.strip("[]"), int(port), island
         self._tls = certificates.context(keys, f"island-{island}")
         self._patience, self._silence, self._quiet = patience, silence, quiet
-        self._fix = f"jaxtrain islands serve --folder=DIR --address=0.0.0.0:{port} --keys=DIR --islands={islands}"
+        self._fix = f"jaxtrain islands serve --workdir=DIR --address=0.0.0.0:{port} --keys=DIR --islands={islands}"
         self.log = ""  # the name of the coordinator's log; "": not known yet
         self._unused: list[ssl.SSLSocket] = []
         self._closed, self._heard = threading.Event(), time.monotonic()

@@ -1,13 +1,5 @@
-"""Start processes as one run, and restart them when one dies or hangs.
+"""The supervisor of one host's processes: it starts them as one run, and again when one dies or hangs."""
 
-    jaxtrain supervise --processes=2 -- --config=configs/gpt.py:tiny --workdir=runs/two
-
-Starts N processes of `jaxtrain train` on this host as one run, with the flags that follow `--`. When one of them
-crashes or hangs, it stops the others and restarts all, until the run is finished, the command turns out to be wrong, or
---max_restarts is reached. The exit status is the run's.
-"""
-
-import argparse
 import contextlib
 import fcntl
 import os
@@ -20,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain import errors
@@ -27,7 +20,6 @@ from jaxtrain.distributed import child_processes, exit_codes
 from jaxtrain.distributed.authentication import make_secret
 from jaxtrain.distributed.child_processes import Child
 from jaxtrain.errors import UserError
-from jaxtrain.flags import command, parser_of, training_flags, workdir_of
 from jaxtrain.launch.supervisor import failure_report
 from jaxtrain.launch.supervisor.progress_file import Steps
 from jaxtrain.launch.supervisor.slot_pool import Order, SlotPool
@@ -43,60 +35,21 @@ _ROOM = 2**20  # bytes that a start needs for its logs and records
 _MUTE = 5.0  # seconds of silence after which a process is the likely reason why others gave up
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the supervisor's own flags; return them and those of the run."""
-    parser = parser_of("supervise", __doc__,
-                       usage="%(prog)s [--processes=N ...] -- --config=FILE [flags of jaxtrain train]")
-    parser.add_argument("--processes", type=int, default=1, help="number of processes on this host; default: 1")
-    parser.add_argument("--min_processes", type=int,
-                        help="fewest processes to continue with when others keep crashing; default: all")
-    parser.add_argument("--max_restarts", type=int, default=5,
-                        help="consecutive restarts without a new step after which it gives up; default: 5")
-    parser.add_argument("--max_backoff", type=float, default=60.0,
-                        help="maximum seconds between two attempts; default: 60")
-    parser.add_argument("--silent", type=float, default=300.0,
-                        help="seconds without a heartbeat after which a process counts as hung; 0: never; default: 300")
-    parser.add_argument("--lost_after", type=int, default=2,
-                        help="consecutive crashes after which a process is no longer restarted; default: 2")
-    parser.add_argument("--retry_lost", type=float, default=600.0,
-                        help="seconds after which such a process is tried again; default: 600")
-    parser.add_argument("--coordinator", help="host:port of node 0, in a run on several hosts")
-    parser.add_argument("--nodes", type=int, default=1,
-                        help="number of hosts, each with its own supervisor; default: 1")
-    parser.add_argument("--node_rank", type=int, default=0, help="number of this host, from 0")
-    parser.add_argument("--program", nargs="+", help=argparse.SUPPRESS)  # for tests: instead of jaxtrain.main
-    parser.group("several hosts", "coordinator", "nodes", "node_rank")
-    parser.group("restarts", "min_processes", "max_restarts", "max_backoff", "silent", "lost_after", "retry_lost")
-    words = list(argv)
-    split = words.index("--") if "--" in words else len(words)
-    flags, unknown = parser.parse_known_args(words[:split])
-    stray = [word for word in words[:split] if word.startswith(("--config", "--workdir")) or (
-        word in unknown and not word.startswith("-"))]  # the config may be given without --config=
-    if stray:
-        raise UserError(stray[0], "the config and the flags of the run come after --",
-                        f"write jaxtrain supervise --processes=N -- {' '.join([*stray, *words[split + 1:]])}")
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    rest = words[split + 1:]
-    flags.min_processes = flags.processes if flags.min_processes is None else flags.min_processes
-    if flags.processes < 1:
-        raise UserError("--processes", f"{flags.processes} is not a valid number of processes", "give 1 or more")
-    if not 1 <= flags.min_processes <= flags.processes:
-        raise UserError("--min_processes", f"{flags.min_processes} is not between 1 and --processes={flags.processes}",
-                        "give a number that is")
-    if not 0 <= flags.node_rank < flags.nodes:
-        raise UserError("--node_rank", f"{flags.node_rank} is not below --nodes={flags.nodes}", "number them from 0")
-    if (flags.nodes > 1) != bool(flags.coordinator):
-        raise UserError("--coordinator", f"--nodes={flags.nodes} " + ("has none" if flags.nodes > 1 else "needs none"),
-                        "give host:port of node 0 to the supervisors of all nodes, or to none")
-    if flags.nodes > 1 and flags.min_processes < flags.processes:
-        raise UserError("--min_processes", "a run on several hosts cannot change its size", "leave it out")
-    for flag in ("max_restarts", "max_backoff", "silent", "retry_lost"):
-        if getattr(flags, flag) < 0:
-            raise UserError(f"--{flag}", f"{getattr(flags, flag)} is negative", "give 0 or more")
-    if flags.lost_after < 1:
-        raise UserError("--lost_after", f"{flags.lost_after} is not a valid number of deaths", "give 1 or more")
-    return flags, rest
+@dataclass(frozen=True)
+class Settings:
+    """The processes of this host and the rules of their restarts; each field is a flag of `jaxtrain supervise`."""
+
+    processes: int = 1
+    min_processes: int = 1
+    max_restarts: int = 5
+    max_backoff: float = 60.0
+    silent: float = 300.0
+    lost_after: int = 2
+    retry_lost: float = 600.0
+    coordinator: str | None = None
+    nodes: int = 1
+    node_rank: int = 0
+    program: Sequence[str] | None = None  # instead of jaxtrain.main
 
 
 class End:
@@ -135,16 +88,14 @@ def _secret(path: Path) -> dict[str, str]:
 class Supervisor:
     """The supervisor of one host's processes."""
 
-    def __init__(self, flags: argparse.Namespace, rest: list[str]):
-        wanted, _ = training_flags(rest)  # reports mistakes in them here, once
-        for name in ("coordinator", "num_processes", "process_id"):
-            if getattr(wanted, name) is not None:
-                raise UserError(f"--{name}", "the supervisor gives it to each process", "leave it out behind --")
-        self.flags, self.rest, self.workdir = flags, rest, workdir_of(wanted).absolute()
-        self._logs = self.workdir / "logs" / (f"node-{flags.node_rank}" if flags.nodes > 1 else "")
-        self.shares = child_processes.shares(os.environ, flags.processes)
-        self.staff = SlotPool(flags.processes, flags.min_processes, self._fits, flags.lost_after, flags.retry_lost)
-        self.order = Order(self.workdir / "processes", flags.min_processes, flags.processes, say)
+    def __init__(self, settings: Settings, rest: Sequence[str], workdir: Path):
+        """Supervise `jaxtrain train` with the flags `rest`, whose workdir is this."""
+        self.settings, self.rest, self.workdir = settings, rest, workdir.absolute()
+        self._logs = self.workdir / "logs" / (f"node-{settings.node_rank}" if settings.nodes > 1 else "")
+        self.shares = child_processes.shares(os.environ, settings.processes)
+        self.staff = SlotPool(settings.processes, settings.min_processes, self._fits, settings.lost_after,
+                              settings.retry_lost)
+        self.order = Order(self.workdir / "processes", settings.min_processes, settings.processes, say)
         self.steps = Steps(self.workdir / "metrics.jsonl")
         self.asked: int | None = None  # the signal that asked the run to end
         self._at_once = False  # a second Ctrl-C arrived
@@ -181,16 +132,16 @@ class Supervisor:
             failures = 0 if self.steps.best > best else failures + 1
             if end.lost is not None and self.staff.died(end.lost.slot):
                 say(f"process {end.lost.rank} keeps crashing: the run continues without it, and adds it again in "
-                    f"{self.flags.retry_lost:.0f} s, or when a number is written to {self.workdir / 'processes'}")
+                    f"{self.settings.retry_lost:.0f} s, or when a number is written to {self.workdir / 'processes'}")
                 self._record("process_lost", slot=end.lost.slot)
                 failures = 0
             self._record("restart", why=end.why, failures=failures, step=self.steps.newest)
-            if failures > self.flags.max_restarts or idle > self._most_idle:
+            if failures > self.settings.max_restarts or idle > self._most_idle:
                 say(f"gave up: {idle} attempts in a row without a new step")
                 say(end.verdict)
                 self._record("gave_up", attempts=idle, why=end.why)
                 return exit_codes.STOPPED
-            pause = min(self.flags.max_backoff, 2.0 ** (failures - 1)) * random.uniform(0.5, 1.5) if failures else 0.0
+            pause = min(self.settings.max_backoff, 2.0 ** (failures - 1)) * random.uniform(0.5, 1.5) * bool(failures)
             say(f"{end.told}; starting again" + (f" in {pause:.1f} s" if pause else "") + f"; logs: {end.logs}")
             self._sleep(pause)
             if self.asked:
@@ -199,7 +150,7 @@ class Supervisor:
     @property
     def _most_idle(self) -> int:
         """Return how many attempts in a row may be without a new step while processes are left out and taken back."""
-        return self.flags.max_restarts + self.flags.processes * self.flags.lost_after
+        return self.settings.max_restarts + self.settings.processes * self.settings.lost_after
 
     def _asked_status(self, code: int) -> int:
         """Return the exit status after a signal; what was saved is saved, whatever failed during shutdown."""
@@ -210,7 +161,7 @@ class Supervisor:
     def _attempt(self, down: tuple[float, str] | None) -> "End":
         """Start all processes and watch them until they end."""
         slots, logs = self.staff.wanted(), _next_folder(self._logs)
-        coordinator = self.flags.coordinator or f"127.0.0.1:{_free_port()}"
+        coordinator = self.settings.coordinator or f"127.0.0.1:{_free_port()}"
         self.steps.look()
         self.steps.begin()
         self._record("attempt", attempt=int(logs.name), slots=slots, step=self.steps.newest)
@@ -251,7 +202,7 @@ class Supervisor:
                                 child.dump_stacks()
                     if time.monotonic() - min(child.died or 0.0 for child in ended) > patience:
                         break
-                elif quiet := self._silent(team, self.flags.silent):
+                elif quiet := self._silent(team, self.settings.silent):
                     silent = quiet
                     silent.kill()
                 elif not resized and not self.asked and (resized := self._resize(slots)):
@@ -266,15 +217,15 @@ class Supervisor:
         return End(team, silent, mute, resized, jumped if time.monotonic() - jumped_at < _FRESH else 0.0)
 
     def _start(self, i: int, slot: int, count: int, coordinator: str, logs: Path) -> Child:
-        rank = self.flags.node_rank * self.flags.processes + i
-        total = count * self.flags.nodes
+        rank = self.settings.node_rank * self.settings.processes + i
+        total = count * self.settings.nodes
         where = [f"--coordinator={coordinator}", f"--num_processes={total}", f"--process_id={rank}"]
         elastic = ["--config.resilience.elastic=true"] if self.staff.elastic else []
-        program = self.flags.program or [sys.executable, "-m", "jaxtrain.main"]
-        environment = {**os.environ, **self.shares[slot], "JAXTRAIN_FULL_PROCESSES": str(self.flags.processes)}
+        program = self.settings.program or [sys.executable, "-m", "jaxtrain.main"]
+        environment = {**os.environ, **self.shares[slot], "JAXTRAIN_FULL_PROCESSES": str(self.settings.processes)}
         environment.pop("JAXTRAIN_STARTS_FILE", None)  # the starts are counted here
         given = os.environ.keys() & {"JAXTRAIN_SECRET", "JAXTRAIN_SECRET_FILE"}
-        if self.flags.processes * self.flags.nodes > 1 and not given:
+        if self.settings.processes * self.settings.nodes > 1 and not given:
             environment |= _secret(self.workdir / "secret")
         command = [*program, *elastic, *self.rest, *(where if total > 1 else [])]
         return child_processes.start(command, rank, slot, logs / f"process-{rank}.log", environment)
@@ -330,8 +281,8 @@ class Supervisor:
     def _ask_what_fits(self) -> None:
         """Start a subprocess (it needs JAX) that finds which sizes fit, before the answer is needed."""
         if self._asking is None:
-            command = [sys.executable, "-m", "jaxtrain.plan.elastic", f"--least={self.flags.min_processes}",
-                       f"--full={self.flags.processes}", f"--workdir={self.workdir}", "--", *self.rest]
+            command = [sys.executable, "-m", "jaxtrain", "elastic", f"{self.workdir}", "--", *self.rest]
+            command[5:5] = [f"--min_processes={self.settings.min_processes}", f"--processes={self.settings.processes}"]
             self._asking = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, text=True,
                                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                             preexec_fn=child_processes.die_with_parent())
@@ -430,17 +381,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run until there is a reason to end; `distributed/exit_codes.py` explains the exit statuses."""
-    status = exit_codes.DONE
-
-    @command(stopped="stopped at once; what was saved before is kept")
-    def supervised(argv: list[str] | None) -> None:
-        nonlocal status
-        supervisor = Supervisor(*parse(sys.argv[1:] if argv is None else argv))
-        with supervisor.alone(), supervisor.listening():
-            status = supervisor.run()
-
-    return supervised(argv) or status

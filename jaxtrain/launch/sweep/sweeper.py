@@ -12,8 +12,8 @@ from pathlib import Path
 
 from jaxtrain.distributed import child_processes
 from jaxtrain.errors import UserError, say
-from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record as jobs
+from jaxtrain.launch import submission
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.local_job import ENDED
 from jaxtrain.launch.slurm_engine import PREEMPTED
@@ -271,7 +271,7 @@ class Sweeper:
         """Return whether a sweeper that was killed has submitted a trial; if the engine does not answer, it may have.
         """
         try:
-            return launch.recovered(trial.workdir) is not None
+            return submission.recovered(trial.workdir) is not None
         except UserError as error:
             self._once(f"{error}")
             return True
@@ -285,7 +285,7 @@ class Sweeper:
             trial.devices = device_slots.assigned(self._gpus, taken, self.sweep.job.accelerators_per_node)
         trial.record()
         try:
-            launch.submit(self._described(trial, self.root / CONFIG))
+            submission.submit(self._described(trial, self.root / CONFIG))
             self._submitted = True
         except UserError as error:
             if not self._submitted:
@@ -296,11 +296,11 @@ class Sweeper:
         """Return the job of a trial."""
         words = [f"--config.{key}={value}" for key, value in self.sweep.overrides(trial.keys, trial.seed).items()]
         spec = self.sweep.job
-        spec = replace(spec, name=launch.name_of(f"{spec.name or self.root.name}"[:30] + f"-{trial.number:04}"))
+        spec = replace(spec, name=submission.name_of(f"{spec.name or self.root.name}"[:30] + f"-{trial.number:04}"))
         if trial.devices:
             spec = replace(spec, env={**spec.env, device_slots.VARIABLE: trial.devices})
-        return launch.describe(self.on, trial.workdir, f"{config}", self.sweep.config_of(trial.keys, trial.seed), words,
-                               [], spec)
+        return submission.describe(self.on, trial.workdir, f"{config}", self.sweep.config_of(trial.keys, trial.seed),
+                                   words, [], spec)
 
     def _once(self, text: str) -> None:
         if text not in self._told:

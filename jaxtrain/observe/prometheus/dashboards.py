@@ -1,10 +1,12 @@
 """The Grafana dashboards: one of a run, one of its machines, and one of all runs, as Grafana imports them."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtrain.observe.prometheus.alert_rules import rules_file
 from jaxtrain.observe.prometheus.metric_table import METRICS
 
 SCHEMA = 39  # of Grafana 11; later ones bring it up to theirs
@@ -252,3 +254,9 @@ def _variable(name: str) -> Json:
     return {"name": name, "type": "query", "label": name, "datasource": _SOURCE, "hide": 0, "refresh": 2, "sort": 1,
             "query": f"label_values(jaxtrain_start_timestamp_seconds, {name})", "multi": True, "includeAll": True,
             "allValue": ".*", "current": {"text": "All", "value": "$__all"}}
+
+
+def files() -> dict[str, str]:
+    """Return all dashboards and the alert rules, each by its path in a folder."""
+    found = {f"grafana/{of.uid}.json": json.dumps(dashboard(of), indent=1) + "\n" for of in ALL}
+    return {**found, "prometheus/alerts.yml": rules_file()}

@@ -13,8 +13,8 @@ weights. The orders are those of the papers:
 `paired` schedules do up to one F and one B per stage and tick. Where all stages advance in lockstep a tick lasts as
 long as its longest operation: F on one stage during B on another wastes time, F and B on both does not.
 
-    python -m jaxtrain.parallel.schedules --schedule=zb_h1 --stages=4 --microbatches=8     draws one
-    python -m jaxtrain.parallel.schedules --report                                         compares them
+    jaxtrain schedules --schedule=zb_h1 --stages=4 --microbatches=8     draws one
+    jaxtrain schedules --all                                            compares them
 """
 
 from jaxtrain.parallel.schedules.making import NAMES, forward_only, make, wrong_chunks

@@ -65,7 +65,7 @@ def write_png(schedule: Schedule, path: str | Path) -> None:
     try:
         figures, patches = map(importlib.import_module, ("matplotlib.figure", "matplotlib.patches"))
     except ImportError as error:
-        raise UserError("--png", "matplotlib is not installed",
+        raise UserError("--output", "matplotlib is not installed",
                         f"{install_extra('plots')}, or use --output") from error
     figure = figures.Figure(figsize=(max(2, 0.35 * schedule.length), max(1, 0.35 * schedule.stages)))
     axes = figure.add_axes((0, 0, 1, 1))

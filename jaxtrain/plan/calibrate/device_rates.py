@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -205,3 +205,27 @@ def calibrated(target: targets.Target, dtype: str, rows: list[Row]) -> dict[str,
         near = replace(target.links[0], bandwidth=bandwidth / target.efficiency["links"], latency=latency)
         keys["links"] = [asdict(link) for link in (near, *target.links[1:])]
     return {**keys, "efficiency": efficiency}
+
+
+def sizes_for(target: targets.Target, quick: bool) -> dict[str, Any]:
+    """Return the sizes of what is measured on a kind of device; with `quick` small ones, as for CPUs."""
+    if quick:
+        return QUICK
+    return FULL if target.platform == "cuda" else {**FULL, "attention": SCORES}
+
+
+def measured(rows: Sequence[Row], devices: Sequence[Any], target: targets.Target, seconds: float,
+             quick: bool = False) -> Iterator[tuple[Row, str]]:
+    """Measure rows on devices, and yield each with the error, if any; after so many seconds no further one begins."""
+    begin, mesh = time.monotonic(), jax.sharding.Mesh(np.array(devices), ("all",))
+    wanted, repeats = (0.02, 3) if quick else (0.2, 5)
+    for row in rows:
+        if time.monotonic() - begin > seconds and row is not rows[0]:
+            yield row, ""
+            continue
+        try:
+            row.seconds = measure(row, mesh, guess(row, target), wanted, repeats)
+        except jax.errors.JaxRuntimeError as error:  # such as too little memory
+            yield row, str(error).partition(chr(10))[0]
+        else:
+            yield row, ""

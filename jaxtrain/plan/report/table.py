@@ -195,3 +195,13 @@ def milliseconds(seconds: float) -> str:
 def _row(*cells: str) -> str:
     return " ".join(cell.ljust(width) if i < 2 else cell.rjust(width)
                     for i, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))).rstrip()
+
+
+def figures_of(guess: Estimate, tokens: float) -> dict[str, Any]:
+    """Return the prediction for a layout, and what a run of so many tokens takes with it, as JSON has it."""
+    return {"mesh": guess.mesh, "accumulation": guess.config.train.accumulation, "remat": guess.config.train.remat,
+            "precision": guess.config.train.precision, "devices": guess.devices, "target": guess.target.name,
+            "fits": guess.fits, "bytes": guess.bytes, "host_bytes": guess.host, "memory": dict(guess.memory),
+            "seconds": guess.seconds, "tokens_per_s": guess.tokens_per_second,
+            "mfu": guess.mfu if guess.useful else None, "days": guess.days(tokens),
+            "cost": guess.cost(tokens) if guess.target.price else None}

@@ -3,7 +3,6 @@
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
@@ -26,7 +25,7 @@ def save(fit: Fit, path: str | Path, metric: str) -> None:
 
 def load(path: str | Path) -> Fit:
     """Return the fit that a file holds."""
-    fix = "give the file that jaxtrain scaling --save wrote"
+    fix = "give the file that jaxtrain scaling --output wrote"
     found = user_json(path, _FORM, "--scaling", fix)
     if found is None or not found["runs"]:
         raise UserError("--scaling", f"{path} {'is not there' if found is None else 'has no runs'}", fix)
@@ -82,11 +81,11 @@ def vague(law: Law) -> list[str]:
             "runs, larger and longer ones, each with a good learning rate"] if steep else []
 
 
-def budget(flags: Any, flops_for_a_dollar: float) -> float | None:
+def budget(flops: float | None, dollars: float | None, flops_for_a_dollar: float = 0.0) -> float | None:
     """Return the FLOPs that --flops or --dollars of a command ask about; None: neither was given."""
-    for name in ("flops", "dollars"):
-        if (value := getattr(flags, name)) is not None and not 0 < value < float("inf"):
+    for name, value in (("flops", flops), ("dollars", dollars)):
+        if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name}", f"{value} is not a budget", "give a number above 0, such as 1e21")
-    if flags.flops is not None and flags.dollars is not None:
+    if flops is not None and dollars is not None:
         raise UserError("--dollars", "--flops is a budget already", "leave one of them out")
-    return flags.flops if flags.dollars is None else flags.dollars * flops_for_a_dollar
+    return flops if dollars is None else dollars * flops_for_a_dollar

@@ -83,3 +83,15 @@ def _template() -> Any:
                               loader=jinja2.FileSystemLoader(_HERE))
     room.globals["table"] = lambda made, words=1: jinja2.utils.markupsafe.Markup(html_table(made[0], made[1], words))
     return room.get_template("report_page.html")
+
+
+def write(page: ReportPage, file: Path) -> Path:
+    """Write the page into a file at once, and return it."""
+    from jaxtrain.files import atomic_files
+
+    try:
+        with atomic_files.written(file, durable=False) as out:
+            out.write(page.render().encode())
+    except OSError as error:
+        raise UserError("--output", f"{file} cannot be written ({error.strerror})", "give --output=FILE") from None
+    return file

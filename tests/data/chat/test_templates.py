@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.data import load_tokenizer
 from jaxtrain.data.chat import template_limits, template_process
 from jaxtrain.data.chat.templates import Chat
 from jaxtrain.data.formats.conversations import Example
-from jaxtrain.data.prepare.prepare import main
 from jaxtrain.data.train_tokenizer import train
 from jaxtrain.errors import UserError
 from tests.odd_files import ODD, WRONG, in_time

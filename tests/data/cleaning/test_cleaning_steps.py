@@ -14,11 +14,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.data import open_corpus
 from jaxtrain.data.cleaning.cleaning_steps import Steps
 from jaxtrain.data.formats.inputs import Ids, Text
 from jaxtrain.data.prepare import job
-from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
+from jaxtrain.data.prepare.prepare import Options, prepare, prepare_part
 from jaxtrain.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -163,8 +164,8 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path):
     pytest.param(3, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.exhaustive)])
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills):
     source, rng = jsonl(tmp_path / "a.jsonl", *RECORDS * 60), random.Random(kills)
-    flags = ["--task_bytes=60000", "--workers=2", "--deduplicate=near", "--steps", *STEPS]
-    command = [sys.executable, "-m", "jaxtrain.data.prepare", f"--input={source}", *flags]
+    flags = ["--task_bytes=60000", "--workers=2", "--deduplicate=near", "--filters", *STEPS]
+    command = [sys.executable, "-m", "jaxtrain", "prepare", f"--input={source}", *flags]
     want = prepare([source], tmp_path / "want", Options(task_bytes=60000, deduplicate="near", steps=STEPS))
     killed = rounds = 0
     while killed < kills:
@@ -273,7 +274,7 @@ def test_a_list_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch, at, ded
     if not at:
         begun = job.begun
         monkeypatch.setattr(job, "begun", lambda *rest: listed.write_text("two") and begun(*rest))
-    with pytest.raises(UserError, match=r"--steps: its files differ between machines.* delete .* and run again"):
+    with pytest.raises(UserError, match=r"--filters: its files differ between machines.* delete .* and run again"):
         prepare([source], tmp_path / "out", options, say=edit)
 
 
@@ -297,25 +298,25 @@ def test_the_example_leaves_out_keys(tmp_path):
 # -------------------------------------------------------------------------------------------------- what is refused
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--steps", "qality"], "--steps: there is no step 'qality'; did you mean 'quality'?"),
-    (["--steps", "language"], "--steps: language cannot be made"),
-    (["--steps", "language=xx"], "language=xx is not a language that py3langid knows; known: ace, af,"),
-    (["--steps", "quality=fr"], "quality=fr is not known"),
-    (["--steps", "blocklist=none.txt"], "the blocklist none.txt cannot be read"),
-    (["--steps", "no_such_module:step"], "no_such_module:step cannot be imported"),
-    (["--steps", "own_steps:none"], "own_steps:none cannot be imported"),
-    (["--steps", "own_steps:broken"], "own_steps:broken failed on a.jsonl, line 3 (ZeroDivisionError: division"),
-    (["--workers=2", "--steps", "own_steps:broken"], "own_steps:broken failed on a.jsonl, line 3 (Zero"),
-    (["--steps", "own_steps:nothing"], "own_steps:nothing gave None for a.jsonl, line 1"),
-    (["--steps", "own_steps:string"], "own_steps:string gave 'text' as the content of a.jsonl, line 1"),
-    (["--steps", "own_steps:cut", "--deduplicate"], r"own_steps:cut gave b'\xc3' as the content of a.jsonl, line 1"),
+    (["--filters", "qality"], "--filters: there is no step 'qality'; did you mean 'quality'?"),
+    (["--filters", "language"], "--filters: language cannot be made"),
+    (["--filters", "language=xx"], "language=xx is not a language that py3langid knows; known: ace, af,"),
+    (["--filters", "quality=fr"], "quality=fr is not known"),
+    (["--filters", "blocklist=none.txt"], "the blocklist none.txt cannot be read"),
+    (["--filters", "no_such_module:step"], "no_such_module:step cannot be imported"),
+    (["--filters", "own_steps:none"], "own_steps:none cannot be imported"),
+    (["--filters", "own_steps:broken"], "own_steps:broken failed on a.jsonl, line 3 (ZeroDivisionError: division"),
+    (["--workers=2", "--filters", "own_steps:broken"], "own_steps:broken failed on a.jsonl, line 3 (Zero"),
+    (["--filters", "own_steps:nothing"], "own_steps:nothing gave None for a.jsonl, line 1"),
+    (["--filters", "own_steps:string"], "own_steps:string gave 'text' as the content of a.jsonl, line 1"),
+    (["--filters", "own_steps:cut", "--deduplicate"], r"own_steps:cut gave b'\xc3' as the content of a.jsonl, line 1"),
     (["--deduplicate=fuzzy"], "invalid choice: 'fuzzy'"),
     (["--deduplicate=near", "--near_threshold=2"], "--near_threshold: 2.0 is not between"),
     (["--describe", "nonsense"], "--describe: 'nonsense' is not KEY=VALUE"),
     (["--describe", "desciption=x"], "has no field 'desciption'; did you mean 'description'?"),
     (["--describe", "date_published=soon"], "date_published=soon is not a date"),
     (["--sample=3"], "--sample: 3 has no use here"),
-    *(pytest.param(["--steps", f"datatrove:{call}"], words, marks=pytest.mark.slow) for call, words in (
+    *(pytest.param(["--filters", f"datatrove:{call}"], words, marks=pytest.mark.slow) for call, words in (
         ("Nonsense", "datatrove has no filter or formatter 'Nonsense'"),
         ("RegexFilter(1)", "datatrove:RegexFilter(1) cannot be parsed"),
         ("RegexFilter(pattern='x')", "RegexFilter(pattern='x') cannot be made (TypeError"))),

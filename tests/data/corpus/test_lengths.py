@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.data.corpus import lengths
-from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.prepare.prepare import Options, prepare
 
 
 @pytest.fixture

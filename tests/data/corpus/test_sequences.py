@@ -16,13 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 import soundfile
 
+from jaxtrain.commands.prepare_sequences import main
 from jaxtrain.data import BucketedBatches, SequenceRows, open_corpus, open_sequences
 from jaxtrain.data.corpus.open import BESIDE
 from jaxtrain.data.corpus.sequences import FORMAT, Column, Sequences, SequenceWriter, describe
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.prepare_sequences.audio import Audio
 from jaxtrain.data.prepare_sequences.event_streams import Events
-from jaxtrain.data.prepare_sequences.prepare_sequences import main, prepare_sequences
+from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
 from jaxtrain.errors import UserError
 from jaxtrain.files.atomic_files import digest, write_json
 
@@ -77,8 +78,8 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kind, kills
     make, source = KINDS[kind]
     inputs, rng = make(tmp_path / "in"), random.Random(kills)
     want = files(prepare_sequences([str(inputs)], tmp_path / "want", source).path)
-    flags = {"audio": ["--target=text"], "events": ["--user=user", "--time=at", "--category=item", "--number=value"]}
-    command = [sys.executable, "-m", "jaxtrain.data.prepare_sequences", kind, f"--input={inputs}", *flags[kind],
+    flags = {"audio": ["--label=text"], "events": ["--user=user", "--time=at", "--category=item", "--number=value"]}
+    command = [sys.executable, "-m", "jaxtrain", "prepare_sequences", kind, f"--input={inputs}", *flags[kind],
                f"--task_bytes={source.task_bytes}", "--eval_fraction=0.2", "--workers=1"]
     environment, killed, round_ = os.environ | {"PYTHONPATH": str(ROOT)}, 0, 0
     while killed < kills:
@@ -96,6 +97,14 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kind, kills
         round_ += (output / "manifest.json").exists() and not (output / "unfinished").exists()
     subprocess.run([*command, f"--output={output}"], env=environment, check=True, capture_output=True)
     assert files(output) == want
+
+
+def test_a_rehearsal_divides_the_input_and_writes_nothing(tmp_path, capsys):
+    inputs = audio(tmp_path / "in")
+    assert main(["audio", f"--input={inputs}", f"--output={tmp_path / 'out'}", "--task_bytes=1", "--dry_run"]) == 0
+    count = len([path for path in inputs.rglob("*") if path.suffix == ".wav"])
+    assert f"{count:,} shards would be made in {tmp_path / 'out'}, of " in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["train-00000.features.bin", "train-00000.steps.offsets.npy", "manifest.json"])

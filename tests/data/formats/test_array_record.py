@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.data.formats.inputs import find_tasks, read
-from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.prepare.prepare import Options, prepare
 
 TEXTS = [f"document {i}: " + "é word\n" * (i % 13 * 40) for i in range(100)]
 
@@ -98,8 +99,8 @@ def flipped(path: Path) -> None:
     ([FORMS["json"]("x"), b"{}"], None, [], "a.array_record, record 1 has no field 'text'"),
     ([FORMS["json"]("x"), b"text"], None, [], "a.array_record, record 1 is not a JSON object"),
     ([example("x"), b"text"], None, [], "a.array_record, record 1 is not a tf.train.Example, but the first record is"),
-    ([example("x")], None, ["--field=txt"], "record 0 has no feature 'txt'; it has ids, score, text"),
-    ([example("x")], None, ["--field=ids"], "record 0: 'ids' is not one string of bytes; name another feature"),
+    ([example("x")], None, ["--text_field=txt"], "record 0 has no feature 'txt'; it has ids, score, text"),
+    ([example("x")], None, ["--text_field=ids"], "record 0: 'ids' is not one string of bytes; name another feature"),
 ])
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, records, harm, flags, words):
     monkeypatch.chdir(tmp_path)

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.commands.inspect import main as inspect
+from jaxtrain.commands.prepare import main
+from jaxtrain.commands.train_tokenizer import main as train_tokenizer
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import PackedRows, open_corpus
 from jaxtrain.data.formats.conversations import Example, Unusable, example_of, format_of
-from jaxtrain.data.inspect import main as inspect
 from jaxtrain.data.loading.batches import rows
-from jaxtrain.data.prepare.prepare import Options, main, prepare
-from jaxtrain.data.train_tokenizer import main as train_tokenizer
+from jaxtrain.data.prepare.prepare import Options, prepare
 from jaxtrain.errors import UserError
 from jaxtrain.main import main as train
 from tests.data.formats.test_array_record import write as write_array_record

@@ -12,11 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from jaxtrain.commands import prepare_sequences
+from jaxtrain.commands.prepare import main
 from jaxtrain.data.formats import conversations, inputs, parquet_pages
 from jaxtrain.data.formats.inputs import Piece, Text, find_tasks, read
 from jaxtrain.data.prepare import prepare as prepare_module
-from jaxtrain.data.prepare.prepare import Options, main, prepare
-from jaxtrain.data.prepare_sequences import prepare_sequences
+from jaxtrain.data.prepare.prepare import Options, prepare
 from jaxtrain.errors import UserError
 from tests.odd_files import device, fifo, folder, in_time
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.data.formats import token_files
 from jaxtrain.data.formats.inputs import find_tasks, read
-from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
+from jaxtrain.data.prepare.prepare import Options, prepare, prepare_part
 from jaxtrain.errors import UserError
 
 EOD = 256

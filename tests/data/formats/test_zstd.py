@@ -5,8 +5,9 @@ import io
 import pytest
 import zstandard
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.data.formats.zstd import _Frames, opened
-from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.prepare.prepare import Options, prepare
 
 LINES = b"".join(b'{"text": "line %d"}\n' % i for i in range(20_000))
 FRAME = zstandard.ZstdCompressor().compress(LINES)

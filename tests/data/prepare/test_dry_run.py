@@ -3,7 +3,7 @@
 import json
 import random
 
-from jaxtrain.data.prepare.prepare import main
+from jaxtrain.commands.prepare import main
 
 
 def test_a_dry_run_reports_and_writes_nothing(tmp_path, monkeypatch, capsys):
@@ -14,7 +14,7 @@ def test_a_dry_run_reports_and_writes_nothing(tmp_path, monkeypatch, capsys):
     (tmp_path / "list.txt").write_text("forbidden")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     before = sorted(tmp_path.rglob("*"))
-    flags = ["--input=a.jsonl", "--dry_run", "--deduplicate=near", "--steps", "pii", "blocklist=list.txt"]
+    flags = ["--input=a.jsonl", "--dry_run", "--deduplicate=near", "--filters", "pii", "blocklist=list.txt"]
     assert main(flags) == 0
     assert capsys.readouterr().out.splitlines() == [
         "1 dropped: empty",
@@ -38,7 +38,7 @@ def test_a_sample_comes_from_all_over(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"a{i}@doe.org"}) + "\n" for i in range(1000)))
     for sample, tasks in ((10, 3000), (3, 3000), (10, 10**6)):
         assert main([f"--input={tmp_path}/a.jsonl", "--dry_run", f"--sample={sample}", f"--task_bytes={tasks}",
-                     "--steps", "pii"]) == 0
+                     "--filters", "pii"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == f"pii: of {sample} documents 0 dropped, {sample} changed"
         assert ("'a2@doe.org'" in lines[3]) == (tasks == 10**6)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.data.prepare import engines
-from jaxtrain.data.prepare.prepare import Options, begin, main, plan_tasks, prepare, tokenize_shard
+from jaxtrain.data.prepare.prepare import Options, begin, plan_tasks, prepare, tokenize_shard
 from jaxtrain.errors import UserError
 from tests.data.prepare.test_on_slurm import files, write
 from tests.odd_files import in_time
@@ -78,7 +79,7 @@ def step(document):
 
 def test_a_killed_worker_is_one_line_and_nothing_is_lost(tmp_path, monkeypatch, capsys):
     flags = [f"--input={write(tmp_path / 'a.jsonl')}", f"--output={tmp_path / 'out'}", "--task_bytes=3000",
-             "--workers=2", "--steps=step_that_dies:step"]
+             "--workers=2", "--filters=step_that_dies:step"]
     (tmp_path / "step_that_dies.py").write_text(DIES.format(kill=f"{tmp_path / 'kill'}"))
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "kill").touch()
@@ -105,8 +106,8 @@ def test_workers_end_with_a_killed_parent(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     (tmp_path / "waits.py").write_text(WAITS.format(fifo=str(fifo)))
-    command = [sys.executable, "-m", "jaxtrain.data.prepare", f"--input={write(tmp_path / 'a.jsonl')}", "--workers=2",
-               f"--output={tmp_path / 'out'}", "--task_bytes=3000", "--steps", "waits:waits"]
+    command = [sys.executable, "-m", "jaxtrain", "prepare", f"--input={write(tmp_path / 'a.jsonl')}", "--workers=2",
+               f"--output={tmp_path / 'out'}", "--task_bytes=3000", "--filters", "waits:waits"]
     here = Path(__file__).parents[3]
     paths = os.pathsep.join([str(tmp_path), str(here)])
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=here,

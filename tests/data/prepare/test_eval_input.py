@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import load_corpus, open_corpus
 from jaxtrain.data.loading.batches import eval_batches, packing, train_batches
-from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.prepare.prepare import Options, prepare
 from jaxtrain.errors import UserError
 
 
@@ -119,7 +120,7 @@ def test_characters_with_several_workers(texts, flags):
 
 def test_characters_are_collected_after_the_cleaning_steps(texts):
     (texts / "a.txt").write_text("write to Zed@example.org")
-    corpus = made(texts, "clean", f"--input={texts}/a.txt", "--tokenizer=characters", "--eval_fraction=0", "--steps",
+    corpus = made(texts, "clean", f"--input={texts}/a.txt", "--tokenizer=characters", "--eval_fraction=0", "--filters",
                   "pii")
     assert corpus.tokenizer.characters == "".join(sorted({"\n", *read(corpus, "train")}))
     assert "Z" not in corpus.tokenizer.characters

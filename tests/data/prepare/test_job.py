@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.data.prepare import job
-from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
+from jaxtrain.data.prepare.prepare import Options, prepare, prepare_part
 from jaxtrain.data.prepare_sequences import prepare_sequences
 from jaxtrain.data.prepare_sequences.audio import Audio
 from jaxtrain.errors import UserError
@@ -28,7 +29,7 @@ def write(tmp_path: Path, count: int = 6) -> list[str]:
 
 def other(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess:
     """Run another process that prepares into the same folder."""
-    command = [sys.executable, "-m", "jaxtrain.data.prepare", f"--input={tmp_path / 'in'}", "--task_bytes=1",
+    command = [sys.executable, "-m", "jaxtrain", "prepare", f"--input={tmp_path / 'in'}", "--task_bytes=1",
                f"--output={tmp_path / 'out'}", "--workers=1", *flags]
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
 
@@ -54,7 +55,8 @@ def test_parts_share_a_folder_and_nobody_finishes_meanwhile(tmp_path):
 
     def midway(line):
         if not seen:
-            seen.extend(other(tmp_path, *flags) for flags in (["--part=1/2"], [], ["--part=1/2", "--field=another"]))
+            seen.extend(other(tmp_path, *flags)
+                        for flags in (["--part=1/2"], [], ["--part=1/2", "--text_field=another"]))
 
     prepare_part(source, tmp_path / "out", Options(task_bytes=1), "0/2", say=midway)
     assert [one.returncode for one in seen] == [0, 2, 2]

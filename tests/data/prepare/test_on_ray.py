@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.data.prepare import tasks
 from jaxtrain.data.prepare.on_ray import Ray
-from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.prepare.prepare import Options, prepare
 from jaxtrain.data.prepare.tasks import tokenize_shard
 from jaxtrain.errors import UserError
 from tests.data.prepare.test_on_slurm import files, write

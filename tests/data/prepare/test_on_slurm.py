@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
+from jaxtrain.commands.prepare import main
+from jaxtrain.data.prepare.prepare import Options, prepare, prepare_part
 from tests.launch.slurm.cluster import Cluster, missing
 
 ROOT = Path(__file__).parents[3]
@@ -131,7 +132,7 @@ def test_without_a_file_the_script_is_printed(tmp_path, capsys, monkeypatch):
     script = capsys.readouterr().out
     assert "--cpus-per-task=3" in script and "--array=0-0" in script  # no more parts than tasks
     assert f"  cd {tmp_path}\n" in script
-    assert " jaxtrain.data.prepare --input 'a b.jsonl' c.jsonl --output=out --eod '' \\\n" in script
+    assert " jaxtrain prepare --input 'a b.jsonl' c.jsonl --output=out --eod '' \\\n" in script
     assert not (tmp_path / "out").exists()
 
 

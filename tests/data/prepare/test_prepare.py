@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.data import PackedRows, load_corpus, open_corpus
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import find_tasks, read
-from jaxtrain.data.prepare.prepare import Options, main, prepare, prepare_part
+from jaxtrain.data.prepare.prepare import Options, prepare, prepare_part
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError
 
@@ -178,7 +179,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path, tokenizer):
     pytest.param(3, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)])
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills):
     source, rng = write(tmp_path / "a.jsonl", DOCUMENTS * 20), random.Random(kills)
-    command = [sys.executable, "-m", "jaxtrain.data.prepare", f"--input={source}", "--task_bytes=3000", "--workers=2",
+    command = [sys.executable, "-m", "jaxtrain", "prepare", f"--input={source}", "--task_bytes=3000", "--workers=2",
                "--eval_fraction=0.1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     want = prepare([str(source)], tmp_path / "want", Options(eval_fraction=0.1, task_bytes=3000))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.commands.prepare import main as prepare
 from jaxtrain.config.load import load_config
 from jaxtrain.data import open_corpus
-from jaxtrain.data.prepare.prepare import main as prepare
 from jaxtrain.main import main as train
 from tests.tiny import devices
 
@@ -25,12 +25,13 @@ def test_the_documented_commands_train_on_nine_tenths_of_the_text(tmp_path, monk
     section = (ROOT / "docs/data.md").read_text().split("## Character-level Shakespeare")[1]
     block = re.search(r"```text\n(.*?)```", section, re.S)[1].replace("FOLDER", str(tmp_path))
     block = re.sub(r"\b(corpora|runs)/", rf"{tmp_path}/\1/", block)
-    shell, commands = block.partition("python -m ")[0], re.findall(r"^python -m (\S+) (.*)$", block, re.M)
+    shell = block.partition("jaxtrain prepare ")[0]
+    commands = re.findall(r"^(jaxtrain \w+|python -m \S+) (.*)$", block, re.M)
     text = "".join(f"KING {n}:\nWhat, art thou number {n}?\n\n" for n in range(200))
     (tmp_path / "input.txt").write_text(text)
     subprocess.run(["bash", "-euc", shell], check=True)
     (prepared, flags), (trained, more) = commands
-    assert (prepared, trained) == ("jaxtrain.data.prepare", "jaxtrain.main")
+    assert (prepared, trained) == ("jaxtrain prepare", "python -m jaxtrain.main")
     assert prepare(shlex.split(flags)) == 0
 
     corpus = open_corpus(tmp_path / "corpora/shakespeare_char")

@@ -150,8 +150,8 @@ def test_rows_of_parquet_without_audio_or_transcript_are_left_out(tmp_path):
     corpus = prepare_sequences([f"{tmp_path}/A.PARQUET"], tmp_path / "out", Audio("text", eval_fraction=0))
     assert [bytes(row["target"].tolist()) for row in corpus.train] == [b"yes"]
     assert corpus.manifest["left_out"] == {"a row without audio": 1, "a clip without a transcript": 1}
-    for column, value, message in (("audio", {"bytes": None, "path": "a.wav"}, "--audio_column: row 0 of .* no bytes"),
-                                   ("text", 5, "--text_column: row 0 of b.parquet has no text")):
+    for column, value, message in (("audio", {"bytes": None, "path": "a.wav"}, "--audio_field: row 0 of .* no bytes"),
+                                   ("text", 5, "--text_field: row 0 of b.parquet has no text")):
         pq.write_table(pa.Table.from_pylist([{"audio": content, "text": "yes"} | {column: value}]),
                        tmp_path / "b.parquet")
         with pytest.raises(UserError, match=message):
@@ -326,8 +326,8 @@ def test_clips_of_files_tars_and_parquet_are_the_same(tmp_path):
     assert said(made["plain"]) == said(made["tar"]) == said(made["table"])
     assert made["tar"].manifest["left_out"] == {"a clip without a transcript": 1}
     assert made["tar"].tokenizer.name == "bytes"
-    for keys, message in (({"audio_column": "sound"}, "--audio_column: clips.parquet has no column 'sound'; it has au"),
-                          ({"target": "folder"}, "--target: clips in clips.parquet are in no folders")):
+    for keys, message in (({"audio_column": "sound"}, "--audio_field: clips.parquet has no column 'sound'; it has au"),
+                          ({"target": "folder"}, "--label: clips in clips.parquet are in no folders")):
         with pytest.raises(UserError, match=message):
             prepare_sequences([f"{tmp_path}/table"], tmp_path / "other", Audio(**({"target": "text"} | keys)))
 

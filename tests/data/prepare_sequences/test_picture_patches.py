@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 import jaxtrain as jt
+from jaxtrain.commands import prepare_sequences as prepare_sequences_command
 from jaxtrain.data.corpus.sequences import open_sequences
 from jaxtrain.data.loading.modalities import picture_batches
 from jaxtrain.data.loading.modalities.augmentation import augmented, numbers_for
@@ -58,14 +59,14 @@ def stored(tmp_path_factory):
 
 def prepared(stored, kind, *flags, output=None):
     output = output or stored / f"{kind}{len(flags)}{'-'.join(flags)}".replace("/", "")
-    assert prepare_sequences.main(["pictures", f"--input={stored / kind}", f"--output={output}", "--patch_size=4",
-                                   "--most_patches=24", "--patches_per_side=8", "--eval_fraction=0", "--workers=1",
-                                   *flags]) in (0, None)
+    assert prepare_sequences_command.main([
+        "pictures", f"--input={stored / kind}", f"--output={output}", "--patch_size=4", "--most_patches=24",
+        "--patches_per_side=8", "--eval_fraction=0", "--workers=1", *flags]) in (0, None)
     return open_sequences(output)
 
 
 def test_all_ways_to_store_pictures_give_the_same_patches(stored):
-    found = {kind: prepared(stored, kind, "--target=text") for kind in ("files", "tar", "parquet")}
+    found = {kind: prepared(stored, kind, "--label=text") for kind in ("files", "tar", "parquet")}
     assert found["files"].manifest["left_out"] == {"not readable as a picture": 1}
     for corpus in found.values():
         assert len(corpus.train) == len(SIZES)
@@ -76,13 +77,13 @@ def test_all_ways_to_store_pictures_give_the_same_patches(stored):
             if SIZES[name] == (rows * 4, columns * 4):
                 np.testing.assert_array_equal(from_patches(one["patches"], rows, columns), drawn(name))
     assert tuple(found["tar"].train[3]["places"].max(0) + 1) == (7, 3)  # 200 x 100 keeps its shape
-    labels = [int(one["label"][0]) for one in prepared(stored, "tar", "--target=folder").train]
+    labels = [int(one["label"][0]) for one in prepared(stored, "tar", "--label=folder").train]
     assert labels == [0, 0, 1, 1, 1]
 
 
 def test_buckets_that_suit_a_corpus_are_told_once(stored):
     """These five pictures have four lengths, for which four buckets are as good as eight."""
-    lines = prepare_sequences.summary(prepared(stored, "files", "--target=text")).splitlines()
+    lines = prepare_sequences.summary(prepared(stored, "files", "--label=text")).splitlines()
     told = [line for line in lines if line.startswith("buckets ")]
     assert len(told) == len(set(told)) == 2, told
 
@@ -96,7 +97,7 @@ def test_rows_hold_whole_pictures_and_fill_up():
 
 
 def test_rows_have_texts_labels_or_sequences_beside_the_patches(stored):
-    corpus = prepared(stored, "files", "--target=text")
+    corpus = prepared(stored, "files", "--label=text")
     row = PairedPictures(corpus.train, 48, 3, text_len=9)[0]
     assert row["patches"].shape == (48, 48) and row["tokens"].shape == (27,)
     text = row["tokens"].reshape(3, 9)[1]
@@ -115,14 +116,14 @@ def test_rows_have_texts_labels_or_sequences_beside_the_patches(stored):
             assert targets[-1] == 256 and bytes(targets[:-1].astype(np.uint8)).decode().startswith("it is ")
             np.testing.assert_array_equal(row["weights"][here], np.arange(here.sum()) >= patches - 1)
             np.testing.assert_array_equal(row["tokens"][here][patches:], targets[:-1])
-    labelled = LabelledPictures(prepared(stored, "files", "--target=folder").train, 48, 3)
+    labelled = LabelledPictures(prepared(stored, "files", "--label=folder").train, 48, 3)
     assert sum(int(labelled[i]["weights"].sum()) for i in range(len(labelled))) == len(SIZES)
     with pytest.raises(jt.UserError, match="a row of 16 does not hold the largest image, which takes 21; set it"):
         len(PairedPictures(corpus.train, 16, 3, 9))
 
 
 def test_augmentation_is_a_function_of_seed_step_and_row(stored):
-    corpus = prepared(stored, "files", "--target=folder")
+    corpus = prepared(stored, "files", "--label=folder")
     rows, kinds = LabelledPictures(corpus.train, 48, 3), ("flip", "crop", "colour")
     batches = PictureBatches(rows, global_batch_size=4, seed=3, augment=kinds, noise=True)
     whole, part = batches[7], PictureBatches(rows, global_batch_size=4, seed=3, augment=kinds, noise=True).rows(7, [2])
@@ -159,16 +160,16 @@ def test_crops_are_anywhere_in_a_picture():
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["--target=tag"], "--target: 'tag' is not known; "), (["--patch_size=0"], "--patch_size: 0 is not possible"),
-    (["--target=folder", "parquet"], "--target: all.parquet has no folders"),
+    (["--label=tag"], "--label: 'tag' is not known; "), (["--patch_size=0"], "--patch_size: 0 is not possible"),
+    (["--label=folder", "parquet"], "--label: all.parquet has no folders"),
     (["--picture_field=pixels", "parquet"], "--picture_field: all.parquet has no column 'pixels'; it has image, text"),
 ])
 def test_mistakes_are_told_in_one_line(stored, flags, message, tmp_path):
     kind = "parquet" if flags[-1] == "parquet" else "files"
     with pytest.raises(jt.UserError, match=message):
-        flags = prepare_sequences.parse(["pictures", f"--input={stored / kind}", f"--output={tmp_path}/out",
+        flags = prepare_sequences_command.parse(["pictures", f"--input={stored / kind}", f"--output={tmp_path}/out",
                                          "--workers=1", *[flag for flag in flags if flag.startswith("--")]])
-        prepare_sequences.prepare_sequences(flags.input, flags.output, prepare_sequences.source_of(flags))
+        prepare_sequences.prepare_sequences(flags.input, flags.output, prepare_sequences_command.source_of(flags))
 
 
 def written(folder, *names):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.data import open_corpus
-from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.prepare.prepare import Options, prepare
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxtrain.commands.prepare import main
 from jaxtrain.data import open_corpus
-from jaxtrain.data.prepare.prepare import Options, main, prepare
+from jaxtrain.data.prepare.prepare import Options, prepare
 from jaxtrain.data.tokenizers import tokenizer as tokenizers_of_ours
 from jaxtrain.data.tokenizers.tokenizer import JsonTokenizer, load_tokenizer
 from jaxtrain.errors import UserError

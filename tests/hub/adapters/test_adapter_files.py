@@ -12,11 +12,11 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
+from jaxtrain.commands import adapters
 from jaxtrain.config.family import entries
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.hf import hf_config
 from jaxtrain.hub import initial_params, trained_model
-from jaxtrain.hub.adapters import __main__ as adapters
 from jaxtrain.hub.adapters import adapter_files, adapter_merge
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.models import lora
@@ -77,7 +77,7 @@ def test_what_is_written_are_the_same_adapters_from_any_mesh(name, tmp_path):
 def test_merged_weights_compute_the_same(name, tmp_path):
     base, folder = written(tmp_path, name)
     (base / "tokenizer.json").write_text("{}")
-    assert adapters.main(["merge", f"{base}", f"{folder}", f"--to={tmp_path / 'out'}", "--dtype=float32"]) == 0
+    assert adapters.main(["merge", f"{base}", f"{folder}", f"--output={tmp_path / 'out'}", "--dtype=float32"]) == 0
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     record = json.loads((tmp_path / "out" / "export.json").read_text())
     assert record["adapters"] == [{"folder": f"{folder}", "weight": 1.0}] and "config.json" in record["sha256"]
@@ -146,6 +146,9 @@ def test_a_store_keeps_every_version(tmp_path, capsys, monkeypatch):
     assert adapters.main(["list", f"{tmp_path / 'store'}"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and "style/2  rank 2  alpha 8, rank-stabilized  " in said[1] and f"for {base}" in said[1]
+    assert adapters.main(["list", f"{tmp_path / 'store'}", "--json"]) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["rank"], one["alpha"], one["rank_stabilized"]) for one in said] == [(2, 8, True)] * 2
     assert adapter_files.base_of(tmp_path / "store" / "style" / "2").resolve() == base.resolve()
     assert not [*Path(tmp_path / "store" / "style").glob("*.partial")]
     shutil.copytree(folder, left := tmp_path / "store" / "style" / f"{os.getpid()}.partial")  # by one that was killed

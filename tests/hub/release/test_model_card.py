@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxtrain.data.prepare import prepare
+from jaxtrain.commands import prepare
 from jaxtrain.hub.release import model_card
 
 MODEL = {"name": "llama", "num_layers": 2, "embed_dim": 64, "vocab_size": 32000, "max_seq_len": 4096}

@@ -11,6 +11,7 @@ import pytest
 import soundfile
 
 import jaxtrain as jt
+from jaxtrain.commands import transcribe as transcribe_command
 from jaxtrain.data.prepare_sequences import audio
 from jaxtrain.hub import trained_model
 from jaxtrain.hub.speech import speech_model, transcribe
@@ -49,14 +50,15 @@ def lines_of(path):
 def test_files_are_transcribed_as_they_come_and_as_a_whole_alike(workdir, capsys):
     told = [f"{workdir}/{name}.wav" for name in "ab"]
     for how in (ONE_ROW, "--stream"):
-        assert transcribe.main([f"{workdir}", *told, how, "--to", f"{workdir}/said{how}", "--references"]) == 0
+        words = [f"{workdir}", *told, how, "--output", f"{workdir}/said{how}", "--references"]
+        assert transcribe_command.main(words) == 0
         assert "word error rate" in capsys.readouterr().err
     whole, live = lines_of(workdir / f"said{ONE_ROW}"), lines_of(workdir / "said--stream")
     assert whole == live and [one["file"] for one in whole] == told
     assert [len(one["segments"]) for one in whole] == [4, 1] and whole[0]["text"]
-    assert transcribe.main([f"{workdir}", f"{workdir}", ONE_ROW]) == 0
+    assert transcribe_command.main([f"{workdir}", f"{workdir}", ONE_ROW]) == 0
     assert capsys.readouterr().out == "".join(f"{one['file']}\t{one['text']}\n" for one in whole)
-    assert transcribe.main([f"{workdir}", *told, ONE_ROW, "--timestamps"]) == 0
+    assert transcribe_command.main([f"{workdir}", *told, ONE_ROW, "--timestamps"]) == 0
     assert capsys.readouterr().out == "".join(
         f"{one['file']}\t{part['begin']:.2f}\t{part['end']:.2f}\t{part['text'].strip()}\n"
         for one in whole for part in one["segments"])
@@ -65,10 +67,10 @@ def test_files_are_transcribed_as_they_come_and_as_a_whole_alike(workdir, capsys
 @pytest.mark.parametrize("head", [0, 44])  # WAV, and its samples alone
 def test_standard_input_is_transcribed(workdir, monkeypatch, capsys, head):
     content = (workdir / "a.wav").read_bytes()[head:]
-    transcribe.main([f"{workdir}", f"{workdir}/a.wav", ONE_ROW, "--to", f"{workdir}/file"])
+    transcribe_command.main([f"{workdir}", f"{workdir}/a.wav", ONE_ROW, "--output", f"{workdir}/file"])
     for how in (ONE_ROW, "--stream"):
         with standard_input(content, monkeypatch):
-            assert transcribe.main([f"{workdir}", "-", how, "--to", f"{workdir}/piped"]) == 0
+            assert transcribe_command.main([f"{workdir}", "-", how, "--output", f"{workdir}/piped"]) == 0
         assert lines_of(workdir / "piped") == [lines_of(workdir / "file")[0] | {"file": "-"}]
     assert capsys.readouterr().out.splitlines()[-1]
 
@@ -136,7 +138,7 @@ def test_mistakes_are_told_in_one_line(workdir, monkeypatch, capsys, argv, messa
     (workdir / "broken.wav").write_bytes(b"RIFF")
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     argv = [f"{workdir}/{word}" if (workdir / word).is_file() else word for word in argv]
-    assert transcribe.main([f"{workdir}", *argv]) == 2
+    assert transcribe_command.main([f"{workdir}", *argv]) == 2
     assert capsys.readouterr().err.startswith(message.format(workdir))
 
 
@@ -144,7 +146,7 @@ def test_mistakes_are_told_in_one_line(workdir, monkeypatch, capsys, argv, messa
 def test_a_model_that_attends_to_what_comes_later_cannot_stream(workdir, monkeypatch, capsys, model):
     monkeypatch.setattr(speech_model, "open_model", None)
     (workdir / "config.json").write_text(json.dumps({"model": {"name": "whisper", **model}}))
-    assert transcribe.main([f"{workdir}", f"{workdir}/a.wav", "--stream"]) == 2
+    assert transcribe_command.main([f"{workdir}", f"{workdir}/a.wav", "--stream"]) == 2
     assert capsys.readouterr().err == (
         "--stream: the encoder of this model attends to later audio too; leave it out, or train with "
         "model.audio_chunk=50: a second\n")
@@ -152,7 +154,7 @@ def test_a_model_that_attends_to_what_comes_later_cannot_stream(workdir, monkeyp
 
 def test_a_model_that_does_not_read_audio_is_refused(workdir, capsys):
     (workdir / "config.json").write_text(json.dumps({"model": {}}))  # the default
-    assert transcribe.main([f"{workdir}", f"{workdir}/a.wav"]) == 2
+    assert transcribe_command.main([f"{workdir}", f"{workdir}/a.wav"]) == 2
     assert capsys.readouterr().err == "WORKDIR: its model is gpt2, which does not read audio; give one of whisper\n"
 
 

@@ -269,7 +269,7 @@ def test_an_island_says_that_nobody_serves_the_store_and_tries_both(tmp_path, ke
     made = Site(tmp_path, keys)
     try:
         (tmp_path / "store" / folder_meeting.SERVED).unlink()
-        serve = re.escape(f"jaxtrain islands serve --folder=DIR --address=0.0.0.0:{made.proxy.port} --keys=DIR "
+        serve = re.escape(f"jaxtrain islands serve --workdir=DIR --address=0.0.0.0:{made.proxy.port} --keys=DIR "
                           f"--store={made.place} --islands=2\n")
         meeting = made.island()
         store = re.escape(made.place)

@@ -265,7 +265,7 @@ def test_a_coordinator_that_stays_away_is_an_oserror(island, served, monkeypatch
     with pytest.raises(OSError, match="the coordinator of the islands is out of reach"):
         while True:
             meeting.entries(0, 0)
-    assert capsys.readouterr().err.count(f"if it does not run, start it with jaxtrain islands serve --folder=DIR "
+    assert capsys.readouterr().err.count(f"if it does not run, start it with jaxtrain islands serve --workdir=DIR "
                                          f"--address=0.0.0.0:{served.port} --keys=DIR --islands=1\n") > 1
 
 

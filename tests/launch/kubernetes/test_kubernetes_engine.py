@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxtrain.launch import __main__ as launch
+from jaxtrain.commands import jobs as jobs_command
+from jaxtrain.commands import launch as launch_command
 from jaxtrain.launch import job_record as jobs
-from jaxtrain.launch import jobs as jobs_command
+from jaxtrain.launch import submission as launch
 from jaxtrain.launch.kubernetes import jobset
 from jaxtrain.launch.kubernetes.kubernetes_engine import KubernetesEngine
 from tests.launch import test_golden_jobs as golden
@@ -76,7 +77,8 @@ def work(tmp_path) -> Path:
 def submit(workdir: Path, *flags: str, more: str = "") -> int:
     spec = workdir.parent / "job.toml"
     spec.write_text(f'image = "jaxtrain:1"\n{more}\n[mounts]\n"{workdir.parent}" = "pvc:runs"\n')
-    return launch.main(["--on=kubernetes", f"--workdir={workdir}", f"--job={spec}", *flags, "--", "python", "x.py"])
+    words = ["--on=kubernetes", f"--workdir={workdir}", f"--job={spec}", *flags]
+    return launch_command.main([*words, "--", "python", "x.py"])
 
 
 def status(workdir: Path) -> jobs.Status:
@@ -223,9 +225,9 @@ def test_no_secret_stands_in_a_file(cluster, work, monkeypatch, capsys):
     assert submit(work, more=secrets.format("secret:hub/token")) == 0
     spec = work.parent / "file.toml"
     spec.write_text(secrets.format(f"file:{work.parent}/token"))
-    assert launch.main(["--on=slurm", f"--workdir={work}", f"--job={spec}", "--dry_run", "--", "true"]) == 0
+    assert launch_command.main(["--on=slurm", f"--workdir={work}", f"--job={spec}", "--dry_run", "--", "true"]) == 0
     spec.write_text(f'image = "i"\n{secrets.format("file:token")}\n[mounts]\n"{work.parent}" = "runs"')
-    assert launch.main(["--on=dstack", f"--workdir={work}", f"--job={spec}", "--dry_run", "--", "true"]) == 0
+    assert launch_command.main(["--on=dstack", f"--workdir={work}", f"--job={spec}", "--dry_run", "--", "true"]) == 0
     said = capsys.readouterr()
     written = "".join(path.read_text() for path in work.rglob("*") if path.is_file()) + said.out + said.err
     assert "HF_TOKEN" in written and "hf_of" not in written
@@ -235,7 +237,7 @@ def test_skypilot_and_dstack_are_submitted_by_hand(work, capsys):
     spec = work.parent / "job.toml"
     for engine, what, command in (("skypilot", "gs://runs", "sky jobs launch"), ("dstack", "runs", "dstack apply -f")):
         spec.write_text(f'image = "jaxtrain:1"\n[mounts]\n"{work.parent}" = "{what}"\n')
-        assert launch.main([f"--on={engine}", f"--workdir={work}", f"--job={spec}", "--", "true"]) == 2
+        assert launch_command.main([f"--on={engine}", f"--workdir={work}", f"--job={spec}", "--", "true"]) == 2
         assert command in capsys.readouterr().err
     assert not work.exists()
 

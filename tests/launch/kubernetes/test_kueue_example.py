@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from jaxtrain.launch import __main__ as launch
+from jaxtrain.commands import launch
 from jaxtrain.launch.job_record import Job
 from jaxtrain.launch.job_spec import read_spec
 from jaxtrain.launch.kubernetes.kubernetes_engine import KubernetesEngine

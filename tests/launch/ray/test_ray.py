@@ -11,12 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxtrain.commands import jobs as jobs_command
+from jaxtrain.commands import launch as launch_command
 from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError
-from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record as jobs
-from jaxtrain.launch import jobs as jobs_command
 from jaxtrain.launch import ray_driver, ray_engine
+from jaxtrain.launch import submission as launch
 from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.launch.ray_engine import RayEngine
 from jaxtrain.launch.restarts import restart_history
@@ -129,7 +130,7 @@ def begun(cluster, tmp_path):
 
     def begin(*flags: str, wait: bool = True) -> Path:
         workdir = tmp_path / "work"
-        assert launch.main(["--on=ray", f"--workdir={workdir}", *flags, "--", sys.executable,
+        assert launch_command.main(["--on=ray", f"--workdir={workdir}", *flags, "--", sys.executable,
                             f"{PROGRAM}", f"{workdir}"]) == 0
         made.append(workdir)
         if wait:
@@ -163,7 +164,7 @@ def test_a_run_has_the_losses_of_one_here(cluster, tmp_path, tmp_path_factory, m
     monkeypatch.setenv("XLA_FLAGS", virtual_devices(2))
     for on, nodes in (("ray", 2), ("local", 1)):
         workdir = tmp_path / on
-        assert launch.main([flags[0].partition("=")[2], *flags[1:], f"--on={on}", f"--nodes={nodes}",
+        assert launch_command.main([flags[0].partition("=")[2], *flags[1:], f"--on={on}", f"--nodes={nodes}",
                             f"--workdir={workdir}"]) == 0
         status = until(workdir, lambda status: status.state not in ("waiting", "running"))
         assert status.state == "done", (workdir / "jobs" / "1" / "output.log").read_text()
@@ -236,6 +237,6 @@ def test_a_job_ends_while_it_waits_and_at_once_and_after_a_mistake(begun, tmp_pa
     begun()
     told("cancel", workdir, "--now")
     until(workdir, lambda status: status.state == "cancelled")
-    assert launch.main(["--on=ray", f"--workdir={workdir}", "--", sys.executable, f"{ROOT}/none.py"]) == 0
+    assert launch_command.main(["--on=ray", f"--workdir={workdir}", "--", sys.executable, f"{ROOT}/none.py"]) == 0
     assert until(workdir, lambda status: status.state == "failed").detail == exit_codes.words(2)
     assert os.environ["RAY_ADDRESS"] in jobs.newest(workdir).id

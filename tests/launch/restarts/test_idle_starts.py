@@ -5,9 +5,9 @@ import json
 import pytest
 
 from jaxtrain import main
+from jaxtrain.commands import jobs
 from jaxtrain.distributed import exit_codes
 from jaxtrain.launch import job_record as records
-from jaxtrain.launch import jobs
 from jaxtrain.launch.job_engines import engine_of
 from jaxtrain.launch.job_spec import JobSpec
 from jaxtrain.launch.restarts import idle_starts, restart_history

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.launch import __main__ as launch
+from jaxtrain.commands import launch
 from jaxtrain.launch import job_record as jobs
 from tests.launch.slurm.cluster import Cluster
 from tests.launch.waiting import all_began, until

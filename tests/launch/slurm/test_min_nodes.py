@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxtrain.builder import build
+from jaxtrain.commands import jobs as jobs_command
+from jaxtrain.commands import launch
 from jaxtrain.config.load import load_config
-from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record as jobs
-from jaxtrain.launch import jobs as jobs_command
 from jaxtrain.launch.supervisor.progress_file import Steps
 from jaxtrain.observe.events import events
 from tests.launch.slurm import cluster as clusters

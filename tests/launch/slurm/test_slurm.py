@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.commands import jobs as jobs_command
+from jaxtrain.commands import launch
 from jaxtrain.distributed import exit_codes
-from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record as jobs
-from jaxtrain.launch import jobs as jobs_command
 from tests.launch.process_trees import kill, writers
 from tests.launch.slurm import cluster as clusters
 from tests.launch.waiting import event, status_of, until, wait_for

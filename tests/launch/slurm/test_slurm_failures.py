@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from jaxtrain.launch import __main__ as launch
+from jaxtrain.commands import jobs as jobs_command
+from jaxtrain.commands import launch
 from jaxtrain.launch import job_record as jobs
-from jaxtrain.launch import jobs as jobs_command
 from tests.launch.slurm import cluster as clusters
 from tests.launch.waiting import until
 from tests.tiny import tiny_flags, virtual_devices

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.launch import __main__ as launch
+from jaxtrain.commands import jobs as jobs_command
+from jaxtrain.commands import launch
 from jaxtrain.launch import job_record as jobs
-from jaxtrain.launch import jobs as jobs_command
 from jaxtrain.launch.job_engines import engine_of
 from tests.launch.slurm import cluster as clusters
 from tests.launch.waiting import LIMIT, event, status_of, until, wait_for

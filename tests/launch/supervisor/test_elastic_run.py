@@ -86,7 +86,7 @@ def test_two_one_two_one(flags, tmp_path, forked):
     alone = [f"{tmp_path}/train.py", f"{tmp_path}/calm.txt", "0", *flags, f"--workdir={calm}"]
     assert forked(alone, ROOT, environment, timeout=LIMIT).returncode == 0
 
-    command = [sys.executable, "-m", "jaxtrain.supervise", "--processes=2", "--min_processes=1", "--lost_after=1",
+    command = [sys.executable, "-m", "jaxtrain", "supervise", "--processes=2", "--min_processes=1", "--lost_after=1",
                "--program", sys.executable, str(tmp_path / "train.py"), str(tmp_path / "stormy.txt"), "0.3", "--",
                *flags, f"--workdir={stormy}"]
     with open(tmp_path / "err.txt", "w") as err:

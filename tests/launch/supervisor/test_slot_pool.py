@@ -104,9 +104,8 @@ def test_what_is_no_file_is_no_order(tmp_path, make):
 @pytest.mark.parametrize("resized", ["", "2 instead of 1 processes"])
 def test_leaving_processes_out_does_not_go_on_for_ever(tmp_path, monkeypatch, resized):
     """A run that fails on every slot completes no step, whichever of them are left out, taken back or ordered."""
-    flags, rest = supervisor.parse(["--processes=2", "--min_processes=1", "--max_restarts=5", "--", "--config=none.py",
-                                    f"--workdir={tmp_path}"])
-    run = supervisor.Supervisor(flags, rest)
+    settings = supervisor.Settings(processes=2, min_processes=1, max_restarts=5)
+    run = supervisor.Supervisor(settings, ["--config=none.py", f"--workdir={tmp_path}"], tmp_path)
     attempts = []
 
     def attempt(down):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxtrain.commands import supervise as supervise_command
 from jaxtrain.distributed import child_processes, exit_codes
 from jaxtrain.errors import UserError
 from jaxtrain.launch.supervisor import supervisor as supervise
@@ -84,9 +85,9 @@ def run(tmp_path):
 
     def start(plan, *flags, processes=2, **environment):
         (tmp_path / "plan.json").write_text(json.dumps(plan))
-        command = [sys.executable, "-m", "jaxtrain.supervise", f"--processes={processes}", "--max_backoff=0.05", *flags,
-                   "--program", sys.executable, str(tmp_path / "fake.py"), "--", "--config=x.py",
-                   f"--workdir={tmp_path}"]
+        command = [sys.executable, "-m", "jaxtrain", "supervise", f"--processes={processes}",
+                   "--max_backoff=0.05", *flags, "--program", sys.executable, str(tmp_path / "fake.py"), "--",
+                   "--config=x.py", f"--workdir={tmp_path}"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment}
         started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
         return started[-1]
@@ -256,7 +257,7 @@ def test_a_full_disk_is_waited_for(tmp_path, monkeypatch, capsys):
     """Another start would fail for it, and some of those end the run for good."""
     free = iter([0, 0, 1 << 30])
     monkeypatch.setattr(supervise.shutil, "disk_usage", lambda path: SimpleNamespace(free=next(free)))
-    supervisor = supervise.Supervisor(*supervise.parse(["--", f"--workdir={tmp_path}", "--config=x"]))
+    supervisor = supervise.Supervisor(supervise.Settings(), ["--config=x"], tmp_path)
     with supervisor.listening():
         assert supervisor._room()
     assert capsys.readouterr().err == f"supervise: {tmp_path} has too little free space for a start; waiting for more\n"
@@ -326,7 +327,7 @@ def test_accelerators_that_do_not_divide():
     (["--process=2", "--", "x.py"], "--process=2: there is no such flag; did you mean '--processes'?"),
 ])
 def test_mistakes(words, message, capsys):
-    assert supervise.main(words) == exit_codes.MISTAKE
+    assert supervise_command.main(words) == exit_codes.MISTAKE
     assert message in capsys.readouterr().err
 
 

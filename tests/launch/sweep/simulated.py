@@ -4,7 +4,7 @@ import fcntl
 import json
 from pathlib import Path
 
-from jaxtrain.launch import __main__ as launch
+from jaxtrain.launch import submission as launch
 from jaxtrain.launch.job_record import Job, Status
 from jaxtrain.launch.sweep import sweeper as sweeper_module
 from jaxtrain.launch.sweep.sweep_file import CONFIG, Sweep, sweep_of

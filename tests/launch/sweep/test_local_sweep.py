@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.launch import jobs as jobs_command
+from jaxtrain.commands import jobs as jobs_command
 from tests.launch.waiting import wait_for
 from tests.tiny import QUICKLY, ROOT
 
@@ -31,7 +31,7 @@ def begin(folder: Path) -> subprocess.Popen:
         assert before in text
         text = text.replace(before, after.replace("{folder}", str(folder)))
     file.write_text(text)
-    return subprocess.Popen([sys.executable, "-m", "jaxtrain.launch.sweep", str(file), "--on=local"], cwd=ROOT,
+    return subprocess.Popen([sys.executable, "-m", "jaxtrain", "sweep", str(file), "--on=local"], cwd=ROOT,
                             env={**os.environ, "XLA_FLAGS": QUICKLY}, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE)
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from jaxtrain.commands.sweep import main
 from jaxtrain.errors import UserError
 from jaxtrain.launch import cost
 from jaxtrain.launch.sweep import config_process, search_space, sweep_budget
-from jaxtrain.launch.sweep.__main__ import main
 from jaxtrain.launch.sweep.search_space import Range
 from jaxtrain.launch.sweep.sweep_file import sweep_of
 from tests.launch.sweep.simulated import RATE, VALUES
@@ -145,7 +145,7 @@ def test_a_wrong_sampler_is_a_sentence(method, told):
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     """Before anything runs: what is not a sweep, what it would try, and a folder that has another."""
-    monkeypatch.setattr("jaxtrain.launch.sweep.__main__.values_of", lambda config: VALUES)
+    monkeypatch.setattr("jaxtrain.commands.sweep.values_of", lambda config: VALUES)
     monkeypatch.chdir(tmp_path)
 
     def said(text, *flags, name="sweep.toml"):

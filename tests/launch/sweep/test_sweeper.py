@@ -6,9 +6,9 @@ import pytest
 
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
-from jaxtrain.launch import __main__ as launch
 from jaxtrain.launch import job_record
 from jaxtrain.launch import jobs as jobs_command
+from jaxtrain.launch import submission as launch
 from jaxtrain.launch.job_record import Status
 from jaxtrain.launch.sweep import sweeper as sweeper_module
 from tests.launch.sweep.plain_halving import RUNGS, STEPS, published

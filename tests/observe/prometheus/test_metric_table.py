@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.commands.dashboards import main
 from jaxtrain.launch.kubernetes.jobset import NAME_LABEL
-from jaxtrain.observe.prometheus.__main__ import files, main
 from jaxtrain.observe.prometheus.alert_rules import alerts
+from jaxtrain.observe.prometheus.dashboards import files
 from jaxtrain.observe.prometheus.metric_table import COMMON, METRICS, markdown
 
 ROOT = Path(__file__).parents[3]
@@ -33,10 +34,10 @@ def test_names():
 def test_the_files_are_current(tmp_path, capsys):
     for name, content in files().items():
         path = ROOT / "deploy" / name
-        assert path.read_text() == content, "run python -m jaxtrain.observe.prometheus --output=deploy"
-    assert main([f"--folder={tmp_path}"]) == 0
+        assert path.read_text() == content, "run jaxtrain dashboards --output=deploy"
+    assert main([f"--output={tmp_path}"]) == 0
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == files().keys()
-    assert main(["--folder=/dev/null/x"]) == 2 and "--output: /dev/null" in capsys.readouterr().err
+    assert main(["--output=/dev/null/x"]) == 2 and "--output: /dev/null" in capsys.readouterr().err
 
 
 def test_the_page_has_the_table():

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.commands.schedules import main
 from jaxtrain.config.schema import PipelineConfig
 from jaxtrain.errors import UserError
 from jaxtrain.parallel import schedules
 from jaxtrain.parallel.pipeline.pipeline import make_schedules
 from jaxtrain.parallel.schedules import Column as C
 from jaxtrain.parallel.schedules import Hop, Op, make
-from jaxtrain.parallel.schedules.__main__ import main
 from jaxtrain.parallel.schedules.drawing import write_svg
 from tests.tiers import exhaustive, slow
 
@@ -451,11 +451,11 @@ def test_a_bad_file_is_told_in_one_sentence(tmp_path, name, content, words):
 
 def test_the_command_line_draws(capsys, tmp_path):
     svg = tmp_path / "a.svg"
-    assert main(["--stages=2", "--microbatches=2", f"--svg={svg}", "--no-recompute"]) == 0
+    assert main(["--stages=2", "--microbatches=2", f"--output={svg}", "--no-recompute"]) == 0
     out = capsys.readouterr().out
     assert "stage 0  F0 F1 .  B0 .  B1" in out and "6, 33.3% empty" in out and "\033" not in out
     assert svg.read_text().count("<text") == 8 and ">B1</text>" in svg.read_text()
-    assert main(["--paired", "--stages=1", "--microbatches=1", f"--svg={svg}"]) == 0
+    assert main(["--paired", "--stages=1", "--microbatches=1", f"--output={svg}"]) == 0
     assert 'y="14" width="28" height="14"' in svg.read_text()  # B below F, in one cell
     capsys.readouterr()
     assert main(["--schedule=zb_v", "--latency=2"]) == 0 and "until W" in capsys.readouterr().out
@@ -472,20 +472,20 @@ def test_the_documentation_shows_schedules_as_they_are_executed(name, tmp_path):
 
 
 def test_the_report_compares(capsys):
-    assert main(["--report", "--no-recompute"]) == 0
+    assert main(["--all", "--no-recompute"]) == 0
     lines = {line[:22].strip(): line[22:].split() for line in capsys.readouterr().out.splitlines()[2:]}
     assert lines["zb_h1"][:2] == ["88.9%", "(88.9%)"] and lines["1f1b, paired"][0] == "72.7%"
 
 
 def test_png_needs_matplotlib(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main([f"--png={tmp_path / 'a.png'}"]) == 2
+    assert main([f"--output={tmp_path / 'a.png'}"]) == 2
     assert "'.[plots]'" in capsys.readouterr().err
 
 
 def test_png(tmp_path):
     pytest.importorskip("matplotlib")
-    assert main([f"--png={tmp_path / 'a.png'}"]) == 0
+    assert main([f"--output={tmp_path / 'a.png'}"]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -493,7 +493,7 @@ def test_png(tmp_path):
     (["--stage=2"], "--stage=2: there is no such flag; did you mean '--stages'?"), (["--stages=two"], "invalid int"),
     (["--schedule=zb"], "is not a schedule"),
     (["--f=0"], "--f: 0 is not a valid time"), (["--table=no.csv"], "cannot be read"),
-    (["--svg=/no/such/a.svg"], "cannot be written")])
+    (["--output=/no/such/a.svg"], "cannot be written")])
 def test_bad_flags_are_one_sentence_and_status_2(capsys, flags, words):
     assert main(flags) == 2
     err = capsys.readouterr().err
@@ -501,5 +501,5 @@ def test_bad_flags_are_one_sentence_and_status_2(capsys, flags, words):
 
 
 def test_schedules_need_no_jax():
-    code = "import sys, jaxtrain.parallel.schedules.__main__; sys.exit('jax' in sys.modules)"
+    code = "import sys, jaxtrain.commands.schedules; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.commands.flags import overrides_of
+from jaxtrain.commands.plan import main
 from jaxtrain.config.load import make_config
 from jaxtrain.errors import UserError
-from jaxtrain.flags import overrides_of
 from jaxtrain.pages import style
 from jaxtrain.plan import search, targets
-from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.estimate import change, estimate
 from jaxtrain.plan.report import bars, html, scaling, table
 from jaxtrain.plan.report.command import command
@@ -251,7 +251,7 @@ def test_a_file_that_cannot_be_written(found, tmp_path):
 
 
 def test_command(tmp_path, capsys):
-    words = ["--config=configs/llama3_8b.py:tiny", "--target=h100", f"--html={tmp_path / 'page.html'}"]
+    words = ["--config=configs/llama3_8b.py:tiny", "--target=h100", f"--output={tmp_path / 'page.html'}"]
     assert main(words) == 0
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert texts(page, "h1") == ["Training plan: llama3_8b (tiny) on 1 × h100"]

@@ -6,8 +6,8 @@ import re
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.plan import __main__ as plan
-from jaxtrain.plan.scaling_laws import __main__ as scaling
+from jaxtrain.commands import plan
+from jaxtrain.commands import scaling as scaling_command
 from jaxtrain.plan.scaling_laws import finished_runs, saved_fit
 from jaxtrain.plan.scaling_laws.parametric_loss import Fit, Law, Point
 from tests.numerics import reference
@@ -40,7 +40,8 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def fit_file(runs, tmp_path_factory):
     file = tmp_path_factory.mktemp("fit") / "scaling.json"
-    assert scaling.main([*map(str, runs), f"--save={file}", f"--html={file.with_suffix('.html')}", "--samples=4"]) == 0
+    words = [f"--output={file}", f"--output={file.with_suffix('.html')}", "--samples=4"]
+    assert scaling_command.main([*map(str, runs), *words]) == 0
     return file
 
 
@@ -61,9 +62,12 @@ def test_the_trials_of_a_sweep_are_runs(runs, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_fit_is_saved_and_drawn(fit_file, capsys):
+def test_the_fit_is_saved_and_drawn(runs, fit_file, capsys):
     found = saved_fit.load(fit_file)
     assert found.law.alpha == pytest.approx(LAW.alpha, abs=0.01) and len(found.points) == 9
+    assert scaling_command.main([*map(str, runs), "--json", "--samples=4"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["law"]["alpha"] == pytest.approx(LAW.alpha, abs=0.01) and len(said["runs"]) == 9
     page = fit_file.with_suffix(".html").read_text()
     assert page.count("<svg") == 4 and "NaN" not in page and "nan" not in page
 
@@ -84,7 +88,8 @@ def test_the_planner_says_what_loss_a_run_reaches(fit_file, capsys):
 @pytest.mark.parametrize(("flags", "message"), [
     (["--flops=1e20"], "--flops: it is read with --scaling only; give that too, or leave it out"),
     (["--dollars=5"], "--dollars: it is read with --scaling only"),
-    (["--scaling={tmp}/none"], "--scaling: {tmp}/none is not there; give the file that jaxtrain scaling --save wrote"),
+    (["--scaling={tmp}/none"],
+     "--scaling: {tmp}/none is not there; give the file that jaxtrain scaling --output wrote"),
     (["--scaling={tmp}/bad"], "--scaling: {tmp}/bad is not of the form expected: it has no 'law'"),
     (["--scaling={tmp}/empty"], "--scaling: {tmp}/empty has numbers that no fit has"),
     (["--scaling={tmp}/good", "--flops=0"], "--flops: 0.0 is not a budget; give a number above 0"),
@@ -103,7 +108,7 @@ def test_runs_that_are_none_are_told(tmp_path, capsys):
     (tmp_path / "file").write_text("nothing\n")
     for given, message in ((tmp_path, "is neither a run's workdir nor a sweep's folder"),
                            (tmp_path / "file", "has no line of a trial")):
-        assert scaling.main([str(given)]) == 2
+        assert scaling_command.main([str(given)]) == 2
         assert message in capsys.readouterr().err
     short, lacking = tmp_path / "short", tmp_path / "lacking"
     run_of(short, 16, 100, done=STEPS - 1)

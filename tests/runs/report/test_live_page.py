@@ -66,7 +66,7 @@ def test_it_renews_itself_for_this_machine_alone(served):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_it(tmp_path):
-    words = [sys.executable, "-m", "jaxtrain.runs.report", str(recorded(tmp_path / "run")), "--live"]
+    words = [sys.executable, "-m", "jaxtrain", "report", str(recorded(tmp_path / "run")), "--live"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert re.match(r"http://127\.0\.0\.1:\d+/ shows the report", process.stderr.readline())

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.commands.report import main
 from jaxtrain.errors import UserError
 from jaxtrain.pages.page_parts import html_table
 from jaxtrain.pages.style import STYLE
 from jaxtrain.runs.report import figures, run_facts
-from jaxtrain.runs.report.__main__ import main
 from jaxtrain.runs.report.report_page import ReportPage
 from tests.runs.report.recorded import BEGAN, recorded
 
@@ -175,10 +175,10 @@ def test_the_command(eventful, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     other = recorded(tmp_path / "other")
     assert main([str(eventful), str(other)]) == 0 and (tmp_path / "report.html").exists()
-    assert main([str(other), f"--to={tmp_path / 'none' / 'page.html'}"]) == 2
+    assert main([str(other), f"--output={tmp_path / 'none' / 'page.html'}"]) == 2
     assert "--output: " in capsys.readouterr().err
     for words, said in ((["nowhere"], "has no config.json"), ([], "WORKDIR"),
-                        ([str(other), "--live", "--to=x"], "--live writes no file"),
+                        ([str(other), "--live", "--output=x"], "--live writes no file"),
                         ([str(other), "--port=1"], "read with --live only")):
         assert main(words) == 2 and said in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
@@ -211,7 +211,7 @@ def test_a_run_of_many_steps_is_a_small_page(tmp_path):
 
 @pytest.mark.slow
 def test_it_needs_no_jax(eventful):
-    code = ("import sys; from jaxtrain.runs.report.__main__ import main; assert main(sys.argv[1:]) == 0; "
+    code = ("import sys; from jaxtrain.commands.report import main; assert main(sys.argv[1:]) == 0; "
             "print('jax' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code, str(eventful)], capture_output=True, text=True, timeout=100)
     assert done.stdout.splitlines()[-1] == "False", done.stderr

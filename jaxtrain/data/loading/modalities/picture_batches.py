@@ -78,7 +78,7 @@ def _check(c: Any, corpus: SequenceCorpus) -> None:
                         f"set it to {patch}, or prepare the images with --patch_size={c.patch_size}")
     if (column := "label" if labelled else "target") not in corpus.train.columns:
         raise UserError("data.source", f"{c.name} reads a {'label' if labelled else 'caption'} of each picture, and it "
-                        f"has no column {column!r}", f"prepare it by --target={'folder' if labelled else 'text'}")
+                        f"has no column {column!r}", f"prepare it by --label={'folder' if labelled else 'text'}")
     if (most := said["options"]["patches_per_side"]) > c.patches_per_side:
         raise UserError("model.patches_per_side", f"{c.patches_per_side} is less than the {most} that data.source may "
                         "have", f"set it to {most}")

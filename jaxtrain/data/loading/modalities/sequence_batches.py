@@ -18,7 +18,7 @@ def load_sequences(config: DataConfig) -> SequenceCorpus:
     """Open the corpus of sequences that `data.source` names."""
     if config.source == DataConfig.source or storage.is_url(config.source):
         raise UserError("data.source", f"{config.source} is not a folder with a prepared corpus of sequences",
-                        "name one that python -m jaxtrain.data.prepare_sequences wrote")
+                        "name one that jaxtrain prepare_sequences wrote")
     return open_sequences(config.source, cache_root(config))
 
 

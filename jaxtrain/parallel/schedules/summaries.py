@@ -1,0 +1,51 @@
+"""A schedule's length, bubble and memory as text, and a table that compares all schedules."""
+
+from jaxtrain.parallel.schedules.making import make
+from jaxtrain.parallel.schedules.schedule import Schedule
+from jaxtrain.parallel.schedules.slots import table
+from jaxtrain.parallel.schedules.times import efficiency, free_running_time, ideal_time, modelled_time
+
+Times = tuple[float, float, float]
+
+
+def summary(schedule: Schedule, times: Times) -> str:
+    """Return length, bubble, memory and times, one line each."""
+    stages, slots = range(schedule.stages), table(schedule)
+
+    def each(count) -> str:
+        return " ".join(str(count(stage)) for stage in stages)
+
+    lines = [
+        ("schedule", f"{schedule.name}, {schedule.stages} stages, {schedule.microbatches} micro-batches, "
+                     f"{schedule.chunks} chunk{'s' * (schedule.chunks > 1)} per stage, latency {schedule.latency}"),
+        ("ticks", f"{schedule.length}, {schedule.bubble_fraction:.1%} empty"),
+        ("idle ticks", f"{each(schedule.idle)} by stage; {each(schedule.bubble)} while in use"),
+        ("inputs held", f"{each(schedule.in_flight)} by stage until B"
+                        + (f"; {each(lambda stage: schedule.in_flight(stage, until='W'))} until W"
+                           if "W" in schedule.kinds else "")),
+        ("slots", f"{slots.activations} activations, {slots.gradients} gradients, {slots.weight_slots} waiting for W"),
+        ("modelled", "F {:g}, B {:g}, W {:g}: ".format(*times)
+                     + f"{efficiency(schedule, *times):.1%} busy in lockstep, {_free(schedule, times):.1%} without; "
+                       f"time {modelled_time(schedule, *times):g}, ideal {ideal_time(schedule, *times):g}"),
+    ]
+    return "\n".join(f"{name:<12}{value}" for name, value in lines)
+
+
+def _free(schedule: Schedule, times: Times) -> float:
+    return ideal_time(schedule, *times) / free_running_time(schedule, *times)
+
+
+def report(times: Times, latency: int) -> str:
+    """Return a table of how busy a stage is under each schedule."""
+    sizes = [(p, m) for p in (4, 8) for m in (8, 32)]
+    kinds = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)]
+    lines = ["share of time in which a stage works, in lockstep (and free-running), modelled with "
+             "F {:g}, B {:g}, W {:g}; B takes both where there is no W".format(*times), "",
+             f"{'':<22}" + "".join(f"p={p} m={m}".rjust(17) for p, m in sizes)]
+    for name, chunks in kinds:
+        for paired in (False, True)[:1 if name.startswith("zb_") else 2]:
+            made = [make(name, p, m, chunks, paired=paired, latency=latency) for p, m in sizes]
+            label = name + (f" x{chunks}" if chunks > 1 else "") + (", paired" if paired else "")
+            lines.append(f"{label:<22}" + "".join(
+                f"{efficiency(one, *times):.1%} ({_free(one, times):.1%})".rjust(17) for one in made))
+    return "\n".join(lines)
