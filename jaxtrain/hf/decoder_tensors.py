@@ -30,6 +30,19 @@ def swiglu(ours: str = "mlp", theirs: str = "mlp") -> list[Entry]:
             for name in ("gate", "up", "down")]
 
 
+def ungated(bias: bool) -> list[Entry]:
+    """Return the entries of an MLP of two matrices."""
+    return [Entry("mlp/up/kernel", "mlp.up_proj.weight", "fd->df"),
+            Entry("mlp/down/kernel", "mlp.down_proj.weight", "df->fd"),
+            *[Entry(f"mlp/{name}/bias", f"mlp.{name}_proj.bias") for name in ("up", "down")] * bias]
+
+
+def biases(qkv: bool = False, out: bool = False, mlp: bool = False) -> list[Entry]:
+    """Return the entries of the biases that attention and a gated MLP have."""
+    return [*QKV_BIASES * qkv, *[Entry("attention/out/bias", "self_attn.o_proj.bias")] * out,
+            *[Entry(f"mlp/{name}/bias", f"mlp.{name}_proj.bias") for name in ("gate", "up", "down")] * mlp]
+
+
 def experts(c: Any, block: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> list[
         Entry]:
     """Return the entries of a layer's router and experts, of which each has its own tensors."""

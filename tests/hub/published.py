@@ -61,6 +61,13 @@ CASES = {  # name: (model type, what transformers is given)
     "gpt_oss_plain": ("gpt_oss", _SIZES | {
         "head_dim": 6, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 3,
         "layer_types": ["full_attention", "full_attention"], "rope_scaling": {"rope_type": "default"}}),
+    "llama_biased": ("llama", _SIZES | {"attention_bias": True, "mlp_bias": True}),
+    "arcee": ("arcee", _SIZES | {"attention_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", _SIZES | {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "granite": ("granite", _SIZES | {"embedding_multiplier": 6.0, "attention_multiplier": 0.3,
+                                     "residual_multiplier": 0.22, "logits_scaling": 4.0, "mlp_bias": True}),
+    "seed_oss": ("seed_oss", _SIZES | {"head_dim": 6, "attention_out_bias": True, "pad_token_id": 0}),
+    "ernie4_5": ("ernie4_5", _SIZES | {"head_dim": 6, "use_bias": True}),
     "deepseek_v3_plain": ("deepseek_v3", _SIZES | _LATENT | {"q_lora_rank": None}),
 }
 
