@@ -42,9 +42,9 @@ class Family:
 
 GROUP = "jaxtrain.families"
 FAMILIES = {name: f"jaxtrain.models.{name}" for name in (
-    "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss", "arcee", "smollm3",
-    "granite", "seed_oss", "ernie4_5", "events", "clips", "siglip", "clip", "vision_language", "picture_flow",
-    "whisper")} | {"events": "jaxtrain.models.event_sequences"}
+    "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss", "arcee",
+    "smollm3", "granite", "seed_oss", "ernie4_5", "phi3", "glm4", "glm4_moe", "dots1", "events", "clips", "siglip",
+    "clip", "vision_language", "picture_flow", "whisper")} | {"events": "jaxtrain.models.event_sequences"}
 
 
 @cache

@@ -30,6 +30,20 @@ def swiglu(ours: str = "mlp", theirs: str = "mlp") -> list[Entry]:
             for name in ("gate", "up", "down")]
 
 
+def fused_qkv(c: Any, name: str = "self_attn.qkv_proj.weight") -> list[Entry]:
+    """Return the entries of queries, keys and values that one tensor holds, and that of what attention returns."""
+    sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
+    return [*(Entry(f"attention/{each}/kernel", name, HEADS, rows=(sum(sizes[:n]), sum(sizes)))
+              for n, each in enumerate("qkv")), Entry("attention/out/kernel", "self_attn.o_proj.weight", OUT)]
+
+
+def fused_swiglu() -> list[Entry]:
+    """Return the entries of a gated MLP of which one tensor holds the gate and the matrix beside it."""
+    return [*(Entry(f"mlp/{each}/kernel", "mlp.gate_up_proj.weight", "(pf)d->df", part=(n, 2))
+              for n, each in enumerate(("gate", "up"))),
+            Entry("mlp/down/kernel", "mlp.down_proj.weight", "df->fd")]
+
+
 def ungated(bias: bool) -> list[Entry]:
     """Return the entries of an MLP of two matrices."""
     return [Entry("mlp/up/kernel", "mlp.up_proj.weight", "fd->df"),

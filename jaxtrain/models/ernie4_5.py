@@ -46,4 +46,4 @@ def _layer(c: Ernie45Config, experts: bool) -> list[Entry]:
 FAMILY = Family(
     Ernie45Config, ernie4_5, tensors=decoder_tensors.decoder(_layer),
     hf=(HFConfig("ernie4_5", "Ernie4_5ForCausalLM", COMMON | {"use_bias": "use_bias"}, fixed={"hidden_act": SILU},
-                 read=partial(rotary, "ernie4_5"), write=published_rotary),))
+                 read=partial(rotary, "ernie4_5"), write=published_rotary, classifier=None),))

@@ -58,4 +58,5 @@ def _layer(c: GraniteConfig, experts: bool) -> list[Entry]:
 FAMILY = Family(
     GraniteConfig, granite, tensors=decoder_tensors.decoder(_layer),
     hf=(HFConfig("granite", "GraniteForCausalLM", COMMON | BIAS_KEYS | {key: key for key in _MULTIPLIERS},
-                 fixed={"hidden_act": SILU}, read=partial(rotary, "granite"), write=published_rotary),))
+                 fixed={"hidden_act": SILU}, read=partial(rotary, "granite"), write=published_rotary,
+                 classifier=None),))

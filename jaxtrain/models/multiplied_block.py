@@ -1,5 +1,6 @@
 """A block whose branches are multiplied before they are added."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ from jaxtrain.sharding import rules as sharding
 class MultipliedBlock(Block):
     """A pre-norm residual block, of which attention and the MLP or experts are multiplied by `factor`."""
 
-    def __init__(self, factor: float, *parts: nnx.Module):
-        super().__init__(*parts)
+    def __init__(self, factor: float, norm: Callable[[], nnx.Module], attention: Callable[[], Any],
+                 mlp: Callable[[], nnx.Module]):
+        super().__init__(norm(), attention(), norm(), mlp())
         self.factor = factor
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any,

@@ -34,26 +34,31 @@ def grouped_query(c: RotaryConfig, compute: Compute, kind: Callable[..., nnx.Mod
 
 
 def rotary_decoder(c: RotaryConfig, compute: Compute, attention: Part, *, mlp: Part | None = None,
-                   block_of: Callable[..., Block] = Block, embed: Embed | None = None, mlp_bias: bool = False,
-                   numbered: bool = False, rngs: nnx.Rngs) -> Decoder:
+                   block_of: Callable[..., nnx.Module] | None = None, embed: Embed | None = None,
+                   mlp_bias: bool = False, numbered: bool = False, rngs: nnx.Rngs) -> Decoder:
     """Build the decoder that Llama and its descendants share, from `attention`.
 
     Args:
         mlp: in place of `SwiGLU`.
-        block_of: in place of `Block`: makes a layer of a norm, attention, a norm, and an MLP or experts.
+        block_of: in place of `Block`: makes a layer of what makes a norm, attention, and an MLP or experts.
         embed: in place of plain embeddings.
         mlp_bias: whether `SwiGLU` has biases.
         numbered: attention reads the number of the layer.
     """
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
 
-    def block(rngs: nnx.Rngs, experts: bool) -> Block:
-        return (NumberedBlock if numbered else block_of)(
-            RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-            attention(out_std, rngs),
-            RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-            MoE(c, out_std=out_std, options=compute.experts, rngs=rngs) if experts else
-            mlp(out_std, rngs) if mlp else SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, bias=mlp_bias, rngs=rngs))
+    def block(rngs: nnx.Rngs, experts: bool) -> nnx.Module:
+        norm, attend = partial(RMSNorm, c.embed_dim, c.norm_eps, rngs=rngs), partial(attention, out_std, rngs)
+
+        def feed_forward() -> nnx.Module:
+            if experts:
+                return MoE(c, out_std=out_std, options=compute.experts, rngs=rngs)
+            return mlp(out_std, rngs) if mlp else SwiGLU(
+                c.embed_dim, c.mlp_dim, out_std=out_std, bias=mlp_bias, rngs=rngs)
+
+        if block_of is not None:
+            return block_of(norm, attend, feed_forward)
+        return (NumberedBlock if numbered else Block)(norm(), attend(), norm(), feed_forward())
 
     last, dense = partial(block, experts=c.experts.num > 0), partial(block, experts=False)
     keeps = wraps(compute.remat, c.stacked_layers, compute.unroll)

@@ -100,10 +100,11 @@ class SandwichBlock(nnx.Module):
         self.attention_out_norm, self.mlp_norm = norm(), norm()
         self.mlp, self.mlp_out_norm = mlp(), norm()
 
-    def __call__(self, x_BTD: jax.Array, segments_BT, angles, layer,
+    def __call__(self, x_BTD: jax.Array, segments_BT, angles, *layer: jax.Array,
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+        """Apply the block; `layer` is its number, where attention reads it."""
         h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
-        h, aux = self.attention(h, segments_BT, angles, layer, cache)
+        h, aux = self.attention(h, segments_BT, angles, *layer, cache=cache)
         x_BTD = x_BTD + self.attention_out_norm(h)
         h = sharding.enter(self.mlp_norm(x_BTD), INSIDE, shared_by=("act_mlp",))
         return x_BTD + self.mlp_out_norm(self.mlp(h)), aux

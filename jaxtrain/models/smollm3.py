@@ -64,7 +64,7 @@ def _every(known: Keys, refuse: Refuse) -> int:
 def _write(c: SmolLM3Config) -> Keys:
     return published_rotary(c) | {
         "no_rope_layers": [int(not c.no_rope_every or (n + 1) % c.no_rope_every != 0) for n in range(c.num_layers)],
-        "layer_types": ["full_attention"] * c.num_layers}
+        "layer_types": ["full_attention"] * c.num_layers, "pad_token_id": None}
 
 
 def _layer(c: SmolLM3Config, experts: bool) -> list[Entry]:

@@ -115,6 +115,13 @@ def rewarded(case: dict[str, Any]) -> float:
     return float(np.abs(rewards - wanted).max() / np.abs(wanted).max())
 
 
+def has_rewards(kind: str) -> bool:
+    """Return whether a model of this type can be published as a reward model."""
+    from jaxtrain.hf.hf_config import types
+
+    return types()[kind][1].classifier is not None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
@@ -122,7 +129,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.exports:
         errors = {name: exported(name, case) for name, case in published.truth().items()}
-        errors |= {f"{name}, rewards": rewarded(case) for name, case in published.truth().items()}
+        errors |= {f"{name}, rewards": rewarded(case) for name, case in published.truth().items()
+                   if has_rewards(case["config"]["model_type"])}
         print(*(f"{name:27} {error:.1e}" for name, error in errors.items()), sep="\n")
         return int(max(errors.values()) > 1e-6)
     cases = published.truth() if args.names else {}
