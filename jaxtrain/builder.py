@@ -79,8 +79,9 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         config, own_optimizer=optimizer is not None, pipeline=schedules is not None).items()}
     schedule = None
     if optimizer is None:
-        schedule = optimizers.make_schedule(config.optimizer, config.train.steps)
-        optimizer = optimizers.make_optimizer(config.optimizer, schedule, axes, config.model.growth)
+        c = config.optimizer
+        schedule = optimizers.make_schedule(c, config.train.steps, config.plug_ins.get(c.schedule))
+        optimizer = optimizers.make_optimizer(c, schedule, axes, config.model.growth, config.plug_ins.get(c.name))
     optimizer = optimizers.with_update_rules(optimizer, partition.like(model.metadata("update", ""), axes),
                                              config.model.experts.bias_rate)
     abstract = _abstract(config, model, goal, frozen, optimizer, compute)

@@ -1,7 +1,6 @@
 """Every command and every Python block that the documentation shows is run, made small."""
 
 import itertools
-import json
 import os
 import re
 import shlex
@@ -164,30 +163,6 @@ def test_shown_output_is_what_the_command_prints(command, output):
     done = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True,
                           timeout=300)
     assert done.stdout == output, done.stderr[-3000:]
-
-
-@pytest.mark.slow
-def test_a_family_outside_the_repository_trains_on_any_mesh(forked, tmp_path):
-    """The files of docs/models.md are written to a folder of their own, where the command is run."""
-    text = (ROOT / "docs" / "models.md").read_text()
-    for name, content in FILE.findall(text):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    command, = (command for command in COMMAND.findall(text) if "--config=squared_relu/tiny.py" in command)
-    words = shlex.split(command.replace("/path/to/text", str(ROOT / "jaxtrain")))[1:]
-    environment, losses = {**os.environ, "PYTHONPATH": str(ROOT)}, []
-    for mesh in ({}, {"fsdp": 2, "tensor": 2, "data": 2}):
-        workdir = tmp_path / f"on {len(mesh)} axes"
-        done = forked([*words, "--config.train.steps=4", "--config.train.eval_every=0", f"--workdir={workdir}",
-                       *(f"--config.mesh.{axis}={size}" for axis, size in mesh.items())],
-                      tmp_path, environment | {"XLA_FLAGS": virtual_devices(8 if mesh else 1)}, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert json.loads((workdir / "config.json").read_text())["model"]["relu_power"] == 3
-        lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-        losses.append([line["loss"] for line in lines if "loss" in line])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 4
-    wrong = forked([*words, "--config.model.relu_powr=3"], tmp_path, environment, timeout=300)
-    assert wrong.returncode == 2 and re.search("relu_powr: .*relu_power", wrong.stderr), wrong.stderr
 
 
 @pytest.mark.parametrize("path,number", [

@@ -33,7 +33,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.observe import events
 from jaxtrain.redaction import redacted
-from jaxtrain.run import Run
+from jaxtrain.trainer import extended
 from tests.data import made
 from tests.each_batch import at_each_batch
 
@@ -199,7 +199,7 @@ def test_no_run_however_it_fails_writes_or_says_a_password(vault, tmp_path, monk
     with monkeypatch.context() as patch:
         def broken(self, *_):
             raise RuntimeError(f"cannot go on with {self.config.checkpoint.mirror} and '{self.config.data.source}'")
-        patch.setattr(Run, "drawn", broken)
+        patch.setattr(extended, "drawn", broken)
         attempt(None, f"--config.checkpoint.mirror={MIRROR}12", workdir="broken",
                 words="cannot go on with vault://***@store/runs/a12 and 'vault://***@store")
     # 13. The configs are shown, and the run's own is a config, but not one with the password.

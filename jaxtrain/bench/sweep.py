@@ -12,7 +12,7 @@ from typing import get_type_hints
 
 from jaxtrain.bench import records, tables
 from jaxtrain.config.family import config_classes
-from jaxtrain.config.sections import plug_ins
+from jaxtrain.config.sections import plug_in_sections
 from jaxtrain.errors import UserError, nearest, say
 from jaxtrain.redaction import redacted
 
@@ -33,7 +33,7 @@ def combinations(words: Iterable[str]) -> Iterator[dict[str, str]]:
 def _known(key: str) -> None:
     """Raise a UserError for a key that no config has, before anything is measured."""
     section, _, name = key.partition(".")
-    sections = plug_ins.sections()
+    sections = plug_in_sections.sections()
     if section not in sections:
         raise UserError("--sweep", f"there is no section {section!r}", nearest(section, sections))
     known = set(get_type_hints(sections[section]))

@@ -6,15 +6,14 @@ once. A package of another author names its own in the entry points of the group
 """
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from jaxtrain.base.plug_ins import Kind
 from jaxtrain.config.model_config import ModelConfig
-from jaxtrain.errors import UserError, nearest
+from jaxtrain.errors import UserError
 from jaxtrain.hf.hf_format import Entry, HFConfig, HFTensors
 
 
@@ -40,45 +39,22 @@ class Family:
     useful_flops: Callable[[Any, int], tuple[Callable[[str], float], float]] | None = None
 
 
-GROUP = "jaxtrain.families"
-FAMILIES = {name: f"jaxtrain.models.{name}" for name in (
-    "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss", "arcee",
-    "smollm3", "granite", "seed_oss", "ernie4_5", "phi3", "glm4", "glm4_moe", "dots1", "events", "clips", "siglip",
-    "clip", "vision_language", "picture_flow", "whisper")} | {"events": "jaxtrain.models.event_sequences"}
-
-
-@cache
-def _from_outside() -> Mapping[str, EntryPoint]:
-    """Return the families of other packages, by name."""
-    return {point.name: point for point in entry_points(group=GROUP)}
+FAMILIES = Kind("model", "jaxtrain.families", "model.name", {name: f"jaxtrain.models.{name}:FAMILY" for name in (
+    "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss", "arcee", "smollm3",
+    "granite", "seed_oss", "ernie4_5", "phi3", "glm4", "glm4_moe", "dots1", "events", "clips", "siglip", "clip",
+    "vision_language", "picture_flow", "whisper")} | {
+        "events": "jaxtrain.models.event_sequences:FAMILY"}, accepts=lambda part: isinstance(part, Family))
 
 
 def names() -> list[str]:
     """Return the names of all families."""
-    return [*FAMILIES, *sorted(_from_outside().keys() - FAMILIES.keys())]
+    return FAMILIES.names()
 
 
 @cache
 def family(name: str) -> Family:
     """Return the family of this name."""
-    if name in FAMILIES:
-        return importlib.import_module(FAMILIES[name]).FAMILY
-    if point := _from_outside().get(name):
-        return _loaded(point)
-    raise UserError("model.name", f"there is no model {name!r}", nearest(str(name), names()))
-
-
-def _loaded(point: EntryPoint) -> Family:
-    """Return the family of another package; any error of its code is told as that package's."""
-    try:
-        found = point.load()
-    except Exception as error:
-        raise UserError("model.name", f"the family {point.name!r} of the entry point {point.value} cannot be imported "
-                        f"({type(error).__name__}: {error})", "correct or uninstall its package") from error
-    if not isinstance(found, Family):
-        raise UserError("model.name", f"the entry point {point.value} of the family {point.name!r} is not a Family",
-                        "correct or uninstall its package")
-    return found
+    return FAMILIES.load(name)
 
 
 def config_class(name: str) -> type[ModelConfig]:
@@ -108,5 +84,5 @@ def entries(c: ModelConfig, reward_head: bool = False) -> list[Entry]:
 def families() -> Iterator[tuple[str, Family]]:
     """Yield the name of each family, and the family; those of other packages that cannot be imported are left out."""
     for name in names():
-        with contextlib.nullcontext() if name in FAMILIES else contextlib.suppress(UserError):
+        with contextlib.nullcontext() if name in FAMILIES.own else contextlib.suppress(UserError):
             yield name, family(name)

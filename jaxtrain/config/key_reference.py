@@ -11,11 +11,13 @@ import io
 import sys
 import tokenize
 from dataclasses import MISSING, Field, fields
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.family import config_classes
-from jaxtrain.config.sections import plug_ins
+from jaxtrain.config.sections import plug_in_sections
 
 _HEAD = """\
 # All keys of a config
@@ -27,7 +29,7 @@ schema by `python -m jaxtrain.config.key_reference`; [training options](training
 def reference() -> str:
     """Return the page: a table for each section, and for `model` one for each family."""
     parts, families = [_HEAD], config_classes()
-    for section, cls in plug_ins.sections().items():
+    for section, cls in plug_in_sections.sections().items():
         if section == "model":
             parts += ["## model", "`model.name` selects the model family. All families have these keys:",
                       _table(cls, section)]
@@ -91,9 +93,12 @@ def _comments(cls: type) -> dict[str, str]:
 
 
 def _choices(cls: type) -> dict[str, str]:
-    """Return the accepted values of keys that are checked by `one_of`."""
+    """Return the accepted values of keys that are checked by `one_of`, or by a kind of part."""
     found = {}
     for node in ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls)))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "check":
+            kind = attrgetter(ast.unparse(node.func.value))(SimpleNamespace(**vars(sys.modules[cls.__module__])))
+            found[kind.key] = ", ".join(f"`{name!r}`" for name in kind.own)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "one_of":
             key, values = node.args[0], node.args[2]
             if isinstance(key, ast.Constant) and isinstance(values, ast.Tuple):

@@ -5,7 +5,6 @@ import json
 import math
 import runpy
 import traceback
-from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -14,7 +13,7 @@ from jaxtrain.base import arguments
 from jaxtrain.config.family import config_class, config_classes, names
 from jaxtrain.config.field_checks import within_bounds
 from jaxtrain.config.schema import AXES, Config, TrainConfig, length_given_twice
-from jaxtrain.config.sections import plug_ins
+from jaxtrain.config.sections import plug_in_sections
 from jaxtrain.errors import UserError, nearest
 
 
@@ -75,7 +74,7 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
     arguments.is_mapping("config", values, fix)
     arguments.is_mapping("overrides", overrides or {}, 'give a dict such as {"train.steps": 10}')
     sections = {section.name: {} for section in fields(Config)[:-1]}
-    plugged = _plugged(sections, [*values, *(key.partition(".")[0] for key in overrides or {})])
+    plugged = _plugged(values, overrides or {})
     sections |= {name: {} for name in plugged}
     for section, keys in values.items():
         if section not in sections:
@@ -113,13 +112,16 @@ def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None)
     _resolve_fractions(sections)
     types = get_type_hints(Config) | {"model": _family(sections["model"])} | plugged
     made = {section: _section(types[section], section, keys) for section, keys in sections.items()}
-    return Config(extensions={name: made.pop(name) for name in plugged}, **made)
+    return Config(plug_ins={name: made.pop(name) for name in plugged}, **made)
 
 
-def _plugged(sections: Collection[str], names: Iterable[str]) -> dict[str, type]:
-    """Return the classes of the sections among these names that extensions of other packages have."""
-    unknown = [name for name in names if isinstance(name, str) and name not in sections]
-    return {name: found for name in unknown if (found := plug_ins.section(name))}
+def _plugged(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, type]:
+    """Return the classes of the sections that parts of other packages have, of those that are asked for."""
+    given = {name: {**keys} for name, keys in values.items() if isinstance(keys, dict)}
+    for key, value in overrides.items():
+        section, _, name = key.partition(".")
+        given.setdefault(section, {})[name] = value
+    return plug_in_sections.asked(given, [name for name in (*values, *given) if name not in plug_in_sections.OWN])
 
 
 def _one_length(train: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +187,7 @@ def _mixed(before: Any, key: str, path: list[str], value: Any) -> dict[str, Any]
 def diff(config: Config, base: Config) -> dict[str, tuple[Any, Any]]:
     """Return the dotted keys in which two configs differ, as (value, base value)."""
     a, b = config.to_dict(), base.to_dict()
-    return {f"{s}.{k}": (v, b[s].get(k)) for s, keys in a.items() for k, v in keys.items() if v != b[s].get(k)}
+    return {f"{s}.{k}": (v, was) for s, keys in a.items() for k, v in keys.items() if v != (was := b.get(s, {}).get(k))}
 
 
 class _Fraction(float):
@@ -219,6 +221,8 @@ def _section(cls: type, section: str, keys: dict[str, Any]):
         from jaxtrain.config.suggestions import nearest_in
 
         raise UserError(f"{section}.{unknown[0]}", "there is no such key", nearest_in(section, unknown[0], types))
+    if section not in plug_in_sections.OWN:
+        plug_in_sections.check(section, cls, types, keys)
     values = {name: _coerce(f"{section}.{name}", value, types[name]) for name, value in keys.items()}
     within_bounds(cls, section, values)
     return cls(**values)

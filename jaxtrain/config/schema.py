@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
-from jaxtrain.config import remat_policies
+from jaxtrain.config import part_tables, remat_policies
 from jaxtrain.config.family import config_class
 from jaxtrain.config.field_checks import at_most, bounded, derive, not_negative, one_of, positive
 from jaxtrain.config.model_config import ModelConfig
@@ -152,15 +152,13 @@ class DataConfig:
 
 # What models that are not decoders of text have in a row: data.packing, and in words.
 ROWS = {"sequences": ("bucket", "one sequence of a prepared corpus"), "pictures": ("best_fit", "whole pictures")}
-# The moments' keys that each optimizer reads.
-READ_BY = {"adamw": "b1 b2 eps", "adafactor": "", "lion": "b1 b2", "sgd": "b1", "muon": "b1 b2 eps momentum"}
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer (built with optax), its learning rate schedule, and the sharding of its state."""
 
-    name: str = "adamw"  # the optimizer: "adamw", "adafactor", "lion", "sgd" or "muon"
+    name: str = "adamw"  # the optimizer
     learning_rate: float = 1e-3  # the peak learning rate
     schedule: str = "cosine"  # how the learning rate decays after warmup
     warmup_steps: int = 0  # steps of linear warmup; or a fraction of train.steps
@@ -180,15 +178,15 @@ class OptimizerConfig:
     offload: bool = False  # keep the optimizer state in host memory between steps: slower, but saves device memory
 
     def __post_init__(self):
-        one_of("optimizer.name", self.name, tuple(READ_BY))
-        for name in {"b1", "b2", "momentum", "eps"}.difference(READ_BY[self.name].split()):
+        part_tables.OPTIMIZERS.check(self.name)
+        for name in {"b1", "b2", "momentum", "eps"}.difference(part_tables.moments_of(self.name)):
             if getattr(self, name) != (default := getattr(OptimizerConfig, name)):
                 raise UserError(f"optimizer.{name}", f"{self.name} does not read it", f"leave it out, or at {default}")
         one_of("optimizer.moment_dtype", self.moment_dtype, ("float32", "bfloat16", "int8"))
-        if self.name == "adafactor" and self.moment_dtype != "float32":
-            raise UserError("optimizer.moment_dtype", "adafactor keeps means of rows and columns, not moments",
+        if not part_tables.moments_of(self.name) and self.moment_dtype != "float32":
+            raise UserError("optimizer.moment_dtype", f"{self.name} keeps no moments that this would round",
                             "leave it out, or use adamw")
-        one_of("optimizer.schedule", self.schedule, ("cosine", "linear", "wsd", "constant"))
+        part_tables.SCHEDULES.check(self.schedule)
         positive(self, "optimizer", "learning_rate eps")
         not_negative(self, "optimizer", "warmup_steps weight_decay clip_norm final_fraction")
         for name in ("b1", "b2", "momentum"):
@@ -214,6 +212,7 @@ class TrainConfig:
     # dtype of computation. auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, with the matmuls of layers in
     # 8 bits
     precision: str = "auto"
+    objective: str = ""  # the objective; "": that of the family, of preference.loss or of reinforce.prompts
     attention: str = "auto"  # attention kernel; auto: chosen by device, dtype and shapes (docs/training.md)
     # before compiling, refuse a run that will not fit in device memory according to the planner
     check_memory: bool = True
@@ -273,6 +272,8 @@ class TrainConfig:
         if self.unroll < -1:
             raise UserError("train.unroll", f"{self.unroll} is below -1", "give a number of layers, 0 for all of them, "
                             "or -1, which chooses")
+        if self.objective:
+            part_tables.OBJECTIVES.check(self.objective)
         one_of("train.precision", self.precision, ("auto", *PRECISIONS))
         one_of("train.attention", self.attention, ("auto", "xla", "cudnn", "mosaic", "splash"))
         one_of("train.expert_exchange", self.expert_exchange, ("auto", "gather", "ragged"))
@@ -369,7 +370,7 @@ class Config:
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     islands: IslandsConfig = field(default_factory=IslandsConfig)
-    extensions: dict[str, Any] = field(default_factory=dict, hash=False)  # sections of other packages, by their names
+    plug_ins: dict[str, Any] = field(default_factory=dict, hash=False)  # options of other packages' parts, by name
 
     def __post_init__(self):
         for section in fields(self)[:-1]:
@@ -390,6 +391,9 @@ class Config:
             raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
         self._check_kind()
+        for key in ("preference.loss", "reinforce.prompts"):
+            if self.train.objective and attrgetter(key)(self):
+                raise UserError("train.objective", f"{key} asks for another objective", "leave out one of them")
         if self.data.workers and (self.reinforce.prompts or self.preference.reference == "precomputed"):
             raise UserError("data.workers", "batches hold what the model says of them, in the process that trains it",
                             "leave it out")
@@ -423,7 +427,7 @@ class Config:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain nested dicts, as written to `config.json`: without the credentials in URLs."""
         sections = dataclasses.asdict(self)
-        return redacted(sections | sections.pop("extensions"))
+        return redacted(sections | sections.pop("plug_ins"))
 
     def hash(self) -> str:
         """Identifies the resolved config."""

@@ -3,11 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
 
 from jaxtrain.config import hub_names
 from jaxtrain.config.family import config_classes
-from jaxtrain.config.sections import plug_ins
+from jaxtrain.config.sections import plug_in_sections
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files import bounded_files
 from jaxtrain.hf import hf_config
@@ -49,7 +48,8 @@ def _of_another_name(word: str) -> str:
 
 def _keys() -> list[str]:
     """Return all keys, each behind its section."""
-    whole = [f"{section}.{name}" for section, cls in plug_ins.sections().items() for name in get_type_hints(cls)]
+    sections = plug_in_sections.sections().items()
+    whole = [f"{section}.{field.name}" for section, cls in sections for field in fields(cls)]
     return whole + [f"model.{field.name}" for cls in config_classes().values() for field in fields(cls)]
 
 

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import TypeVar
 
+from jaxtrain.base.plug_ins import points
 from jaxtrain.config.schema import Config
-from jaxtrain.config.sections import plug_ins
+from jaxtrain.config.sections import plug_in_sections
 from jaxtrain.run import Extension, Parts, Run
 
 # The key of a config, which asks by another value than its default -> where the extension is. What is listed later acts
@@ -40,12 +41,16 @@ def asked(config: Config) -> list[type[Extension]]:
     default = Config()
     places = [place for key, place in EXTENSIONS.items()
               if not key or attrgetter(key)(config) != attrgetter(key)(default)]
-    return [*map(_loaded, dict.fromkeys(places)), *map(plug_ins.extension, config.extensions)]
+    registered = plug_in_sections.EXTENSIONS
+    return [*map(_loaded, dict.fromkeys(places)),
+            *(registered.load(name) for name in config.plug_ins if name in points(registered.group))]
 
 
 def made(classes: Iterable[type[Extension]], parts: Parts) -> tuple[Extension, ...]:
     """Return the extensions of a run that is made of these parts."""
-    return tuple(extension for one in classes if (extension := one.of(parts)) is not None)
+    named = {type(options): options for options in parts.config.plug_ins.values()}  # some are extensions themselves
+    found = (named[one] if one in named else one.of(parts) for one in classes)
+    return tuple(extension for extension in found if extension is not None)
 
 
 def every() -> Iterator[type[Extension]]:

@@ -61,7 +61,8 @@ class UpdateByLayer(Extension):
     def _optimizer(self, axes: Any, updates: Any) -> optax.GradientTransformation:
         c = self.parts.config
         assert self.parts.schedule, "an optimizer of one's own cannot be updated by layers"
-        made = optimizers.make_optimizer(c.optimizer, self.parts.schedule, axes, c.model.growth)
+        made = optimizers.make_optimizer(c.optimizer, self.parts.schedule, axes, c.model.growth,
+                                         c.plug_ins.get(c.optimizer.name))
         return optimizers.with_update_rules(made, updates, c.model.experts.bias_rate)
 
 

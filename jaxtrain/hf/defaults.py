@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxtrain.config.field_checks import LARGEST
 from jaxtrain.errors import UserError
+from jaxtrain.hf.hf_format import HFConfig
 
 FILE = Path(__file__).with_suffix(".json")
 # Keys that are read without their class declaring them.
@@ -35,15 +36,35 @@ def table() -> Mapping[str, Any]:
     return json.loads(FILE.read_bytes())
 
 
-def filled(kind: str, given: Mapping[str, Any], path: str | Path, inside: str = "") -> dict[str, Any]:
+def of_type(published: HFConfig) -> Mapping[str, Any]:
+    """Return the entry of the table for a model type, with what its family declares of it."""
+    kind = published.like or published.model_type
+    if published.like and kind not in table():
+        raise UserError("model.name", f"the model type {published.model_type} is declared to be like {kind}, which is "
+                        "not known", f"known: {', '.join(table())}")
+    found = table().get(kind, {"keys": {}, "names": {}})
+    own = {key: {"default": value, "type": found["keys"].get(key, {}).get("type") or _accepted(value)}
+           for key, value in published.defaults.items()}
+    return {**found, "keys": found["keys"] | own}
+
+
+def _accepted(default: Any) -> list[str]:
+    """Return the types that a key accepts whose default is this: those like it, or all where it is null."""
+    return [kind for kind, test in _TESTS.items() if default is None or test(default)]
+
+
+def filled(declared: Mapping[str, Any], given: Mapping[str, Any], path: str | Path, inside: str = "") -> dict[str, Any]:
     """Return the keys of a config.json with the defaults of its type, each under the name that its class declares.
 
-    `inside`: the key of the object in the file that they are from, with a point.
+    Args:
+        declared: the entry of the table for its type.
+        given: what the file says.
+        path: the file, for messages.
+        inside: the key of the object in the file that they are from, with a point.
 
     Raises:
         UserError: a value is not of a type that the class accepts.
     """
-    declared = table()[kind]
     keys, names = declared["keys"], declared["names"]
     found = {name: key["default"] for name, key in keys.items()}
     for given_as in sorted(given, key=lambda name: name in names):  # what is not declared is set last

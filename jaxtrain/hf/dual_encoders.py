@@ -42,11 +42,11 @@ def section(kind: str, given: Keys, path: Path) -> Keys:
         return UserError(f"{path}", f"{key}={defaults.shown(value)} {why}",
                          "use a model that jaxtrain can express")
 
-    whole = defaults.filled(kind, given, path)
+    whole = defaults.filled(defaults.table()[kind], given, path)
     if given.get("quantization_config"):
         raise refuse("quantization_config", given["quantization_config"], "cannot be expressed: only plain weights can")
     text, picture = (defaults.filled(
-        f"{kind}_{half}_model", _half(kind, given, f"{half}_config", refuse), path, f"{half}_config.")
+        defaults.table()[f"{kind}_{half}_model"], _half(kind, given, f"{half}_config", refuse), path, f"{half}_config.")
         for half in ("text", "vision"))
     found = {}
     for half, known, table in (("text_config", text, _TEXT), ("vision_config", picture, _PICTURE)):

@@ -4,6 +4,7 @@ What changes numbers and cannot be expressed is refused by name. A key that conf
 Hugging Face's transformers gives it for the model type. Each family says what its types have (`HFConfig`).
 """
 
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -28,13 +29,25 @@ _OF_TRAINING = ("name", "mtp_loss_weight", "balance_loss", "router_z_loss", "cap
 
 
 @cache
-def types() -> Mapping[str, tuple[str, HFConfig]]:
-    """Return the published model types, each with the name of its family."""
-    found: dict[str, tuple[str, HFConfig]] = {}
+def types() -> Mapping[str, dict[str, HFConfig]]:
+    """Return the published model types, each with the families that are published as this type, by name."""
+    found: dict[str, dict[str, HFConfig]] = {}
     for name, each in family.families():
         for published in each.hf:
-            found.setdefault(published.model_type, (name, published))  # a type of jaxtrain's own stays its own
+            found.setdefault(published.model_type, {})[name] = published
     return found
+
+
+def family_of(kind: str, path: Path) -> tuple[str, HFConfig]:
+    """Return the family of a model type: jaxtrain's, or that of another package."""
+    (name, published), *others = types()[kind].items()
+    if others and name not in family.FAMILIES.own:
+        raise UserError(f"{path}", f"model_type={kind} is the type of the models {' and '.join(types()[kind])}, of "
+                        "other packages", "uninstall one of the packages")
+    if others:
+        warnings.warn(f"model_type={kind} is read as model.name={name}; {' and '.join(dict(others))} of another "
+                      "package has this type too, and should have one of its own", stacklevel=2)
+    return name, published
 
 
 def model_section(folder: str | Path) -> Keys:
@@ -56,8 +69,9 @@ def model_section(folder: str | Path) -> Keys:
             said = kind if isinstance(kind, str) and len(kind) < 50 else defaults.shown(kind)
             raise UserError(f"{path}", f"model_type={said} is not one that jaxtrain has",
                             f"known: {', '.join(types())}")
-        section = _section(kind, given, path)
-        return section | types()[kind][1].beside(given, path.parent, section)
+        name, published = family_of(kind, path)
+        section = _section(name, published, given, path)
+        return section | published.beside(given, path.parent, section)
     except UserError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
@@ -66,13 +80,13 @@ def model_section(folder: str | Path) -> Keys:
 
 def _text_of(given: Keys, path: Path) -> Keys:
     """Return what a config.json says of the model of text, where that is a part of it."""
-    kind = next((kind for kind, (_, published) in types().items() if published.nested
+    kind = next((kind for kind, families in types().items() for published in families.values() if published.nested
                  and published.nested == given.get("model_type")), "")
     if not kind:
         return given
-    both = defaults.filled(given["model_type"], given, path)
+    both = defaults.filled(defaults.table()[given["model_type"]], given, path)
     text = both["text_config"] or {}
-    tied = defaults.filled(kind, text, path, "text_config.")["tie_word_embeddings"]
+    tied = defaults.filled(defaults.table()[kind], text, path, "text_config.")["tie_word_embeddings"]
     if both["tie_word_embeddings"] is not tied:
         raise UserError(f"{path}", f"tie_word_embeddings={both['tie_word_embeddings']} is {tied} in text_config",
                         "use a model that jaxtrain can express")
@@ -103,11 +117,10 @@ def is_reward_model(folder: str | Path) -> bool:
     return isinstance(classes, list) and any(f"{name}".endswith("ForSequenceClassification") for name in classes)
 
 
-def _section(kind: str, given: Keys, path: Path) -> Keys:
-    name, published = types()[kind]
+def _section(name: str, published: HFConfig, given: Keys, path: Path) -> Keys:
     if published.own_read is not None:
         return published.own_read(given, path)
-    known = defaults.filled(kind, given, path)
+    known = defaults.filled(defaults.of_type(published), given, path)
 
     def refuse(key: str, why: str) -> UserError:
         return UserError(f"{path}", f"{key}={defaults.shown(known.get(key))} {why}",
@@ -124,11 +137,13 @@ def _section(kind: str, given: Keys, path: Path) -> Keys:
 
 def _sizes(name: str, published: HFConfig, known: Keys, refuse: Refuse) -> Keys:
     """Return the keys that have another name only, once they are sizes that a model can have."""
-    found, limits = {}, most(family.config_class(name))
+    found, limits, declared = {}, most(family.config_class(name)), defaults.of_type(published)["keys"]
     for key, ours in published.keys.items():
         if (value := known.get(key)) is None:
-            if key not in _DERIVED and key in defaults.table()[published.model_type]["keys"]:
+            if key not in _DERIVED and key in declared:
                 raise refuse(key, "cannot be expressed")
+            if key not in _DERIVED and not (published.like or published.model_type in defaults.table()):
+                raise refuse(key, "is missing, and this type has no default for it")
             continue
         if type(value) is int and key not in _NO_SIZES and value < 1:
             raise refuse(key, "is not a size that a model has")
@@ -175,7 +190,7 @@ def _check(c: ModelConfig, published: HFConfig, written: Mapping[str, Any]) -> N
     """Refuse a key that the published model type has no word for, unless it only shapes training."""
     kind, free = published.model_type, {*_OF_TRAINING, *published.unpublished}
     try:
-        back = family.config_class(c.name)(**_section(kind, dict(written), Path(FILE)))
+        back = family.config_class(c.name)(**_section(c.name, published, dict(written), Path(FILE)))
     except UserError as error:
         raise UserError("model", f"it cannot be published as {kind} ({error})",
                         "keep it in jaxtrain's format") from None

@@ -73,6 +73,9 @@ class HFConfig:
         model_type: as config.json names it.
         architecture: the class that transformers has for it.
         keys: published key -> ours, of values that are equal.
+        like: the model type that `hf/defaults.json` has whose keys, with their types and defaults, this one has too;
+            "": the file has the type itself, or config.json has to give all of `keys` that `defaults` lacks.
+        defaults: the values of keys that a config.json may leave out, where they are not those of `like`.
         fixed: the values that other keys may have, see `BIASES`.
         read: returns further keys of ours, from all of config.json with the defaults of the type.
         write: returns further keys of config.json, from our config; they replace those of `keys` and `fixed`.
@@ -91,6 +94,8 @@ class HFConfig:
     model_type: str
     architecture: str
     keys: Mapping[str, str] = field(default_factory=dict)
+    like: str = ""
+    defaults: Keys = field(default_factory=dict)
     fixed: Mapping[str, tuple] = field(default_factory=lambda: BIASES)
     read: Callable[[Keys, Refuse], Keys] = _nothing
     write: Callable[[Any], Keys] = _nothing

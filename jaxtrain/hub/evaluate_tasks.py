@@ -225,7 +225,9 @@ def _results_log(flags: argparse.Namespace, sections: Mapping[str, Any],
     run = user_json(workdir / "run.json", {"run?": str}, "WORKDIR", "give the workdir of a run") or {}
     kept = {key: value for key, value in sections.get("observe", {}).items() if key in ("trackers", "project", "name")}
     own = {key: overrides.pop(key) for key in list(overrides) if key.startswith("observe.")}
-    c = make_config({"observe": kept}, own).observe
+    options = {name: sections[name] for name in make_config({"observe": kept}, own).plug_ins if name in sections}
+    config = make_config({"observe": kept, **options}, own)
+    c = config.observe
     trackers.check(c.trackers)
     folder = workdir / FOLDER / ("ema" * flags.ema)
     about = About(f"{run.get('run', workdir.name)}-{suffix}", f"{redacted(c.name) or workdir.name}-{suffix}",
@@ -239,8 +241,9 @@ def _results_log(flags: argparse.Namespace, sections: Mapping[str, Any],
             if other := opened.enter_context(locked(folder, 0.0)):
                 raise UserError("--watch", f"another process watches {flags.workdir} ({other})",
                                 "end that one, or ask it for all tasks")
-        yield opened.enter_context(ResultsLog(about, lambda: [*map(trackers.made, c.trackers)],
-                                              lambda step: _results(flags, step)))
+        yield opened.enter_context(ResultsLog(
+            about, lambda: [trackers.made(name, config.plug_ins.get(name)) for name in c.trackers],
+            lambda step: _results(flags, step)))
 
 
 def numbers_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """A block whose branches are multiplied before they are added."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,9 +15,8 @@ from jaxtrain.sharding import rules as sharding
 class MultipliedBlock(Block):
     """A pre-norm residual block, of which attention and the MLP or experts are multiplied by `factor`."""
 
-    def __init__(self, factor: float, norm: Callable[[], nnx.Module], attention: Callable[[], Any],
-                 mlp: Callable[[], nnx.Module]):
-        super().__init__(norm(), attention(), norm(), mlp())
+    def __init__(self, factor: float, *parts: nnx.Module):
+        super().__init__(*parts)
         self.factor = factor
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any,

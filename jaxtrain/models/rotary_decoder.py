@@ -34,16 +34,18 @@ def grouped_query(c: RotaryConfig, compute: Compute, kind: Callable[..., nnx.Mod
 
 
 def rotary_decoder(c: RotaryConfig, compute: Compute, attention: Part, *, mlp: Part | None = None,
-                   block_of: Callable[..., nnx.Module] | None = None, embed: Embed | None = None,
-                   mlp_bias: bool = False, numbered: bool = False, rngs: nnx.Rngs) -> Decoder:
+                   kind: Callable[..., nnx.Module] = Block, block_of: Callable[..., nnx.Module] | None = None,
+                   embed: Embed | None = None, mlp_bias: bool = False, numbered: bool = False,
+                   rngs: nnx.Rngs) -> Decoder:
     """Build the decoder that Llama and its descendants share, from `attention`.
 
     Args:
         mlp: in place of `SwiGLU`.
-        block_of: in place of `Block`: makes a layer of what makes a norm, attention, and an MLP or experts.
+        kind: in place of `Block`: makes a layer of a norm, attention, a norm, and an MLP or experts.
+        block_of: makes a layer of what makes a norm, attention, and an MLP or experts, for one with other norms.
         embed: in place of plain embeddings.
         mlp_bias: whether `SwiGLU` has biases.
-        numbered: attention reads the number of the layer.
+        numbered: attention reads the number of the layer; `kind` is then not asked.
     """
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
 
@@ -58,7 +60,7 @@ def rotary_decoder(c: RotaryConfig, compute: Compute, attention: Part, *, mlp: P
 
         if block_of is not None:
             return block_of(norm, attend, feed_forward)
-        return (NumberedBlock if numbered else Block)(norm(), attend(), norm(), feed_forward())
+        return (NumberedBlock if numbered else kind)(norm(), attend(), norm(), feed_forward())
 
     last, dense = partial(block, experts=c.experts.num > 0), partial(block, experts=False)
     keeps = wraps(compute.remat, c.stacked_layers, compute.unroll)

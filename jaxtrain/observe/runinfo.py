@@ -307,6 +307,8 @@ def _history(data: DataConfig, manifests: Mapping[str, str], done: int) -> Any:
 def _free(section: str, key: str, config: Config, own_optimizer: bool) -> bool:
     if (section, key) == ("train", "steps"):  # every schedule but this one is a function of the last step
         return own_optimizer or config.optimizer.schedule == "constant"  # an optimizer of one's own is compared itself
+    if section in config.observe.trackers:  # a tracker's options, like all that is told of a run
+        return True
     free = _FREE.get(section, frozenset())
     return free is None or key in free
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxtrain.builder import build
+from jaxtrain.config.part_tables import moments_of
 from jaxtrain.config.remat_policies import AUTO
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
@@ -98,7 +99,7 @@ class _Looker:
     def can_offload(self, mesh: dict[str, int]) -> bool:
         """Return whether the optimizer's state can be offloaded to separate host memory, and is not yet."""
         asked, elsewhere = self.found.config.optimizer, self.found.target.platform != "cpu"
-        return elsewhere and not asked.offload and mesh["mesh.stage"] == 1 and asked.name != "adafactor"
+        return elsewhere and not asked.offload and mesh["mesh.stage"] == 1 and bool(moments_of(asked.name))
 
     def at(self, overrides: dict[str, Any]) -> Choice | None:
         """Estimate one layout; return None if it is refused."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.base import plug_ins
 from jaxtrain.objectives import configured
 from jaxtrain.observe.own_parts import describe, describe_data, describe_objective, describe_optimizer
 from jaxtrain.run import Extension, Run, name_of
@@ -45,9 +46,9 @@ def manifests(run: Run) -> dict[str, str]:
 
 def _given(run: Run) -> list[Extension]:
     """Return the extensions that were given to `build`, and that neither jaxtrain nor a section of the config names."""
-    named = tuple(map(type, run.config.extensions.values()))
+    named = tuple(map(type, run.config.plug_ins.values()))
     return [one for one in run.extensions
-            if type(one).__module__.partition(".")[0] != "jaxtrain" and type(one).section not in named]
+            if type(one).__module__.partition(".")[0] != "jaxtrain" and plug_ins.options_of(type(one)) not in named]
 
 
 def _model(run: Run) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from jaxtrain.checkpoint import step_folders, verify
 from jaxtrain.checkpoint.retention import best_of, dispensable
 from jaxtrain.checkpoint.step_folders import FETCHING
-from jaxtrain.config.sections.observe_keys import TRACKERS
+from jaxtrain.config.part_tables import TRACKERS
 from jaxtrain.distributed import run_processes
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
@@ -36,7 +36,7 @@ _LAST_RESORT = step_folders.DAMAGED, step_folders.ABANDONED  # where there is no
 QUIET_S = 3600.0  # seconds after which a run that did not say that it ended is taken for dead
 _ROLLED_BACK = "metrics.rolled_back.jsonl"
 _BARE = {"config.json", "run.json", "metrics.jsonl", "events.jsonl", "ledger", "heartbeats", "lock", "tokenizer",
-         "trace_id", "trackers", *TRACKERS, "checkpoints"}  # what a run makes before it has trained
+         "trace_id", "trackers", *TRACKERS.own, "checkpoints"}  # what a run makes before it has trained
 _MODEL = "model:"  # before the workdir of a reward model
 _CONFIG = {"checkpoint?": {"keep_every?": int, "best?": str}, "train?": {"steps?": int}}
 

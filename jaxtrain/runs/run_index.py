@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxtrain import storage
 from jaxtrain.checkpoint.mirror import Mirror
-from jaxtrain.config.sections.observe_keys import TRACKERS
+from jaxtrain.config.part_tables import TRACKERS
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import misfit
 from jaxtrain.plan.cost.spending import price
@@ -26,7 +26,7 @@ TAIL = 2**16  # bytes: the newest lines of a log
 DEPTH = 4  # folders below the root
 _LARGER = 2**24  # where the last TAIL bytes have no line of a step
 _OWN = {"checkpoints", "ledger", "heartbeats", "jobs", "tokenizer", "gates", "profiles", "hangs", "trackers",
-        *TRACKERS}  # folders of a run, in which there are no other runs
+        *TRACKERS.own}  # folders of a run, in which there are no other runs
 _SMALL_FILES = ("config.json", "run.json", tags.FILE)
 _LOGS = ("metrics.jsonl", "events.jsonl", "evaluations/metrics.jsonl")
 _RECORDS = re.compile(r"ledger/\d+\.json|checkpoints/\d+/good\.json")  # small files, of which there are many

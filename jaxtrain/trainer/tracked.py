@@ -79,7 +79,8 @@ class Tracked:
         self.sink = Tracking(
             About(about["run"], redacted(c.name) or session.workdir.absolute().name, redacted(c.project),
                   session.workdir, redacted(identity.settings(run)), redacted(dict(about))),
-            [*map(trackers.made, c.trackers), *session.trackers] if first else [])
+            [*(trackers.made(name, run.config.plug_ins.get(name)) for name in c.trackers), *session.trackers]
+            if first else [])
         if self.sink:
             checkpoints.on_good.append(self._saved)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.config.part_tables import ENVIRONMENTS
 from jaxtrain.config.sections.tuning_keys import ReinforceConfig
 from jaxtrain.errors import UserError
 
@@ -14,8 +15,10 @@ Reward = Callable[[str, Mapping[str, Any]], float]  # of an answer, given the pr
 KEY = "reinforce.reward"
 
 
-def load_reward(named: str) -> Reward:
-    """Return the function that FILE.py:FUNCTION names."""
+def load_reward(named: str, options: Any = None) -> Reward:
+    """Return the function that FILE.py:FUNCTION names, or the environment of another package with these options."""
+    if ":" not in named:
+        return ENVIRONMENTS.made(named, options)
     file, _, name = named.rpartition(":")
     if not file.endswith(".py") or not name:
         raise UserError(KEY, f"{named!r} names no function of a file", "write FILE.py:FUNCTION, model:WORKDIR or a URL")

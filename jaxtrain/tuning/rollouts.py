@@ -55,7 +55,8 @@ def on_answers(run: Run, workdir: str | Path | None = None) -> "Rollouts":
     tokenizer, chat = _words(run, workdir)
     folder = None if workdir is None else Path(workdir) / FOLDER
     reward = (RewardScores.of(c.reward, tokenizer, _recorded(workdir)) if c.reward.startswith(PREFIX) else
-              RemoteRewards.of(run.config) if is_url(c.reward) else load_reward(c.reward))
+              RemoteRewards.of(run.config) if is_url(c.reward) else
+              load_reward(c.reward, run.config.plug_ins.get(c.reward)))
     ends = _ends(run, workdir, tokenizer)
     return Rollouts(run, read_prompts(c.prompts), reward, tokenizer, folder, chat, ends)
 

@@ -16,11 +16,11 @@ from jaxtrain.config.family import config_class, config_classes
 from jaxtrain.config.load import diff, load_config, make_config, with_steps
 from jaxtrain.config.model_config import Experts
 from jaxtrain.config.schema import Config
-from jaxtrain.config.sections import plug_ins
+from jaxtrain.config.sections import plug_in_sections
 from jaxtrain.errors import UserError
 from jaxtrain.sharding.mesh import AXES
 
-SECTIONS = plug_ins.sections()  # name -> dataclass
+SECTIONS = plug_in_sections.sections()  # name -> dataclass
 FILE = "def get_config(variant=None):\n    return {'model': {'num_layers': 7, 'num_heads': 8 if variant else 2}}\n"
 
 

@@ -1,41 +1,25 @@
 """Extensions from outside of the package: one file in a folder, given as an object or through an entry point."""
 
 import importlib
-import re
 from importlib import metadata
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config.sections import plug_ins
 from jaxtrain.run import identity
+from tests.plug_in_package import importable, install_documented
 
-# The example of docs/extend.md.
-SOURCE = re.search(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/extend.md").read_text(), re.DOTALL)
 EVERY, RATE, STEPS = 2, 0.5, 4
 pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
-    """The module of a folder that jaxtrain does not know."""
-    (tmp_path / "lookahead.py").write_text(SOURCE[1])
-    monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("lookahead")
-    monkeypatch.delitem(importlib.sys.modules, "lookahead")
-
-
-@pytest.fixture
-def registered(module, monkeypatch):
-    """The same module, as a package registers it."""
-    point = metadata.EntryPoint("lookahead", "lookahead:Lookahead", plug_ins.GROUP)
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [point] if group == plug_ins.GROUP else [])
-    plug_ins.names.cache_clear()
-    yield module
-    plug_ins.names.cache_clear()
+def module(tmp_path):
+    """The module of docs/extend.md, in a folder that jaxtrain does not know; its package registers it."""
+    with importable(install_documented(tmp_path / "site")):
+        yield importlib.import_module("lookahead")
 
 
 def config(tmp_path, **keys):
@@ -76,12 +60,12 @@ def test_one_that_is_given_trains_on_a_mesh_and_resumes(tmp_path, module, capsys
         jt.train(plain, tmp_path / "whole")
 
 
-def test_one_of_another_package_is_asked_for_by_its_section(tmp_path, registered):
+def test_one_of_another_package_is_asked_for_by_its_section(tmp_path, module):
     keys = {"lookahead.every": "2", "lookahead.rate": RATE}
     asked = config(tmp_path, **keys)
     assert asked.to_dict()["lookahead"] == {"every": 2, "rate": RATE} and "extensions" not in asked.to_dict()
     run = jt.build(asked)
-    assert run.extensions[-1] == registered.Lookahead(EVERY, RATE) and not identity.has_own_parts(run)
+    assert run.extensions[-1] == module.Lookahead(EVERY, RATE) and not identity.has_own_parts(run)
     state = jt.train(run, tmp_path / "work")
     assert_same(state.params, state.extras["slow"])
     again = jt.load_config(tmp_path / "work/config.json")
@@ -92,9 +76,8 @@ def test_one_of_another_package_is_asked_for_by_its_section(tmp_path, registered
             config(tmp_path, **{key: value})
 
 
-def test_what_no_config_asks_for_is_not_looked_for(tmp_path, monkeypatch):
+def test_what_no_config_asks_for_is_not_looked_for(tmp_path, module, monkeypatch):
     monkeypatch.setattr(metadata, "entry_points", lambda **_: pytest.fail("it takes a while"))
-    plug_ins.names.cache_clear()
     assert jt.build(config(tmp_path)).extensions
     with pytest.raises(jt.UserError, match="extensions: not all of them are extensions"):
         jt.build(config(tmp_path), extensions=[print])

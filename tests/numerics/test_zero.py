@@ -71,6 +71,6 @@ def test_what_data_cannot_split_but_along_the_layers_stays_whole():
     one, run = reference.build("gpt2", **keys), reference.build("gpt2", (2, 4, 1), **keys)
     scale = run.layout.state.params["blocks"]["layer"]["mlp_norm"]["scale"].spec
     assert scale == jax.sharding.PartitionSpec(None, "fsdp"), "the case proves nothing"
-    results = [reference.compiled(r)(r.init(), r.place(reference.batch(0)))[1] for r in (one, run)]
+    results = [reference.compiled(r)(r.init(), r.sharded.place(reference.batch(0)))[1] for r in (one, run)]
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose(*(float(metrics[key]) for metrics in results), rtol=1e-5)

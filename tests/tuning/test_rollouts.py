@@ -118,7 +118,7 @@ def made(files, **keys):
     run.see(0, state := run.init())
     found = run.data[0]
     held = sum(w.nbytes // (2 if "tensor" in f"{w.sharding.spec}" else 1) for w in jax.tree.leaves(state.params))
-    assert run.pop_fields().get("layout_bytes") == (held if run.config.reinforce.gather_weights else None)
+    assert run.data.pop_fields().get("layout_bytes") == (held if run.config.reinforce.gather_weights else None)
     return found
 
 

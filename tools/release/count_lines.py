@@ -28,6 +28,8 @@ LEARNING = """
     train_step/state train_step/gradients train_step/hooks train_step/settings
     train_step/step train_step/sharded_step train_step/optimizers/__init__ train_step/precision
     train_step/optimizers/matrices train_step/optimizers/mup train_step/partition train_step/report
+    train_step/optimizers/optimizer_parts train_step/optimizers/learning_rates train_step/optimizers/from_optax
+    config/part_tables
     data/__init__ data/tokenizers/tokenizer data/corpus/corpus data/corpus/text_cache
     data/corpus/text_source files/atomic_files data/loading/batch_source
     data/loading/batch_spec data/loading/batches data/loading/configured

@@ -52,8 +52,8 @@ MUTANTS = {
         "kernels/cross_entropy.py", "pull_N = weight_N * (1 + 2 * z_loss * lse_N)", "pull_N = weight_N",
         ("tests/kernels",)),
     "weight_decay_on_norms": Mutant(
-        "train_step/optimizers/__init__.py", "map_names(is_matrix, axes))",
-        "map_names(lambda names: True, axes))", ("tests/train_step/test_optimizers.py",)),
+        "train_step/optimizers/optimizer_parts.py", "map_names(is_matrix, self.axes))",
+        "map_names(lambda names: True, self.axes))", ("tests/train_step/test_optimizers.py",)),
     "accumulation_unweighted": Mutant(
         "train_step/gradients.py", "g.astype(jnp.float32) * sums[1], grads)", "g.astype(jnp.float32), grads)",
         (STEP, EQUAL)),

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from jaxtrain.config import part_tables
 from jaxtrain.config.field_checks import not_negative, one_of
 from jaxtrain.errors import UserError
 
 NOT_PUSHED = "a Pushgateway keeps the last values of a process that has died, and so hides the failures that count"
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 HISTOGRAMS = ("weights", "gradients")
 TRACES = ("", "otlp", "file")
 
@@ -15,8 +15,7 @@ TRACES = ("", "otlp", "file")
 class ObserveConfig:
     """Trackers and metrics services; they do not affect training, so a resumed run may change all of these keys."""
 
-    # experiment trackers that receive all metrics: tensorboard, wandb, mlflow, trackio
-    trackers: list[str] = field(default_factory=list, hash=False)
+    trackers: list[str] = field(default_factory=list, hash=False)  # experiment trackers that receive all metrics
     project: str = "jaxtrain"  # project name in the trackers
     name: str = ""  # name of the run in the trackers; "": the name of the workdir
     histograms_every: int = 0  # steps between histograms sent to the trackers; 0: none
@@ -34,7 +33,7 @@ class ObserveConfig:
     def __post_init__(self):
         one_of("observe.traces", self.traces, TRACES)
         for name in self.trackers:
-            one_of("observe.trackers", name, TRACKERS)
+            part_tables.TRACKERS.check(name)
         for name in self.histograms:
             one_of("observe.histograms", name, HISTOGRAMS)
         if len(set(self.trackers)) < len(self.trackers):

@@ -98,7 +98,8 @@ class ReinforceConfig:
     """Reinforcement learning from rewards for the model's own answers (docs/reinforce.md); off by default."""
 
     prompts: str = ""  # file of JSON lines with a "prompt" each; "": no reinforcement learning
-    # reward function as FILE.py:FUNCTION(answer, record), reward model as model:WORKDIR, or a scoring service's URL
+    # reward function as FILE.py:FUNCTION(answer, record), reward model as model:WORKDIR, a scoring service's URL, or
+    # the name of an environment of another package
     reward: str = ""
     reward_timeout_s: float = 20.0  # seconds that a scoring service may take for one request
     group_size: int = at_most(8, 2**16)  # answers generated for each prompt; their rewards are compared with each other

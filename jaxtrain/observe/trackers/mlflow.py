@@ -16,6 +16,8 @@ _STATUS = {"finished": "FINISHED", "failed": "FAILED"}
 class Service(Tracker):
     """Logs many lines in one request."""
 
+    imports = "mlflow.tracking"
+
     def begin(self, run, since) -> Position:
         """Find the run by its tag, or create it."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # Tracking tries again, and knows what is lacking

@@ -9,6 +9,7 @@ from jaxtrain.observe.trackers.tracker import IMPORTING, Position, Tracker
 class Service(Tracker):
     """Writes every number as a scalar under its own name; can take back what it wrote."""
 
+    imports = "tensorboardX"
     _writer: Any = None
 
     def begin(self, run, since) -> Position:

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,6 +32,8 @@ class Tracker:
     All calls come from one thread, on which nothing else waits. An exception costs a warning: the tracker is begun
     again later, and gets the lines that it lacks, for metrics.jsonl has them all.
     """
+
+    imports: ClassVar[str] = ""  # the module to import ahead, of a package that has to be installed; "": none
 
     def begin(self, run: About, since: Position) -> Position | None:
         """Begin a run, or go on with it; return the position of the last line that it has.

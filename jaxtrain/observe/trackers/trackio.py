@@ -12,6 +12,7 @@ from jaxtrain.observe.trackers.tracker import IMPORTING, NOTHING, Position, Trac
 class Service(Tracker):
     """Logs each line as a row; a thread of trackio's writes them, twice a second."""
 
+    imports = "trackio"
     _trackio: Any = None
     _run: Any = None
 

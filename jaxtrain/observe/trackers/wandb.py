@@ -16,6 +16,7 @@ from jaxtrain.observe.trackers.tracker import IMPORTING, NOTHING, Position, Trac
 class Service(Tracker):
     """Logs lines as rows, with the histograms and samples since the row before."""
 
+    imports = "wandb"
     _wandb: Any = None
     _run: Any = None
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.train_step.optimizers.matrices import Dimensions, by_path
+from jaxtrain.train_step.optimizers.optimizer_parts import OptimizerParts
 
 SMALLEST = 128  # the shorter side of the smallest matrix that is factored
 THRESHOLD = 1.0  # the largest root mean square of an update
@@ -26,6 +27,11 @@ class AdafactorState(NamedTuple):
     rows: Any  # one number a row: the dimensions that the mean is over have size 1
     columns: Any
     full: Any  # one number for each element of what is not factored
+
+
+def adafactor(parts: OptimizerParts) -> optax.GradientTransformation:
+    """Return Adafactor."""
+    return parts.scaled_by(scale_by_adafactor(parts.axes))
 
 
 def scale_by_adafactor(axes: Any) -> optax.GradientTransformation:

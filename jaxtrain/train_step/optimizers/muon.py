@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import optax
 
-from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.train_step.optimizers.matrices import Dimensions, is_matrix, map_names
+from jaxtrain.train_step.optimizers.optimizer_parts import OptimizerParts
 
 
-def scale_by_muon(c: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
-    """Return the transformation of gradients into steps for parameters with logical names `axes`."""
+def muon(parts: OptimizerParts) -> optax.GradientTransformation:
+    """Return Muon."""
+    c, axes = parts.optimizer, parts.axes
     dimensions = map_names(muon_dimensions, axes)
     matrices = map_names(lambda names: muon_dimensions(names) is not None, axes)
 
@@ -21,15 +22,15 @@ def scale_by_muon(c: OptimizerConfig, axes: Any) -> optax.GradientTransformation
         if dimensions is None or isinstance(momentum, optax.MaskedNode):
             return momentum
         # 0.2: updates as large as AdamW's, so that both have one learning rate (arXiv 2502.16982).
-        muon = optax.contrib.muon(-1.0, beta=0.0, nesterov=False, eps=c.eps, consistent_rms=0.2,
-                                  muon_weight_dimension_numbers=dimensions)
-        return muon.update(momentum, muon.init(momentum), momentum)[0]
+        whole = optax.contrib.muon(-1.0, beta=0.0, nesterov=False, eps=c.eps, consistent_rms=0.2,
+                                   muon_weight_dimension_numbers=dimensions)
+        return whole.update(momentum, whole.init(momentum), momentum)[0]
 
-    return optax.chain(
+    return parts.scaled_by(optax.chain(
         optax.masked(optax.trace(c.momentum, nesterov=True), matrices),
         optax.masked(optax.scale_by_adam(c.b1, c.b2, c.eps), jax.tree.map(lambda matrix: not matrix, matrices)),
         optax.stateless(lambda momenta, params: jax.tree.map(
-            orthogonal, momenta, dimensions, is_leaf=lambda x: isinstance(x, optax.MaskedNode))))  # with_update_rules
+            orthogonal, momenta, dimensions, is_leaf=lambda x: isinstance(x, optax.MaskedNode)))))  # with_update_rules
 
 
 def muon_dimensions(names: tuple) -> Any:

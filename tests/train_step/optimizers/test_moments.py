@@ -191,5 +191,5 @@ def test_which_are_updated_layer_by_layer(name, dtype, layerwise):
 
 
 def test_adafactor_has_no_moments_to_round():
-    with pytest.raises(ValueError, match=r"^optimizer.moment_dtype: adafactor keeps means of rows and columns, not "):
+    with pytest.raises(ValueError, match=r"^optimizer.moment_dtype: adafactor keeps no moments that this would round"):
         OptimizerConfig(name="adafactor", moment_dtype="int8")

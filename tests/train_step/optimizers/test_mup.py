@@ -14,7 +14,8 @@ import pytest
 from flax import nnx
 
 import jaxtrain as jt
-from jaxtrain.config.schema import READ_BY, OptimizerConfig
+from jaxtrain.config.part_tables import OPTIMIZERS
+from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.models.make_model import make_model
 from jaxtrain.train_step.optimizers import global_norm, make_optimizer, mup
 from jaxtrain.train_step.optimizers.matrices import Dimensions
@@ -128,7 +129,7 @@ def test_factors_of_each_kind_of_parameter(names, initial, adamw, sgd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", READ_BY)
+@pytest.mark.parametrize("name", OPTIMIZERS.own)
 def test_steps_are_scaled_by_the_kind_of_parameter(name):
     check_steps(name, "llama", 0)
 
