@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from jaxtrain.kernels.cross_entropy import cross_entropy
     from jaxtrain.models.make_model import make_model
     from jaxtrain.objectives import Objective
-    from jaxtrain.objectives.distillation import distillation
     from jaxtrain.objectives.next_token import NextToken
     from jaxtrain.observe import MetricsWriter
     from jaxtrain.observe.trackers.tracker import Tracker
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from jaxtrain.train_step.state import TrainState
     from jaxtrain.trainer.loop import train
     from jaxtrain.trainer.observers import Observer
+    from jaxtrain.tuning.teacher import distillation
 
 _NAMES = {  # module: what it gives
     "api": ["build", "plan", "show"],
@@ -56,7 +56,6 @@ _NAMES = {  # module: what it gives
     "kernels.cross_entropy": ["cross_entropy"],
     "models.make_model": ["make_model"],
     "objectives": ["Objective"],
-    "objectives.distillation": ["distillation"],
     "objectives.next_token": ["NextToken"],
     "observe": ["MetricsWriter"],
     "observe.trackers.tracker": ["Tracker"],
@@ -68,6 +67,7 @@ _NAMES = {  # module: what it gives
     "train_step.state": ["TrainState"],
     "trainer.loop": ["train"],
     "trainer.observers": ["Observer"],
+    "tuning.teacher": ["distillation"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -13,13 +13,14 @@ from jaxtrain.base import arguments
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
-from jaxtrain.objectives import MakeObjective, configured
+from jaxtrain.objectives import MakeObjective
 from jaxtrain.pages.picture import Picture
 from jaxtrain.parallel.schedules import drawing
 from jaxtrain.parallel.schedules.schedule import Schedule
 from jaxtrain.plan import preflight, search
 from jaxtrain.plan import targets as accelerators
 from jaxtrain.run import Extension, Run, for_run
+from jaxtrain.run.made_of_sections import configured
 from jaxtrain.run.own_model import Given
 from jaxtrain.sharding import pictures
 from jaxtrain.sharding.rules import AnyMesh

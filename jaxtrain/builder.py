@@ -8,7 +8,7 @@ import jax
 import optax
 from flax import nnx
 
-from jaxtrain import extensions, rule_checks, validation
+from jaxtrain import extensions
 from jaxtrain.base import arguments
 from jaxtrain.config import data_stages
 from jaxtrain.config.load import with_steps
@@ -20,8 +20,9 @@ from jaxtrain.errors import UserError, nearest
 from jaxtrain.models.decoder import Compute
 from jaxtrain.models.make_model import make_model
 from jaxtrain.models.trained_parameters import is_frozen
-from jaxtrain.objectives import MakeObjective, Objective, configured
-from jaxtrain.run import Extension, Parts, Run, shapes_of
+from jaxtrain.objectives import MakeObjective, Objective
+from jaxtrain.run import Extension, Parts, Run, rule_checks, shapes_of, validation
+from jaxtrain.run.made_of_sections import configured, made_objective
 from jaxtrain.run.model_loss import ModelLoss, Schedules
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES, check_mesh, make_mesh
@@ -67,14 +68,14 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         return validation.checked_schedules(config, mesh, rules, compute, platform, refusals)
 
     schedules = checked(config, rules)
-    how = Compute.of(config, kind, pipeline=schedules is not None)
+    how = Compute.of(config.model, config.train, config.mesh, kind, pipeline=schedules is not None)
     model = Skeleton.of(nnx.eval_shape(
         lambda: make_model(config.model, how, config.lora, scalar_head=config.scalar_head,
                            rngs=nnx.Rngs(params=jax.random.key(0)))))
     rule_checks.are_used(config, model.axes())
-    frozen = is_frozen(config, model.axes())
+    frozen = is_frozen(config.model, config.train, config.lora, model.axes())
     axes, frozen_axes = partition.split(model.axes(), frozen)
-    goal = objective(config, model)
+    goal = made_objective(objective, config, model)
     options = {key: value for one in classes for key, value in one.layout_options(
         config, own_optimizer=optimizer is not None, pipeline=schedules is not None).items()}
     schedule = None

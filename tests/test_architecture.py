@@ -14,7 +14,7 @@ PACKAGE = ROOT / "jaxtrain"
 # From the top to the ground: a module imports from its own layer and from those below.
 LAYERS = (
     "__init__ __main__ main cli api supervise bench", "trainer", "islands", "launch runs profiling", "plan",
-    "tuning hub", "builder", "own_builder", "extensions", "run", "validation rule_checks",
+    "tuning hub", "builder", "own_builder", "extensions", "run",
     "objectives", "checkpoint", "resilience", "doctor", "models", "parallel", "kernels", "train_step", "data",
     "distributed", "observe", "config flags hf", "sharding",
     "storage files errors redaction synonyms compile_cache pages base")
@@ -84,6 +84,21 @@ def test_imports_only_go_down():
 
 def test_there_is_no_circle():
     assert circle(graph()) == []
+
+
+def with_whole_config(sources: dict[str, str]) -> list[str]:
+    """Return the modules below run/ that import `config.schema.Config`; config/ is where it is made."""
+    whole = re.compile(r"from jaxtrain\.config\.schema import (?:[^()\n]*|\([^)]*)\bConfig\b|\bschema\.Config\b")
+    return [name for name, source in sorted(sources.items()) if whole.search(source)
+            and layer(name) > layer("jaxtrain.run") and not name.startswith("jaxtrain.config.")]
+
+
+def test_nothing_below_a_run_takes_a_whole_config():
+    """A module below run/ takes the sections that it reads (run/made_of_sections.py), or values."""
+    assert with_whole_config({name: path.read_text() for name, path in modules().items()}) == []
+    taken = "from jaxtrain.config.schema import (\n    AXES,\n    Config,\n)"
+    assert with_whole_config(dict.fromkeys(("jaxtrain.config.load", "jaxtrain.models.gpt2", "jaxtrain.run"), taken) | {
+        "jaxtrain.data": "from jaxtrain.config.schema import DataConfig"}) == ["jaxtrain.models.gpt2"]
 
 
 def test_a_wrong_import_is_found():

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import observe
 from jaxtrain.checkpoint import CheckpointManager, commands, verify
 from jaxtrain.config.load import load_config, make_config
 from jaxtrain.errors import UserError
@@ -28,6 +27,7 @@ from jaxtrain.files import bounded_files
 from jaxtrain.observe import events, goodput
 from jaxtrain.observe.ledger import Ledger
 from jaxtrain.observe.metrics import _JsonLines
+from jaxtrain.run import runinfo
 from jaxtrain.trainer.rollback import RolledBack, agree, apply_pending_rollback
 from tests.data.test_corpus_fuzz import MEMORY, VALUES, Watch, cut, edited, extend, flip, garbage, gone, link_loop
 from tests.odd_files import device, fifo, folder, sparse, unix_socket
@@ -43,14 +43,14 @@ def state_of(step):
 
 
 def files(workdir, step, known=None):
-    return observe.write_run_files(workdir, CONFIG, mesh_sizes={"data": 1}, device_kind="cpu",
+    return runinfo.write_run_files(workdir, CONFIG, mesh_sizes={"data": 1}, device_kind="cpu",
                                    data_manifest_hash="abc", done=step, known=known)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     work = tmp_path_factory.mktemp("made") / "work"
-    observe.make_workdir(work)
+    runinfo.make_workdir(work)
     about = files(work, 0, {"run": "a" * 16, "adopted": []})
     with contextlib.closing(CheckpointManager(work / "checkpoints", keep=2)) as checkpoints:
         for step in (10, 20):
@@ -139,14 +139,14 @@ def changed(rng, work):
 
 def begin(work):
     """Do what the start of a run does in its workdir; return the step and the state that it goes on from."""
-    observe.make_workdir(work)
+    runinfo.make_workdir(work)
     events.record(work, "start")
     with Ledger(work, every=0) as ledger, contextlib.closing(
             CheckpointManager(work / "checkpoints", keep=2)) as checkpoints:
         skipped = apply_pending_rollback(work, checkpoints)
         step = checkpoints.newest() or 0
-        known, saved = observe.identity(work, checkpoints.meta(step) if step else {})
-        observe.check_workdir(work, CONFIG, done=skipped.reach(step), saved=saved)
+        known, saved = runinfo.identity(work, checkpoints.meta(step) if step else {})
+        runinfo.check_workdir(work, CONFIG, done=skipped.reach(step), saved=saved)
         files(work, skipped.reach(step), known)
         restored = checkpoints.restore_newest(ABSTRACT) if step else None
         if restored:

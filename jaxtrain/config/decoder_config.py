@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from jaxtrain.config.field_checks import at_most, derive, not_negative, one_of, positive
+from jaxtrain.config.field_checks import at_most, choice, derive, number
 from jaxtrain.config.model_config import Experts, ModelConfig
 from jaxtrain.errors import UserError
 
@@ -12,14 +12,12 @@ class DecoderConfig(ModelConfig):
     """The fields that all text decoders have in addition."""
 
     # size of the embedding table: at least the size of the tokenizer's vocabulary
-    vocab_size: int = at_most(320, 2**24)
-    window: int = 0  # sliding attention window in tokens; 0: full attention
+    vocab_size: int = at_most(320, 2**24, above=0)
+    window: int = number(0, least=0)  # sliding attention window in tokens; 0: full attention
     tied_embeddings: bool = True  # whether the output projection shares the weights of the embedding table
     text = True
 
     def __post_init__(self):
-        positive(self, "model", "vocab_size")
-        not_negative(self, "model", "window")
         super().__post_init__()
 
     @property
@@ -48,33 +46,32 @@ class DecoderConfig(ModelConfig):
 class RotaryConfig(DecoderConfig):
     """Rotary positions, optionally scaled for longer contexts."""
 
-    rope_theta: float = 10_000.0  # base frequency of the rotary position embedding (RoPE)
+    rope_theta: float = number(10_000.0, above=0)  # base frequency of the rotary position embedding (RoPE)
     # context extension: factor by which sequences may exceed rope_original_len; 1: no scaling
-    rope_scaling: float = 1.0
-    rope_type: str = "llama3"  # method of rope_scaling: "linear", "ntk", "llama3" or "yarn"
-    rope_original_len: int = 8192  # llama3, yarn: the context length before it was extended by rope_scaling
+    rope_scaling: float = number(1.0, above=0)
+    # method of rope_scaling: "linear", "ntk", "llama3" or "yarn"
+    rope_type: str = choice("llama3", "linear", "ntk", "llama3", "yarn")
+    # llama3, yarn: the context length before it was extended by rope_scaling
+    rope_original_len: int = number(8192, above=0)
     # llama3: frequencies that make fewer than this many turns within rope_original_len are scaled down by rope_scaling
-    rope_low_freq_factor: float = 1.0
+    rope_low_freq_factor: float = number(1.0, above=0)
     # llama3: frequencies that make more than this many turns within rope_original_len stay unchanged
     rope_high_freq_factor: float = 4.0
     # yarn: frequencies that make more than this many turns within rope_original_len stay unchanged
     rope_beta_fast: float = 32.0
     # yarn: frequencies that make fewer than this many turns within rope_original_len are scaled down by rope_scaling
-    rope_beta_slow: float = 1.0
+    rope_beta_slow: float = number(1.0, above=0)
     # yarn: whether the limits set by rope_beta_fast and rope_beta_slow are rounded to whole dimensions
     rope_truncate: bool = True
     # yarn: factor of cosine and sine; 0: 0.1 ln(rope_scaling) + 1, or computed from rope_mscale and rope_mscale_all_dim
-    rope_attention_factor: float = 0.0
-    rope_mscale: float = 0.0  # YaRN's mscale, as in DeepSeek's config.json; 0: not set
+    rope_attention_factor: float = number(0.0, least=0)
+    rope_mscale: float = number(0.0, least=0)  # YaRN's mscale, as in DeepSeek's config.json; 0: not set
     # YaRN's mscale_all_dim, as in DeepSeek's config.json; deepseek_v3 also scales attention scores by the square of its
     # factor
-    rope_mscale_all_dim: float = 0.0
+    rope_mscale_all_dim: float = number(0.0, least=0)
 
     def __post_init__(self):
         super().__post_init__()
-        positive(self, "model", "rope_theta rope_scaling rope_original_len rope_low_freq_factor rope_beta_slow")
-        not_negative(self, "model", "rope_attention_factor rope_mscale rope_mscale_all_dim")
-        one_of("model.rope_type", self.rope_type, ("linear", "ntk", "llama3", "yarn"))
         self._check_scaling()
 
     @property
@@ -138,18 +135,19 @@ class PartialRotaryConfig(RotaryConfig):
 class RoutedConfig(RotaryConfig):
     """Rotary positions and routed experts."""
 
-    num_experts: int = at_most(0, 2**16)  # mixture of experts: number of routed experts in a layer; 0: dense layers
-    experts_per_token: int = at_most(2, 2**16)  # number of experts that process each token (top-k)
-    expert_mlp_dim: int = at_most(0, 2**22)  # width of the hidden layer of one expert; 0: mlp_dim
+    # mixture of experts: number of routed experts in a layer; 0: dense layers
+    num_experts: int = at_most(0, 2**16, least=0)
+    experts_per_token: int = at_most(2, 2**16, above=0)  # number of experts that process each token (top-k)
+    expert_mlp_dim: int = at_most(0, 2**22, least=0)  # width of the hidden layer of one expert; 0: mlp_dim
     # coefficient of the load-balancing loss, computed for each sequence and layer: docs/parallelism.md
-    balance_loss: float = 0.0
-    router_z_loss: float = 0.0  # coefficient of the router z-loss: the squared log-partition of the router's logits
+    balance_loss: float = number(0.0, least=0)
+    # coefficient of the router z-loss: the squared log-partition of the router's logits
+    router_z_loss: float = number(0.0, least=0)
     # most tokens of a sequence that one expert accepts, relative to an even share; the others are dropped; 0: no limit
-    capacity_factor: float = 0.0
+    capacity_factor: float = number(0.0, least=0)
 
     def __post_init__(self):
         super().__post_init__()
-        not_negative(self, "model", "num_experts expert_mlp_dim balance_loss router_z_loss capacity_factor")
         derive(self, "expert_mlp_dim", self.mlp_dim)
         self._check_experts()
 
@@ -160,7 +158,6 @@ class RoutedConfig(RotaryConfig):
                        capacity_factor=self.capacity_factor, balance_loss=self.balance_loss, z_loss=self.router_z_loss)
 
     def _check_experts(self):
-        positive(self, "model", "experts_per_token")
         experts = self.experts
         if experts.per_token > (reach := experts.num // experts.groups * experts.groups_used):
             raise UserError("model.experts_per_token", f"{self.experts_per_token} exceeds the {reach} experts that a "

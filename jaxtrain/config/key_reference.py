@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.family import config_classes
+from jaxtrain.config.field_checks import limits
 from jaxtrain.config.sections import plug_in_sections
 
 _HEAD = """\
@@ -53,13 +54,13 @@ def reference() -> str:
 
 def _table(cls: type, section: str, only: list[Field] | None = None) -> str:
     about: dict[str, str] = {}
-    choices: dict[str, str] = {}
+    known, parts = limits(cls), _parts(cls)
     for base in reversed([base for base in cls.__mro__ if base is not object]):
         about |= {name: comment for name, comment in _comments(base).items() if comment or name not in about}
-        choices |= _choices(base)
     rows = ["| key | default | |", "|---|---|---|"]
     for field in fields(cls) if only is None else only:  # pyrefly: ignore[bad-argument-type]
-        values = choices.get(f"{section}.{field.name}", "")
+        choices = known[field.name].choices if field.name in known else ()
+        values = ", ".join(f"`{one!r}`" for one in choices) or parts.get(f"{section}.{field.name}", "")
         text = ". ".join(filter(None, (about.get(field.name, "").rstrip("."), values and f"One of {values}")))
         rows.append(f"| `{section}.{field.name}` | `{_default(field)}` | {text.replace('|', chr(92) + '|')} |")
     return "\n".join(rows)
@@ -92,20 +93,13 @@ def _comments(cls: type) -> dict[str, str]:
     return found
 
 
-def _choices(cls: type) -> dict[str, str]:
-    """Return the accepted values of keys that are checked by `one_of`, or by a kind of part."""
+def _parts(cls: type) -> dict[str, str]:
+    """Return the names of jaxtrain's own parts, for keys that are checked by a kind of part."""
     found = {}
     for node in ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls)))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "check":
             kind = attrgetter(ast.unparse(node.func.value))(SimpleNamespace(**vars(sys.modules[cls.__module__])))
             found[kind.key] = ", ".join(f"`{name!r}`" for name in kind.own)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "one_of":
-            key, values = node.args[0], node.args[2]
-            if isinstance(key, ast.Constant) and isinstance(values, ast.Tuple):
-                known = vars(sys.modules[cls.__module__])
-                each = [one for value in values.elts for one in (  # *NAME: those of a constant
-                    known[ast.unparse(value.value)] if isinstance(value, ast.Starred) else [ast.literal_eval(value)])]
-                found[str(key.value)] = ", ".join(f"`{value!r}`" for value in each)
     return found
 
 

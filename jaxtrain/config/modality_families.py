@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from jaxtrain.config.field_checks import at_most, derive, not_negative, positive
+from jaxtrain.config.field_checks import at_most, derive, number
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError, nearest
 
@@ -23,16 +23,14 @@ class EventsConfig(ModelConfig):
     predict: str = ""  # the column of ids to predict; "": the first one in model.categories
     # weight of the loss for the time to the next event, the squared error of log(1 + time); 0: the time is not
     # predicted
-    time_loss: float = 0.0
-    window: int = 0  # sliding attention window in events; 0: full attention
+    time_loss: float = number(0.0, least=0)
+    window: int = number(0, least=0)  # sliding attention window in events; 0: full attention
     # whether the output projection shares the weights of the predicted column's embedding table
     tied_embeddings: bool = True
-    rope_theta: float = 10_000.0  # base frequency of the rotary position embedding (RoPE)
+    rope_theta: float = number(10_000.0, above=0)  # base frequency of the rotary position embedding (RoPE)
 
     def __post_init__(self):
         super().__post_init__()
-        positive(self, "model", "rope_theta")
-        not_negative(self, "model", "window time_loss")
         for name, ids in self.categories.items():
             if type(ids) is not int or not 0 < ids < 2**31:
                 raise UserError(f"model.categories.{name}", f"{ids!r} is not a number of ids", "give 1 or more")
@@ -70,14 +68,10 @@ class ClipsConfig(ModelConfig):
 
     name: str = "clips"
     # number of labels (classes): the folders that prepare_sequences audio --target=folder found
-    labels: int = at_most(0, 2**24)
-    rope_theta: float = 10_000.0  # base frequency of the rotary position embedding (RoPE)
+    labels: int = at_most(0, 2**24, above=0)
+    rope_theta: float = number(10_000.0, above=0)  # base frequency of the rotary position embedding (RoPE)
     causal = False
     rows_cut = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        positive(self, "model", "labels rope_theta")
 
 
 @dataclass(frozen=True)
@@ -86,33 +80,34 @@ class WhisperConfig(ModelConfig):
 
     name: str = "whisper"
     # size of the embedding table: at least the size of the tokenizer's vocabulary
-    vocab_size: int = at_most(51_865, 2**24)
+    vocab_size: int = at_most(51_865, 2**24, above=0)
     # the longest decoder sequence in tokens, including model.prefix and model.end; one position embedding is learned
     # for each
     max_seq_len: int = 448
     # number of encoder blocks; 0: num_layers, which is the number of decoder blocks
-    encoder_layers: int = at_most(0, 10_000)
+    encoder_layers: int = at_most(0, 10_000, least=0)
     # number of encoder positions, each of two frames: 1500 positions are 30 seconds
-    audio_positions: int = at_most(1500, 2**22)
+    audio_positions: int = at_most(1500, 2**22, above=0)
     # mask the padding of audio in attention; False: padding is treated as silence, as in the published models
     mask_padding: bool = True
-    mels: int = at_most(80, 2**12)  # number of mel bands in a frame: 80, or 128 in large-v3
+    mels: int = at_most(80, 2**12, above=0)  # number of mel bands in a frame: 80, or 128 in large-v3
     # streaming: chunk size in encoder positions; each position attends to its own chunk and earlier ones; 0: to all
     # audio
-    audio_chunk: int = 0
+    audio_chunk: int = number(0, least=0)
     # with audio_chunk, the number of earlier chunks that a position attends to; 0: all of them
-    audio_chunks_back: int = 0
+    audio_chunks_back: int = number(0, least=0)
     # tokens at the start of every transcript: the start token and, where they are the same for all, language, task and
     # timestamps
     prefix: list[int] = dataclasses.field(default_factory=lambda: [50258], hash=False)
-    end: int = 50257  # the token that ends a transcript
+    end: int = number(50257, least=0)  # the token that ends a transcript
     # weight of a CTC loss on the encoder's output; the cross-entropy has weight 1 - ctc_weight; 0: no CTC head
-    ctc_weight: float = 0.0
+    ctc_weight: float = number(0.0, least=0, most=1.0, fix="give a share such as 0.3")
     # SpecAugment (arXiv 1904.08779) in training: number of time masks, which set ranges of frames to 0
-    time_masks: int = at_most(0, 2**10)
-    time_mask: int = 100  # SpecAugment: the most frames in one time mask
-    mel_masks: int = at_most(0, 2**10)  # SpecAugment: number of frequency masks, which set ranges of mel bands to 0
-    mel_mask: int = 27  # SpecAugment: the most mel bands in one frequency mask
+    time_masks: int = at_most(0, 2**10, least=0)
+    time_mask: int = number(100, above=0)  # SpecAugment: the most frames in one time mask
+    # SpecAugment: number of frequency masks, which set ranges of mel bands to 0
+    mel_masks: int = at_most(0, 2**10, least=0)
+    mel_mask: int = number(27, above=0)  # SpecAugment: the most mel bands in one frequency mask
 
     ties_head = True
     causal = False
@@ -122,8 +117,6 @@ class WhisperConfig(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        positive(self, "model", "vocab_size audio_positions mels time_mask mel_mask")
-        not_negative(self, "model", "encoder_layers audio_chunk audio_chunks_back ctc_weight time_masks mel_masks end")
         derive(self, "encoder_layers", self.num_layers)
         if self.mup_base:
             raise UserError("model.mup_base", "whisper does not support muP", "leave it out")
@@ -135,8 +128,6 @@ class WhisperConfig(ModelConfig):
                             "give an even one from 4")
         if self.audio_chunks_back and not self.audio_chunk:
             raise UserError("model.audio_chunks_back", "it is read with model.audio_chunk only", "set that, too")
-        if self.ctc_weight > 1:
-            raise UserError("model.ctc_weight", f"{self.ctc_weight} is a share above 1", "give one such as 0.3")
         if not self.prefix or len(self.prefix) >= self.max_seq_len:
             raise UserError("model.prefix",
                             f"{len(self.prefix)} tokens in sequences of model.max_seq_len={self.max_seq_len}",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtrain.config.field_checks import at_most, bounded, derive, not_negative, positive
+from jaxtrain.config.field_checks import at_most, bounded, derive, number
 from jaxtrain.errors import UserError, nearest
 
 
@@ -38,15 +38,17 @@ class ModelConfig:
     """The fields that every family has, and what other code asks a model of any family."""
 
     name: str = "gpt2"  # the model family
-    num_layers: int = at_most(4, 10_000)  # transformer blocks
-    embed_dim: int = at_most(128, 2**20)  # hidden size: the width of the residual stream
-    num_heads: int = at_most(4, 2**16)  # number of attention heads (of query heads, with grouped-query attention)
-    num_kv_heads: int = at_most(0, 2**16)  # number of key and value heads; 0: num_heads, fewer: grouped-query attention
-    head_dim: int = at_most(0, 2**16)  # width of one attention head; 0: embed_dim / num_heads
-    mlp_dim: int = at_most(0, 2**22)  # width of the MLP's hidden layer; 0: 4 x embed_dim
+    num_layers: int = at_most(4, 10_000, above=0)  # transformer blocks
+    embed_dim: int = at_most(128, 2**20, above=0)  # hidden size: the width of the residual stream
+    # number of attention heads (of query heads, with grouped-query attention)
+    num_heads: int = at_most(4, 2**16, above=0)
+    # number of key and value heads; 0: num_heads, fewer: grouped-query attention
+    num_kv_heads: int = at_most(0, 2**16, least=0)
+    head_dim: int = at_most(0, 2**16, least=0)  # width of one attention head; 0: embed_dim / num_heads
+    mlp_dim: int = at_most(0, 2**22, least=0)  # width of the MLP's hidden layer; 0: 4 x embed_dim
     # the longest sequence in tokens; GPT-2 learns one position embedding for each
-    max_seq_len: int = at_most(1024, 2**28)
-    norm_eps: float = 1e-5  # epsilon of LayerNorm and RMSNorm, added to the variance
+    max_seq_len: int = at_most(1024, 2**28, above=0)
+    norm_eps: float = number(1e-5, above=0)  # epsilon of LayerNorm and RMSNorm, added to the variance
     # muP: the widths of a narrow model, such as {"embed_dim": 64, "num_heads": 4}, whose best learning rate also suits
     # this model
     mup_base: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
@@ -68,8 +70,6 @@ class ModelConfig:
 
     def __post_init__(self):
         bounded(self, "model")
-        positive(self, "model", "num_layers embed_dim num_heads max_seq_len norm_eps")
-        not_negative(self, "model", "num_kv_heads head_dim mlp_dim")
         if not self.head_dim and self.embed_dim % self.num_heads:
             raise UserError("model.num_heads", f"{self.num_heads} does not divide model.embed_dim={self.embed_dim}",
                             "choose a divisor or set model.head_dim")

@@ -3,13 +3,13 @@
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from jaxtrain.config import part_tables, remat_policies
 from jaxtrain.config.family import config_class
-from jaxtrain.config.field_checks import at_most, bounded, derive, not_negative, one_of, positive
+from jaxtrain.config.field_checks import at_most, bounded, choice, derive, each_of, number
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.sections import compression_keys, island_keys, sparsity_keys, tuning_keys
 from jaxtrain.config.sections.compression_keys import CompressionConfig
@@ -40,12 +40,14 @@ class MeshConfig:
     expert: int = at_most(1, 2**20)  # size of expert parallelism: each device holds some of the experts
     # size of tensor parallelism: attention heads, MLPs and the vocabulary are sharded, and the sequence between them
     tensor: int = at_most(1, 2**20)
-    context_strategy: str = "auto"  # communication of attention when mesh.context splits sequences: docs/parallelism.md
+    # communication of attention when mesh.context splits sequences: docs/parallelism.md
+    context_strategy: str = choice("auto", "auto", "ring", "gather", "ulysses")
     rules: str = "fsdp_tp"  # how logical axis names map to mesh axes: data, fsdp or fsdp_tp
     # changes to these rules: logical axis name -> "axis", "a+b" (both axes) or "none"
     overrides: dict[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self):
+        bounded(self, "mesh")
         for axis in AXES:
             if (size := getattr(self, axis)) < 1 and size != -1:
                 raise UserError(f"mesh.{axis}", f"{size} is not an axis size", "give a positive number or -1")
@@ -56,7 +58,6 @@ class MeshConfig:
         if self.hsdp and (self.auto or (self.data, self.fsdp) != (-1, 1)):
             raise UserError("mesh.hsdp", "mesh=hsdp chooses mesh.data and mesh.fsdp, but one of them, or mesh=auto, "
                             "was given too", "leave out either mesh=hsdp or those sizes")
-        one_of("mesh.context_strategy", self.context_strategy, ("auto", "ring", "gather", "ulysses"))
         for name, axes in self.overrides.items():
             if not isinstance(axes, str):
                 raise UserError(f"mesh.overrides.{name}", f"{axes!r} is not text", "give 'axis', 'a+b' or 'none'")
@@ -66,19 +67,19 @@ class MeshConfig:
 class PipelineConfig:
     """The pipeline schedule, which is used if mesh.stage is more than 1."""
 
-    schedule: str = "1f1b"  # the schedule of forward and backward passes of micro-batches
+    # the schedule of forward and backward passes of micro-batches
+    schedule: str = choice("1f1b", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
     # pipeline micro-batches per batch, or per train.accumulation part; 0: chosen automatically, or as in pipeline.table
-    microbatches: int = at_most(0, 2**16)
+    microbatches: int = at_most(0, 2**16, least=0)
     # chunks of layers (virtual stages) on each stage; 0: 2 for interleaved and zb_v, else 1, or as in pipeline.table
-    chunks: int = at_most(0, 10_000)
+    chunks: int = at_most(0, 10_000, least=0)
     # overlap transfers between stages with computation, by one tick more for each transfer: this makes the bubble
     # longer
     overlap: bool = False
     table: str = ""  # a CSV or JSON file with a schedule of your own
 
     def __post_init__(self):
-        one_of("pipeline.schedule", self.schedule, ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"))
-        not_negative(self, "pipeline", "microbatches chunks")
+        bounded(self, "pipeline")
         if not self.table:
             derive(self, "chunks", 2 if self.schedule in ("interleaved", "zb_v") else 1)
 
@@ -97,41 +98,35 @@ class DataConfig:
     # how documents become sequences of seq_len tokens. concat: joined end to end and cut at seq_len. best_fit: packed
     # so that few are cut. bucket: one document per sequence, batched by length (prepared sequences need it). pairs,
     # answers: preference pairs or labelled answers, one per row, never cut
-    packing: str = "concat"
+    packing: str = choice("concat", "concat", "best_fit", "bucket", "pairs", "answers")
     # with packing=bucket, the sequence lengths of the buckets, ascending; []: chosen automatically
     buckets: list[int] = field(default_factory=list, hash=False)
     crop: bool = False  # truncate prepared sequences of more than seq_len steps; false: refuse them
     # let tokens attend to earlier documents in the same sequence, as many published recipes do
     cross_document_attention: bool = False
-    seq_len: int = at_most(256, 2**28)  # sequence length in tokens
-    global_batch_size: int = at_most(16, 2**24)  # sequences per step (batch size), over all devices
+    seq_len: int = at_most(256, 2**28, above=0)  # sequence length in tokens
+    global_batch_size: int = at_most(16, 2**24, above=0)  # sequences per step (batch size), over all devices
     seed: int = at_most(0, 2**63 - 1)  # seed of the shuffling of the data
     # share of the files that is held out for evaluation; a single file is split by position
-    eval_fraction: float = 0.05
+    eval_fraction: float = number(0.05, above=0, below=1, fix="try 0.05")
     cache_dir: str = ""  # folder for tokenized and downloaded data; "": $JAXTRAIN_CACHE or ~/.cache/jaxtrain
-    cache_bytes: int = at_most(2**36, 2**60)  # most bytes of the local disk cache of a corpus in object storage
+    # most bytes of the local disk cache of a corpus in object storage
+    cache_bytes: int = at_most(2**36, 2**60, least=2**20)
     # what to do about corrupt data: "fail", or "skip_and_count": sequences with corrupt data carry no loss
-    corrupt: str = "fail"
-    prefetch: int = at_most(2, 1000)  # number of batches prepared ahead in a background thread
+    corrupt: str = choice("fail", "fail", "skip_and_count")
+    prefetch: int = at_most(2, 1000, above=0)  # number of batches prepared ahead in a background thread
     # worker processes of Grain that read training batches, for data that one thread cannot read fast enough, such as
     # augmented images or audio; each holds two or three batches. 0: none
-    workers: int = at_most(0, 256)
+    workers: int = at_most(0, 256, least=0)
     # random augmentations of training images: "flip", "crop", "colour"
-    augment: list[str] = field(default_factory=list, hash=False)
+    augment: list[str] = field(default_factory=list, hash=False, metadata=each_of("flip", "crop", "colour"))
 
     def __post_init__(self):
-        positive(self, "data", "seq_len global_batch_size prefetch")
-        not_negative(self, "data", "workers")
+        bounded(self, "data")
         if not self.source:
             raise UserError("data.source", "it is empty", "name a folder or file of text, or a prepared corpus")
-        if not 0 < self.eval_fraction < 1:
-            raise UserError("data.eval_fraction", f"{self.eval_fraction} is not between 0 and 1", "try 0.05")
         if self.mixture and self.source != DataConfig.source:
             raise UserError("data.source", f"data.mixture names other sources than {self.source!r}", "leave it out")
-        if self.cache_bytes < 2**20:
-            raise UserError("data.cache_bytes", f"{self.cache_bytes} holds no chunk of tokens", f"use {2**20} or more")
-        one_of("data.corrupt", self.corrupt, ("fail", "skip_and_count"))
-        one_of("data.packing", self.packing, ("concat", "best_fit", "bucket", "pairs", "answers"))
         if self.buckets != sorted({size for size in self.buckets if type(size) is int and 0 < size <= self.seq_len}):
             raise UserError("data.buckets",
                             f"{self.buckets} are not ascending lengths up to data.seq_len={self.seq_len}",
@@ -146,8 +141,6 @@ class DataConfig:
             raise UserError("data.tokenizer", f"text that is not prepared is read as bytes, not with {self.tokenizer}",
                             f"run jaxtrain prepare --input=TEXT --output=CORPUS --tokenizer={self.tokenizer}, and set "
                             "data.source=CORPUS")
-        for kind in self.augment:
-            one_of("data.augment", kind, ("flip", "crop", "colour"))
 
 
 # What models that are not decoders of text have in a row: data.packing, and in words.
@@ -159,107 +152,105 @@ class OptimizerConfig:
     """The optimizer (built with optax), its learning rate schedule, and the sharding of its state."""
 
     name: str = "adamw"  # the optimizer
-    learning_rate: float = 1e-3  # the peak learning rate
+    learning_rate: float = number(1e-3, above=0)  # the peak learning rate
     schedule: str = "cosine"  # how the learning rate decays after warmup
-    warmup_steps: int = 0  # steps of linear warmup; or a fraction of train.steps
-    decay_fraction: float = 0.2  # with schedule=wsd, the share of the run in which the learning rate decays
-    final_fraction: float = 0.1  # learning rate at the end of the decay, as a fraction of learning_rate
-    weight_decay: float = 0.1  # weight decay, applied to matrices only and multiplied by the learning rate
-    clip_norm: float = 1.0  # gradients are clipped to this global norm; 0: no clipping
-    b1: float = 0.9  # decay rate of the first moment in adamw, lion and muon; the momentum of sgd
-    b2: float = 0.95  # decay rate of the second moment in adamw, lion and muon
+    warmup_steps: int = number(0, least=0)  # steps of linear warmup; or a fraction of train.steps
+    # with schedule=wsd, the share of the run in which the learning rate decays
+    decay_fraction: float = number(0.2, above=0, most=1.0, fix="try 0.2")
+    # learning rate at the end of the decay, as a fraction of learning_rate
+    final_fraction: float = number(0.1, least=0)
+    # weight decay, applied to matrices only and multiplied by the learning rate
+    weight_decay: float = number(0.1, least=0)
+    clip_norm: float = number(1.0, least=0)  # gradients are clipped to this global norm; 0: no clipping
+    # decay rate of the first moment in adamw, lion and muon; the momentum of sgd
+    b1: float = number(0.9, least=0, below=1, fix="try 0.9")
+    # decay rate of the second moment in adamw, lion and muon
+    b2: float = number(0.95, least=0, below=1, fix="try 0.95")
     # momentum of the matrices that muon updates; it updates all other parameters as AdamW, with b1 and b2
-    momentum: float = 0.95
-    eps: float = 1e-8  # epsilon of adamw and muon, added to the square root of the second moment
+    momentum: float = number(0.95, least=0, below=1, fix="try 0.95")
+    eps: float = number(1e-8, above=0)  # epsilon of adamw and muon, added to the square root of the second moment
     # dtype in which moments of matrices are stored; int8: with one scale per 128 elements
-    moment_dtype: str = "float32"
+    moment_dtype: str = choice("float32", "float32", "bfloat16", "int8")
     # ZeRO stage over mesh.data: shard the optimizer state (1), also gradients (2), also parameters (3)
-    zero_stage: int = 0
+    zero_stage: int = choice(0, 0, 1, 2, 3)
     offload: bool = False  # keep the optimizer state in host memory between steps: slower, but saves device memory
 
     def __post_init__(self):
+        bounded(self, "optimizer")
         part_tables.OPTIMIZERS.check(self.name)
         for name in {"b1", "b2", "momentum", "eps"}.difference(part_tables.moments_of(self.name)):
             if getattr(self, name) != (default := getattr(OptimizerConfig, name)):
                 raise UserError(f"optimizer.{name}", f"{self.name} does not read it", f"leave it out, or at {default}")
-        one_of("optimizer.moment_dtype", self.moment_dtype, ("float32", "bfloat16", "int8"))
         if not part_tables.moments_of(self.name) and self.moment_dtype != "float32":
             raise UserError("optimizer.moment_dtype", f"{self.name} keeps no moments that this would round",
                             "leave it out, or use adamw")
         part_tables.SCHEDULES.check(self.schedule)
-        positive(self, "optimizer", "learning_rate eps")
-        not_negative(self, "optimizer", "warmup_steps weight_decay clip_norm final_fraction")
-        for name in ("b1", "b2", "momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"optimizer.{name}", f"{getattr(self, name)} is not in [0, 1)", "try 0.9")
-        if not 0 < self.decay_fraction <= 1:
-            raise UserError("optimizer.decay_fraction", f"{self.decay_fraction} is not in (0, 1]", "try 0.2")
-        one_of("optimizer.zero_stage", self.zero_stage, (0, 1, 2, 3))
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The training loop and the compiled step."""
 
-    steps: int = 100  # number of optimizer steps in the run
-    epochs: float = 0.0  # length of the run in passes over the training data, instead of train.steps; 0: not used
+    steps: int = number(100, least=0)  # number of optimizer steps in the run
+    # length of the run in passes over the training data, instead of train.steps; 0: not used
+    epochs: float = number(0.0, least=0)
     seed: int = 0  # seed of the random initial parameters
     # initial parameters: a folder in Hugging Face's format, or the WORKDIR[@STEP] of a run; "": random
     init_from: str = ""
     # initial image encoder of vision_language: a published SigLIP or CLIP, or a run with an encoder
     init_encoder_from: str = ""
-    accumulation: int = at_most(1, 2**16)  # gradient accumulation: number of micro-batches per step
+    accumulation: int = at_most(1, 2**16, above=0)  # gradient accumulation: number of micro-batches per step
     # dtype of computation. auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, with the matmuls of layers in
     # 8 bits
-    precision: str = "auto"
+    precision: str = choice("auto", "auto", *PRECISIONS)
     objective: str = ""  # the objective; "": that of the family, of preference.loss or of reinforce.prompts
-    attention: str = "auto"  # attention kernel; auto: chosen by device, dtype and shapes (docs/training.md)
+    # attention kernel; auto: chosen by device, dtype and shapes (docs/training.md)
+    attention: str = choice("auto", "auto", "xla", "cudnn", "mosaic", "splash")
     # before compiling, refuse a run that will not fit in device memory according to the planner
     check_memory: bool = True
     # how tokens reach their experts with expert parallelism: "gather" (all-gather) or "ragged" (all-to-all)
-    expert_exchange: str = "auto"
+    expert_exchange: str = choice("auto", "auto", "gather", "ragged")
     # size of the experts' buffers relative to a balanced load; tokens that do not fit take additional passes; 0: no
     # limit
-    expert_buffer: float = 2.0
-    grouped_matmul: str = "auto"  # kernel of the experts' matrix products; auto: chosen by device, dtype and shapes
+    expert_buffer: float = number(2.0, least=0)
+    # kernel of the experts' matrix products; auto: chosen by device, dtype and shapes
+    grouped_matmul: str = choice("auto", "auto", "xla", "mosaic")
     # activations of a layer that are kept for the backward pass; the others are recomputed. "none": keep all; "full":
     # only the layer's input; "dots": also the results of matmuls; "attention": also the output of attention;
     # "attention_and_dots"; "auto": chosen by the planner; more in docs/training.md
     remat: str = "none"
     # layers per iteration of the scan over layers; 0: all of them; -1: all on GPUs where that is faster, else 1
-    unroll: int = at_most(-1, 10_000)
+    unroll: int = at_most(-1, 10_000, least=-1, fix="give a number of layers, 0 for all of them, or -1, which chooses")
     # number of chunks in which logits and loss of a micro-batch are computed, to save memory; 0: chosen by size
-    loss_chunks: int = at_most(0, 2**20)
-    z_loss: float = 0.0  # coefficient of the z-loss, the squared log-partition of the logits; 0: none
-    neftune_noise_alpha: float = 0.0  # NEFTune: scale of the noise added to embeddings in training, such as 5; 0: none
+    loss_chunks: int = at_most(0, 2**20, least=0)
+    z_loss: float = number(0.0, least=0)  # coefficient of the z-loss, the squared log-partition of the logits; 0: none
+    # NEFTune: scale of the noise added to embeddings in training, such as 5; 0: none
+    neftune_noise_alpha: float = number(0.0, least=0)
     # decay of an exponential moving average of the weights, which is then evaluated and saved; 0: none
-    ema_decay: float = 0.0
-    log_every: int = 1  # steps between lines of metrics.jsonl
-    eval_every: int = 0  # steps between evaluations, or a fraction of train.steps; 0: only at the end
-    eval_batches: int = 8  # number of batches in each evaluation
+    ema_decay: float = number(0.0, least=0, below=1, fix="try 0.999, or 0 for none")
+    log_every: int = number(1, above=0)  # steps between lines of metrics.jsonl
+    eval_every: int = number(0, least=0)  # steps between evaluations, or a fraction of train.steps; 0: only at the end
+    eval_batches: int = number(8, above=0)  # number of batches in each evaluation
     # early stopping: number of consecutive evaluations without a new lowest eval_loss after which the run ends; 0: off
-    patience: int = 0
+    patience: int = number(0, least=0)
     # number of tokens to generate as a sample at the end of the run; 0: no sample
-    sample_tokens: int = at_most(0, 2**24)
+    sample_tokens: int = at_most(0, 2**24, least=0)
     progress: bool = True  # show a progress line in the terminal
     # parameters that are not trained: paths with wildcards, or logical axes
     freeze: list[str] = field(default_factory=list, hash=False)
     # the only parameters that are trained: paths with wildcards, or logical axes
     trainable: list[str] = field(default_factory=list, hash=False)
-    frozen_dtype: str = ""  # dtype of frozen parameters; "": the same as that of the trained ones
+    # dtype of frozen parameters; "": the same as that of the trained ones
+    frozen_dtype: str = choice("", "", "float32", "bfloat16", "float16")
     deterministic: bool = False  # make steps bitwise reproducible on GPUs too; resilience.replay_every needs it
     # XLA compiler options, added to the preset; the value "" leaves an option at XLA's default
     compiler_options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self):
+        bounded(self, "train")
         for key in ("freeze", "trainable"):
             if wrong := [pattern for pattern in getattr(self, key) if not isinstance(pattern, str)]:
                 raise UserError(f"train.{key}", f"{wrong[0]!r} is not text", "give paths or logical axis names")
-        one_of("train.frozen_dtype", self.frozen_dtype, ("", "float32", "bfloat16", "float16"))
-        positive(self, "train", "accumulation log_every eval_batches")
-        not_negative(self, "train",
-                     "steps epochs expert_buffer loss_chunks z_loss eval_every sample_tokens neftune_noise_alpha "
-                     "patience")
         if self.epochs:
             if self.steps not in (0, TrainConfig.steps):
                 raise length_given_twice(self.steps, self.epochs)
@@ -267,17 +258,8 @@ class TrainConfig:
         if self.patience and not self.eval_every:
             raise UserError("train.patience", "it counts evaluations, and train.eval_every=0 leaves only the one "
                             "after the last step", "set train.eval_every, such as 0.05")
-        if not 0 <= self.ema_decay < 1:
-            raise UserError("train.ema_decay", f"{self.ema_decay} is not in [0, 1)", "try 0.999, or 0 for none")
-        if self.unroll < -1:
-            raise UserError("train.unroll", f"{self.unroll} is below -1", "give a number of layers, 0 for all of them, "
-                            "or -1, which chooses")
         if self.objective:
             part_tables.OBJECTIVES.check(self.objective)
-        one_of("train.precision", self.precision, ("auto", *PRECISIONS))
-        one_of("train.attention", self.attention, ("auto", "xla", "cudnn", "mosaic", "splash"))
-        one_of("train.expert_exchange", self.expert_exchange, ("auto", "gather", "ragged"))
-        one_of("train.grouped_matmul", self.grouped_matmul, ("auto", "xla", "mosaic"))
         for part in self.remat.split(","):
             remat_policies.policy(part.partition(":")[0])
 
@@ -286,28 +268,28 @@ class TrainConfig:
 class CheckpointConfig:
     """The checkpoints: when they are saved and how many are kept; the last step is always saved."""
 
-    every: int = 500  # steps between checkpoints, or a fraction of train.steps; 0: only at the end
-    keep: int = 2  # number of newest valid checkpoints to keep; nothing newer than these is ever deleted
-    keep_every: int = 0  # keep checkpoints at multiples of this step forever; 0: none
+    every: int = number(500, least=0)  # steps between checkpoints, or a fraction of train.steps; 0: only at the end
+    # number of newest valid checkpoints to keep; nothing newer than these is ever deleted
+    keep: int = number(2, above=0)
+    keep_every: int = number(0, least=0)  # keep checkpoints at multiples of this step forever; 0: none
     # also keep the checkpoint with the lowest value of a metric, such as eval_loss, or the highest, as highest:METRIC
     best: str = ""
-    verify: str = "full"  # verification before loading: "full" reads and hashes every file, "sizes" compares sizes only
+    # verification before loading: "full" reads and hashes every file, "sizes" compares sizes only
+    verify: str = choice("full", "full", "sizes")
     # mean time between failures in hours, for the hint about checkpoint.every; 0: 3,692 / number of processes
-    mtbf_hours: float = 0.0
+    mtbf_hours: float = number(0.0, least=0)
     # path or URL (s3://bucket/run) to which valid checkpoints are also copied, and from which they are restored; "":
     # none
     mirror: str = ""
     # steps between in-memory checkpoints: each process keeps its shards in its own machine's memory and in a peer's. 0:
     # off, since it takes up to three times the state of host memory, and as much for the peer.
-    local_checkpoint_every: int = 0
+    local_checkpoint_every: int = number(0, least=0)
     # folder for in-memory checkpoints; "": /dev/shm or the folder for temporary files; may contain environment
     # variables
     local_dir: str = ""
 
     def __post_init__(self):
-        not_negative(self, "checkpoint", "every mtbf_hours keep_every local_checkpoint_every")
-        positive(self, "checkpoint", "keep")
-        one_of("checkpoint.verify", self.verify, ("full", "sizes"))
+        bounded(self, "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -317,31 +299,28 @@ class ResilienceConfig:
     elastic: bool = False  # use another mesh if the configured one does not fit the devices; set by the supervisor
     # with elastic, the meshes to use, best first, such as "data=2,tensor=2"; []: derived from the configured one
     meshes: list[str] = field(default_factory=list, hash=False)
-    hang_factor: float = 20.0  # a step counts as hung after this many times the median step time; 0: never
-    hang_floor: float = 120.0  # seconds before which no step counts as hung
-    start_limit: float = 3600.0  # timeout in seconds of everything but steps: start, compilation, evaluation, saving
+    # a step counts as hung after this many times the median step time; 0: never
+    hang_factor: float = number(20.0, least=0)
+    hang_floor: float = number(120.0, above=0)  # seconds before which no step counts as hung
+    # timeout in seconds of everything but steps: start, compilation, evaluation, saving
+    start_limit: float = number(3600.0, above=0)
     # what to do on a spike of loss or gradient norm: "record" it, "skip" the update, or "rollback"
-    spikes: str = "record"
-    spike_z: float = 20.0  # threshold of a spike, in robust standard deviations above the median of the last 128 steps
-    max_skips: int = 10  # consecutive skipped updates after which the run stops (or, with "rollback", rolls back)
-    skip_batches: int = 16  # number of batches that a rollback skips: the one with the spike and those before it
-    max_rollbacks: int = 10  # number of rollbacks in the whole run after which it stops
+    spikes: str = choice("record", "record", "skip", "rollback")
+    # threshold of a spike, in robust standard deviations above the median of the last 128 steps
+    spike_z: float = number(20.0, above=0)
+    # consecutive skipped updates after which the run stops (or, with "rollback", rolls back)
+    max_skips: int = number(10, above=0)
+    # number of batches that a rollback skips: the one with the spike and those before it
+    skip_batches: int = number(16, above=0)
+    max_rollbacks: int = number(10, least=0)  # number of rollbacks in the whole run after which it stops
     # steps between checks that replicas hold the same bits (silent data corruption); also before each save; 0: never
-    check_every: int = 200
-    replay_every: int = 0  # steps between steps that are computed twice and must give the same bits; 0: never
-    probe_every: float = 60.0  # seconds between speed comparisons of processes and devices; 0: never
-    straggler_factor: float = 1.25  # report a process that is this many times as slow as its peers
+    check_every: int = number(200, least=0)
+    # steps between steps that are computed twice and must give the same bits; 0: never
+    replay_every: int = number(0, least=0)
+    probe_every: float = number(60.0, least=0)  # seconds between speed comparisons of processes and devices; 0: never
 
     def __post_init__(self):
-        not_negative(self, "resilience", "check_every replay_every probe_every")
-        if self.straggler_factor <= 1:
-            raise UserError("resilience.straggler_factor", f"{self.straggler_factor} would name processes that are not "
-                            "slow", "give more than 1, such as 1.25")
-        one_of("resilience.spikes", self.spikes, ("record", "skip", "rollback"))
-        positive(self, "resilience", "spike_z max_skips skip_batches")
-        not_negative(self, "resilience", "max_rollbacks")
-        not_negative(self, "resilience", "hang_factor")
-        positive(self, "resilience", "hang_floor start_limit")
+        bounded(self, "resilience")
         for text in self.meshes:
             parts = [part.strip().partition("=") for part in text.split(",")] if isinstance(text, str) else []
             if not parts or any(axis not in AXES or not (size == "-1" or (size.isdecimal() and int(size)))
@@ -373,8 +352,6 @@ class Config:
     plug_ins: dict[str, Any] = field(default_factory=dict, hash=False)  # options of other packages' parts, by name
 
     def __post_init__(self):
-        for section in fields(self)[:-1]:
-            bounded(getattr(self, section.name), section.name)
         if self.model.rough_size > MOST_PARAMETERS:
             raise UserError("model", f"its sizes make {self.model.rough_size:.1e} parameters, and the limit is "
                             f"{MOST_PARAMETERS:.0e}", "lower num_layers, embed_dim, mlp_dim or what else is large")

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from jaxtrain.config.field_checks import at_most, derive, not_negative, one_of, positive
+from jaxtrain.config.field_checks import at_most, choice, derive, number
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
 
@@ -14,17 +14,16 @@ CHANNELS = 3
 class PatchesConfig(ModelConfig):
     """Models whose sequences are patches of several images."""
 
-    patch_size: int = at_most(16, 2**10)  # side length of a patch in pixels
+    patch_size: int = at_most(16, 2**10, above=0)  # side length of a patch in pixels
     # the longest side of an image in patches; one position embedding is learned for each row and each column
-    patches_per_side: int = at_most(64, 2**12)
-    pictures_per_row: int = at_most(8, 2**16)  # the most images packed into one sequence
+    patches_per_side: int = at_most(64, 2**12, above=0)
+    pictures_per_row: int = at_most(8, 2**16, above=0)  # the most images packed into one sequence
     rows_of = "pictures"
     pictures_with = "labels"  # what is beside the pictures of a row: "labels", "texts" or "captions"
     flops_known = False
 
     def __post_init__(self):
         super().__post_init__()
-        positive(self, "model", "patch_size patches_per_side pictures_per_row")
         if self.mup_base:
             raise UserError("model.mup_base", f"{self.name} has an image encoder, for which muP is not supported",
                             "leave it out")
@@ -44,20 +43,20 @@ class PatchesConfig(ModelConfig):
 class PictureConfig(PatchesConfig):
     """An image encoder beside a model of text."""
 
-    picture_layers: int = at_most(4, 10_000)  # number of transformer blocks in the image encoder
-    picture_embed_dim: int = at_most(128, 2**20)  # hidden size of the image encoder
-    picture_heads: int = at_most(4, 2**16)  # number of attention heads in the image encoder
+    picture_layers: int = at_most(4, 10_000, above=0)  # number of transformer blocks in the image encoder
+    picture_embed_dim: int = at_most(128, 2**20, above=0)  # hidden size of the image encoder
+    picture_heads: int = at_most(4, 2**16, above=0)  # number of attention heads in the image encoder
     picture_mlp_dim: int = at_most(0, 2**22)  # MLP width of the image encoder; 0: 4 x picture_embed_dim
-    picture_norm_eps: float = 0.0  # epsilon of the image encoder's norms; 0: norm_eps
+    picture_norm_eps: float = number(0.0, least=0)  # epsilon of the image encoder's norms; 0: norm_eps
     # side length in pixels of the square images for which the image encoder learns one position embedding per patch, as
     # in published encoders; images of other shapes get interpolated ones. 0: the position embedding of a patch is the
     # sum of one for its row and one for its column
-    picture_size: int = at_most(0, 2**20)
+    picture_size: int = at_most(0, 2**20, least=0)
     # a class token before the patches of each image, a norm before the first block and no bias in the patch embedding,
     # as in CLIP
     class_token: bool = False
     # activation of the encoders' MLPs: "tanh" or "exact" GELU, or "quick", which is x sigmoid(1.702 x)
-    gelu: str = "tanh"
+    gelu: str = choice("tanh", "tanh", "exact", "quick")
     # mean of each colour channel, subtracted from pixel values between 0 and 1
     pixel_mean: list[float] = dataclasses.field(default_factory=lambda: [0.5] * CHANNELS, hash=False)
     # standard deviation of each colour channel, by which pixel values are divided
@@ -65,9 +64,6 @@ class PictureConfig(PatchesConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        positive(self, "model", "picture_layers picture_embed_dim picture_heads")
-        not_negative(self, "model", "picture_size picture_norm_eps")
-        one_of("model.gelu", self.gelu, ("tanh", "exact", "quick"))
         if 0 < self.picture_size < self.patch_size:
             raise UserError("model.picture_size", f"{self.picture_size} has no whole patch of {self.patch_size} pixels",
                             "give the side of an image, such as 224")
@@ -113,16 +109,16 @@ class DualEncoderConfig(PictureConfig):
     pictures_with = "texts"
     compares_rows = True
     # size of the text embedding table: at least the size of the tokenizer's vocabulary
-    vocab_size: int = at_most(320, 2**24)
-    text_len: int = at_most(64, 2**20)  # the longest text in tokens
+    vocab_size: int = at_most(320, 2**24, above=0)
+    text_len: int = at_most(64, 2**20, above=0)  # the longest text in tokens
     # width of the space in which image and text embeddings are compared; 0: embed_dim
     joint_dim: int = at_most(0, 2**20)
     # how the patches of an image become one embedding: "attention" with a learned query; "probe", the same with a
     # projected query (as in SigLIP); "mean"; or "class", the output of the class token (needs class_token)
-    pooling: str = "attention"
+    pooling: str = choice("attention", "attention", "probe", "mean", "class")
     # linear projections to joint_dim: "both" encoders, with biases; "text" only (as in SigLIP); "unbiased": both,
     # without biases (as in CLIP)
-    projections: str = "both"
+    projections: str = choice("both", "both", "text", "unbiased")
     text_begin: int = -1  # token placed before each text; -1: none
     text_end: int = -1  # token placed after each text; -1: none
     # padding token to fill texts to text_len (the encoder attends to it, as in SigLIP); -1: no padding
@@ -130,9 +126,6 @@ class DualEncoderConfig(PictureConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        positive(self, "model", "vocab_size text_len")
-        one_of("model.pooling", self.pooling, ("attention", "probe", "mean", "class"))
-        one_of("model.projections", self.projections, ("both", "text", "unbiased"))
         derive(self, "joint_dim", self.embed_dim)
         if (self.pooling == "class") != self.class_token:
             raise UserError("model.pooling", f"{self.pooling!r} does not go with model.class_token={self.class_token}",
@@ -173,7 +166,7 @@ class PictureFlowConfig(PatchesConfig):
     """Flow matching: a vision transformer that generates images of a given label from noise."""
 
     name: str = "picture_flow"
-    num_labels: int = at_most(10, 2**24)  # number of labels (classes) of images
+    num_labels: int = at_most(10, 2**24, above=0)  # number of labels (classes) of images
     causal = False
     rows_cut = True
     # The encoder of pictures is the whole model, so that the keys of every model say its shape. It has no table of
@@ -187,8 +180,4 @@ class PictureFlowConfig(PatchesConfig):
     picture_heads = property(lambda self: self.num_heads)
     picture_mlp_dim = property(lambda self: self.mlp_dim)
     picture_norm_eps = property(lambda self: self.norm_eps)
-
-    def __post_init__(self):
-        super().__post_init__()
-        positive(self, "model", "num_labels")
 

@@ -15,12 +15,11 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
 
-from jaxtrain.config.schema import Config
 from jaxtrain.distributed import exit_codes, launch_environment
 from jaxtrain.distributed.authentication import opened, sealed
 from jaxtrain.distributed.launch_environment import Place
@@ -81,12 +80,19 @@ def processes() -> int:
     return jax._src.distributed.global_state.num_processes or 1
 
 
-def agree(config: Config) -> None:
-    """Raise a `UserError` in all processes if the config or versions of one differ from those of the first."""
+class Settings(Protocol):
+    """The settings that all processes of a run must share."""
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return them in plain JSON, by section and key."""
+
+
+def agree(settings: Settings) -> None:
+    """Raise a `UserError` in all processes if the settings or versions of one differ from those of the first."""
     store = jax._src.distributed.global_state.client
     if store is None:
         return
-    ours = {f"{section}.{key}": value for section, keys in config.to_dict().items() for key, value in keys.items()
+    ours = {f"{section}.{key}": value for section, keys in settings.to_dict().items() for key, value in keys.items()
             if (section, key) not in _OWN}
     ours |= {f"version of {name}": version_of(name) for name in ("jaxtrain", "jax", "jaxlib")}
     ours = json.loads(json.dumps(ours))

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from jaxtrain.parallel.compression.compressed_gradients import NAME, CompressedGradients, refused
 from jaxtrain.run import Extension, Parts
+from jaxtrain.run.validation import Refusal
 from jaxtrain.train_step.gradients import StateGradient
 from jaxtrain.train_step.state import Extras, Layout
-from jaxtrain.validation import Refusal
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Compression(Extension):
 
     refusals = (
         Refusal("compression.axis", "compressed gradients over an axis that splits parameters, and in a pipeline",
-                lambda a: refused(a.config, a.mesh, a.rules),
-                lambda a: (refused(a.config, a.mesh, a.rules) or ("", ""))[0],
-                lambda a: (refused(a.config, a.mesh, a.rules) or ("", ""))[1],
+                lambda a: refused(a.config.compression, a.mesh, a.rules),
+                lambda a: (refused(a.config.compression, a.mesh, a.rules) or ("", ""))[0],
+                lambda a: (refused(a.config.compression, a.mesh, a.rules) or ("", ""))[1],
                 {"mesh.fsdp": 2, "compression.method": "int8", "compression.axis": "fsdp"},
                 {"compression.axis": "data"}),
     )
@@ -30,7 +30,9 @@ class Compression(Extension):
     @classmethod
     def of(cls, parts: Parts) -> "Compression":
         """Return it for these parameters."""
-        return cls(CompressedGradients(parts.config, parts.layout, parts.abstract.params, parts.updates))
+        c = parts.config
+        return cls(CompressedGradients(c.compression, c.optimizer.zero_stage, parts.layout, parts.abstract.params,
+                                       parts.updates))
 
     def extra_state(self) -> Extras:
         """Return what is remembered at step 0."""

@@ -16,11 +16,11 @@ import optax
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.run import Extension, Parts
+from jaxtrain.run.validation import Refusal
 from jaxtrain.sharding.host_memory import HOST, fetched
 from jaxtrain.train_step import optimizers
 from jaxtrain.train_step.hooks import MakeUpdate, Update
 from jaxtrain.train_step.state import Layout
-from jaxtrain.validation import Refusal
 
 
 @dataclass(frozen=True)

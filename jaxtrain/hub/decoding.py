@@ -28,6 +28,7 @@ from jaxtrain.models import lora
 from jaxtrain.models.attention.kv_cache import CACHE, Cache, in_place
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.make_model import make_model
+from jaxtrain.parallel.expert_options import ExpertOptions
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES
 from jaxtrain.train_step.state import Skeleton
@@ -50,7 +51,7 @@ def programs(run: "Run") -> "Decoding":
     # Without remat, which is for gradients, and without a capacity of experts: no token is dropped.
     c = run.config.model
     c = replace(c, capacity_factor=0.0) if isinstance(c, RoutedConfig) else c
-    how = Compute(experts=Compute.of(run.config).experts)
+    how = Compute(experts=ExpertOptions.of(run.config.train))
     model = Skeleton.of(nnx.eval_shape(
         lambda: make_model(c, how, run.config.lora, scalar_head=run.config.scalar_head,
                            rngs=nnx.Rngs(params=jax.random.key(0)))))

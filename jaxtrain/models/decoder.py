@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.schema import MeshConfig, TrainConfig
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention.kv_cache import CACHE, Cache
 from jaxtrain.models.heads.multi_token_prediction import MTPHead
@@ -32,11 +33,11 @@ class Compute:
     context: str = "auto"
 
     @classmethod
-    def of(cls, config: Config, platform: str = "", pipeline: bool = False) -> "Compute":
+    def of(cls, model: ModelConfig, train: TrainConfig, mesh: MeshConfig, platform: str = "",
+           pipeline: bool = False) -> "Compute":
         """Return what a config asks for, on devices of a platform such as "gpu", with or without a pipeline."""
-        t = config.train
-        unroll = layers_at_once(config, platform, pipeline)
-        return cls(t.attention, ExpertOptions.of(t), t.remat, unroll, config.mesh.context_strategy)
+        unroll = layers_at_once(model, train, platform, pipeline)
+        return cls(train.attention, ExpertOptions.of(train), train.remat, unroll, mesh.context_strategy)
 
 
 class Block(nnx.Module):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxtrain.config.family import Family
-from jaxtrain.config.field_checks import at_most, derive, not_negative
+from jaxtrain.config.field_checks import at_most, derive
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.decoder_tensors import HEADS, OUT
@@ -35,11 +35,12 @@ class DeepseekV3Config(ExpertsConfig):
 
     name: str = "deepseek_v3"
     # rank of the latent that queries are compressed to (q_lora_rank); 0: queries are not compressed
-    q_rank: int = at_most(0, 2**20)
-    kv_rank: int = at_most(0, 2**20)  # rank of the latent that keys and values are compressed to (kv_lora_rank)
+    q_rank: int = at_most(0, 2**20, least=0)
+    # rank of the latent that keys and values are compressed to (kv_lora_rank)
+    kv_rank: int = at_most(0, 2**20, least=0)
     # width of the part of a head with rotary positions, in addition to head_dim, which has none
-    rope_head_dim: int = at_most(0, 2**16)
-    value_head_dim: int = at_most(0, 2**16)  # width of a value head; 0: head_dim
+    rope_head_dim: int = at_most(0, 2**16, least=0)
+    value_head_dim: int = at_most(0, 2**16, least=0)  # width of a value head; 0: head_dim
     latent_attention = True
     # parts of heads grow like head_dim
     widths: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -47,7 +48,6 @@ class DeepseekV3Config(ExpertsConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        not_negative(self, "model", "q_rank kv_rank rope_head_dim value_head_dim")
         if not self.kv_rank:
             raise UserError("model.kv_rank", "deepseek_v3 needs a latent", "give its width, such as 512")
         if "kv_rank" in self.mup_base and not self.q_rank:

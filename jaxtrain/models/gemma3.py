@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.family import Family
-from jaxtrain.config.field_checks import derive, not_negative, positive
+from jaxtrain.config.field_checks import derive, number
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.hf_format import COMMON, NO, Entry, HFConfig, Keys
@@ -29,19 +29,18 @@ class Gemma3Config(DecoderConfig):
     """Gemma 3: local layers with a sliding window, and global layers, each kind with its own rotary base."""
 
     name: str = "gemma3"
-    window: int = 512  # sliding window of the local layers, in tokens
-    global_every: int = 6  # every N-th layer is global: it uses full attention
-    rope_theta: float = 1_000_000.0  # base frequency of the rotary positions in the global layers
-    local_rope_theta: float = 10_000.0  # base frequency of the rotary positions in the local layers
-    rope_factor: float = 1.0  # divisor of positions in the global layers: 1 in Gemma 3 1B, 8 in 4B and larger
-    query_scale: int = 0  # attention scores are divided by the square root of this number; 0: head_dim
+    window: int = number(512, above=0)  # sliding window of the local layers, in tokens
+    global_every: int = number(6, above=0)  # every N-th layer is global: it uses full attention
+    rope_theta: float = number(1_000_000.0, above=0)  # base frequency of the rotary positions in the global layers
+    local_rope_theta: float = number(10_000.0, above=0)  # base frequency of the rotary positions in the local layers
+    # divisor of positions in the global layers: 1 in Gemma 3 1B, 8 in 4B and larger
+    rope_factor: float = number(1.0, above=0)
+    query_scale: int = number(0, least=0)  # attention scores are divided by the square root of this number; 0: head_dim
     norm_eps: float = 1e-6
     scaled_embeddings = True
 
     def __post_init__(self):
         super().__post_init__()
-        positive(self, "model", "window global_every rope_theta local_rope_theta rope_factor")
-        not_negative(self, "model", "query_scale")
         derive(self, "query_scale", self.head_dim)
         if self.growth.get("head_dim", 1) != 1 and self.query_scale != self.head_dim:
             raise UserError("model.query_scale", f"{self.query_scale} does not grow with heads that grow by "

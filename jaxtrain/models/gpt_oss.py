@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.config.decoder_config import RoutedConfig
 from jaxtrain.config.family import Family
-from jaxtrain.config.field_checks import at_most, positive
+from jaxtrain.config.field_checks import at_most, number
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.layer_patterns import global_every, layer_types
@@ -30,14 +30,14 @@ class GptOssConfig(RoutedConfig):
     """gpt-oss: a mixture of experts with biases and attention sinks; every second layer has a sliding window."""
 
     name: str = "gpt_oss"
-    window: int = 128  # sliding window of the local layers, in tokens
-    global_every: int = 2  # every N-th layer is global: it uses full attention
+    window: int = number(128, above=0)  # sliding window of the local layers, in tokens
+    global_every: int = number(2, above=0)  # every N-th layer is global: it uses full attention
     rope_theta: float = 150_000.0  # base frequency of the rotary position embedding (RoPE)
-    num_experts: int = at_most(32, 2**16)  # mixture of experts: number of routed experts in a layer
+    num_experts: int = at_most(32, 2**16, above=0)  # mixture of experts: number of routed experts in a layer
     experts_per_token: int = at_most(4, 2**16)  # number of experts that process each token (top-k)
     # limit of an expert's activations: the up projection is clamped to [-limit, limit], the gate from above only
-    swiglu_limit: float = 7.0
-    swiglu_alpha: float = 1.702  # alpha in the experts' activation, gate x sigmoid(alpha x gate)
+    swiglu_limit: float = number(7.0, above=0)
+    swiglu_alpha: float = number(1.702, above=0)  # alpha in the experts' activation, gate x sigmoid(alpha x gate)
     tied_embeddings: bool = False  # whether the output projection shares the weights of the embedding table
     sinks = True
 
@@ -45,10 +45,6 @@ class GptOssConfig(RoutedConfig):
     def global_layers(self) -> int:
         """The number of layers without a window."""
         return self.num_layers // self.global_every
-
-    def _check_experts(self):
-        positive(self, "model", "window global_every num_experts swiglu_limit swiglu_alpha")
-        super()._check_experts()
 
 
 def gpt_oss(c: GptOssConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":

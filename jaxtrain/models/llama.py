@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.family import Family
-from jaxtrain.config.field_checks import at_most, not_negative
+from jaxtrain.config.field_checks import at_most, number
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors, layer_patterns
 from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse
@@ -26,14 +26,13 @@ class DenseConfig(RotaryConfig):
     """Rotary positions, context extension, multi-token prediction, and a window that the first layers may lack."""
 
     # multi-token prediction: loss weight of an extra layer that predicts the token after the next one; 0: no such layer
-    mtp_loss_weight: float = 0.0
+    mtp_loss_weight: float = number(0.0, least=0)
     # with model.window, as in Qwen2 and Qwen3: number of first layers that use full attention
-    global_first: int = at_most(0, 10_000)
+    global_first: int = at_most(0, 10_000, least=0)
     late_window = True  # whether the first layers may be without the window
 
     def __post_init__(self):
         super().__post_init__()
-        not_negative(self, "model", "mtp_loss_weight global_first")
         if self.global_first and (not self.window or self.global_first >= self.num_layers):
             raise UserError("model.global_first", f"{self.global_first} of {self.num_layers} layers leaves none with "
                             f"model.window={self.window}", "lower it, or leave it out")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from jaxtrain.config.decoder_config import RoutedConfig
 from jaxtrain.config.family import Family
-from jaxtrain.config.field_checks import at_most, not_negative, one_of, positive
+from jaxtrain.config.field_checks import at_most, choice, number
 from jaxtrain.config.model_config import Experts
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors, layer_patterns
@@ -20,19 +20,20 @@ class ExpertsConfig(RoutedConfig, DenseConfig):
     name: str = "mixtral"
     late_window = False
     # number of shared experts, which process every token; they form one MLP of their summed width
-    shared_experts: int = at_most(0, 2**10)
+    shared_experts: int = at_most(0, 2**10, least=0)
     # number of first layers that have a dense MLP of width mlp_dim instead of experts
-    dense_layers: int = at_most(0, 10_000)
+    dense_layers: int = at_most(0, 10_000, least=0)
     # after dense_layers, every N-th layer has experts; the others have a dense MLP
-    experts_every: int = at_most(1, 10_000)
-    router: str = "softmax"  # function that turns router logits into scores: "softmax" or "sigmoid"
+    experts_every: int = at_most(1, 10_000, above=0)
+    # function that turns router logits into scores: "softmax" or "sigmoid"
+    router: str = choice("softmax", "softmax", "sigmoid")
     normalize_router: bool = True  # whether the weights of the experts chosen for a token are normalized to sum to 1
-    router_scale: float = 1.0  # factor by which the weights of the chosen experts are multiplied
-    expert_groups: int = at_most(1, 2**16)  # number of groups into which the experts are divided
+    router_scale: float = number(1.0, above=0)  # factor by which the weights of the chosen experts are multiplied
+    expert_groups: int = at_most(1, 2**16, above=0)  # number of groups into which the experts are divided
     # number of groups that a token may choose experts from: those with the highest sum of their two best scores
-    expert_groups_used: int = at_most(1, 2**16)
+    expert_groups_used: int = at_most(1, 2**16, above=0)
     # update size of the router bias that balances the load without a loss (DeepSeek-V3); 0: no bias
-    router_bias_rate: float = 0.0
+    router_bias_rate: float = number(0.0, least=0)
 
     @property
     def experts(self) -> Experts:
@@ -43,9 +44,6 @@ class ExpertsConfig(RoutedConfig, DenseConfig):
             groups_used=self.expert_groups_used, bias_rate=self.router_bias_rate)
 
     def _check_experts(self):
-        not_negative(self, "model", "shared_experts dense_layers router_bias_rate")
-        one_of("model.router", self.router, ("softmax", "sigmoid"))
-        positive(self, "model", "experts_per_token experts_every router_scale expert_groups expert_groups_used")
         if not self.num_experts:
             for key, none in (("shared_experts", 0), ("dense_layers", 0), ("router_bias_rate", 0), ("balance_loss", 0),
                               ("router_z_loss", 0), ("capacity_factor", 0), ("expert_groups", 1), ("experts_every", 1)):

@@ -5,27 +5,28 @@ from typing import Any
 
 import jax
 
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.remat_policies import Policy, policies
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import TrainConfig
 from jaxtrain.kernels.attention.cudnn_attention import kept_results
 
 Wrap = Callable[[Callable], Callable]  # a layer's function -> one with the same results
 
 
-def layers_at_once(config: Config, platform: str, pipeline: bool = False) -> int:
+def layers_at_once(model: ModelConfig, train: TrainConfig, platform: str, pipeline: bool = False) -> int:
     """Return how many layers form an iteration of the loop over layers (0: all, so that there is no loop).
 
     Without a loop what a layer keeps is not copied into arrays of all layers and back, and the compiler overlaps the
     communication of one layer with the computation of the next. But it compiles for longer, and where layers keep
     little it holds on to more of other things. docs/performance.md has figures.
     """
-    t, kind = config.train, platform.partition(":")[0]
-    kept = [policy for policy, _ in policies(t.remat, config.model.stacked_layers)]
+    kind = platform.partition(":")[0]
+    kept = [policy for policy, _ in policies(train.remat, model.stacked_layers)]
     if kind in ("", "cpu") and not all(policy.everything for policy in kept):
         return 1  # XLA for CPU would merge both computations of an unrolled layer
-    if t.unroll >= 0:
-        return t.unroll
-    pays = all(policy.keeps_products for policy in kept) and config.model.num_layers <= 48 and not pipeline
+    if train.unroll >= 0:
+        return train.unroll
+    pays = all(policy.keeps_products for policy in kept) and model.num_layers <= 48 and not pipeline
     return 0 if pays and kind in ("gpu", "cuda") else 1
 
 

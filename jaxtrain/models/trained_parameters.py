@@ -3,19 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.schema import TrainConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.models.heads.scalar_head import is_head
 from jaxtrain.train_step import partition
 
 
-def is_frozen(config: Config, axes: Any) -> Callable[[str], bool]:
+def is_frozen(model: ModelConfig, train: TrainConfig, lora: LoraConfig, axes: Any) -> Callable[[str], bool]:
     """Return the function that says of a parameter's path whether it is frozen.
 
     A head of rewards or values, which nothing was trained to read out before, is not by `lora` and `train.trainable`.
     """
-    lora, train = config.lora.rank > 0, config.train
-    named = {*partition.frozen_paths(axes, train.freeze, train.trainable), *config.model.fixed}
-    if not (lora or train.trainable):
+    named = {*partition.frozen_paths(axes, train.freeze, train.trainable), *model.fixed}
+    if not (lora.rank or train.trainable):
         return named.__contains__
     from jaxtrain.models.lora import is_adapter, is_start
 

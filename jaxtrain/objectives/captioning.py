@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import DataConfig, TrainConfig
 from jaxtrain.models.vision.connector import embedded
 from jaxtrain.models.vision_language import VisionLanguageConfig
 from jaxtrain.objectives.contrastive import patches_spec
 from jaxtrain.objectives.next_token import NextToken
+from jaxtrain.objectives.objective import of_sections
 from jaxtrain.train_step.state import Skeleton
 
 
@@ -20,11 +21,12 @@ class Captioning(NextToken):
 
     shape: VisionLanguageConfig
 
+    @of_sections
     @classmethod
-    def of(cls, config: Config, model: Skeleton) -> "Captioning":
-        """Return the objective that a config describes."""
-        assert isinstance(config.model, VisionLanguageConfig)
-        return cls(**vars(NextToken.of(config, model)), shape=config.model)
+    def of(cls, skeleton: Skeleton, *, model: VisionLanguageConfig, train: TrainConfig,
+           data: DataConfig) -> "Captioning":
+        """Return the objective that these sections of a config describe."""
+        return cls(**vars(NextToken.of(skeleton, model=model, train=train, data=data)), shape=model)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.modality_families import ClipsConfig
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import TrainConfig
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.models.modalities.clip_encoder import BANDS
 from jaxtrain.objectives.next_token import stacks
-from jaxtrain.objectives.objective import OfTheModelAlone, without_z_loss
+from jaxtrain.objectives.objective import OfTheModelAlone, of_sections, without_z_loss
 from jaxtrain.parallel.cut_rows import arrange, row_copies
 from jaxtrain.parallel.pipeline.parts import Parts
 from jaxtrain.sharding import rules as sharding
@@ -27,12 +27,12 @@ class ClipLabel(OfTheModelAlone):
     model: Skeleton
     labels: int
 
+    @of_sections
     @classmethod
-    def of(cls, config: Config, model: Skeleton) -> "ClipLabel":
-        """Return the objective that a config describes."""
-        assert isinstance(config.model, ClipsConfig)
-        without_z_loss(config)
-        return cls(model, config.model.labels)
+    def of(cls, skeleton: Skeleton, *, model: ClipsConfig, train: TrainConfig) -> "ClipLabel":
+        """Return the objective that these sections of a config describe."""
+        without_z_loss(model, train)
+        return cls(skeleton, model.labels)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import TrainConfig
+from jaxtrain.config.sections.compression_keys import CompressionConfig
 from jaxtrain.config.vision_keys import DualEncoderConfig
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.errors import UserError
 from jaxtrain.models.vision import pooling
 from jaxtrain.models.vision.dual_encoder import STACKS
-from jaxtrain.objectives.objective import OfTheModelAlone, without_z_loss
+from jaxtrain.objectives.objective import OfTheModelAlone, of_sections, without_z_loss
 from jaxtrain.parallel.all_pairs import all_pairs, count_matched
 from jaxtrain.parallel.cut_rows import whole_rows
 from jaxtrain.parallel.pipeline.parts import Parts
@@ -43,15 +44,16 @@ class Contrastive(OfTheModelAlone):
     shape: DualEncoderConfig
     evaluates: bool = False  # count how many pictures are nearest to their own text
 
+    @of_sections
     @classmethod
-    def of(cls, config: Config, model: Skeleton) -> "Contrastive":
-        """Return the objective that a config describes."""
-        assert isinstance(config.model, DualEncoderConfig)
-        without_z_loss(config)
-        if config.compression.method:
-            raise UserError("compression.method", f"{config.model.name} compares pairs over the whole batch, of which "
+    def of(cls, skeleton: Skeleton, *, model: DualEncoderConfig, train: TrainConfig,
+           compression: CompressionConfig) -> "Contrastive":
+        """Return the objective that these sections of a config describe."""
+        without_z_loss(model, train)
+        if compression.method:
+            raise UserError("compression.method", f"{model.name} compares pairs over the whole batch, of which "
                             "each part of the mesh would see its own alone", "leave it out")
-        return cls(model, config.model)
+        return cls(skeleton, model)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import TrainConfig
 from jaxtrain.config.vision_keys import PictureFlowConfig
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.objectives.contrastive import patches_spec
-from jaxtrain.objectives.objective import OfTheModelAlone, without_z_loss
+from jaxtrain.objectives.objective import OfTheModelAlone, of_sections, without_z_loss
 from jaxtrain.parallel.cut_rows import arrange
 from jaxtrain.parallel.pipeline.parts import Parts
 from jaxtrain.sharding import rules as sharding
@@ -35,12 +35,12 @@ class FlowMatching(OfTheModelAlone):
     model: Skeleton
     shape: PictureFlowConfig
 
+    @of_sections
     @classmethod
-    def of(cls, config: Config, model: Skeleton) -> "FlowMatching":
-        """Return the objective that a config describes."""
-        assert isinstance(config.model, PictureFlowConfig)
-        without_z_loss(config)
-        return cls(model, config.model)
+    def of(cls, skeleton: Skeleton, *, model: PictureFlowConfig, train: TrainConfig) -> "FlowMatching":
+        """Return the objective that these sections of a config describe."""
+        without_z_loss(model, train)
+        return cls(skeleton, model)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:

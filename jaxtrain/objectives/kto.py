@@ -19,9 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.config.schema import Config
-from jaxtrain.config.sections.tuning_keys import PreferenceConfig
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.schema import DataConfig, MeshConfig, TrainConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig
 from jaxtrain.data.packing.answer_rows import COLUMNS, MISMATCHED
+from jaxtrain.objectives.objective import of_sections
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments, WithReference, summed_over_rows
 from jaxtrain.train_step.state import Skeleton
 
@@ -34,10 +36,13 @@ class Kto(WithReference):
 
     settings: PreferenceConfig
 
+    @of_sections
     @classmethod
-    def of(cls, config: Config, model: Skeleton) -> "Kto":
-        """Return the objective that a config describes."""
-        return cls(**cls.fields_of(config, model, True), settings=config.preference)
+    def of(cls, skeleton: Skeleton, *, model: ModelConfig, train: TrainConfig, data: DataConfig, mesh: MeshConfig,
+           lora: LoraConfig, preference: PreferenceConfig) -> "Kto":
+        """Return the objective that these sections of a config describe."""
+        return cls(**cls.fields_of(skeleton, True, model=model, train=train, data=data, mesh=mesh, lora=lora,
+                                   preference=preference), settings=preference)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.modality_families import EventsConfig
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import TrainConfig
 from jaxtrain.data.loading.batch_spec import Array
 from jaxtrain.models.modalities.event_transformer import ELAPSED, log_time
 from jaxtrain.objectives.next_token import NextToken
+from jaxtrain.objectives.objective import of_sections
 from jaxtrain.parallel.cut_rows import arrange
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
@@ -29,11 +30,11 @@ class NextEvent(NextToken):
     columns: EventsConfig
     evaluates: bool = False  # count how often the likeliest id is right; the time's error is a metric, and no loss
 
+    @of_sections
     @classmethod
-    def of(cls, config: Config, model: Skeleton) -> "NextEvent":
-        """Return the objective that a config describes."""
-        assert isinstance(config.model, EventsConfig)
-        return cls(model, config.train.loss_chunks, config.train.z_loss, columns=config.model)
+    def of(cls, skeleton: Skeleton, *, model: EventsConfig, train: TrainConfig) -> "NextEvent":
+        """Return the objective that these sections of a config describe."""
+        return cls(skeleton, train.loss_chunks, train.z_loss, columns=model)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.schema import DataConfig, TrainConfig
 from jaxtrain.kernels.cross_entropy import cross_entropy, penalized_cross_entropy
 from jaxtrain.models import training_noise
 from jaxtrain.models.decoder import Decoder
 from jaxtrain.models.heads.multi_token_prediction import with_second_targets
-from jaxtrain.objectives.objective import OfTheModelAlone
+from jaxtrain.objectives.objective import OfTheModelAlone, of_sections
 from jaxtrain.observe.own_parts import describe
 from jaxtrain.parallel.cut_rows import arrange
 from jaxtrain.parallel.pipeline.parts import Parts
@@ -34,12 +35,12 @@ class NextToken(OfTheModelAlone):
     cross_documents: bool = False  # a row is one text: attention and positions run on where a document ends
     penalties: bool = True  # add what the model reports, such as its routers' load-balance loss
 
+    @of_sections
     @classmethod
-    def of(cls, config: Config, model: Skeleton) -> "NextToken":
-        """Return the objective that a config describes."""
-        t, m = config.train, config.model
-        return cls(model, t.loss_chunks, t.z_loss, m.multi_token_loss, m.experts.per_token,
-                   config.data.cross_document_attention)
+    def of(cls, skeleton: Skeleton, *, model: ModelConfig, train: TrainConfig, data: DataConfig) -> "NextToken":
+        """Return the objective that these sections of a config describe."""
+        return cls(skeleton, train.loss_chunks, train.z_loss, model.multi_token_loss, model.experts.per_token,
+                   data.cross_document_attention)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:

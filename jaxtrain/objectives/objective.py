@@ -1,15 +1,15 @@
 """The protocol of an objective: the loss, the batches it takes, and how a pipeline cuts it into stages."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.schema import TrainConfig
 from jaxtrain.errors import UserError
 from jaxtrain.observe.own_parts import describe
 from jaxtrain.parallel.pipeline.parts import Parts
-from jaxtrain.train_step.state import Skeleton
 
 
 class Objective(Protocol):
@@ -103,11 +103,18 @@ class OfTheModelAlone:
         return None
 
 
-# From the config and the model without its numbers.
-MakeObjective = Callable[[Config, Skeleton], Objective]
+# It takes the model without its numbers, and the sections of a config that its keyword-only parameters name. One of the
+# user's may take the whole config and the model instead (run/made_of_sections.py).
+MakeObjective = Callable[..., Objective]
+Made = TypeVar("Made", bound=Objective)
 
 
-def without_z_loss(config: Config) -> None:
+def of_sections(make: Callable[..., Made]) -> Callable[..., Made]:
+    """Return the class method as it is; for type checkers, a subclass may read other sections than its base."""
+    return make
+
+
+def without_z_loss(model: ModelConfig, train: TrainConfig) -> None:
     """Refuse `train.z_loss` for an objective that does not read it."""
-    if config.train.z_loss:
-        raise UserError("train.z_loss", f"{config.model.name} has no cross-entropy per token", "leave it out")
+    if train.z_loss:
+        raise UserError("train.z_loss", f"{model.name} has no cross-entropy per token", "leave it out")

@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.config.schema import Config
-from jaxtrain.config.sections.tuning_keys import ReinforceConfig
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.schema import DataConfig, MeshConfig, TrainConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig, ReinforceConfig
+from jaxtrain.objectives.objective import of_sections
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments, WithReference, summed_over_rows
 from jaxtrain.train_step.state import Skeleton
 
@@ -36,10 +38,13 @@ class PolicyGradient(WithReference):
 
     settings: ReinforceConfig
 
+    @of_sections
     @classmethod
-    def of(cls, config: Config, model: Skeleton) -> "PolicyGradient":
-        """Return the objective that a config describes."""
-        return cls(**cls.fields_of(config, model, config.reinforce.kl > 0), settings=config.reinforce)
+    def of(cls, skeleton: Skeleton, *, model: ModelConfig, train: TrainConfig, data: DataConfig, mesh: MeshConfig,
+           lora: LoraConfig, preference: PreferenceConfig, reinforce: ReinforceConfig) -> "PolicyGradient":
+        """Return the objective that these sections of a config describe."""
+        return cls(**cls.fields_of(skeleton, reinforce.kl > 0, model=model, train=train, data=data, mesh=mesh,
+                                   lora=lora, preference=preference), settings=reinforce)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.config.schema import Config
-from jaxtrain.config.sections.tuning_keys import PreferenceConfig
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.schema import DataConfig, MeshConfig, TrainConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig
+from jaxtrain.objectives.objective import of_sections
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments, WithReference, summed_over_rows
 from jaxtrain.train_step.state import Skeleton
 
@@ -27,11 +29,14 @@ class Preference(WithReference):
 
     settings: PreferenceConfig
 
+    @of_sections
     @classmethod
-    def of(cls, config: Config, model: Skeleton) -> "Preference":
-        """Return the objective that a config describes."""
-        loss = LOSSES.get(config.preference.loss)  # a subclass has others
-        return cls(**cls.fields_of(config, model, loss is not None and loss.reference), settings=config.preference)
+    def of(cls, skeleton: Skeleton, *, model: ModelConfig, train: TrainConfig, data: DataConfig, mesh: MeshConfig,
+           lora: LoraConfig, preference: PreferenceConfig) -> "Preference":
+        """Return the objective that these sections of a config describe."""
+        loss = LOSSES.get(preference.loss)  # a subclass has others
+        return cls(**cls.fields_of(skeleton, loss is not None and loss.reference, model=model, train=train, data=data,
+                                   mesh=mesh, lora=lora, preference=preference), settings=preference)
 
     @property
     def evaluation(self) -> "Preference":

@@ -18,7 +18,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.schema import DataConfig, MeshConfig, TrainConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig
 from jaxtrain.kernels.token_cross_entropy import token_cross_entropy
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.heads.scalar_head import without_heads
@@ -42,17 +44,19 @@ class WithReference(NextToken):
     precomputed: bool = False  # batches bring the reference's sums over answers, and there is no copy
 
     @staticmethod
-    def fields_of(config: Config, model: Skeleton, reference: bool) -> dict[str, Any]:
+    def fields_of(skeleton: Skeleton, reference: bool, *, model: ModelConfig, train: TrainConfig, data: DataConfig,
+                  mesh: MeshConfig, lora: LoraConfig, preference: PreferenceConfig) -> dict[str, Any]:
         """Return the fields of this class, for a subclass that adds its own."""
-        skeleton = None
+        compared = None
         if reference:
-            compute = replace(Compute.of(config), remat="none")
-            skeleton = Skeleton.of(nnx.eval_shape(lambda: make_model(
-                config.model, compute, config.lora, rngs=nnx.Rngs(params=jax.random.key(0)))))
-        trained, _ = partition.split(without_heads(model.axes()), is_frozen(config, model.axes()))
-        plain = replace(NextToken.of(config, model), mtp_loss_weight=0.0)
-        return {**vars(plain), "reference": skeleton, "trained": trained,
-                "precomputed": config.preference.reference == "precomputed"}
+            compute = replace(Compute.of(model, train, mesh), remat="none")
+            compared = Skeleton.of(nnx.eval_shape(lambda: make_model(
+                model, compute, lora, rngs=nnx.Rngs(params=jax.random.key(0)))))
+        axes = skeleton.axes()
+        trained, _ = partition.split(without_heads(axes), is_frozen(model, train, lora, axes))
+        plain = replace(NextToken.of(skeleton, model=model, train=train, data=data), mtp_loss_weight=0.0)
+        return {**vars(plain), "reference": compared, "trained": trained,
+                "precomputed": preference.reference == "precomputed"}
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:

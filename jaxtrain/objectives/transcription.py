@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.modality_families import WhisperConfig
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import TrainConfig
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.kernels.ctc import ctc_loss
 from jaxtrain.models.modalities.speech_transformer import Whisper
 from jaxtrain.objectives.next_token import NextToken, stacks
+from jaxtrain.objectives.objective import of_sections
 from jaxtrain.parallel.cut_rows import arrange, row_copies, whole_rows
 from jaxtrain.parallel.pipeline.parts import Parts
 from jaxtrain.sharding import rules as sharding
@@ -34,11 +35,11 @@ class Transcription(NextToken):
     audio: WhisperConfig
     evaluates: bool = False  # the loss is the cross-entropy; only without a decoder's loss is it CTC's
 
+    @of_sections
     @classmethod
-    def of(cls, config: Config, model: Skeleton) -> "Transcription":
-        """Return the objective that a config describes."""
-        assert isinstance(config.model, WhisperConfig)
-        return cls(model, config.train.loss_chunks, config.train.z_loss, audio=config.model)
+    def of(cls, skeleton: Skeleton, *, model: WhisperConfig, train: TrainConfig) -> "Transcription":
+        """Return the objective that these sections of a config describe."""
+        return cls(skeleton, train.loss_chunks, train.z_loss, audio=model)
 
     @property
     def batch_spec(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Observability: metrics.jsonl, the progress line, trackers, and the files that describe a run."""
+"""Observability: metrics.jsonl, the progress line and trackers."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -7,17 +7,14 @@ if TYPE_CHECKING:
     from jaxtrain.observe.flops import PEAK_BF16, device_peak, flops_per_token, mfu
     from jaxtrain.observe.metrics import Constants, MetricsWriter, Sink
     from jaxtrain.observe.progress import Progress
-    from jaxtrain.observe.runinfo import check_workdir, identity, make_workdir, recorded_parts, write_run_files
 
 _HOME = {
     "PEAK_BF16": "flops", "device_peak": "flops", "flops_per_token": "flops", "mfu": "flops", "Constants": "metrics",
-    "MetricsWriter": "metrics", "Sink": "metrics", "Progress": "progress", "check_workdir": "runinfo",
-    "identity": "runinfo", "make_workdir": "runinfo", "recorded_parts": "runinfo",
-    "write_run_files": "runinfo",
+    "MetricsWriter": "metrics", "Sink": "metrics", "Progress": "progress",
 }
 
-__all__ = ["PEAK_BF16", "Constants", "MetricsWriter", "Progress", "Sink", "check_workdir", "device_peak",
-           "flops_per_token", "identity", "make_workdir", "mfu", "recorded_parts", "write_run_files"]
+__all__ = ["PEAK_BF16", "Constants", "MetricsWriter", "Progress", "Sink", "device_peak",
+           "flops_per_token", "mfu"]
 
 
 def __getattr__(name: str):  # imported on first use: the supervisor records events and does without JAX

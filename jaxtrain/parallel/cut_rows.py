@@ -30,7 +30,7 @@ def size() -> int:
 def choose_strategy(asked: str, stages: int, parts: int = 2) -> str:
     """Return the strategy that `mesh.context_strategy` means here, "" for whole sequences.
 
-    jaxtrain/validation.py refuses what cannot work.
+    jaxtrain/run/validation.py refuses what cannot work.
     """
     if parts == 1:
         return ""

@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.config.model_config import Experts
-from jaxtrain.config.schema import Config
+from jaxtrain.config.model_config import Experts, ModelConfig
+from jaxtrain.config.schema import TrainConfig
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.functions import swiglu
 from jaxtrain.kernels.grouped_matmul import (
@@ -60,29 +60,30 @@ Weight = Factor | Adapted
 OVERFLOW = "experts_overflow"  # scope of the passes that an even load does not need
 
 
-def check(config: Config, mesh: sharding.AnyMesh, rules: sharding.Rules, dtype: jnp.dtype, platform: str) -> None:
+def check(model: ModelConfig, train: TrainConfig, mesh: sharding.AnyMesh, rules: sharding.Rules, dtype: jnp.dtype,
+          platform: str) -> None:
     """Raise a UserError if experts cannot be computed on a mesh in the way that a config asks for."""
-    ragged = config.train.expert_exchange == "ragged" and mesh.shape["expert"] > 1
+    ragged = train.expert_exchange == "ragged" and mesh.shape["expert"] > 1
     if ragged and sharding.platform_of(mesh, platform) == "cpu":
         raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")
     with sharding.use(mesh, rules, platform):
-        if config.model.experts.num:
-            width = config.model.experts.mlp_dim // sharding.shards(rules["act_expert_mlp"], mesh)
-            choose_backend(config.train.grouped_matmul, dtype, 0, config.model.embed_dim, width)
+        if model.experts.num:
+            width = model.experts.mlp_dim // sharding.shards(rules["act_expert_mlp"], mesh)
+            choose_backend(train.grouped_matmul, dtype, 0, model.embed_dim, width)
 
 
-def masks(config: Config, mesh: Mapping[str, int], platform: str) -> bool:
+def masks(model: ModelConfig, train: TrainConfig, mesh: Mapping[str, int], platform: str) -> bool:
     """Return whether every row is multiplied by all experts of a device, and the results masked.
 
     platform: as `jaxtrain.builder.build` takes it. XLA does that except on TPUs.
     """
-    if platform == "tpu" or not config.model.experts.num:
+    if platform == "tpu" or not model.experts.num:
         return False
-    dtype = precision.dtype_of(precision.resolve(config.train.precision, platform))
-    asked = "xla" if config.train.grouped_matmul == "xla" else "auto"
-    width = config.model.experts.mlp_dim // mesh.get("tensor", 1)
+    dtype = precision.dtype_of(precision.resolve(train.precision, platform))
+    asked = "xla" if train.grouped_matmul == "xla" else "auto"
+    width = model.experts.mlp_dim // mesh.get("tensor", 1)
     with sharding.use(jax.sharding.AbstractMesh((), ()), sharding.rules(), platform):
-        return choose_backend(asked, dtype, 0, config.model.embed_dim, width) == "xla"
+        return choose_backend(asked, dtype, 0, model.embed_dim, width) == "xla"
 
 
 def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, kept_NK: jax.Array,

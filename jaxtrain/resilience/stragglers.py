@@ -22,6 +22,7 @@ from jaxtrain.distributed.coordination import Board
 from jaxtrain.errors import say
 from jaxtrain.observe import events
 
+FACTOR = 1.25  # a process is slow if it takes this many times as long as its peers
 RUNNING = 3  # consecutive windows in which a process must be slow, or recovered, before it is reported
 _MOST = 1000.0  # larger ratios are cut off here
 
@@ -74,9 +75,8 @@ def compare(windows: Mapping[int, Window]) -> dict[int, Slow]:
 class Judge:
     """Decides who is slow, or has recovered, only after several consecutive windows."""
 
-    def __init__(self, factor: float):
-        """A process is slow if it is slower than its peers by `factor`."""
-        self._factor = factor
+    def __init__(self):
+        """Begin without any process being slow."""
         self._named: set[int] = set()
         self._running: dict[int, int] = {}  # process -> consecutive windows that contradict its current status
 
@@ -84,7 +84,7 @@ class Judge:
         """Return (process, whether it is slow now, how) for those whose status changes with this window."""
         settled = []
         for process, slow in slowness.items():
-            is_slow, was_slow = slow.ratio >= self._factor, process in self._named
+            is_slow, was_slow = slow.ratio >= FACTOR, process in self._named
             self._running[process] = self._running.get(process, 0) + 1 if is_slow != was_slow else 0
             if self._running[process] == RUNNING:
                 self._running[process] = 0
@@ -96,15 +96,15 @@ class Judge:
 class Stragglers:
     """Measures this process, and in process 0 compares and reports all of them; use it as a context manager."""
 
-    def __init__(self, workdir: str | Path, factor: float, every: float):
-        """Report processes slower by `factor`, in windows of `every` seconds; does nothing if 0 or without peers."""
+    def __init__(self, workdir: str | Path, every: float):
+        """Report slow processes, in windows of `every` seconds; does nothing if 0 or without peers."""
         alone = jax.process_count() == 1 and (jax.local_device_count() == 1 or jax.default_backend() == "cpu")
         self._every = 0.0 if alone else every
         self._compared: dict[str, float] = {}
         self._probed: dict[str, float] = {}
         if not self._every:
             return
-        self._workdir, self._judge, self._board = workdir, Judge(factor), Board("stragglers")
+        self._workdir, self._judge, self._board = workdir, Judge(), Board("stragglers")
         self._probe = _Probe()
         # On CPU a call may last until the step is done, and so includes waiting for slow processes.
         self._blocking = jax.default_backend() == "cpu"

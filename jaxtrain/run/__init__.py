@@ -27,12 +27,12 @@ from jaxtrain.objectives import Objective
 from jaxtrain.observe.own_parts import describe_objective
 from jaxtrain.run.model_loss import ModelLoss, Schedules
 from jaxtrain.run.shapes import DeclaredShapes, Shapes
+from jaxtrain.run.validation import Refusal
 from jaxtrain.sharding.rules import AnyMesh
 from jaxtrain.train_step import given_params, partition, precision
 from jaxtrain.train_step.hooks import StepHooks, extras_of
 from jaxtrain.train_step.sharded_step import ShardedStep
 from jaxtrain.train_step.state import Batch, Layout, Metrics, Params, Skeleton, TrainState, initial_state
-from jaxtrain.validation import Refusal
 
 if TYPE_CHECKING:  # few runs need them
     from jaxtrain.data.loading.grain_datasets.batch_dataset import BatchDataset
@@ -313,7 +313,7 @@ class Run:
     @cached_property
     def corpus(self) -> Any:
         """The tokenised text, or the sequences that a model of another kind reads."""
-        corpus = configured_corpus(self.config)
+        corpus = configured_corpus(self.config.model, self.config.data)
         if self.own is None and self.config.model.text and (
                 corpus.tokenizer.vocab_size > self.config.model.vocabulary):
             raise UserError("model.vocab_size", f"{self.config.model.vocabulary} is less than the tokenizer's "
@@ -332,11 +332,11 @@ class Run:
         """Training batches by step: those given to `build`, or the config's, which have no end unless it says so."""
         if self.data is not None:
             return self.data
-        found = self._configured("train")
-        if self.config.data.workers:
+        found, c = self._configured("train"), self.config
+        if c.data.workers:
             from jaxtrain.data.loading.grain_datasets.workers import ForWorkers
 
-            found = ForWorkers(self.config, self._arrays, found)
+            found = ForWorkers(c.model, c.data, c.islands, self._arrays, found)
         return found
 
     @cached_property
@@ -349,7 +349,8 @@ class Run:
 
     def _configured(self, split: str) -> Any:
         """The batches of a split that the config describes."""
-        return configured_batches(self.config, self.corpus, self._arrays, split)
+        c = self.config
+        return configured_batches(c.model, c.data, c.islands, self.corpus, self._arrays, split)
 
     @property
     def _arrays(self) -> Mapping[str, Array]:
@@ -414,8 +415,8 @@ class Run:
         return self._state(partition.merge(params, partition.without(self._random(key), params)), key)
 
     def _random(self, key: jax.Array) -> Params:
-        config = self.config
-        model = make_model(config.model, Compute.of(config), config.lora, scalar_head=config.scalar_head,
+        c = self.config
+        model = make_model(c.model, Compute.of(c.model, c.train, c.mesh), c.lora, scalar_head=c.scalar_head,
                            rngs=nnx.Rngs(params=key))
         return Skeleton.of(model).params()
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.base import plug_ins
-from jaxtrain.objectives import configured
 from jaxtrain.observe.own_parts import describe, describe_data, describe_objective, describe_optimizer
 from jaxtrain.run import Extension, Run, name_of
+from jaxtrain.run.made_of_sections import configured
 
 
 def settings(run: Run) -> dict[str, dict[str, Any]]:

@@ -81,7 +81,7 @@ def _code(found: Found) -> Iterator[Row]:
 
 
 def _packages(said: dict[str, Any]) -> Iterator[Row]:
-    from jaxtrain.observe.runinfo import PACKAGES
+    from jaxtrain.run.runinfo import PACKAGES
 
     for name, then in said["packages"].items():
         here = version_of(PACKAGES.get(name, name))
@@ -159,7 +159,7 @@ def commands(found: Found, into: str | None = None, checkout: str | None = None)
                 _do(words, found.commit)
         else:
             lines += map(shlex.join, steps)
-    from jaxtrain.observe.runinfo import PACKAGES
+    from jaxtrain.run.runinfo import PACKAGES
 
     said = found.run.run["packages"]
     if wrong := [f"{PACKAGES.get(what, what)}=={then}" for what, then, _, _ in found.differences

@@ -19,14 +19,15 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.skipped_batches import remaining
 from jaxtrain.distributed import processes
-from jaxtrain.objectives import MakeObjective, configured
+from jaxtrain.objectives import MakeObjective
 from jaxtrain.observe.trackers.tracker import Tracker
 from jaxtrain.plan import preflight
 from jaxtrain.resilience.corruption.replays import Replays
 from jaxtrain.resilience.corruption.replicas import Replicas
 from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.resilience.stragglers import Stragglers
-from jaxtrain.run import Run, compiled_step, for_run, identity, shapes_of
+from jaxtrain.run import Run, compiled_step, for_run, identity, runinfo, shapes_of
+from jaxtrain.run.made_of_sections import configured
 from jaxtrain.train_step.hooks import extras_of
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer import early_stop, extended, tracked
@@ -82,7 +83,7 @@ def train(config: Config | Run, workdir: str | Path, *, objective: MakeObjective
             preflight.resolve(config, jax.devices(), own_parts=bool(objective or optimizer))), Path(workdir))
         say(preflight.check(run))
         processes.connect(limits.start_limit)
-        observe.make_workdir(workdir)
+        runinfo.make_workdir(workdir)
         with session_of(run, Path(workdir), watchdog, ledger, *tracked.apart(observers), may_change, adopt,
                         config_name, settings.train.epochs) as session:
             while True:
@@ -169,7 +170,7 @@ def attempt(run: Run, session: Session, opened: contextlib.ExitStack) -> TrainSt
         observe.MetricsWriter(workdir, start_step=start, last_step=t.steps, constants=constants(run, data),
                               log_every=t.log_every, sinks=sinks(run, session, start, begun.trackers.sink),
                               completed=session.completed, ledger=ledger) as writer,
-        Stragglers(workdir, r.straggler_factor, r.probe_every) as stragglers,
+        Stragglers(workdir, r.probe_every) as stragglers,
         ledger.book("step"),
         jax.transfer_guard("disallow"),  # an accidental copy between host and device is an error, not a slow step
         session.training(),

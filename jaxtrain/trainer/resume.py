@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from jaxtrain import observe
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.config.sections.tuning_keys import tuned_from_nothing
 from jaxtrain.data.loading.batch_source import BatchSource
@@ -15,9 +14,9 @@ from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
-from jaxtrain.observe.runinfo import OtherRun, nothing_trained, withdraw_run_files
 from jaxtrain.observe.versions import git_commit
-from jaxtrain.run import Begun, Run, identity, shapes_of
+from jaxtrain.run import Begun, Run, identity, runinfo, shapes_of
+from jaxtrain.run.runinfo import OtherRun, nothing_trained, withdraw_run_files
 from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer import extended
 from jaxtrain.trainer.reporting import describe_changes, say
@@ -64,17 +63,17 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
     saved = start.meta(checkpoints)
     if not start.step:
         say(exchange(None, lambda _: _begun_anew(run, session)))
-    known, saved = exchange(None, lambda _: observe.identity(session.workdir, saved, session.adopt))
+    known, saved = exchange(None, lambda _: runinfo.identity(session.workdir, saved, session.adopt))
     if not (t.init_from or t.init_encoder_from) and not start.step and known.get("init_from"):
         raise UserError("train.init_from", f"the run in {session.workdir} began with other parameters and has no "
                         "checkpoint yet", "give it again, or another --workdir")
     if not start.step and (begins := {key: value for one in run.extensions for key, value in one.begins_with(
             run).items()}):
         known["init_from"] = begins
-    parts = identity.own_parts(run, observe.recorded_parts(session.workdir, saved) or {})
+    parts = identity.own_parts(run, runinfo.recorded_parts(session.workdir, saved) or {})
     if session.config_name:
         known["config_file"] = session.config_name
-    changes = observe.check_workdir(session.workdir, config, done=reach, parts=parts, keys=identity.settings(run),
+    changes = runinfo.check_workdir(session.workdir, config, done=reach, parts=parts, keys=identity.settings(run),
                                     saved=saved, may_change=session.may_change)
     with ThreadPoolExecutor(1, "git") as thread:
         commit = thread.submit(git_commit)  # a program of its own, which looks at every file of a checkout
@@ -85,7 +84,7 @@ def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
         which, fix = ("data.mixture ends", "raise the epochs of its sources or train fewer steps") if run.data is None \
             else ("the batches given by data= end", f"train {batches} steps or fewer, or give more")
         raise UserError("train.steps", f"{which} at step {batches}", fix)
-    about = observe.write_run_files(
+    about = runinfo.write_run_files(
         session.workdir, config, mesh_sizes=run.mesh.shape, device_kind=jax.devices()[0].device_kind,
         data_manifest_hash=None if run.data is not None else run.corpus.manifest_hash,
         manifests=identity.manifests(run), done=reach, parts=parts, keys=identity.settings(run), saved=saved,
@@ -119,8 +118,8 @@ def _begun_anew(run: Run, session: Session) -> str:
     if makes or not nothing_trained(session.workdir):
         return ""
     try:
-        parts = identity.own_parts(run, observe.recorded_parts(session.workdir) or {})
-        observe.check_workdir(session.workdir, run.config, parts=parts, keys=identity.settings(run),
+        parts = identity.own_parts(run, runinfo.recorded_parts(session.workdir) or {})
+        runinfo.check_workdir(session.workdir, run.config, parts=parts, keys=identity.settings(run),
                               may_change=session.may_change)
     except OtherRun as refused:
         withdraw_run_files(session.workdir)

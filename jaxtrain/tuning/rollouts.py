@@ -34,9 +34,9 @@ from jaxtrain.hub.initial_params import source_and_step
 from jaxtrain.hub.trained_model import sections_of
 from jaxtrain.hub.trained_tokenizer import prompt_ids, tokenizer_of
 from jaxtrain.observe import events
-from jaxtrain.observe.runinfo import recorded_parts
 from jaxtrain.redaction import redacted
 from jaxtrain.run import Extension, Run
+from jaxtrain.run.runinfo import recorded_parts
 from jaxtrain.storage import is_url
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import TrainState

@@ -7,7 +7,7 @@ optimizers and the dtypes of their moments, averages of parameters, offloading, 
 step, frozen parameters, adapters, dropout, noise on embeddings, packing, rows without a valid token, model families,
 tied and untied tables, muP, scanned and unrolled layers, buffers of experts; training, and of some evaluation and
 `value_and_grad`. With --kernels it draws for one device on which those of GPUs are interpreted.
-What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.validation documents. A case
+What `jt.build` refuses is counted apart; a refusal must be one that jaxtrain.run.validation documents. A case
 fails where the loss, the gradient's norm or any leaf of the gradient is off, and is printed as the config that shows it
 again.
 """
@@ -359,7 +359,7 @@ def main(argv: list[str] | None = None) -> int:
     import jax
 
     import jaxtrain as jt
-    from jaxtrain.validation import explains
+    from jaxtrain.run.validation import explains
     from tests.composition import fuzz_kernels
 
     if args.kernels:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.validation import explains
+from jaxtrain.run.validation import explains
 from tests.composition import fuzz
 
 SLOW, ALL = 1, 12
@@ -27,7 +27,7 @@ def case(seed: int):
             jt.build(fuzz.config_of(keys), devices=8)
             return keys
         except jt.UserError as refusal:
-            assert explains(refusal), f"refused, but no row of jaxtrain/validation.py says why: {refusal}"
+            assert explains(refusal), f"refused, but no row of jaxtrain/run/validation.py says why: {refusal}"
 
 
 def check(seed):

@@ -20,7 +20,7 @@ def test_it_has_every_key_with_a_description():
     keys = {row[0].strip("|` ") for row in rows}
     assert keys >= {f"{section}.{key}" for section, values in Config().to_dict().items() for key in values}
     assert [row[0] for row in rows if not row[2].strip("| ")] == []
-    assert any("One of `'cosine'`, `'linear'`" in row[2] for row in rows)
+    assert any("One of `'gpipe'`, `'1f1b'`" in row[2] for row in rows)
     assert {"model.categories", "model.pixel_mean", "model.prefix"} <= keys, "whose defaults are lists and mappings"
 
 

@@ -17,6 +17,7 @@ from jaxtrain.config.load import diff, load_config, make_config, with_steps
 from jaxtrain.config.model_config import Experts
 from jaxtrain.config.schema import Config
 from jaxtrain.config.sections import plug_in_sections
+from jaxtrain.config.sections.removed_keys import REMOVED
 from jaxtrain.errors import UserError
 from jaxtrain.sharding.mesh import AXES
 
@@ -255,10 +256,25 @@ def test_a_mixture_is_set_key_by_key_from_words_and_from_python():
 
 
 def test_the_config_of_an_older_run_means_the_same():
-    """`older_config.json` is what a run of configs/gpt.py:tiny wrote before `reinforce.staleness` was a key."""
+    """`older_config.json` is what a run of configs/gpt.py:tiny wrote before `reinforce.staleness` was a key.
+
+    It has keys that were removed since, at the defaults that they had.
+    """
     older = Path(__file__).with_name("older_config.json")
     assert "staleness" not in older.read_text()
     assert load_config(older) == load_config("configs/gpt.py:tiny")
+    said = json.loads(older.read_text())
+    for key, default in REMOVED.items():
+        section, _, name = key.partition(".")
+        assert said[section][name] == default and not hasattr(getattr(Config(), section), name)
+
+
+def test_a_removed_key_with_another_value_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"resilience": {"straggler_factor": 2.0}}')
+    with pytest.raises(UserError, match=r"^resilience.straggler_factor: there is no such key; "):
+        load_config(tmp_path / "config.json")
+    with pytest.raises(UserError, match=r"^resilience.straggler_factor: there is no such key; "):
+        make_config({}, {"resilience.straggler_factor": 1.25})
 
 
 def test_a_folder_is_not_a_config(tmp_path):

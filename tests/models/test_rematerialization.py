@@ -30,7 +30,8 @@ ROWS, SEQ, MLP = 16, 64, 96
     ({"train.unroll": 0, "train.remat": "full"}, "tpu", True, 0),
 ])
 def test_which_layers_leave_their_loop(keys, platform, pipeline, want):
-    assert layers_at_once(make_config(SHAPE, keys), platform, pipeline) == want
+    config = make_config(SHAPE, keys)
+    assert layers_at_once(config.model, config.train, platform, pipeline) == want
 
 
 @functools.cache

@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     import jax
 
     import jaxtrain as jt
-    from jaxtrain.validation import explains
+    from jaxtrain.run.validation import explains
 
     rng, counts = random.Random(args.seed), collections.Counter()
     own, draw_one = [json.loads(text) for text in args.case or []], fuzz_modalities.draw if args.only else draw_case

@@ -10,9 +10,9 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.kernels.cross_entropy import distillation_loss
-from jaxtrain.objectives.distillation import distillation
 from jaxtrain.observe.own_parts import difference
 from jaxtrain.run import identity
+from jaxtrain.tuning.teacher import distillation
 from tests.numerics import reference
 from tests.tiers import slow_if
 

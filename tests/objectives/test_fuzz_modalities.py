@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.validation import explains
+from jaxtrain.run.validation import explains
 from tests.objectives import fuzz_modalities
 from tests.tiers import exhaustive, slow
 
@@ -21,7 +21,7 @@ def test_a_drawn_case_has_the_numbers_of_the_formulas(seed):
         try:
             done = fuzz_modalities.check(keys)
         except jt.UserError as refusal:
-            assert explains(refusal), f"refused, but no row of jaxtrain/validation.py says why: {refusal}"
+            assert explains(refusal), f"refused, but no row of jaxtrain/run/validation.py says why: {refusal}"
         except AssertionError as error:
             pytest.fail(f"{error}, with {keys}")
 

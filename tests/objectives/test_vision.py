@@ -162,5 +162,5 @@ def test_a_corpus_without_pictures_or_with_other_patches_is_refused():
     for manifest, message in (({}, "data.source: siglip reads images, and it has features, target; name one that"),
                               ({"patch_size": 4}, "model.patch_size: it is 2, and data.source has patches of 4")):
         with pytest.raises(jt.UserError) as refusal:
-            picture_batches(config, SimpleNamespace(manifest=manifest, train=train), "train")
+            picture_batches(config.model, config.data, SimpleNamespace(manifest=manifest, train=train), "train")
         assert f"{refusal.value}".startswith(message)

@@ -9,13 +9,13 @@ from jaxtrain.builder import build
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.load import load_config, make_config
 from jaxtrain.models.deepseek_v3 import DeepseekV3Config
-from jaxtrain.objectives.distillation import distillation
 from jaxtrain.observe import device_peak, flops_per_token, mfu
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.preflight import shown
 from jaxtrain.train_step.report import matmul_parameters, report
 from jaxtrain.trainer.reporting import constants
+from jaxtrain.tuning.teacher import distillation
 from tests.numerics import reference
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtrain as jt
 from jaxtrain.kernels import attention as kernels
 from jaxtrain.models.attention.self_attention import attend
-from jaxtrain.parallel import context, tiles
+from jaxtrain.parallel import context, cut_rows, tiles
 from jaxtrain.plan import hlo
 from jaxtrain.sharding import rules as sharding
 from tests.numerics import reference
@@ -239,7 +239,7 @@ def test_a_batch_is_arranged_without_a_word_between_devices():
     x = np.arange(B * T).reshape(B, T).astype(np.int32)
     with sharding.use(mesh, jt.rules()):
         placed = jax.device_put({"tokens": x}, NamedSharding(mesh, P("data", None)))
-        compiled = jax.jit(context.arrange).lower(placed).compile()
+        compiled = jax.jit(cut_rows.arrange).lower(placed).compile()
         got = compiled(placed)["tokens"]
     np.testing.assert_array_equal(got, x[:, order(n, T)])
     assert got.sharding.spec == P("data", "context")

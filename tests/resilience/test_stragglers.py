@@ -56,7 +56,7 @@ def test_other_kinds_of_devices_are_not_compared():
 
 
 def test_named_after_some_windows_running_and_once():
-    judge, slow, well = Judge(1.25), Slow(2.0, "why"), Slow(1.1, "")
+    judge, slow, well = Judge(), Slow(2.0, "why"), Slow(1.1, "")
     assert judge.changes({0: well, 1: slow}) == []
     assert judge.changes({0: well, 1: well}) == []  # an interruption: counting begins again
     for _ in range(RUNNING - 1):
@@ -72,7 +72,7 @@ def test_named_after_some_windows_running_and_once():
 def test_one_process_on_cpu_is_not_measured(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(stragglers.time, "time", lambda: clock[0])
-    with stragglers.Stragglers(tmp_path, 1.25, 60.0) as alone:
+    with stragglers.Stragglers(tmp_path, 60.0) as alone:
         for clock[0] in (0.0, 61.0, 122.0):
             alone.step({}, 0.0, 0.0)
         assert alone.fields == {}
@@ -86,7 +86,7 @@ def test_one_process_with_several_devices(tmp_path, monkeypatch, capfd):
         "seconds": lambda self: {"0": 0.01, "1": 0.01, "2": 0.02, "3": 0.01}})())
     clock = [0.0]
     monkeypatch.setattr(stragglers.time, "time", lambda: clock[0])
-    with stragglers.Stragglers(tmp_path, 1.25, 0.01) as watch:
+    with stragglers.Stragglers(tmp_path, 0.01) as watch:
         for _ in range(RUNNING + 2):
             clock[0] += 0.02
             watch.step({}, 0.0, 0.0)
@@ -132,7 +132,7 @@ def after(of, name, last):
 
 after(Board, "publish", lambda: jax.process_index() != 0)
 after(stragglers.Stragglers, "_tell", lambda: True)
-stragglers.time, stragglers.Stragglers.step = Clock, step
+stragglers.time, stragglers.Stragglers.step, stragglers.FACTOR = Clock, step, 2
 stragglers._Probe.seconds = lambda self: {{"0": 0.01}}  # these cores compute whatever else runs here, too
 sys.exit(main())
 """
@@ -145,7 +145,7 @@ def test_a_process_with_slow_data(tmp_path, forked):
     coordinator = free_address()
     words = ["model.num_layers=1", "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "mesh.data=2",
              "train.eval_batches=1", "data.global_batch_size=4", f"train.steps={STEPS}", "train.eval_every=0",
-             "checkpoint.every=0", f"data.source={text}", "resilience.probe_every=1", "resilience.straggler_factor=2",
+             "checkpoint.every=0", f"data.source={text}", "resilience.probe_every=1",
              "resilience.check_every=0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": virtual_devices(1)}
     started = [forked.start(

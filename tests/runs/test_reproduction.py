@@ -12,7 +12,7 @@ import jaxtrain
 from jaxtrain.checkpoint import verify
 from jaxtrain.config.load import load_config
 from jaxtrain.data import load_corpus
-from jaxtrain.observe import runinfo
+from jaxtrain.run import runinfo
 from jaxtrain.runs import reproduction
 from jaxtrain.runs.__main__ import main
 from tests.tiny import ROOT, tiny_flags, virtual_devices

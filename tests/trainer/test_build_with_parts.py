@@ -11,10 +11,10 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain import observe
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.observe.own_parts import difference
-from jaxtrain.run import identity
+from jaxtrain.run import identity, runinfo
+from jaxtrain.run.made_of_sections import with_sections
 from tests.numerics import reference
 
 STEPS = 6
@@ -173,7 +173,7 @@ class Scaled(NextToken):
 
 
 def scaled(by):
-    return dict(objective=lambda config, model: Scaled(**vars(NextToken.of(config, model)), by=by))
+    return dict(objective=lambda config, model: Scaled(**vars(with_sections(NextToken.of, config, model)), by=by))
 
 
 def noise(identity):
@@ -183,7 +183,7 @@ def noise(identity):
 
 
 def other_penalties(config, model):
-    return dataclasses.replace(NextToken.of(config, model), z_loss=0.1)
+    return dataclasses.replace(with_sections(NextToken.of, config, model), z_loss=0.1)
 
 
 @pytest.mark.parametrize(("first", "second", "message"), [
@@ -204,8 +204,8 @@ def other_penalties(config, model):
 def test_a_workdir_is_not_resumed_with_other_parts(tmp_path, first, second, message):
     def write(parts):
         run = jt.build(config(), **parts)
-        found = identity.own_parts(run, observe.recorded_parts(tmp_path) or {})
-        observe.write_run_files(tmp_path, run.config, mesh_sizes={}, device_kind="cpu", data_manifest_hash=None,
+        found = identity.own_parts(run, runinfo.recorded_parts(tmp_path) or {})
+        runinfo.write_run_files(tmp_path, run.config, mesh_sizes={}, device_kind="cpu", data_manifest_hash=None,
                                 parts=found)
 
     write(first)
@@ -228,7 +228,7 @@ def test_an_optimizer_under_other_versions_is_compared_by_its_arrays(tmp_path):
 def test_more_steps_of_an_optimizer_without_a_schedule(tmp_path):
     for steps in (6, 8):
         run = jt.build(config(train__steps=steps), **learning_rate_of(0.1))
-        observe.write_run_files(tmp_path, run.config, mesh_sizes={}, device_kind="cpu", data_manifest_hash=None,
+        runinfo.write_run_files(tmp_path, run.config, mesh_sizes={}, device_kind="cpu", data_manifest_hash=None,
                                 parts=identity.own_parts(run, {}))
 
 

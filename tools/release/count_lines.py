@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "jaxtrain"
 LEARNING = """
-    __init__ main errors redaction builder run/__init__ run/identity run/shapes run/model_loss extensions/__init__
-    validation rule_checks
+    __init__ main errors redaction builder run/__init__ run/identity run/shapes run/model_loss
+    run/made_of_sections run/validation run/rule_checks extensions/__init__
     config/schema config/family config/decoder_config config/model_config config/field_checks config/load
     config/sections/tuning_keys config/sections/observe_keys config/sections/island_keys
     config/sections/compression_keys config/sections/sparsity_keys
@@ -45,7 +45,7 @@ SURVIVAL = """
     trainer/capture trainer/out_of_memory observe/device_memory extensions/anomaly_history
     distributed/processes distributed/launch_environment distributed/coordination distributed/peers
     distributed/exit_codes distributed/heartbeat distributed/authentication distributed/lines distributed/run_lock
-    observe/ledger observe/events observe/metrics observe/flops observe/runinfo observe/progress
+    observe/ledger observe/events observe/metrics observe/flops run/runinfo observe/progress
     data/loading/skipped_batches files/bounded_files
 """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.family import Family
-from jaxtrain.config.field_checks import at_most, positive
+from jaxtrain.config.field_checks import at_most
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.hf_format import Entry, HFConfig
@@ -18,13 +18,12 @@ class StateSpaceConfig(DecoderConfig):
     """Selective state spaces, after a short convolution."""
 
     name: str = "state_space"
-    state_dim: int = at_most(16, 2**12)  # numbers that each channel of a head remembers
-    conv_width: int = at_most(4, 64)  # tokens that the convolution before the state space sees
+    state_dim: int = at_most(16, 2**12, above=0)  # numbers that each channel of a head remembers
+    conv_width: int = at_most(4, 64, above=0)  # tokens that the convolution before the state space sees
     rows_cut = False  # a state goes from token to token: no mesh may cut rows
 
     def __post_init__(self):
         super().__post_init__()
-        positive(self, "model", "state_dim conv_width")
         if self.window:
             raise UserError("model.window", "state spaces have no attention", "leave it out")
 

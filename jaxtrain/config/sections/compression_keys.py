@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxtrain.config.field_checks import at_most, not_negative, one_of
+from jaxtrain.config.field_checks import at_most, bounded, choice, number
 from jaxtrain.errors import UserError
 
 # The keys that each method reads, besides the axis.
@@ -17,27 +17,23 @@ class CompressionConfig:
 
     # format of gradients on the slow axis: exact (float32, sent once per step), int8, int4, top_k, random_k or
     # power_sgd; "": no compression
-    method: str = ""
-    axis: str = "data"  # the mesh axis that is the slow link: it must split the batch, and no parameters
-    block: int = at_most(0, 2**24)  # block size in values; 0: 256 (int8), 64 (int4), 4096 (top_k)
-    ratio: float = 0.01  # top_k, random_k: the share of values that is sent
-    rank: int = at_most(4, 2**16)  # power_sgd: rank of the two factors of each matrix
+    method: str = choice("", "", *READ_BY)
+    # the mesh axis that is the slow link: it must split the batch, and no parameters
+    axis: str = choice("data", "data", "fsdp")
+    block: int = at_most(0, 2**24, least=0)  # block size in values; 0: 256 (int8), 64 (int4), 4096 (top_k)
+    # top_k, random_k: the share of values that is sent
+    ratio: float = number(0.01, above=0, most=1.0, fix="try 0.01")
+    rank: int = at_most(4, 2**16, above=0)  # power_sgd: rank of the two factors of each matrix
 
     def __post_init__(self):
-        one_of("compression.method", self.method, ("", *READ_BY))
-        one_of("compression.axis", self.axis, ("data", "fsdp"))
-        not_negative(self, "compression", "block")
+        bounded(self, "compression")
         read = {"axis" if self.method else "", *READ_BY.get(self.method, "").split()}
         for spec in fields(self)[1:]:
             if getattr(self, spec.name) != spec.default and spec.name not in read:
                 raise UserError(f"compression.{spec.name}", f"compression.method={self.method!r} does not read it",
                                 "leave it out, or choose another method")
-        if not 0 < self.ratio <= 1:
-            raise UserError("compression.ratio", f"{self.ratio} is not in (0, 1]", "try 0.01")
         if self.block % 2 or self.block > 2**16:
             raise UserError("compression.block", f"{self.block} is odd or above 65536", "try 256")
-        if self.rank < 1:
-            raise UserError("compression.rank", f"{self.rank} is below 1", "try 4")
 
 
 def check(config: Any) -> None:

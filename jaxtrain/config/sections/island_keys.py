@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxtrain.config.field_checks import at_most, not_negative, one_of, positive
+from jaxtrain.config.field_checks import at_most, bounded, choice, number
 from jaxtrain.errors import UserError
 
 MODES = ("sync", "async", "gossip")
@@ -17,40 +17,40 @@ class IslandsConfig:
 
     # number of islands; each trains on batches of data.global_batch_size, so together they train on count times as
     # many; 0: off
-    count: int = at_most(0, 2**16)
-    index: int = 0  # number of the island that this run is, from 0
+    count: int = at_most(0, 2**16, least=0)
+    index: int = number(0, least=0)  # number of the island that this run is, from 0
     # where islands exchange updates: tcp://HOST:PORT of `jaxtrain islands serve`, a store (a path or URL), or both as
     # tcp://HOST:PORT,STORE: the store is used while the port cannot be reached
     meeting: str = ""
     keys: str = ""  # with tcp://: folder with the certificates of this island, made by `jaxtrain islands keys`
     # outer updates: "sync": one for all islands together; "async": one for each island; "gossip": between pairs of
     # islands
-    mode: str = "sync"
-    every: int = 50  # inner steps between two exchanges of the same parameters
+    mode: str = choice("sync", *MODES)
+    every: int = number(50, above=0)  # inner steps between two exchanges of the same parameters
     # learning rate of the outer optimizer; 1 with momentum=0 averages parameters (local SGD)
-    learning_rate: float = 0.7
-    momentum: float = 0.9  # Nesterov momentum of the outer optimizer
+    learning_rate: float = number(0.7, above=0)
+    # Nesterov momentum of the outer optimizer
+    momentum: float = number(0.9, least=0, below=1, fix="try 0.9")
     # gossip: strength of the pull towards the mean of two islands, below 2 - 2 * momentum ** 2; 0: half of that limit
-    pull: float = 0.0
+    pull: float = number(0.0, least=0)
     # number of parts in which parameters are exchanged, one after the other (streaming DiLoCo)
-    fragments: int = at_most(1, 10_000)
-    overlap: int = 0  # inner steps that are trained while an exchange is under way
-    blend: float = 0.5  # with overlap: share of the island's own parameters that is kept when the update arrives
+    fragments: int = at_most(1, 10_000, above=0)
+    overlap: int = number(0, least=0)  # inner steps that are trained while an exchange is under way
+    # with overlap: share of the island's own parameters that is kept when the update arrives
+    blend: float = number(0.5, least=0, below=1, fix="try 0.5")
     # format in which updates are sent: bfloat16; int8, int4, top_k, random_k or power_sgd with error feedback; none:
     # float32
-    compression: str = "none"
-    rank: int = at_most(4, 2**16)  # power_sgd: rank of the two factors of each matrix
+    compression: str = choice("none", "none", "bfloat16", *LOSSY)
+    rank: int = at_most(4, 2**16, above=0)  # power_sgd: rank of the two factors of each matrix
     # after missing this many outer updates, an island drops the progress that it could not contribute
-    max_age: int = at_most(16, 2**20)
+    max_age: int = at_most(16, 2**20, least=0)
     # async: an update that is a rounds older than at equal speed has weight (1 + a) ** -age_decay
-    age_decay: float = 0.5
-    snapshot_every: int = 20  # outer updates between snapshots of the outer state, from which new islands join
+    age_decay: float = number(0.5, least=0)
+    # outer updates between snapshots of the outer state, from which new islands join
+    snapshot_every: int = number(20, above=0)
 
     def __post_init__(self):
-        one_of("islands.mode", self.mode, MODES)
-        one_of("islands.compression", self.compression, ("none", "bfloat16", *LOSSY))
-        not_negative(self, "islands", "count index overlap age_decay max_age pull")
-        positive(self, "islands", "every learning_rate fragments snapshot_every rank")
+        bounded(self, "islands")
         for key in () if self.count else (spec.name for spec in fields(self)):
             if getattr(self, key) != getattr(IslandsConfig, key):
                 raise UserError(f"islands.{key}", "it is read with islands.count only", "set that, or leave it out")
@@ -60,9 +60,6 @@ class IslandsConfig:
         if bool(self.keys) != (tcp := "tcp://" in self.meeting):
             raise UserError("islands.keys", f"{self.meeting} {'needs' if tcp else 'takes no'} certificates",
                             "give the folder of this island's" if tcp else "leave it out, or meet at tcp://HOST:PORT")
-        for key in ("momentum", "blend"):
-            if not 0 <= getattr(self, key) < 1:
-                raise UserError(f"islands.{key}", f"{getattr(self, key)} is not in [0, 1)", "try 0.9 or 0.5")
         if self.every % self.fragments:
             raise UserError("islands.every", f"{self.every} steps do not divide into {self.fragments} fragments",
                             f"use a multiple of {self.fragments}")

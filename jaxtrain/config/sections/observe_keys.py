@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from jaxtrain.config import part_tables
-from jaxtrain.config.field_checks import not_negative, one_of
+from jaxtrain.config.field_checks import at_most, bounded, choice, each_of, number
 from jaxtrain.errors import UserError
 
 NOT_PUSHED = "a Pushgateway keeps the last values of a process that has died, and so hides the failures that count"
@@ -18,32 +18,27 @@ class ObserveConfig:
     trackers: list[str] = field(default_factory=list, hash=False)  # experiment trackers that receive all metrics
     project: str = "jaxtrain"  # project name in the trackers
     name: str = ""  # name of the run in the trackers; "": the name of the workdir
-    histograms_every: int = 0  # steps between histograms sent to the trackers; 0: none
+    histograms_every: int = number(0, least=0)  # steps between histograms sent to the trackers; 0: none
     # what the histograms show: weights, gradients
-    histograms: list[str] = field(default_factory=lambda: ["weights"], hash=False)
-    samples_every: int = 0  # steps between samples of train.sample_tokens tokens sent to the trackers; 0: none
+    histograms: list[str] = field(default_factory=lambda: ["weights"], hash=False, metadata=each_of(*HISTOGRAMS))
+    # steps between samples of train.sample_tokens tokens sent to the trackers; 0: none
+    samples_every: int = number(0, least=0)
     # OpenTelemetry traces of the run's phases: "otlp" (sent to OTEL_EXPORTER_OTLP_...) or "file"; "": none
-    traces: str = ""
+    traces: str = choice("", *TRACES)
     # port of the Prometheus exporter; further processes on a host use the next ports; 0: no exporter
-    prometheus_port: int = 0
+    prometheus_port: int = at_most(0, 2**16 - 1, least=0)
     # address of the Prometheus exporter; 0.0.0.0 lets anyone who can reach this machine read it
     prometheus_host: str = "127.0.0.1"
     prometheus_textfile: str = ""  # folder that is read by the textfile collector of node_exporter; "": none
 
     def __post_init__(self):
-        one_of("observe.traces", self.traces, TRACES)
+        bounded(self, "observe")
         for name in self.trackers:
             part_tables.TRACKERS.check(name)
-        for name in self.histograms:
-            one_of("observe.histograms", name, HISTOGRAMS)
         if len(set(self.trackers)) < len(self.trackers):
             raise UserError("observe.trackers", "it names a tracker twice", "name each once")
         if not self.project:
             raise UserError("observe.project", "it is empty", "give a name, such as jaxtrain")
-        not_negative(self, "observe", "histograms_every samples_every")
-        if not 0 <= self.prometheus_port < 65536:
-            raise UserError("observe.prometheus_port", f"there is no port {self.prometheus_port}",
-                            "give one from 1024 to 65535, or 0 for none")
         if self.prometheus_host != "127.0.0.1" and not self.prometheus_port:
             raise UserError("observe.prometheus_host", "it is read with observe.prometheus_port only",
                             "give the port too, or leave it out")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from jaxtrain.config.field_checks import not_negative, positive
+from jaxtrain.config.field_checks import bounded, number
 from jaxtrain.errors import UserError
 
 
@@ -13,12 +13,13 @@ class SparsityConfig:
 
     # linear layers to prune, as paths with wildcards; []: none
     targets: list[str] = field(default_factory=list, hash=False)
-    start: int = 1  # the step after which weights are sparse; or a fraction of train.steps
-    every: int = 100  # steps between updates of the mask
-    stop: int = 0  # the last step at which the mask is updated; or a fraction of train.steps; 0: start
-    decay: float = 0.0  # SR-STE: decay of masked weights, added to their gradient
+    start: int = number(1, above=0)  # the step after which weights are sparse; or a fraction of train.steps
+    every: int = number(100, above=0)  # steps between updates of the mask
+    stop: int = number(0, least=0)  # the last step at which the mask is updated; or a fraction of train.steps; 0: start
+    decay: float = number(0.0, least=0)  # SR-STE: decay of masked weights, added to their gradient
 
     def __post_init__(self):
+        bounded(self, "sparsity")
         if not all(isinstance(pattern, str) for pattern in self.targets):
             raise UserError("sparsity.targets", f"{self.targets} is not a list of paths",
                             "give ['blocks/*'] for all linear layers of the blocks")
@@ -26,8 +27,6 @@ class SparsityConfig:
             if not self.targets and getattr(self, spec.name) != spec.default:
                 raise UserError(f"sparsity.{spec.name}", "it is read with sparsity.targets only",
                                 f"set that too, or leave sparsity.{spec.name} out")
-        positive(self, "sparsity", "start every")
-        not_negative(self, "sparsity", "stop decay")
         if 1 <= self.stop < self.start:
             raise UserError("sparsity.stop", f"{self.stop} is before sparsity.start={self.start}",
                             f"give {self.start} or more, or 0")

@@ -3,7 +3,7 @@
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from jaxtrain.config.field_checks import at_most, not_negative, one_of, positive
+from jaxtrain.config.field_checks import at_most, bounded, choice, number
 from jaxtrain.errors import UserError
 
 # The keys that each preference loss reads.
@@ -19,28 +19,26 @@ PREFERENCE_LOSSES = {"dpo": "beta label_smoothing rpo_alpha reference",
 class LoraConfig:
     """LoRA: low-rank adapters of frozen linear layers (docs/tuning.md); off by default."""
 
-    rank: int = at_most(0, 2**16)  # rank of the LoRA adapters, which are the only trained parameters; 0: no adapters
-    alpha: float = 16.0  # the output of adapters is multiplied by alpha / rank
+    # rank of the LoRA adapters, which are the only trained parameters; 0: no adapters
+    rank: int = at_most(0, 2**16, least=0)
+    alpha: float = number(16.0, above=0)  # the output of adapters is multiplied by alpha / rank
     rank_stabilized: bool = False  # rsLoRA: multiply by alpha / sqrt(rank) instead, so that higher ranks learn as fast
     # linear layers that get adapters: paths with wildcards, or PEFT's names, such as q_proj, mlp.down_proj, all-linear
     targets: list[str] = field(default_factory=lambda: ["*"], hash=False)
     # what adapters begin with: "zero" (products of 0), or "pissa", the principal components of the weights
-    init: str = "zero"
+    init: str = choice("zero", "zero", "pissa")
     experts: bool = False  # also add adapters to the matrices of routed experts
-    dropout: float = 0.0  # dropout rate of the adapters' inputs in training
+    # dropout rate of the adapters' inputs in training
+    dropout: float = number(0.0, least=0, below=1, fix="try 0.05")
     # DoRA: adapters change the direction of weight columns, and their magnitudes are trained separately
     dora: bool = False
-    quantize: str = ""  # quantization of the frozen linear layers: int8 or nf4 (QLoRA); "": none
+    # quantization of the frozen linear layers: int8 or nf4 (QLoRA); "": none
+    quantize: str = choice("", "", "int8", "nf4")
 
     def __post_init__(self):
-        not_negative(self, "lora", "rank")
-        positive(self, "lora", "alpha")
+        bounded(self, "lora")
         _unread(self, "lora", self.rank, "rank above 0", "alpha rank_stabilized targets init experts dropout dora "
                 "quantize")
-        if not 0 <= self.dropout < 1:
-            raise UserError("lora.dropout", f"{self.dropout} is not in [0, 1)", "try 0.05")
-        one_of("lora.quantize", self.quantize, ("", "int8", "nf4"))
-        one_of("lora.init", self.init, ("zero", "pissa"))
         for key in ("experts", "dora", "quantize") if self.init == "pissa" else ():
             if getattr(self, key):
                 raise UserError("lora.init", f"pissa is not for adapters with lora.{key}", f"leave lora.{key} out, or "
@@ -57,26 +55,25 @@ class PreferenceConfig:
     See docs/tuning.md.
     """
 
-    loss: str = ""  # preference loss, one of those below; "reward" trains a reward model; "": next-token prediction
-    beta: float = 0.1  # strength of the regularization: higher values keep the policy closer to the reference
-    label_smoothing: float = 0.0  # dpo, robust, simpo: the assumed share of pairs whose labels are swapped
+    # preference loss, one of those below; "reward" trains a reward model; "": next-token prediction
+    loss: str = choice("", "", *PREFERENCE_LOSSES)
+    # strength of the regularization: higher values keep the policy closer to the reference
+    beta: float = number(0.1, above=0)
+    # dpo, robust, simpo: the assumed share of pairs whose labels are swapped
+    label_smoothing: float = number(0.0, least=0, below=0.5, fix="try 0.1")
     # RPO: coefficient of the chosen answer's cross-entropy per token, which is added to the loss
-    rpo_alpha: float = 0.0
+    rpo_alpha: float = number(0.0, least=0)
     # simpo (per token), reward: the margin by which the chosen answer's reward should exceed the other's
     margin: float = 0.0
-    center: float = 0.0  # reward: coefficient of the squared sum of both rewards, which keeps rewards centred at 0
-    desirable_weight: float = 1.0  # kto: loss weight of desirable answers
-    undesirable_weight: float = 1.0  # kto: loss weight of undesirable answers
+    # reward: coefficient of the squared sum of both rewards, which keeps rewards centred at 0
+    center: float = number(0.0, least=0)
+    desirable_weight: float = number(1.0, least=0)  # kto: loss weight of desirable answers
+    undesirable_weight: float = number(1.0, least=0)  # kto: loss weight of undesirable answers
     # reference policy: a "copy" of the initial weights, or its log probabilities "precomputed" at the start
-    reference: str = "copy"
+    reference: str = choice("copy", "copy", "precomputed")
 
     def __post_init__(self):
-        one_of("preference.loss", self.loss, ("", *PREFERENCE_LOSSES))
-        one_of("preference.reference", self.reference, ("copy", "precomputed"))
-        positive(self, "preference", "beta")
-        not_negative(self, "preference", "center desirable_weight undesirable_weight rpo_alpha")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise UserError("preference.label_smoothing", f"{self.label_smoothing} is not in [0, 0.5)", "try 0.1")
+        bounded(self, "preference")
         read = PREFERENCE_LOSSES.get(self.loss, "").split()
         for spec in fields(self)[1:]:
             if getattr(self, spec.name) != spec.default and spec.name not in read:
@@ -101,50 +98,45 @@ class ReinforceConfig:
     # reward function as FILE.py:FUNCTION(answer, record), reward model as model:WORKDIR, a scoring service's URL, or
     # the name of an environment of another package
     reward: str = ""
-    reward_timeout_s: float = 20.0  # seconds that a scoring service may take for one request
+    # seconds that a scoring service may take for one request
+    reward_timeout_s: float = number(20.0, above=0, most=3600.0, fix="try 20")
     group_size: int = at_most(8, 2**16)  # answers generated for each prompt; their rewards are compared with each other
-    max_new_tokens: int = at_most(64, 2**24)  # maximum length of an answer in tokens
-    temperature: float = 1.0  # sampling temperature; the policy that is trained is the one at this temperature
+    max_new_tokens: int = at_most(64, 2**24, above=0)  # maximum length of an answer in tokens
+    # sampling temperature; the policy that is trained is the one at this temperature
+    temperature: float = number(1.0, above=0)
     # leave answers that reach max_new_tokens without ending out of the loss; their rewards still count in the group
     mask_truncated: bool = False
-    reuse: int = at_most(1, 2**16)  # number of steps trained on the same answers before new ones are generated
+    reuse: int = at_most(1, 2**16, above=0)  # number of steps trained on the same answers before new ones are generated
     # steps between generating answers and training on them; scoring happens in the meantime
-    staleness: int = at_most(0, 2**10)
+    staleness: int = at_most(0, 2**10, least=0)
     gather_weights: bool = False  # gather and cast sharded weights once per generation phase, instead of for each token
     # how tokens are weighted: "dapo": all tokens equally; "grpo": all answers equally; "dr_grpo": tokens equally,
     # divided by a fixed length
-    loss: str = "dapo"
+    loss: str = choice("dapo", *REINFORCE_LOSSES)
     # baseline subtracted from rewards: the "mean" of the group, the mean of the "others" in it (RLOO), or the "value"
     # of a value head (PPO)
-    baseline: str = "mean"
+    baseline: str = choice("mean", "mean", "others", "value")
     # advantages are divided by the standard deviation in the "group" (with baseline=value: the batch) or the "batch",
     # or not at all: "none"
-    scale: str = "group"
-    gamma: float = 1.0  # with baseline=value: discount factor of rewards, per token
-    gae_lambda: float = 0.95  # with baseline=value: lambda of generalized advantage estimation (GAE)
-    value_loss: float = 0.1  # with baseline=value: coefficient of the value head's squared error
-    value_clip: float = 0.2  # with baseline=value: clip range of the values' change; 0: no clipping
-    clip: float = 0.2  # PPO clip range, lower side
-    clip_high: float = 0.28  # PPO clip range, upper side (clip-higher); 0: same as clip
-    ratio: str = "token"  # probability ratio of each "token", or its geometric mean over the whole "sequence" (GSPO)
-    kl: float = 0.0  # coefficient of the KL divergence from the initial policy; 0: no KL penalty
+    scale: str = choice("group", "group", "batch", "none")
+    # with baseline=value: discount factor of rewards, per token
+    gamma: float = number(1.0, least=0, most=1.0, fix="try 0.95 or 1")
+    # with baseline=value: lambda of generalized advantage estimation (GAE)
+    gae_lambda: float = number(0.95, least=0, most=1.0, fix="try 0.95 or 1")
+    value_loss: float = number(0.1, above=0)  # with baseline=value: coefficient of the value head's squared error
+    value_clip: float = number(0.2, least=0)  # with baseline=value: clip range of the values' change; 0: no clipping
+    clip: float = number(0.2, above=0)  # PPO clip range, lower side
+    clip_high: float = number(0.28, least=0)  # PPO clip range, upper side (clip-higher); 0: same as clip
+    # probability ratio of each "token", or its geometric mean over the whole "sequence" (GSPO)
+    ratio: str = choice("token", "token", "sequence")
+    kl: float = number(0.0, least=0)  # coefficient of the KL divergence from the initial policy; 0: no KL penalty
 
     def __post_init__(self):
-        one_of("reinforce.loss", self.loss, REINFORCE_LOSSES)
-        one_of("reinforce.baseline", self.baseline, ("mean", "others", "value"))
-        one_of("reinforce.scale", self.scale, ("group", "batch", "none"))
-        one_of("reinforce.ratio", self.ratio, ("token", "sequence"))
-        positive(self, "reinforce", "max_new_tokens reuse clip value_loss temperature")
-        not_negative(self, "reinforce", "staleness clip_high kl value_clip")
+        bounded(self, "reinforce")
         _unread(self, "reinforce", self.prompts or self.reward, "prompts", " ".join(
             field.name for field in fields(self) if field.name not in ("prompts", "reward")))
         _unread(self, "reinforce", "://" in self.reward, "reward=URL", "reward_timeout_s")
         _unread(self, "reinforce", self.value_head, "baseline=value", "gamma gae_lambda value_loss value_clip")
-        for key in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise UserError(f"reinforce.{key}", f"{getattr(self, key)} is not in [0, 1]", "try 0.95 or 1")
-        if not 0 < self.reward_timeout_s <= 3600:
-            raise UserError("reinforce.reward_timeout_s", f"{self.reward_timeout_s} is not in (0, 3600]", "try 20")
         if self.group_size < (1 if self.value_head else 2):
             raise UserError("reinforce.group_size", f"{self.group_size} answers cannot be compared with each other",
                             "give 2 or more, such as 8, or 1 with reinforce.baseline=value")
@@ -165,14 +157,13 @@ class EvaluationConfig:
 
     tasks: list[str] = field(default_factory=list, hash=False)  # names of tasks or groups of tasks
     include: str = ""  # folder with YAML files of your own tasks
-    limit: int = 0  # number of examples of each task; 0: all
+    limit: int = number(0, least=0)  # number of examples of each task; 0: all
     num_fewshot: int = -1  # few-shot examples before each question; -1: the task's own number
     chat: bool = False  # apply the chat template of the data to questions
-    batch_size: int = at_most(64, 2**20)  # texts per batch
+    batch_size: int = at_most(64, 2**20, above=0)  # texts per batch
 
     def __post_init__(self):
-        not_negative(self, "evaluation", "limit")
-        positive(self, "evaluation", "batch_size")
+        bounded(self, "evaluation")
         _unread(self, "evaluation", self.tasks, "tasks", "include limit num_fewshot chat batch_size")
 
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.sections.compression_keys import CompressionConfig
 from jaxtrain.parallel.compression import codecs, exchange
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
@@ -31,11 +31,11 @@ from jaxtrain.train_step.state import Layout, TrainState
 NAME = "compression"  # in a state's extras
 
 
-def refused(config: Config, mesh: AnyMesh, rules: Rules) -> tuple[str, str] | None:
+def refused(settings: CompressionConfig, mesh: AnyMesh, rules: Rules) -> tuple[str, str] | None:
     """Return why gradients cannot be compressed on this mesh, and what to do; None if they can."""
-    if not (method := config.compression.method):
+    if not (method := settings.method):
         return None
-    axis = config.compression.axis
+    axis = settings.axis
     split = sorted(name for name in sharding.PARAMETER_NAMES if axis in rules[name])
     if mesh.shape["stage"] > 1:
         return f"a pipeline (mesh.stage={mesh.shape['stage']}) sums its gradients by itself", "set mesh.stage=1"
@@ -58,7 +58,8 @@ def refused(config: Config, mesh: AnyMesh, rules: Rules) -> tuple[str, str] | No
 class CompressedGradients:
     """The codec of every parameter's gradient, and where it is split when it crosses the axis."""
 
-    config: Config
+    compression: CompressionConfig
+    zero_stage: int
     layout: Layout
     params: Any  # abstract
     updates: Any = None  # the name of the update rule of each that has one of its own, else "": those cross exactly
@@ -66,7 +67,7 @@ class CompressedGradients:
     @property
     def axis(self) -> str:
         """The mesh axis that is crossed."""
-        return self.config.compression.axis
+        return self.compression.axis
 
     @property
     def inside(self) -> tuple[str, ...]:
@@ -86,7 +87,7 @@ class CompressedGradients:
     @cached_property
     def parts(self) -> Any:
         """The codec of each gradient and the shape of a device's part of it, in the order of the tree's leaves."""
-        c, names = self.config.compression, jax.tree.structure(self.params).flatten_up_to(self.layout.axes)
+        c, names = self.compression, jax.tree.structure(self.params).flatten_up_to(self.layout.axes)
         settings = {"ratio": c.ratio, "rank": c.rank} | ({"block": c.block} if c.block else {})
         rules = jax.tree.leaves(self.updates) or [""] * len(names)
         found = []
@@ -130,7 +131,7 @@ class CompressedGradients:
 
         Its further sums have what is to be remembered, as "extras".
         """
-        if self.config.optimizer.zero_stage:
+        if self.zero_stage:
             return self._scattered(gradient)
         manual = jax.tree.map(lambda s: P(*(entry if entry == self.axis else None for entry in s.spec[:1])),
                               self.shardings)

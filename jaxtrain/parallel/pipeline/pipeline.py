@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.schema import Config, PipelineConfig
+from jaxtrain.config.schema import PipelineConfig
 from jaxtrain.parallel import schedules
 from jaxtrain.parallel.pipeline.parts import Parts, Sums, lower
 from jaxtrain.parallel.pipeline.stage import Stage
@@ -32,12 +32,10 @@ F32 = jnp.float32
 _PULL = "pull"  # the array of a batch that has the gradient of each row's outputs
 
 
-def count_microbatches(config: Config, stages: int, batch_shards: int) -> int:
+def count_microbatches(c: PipelineConfig, stages: int, rows: int) -> int:
     """Return the number of micro-batches: as configured, the table's, or a divisor of a device's rows."""
-    c = config.pipeline
     if c.table and not c.microbatches:
         return schedules.from_file(c.table, stages, 0, c.chunks, latency=2 if c.overlap else 1).microbatches
-    rows = config.data.global_batch_size // config.train.accumulation // batch_shards
     # Four per stage leave a bubble of about a fifth; more would make the matrix products small.
     chosen = max(n for n in range(1, max(1, min(rows, 4 * stages)) + 1) if rows % n == 0)
     return c.microbatches or chosen

@@ -94,7 +94,7 @@ def work(config: Config, target: Target, mesh: dict[str, int], size: Size) -> fl
 
 def _masked(config: Config, target: Target, mesh: dict[str, int]) -> float:
     """Return how many experts are computed per token besides its own, and masked."""
-    if not experts.masks(config, mesh, target.described):
+    if not experts.masks(config.model, config.train, mesh, target.described):
         return 0.0
     routed, devices = config.model.experts, mesh["expert"]
     rows = experts.buffered(routed, devices, config.train.expert_buffer)

@@ -10,8 +10,8 @@ PUSHED = "keeps the last values of a process that has died, and so hides the fai
 
 
 @pytest.mark.parametrize(("keys", "told"), [
-    ({"prometheus_port": 70000}, "observe.prometheus_port: there is no port 70000"),
-    ({"prometheus_port": -1}, "observe.prometheus_port: there is no port -1"),
+    ({"prometheus_port": 70000}, "observe.prometheus_port: 70,000 is above the limit; give 65,535 or less"),
+    ({"prometheus_port": -1}, "observe.prometheus_port: -1 is negative; give 0 or more"),
     ({"prometheus_host": "0.0.0.0"}, "observe.prometheus_host: it is read with observe.prometheus_port only"),
     ({"prometheus_port": 9400, "prometheus_host": "http://gateway:9091"}, PUSHED),
     ({"prometheus_textfile": "http://user:password@gateway:9091"}, PUSHED),

@@ -200,7 +200,7 @@ def test_what_is_not_tokens_is_refused_in_any_case(whole, tmp_path, name):
 
 @pytest.mark.parametrize(("keys", "words"), [
     ({"corrupt": "skip"}, "data.corrupt: 'skip' is not supported; did you mean 'skip_and_count'?"),
-    ({"cache_bytes": 1000}, "data.cache_bytes: 1000 holds no chunk of tokens; use 1048576 or more")])
+    ({"cache_bytes": 1000}, "data.cache_bytes: 1000 is below 1,048,576; give 1,048,576 or more")])
 def test_values_that_cannot_be_are_refused(keys, words):
     with pytest.raises(UserError) as caught:
         DataConfig(**keys)

@@ -40,7 +40,7 @@ def training(method):
 
 
 def compressed(run):
-    return CompressedGradients(run.config, run.layout, run.abstract.params)
+    return CompressedGradients(run.config.compression, 0, run.layout, run.abstract.params)
 
 
 @cache
@@ -244,7 +244,8 @@ def test_what_an_update_rule_counts_crosses_exactly():
     run = reference.build("deepseek_v3", (2, 1, 1), compression__method="top_k")
     for updates in run.sharded.computation.updates, None:
         biases = [state for path, state in jax.tree_util.tree_leaves_with_path(
-            jax.eval_shape(CompressedGradients(run.config, run.layout, run.abstract.params, updates).begin, None))
+            jax.eval_shape(CompressedGradients(
+                run.config.compression, 0, run.layout, run.abstract.params, updates).begin, None))
             if "['router']['bias']" in jax.tree_util.keystr(path)]
         assert (not biases) == (updates is not None)
     assert not [path for path, _ in jax.tree_util.tree_leaves_with_path(run.abstract.extras[NAME])

@@ -13,7 +13,9 @@ import grain
 import numpy as np
 from absl import flags
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.config.schema import DataConfig
+from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import Array
 from jaxtrain.data.loading.configured import configured_batches, configured_corpus
@@ -38,10 +40,12 @@ def read_flags() -> None:
 class ForWorkers:
     """A batch source that a worker process makes anew from the config, rather than receive what this one has read."""
 
-    def __init__(self, config: Config, arrays: Mapping[str, Array], source: BatchSource | None = None):
+    def __init__(self, model: ModelConfig, data: DataConfig, islands: IslandsConfig, arrays: Mapping[str, Array],
+                 source: BatchSource | None = None):
         """`source`: the config's batches, where they are made already."""
-        self._config, self._arrays = config, arrays
-        self._source = configured_batches(config, configured_corpus(config), arrays) if source is None else source
+        self._sections, self._arrays = (model, data, islands), arrays
+        self._source = source if source is not None else configured_batches(
+            model, data, islands, configured_corpus(model, data), arrays)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_source"], name)
@@ -50,8 +54,8 @@ class ForWorkers:
         return self._source[step]
 
     def __reduce__(self):
-        return ForWorkers, (self._config, {name: replace(array, dtype=np.dtype(array.dtype))
-                                           for name, array in self._arrays.items()})
+        return ForWorkers, (*self._sections, {name: replace(array, dtype=np.dtype(array.dtype))
+                                              for name, array in self._arrays.items()})
 
 
 def _can_be_sent(batches: grain.MapDataset) -> None:

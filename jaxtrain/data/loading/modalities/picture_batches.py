@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import DataConfig
 from jaxtrain.config.vision_keys import DualEncoderConfig, PatchesConfig
 from jaxtrain.data.corpus.sequences import SequenceCorpus
 from jaxtrain.data.loading.loader import Batches
@@ -42,13 +42,11 @@ class PictureBatches(Batches):
         return self.global_batch_size, len(self._rows[0]["pictures"])
 
 
-def picture_batches(config: Config, corpus: SequenceCorpus, split: str) -> PictureBatches | None:
+def picture_batches(c: PatchesConfig, d: DataConfig, corpus: SequenceCorpus, split: str) -> PictureBatches | None:
     """Return the batches of a split by step, with rows as the model reads them; None if it has no pictures.
 
     Those of "train" are endless. Those of "eval" have every picture once, as it is.
     """
-    d, c = config.data, config.model
-    assert isinstance(c, PatchesConfig)
     _check(c, corpus)
     if not len(sequences := getattr(corpus, split)):
         if split == "train":

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from jaxtrain.config.load import make_config
+from jaxtrain.config.load import load_config, make_config
+from jaxtrain.config.sections.removed_keys import REMOVED
 from jaxtrain.errors import UserError
-from jaxtrain.observe import check_workdir, make_workdir, write_run_files
-from jaxtrain.observe.runinfo import MAY_CHANGE
+from jaxtrain.run.runinfo import MAY_CHANGE, check_workdir, make_workdir, write_run_files
 from tests.odd_files import ODD, WRONG, device, fifo, folder, in_time, text
 
 
@@ -102,6 +102,17 @@ def test_the_rest_may_change(tmp_path):
                "train.patience": 3, "train.eval_every": 5}
     config = write(tmp_path, changed)
     assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict()
+
+
+def test_a_run_that_wrote_keys_which_were_removed_goes_on(tmp_path):
+    config = write(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    for key, default in REMOVED.items():
+        section, _, name = key.partition(".")
+        said[section][name] = default
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert check_workdir(tmp_path, config, done=5) == []
+    assert load_config(tmp_path / "config.json") == config
 
 
 def test_exact_sums_may_cross_once_a_step_from_here_on_and_lossy_ones_may_not(tmp_path):

@@ -46,8 +46,7 @@ _RUN = {  # what is read of run.json
     "own_parts?": {"optimizer?": {"state": str, "update": {str: str}}},
     "data_changes?": [dict], "config_changes?": [dict],
 }
-PACKAGES = {"jax": "jax", "jaxlib": "jaxlib", "flax": "flax", "optax": "optax", "orbax": "orbax-checkpoint",
-             "grain": "grain", "numpy": "numpy"}
+PACKAGES = {name: name for name in ("jax", "jaxlib", "flax", "optax", "grain", "numpy")} | {"orbax": "orbax-checkpoint"}
 
 
 class OtherRun(UserError):

@@ -7,12 +7,13 @@ import jax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain import extensions, validation
+from jaxtrain import extensions
 from jaxtrain.kernels.attention import mosaic_attention
+from jaxtrain.run import validation
 from tests.objectives import plain_transcription, plain_vision
 
 MORE = [row for extension in extensions.every() for row in extension.refusals]
-DOCS = Path(__file__).parent.parent / "docs/parallelism.md"
+DOCS = Path(__file__).parents[2] / "docs/parallelism.md"
 
 
 def build(**overrides):

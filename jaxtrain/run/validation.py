@@ -169,12 +169,12 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
     Returns:
         one for training and one for evaluation; None without a pipeline.
     """
-    stages, shards = mesh.shape["stage"], sharding.shards(rules.batch, mesh)
-    microbatches = 1
+    stages, microbatches = mesh.shape["stage"], 1
     if stages > 1:
-        from jaxtrain.parallel.pipeline.pipeline import count_microbatches, make_schedules
+        from jaxtrain.parallel.pipeline.pipeline import count_microbatches
 
-        microbatches = count_microbatches(config, stages, shards)
+        rows = config.data.global_batch_size // config.train.accumulation // sharding.shards(rules.batch, mesh)
+        microbatches = count_microbatches(config.pipeline, stages, rows)
     check(config, mesh, rules, microbatches, refusals)
     context, family = sharding.shards(rules["seq"], mesh), type(config.model)
     if not config.model.rows_cut and context > 1:
@@ -192,8 +192,12 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
     if config.model.experts.num or mesh.shape["expert"] > 1:
         from jaxtrain.parallel import experts
 
-        experts.check(config, mesh, rules, dtype, platform)
-    return make_schedules(config.pipeline, stages, microbatches) if stages > 1 else None
+        experts.check(config.model, config.train, mesh, rules, dtype, platform)
+    if stages == 1:
+        return None
+    from jaxtrain.parallel.pipeline.pipeline import make_schedules
+
+    return make_schedules(config.pipeline, stages, microbatches)
 
 
 def explains(error: UserError) -> bool:
