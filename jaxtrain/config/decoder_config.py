@@ -111,6 +111,27 @@ _SCALING_KEYS = tuple((field.name, field.default, kind) for kind, names in (
 
 
 @dataclass(frozen=True)
+class PartialRotaryConfig(RotaryConfig):
+    """Rotary positions of a part of each head."""
+
+    rotary_part: float = 1.0  # part of a head's width that turns with its position: the first entries
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.rotary_part <= 1:
+            raise UserError("model.rotary_part", f"{self.rotary_part} is not a part of a head", "give one above 0, up "
+                            "to 1")
+        if self.rotary_width < 2 or self.rotary_width % 2:
+            raise UserError("model.rotary_part", f"{self.rotary_width} of head_dim={self.head_dim} cannot turn in "
+                            "pairs", "give a part with an even number")
+
+    @property
+    def rotary_width(self) -> int:
+        """The width of the part of a head that turns with its position."""
+        return int(self.head_dim * self.rotary_part)
+
+
+@dataclass(frozen=True)
 class RoutedConfig(RotaryConfig):
     """Rotary positions and routed experts."""
 

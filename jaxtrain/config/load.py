@@ -209,7 +209,9 @@ def _family(keys: dict[str, Any]) -> type:
         having = [] if key in own else [other for other, cls in config_classes().items()
                                         if key in {field.name for field in fields(cls)}]
         if having:
-            raise UserError(f"model.{key}", f"{name} has no such key", f"remove it, or use {' or '.join(having)}")
+            others = f" or one of {len(having) - 4} others" if len(having) > 4 else ""
+            raise UserError(f"model.{key}", f"{name} has no such key",
+                            f"remove it, or use {' or '.join(having[:4])}{others}")
     return config_class(name)
 
 

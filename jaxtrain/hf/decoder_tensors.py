@@ -30,6 +30,33 @@ def swiglu(ours: str = "mlp", theirs: str = "mlp") -> list[Entry]:
             for name in ("gate", "up", "down")]
 
 
+def fused_qkv(c: Any, name: str = "self_attn.qkv_proj.weight") -> list[Entry]:
+    """Return the entries of queries, keys and values that one tensor holds, and that of what attention returns."""
+    sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
+    return [*(Entry(f"attention/{each}/kernel", name, HEADS, rows=(sum(sizes[:n]), sum(sizes)))
+              for n, each in enumerate("qkv")), Entry("attention/out/kernel", "self_attn.o_proj.weight", OUT)]
+
+
+def fused_swiglu() -> list[Entry]:
+    """Return the entries of a gated MLP of which one tensor holds the gate and the matrix beside it."""
+    return [*(Entry(f"mlp/{each}/kernel", "mlp.gate_up_proj.weight", "(pf)d->df", part=(n, 2))
+              for n, each in enumerate(("gate", "up"))),
+            Entry("mlp/down/kernel", "mlp.down_proj.weight", "df->fd")]
+
+
+def ungated(bias: bool) -> list[Entry]:
+    """Return the entries of an MLP of two matrices."""
+    return [Entry("mlp/up/kernel", "mlp.up_proj.weight", "fd->df"),
+            Entry("mlp/down/kernel", "mlp.down_proj.weight", "df->fd"),
+            *[Entry(f"mlp/{name}/bias", f"mlp.{name}_proj.bias") for name in ("up", "down")] * bias]
+
+
+def biases(qkv: bool = False, out: bool = False, mlp: bool = False) -> list[Entry]:
+    """Return the entries of the biases that attention and a gated MLP have."""
+    return [*QKV_BIASES * qkv, *[Entry("attention/out/bias", "self_attn.o_proj.bias")] * out,
+            *[Entry(f"mlp/{name}/bias", f"mlp.{name}_proj.bias") for name in ("gate", "up", "down")] * mlp]
+
+
 def experts(c: Any, block: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> list[
         Entry]:
     """Return the entries of a layer's router and experts, of which each has its own tensors."""

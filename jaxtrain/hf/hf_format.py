@@ -33,8 +33,11 @@ class Entry:
         theirs: the tensor's name, with {layer} and {expert} for those that the parameter stacks.
         layout: from the tensor's dimensions to those of one layer's, or one expert's, parameter.
         part: which one of how many equal parts that the tensor holds along the dimension p of the layout.
+        rows: where the parameter begins along the tensor's first dimension, and how long that is, where the tensor
+            holds several parameters of unequal sizes one after the other; None: it holds the whole dimension.
         paired: how many of the last entries of the parameter's last dimension are rotary, whose pairs are neighbours in
             the tensor and halves apart in the parameter.
+        paired_first: whether those are the first entries, not the last ones.
         layers: the published numbers of the layers that the parameter stacks; None: it is not of a layer.
         experts: how many experts it stacks; 0: it is not of an expert.
         float32: whether it is written in float32 whatever the others are, as published.
@@ -45,7 +48,9 @@ class Entry:
     theirs: str
     layout: str = "d->d"
     part: tuple[int, int] = (0, 1)
+    rows: tuple[int, int] | None = None
     paired: int = 0
+    paired_first: bool = False
     layers: Sequence[int] | None = None
     experts: int = 0
     float32: bool = False
@@ -77,7 +82,8 @@ class HFConfig:
         describes: whether a config of the family is written as this type; the first of a family's types that says so
             counts.
         nested: the model type of files that have this one in their `text_config`; "": none.
-        classifier: the class of transformers for a reward model; "": it is named like the architecture.
+        classifier: the class of transformers for a reward model; "": it is named like the architecture; None: there
+            is none.
         quantized: the method of quantization whose packed weights are read; "": none.
         unpublished: our keys that the type has no word for, and that only shape training or the preparation of data.
         own_read: reads config.json in place of all above, for types that share no keys with others.
@@ -95,7 +101,7 @@ class HFConfig:
     write: Callable[[Any], Keys] = _nothing
     describes: Callable[[Any], bool] = _always
     nested: str = ""
-    classifier: str = ""
+    classifier: str | None = ""
     quantized: str = ""
     unpublished: tuple[str, ...] = ()
     own_read: Callable[[Keys, Path], Keys] | None = None

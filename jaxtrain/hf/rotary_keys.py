@@ -4,7 +4,7 @@ There are two forms, `rope_parameters` and the older `rope_scaling` beside `rope
 transformers takes counts.
 """
 
-from jaxtrain.config.decoder_config import RotaryConfig
+from jaxtrain.config.decoder_config import PartialRotaryConfig, RotaryConfig
 from jaxtrain.hf import defaults
 from jaxtrain.hf.hf_format import Keys, Refuse
 from jaxtrain.hf.layer_patterns import FULL, SLIDING, global_every
@@ -15,6 +15,24 @@ _NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_
 _NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
             "mscale", "mscale_all_dim", "partial_rotary_factor")
 _ZERO_IS_NONE = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # to transformers as well
+
+
+def partial_rotary(kind: str, usual: float, known: Keys, refuse: Refuse) -> Keys:
+    """Return our keys of rotary positions of a part of each head. `usual`: which part, where a file does not say."""
+    where = next((key for key in ("rope_scaling", "rope_parameters")
+                  if "partial_rotary_factor" in (known.get(key) or {})), "")
+    part = (known[where] if where else known).get("partial_rotary_factor")
+    if part is not None and defaults.misfit(part, ["float", "int"]):
+        raise refuse(where or "partial_rotary_factor", "cannot be read: its partial_rotary_factor is not a number")
+    without = {key: value for key, value in known.items() if key != "partial_rotary_factor"}
+    without |= {key: {name: value for name, value in known[key].items() if name != "partial_rotary_factor"}
+                for key in ("rope_scaling", "rope_parameters") if known.get(key)}
+    return {"rotary_part": float(usual if part is None else part)} | rotary(kind, without, refuse)
+
+
+def published_partial_rotary(c: PartialRotaryConfig) -> Keys:
+    """Return the keys of rotary positions of a part of each head."""
+    return published_rotary(c) | {"partial_rotary_factor": c.rotary_part}
 
 
 def rotary(kind: str, known: Keys, refuse: Refuse, usual: Keys | None = None) -> Keys:

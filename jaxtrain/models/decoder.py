@@ -52,11 +52,14 @@ class Block(nnx.Module):
         h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
         y_BTD, aux = self.attention(h, segments_BT, angles, cache)
         x_BTD = checkpoint_name(x_BTD + y_BTD, "dots")  # kept in place of the product that was added
-        h = self.mlp_norm(x_BTD)
-        if getattr(self.mlp, "routes", False):  # it has experts, and reports their load
-            y_BTD, routed = self.mlp(h, segments_BT)
-            return x_BTD + y_BTD, aux | routed
-        return x_BTD + self.mlp(sharding.enter(h, INSIDE, shared_by=("act_mlp",))), aux
+        y_BTD, routed = self.feed_forward(self.mlp_norm(x_BTD), segments_BT)
+        return x_BTD + y_BTD, aux | routed
+
+    def feed_forward(self, h_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, Any]]:
+        """Return what the MLP or the experts make of a normalised activation, and what experts report of their load."""
+        if getattr(self.mlp, "routes", False):
+            return self.mlp(h_BTD, segments_BT)
+        return self.mlp(sharding.enter(h_BTD, INSIDE, shared_by=("act_mlp",))), {}
 
 
 class Decoder(nnx.Module):

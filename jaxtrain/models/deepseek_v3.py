@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from jaxtrain.models.attention.mla import LatentAttention
     from jaxtrain.models.decoder import Compute, Decoder
 
-_BIAS_RATE = 0.001  # of the first 14.3T tokens (arXiv 2412.19437, section 4.2); config.json does not say
+# Published key -> ours, of experts as other families have them, too.
+EXPERT_KEYS = {
+    "n_routed_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
+    "moe_intermediate_size": "expert_mlp_dim", "n_shared_experts": "shared_experts",
+    "first_k_dense_replace": "dense_layers", "n_group": "expert_groups", "topk_group": "expert_groups_used",
+    "routed_scaling_factor": "router_scale", "norm_topk_prob": "normalize_router"}
+BIAS_RATE = 0.001  # of the first 14.3T tokens (arXiv 2412.19437, section 4.2); config.json does not say
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ def deepseek_v3(c: DeepseekV3Config, compute: "Compute", *, rngs: "nnx.Rngs") ->
 def _read(known: Keys, refuse: Refuse) -> Keys:
     if known["num_key_value_heads"] not in (None, known["num_attention_heads"]):
         raise refuse("num_key_value_heads", "cannot be expressed: only as many as num_attention_heads can")
-    return {"router": "sigmoid", "router_bias_rate": _BIAS_RATE, "num_kv_heads": 0} | rotary(
+    return {"router": "sigmoid", "router_bias_rate": BIAS_RATE, "num_kv_heads": 0} | rotary(
         "deepseek_v3", known, refuse)
 
 
@@ -124,13 +130,9 @@ def _layer(c: DeepseekV3Config, experts: bool) -> list[Entry]:
 
 FAMILY = Family(
     DeepseekV3Config, deepseek_v3, tensors=decoder_tensors.decoder(_layer, further_layers=True),
-    hf=(HFConfig("deepseek_v3", "DeepseekV3ForCausalLM", COMMON | {
+    hf=(HFConfig("deepseek_v3", "DeepseekV3ForCausalLM", COMMON | EXPERT_KEYS | {
         "q_lora_rank": "q_rank", "kv_lora_rank": "kv_rank", "qk_nope_head_dim": "head_dim",
-        "qk_rope_head_dim": "rope_head_dim", "v_head_dim": "value_head_dim", "n_routed_experts": "num_experts",
-        "num_experts_per_tok": "experts_per_token", "moe_intermediate_size": "expert_mlp_dim",
-        "n_shared_experts": "shared_experts", "first_k_dense_replace": "dense_layers", "n_group": "expert_groups",
-        "topk_group": "expert_groups_used", "routed_scaling_factor": "router_scale",
-        "norm_topk_prob": "normalize_router"},
+        "qk_rope_head_dim": "rope_head_dim", "v_head_dim": "value_head_dim"},
         fixed=BIASES | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
                         "rope_interleave": (True,), "rms_norm_eps": (1e-6,)},
         read=_read, write=_write),))

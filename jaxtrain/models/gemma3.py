@@ -62,8 +62,8 @@ def gemma3(c: Gemma3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder
         GeGLU,
         LocalOrGlobalAttention,
         SandwichBlock,
-        ScaledEmbed,
         ShiftedRMSNorm,
+        scaled_embed,
     )
 
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
@@ -77,7 +77,7 @@ def gemma3(c: Gemma3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder
     rotary = BothRotaries(Rotary(frequencies(c.head_dim, c.local_rope_theta)),
                           Rotary(frequencies(c.head_dim, c.rope_theta) / c.rope_factor))
     return Decoder(
-        ScaledEmbed(c.vocab_size, c.embed_dim, c.mup_base.get("embed_dim", 0), rngs=rngs), block, c.num_layers,
+        scaled_embed(c.vocab_size, c.embed_dim, c.mup_base.get("embed_dim", 0), rngs=rngs), block, c.num_layers,
         ShiftedRMSNorm(c.embed_dim, c.norm_eps, rngs=rngs), rotary=rotary,
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs), numbered=True,
         compute=compute, rngs=rngs)

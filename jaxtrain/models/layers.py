@@ -167,16 +167,28 @@ class GeluMLP(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """Llama's MLP: the SiLU of a gate times up, then down, without biases."""
+    """Llama's MLP: the SiLU of a gate times up, then down."""
 
-    def __init__(self, dim: int, hidden: int, *, out_std: float, rngs: nnx.Rngs):
+    def __init__(self, dim: int, hidden: int, *, out_std: float, bias: bool = False, rngs: nnx.Rngs):
         wide = (dim, hidden), ("embed", "mlp"), ("batch", "seq", "act_mlp")
-        self.gate = Linear("btd,df->btf", *wide, rngs=rngs)
-        self.up = Linear("btd,df->btf", *wide, rngs=rngs)
-        self.down = Linear("btf,fd->btd", (hidden, dim), ("mlp", "embed"), RESIDUAL, std=out_std, rngs=rngs)
+        self.gate = Linear("btd,df->btf", *wide, bias=bias, rngs=rngs)
+        self.up = Linear("btd,df->btf", *wide, bias=bias, rngs=rngs)
+        self.down = Linear("btf,fd->btd", (hidden, dim), ("mlp", "embed"), RESIDUAL, bias=bias, std=out_std, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return self.down(swiglu(self.gate(x_BTD), self.up(x_BTD)))
+
+
+class SquaredReLU(nnx.Module):
+    """An MLP without a gate, whose activation is the square of ReLU (arXiv 2109.08668)."""
+
+    def __init__(self, dim: int, hidden: int, *, out_std: float, bias: bool = False, rngs: nnx.Rngs):
+        self.up = Linear("btd,df->btf", (dim, hidden), ("embed", "mlp"), ("batch", "seq", "act_mlp"), bias=bias,
+                         rngs=rngs)
+        self.down = Linear("btf,fd->btd", (hidden, dim), ("mlp", "embed"), RESIDUAL, bias=bias, std=out_std, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(jnp.square(jax.nn.relu(self.up(x_BTD))))
 
 
 class Embed(nnx.Module):
@@ -191,6 +203,18 @@ class Embed(nnx.Module):
     def head(self) -> jax.Array:
         """Return the table as an output projection w_DV."""
         return self.table[...].T
+
+
+class MultipliedEmbed(Embed):
+    """Token embeddings times a number, which is rounded to their dtype."""
+
+    def __init__(self, vocab: int, dim: int, factor: float, *, rngs: nnx.Rngs):
+        super().__init__(vocab, dim, rngs=rngs)
+        self.factor = factor
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        x_BTD = super().__call__(tokens_BT)
+        return x_BTD * jnp.asarray(self.factor, x_BTD.dtype)
 
 
 class Head(nnx.Module):

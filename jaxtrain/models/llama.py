@@ -12,21 +12,19 @@ from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most, number
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors, layer_patterns
-from jaxtrain.hf.hf_format import COMMON, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
 
 if TYPE_CHECKING:
     from flax import nnx
 
-    from jaxtrain.models.attention.self_attention import Attention
     from jaxtrain.models.decoder import Compute, Decoder
 
 
 @dataclass(frozen=True)
-class LlamaConfig(RotaryConfig):
-    """Llama, Qwen2 and Qwen3, with rotary positions, context extension and multi-token prediction."""
+class DenseConfig(RotaryConfig):
+    """Rotary positions, context extension, multi-token prediction, and a window that the first layers may lack."""
 
-    name: str = "llama"
     # multi-token prediction: loss weight of an extra layer that predicts the token after the next one; 0: no such layer
     mtp_loss_weight: float = number(0.0, least=0)
     # with model.window, as in Qwen2 and Qwen3: number of first layers that use full attention
@@ -53,32 +51,50 @@ class LlamaConfig(RotaryConfig):
         return self.mtp_loss_weight
 
 
-def llama(c: LlamaConfig, compute: "Compute", *, rngs: "nnx.Rngs", qk_norm: bool = False,
-          qkv_bias: bool = False) -> "Decoder":
-    """Build a Llama decoder, a Mixtral one if it has experts; with `qk_norm` a Qwen3 one, with `qkv_bias` a Qwen2 one.
-    """
+@dataclass(frozen=True)
+class BiasedConfig(RotaryConfig):
+    """Biases that some models have."""
+
+    attention_bias: bool = False  # whether queries, keys, values and what attention returns have biases
+    mlp_bias: bool = False  # whether the matrices of the MLP have biases
+
+
+@dataclass(frozen=True)
+class LlamaConfig(BiasedConfig, DenseConfig):
+    """Llama and Mistral."""
+
+    name: str = "llama"
+
+
+def dense(c: DenseConfig, compute: "Compute", *, rngs: "nnx.Rngs", qk_norm: bool = False, qkv_bias: bool = False,
+          out_bias: bool = False, mlp_bias: bool = False) -> "Decoder":
+    """Build a decoder of Llama's blocks; with `qk_norm` Qwen3's, with `qkv_bias` alone Qwen2's."""
     from jaxtrain.models.attention.self_attention import Attention
     from jaxtrain.models.layers import RMSNorm
-    from jaxtrain.models.rotary_decoder import rotary_decoder
+    from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
 
     kind = Attention
     if c.global_first:
         from jaxtrain.models.attention.late_window import LateWindowAttention
 
         kind = partial(LateWindowAttention, c.global_first)
-
-    def attention(out_std: float, rngs: "nnx.Rngs") -> "Attention":
-        return kind(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
-                    qk_norm=partial(RMSNorm, c.head_dim, c.norm_eps, axis="head_dim", rngs=rngs)
-                    if qk_norm else None, qkv_bias=qkv_bias, backend=compute.attention,
-                    context=compute.context, rngs=rngs)
-
-    return rotary_decoder(c, compute, attention, numbered=c.global_first > 0, rngs=rngs)
+    norm = partial(RMSNorm, c.head_dim, c.norm_eps, axis="head_dim") if qk_norm else None
+    attention = grouped_query(c, compute, kind, qk_norm=norm, qkv_bias=qkv_bias, out_bias=out_bias)
+    return rotary_decoder(c, compute, attention, numbered=c.global_first > 0, mlp_bias=mlp_bias, rngs=rngs)
 
 
-def layer(c: LlamaConfig, experts: bool) -> list[Entry]:
-    """Return the entries of a layer, which has no experts."""
+def llama(c: LlamaConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
+    """Build a Llama decoder."""
+    return dense(c, compute, qkv_bias=c.attention_bias, out_bias=c.attention_bias, mlp_bias=c.mlp_bias, rngs=rngs)
+
+
+def layer(c: DenseConfig, experts: bool) -> list[Entry]:
+    """Return the entries of a layer without biases and experts."""
     return [*decoder_tensors.ATTENTION, *decoder_tensors.NORMS, *decoder_tensors.swiglu()]
+
+
+def _layer(c: LlamaConfig, experts: bool) -> list[Entry]:
+    return [*layer(c, experts), *decoder_tensors.biases(c.attention_bias, c.attention_bias, c.mlp_bias)]
 
 
 def _read(kind: str, known: Keys, refuse: Refuse) -> Keys:
@@ -91,8 +107,9 @@ def written(c: RotaryConfig) -> Keys:
     return published_rotary(c) | {"sliding_window": c.window or None}
 
 
+BIAS_KEYS = {name: name for name in ("attention_bias", "mlp_bias")}
 FAMILY = Family(
-    LlamaConfig, llama, tensors=decoder_tensors.decoder(layer),
-    hf=(HFConfig("llama", "LlamaForCausalLM", COMMON, read=partial(_read, "llama"), write=written,
-                 describes=lambda c: not c.window),
+    LlamaConfig, llama, tensors=decoder_tensors.decoder(_layer),
+    hf=(HFConfig("llama", "LlamaForCausalLM", COMMON | BIAS_KEYS, fixed={"hidden_act": SILU},
+                 read=partial(_read, "llama"), write=written, describes=lambda c: not c.window),
         HFConfig("mistral", "MistralForCausalLM", COMMON, read=partial(_read, "mistral"), write=written)))

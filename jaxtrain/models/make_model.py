@@ -40,7 +40,7 @@ def _set_multipliers(model: Any, config: ModelConfig) -> None:
     """Set what a model that is wider than its `mup_base` multiplies logits and attention's scores by."""
     growth = config.growth
     if config.ties_head and growth:
-        model.logit_factor = 1 / growth["embed"]
+        model.logit_factor /= growth["embed"]
     for _, node in nnx.iter_graph(model) if growth else ():
         if hasattr(node, "score_factor"):
             node.score_factor *= growth["head_dim"] ** -0.5

@@ -10,11 +10,11 @@ from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors, layer_patterns
 from jaxtrain.hf.hf_format import COMMON, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.rotary_keys import rotary
-from jaxtrain.models.llama import LlamaConfig, llama, written
+from jaxtrain.models.llama import DenseConfig, dense, written
 
 
 @dataclass(frozen=True)
-class ExpertsConfig(RoutedConfig, LlamaConfig):
+class ExpertsConfig(RoutedConfig, DenseConfig):
     """Mixtral and Qwen3-MoE: mixtures of experts."""
 
     name: str = "mixtral"
@@ -80,6 +80,6 @@ def _layer(c: ExpertsConfig, experts: bool) -> list[Entry]:
 
 
 FAMILY = Family(
-    ExpertsConfig, llama, tensors=decoder_tensors.decoder(_layer),
+    ExpertsConfig, dense, tensors=decoder_tensors.decoder(_layer),
     hf=(HFConfig("mixtral", "MixtralForCausalLM", COMMON | {
         "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"}, read=_read, write=_write),))

@@ -6,14 +6,14 @@ from jaxtrain.config.family import Family
 from jaxtrain.hf import decoder_tensors, layer_patterns
 from jaxtrain.hf.hf_format import COMMON, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.rotary_keys import rotary
-from jaxtrain.models.llama import llama, written
+from jaxtrain.models.llama import dense, written
 from jaxtrain.models.mixtral import ExpertsConfig
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:
     used = known["sliding_window"] if known["use_sliding_window"] else None
-    dense, every = layer_patterns.routed(known, refuse)
-    return {"window": layer_patterns.window_everywhere(known, refuse, used), "dense_layers": dense,
+    first, every = layer_patterns.routed(known, refuse)
+    return {"window": layer_patterns.window_everywhere(known, refuse, used), "dense_layers": first,
             "experts_every": every} | rotary("qwen3_moe", known, refuse)
 
 
@@ -29,7 +29,7 @@ def _layer(c: ExpertsConfig, experts: bool) -> list[Entry]:
 
 
 FAMILY = Family(
-    ExpertsConfig, partial(llama, qk_norm=True), tensors=decoder_tensors.decoder(_layer),
+    ExpertsConfig, partial(dense, qk_norm=True), tensors=decoder_tensors.decoder(_layer),
     hf=(HFConfig("qwen3_moe", "Qwen3MoeForCausalLM", COMMON | {
         "num_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
         "moe_intermediate_size": "expert_mlp_dim", "norm_topk_prob": "normalize_router"}, read=_read, write=_write),))

@@ -20,25 +20,18 @@ from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Compute
-from jaxtrain.models.layers import INSIDE, Embed, SwiGLU, param
+from jaxtrain.models.layers import INSIDE, MultipliedEmbed, SwiGLU, param
 from jaxtrain.sharding import rules as sharding
 
 Angles = tuple[jax.Array, jax.Array]
 
 
-class ScaledEmbed(Embed):
-    """Token embeddings times the square root of their width, which is rounded to their dtype as in the original.
+def scaled_embed(vocab: int, dim: int, base: int = 0, *, rngs: nnx.Rngs) -> MultipliedEmbed:
+    """Return token embeddings times the square root of their width.
 
     `base`: the width in place of theirs, where `mup_base` says that activations are to be as large as in that width.
     """
-
-    def __init__(self, vocab: int, dim: int, base: int = 0, *, rngs: nnx.Rngs):
-        super().__init__(vocab, dim, rngs=rngs)
-        self.factor = math.sqrt(base or dim)
-
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = super().__call__(tokens_BT)
-        return x_BTD * jnp.asarray(self.factor, x_BTD.dtype)
+    return MultipliedEmbed(vocab, dim, math.sqrt(base or dim), rngs=rngs)
 
 
 class ShiftedRMSNorm(nnx.Module):
@@ -107,10 +100,11 @@ class SandwichBlock(nnx.Module):
         self.attention_out_norm, self.mlp_norm = norm(), norm()
         self.mlp, self.mlp_out_norm = mlp(), norm()
 
-    def __call__(self, x_BTD: jax.Array, segments_BT, angles, layer,
+    def __call__(self, x_BTD: jax.Array, segments_BT, angles, *layer: jax.Array,
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+        """Apply the block; `layer` is its number, where attention reads it."""
         h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
-        h, aux = self.attention(h, segments_BT, angles, layer, cache)
+        h, aux = self.attention(h, segments_BT, angles, *layer, cache=cache)
         x_BTD = x_BTD + self.attention_out_norm(h)
         h = sharding.enter(self.mlp_norm(x_BTD), INSIDE, shared_by=("act_mlp",))
         return x_BTD + self.mlp_out_norm(self.mlp(h)), aux

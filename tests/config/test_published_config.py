@@ -32,7 +32,7 @@ def test_what_is_written_says_what_was_read(name, tmp_path):
 @pytest.mark.parametrize(("name", "changes", "reason"), [
     ("llama", {"model_type": "rwkv"}, "model_type=rwkv is not one that jaxtrain has; known: gpt2, llama, mistral"),
     ("llama", {"hidden_act": "relu"}, "hidden_act='relu' cannot be expressed: only 'silu' can"),
-    ("llama", {"attention_bias": True}, "attention_bias=True cannot be expressed: only False can"),
+    ("mistral", {"attention_bias": True}, "attention_bias=True cannot be expressed: only False can"),
     ("llama", {"hidden_size": None}, "hidden_size=None is not a whole number; correct it, or download it again"),
     ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "its type is not linear, llama3 or yarn"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "its type is not linear, llama3 or yarn"),

@@ -19,10 +19,11 @@ TOKENS = np.random.default_rng(7).integers(1, 24, (2, 12)).astype(np.int32)
 _SIZES = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
           "num_key_value_heads": 2, "intermediate_size": 20, "max_position_embeddings": 16, "rms_norm_eps": 1e-5,
           "rope_theta": 100.0, "tie_word_embeddings": False}
-_LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8,
-           "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 2,
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 2,
            "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
-           "num_hidden_layers": 3, "rms_norm_eps": 1e-6}
+           "num_hidden_layers": 3, "norm_topk_prob": True}
+_LATENT = _ROUTED | {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+                     "v_head_dim": 8, "rms_norm_eps": 1e-6}
 CASES = {  # name: (model type, what transformers is given)
     "gpt2": ("gpt2", {"vocab_size": 24, "n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": 16}),
     "llama": ("llama", _SIZES), "llama_head_dim": ("llama", _SIZES | {"head_dim": 6, "tie_word_embeddings": True}),
@@ -61,6 +62,18 @@ CASES = {  # name: (model type, what transformers is given)
     "gpt_oss_plain": ("gpt_oss", _SIZES | {
         "head_dim": 6, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 3,
         "layer_types": ["full_attention", "full_attention"], "rope_scaling": {"rope_type": "default"}}),
+    "llama_biased": ("llama", _SIZES | {"attention_bias": True, "mlp_bias": True}),
+    "arcee": ("arcee", _SIZES | {"attention_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", _SIZES | {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "granite": ("granite", _SIZES | {"embedding_multiplier": 6.0, "attention_multiplier": 0.3,
+                                     "residual_multiplier": 0.22, "logits_scaling": 4.0, "mlp_bias": True}),
+    "seed_oss": ("seed_oss", _SIZES | {"head_dim": 6, "attention_out_bias": True, "pad_token_id": 0}),
+    "ernie4_5": ("ernie4_5", _SIZES | {"head_dim": 6, "use_bias": True}),
+    "phi3": ("phi3", _SIZES | {"sliding_window": 5, "pad_token_id": 0}),
+    "phi3_partial": ("phi3", _SIZES | {"hidden_size": 32, "partial_rotary_factor": 0.75, "pad_token_id": 0}),
+    "glm4": ("glm4", _SIZES | {"head_dim": 8, "pad_token_id": 0}),
+    "glm4_moe": ("glm4_moe", _SIZES | _ROUTED | {"head_dim": 8, "attention_bias": True, "use_qk_norm": True}),
+    "dots1": ("dots1", _SIZES | _ROUTED | {"head_dim": 6, "max_window_layers": 0, "sliding_window": 5}),
     "deepseek_v3_plain": ("deepseek_v3", _SIZES | _LATENT | {"q_lora_rank": None}),
 }
 

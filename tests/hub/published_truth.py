@@ -1,6 +1,7 @@
 """Compute with Hugging Face's transformers tiny published models, for the tests of import and export.
 
     python -m tests.hub.published_truth            # writes tests/hub/published_truth.json
+    python -m tests.hub.published_truth NAME ...   # adds these cases to it
     python -m tests.hub.published_truth --exports  # loads what jaxtrain exports, and compares logits and rewards
 
 Needs torch and transformers, which the tests do not: the logits, the shapes of all tensors as they are on disk, and of
@@ -114,16 +115,27 @@ def rewarded(case: dict[str, Any]) -> float:
     return float(np.abs(rewards - wanted).max() / np.abs(wanted).max())
 
 
+def has_rewards(kind: str) -> bool:
+    """Return whether a model of this type can be published as a reward model."""
+    from jaxtrain.hf.hf_config import types
+
+    return types()[kind][1].classifier is not None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
     parser.add_argument("--exports", action="store_true")
-    if parser.parse_args().exports:
+    args = parser.parse_args()
+    if args.exports:
         errors = {name: exported(name, case) for name, case in published.truth().items()}
-        errors |= {f"{name}, rewards": rewarded(case) for name, case in published.truth().items()}
+        errors |= {f"{name}, rewards": rewarded(case) for name, case in published.truth().items()
+                   if has_rewards(case["config"]["model_type"])}
         print(*(f"{name:27} {error:.1e}" for name, error in errors.items()), sep="\n")
         return int(max(errors.values()) > 1e-6)
-    cases = {}
-    for name, (kind, keys) in published.CASES.items():
+    cases = published.truth() if args.names else {}
+    for name in args.names or published.CASES:
+        kind, keys = published.CASES[name]
         with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b, tempfile.TemporaryDirectory() as c:
             case = made(kind, keys, Path(a))
             cases[name] = case | computed(published.write(Path(b), case), Path(c))

@@ -9,7 +9,7 @@ from flax import nnx
 import jaxtrain as jt
 from jaxtrain.models.gemma3 import Gemma3Config
 from jaxtrain.models.make_model import make_model
-from jaxtrain.models.sandwich_layers import ScaledEmbed
+from jaxtrain.models.sandwich_layers import scaled_embed
 from jaxtrain.observe import flops_per_token
 from tests.composition import fuzz
 
@@ -58,7 +58,7 @@ def test_a_global_layer_sees_what_local_layers_do_not():
 @pytest.mark.parametrize("dtype, factor", [("float32", 1152**0.5), ("bfloat16", 34.0)])
 def test_embeddings_are_multiplied_by_a_factor_of_their_own_dtype(dtype, factor):
     """The square root of 1152 is 33.94, which bfloat16 rounds to 34; the products of a factor in float32 differ."""
-    embed = ScaledEmbed(8, 1152, rngs=nnx.Rngs(params=0))
+    embed = scaled_embed(8, 1152, rngs=nnx.Rngs(params=0))
     table = embed.table[...].astype(dtype)
     embed.table = nnx.Param(table, **embed.table.get_metadata())
     got, want = embed(jnp.arange(8)[None])[0], table * jnp.asarray(factor, dtype)

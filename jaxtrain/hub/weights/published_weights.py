@@ -227,7 +227,8 @@ def names(entry: Entry, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, 
 def published_shape(entry: Entry, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of each tensor that holds a parameter of this shape."""
     sizes = _sizes(entry, shape[_stacked(entry):])
-    return tuple(math.prod(sizes[letter] for letter in group) for group in _groups(entry))
+    first, *others = (math.prod(sizes[letter] for letter in group) for group in _groups(entry))
+    return (first if entry.rows is None else entry.rows[1], *others)
 
 
 def _stacked(entry: Entry) -> int:
@@ -253,7 +254,7 @@ def _sizes(entry: Entry, shape: Sequence[int]) -> dict[str, int]:
 def _as_ours(tensor: np.ndarray, entry: Entry, shape: Sequence[int]) -> np.ndarray:
     """Return a tensor with the dimensions of one layer's parameter, of this shape; a view where it needs no copy."""
     letters, sizes = "".join(_groups(entry)), _sizes(entry, shape)
-    x = tensor.reshape([sizes[letter] for letter in letters])
+    x = tensor[_rows(entry, sizes)].reshape([sizes[letter] for letter in letters])
     while "p" in letters:
         x = x[(slice(None),) * letters.index("p") + (entry.part[0],)]
         letters = letters.replace("p", "", 1)
@@ -261,28 +262,39 @@ def _as_ours(tensor: np.ndarray, entry: Entry, shape: Sequence[int]) -> np.ndarr
     return x if entry.cut is None else x.reshape(shape)
 
 
+def _rows(entry: Entry, sizes: Mapping[str, int]) -> slice:
+    """Return where a parameter is along its tensor's first dimension."""
+    if entry.rows is None:
+        return slice(None)
+    return slice(entry.rows[0], entry.rows[0] + math.prod(sizes[letter] for letter in _groups(entry)[0]))
+
+
 @lru_cache
 def _order(entry: Entry, size: int) -> np.ndarray:
     """Return which of the tensor's columns are the parameter's, where pairs of rotary ones are apart in it."""
     plain = size - entry.paired
+    if entry.paired_first:
+        pairs = np.arange(entry.paired)
+        return np.concatenate([pairs[::2], pairs[1::2], np.arange(entry.paired, size)])
     return np.concatenate([np.arange(plain), np.arange(plain, size, 2), np.arange(plain + 1, size, 2)])
 
 
 def published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str, jax.Array], dtype: Any,
-               lora_scale: float) -> np.ndarray:
+              lora_scale: float) -> np.ndarray:
     """Gather a tensor from the parameter, or the parameters, that it holds."""
-    entry, _ = parts[0]
-    shape = _shape(entry.ours, flat)[_stacked(entry):]
-    letters, sizes = "".join(_groups(entry)), _sizes(entry, shape)
-    out = np.zeros([sizes[letter] for letter in letters], dtype)
+    out = np.zeros(_shape_on_disk(parts[0][0], flat), dtype)
     for entry, which in parts:
+        shape = _shape(entry.ours, flat)[_stacked(entry):]
+        letters, sizes = "".join(_groups(entry)), _sizes(entry, shape)
         piece = _merged(entry.ours, which, flat, dtype, lora_scale)
         if entry.paired:
             piece = piece[..., np.argsort(_order(entry, shape[-1]))]
         piece, ours = piece if entry.cut is None else piece.reshape(entry.cut), entry.layout.split("->")[1]
         where = tuple(entry.part[0] if letter == "p" else slice(None) for letter in letters)
-        out[where] = piece.transpose([ours.index(letter) for letter in letters if letter != "p"])
-    return out.reshape(_shape_on_disk(entry, flat))
+        # Of a contiguous array both are views.
+        out[_rows(entry, sizes)].reshape([sizes[letter] for letter in letters])[where] = piece.transpose(
+            [ours.index(letter) for letter in letters if letter != "p"])
+    return out
 
 
 def _merged(path: str, which: tuple[int, ...], flat: Mapping[str, jax.Array], dtype: Any,

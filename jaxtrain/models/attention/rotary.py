@@ -92,7 +92,9 @@ class Rotary:
 
     @staticmethod
     def rotate(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Rotate queries or keys by their positions."""
+        """Rotate queries or keys by their positions; only the first entries of a head, where there are fewer angles."""
         cos, sin = angles
-        a, b = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
+        width = 2 * cos.shape[-1]
+        a, b = jnp.split(x_BTHK[..., :width].astype(jnp.float32), 2, axis=-1)
+        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
+        return turned if width == x_BTHK.shape[-1] else jnp.concatenate([turned, x_BTHK[..., width:]], axis=-1)

@@ -48,12 +48,14 @@ class Attention(nnx.Module):
     """Multi-head or grouped-query self-attention, with optional biases, qk-norm and rotary positions."""
 
     shared_by = ("act_heads", "act_kv_heads")  # output dimensions of its first matmuls
-    score_factor = 1.0  # of scores, beside 1 / sqrt(head_dim); `make_model` sets another
+    score_factor = 1.0
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, out_std: float, rngs: nnx.Rngs,
                  qkv_bias: bool = False, k_bias: bool = True, out_bias: bool = False,
                  qk_norm: Callable[[], nnx.Module] | None = None, window: int = 0, causal: bool = True,
-                 backend: str = "auto", context: str = "auto"):
+                 score_factor: float = 1.0, backend: str = "auto", context: str = "auto"):
+        """`score_factor`: of scores, beside 1 / sqrt(head_dim); `make_model` multiplies it by that of muP."""
+        self.score_factor = score_factor
         self.window, self.causal, self.backend, self.context = window, causal, backend, context
         kv = (dim, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), KV_HEADS
         q = (dim, heads, head_dim), ("embed", "heads", "head_dim"), HEADS

@@ -37,16 +37,23 @@ def loaded(folder, **mesh):
     return run, published_weights.load(folder, run.config.model, run.abstract.params)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_logits_and_all_gradients_are_those_of_transformers(name, tmp_path):
+# Those without a reference of their own in tests/numerics, on a mesh too.
+ON_A_MESH = ("llama_biased", "arcee", "smollm3", "granite", "seed_oss", "ernie4_5", "phi3_partial", "glm4", "glm4_moe",
+             "dots1")
+
+
+@pytest.mark.parametrize(("name", "mesh"), [pytest.param(*one.values, {}, marks=one.marks) for one in ALL] + [
+    pytest.param(name, {"fsdp": 2, "tensor": 2}, marks=SLOW) for name in ON_A_MESH])
+def test_logits_and_all_gradients_are_those_of_transformers(name, mesh, tmp_path):
     case = published.truth()[name]
-    run, params = loaded(published.write(tmp_path / "in", case))
+    run, params = loaded(published.write(tmp_path / "in", case), **mesh)
     tokens = jnp.asarray(published.TOKENS)
 
     @jax.jit
     def both(params):
         def loss(params):
-            logits = run.model.merge(params)(tokens)
+            logits = sharding.constrain(run.model.merge(params)(sharding.constrain(tokens, "batch", "seq")),
+                                        None, None, None)
             named = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1)
             return -named.mean(), logits
         return jax.value_and_grad(loss, has_aux=True)(params)

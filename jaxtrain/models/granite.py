@@ -1,0 +1,62 @@
+"""Granite: Llama's blocks with fixed multipliers of embeddings, scores, residual branches and logits."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from jaxtrain.config.family import Family
+from jaxtrain.config.field_checks import positive
+from jaxtrain.hf import decoder_tensors
+from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig
+from jaxtrain.hf.rotary_keys import published_rotary, rotary
+from jaxtrain.models.llama import BIAS_KEYS, BiasedConfig
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from jaxtrain.models.decoder import Compute, Decoder
+
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+
+
+@dataclass(frozen=True)
+class GraniteConfig(BiasedConfig):
+    """Granite."""
+
+    name: str = "granite"
+    embedding_multiplier: float = 1.0  # of token embeddings
+    attention_multiplier: float = 1.0  # of attention scores, in place of 1 / sqrt(head_dim)
+    residual_multiplier: float = 1.0  # of what attention and the MLP add
+    logits_scaling: float = 1.0  # divisor of logits
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "model", " ".join(_MULTIPLIERS))
+
+
+def granite(c: GraniteConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
+    """Build a Granite decoder."""
+    from jaxtrain.models.layers import MultipliedEmbed
+    from jaxtrain.models.multiplied_block import MultipliedBlock
+    from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
+
+    attention = grouped_query(c, compute, qkv_bias=c.attention_bias, out_bias=c.attention_bias,
+                              score_factor=c.attention_multiplier * c.head_dim**0.5)
+    model = rotary_decoder(
+        c, compute, attention, kind=partial(MultipliedBlock, c.residual_multiplier),
+        embed=MultipliedEmbed(c.vocab_size, c.embed_dim, c.embedding_multiplier, rngs=rngs), mlp_bias=c.mlp_bias,
+        rngs=rngs)
+    model.logit_factor = 1 / c.logits_scaling
+    return model
+
+
+def _layer(c: GraniteConfig, experts: bool) -> list[Entry]:
+    return [*decoder_tensors.ATTENTION, *decoder_tensors.NORMS, *decoder_tensors.swiglu(),
+            *decoder_tensors.biases(c.attention_bias, c.attention_bias, c.mlp_bias)]
+
+
+FAMILY = Family(
+    GraniteConfig, granite, tensors=decoder_tensors.decoder(_layer),
+    hf=(HFConfig("granite", "GraniteForCausalLM", COMMON | BIAS_KEYS | {key: key for key in _MULTIPLIERS},
+                 fixed={"hidden_act": SILU}, read=partial(rotary, "granite"), write=published_rotary,
+                 classifier=None),))
