@@ -73,7 +73,7 @@ class Decoder(nnx.Module):
     def __init__(self, embed: Embed, block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, norm: nnx.Module, *,
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
                  rotary: Any = None, head: Head | None = None,
-                 first: Callable[[nnx.Rngs], Block] | None = None, num_first: int = 0,
+                 first: Callable[[nnx.Rngs], nnx.Module] | None = None, num_first: int = 0,
                  ahead: Callable[[nnx.Rngs], MTPHead] | None = None, numbered: bool = False, grouped: bool = False):
         """Stack `num_first` layers like `first`, then the rest like `block`.
 

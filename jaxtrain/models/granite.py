@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxtrain.config.family import Family
-from jaxtrain.config.field_checks import positive
+from jaxtrain.config.field_checks import number
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
@@ -24,14 +24,11 @@ class GraniteConfig(BiasedConfig):
     """Granite."""
 
     name: str = "granite"
-    embedding_multiplier: float = 1.0  # of token embeddings
-    attention_multiplier: float = 1.0  # of attention scores, in place of 1 / sqrt(head_dim)
-    residual_multiplier: float = 1.0  # of what attention and the MLP add
-    logits_scaling: float = 1.0  # divisor of logits
-
-    def __post_init__(self):
-        super().__post_init__()
-        positive(self, "model", " ".join(_MULTIPLIERS))
+    embedding_multiplier: float = number(1.0, above=0)  # of token embeddings
+    # of attention scores, in place of 1 / sqrt(head_dim)
+    attention_multiplier: float = number(1.0, above=0)
+    residual_multiplier: float = number(1.0, above=0)  # of what attention and the MLP add
+    logits_scaling: float = number(1.0, above=0)  # divisor of logits
 
 
 def granite(c: GraniteConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":

@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxtrain.config.family import Family
-from jaxtrain.config.field_checks import not_negative
+from jaxtrain.config.field_checks import at_most
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
@@ -22,11 +22,7 @@ class SmolLM3Config(BiasedConfig):
     """SmolLM3."""
 
     name: str = "smollm3"
-    no_rope_every: int = 4  # every N-th layer has no rotary positions; 0: all layers have them
-
-    def __post_init__(self):
-        super().__post_init__()
-        not_negative(self, "model", "no_rope_every")
+    no_rope_every: int = at_most(4, 10_000, least=0)  # every N-th layer has no rotary positions; 0: all layers have them
 
 
 def smollm3(c: SmolLM3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
