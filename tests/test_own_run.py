@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -173,12 +174,6 @@ def lines(workdir):
     return [{key: line[key] for key in keys} for line in read]
 
 
-def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
 class StopAt(jt.Observer):
     def __init__(self, step):
         self.step = step
@@ -198,7 +193,7 @@ def test_a_run_that_was_stopped_is_to_the_bit_the_one_that_was_not(kind, tmp_pat
         jt.train(run, tmp_path / "stopped", observers=[StopAt(3)])
     assert (stopped.value.step, stopped.value.signal) == (3, signal.SIGTERM)
     again = build(kind)  # as another process would
-    same(jt.train(again, tmp_path / "stopped"), straight)
+    chex.assert_trees_all_equal(jt.train(again, tmp_path / "stopped"), straight)
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight") and len(lines(tmp_path / "straight")) == STEPS
     module = run.module(straight)
     assert type(module) is {"module": Module, "callable": Callable, "equinox": Layered}.get(kind, dict)
@@ -243,8 +238,8 @@ def test_its_steps_are_to_the_bit_those_of_make_train_step():
     for n in range(2):
         ours, metrics = run.step(ours, run.batch(n))
         theirs, fewer = step(theirs, make_batch(n))
-        same({key: metrics[key] for key in fewer}, fewer)
-    same(ours.params, theirs.params)
+        chex.assert_trees_all_equal({key: metrics[key] for key in fewer}, fewer)
+    chex.assert_trees_all_equal(ours.params, theirs.params)
 
 
 def test_a_spike_is_gone_back_from(tmp_path):
@@ -411,7 +406,7 @@ def test_a_workdir_is_not_resumed_with_other_parts(change, message, tmp_path):
 def test_more_steps_may_follow(tmp_path):
     jt.train(build(train__steps=2), tmp_path)
     state = jt.train(build(train__steps=STEPS), tmp_path)
-    same(state, jt.train(shared("pytree"), tmp_path / "straight"))
+    chex.assert_trees_all_equal(state, jt.train(shared("pytree"), tmp_path / "straight"))
 
 
 def test_evaluate_and_report(capsys):
@@ -521,7 +516,7 @@ def test_the_text_of_the_config_is_trained_and_evaluated_on(tmp_path):
     state = jt.train(run, tmp_path / "straight")
     with pytest.raises(Interrupted):
         jt.train(run, tmp_path / "work", observers=[StopAt(4)])
-    same(jt.train(on_text(tmp_path, mixture=mixture), tmp_path / "work"), state)
+    chex.assert_trees_all_equal(jt.train(on_text(tmp_path, mixture=mixture), tmp_path / "work"), state)
     total, weight, hits = 0.0, 0.0, 0.0
     for step in range(run.eval_batches.num_batches):
         batch = run.eval_batches[step]

@@ -22,7 +22,8 @@ class SmolLM3Config(BiasedConfig):
     """SmolLM3."""
 
     name: str = "smollm3"
-    no_rope_every: int = at_most(4, 10_000, least=0)  # every N-th layer has no rotary positions; 0: all layers have them
+    # every N-th layer has no rotary positions; 0: all layers have them
+    no_rope_every: int = at_most(4, 10_000, least=0)
 
 
 def smollm3(c: SmolLM3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -48,10 +49,6 @@ def config(tmp_path, **keys):
     return jt.make_config({}, {"data.source": f"{tmp_path / 'text'}", **SMALL, **keys})
 
 
-def assert_same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 def took_part(workdir):
     """Check what the parts did in a run of two steps: the config, the metrics and the tracker's file."""
     kept = json.loads((workdir / "config.json").read_text())
@@ -74,7 +71,7 @@ def test_one_file_of_each_kind_trains_on_a_mesh_and_is_published(tmp_path, docum
     state = jt.train(run, tmp_path / "run")
     took_part(tmp_path / "run")
     params = jax.device_get(state.params)
-    assert_same(params, jax.device_get(state.extras["slow"]))
+    chex.assert_trees_all_equal(params, jax.device_get(state.extras["slow"]))
     way = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, begun)  # the sign's steps, and half of the way
     assert max(jax.tree.leaves(way)) == pytest.approx(0.5 * 1e-3 * (1 + 2**-0.5), rel=1e-3)
 
@@ -88,7 +85,7 @@ def test_one_file_of_each_kind_trains_on_a_mesh_and_is_published(tmp_path, docum
     assert (left_out["qk_norm"], left_out["norm_eps"]) == (True, 1e-6)  # of `defaults`, and of `like`
     (tmp_path / "published" / "config.json").write_text(json.dumps(said))
     _, read = jt.load_model(tmp_path / "published", {"mesh.data": 1, "mesh.fsdp": -1})
-    assert_same(jax.device_get(read.params), params)
+    chex.assert_trees_all_equal(jax.device_get(read.params), params)
 
 
 def test_the_objective_weighs_late_tokens_more(tmp_path, documented):

@@ -3,6 +3,7 @@
 import importlib
 from importlib import metadata
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -31,10 +32,6 @@ def config(tmp_path, **keys):
         "checkpoint.every": 2, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, **keys})
 
 
-def assert_same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (a, b)))
-
-
 def test_one_that_is_given_trains_on_a_mesh_and_resumes(tmp_path, module, capsys):
     def run(steps=STEPS, **more):
         return jt.build(config(tmp_path, **{"train.steps": steps}), extensions=[module.Lookahead(EVERY, RATE)], **more)
@@ -48,13 +45,13 @@ def test_one_that_is_given_trains_on_a_mesh_and_resumes(tmp_path, module, capsys
         begun, _ = built.step(begun, built.batch(step))
     want = jax.tree.map(lambda a, b: a + RATE * (b - a), slow, jax.device_get(fast.params))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), jax.device_get(begun.params), want)
-    assert_same(begun.params, begun.extras["slow"])
+    chex.assert_trees_all_equal(begun.params, begun.extras["slow"])
 
     whole = jt.train(built, tmp_path / "whole")
     jt.train(run(3), tmp_path / "parts")
     resumed = jt.train(run(), tmp_path / "parts", may_change=["train.steps"])
     assert "resumed from step 3" in capsys.readouterr().err
-    assert_same((whole.params, whole.extras["slow"]), (resumed.params, resumed.extras["slow"]))
+    chex.assert_trees_all_equal((whole.params, whole.extras["slow"]), (resumed.params, resumed.extras["slow"]))
     assert identity.own_parts(built, {})["extensions"] == [{"class": "Lookahead", "every": EVERY, "rate": RATE}]
     with pytest.raises(jt.UserError, match=r"without extensions= |with extensions= of its own, this one has none"):
         jt.train(plain, tmp_path / "whole")
@@ -67,7 +64,7 @@ def test_one_of_another_package_is_asked_for_by_its_section(tmp_path, module):
     run = jt.build(asked)
     assert run.extensions[-1] == module.Lookahead(EVERY, RATE) and not identity.has_own_parts(run)
     state = jt.train(run, tmp_path / "work")
-    assert_same(state.params, state.extras["slow"])
+    chex.assert_trees_all_equal(state.params, state.extras["slow"])
     again = jt.load_config(tmp_path / "work/config.json")
     assert again == asked and int(jt.train(again, tmp_path / "work").step) == STEPS
     for key, value, words in (("lookahead.rates", 1, "no such key.*rate"), ("lookahead.every", "often", "whole number"),

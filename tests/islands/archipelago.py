@@ -50,7 +50,3 @@ def numbers(tree):
 
 def outer_state(state):
     return numbers(state.extras[outer.NAME])
-
-
-def assert_same_bits(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)

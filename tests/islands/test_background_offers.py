@@ -9,6 +9,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from jaxtrain.islands.outer_exchange import KEPT, Exchange
 from jaxtrain.train_step.optimizers import outer
 from jaxtrain.trainer.loop import train
 from jaxtrain.trainer.session import Interrupted
-from tests.islands.archipelago import assert_same_bits, numbers
+from tests.islands.archipelago import numbers
 from tests.islands.memory_meeting import MemoryMeeting, wait_until
 from tests.islands.test_island_runs import STEPS, Beside, built, islands, with_meeting
 from tests.tiers import slow
@@ -114,7 +115,7 @@ def sent(found):
 
 def ends_alike(codec, got, log):
     want, known, *_ = waited_for(codec)
-    assert_same_bits(got, want)
+    chex.assert_trees_all_equal(got, want)
     assert log == known
 
 
@@ -123,7 +124,7 @@ def ends_alike(codec, got, log):
 def test_the_same_bits_offers_metrics_and_checkpoints_as_in_the_foreground(codec, tmp_path):
     got, log = trained(codec, lambda one, meeting: train(with_meeting(one, meeting), tmp_path), 1)
     want, known, measured, saved = waited_for(codec, 1)
-    assert_same_bits(got, want)
+    chex.assert_trees_all_equal(got, want)
     assert log == known
     again, found = checkpoints(codec, tmp_path, 1), lines(tmp_path)
     assert set(again) == set(saved) == set(range(1, STEPS + 1))
@@ -132,7 +133,8 @@ def test_the_same_bits_offers_metrics_and_checkpoints_as_in_the_foreground(codec
         if step % EVERY == 0 and step < STEPS:  # it is saved before the offer is confirmed, and has it to make again
             assert (int(mine.pop("open")), int(other.pop("open"))) == (outer.DUE, step // EVERY)
             mine.pop("unsent", None), other.pop("unsent", None)
-        assert_same_bits((state.params, state.opt_state, mine), (saved[step].params, saved[step].opt_state, other))
+        chex.assert_trees_all_equal((state.params, state.opt_state, mine),
+                                    (saved[step].params, saved[step].opt_state, other))
     assert sent(found) == sent(measured) > 0
     entries = [[(line["step"], line["island_entry"]) for line in some if "island_entry" in line]
                for some in (found, measured)]
@@ -146,7 +148,7 @@ def test_an_asynchronous_island_ends_with_the_same_bits(tmp_path):
     run = built(**islands(1, every=EVERY, overlap=OVERLAP, mode="async", compression="int4"))
     one, other = (train(with_meeting(run, MemoryMeeting(1, "async"), kind=kind), tmp_path / kind.__name__)
                   for kind in (Exchange, Foreground))
-    assert_same_bits(numbers(one), numbers(other))
+    chex.assert_trees_all_equal(numbers(one), numbers(other))
 
 
 @pytest.mark.parametrize("codec", ALL)
@@ -285,7 +287,7 @@ def test_without_its_file_a_stopped_island_offers_what_it_has(codec, tmp_path):
         return train(with_meeting(one, meeting), tmp_path)
 
     (state, others), log = trained(codec, attempts, meeting=HeldMeeting())
-    assert_same_bits(state.params, others)
+    chex.assert_trees_all_equal(state.params, others)
     assert [len(entry.contributions) for entry in log] == [2] * len(waited_for(codec)[1])
 
 
@@ -302,7 +304,7 @@ def test_a_save_between_waits_for_the_offer(tmp_path):
     at = At({EVERY + 1: let_through})
     trained("int4", lambda one, _: train(with_meeting(one, meeting), tmp_path, observers=[at]), EVERY + 1, meeting)
     found = checkpoints("int4", tmp_path, EVERY + 1)
-    assert_same_bits(found, waited_for("int4", EVERY + 1)[3])
+    chex.assert_trees_all_equal(found, waited_for("int4", EVERY + 1)[3])
     assert not (tmp_path / KEPT).exists()
 
 

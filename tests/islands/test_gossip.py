@@ -4,6 +4,7 @@ import functools
 import random
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from jaxtrain.islands.meeting_places import MeetingAhead
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
 from tests.islands import plain_gossip
-from tests.islands.archipelago import assert_same_bits, numbers, outer_state
+from tests.islands.archipelago import numbers, outer_state
 from tests.islands.memory_meeting import MemoryMeeting
 from tests.islands.test_island_runs import built, islands
 
@@ -117,7 +118,7 @@ def test_it_is_the_paper_s(keys):
     for got, plain in zip(found.slow(), want, strict=True):
         np.testing.assert_allclose(got, plain, atol=2e-6, rtol=2e-6)
     for state in found.states:
-        assert_same_bits(numbers(state.params), outer_state(state)["params"])
+        chex.assert_trees_all_equal(numbers(state.params), outer_state(state)["params"])
     assert found.spread() > 0.1
     assert found.meeting.sent == 2 * 4 * 40 * sum(map(len, ROUNDS))
 
@@ -204,7 +205,7 @@ def test_islands_that_are_killed_at_any_time_end_with_the_same_bits():
         stormy, kills = trained(seed)
         assert kills > 3
         assert stormy.meeting.log == calm.meeting.log
-        assert_same_bits(numbers(stormy.states), numbers(calm.states))
+        chex.assert_trees_all_equal(numbers(stormy.states), numbers(calm.states))
 
 
 def test_a_new_island_begins_with_the_outer_parameters_of_another():
@@ -284,4 +285,4 @@ def test_one_that_begins_again_behind_the_log_does_not_apply_what_it_did_in_its_
     joined = outer_state(found.exchange(3, snapshot_every=2).begin(0, tiny(snapshot_every=2).init()))
     assert int(joined["position"]) == 5
     np.testing.assert_array_equal(flat(joined["params"]), last)
-    assert_same_bits(joined["momentum"], before["momentum"])
+    chex.assert_trees_all_equal(joined["momentum"], before["momentum"])

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,7 @@ from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.islands.waiting_meeting import WaitingMeeting
 from jaxtrain.trainer.loop import train
 from jaxtrain.trainer.session import Interrupted
-from tests.islands.archipelago import assert_same_bits, numbers, outer_state
+from tests.islands.archipelago import numbers, outer_state
 from tests.islands.memory_meeting import MemoryMeeting, OutOfReach
 from tests.tiers import slow_if
 
@@ -93,8 +94,8 @@ def test_one_island_that_talks_after_every_step_is_plain_training_to_the_bit(tmp
     plain = train(built(), tmp_path / "plain")
     run = built(**islands(1, every=1, learning_rate=1, momentum=0))
     state = train(with_meeting(run, MemoryMeeting(1)), tmp_path / "island")
-    assert_same_bits(numbers(state.params), numbers(plain.params))
-    assert_same_bits(outer_state(state)["params"], numbers(plain.params))
+    chex.assert_trees_all_equal(numbers(state.params), numbers(plain.params))
+    chex.assert_trees_all_equal(outer_state(state)["params"], numbers(plain.params))
 
 
 @pytest.mark.slow
@@ -110,7 +111,7 @@ def test_two_islands_that_average_each_step_of_sgd_are_data_parallel_training(tm
     state = train(one, tmp_path / "island")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), numbers(state.params),
                  numbers(plain.params))
-    assert_same_bits(numbers(other.ended().params), numbers(state.params))
+    chex.assert_trees_all_equal(numbers(other.ended().params), numbers(state.params))
 
 
 class Dies:
@@ -167,10 +168,10 @@ def straight(mode):
 
 def same(mode, attempts):
     ((want, others), log), ((got, too), again) = straight(mode), trained(mode, attempts)
-    assert_same_bits(got, want)
-    assert_same_bits(too, others)
+    chex.assert_trees_all_equal(got, want)
+    chex.assert_trees_all_equal(too, others)
     if mode != "gossip":
-        assert_same_bits(got.params, too)
+        chex.assert_trees_all_equal(got.params, too)
     assert again == log
 
 

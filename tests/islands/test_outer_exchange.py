@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from jaxtrain.islands.meeting import Entry, Offer
 from jaxtrain.islands.meeting_places import MeetingAhead
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.train_step.optimizers import outer
-from tests.islands.archipelago import assert_same_bits, numbers, outer_state
+from tests.islands.archipelago import numbers, outer_state
 from tests.islands.memory_meeting import MemoryMeeting, OutOfReach
 from tests.islands.test_island_runs import rows_of
 from tests.islands.tiny_islands import agree, few, shared, tiny
@@ -23,7 +24,7 @@ def test_the_same_bits_on_all_islands_and_the_outer_parameters_as_their_own():
     found.train(9)
     agree(found)
     for state in found.states:
-        assert_same_bits(numbers(state.params), outer_state(state)["params"])
+        chex.assert_trees_all_equal(numbers(state.params), outer_state(state)["params"])
     assert [entry.number for entry in found.meeting.log] == [1, 2, 3]
     assert found.meeting.sent == 3 * 3 * 40 * 4
 
@@ -52,8 +53,8 @@ def test_an_island_that_is_late_keeps_its_progress_and_offers_it_again():
     # Killed before it read any of that, and resumed, it finds both entries at once, and its offer in the second.
     killed = Exchange(found.exchanges[1].islands, found.runs[1].abstract, found.runs[1].layout.axes, found.meeting)
     resumed = killed.finish(3, killed.begin(3, offered))
-    assert_same_bits(numbers(resumed.params), numbers(found.states[1].params))
-    assert_same_bits(outer_state(resumed), outer_state(found.states[1]))
+    chex.assert_trees_all_equal(numbers(resumed.params), numbers(found.states[1].params))
+    chex.assert_trees_all_equal(outer_state(resumed), outer_state(found.states[1]))
     assert len(found.meeting.log) == 2
 
 
@@ -66,7 +67,7 @@ def test_progress_that_is_too_old_is_dropped():
     found.states[0] = found.exchanges[0].finish(3, found.states[0])
     found.states[1] = found.exchanges[1].finish(3, found.exchanges[1].offer(3, found.states[1]))
     agree(found)
-    assert_same_bits(numbers(found.states[1].params), outer_state(found.states[0])["params"])
+    chex.assert_trees_all_equal(numbers(found.states[1].params), outer_state(found.states[0])["params"])
     assert len(found.meeting.log) == 1
 
 
@@ -82,8 +83,8 @@ def test_an_island_that_joins_begins_at_the_end_of_the_log(trimmed):
         found.meeting.trim(3)
     assert found.meeting.snapshot()[0] == 2 and len(found.meeting.log) == 3
     joined = found.exchanges[1].begin(0, found.states[1])
-    assert_same_bits(shared(joined), shared(state))
-    assert_same_bits(numbers(joined.params), numbers(state.params))
+    chex.assert_trees_all_equal(shared(joined), shared(state))
+    chex.assert_trees_all_equal(numbers(joined.params), numbers(state.params))
     assert int(joined.step) == 0
 
 
@@ -95,7 +96,7 @@ def test_an_island_that_begins_again_makes_its_first_offers_again():
     assert int(again.states[0].extras["outer"]["position"]) == 0
     again.train(9)
     assert len(found.meeting.log) == 3
-    assert_same_bits(numbers(again.states), numbers(found.states))
+    chex.assert_trees_all_equal(numbers(again.states), numbers(found.states))
 
 
 @pytest.mark.slow
@@ -111,7 +112,7 @@ def test_one_that_joined_late_begins_again_where_it_joined():
     exchange.finish(3, exchange.offer(3, joined), stopping=lambda step: True)
     alone.finish(6, alone.offer(6, state))
     assert [len(entry.contributions) for entry in found.meeting.log] == [1, 2]
-    assert_same_bits(numbers(few(2, into=found.meeting).states[1]), numbers(joined))
+    chex.assert_trees_all_equal(numbers(few(2, into=found.meeting).states[1]), numbers(joined))
 
 
 def test_the_average_of_an_island_that_joins_begins_with_its_parameters():
@@ -124,8 +125,8 @@ def test_the_average_of_an_island_that_joins_begins_with_its_parameters():
     start = run.init()
     own = jax.tree.map(lambda x: x - 1, start.params)  # not what the log has
     joined = found.exchanges[1].begin(0, replace(start, params=own, extras=start.extras | {"ema": ema.begin(own)}))
-    assert_same_bits(numbers(joined.extras["ema"]), numbers(joined.params))
-    assert_same_bits(numbers(joined.params), outer_state(found.states[0])["params"])
+    chex.assert_trees_all_equal(numbers(joined.extras["ema"]), numbers(joined.params))
+    chex.assert_trees_all_equal(numbers(joined.params), outer_state(found.states[0])["params"])
 
 
 @pytest.mark.parametrize("rate, kind, start", [(0.5, "", 0.0), (0.7, "llama", 0.0), (0.7, "", 1.0)])
@@ -253,7 +254,7 @@ def test_one_that_is_late_and_stopped_offers_again_what_it_would_have(mode, over
     (want, log), *others = late(), late("offer", 1), late("entries", 2), *(
         [late("content", 2)] if mode == "sync" else [])  # of gossip it reads no contents of entries without it
     for got, again in others:
-        assert_same_bits(got, want)
+        chex.assert_trees_all_equal(got, want)
         assert again == log
 
 
@@ -273,7 +274,7 @@ def test_an_asynchronous_island_waits_for_its_own_entry_however_many_come_before
     state = few(2, "async", into=meeting, momentum=0.0).exchanges[0].begin(3, state)  # after a restart
     assert (int(state.extras["outer"]["position"]), int(state.extras["outer"]["open"])) == (2, 0)
     assert [entry.contributions[0].island for entry in meeting.log] == [1, 0]
-    assert_same_bits(numbers(state.params), outer_state(state)["params"])
+    chex.assert_trees_all_equal(numbers(state.params), outer_state(state)["params"])
 
 
 def offered_by(found, island):
@@ -294,10 +295,10 @@ def test_asynchronous_islands_apply_the_same_entries_and_drop_what_is_refused():
     for step, island in enumerate([0, 1, 0, 2, 0, 0, 1, 2], 1):  # islands of very unequal speed
         states[island], _ = found.steps[0](states[island], found.runs[0].sharded.place(rows_of(step, island)))
         states[island] = exchanges[island].finish(3, exchanges[island].offer(3, states[island]))
-        assert_same_bits(numbers(states[island].params), outer_state(states[island])["params"])
+        chex.assert_trees_all_equal(numbers(states[island].params), outer_state(states[island])["params"])
     assert [len(entry.refused) for entry in found.meeting.log] == [0, 0, 0, 1, 0, 0, 1, 1]
     new = exchanges[3].begin(0, tiny()[0].init())
-    assert_same_bits(shared(new), shared(states[2]))
+    chex.assert_trees_all_equal(shared(new), shared(states[2]))
 
 
 @pytest.mark.parametrize(("mode", "number", "islands"), [("async", 1, (0, 1)), ("sync", 2, (1,))])

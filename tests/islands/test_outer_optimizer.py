@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
 from tests.islands import plain_diloco, plain_power_sgd
-from tests.islands.archipelago import Archipelago, assert_same_bits, numbers, outer_state
+from tests.islands.archipelago import Archipelago, numbers, outer_state
 from tests.islands.memory_meeting import MemoryMeeting
 from tests.islands.tiny_islands import few
 from tests.numerics import reference
@@ -57,7 +58,7 @@ def check(found, masks=(1,), steps=16, off=2e-5, **keys):
     error, leaf = reference.worst(outer_state(found.states[0])["params"], outer, floor=0.1)
     assert error < off, f"the outer {leaf} is off by {error:.1e}"
     for state in found.states[1:]:
-        assert_same_bits(*(outer_state(one) | {"unsent": None} for one in (state, found.states[0])))
+        chex.assert_trees_all_equal(*(outer_state(one) | {"unsent": None} for one in (state, found.states[0])))
 
 
 @pytest.mark.exhaustive  # as the next one
@@ -86,7 +87,7 @@ def test_adapters_in_float16_with_an_average_are_those_of_plain_training_to_the_
         got, metrics = island(got, alone.sharded.place(rows))
         got = exchange.after(n + 1, got)
     assert int(metrics["skipped"]) < 4
-    assert_same_bits(*(numbers((state.params, state.extras["ema"], state.opt_state, state.loss_scale))
+    chex.assert_trees_all_equal(*(numbers((state.params, state.extras["ema"], state.opt_state, state.loss_scale))
                        for state in (got, want)))
 
 

@@ -1,5 +1,6 @@
 """Compressed progress is the same on all islands, and what a codec loses is sent later."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from jaxtrain.islands.payload import LowRank, make_payload
 from jaxtrain.parallel.compression import codecs, payload_bytes
 from jaxtrain.plan.cost import island_time
 from tests.islands import plain_power_sgd
-from tests.islands.archipelago import assert_same_bits, numbers, outer_state
+from tests.islands.archipelago import numbers, outer_state
 from tests.islands.test_island_runs import rows_of
 from tests.islands.tiny_islands import agree, few, tiny, vector
 from tests.tiers import exhaustive, slow
@@ -157,6 +158,6 @@ def test_all_processes_of_an_island_take_what_the_first_one_made(monkeypatch):
     assert len(told) == 2
     monkeypatch.setattr(outer_exchange, "of_first", lambda vector: told.pop(0))
     other.train(3)
-    assert_same_bits(numbers(other.states[0].params), numbers(first.states[0].params))
-    assert_same_bits(outer_state(other.states[0]), outer_state(first.states[0]))
+    chex.assert_trees_all_equal(numbers(other.states[0].params), numbers(first.states[0].params))
+    chex.assert_trees_all_equal(outer_state(other.states[0]), outer_state(first.states[0]))
     assert other.meeting.log == first.meeting.log

@@ -2,11 +2,12 @@
 
 import functools
 
+import chex
 import jax
 import numpy as np
 
 from jaxtrain.run import compiled_step
-from tests.islands.archipelago import Archipelago, assert_same_bits, numbers, outer_state
+from tests.islands.archipelago import Archipelago, numbers, outer_state
 from tests.islands.memory_meeting import MemoryMeeting
 from tests.islands.test_island_runs import built, islands, rows_of
 
@@ -36,7 +37,7 @@ def lossy(compression):
 def agree(found):
     """All islands that are at the end of the log have the same outer state."""
     for state in found.states[1:]:
-        assert_same_bits(shared(state), shared(found.states[0]))
+        chex.assert_trees_all_equal(shared(state), shared(found.states[0]))
 
 
 def shared(state):

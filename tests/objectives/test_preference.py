@@ -4,6 +4,7 @@ import json
 from functools import partial
 from types import SimpleNamespace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -131,8 +132,8 @@ def test_a_run_from_another_learns_and_goes_on_with_the_same_reference(corpus, c
     for metric in ("eval_loss", "highest:eval_reward_accuracy"):
         check_best(jt.build(config(**tuned, checkpoint__best=metric)))
     parts = jt.train(run, resumed(workdir, tmp_path / "parts", last=6))
-    assert equal(whole.params, parts.params)
-    assert equal(parts.frozen["reference"], base.params)
+    chex.assert_trees_all_equal(whole.params, parts.params)
+    chex.assert_trees_all_equal(parts.frozen["reference"], base.params)
     lines = [json.loads(line) for line in workdir.joinpath("metrics.jsonl").read_text().splitlines()]
     assert lines[0]["loss"] == pytest.approx(np.log(2)) and lines[0]["reward_margin"] == lines[0]["kl"] == 0
     assert lines[-2]["loss"] < np.log(2) and lines[-2]["reward_margin"] > 0 and "perplexity" not in lines[-2]
@@ -146,10 +147,6 @@ def test_a_run_goes_on_elsewhere_with_the_same_reference(corpus, compared, tmp_p
     state = jt.train(tiny(corpus, **tuned, mesh__data=1, mesh__fsdp=2), resumed(workdir, tmp_path / "work", last=6))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5),
                  *map(jax.device_get, (whole.params, state.params)))
-
-
-def equal(a, b):
-    return jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (a, b))))
 
 
 @pytest.fixture(scope="module")
@@ -204,16 +201,18 @@ def test_a_reward_model_begins_with_a_language_model_and_is_published_as_a_class
     config, text, tuned = partial(tiny, corpus), text_of(corpus), SCORED
     folder, run, base, whole = rewarded
     parts = jt.train(run, resumed(folder / "whole", tmp_path / "parts", last=6))
-    assert equal(whole.params, parts.params) and "output" not in whole.all_params
+    chex.assert_trees_all_equal(whole.params, parts.params)
+    assert "output" not in whole.all_params
     own = partition.like(base.params, whole.frozen)
-    assert equal(own, whole.frozen) and {"reward_head", "blocks"} == whole.params.keys()
+    chex.assert_trees_all_equal(own, whole.frozen)
+    assert {"reward_head", "blocks"} == whole.params.keys()
     lines = [json.loads(line) for line in folder.joinpath("whole/metrics.jsonl").read_text().splitlines()]
     assert lines[-2]["loss"] < lines[0]["loss"] and lines[-2]["reward_margin"] > lines[0]["reward_margin"]
     assert lines[-1].keys() == {"step", "eval_loss", "eval_reward_accuracy", "eval_reward_margin"}
     assert lines[-1]["eval_reward_accuracy"] == 1
 
     further = jt.build(config(**tuned, train__init_from=str(folder / "whole"))).init()
-    assert equal(further.all_params, whole.all_params)
+    chex.assert_trees_all_equal(further.all_params, whole.all_params)
     with pytest.raises(jt.UserError, match=r"model: it is a reward model, with a reward head in place of the out"):
         generate.main.__wrapped__([str(folder / "whole"), "--prompt=say"])
     assert export.main([str(folder / "whole"), f"--output={tmp_path}/out", "--dtype=float32"]) == 0
@@ -227,7 +226,8 @@ def test_a_reward_model_begins_with_a_language_model_and_is_published_as_a_class
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), jax.device_get(begun), want)
     assert export.main([str(folder / "base"), f"--output={tmp_path}/plain", "--dtype=float32"]) == 0
     begun = jt.build(config(**tuned, train__init_from=str(tmp_path / "plain"))).init()
-    assert equal(partition.like(begun.all_params, own), own) and "output" not in begun.all_params
+    chex.assert_trees_all_equal(partition.like(begun.all_params, own), own)
+    assert "output" not in begun.all_params
     with pytest.raises(jt.UserError, match=r"it has no tensor lm_head\.weight"):
         jt.build(config(**text | published)).init()
 

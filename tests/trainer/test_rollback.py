@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -77,11 +78,6 @@ def saved(flags, workdir, step=STEPS):
     return jax.device_get(CheckpointManager(workdir / "checkpoints").restore(step, build(config).abstract))
 
 
-def assert_same(ours, theirs):
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def decisions(workdir):
     return [(event["kind"], event["step"]) for event in events(workdir)
             if event["kind"] in ("spike", "skip", "rollback", "stop")]
@@ -134,7 +130,7 @@ def test_rolled_back(flags, never_saw, poison, tmp_path, capsys, monkeypatch):
 def assert_went_as(flags, workdir, never_saw):
     assert SkippedBatches.read(workdir) == SkippedBatches((37, 38, 39, 40), 1)
     assert told(workdir) == told(never_saw)
-    assert_same(saved(flags, workdir), saved(flags, never_saw))
+    chex.assert_trees_all_equal(saved(flags, workdir), saved(flags, never_saw))
 
 
 def assert_went_nearly_as(flags, workdir, never_saw):
@@ -253,7 +249,7 @@ def test_skipped(flags, poison, tmp_path):
         if n != BAD:
             state, _ = run.step(state, run.batch(n))
     ours = saved(flags, tmp_path)
-    assert_same((ours.params, ours.opt_state), jax.device_get((state.params, state.opt_state)))
+    chex.assert_trees_all_equal((ours.params, ours.opt_state), jax.device_get((state.params, state.opt_state)))
     assert (ours.step, ours.skipped, ours.extras["history"].seen) == (STEPS, 1, STEPS - 1)
 
 
@@ -363,7 +359,7 @@ def test_a_checkpoint_of_the_time_before_histories_has_an_empty_one(flags, never
         old.save(STEPS, dataclasses.replace(new, extras={}))
         old.wait()
         restored = old.restore(STEPS, run.abstract)
-    assert_same(restored, dataclasses.replace(new, extras={"history": History.empty()}))
+    chex.assert_trees_all_equal(restored, dataclasses.replace(new, extras={"history": History.empty()}))
     assert restored.extras["history"].values_2S.sharding == run.layout.state.extras["history"].values_2S
 
 

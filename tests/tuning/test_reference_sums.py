@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -108,10 +109,6 @@ def whole(corpus, tmp_path_factory):
     return folder, jt.train(tiny(corpus), folder)
 
 
-def equal(a, b):
-    return jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (a, b))))
-
-
 @pytest.mark.slow
 def test_a_run_is_that_with_a_copy_and_has_none(corpus, whole, tmp_path):
     folder, state = whole
@@ -130,12 +127,14 @@ def test_a_run_goes_on_and_is_extended_without_computing_anything_twice(corpus, 
                                                                        monkeypatch):
     folder, state = whole
     parts = tuned.resumed(folder, tmp_path / "parts", last=8)
-    assert equal(jt.train(tiny(corpus), parts), state) and computed == []
+    chex.assert_trees_all_equal(jt.train(tiny(corpus), parts), state)
+    assert computed == []
     (parts / reference_sums.FILE).unlink()
     shutil.rmtree(parts / "checkpoints" / "8")
     made, init = [], Run.init
     monkeypatch.setattr(Run, "init", lambda run, **given: made.append(init(run, **given)) or made[-1])
-    assert equal(jt.train(tiny(corpus), parts), state) and sum(computed) > 8  # from the parameters at step 0
+    chex.assert_trees_all_equal(jt.train(tiny(corpus), parts), state)
+    assert sum(computed) > 8  # from the parameters at step 0
     assert [jax.tree.leaves(one.opt_state) for one in made] == [[]]  # beside a whole state, perhaps
     computed.clear()
     shutil.copytree(folder / "checkpoints", tmp_path / "mesh" / "checkpoints")
@@ -153,7 +152,7 @@ def test_batches_of_ones_own_are_trained_on_alike(corpus, whole, tmp_path):
     batches = jt.build(tiny(corpus)).train_batches
     data = BatchFunction(lambda step: batches[step], tokens_per_row=64)
     state = jt.train(tiny(corpus, train__eval_every=0), tmp_path / "own", data=data)
-    assert equal(state.params, whole[1].params)
+    chex.assert_trees_all_equal(state.params, whole[1].params)
     with pytest.raises(jt.UserError, match=r"batch: the reference's numbers were not computed; call run\.see"):
         run = jt.build(tiny(corpus, train__eval_every=0), data=data)
         run.batch(0)
@@ -204,7 +203,7 @@ def test_what_the_run_began_with_is_asked_for_when_numbers_are_missing(corpus, w
         jt.train(config(train__init_from=str(tmp_path / "other")), parts)
     assert "reference_sums.bin is not as it was written: the reference's numbers are computed anew" in (
         capfd.readouterr().err)
-    assert equal(jt.train(config(), parts).params, state.params)
+    chex.assert_trees_all_equal(jt.train(config(), parts).params, state.params)
     with pytest.raises(jt.UserError, match=r"began with another|lacks numbers"):
         (parts / reference_sums.FILE).unlink()
         shutil.rmtree(parts / "checkpoints" / "8")

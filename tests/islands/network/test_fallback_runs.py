@@ -5,6 +5,7 @@ import signal
 import threading
 from dataclasses import replace
 
+import chex
 import pytest
 
 from jaxtrain.distributed import exit_codes
@@ -15,7 +16,7 @@ from jaxtrain.islands.network.tcp_meeting import TcpMeeting
 from jaxtrain.islands.outer_exchange import Exchange
 from jaxtrain.trainer.loop import train
 from jaxtrain.trainer.session import Interrupted
-from tests.islands.archipelago import assert_same_bits, numbers
+from tests.islands.archipelago import numbers
 from tests.islands.memory_meeting import MemoryMeeting, wait_until
 from tests.islands.network.served_log import Site, fall_back_at_once
 from tests.islands.test_background_offers import At
@@ -68,8 +69,8 @@ def same(mode, site, attempts):
     near = TcpMeeting(f"127.0.0.1:{site.served.port}", site.keys, 1)
     site.opened.append(near)
     other = Beside(with_meeting(two, near, 1))
-    assert_same_bits(numbers(attempts(one)), want)
-    assert_same_bits(numbers(other.ended().params), others)
+    chex.assert_trees_all_equal(numbers(attempts(one)), want)
+    chex.assert_trees_all_equal(numbers(other.ended().params), others)
     assert list(site.log.entries(site.log.trimmed, 0)) == log[site.log.trimmed:] and site.log.position == len(log)
 
 
@@ -158,7 +159,7 @@ def test_an_asynchronous_island_ends_with_the_same_bits(tmp_path, keys, overlap)
         calm = train(with_meeting(run, MemoryMeeting(1, "async")), tmp_path / "calm")
         reached = Reached(run, site)
         cut = train(reached.run, tmp_path / "cut", observers=[cut_and_back(reached, site, 4, 8)])
-        assert_same_bits(numbers(cut), numbers(calm))
+        chex.assert_trees_all_equal(numbers(cut), numbers(calm))
     finally:
         site.close()
 
@@ -178,4 +179,4 @@ def test_a_new_island_begins_at_the_store(tmp_path, site):
     site.proxy.close_port()
     at_store = begun.exchange.begin(0, one.init())
     assert begun.is_away()
-    assert_same_bits(numbers(at_store), numbers(at_port))
+    chex.assert_trees_all_equal(numbers(at_store), numbers(at_port))
