@@ -16,6 +16,7 @@ import signal
 import sys
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import add_config, add_process_flags, command, need_config, overrides_of, parser_of
 from jaxtrain.redaction import redacted
@@ -77,7 +78,7 @@ def main(argv: list[str] | None) -> None:
         raise SystemExit(1)
 
 
-def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[str]) -> dict[str, Any]:
+def measured(flags: argparse.Namespace, overrides: dict[str, str], argv: list[str]) -> JsonObject:
     """Run one measurement and return its record."""
     import jax
 
@@ -139,7 +140,7 @@ def _memory_in_use() -> str:
     return f"; {used:.1f} of {limit:.1f} GB are in use, the largest free block has {free:.1f} GB"
 
 
-def described(run: Any) -> dict[str, Any]:
+def described(run: Any) -> JsonObject:
     """Describe what was measured: the model, mesh, batch and other settings, for the record."""
     c = run.config
     return {"config_hash": c.hash(), "model": c.model.name, "parameters": _count(run),
@@ -150,7 +151,7 @@ def described(run: Any) -> dict[str, Any]:
             "optimizer": c.optimizer.name}
 
 
-def shown(record: dict[str, Any]) -> str:
+def shown(record: JsonObject) -> str:
     """Render a record as text for the terminal."""
     from jaxtrain.bench import tables
     from jaxtrain.profiling import profile_tables
@@ -165,7 +166,7 @@ def shown(record: dict[str, Any]) -> str:
     return "\n".join([*parts, tables.sources([record])])
 
 
-def doubts(record: dict[str, Any]) -> list[str]:
+def doubts(record: JsonObject) -> list[str]:
     """Return the reasons to doubt the figures of a run, as text."""
     ms = record["step_ms"]
     found = []

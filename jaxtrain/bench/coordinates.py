@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject, PyTree
 from jaxtrain.config.schema import AXES
 from jaxtrain.errors import UserError
 from jaxtrain.flags import add_config, command, need_config, overrides_of, parser_of
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def wider(config: Any, width: int, grow: str = "heads") -> dict[str, Any]:
+def wider(config: Any, width: int, grow: str = "heads") -> JsonObject:
     """Return the keys of a config of this width on one device, whose other widths are in proportion."""
     model = config.model
     keys = ("num_heads", "num_kv_heads") if grow == "heads" else [
@@ -119,7 +120,7 @@ def measured(config: Any, steps: int) -> dict[str, Sizes]:
     return found
 
 
-def activations(model: Any, batch: Any) -> dict[str, Any]:
+def activations(model: Any, batch: Any) -> dict[str, PyTree]:
     """Return the activations of a model, layer by layer: what attention and MLP add, what is between them, logits."""
     import jax
     import jax.numpy as jnp

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.config.hub_names import model_folder
 from jaxtrain.errors import UserError, install_extra, say, tell
 from jaxtrain.files.bounded_files import user_json
@@ -139,7 +140,7 @@ class Tasks:
                             "of your own by --include")
         return cls(names, manager, flags)
 
-    def ask(self, model: Any) -> dict[str, Any]:
+    def ask(self, model: Any) -> JsonObject:
         """Return the harness's results for a model."""
         flags = self.flags
         try:
@@ -155,7 +156,7 @@ class Tasks:
         assert found is not None
         return found
 
-    def _results(self, model: Any, flags: argparse.Namespace) -> dict[str, Any] | None:
+    def _results(self, model: Any, flags: argparse.Namespace) -> JsonObject | None:
         from lm_eval import simple_evaluate
 
         return simple_evaluate(
@@ -190,7 +191,7 @@ def _watch(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks) -
                 say(f"the checkpoint of step {step} was deleted before it was read; give checkpoint.keep more of them")
 
 
-def _good(flags: argparse.Namespace) -> dict[int, dict[str, Any]]:
+def _good(flags: argparse.Namespace) -> dict[int, JsonObject]:
     """Return what `good.json` says of each good checkpoint, by step."""
     from jaxtrain.checkpoint import verify
 
@@ -209,7 +210,7 @@ def _next(flags: argparse.Namespace, last: int, log: "ResultsLog") -> tuple[int 
 
 
 @contextlib.contextmanager
-def _results_log(flags: argparse.Namespace, sections: Mapping[str, Any],
+def _results_log(flags: argparse.Namespace, sections: JsonMapping,
                  overrides: dict[str, str]) -> Iterator["ResultsLog"]:
     """Yield the log of the results, which the run's trackers follow as a run of its own."""
     import jax
@@ -246,7 +247,7 @@ def _results_log(flags: argparse.Namespace, sections: Mapping[str, Any],
             lambda step: _results(flags, step)))
 
 
-def numbers_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def numbers_of(results: Mapping[str, JsonMapping]) -> dict[str, float]:
     """Return the harness's numbers by one name each: of a metric such as `acc,none` without the filter `none`."""
     found = {}
     for task, metrics in results.items():
@@ -257,12 +258,12 @@ def numbers_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def _asked(flags: argparse.Namespace) -> dict[str, Any]:
+def _asked(flags: argparse.Namespace) -> JsonObject:
     """Return what was asked, as results keep it."""
     return {key: getattr(flags, key) for key in ("tasks", "num_fewshot", "limit", "gen_kwargs", "chat", "seed")}
 
 
-def _results(flags: argparse.Namespace, step: int, good: Mapping[str, Any] | None = None) -> dict[str, float] | None:
+def _results(flags: argparse.Namespace, step: int, good: JsonMapping | None = None) -> dict[str, float] | None:
     """Return the numbers of a step, if the same tasks were asked in the same way.
 
     `good`: the content of its checkpoint's `good.json`, of whose parameters they have to be; None: of any.
@@ -299,7 +300,7 @@ def _evaluate(flags: argparse.Namespace, overrides: dict[str, str], tasks: Tasks
             _tell(flags, results, record, found and found[0], name)
 
 
-def _record(flags: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
+def _record(flags: argparse.Namespace, results: JsonObject) -> JsonObject:
     """Return what is kept: the results and all that they depend on; prompts and answers by their hashes."""
     from jaxtrain.observe.versions import git_commit, version_of
 
@@ -313,7 +314,7 @@ def _record(flags: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any
             **({"samples": samples} if flags.samples else {})}
 
 
-def _tell(flags: argparse.Namespace, results: dict[str, Any], record: dict[str, Any], step: int | None,
+def _tell(flags: argparse.Namespace, results: JsonObject, record: JsonObject, step: int | None,
           adapter: str | None = None) -> None:
     """Print the table, and write the record."""
     from lm_eval.utils import make_table

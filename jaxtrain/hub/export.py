@@ -16,10 +16,11 @@ not.
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import add_process_flags, command, parser_of
 
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtype: str = "bfloat16",
            file_bytes: int = 4 * 10**9, averaged: bool = False, licence: str = "",
-           gates: Sequence[str | Path] = (), gate_share: float = 1.0) -> dict[str, Any]:
+           gates: Sequence[str | Path] = (), gate_share: float = 1.0) -> JsonObject:
     """Write the model of a workdir's checkpoint into the folder `to`, and return what export.json says.
 
     Every process calls it.
@@ -125,7 +126,7 @@ def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtyp
     return record
 
 
-def _write_configs(workdir: Path, folder: Path, described: dict[str, Any], config: Any, dtype: str) -> None:
+def _write_configs(workdir: Path, folder: Path, described: JsonObject, config: Any, dtype: str) -> None:
     """Write config.json, the tokenizer and all else that the published model had which the run began with."""
     from jaxtrain.config.modality_families import WhisperConfig
     from jaxtrain.config.vision_keys import DualEncoderConfig
@@ -149,7 +150,7 @@ def _write_configs(workdir: Path, folder: Path, described: dict[str, Any], confi
     exported_config.write(folder, base, described, dtype, config.preference.reward_head)
 
 
-def _asked(checks: Sequence[Any], workdir: Path, folder: Path, step: int, averaged: bool) -> list[dict[str, Any]]:
+def _asked(checks: Sequence[Any], workdir: Path, folder: Path, step: int, averaged: bool) -> list[JsonObject]:
     """Return the answers of the model in `folder` to the checks, which are kept beside the run."""
     import jax
 
@@ -201,7 +202,7 @@ def nothing_left(folder: Path) -> Iterator[None]:
         raise
 
 
-def finish(partial: Path, to: Path, record: Mapping[str, Any]) -> None:
+def finish(partial: Path, to: Path, record: JsonMapping) -> None:
     """Write export.json, the record and the SHA-256 of every file, and give the folder its name."""
     from jaxtrain.files import atomic_files
     from jaxtrain.files.work_progress import Work

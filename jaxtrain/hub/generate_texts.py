@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.errors import UserError, nearest, say, tell_text
 from jaxtrain.files.bounded_files import LARGE, parsed, read, user_json
 from jaxtrain.flags import command, overrides_of, parser_of
@@ -174,7 +175,7 @@ def _given_messages(given: str) -> Messages:
     return read_messages(said, key, where)
 
 
-def read_messages(said: Any, key: str, where: str) -> Messages:
+def read_messages(said: Json, key: str, where: str) -> Messages:
     """Return messages from a user's file, after a check of their form."""
     said = said.get("messages") if isinstance(said, dict) else said
     fits = isinstance(said, list) and said and all(
@@ -185,7 +186,7 @@ def read_messages(said: Any, key: str, where: str) -> Messages:
     return said
 
 
-def chat_of(folder: str | Path, config: dict[str, Any], words: "Tokenizer", template: str) -> "Chat":
+def chat_of(folder: str | Path, config: JsonObject, words: "Tokenizer", template: str) -> "Chat":
     """Return the chat template of a run's data, or the one that is asked for."""
     from jaxtrain.data.chat.templates import Chat
 
@@ -195,7 +196,7 @@ def chat_of(folder: str | Path, config: dict[str, Any], words: "Tokenizer", temp
     return chat
 
 
-def kept_template(folder: str | Path, config: dict[str, Any]) -> dict[str, Any]:
+def kept_template(folder: str | Path, config: JsonObject) -> JsonObject:
     """Return what a run has kept of its data's chat template, or the data's manifest says of it; {}: there is none."""
     from jaxtrain.data.corpus.open import read_manifest
     from jaxtrain.data.tokenizers.tokenizer_folder import CHAT

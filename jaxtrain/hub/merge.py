@@ -15,10 +15,10 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.errors import UserError, say
 from jaxtrain.flags import command, parser_of
 from jaxtrain.hub import export
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def merge(folders: Sequence[Path], to: Path, formula: Callable[[Sequence[np.ndarray]], np.ndarray], *,
-          dtype: str | None = None, file_bytes: int = 4 * 10**9, record: Mapping[str, Any] | None = None) -> None:
+          dtype: str | None = None, file_bytes: int = 4 * 10**9, record: JsonMapping | None = None) -> None:
     """Write what a formula makes of each tensor of some published folders, of which the first one gives the rest.
 
     Args:
@@ -219,7 +219,7 @@ def _folder(source: str, to: Path, opened: contextlib.ExitStack) -> Path:
     return made / "out"
 
 
-def _refuse_other(first: Path, other: Path, sections: Sequence[Mapping[str, Any]],
+def _refuse_other(first: Path, other: Path, sections: Sequence[JsonMapping],
                   models: Sequence[Mapping[str, Tensor]]) -> None:
     """Refuse a model of another architecture than the first one's, by the first difference."""
     fix = "give models of one architecture"

@@ -12,10 +12,10 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError, say, tell
 from jaxtrain.files import atomic_files
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     report(sweep, root)
 
 
-def _check_same(begun: Mapping[str, Any], content: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def _check_same(begun: JsonMapping, content: JsonMapping, values: JsonMapping) -> None:
     """Refuse a workdir in which another sweep was begun."""
     before = begun["content"]
     changed = [key for key in sorted({*before, *content} - {*_MAY_CHANGE}) if before.get(key) != content.get(key)]

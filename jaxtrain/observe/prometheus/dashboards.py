@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.observe.prometheus.metric_table import METRICS
 
 SCHEMA = 39  # of Grafana 11; later ones bring it up to theirs
@@ -16,7 +16,6 @@ _NUMBER = {"colorMode": "value", "graphMode": "none", "justifyMode": "auto", "te
            "showPercentChange": False, "percentChangeColorMode": "standard"}
 _GRAPH = {"legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
           "tooltip": {"mode": "multi", "sort": "desc"}}
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ FLEET = Dashboard("jaxtrain-fleet", "jaxtrain: all runs", ["run"], [
 ALL = (RUN, NODE, FLEET)
 
 
-def dashboard(of: Dashboard) -> Json:
+def dashboard(of: Dashboard) -> JsonObject:
     """Return a dashboard as Grafana's JSON."""
     panels, top = [], 0
     for title, row in of.rows:
@@ -228,11 +227,11 @@ def selected(expr: str, picks: Sequence[str]) -> str:
     return _METRIC.sub(lambda found: f"{found[1]}{{{own}{', ' if found[2] else '}'}", expr)
 
 
-def _panel(of: Dashboard, one: Panel) -> Json:
+def _panel(of: Dashboard, one: Panel) -> JsonObject:
     targets = [{"refId": chr(ord("A") + n), "datasource": _SOURCE, "expr": selected(expr, of.picks),
                 "legendFormat": legend, "instant": one.number, "range": not one.number}
                for n, (expr, legend) in enumerate(one.queries)]
-    defaults: Json = {"unit": one.unit, **({"min": 0, "max": 1} if one.share else {})}
+    defaults: JsonObject = {"unit": one.unit, **({"min": 0, "max": 1} if one.share else {})}
     if not one.number:
         defaults["custom"] = {"drawStyle": "line", "lineWidth": 1, "fillOpacity": 60 if one.stacked else 0,
                               "showPoints": "never", "spanNulls": False,
@@ -248,7 +247,7 @@ def _about(one: Panel) -> str:
     return "\n".join(f"{metric.name}: {metric.help}" for metric in METRICS if re.search(rf"\b{metric.name}\b", used))
 
 
-def _variable(name: str) -> Json:
+def _variable(name: str) -> JsonObject:
     return {"name": name, "type": "query", "label": name, "datasource": _SOURCE, "hide": 0, "refresh": 2, "sort": 1,
             "query": f"label_values(jaxtrain_start_timestamp_seconds, {name})", "multi": True, "includeAll": True,
             "allValue": ".*", "current": {"text": "All", "value": "$__all"}}
