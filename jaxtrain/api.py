@@ -23,13 +23,13 @@ from jaxtrain.run import Extension, Run, for_run
 from jaxtrain.run.made_of_sections import configured
 from jaxtrain.run.own_model import Given
 from jaxtrain.sharding import pictures
-from jaxtrain.sharding.rules import AnyMesh
+from jaxtrain.sharding.rules import AnyMesh, Axes
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",
           objective: MakeObjective = configured, optimizer: optax.GradientTransformation | None = None,
           data: BatchSource | None = None, model: Any = None, loss_fn: Callable[..., Any] | None = None,
-          axes: Any = None, gather: bool = True, with_key: bool = False,
+          axes: Axes = None, gather: bool = True, with_key: bool = False,
           extensions: Sequence[Extension] = ()) -> Run:
     """Resolve a config against devices and check that it fits; nothing is allocated.
 

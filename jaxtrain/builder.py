@@ -30,7 +30,7 @@ from jaxtrain.sharding.rules import AnyMesh, Rules
 from jaxtrain.train_step import optimizers, partition, precision
 from jaxtrain.train_step.settings import StepSettings
 from jaxtrain.train_step.sharded_step import ShardedStep
-from jaxtrain.train_step.state import Skeleton, TrainState, abstract_state, make_layout
+from jaxtrain.train_step.state import Params, Skeleton, TrainState, abstract_state, make_layout
 
 if TYPE_CHECKING:
     from jaxtrain.parallel.schedules import Schedule
@@ -195,7 +195,7 @@ def _check_data_stages(run: Run) -> None:
             raise UserError(error.key, f"from step {stage.start} on, {error.reason}", error.fix) from error
 
 
-def _warn_of_waste(goal: Objective, params: Any, shardings: Any, schedule: "Schedule") -> None:
+def _warn_of_waste(goal: Objective, params: Params, shardings: Any, schedule: "Schedule") -> None:
     """Stages without layers; layers that do not divide over stages and are spread by no other dimension either."""
     parts = goal.pipeline_parts
     assert parts

@@ -24,7 +24,7 @@ def printable(text: object) -> str:
     return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), f"{text}")
 
 
-def redacted(value: Any) -> Any:
+def redacted(value: object) -> Any:
     """Return text, or a structure of texts, with *** for the user and password of URLs and the values in their queries.
 
     A password may hold any character, but where it has unescaped spaces only a URL that begins the text is recognized.

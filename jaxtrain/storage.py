@@ -336,5 +336,5 @@ def _words(url: str | Path, error: Exception) -> str:
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return value.isoformat() if isinstance(value, datetime.datetime) else str(value)

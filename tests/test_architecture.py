@@ -22,7 +22,8 @@ LAYERS = (
     "storage files errors redaction synonyms compile_cache pages base")
 # They only pass on what the command line says; `python -m` runs them.
 ENTRANCES = {f"jaxtrain.{name}" for name in ("__main__", "main", "cli", "supervise", "bench.__main__")}
-BUDGETS = {"LEARNING": 6331, "SURVIVAL": 3932}  # docs/decisions.md says why not 3,500 and 2,500
+ANY = 491  # places in signatures that say nothing of a value (2,118 at 9682e830)
+BUDGETS = {"LEARNING": 6560, "SURVIVAL": 3959}  # docs/decisions.md says why not 3,500 and 2,500
 
 
 def modules() -> dict[str, Path]:
@@ -170,6 +171,24 @@ def test_docstrings_begin_with_a_sentence():
     found = [f"{path.relative_to(ROOT)}: {one}" for folder in ("configs", "examples", "jaxtrain", "tests", "tools")
              for path in sorted((ROOT / folder).rglob("*.py")) for one in fragment.findall(path.read_text())]
     assert found == []
+
+
+def anys(source: str) -> int:
+    """Return how often the signatures of a source say `Any`."""
+    found = 0
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            a = node.args
+            args = filter(None, (*a.posonlyargs, *a.args, a.vararg, *a.kwonlyargs, a.kwarg))
+            said = (node.returns, *(arg.annotation for arg in args))
+            found += sum(getattr(part, "id", "") == "Any" for one in said if one for part in ast.walk(one))
+    return found
+
+
+def test_signatures_say_what_they_take():
+    """`Any` becomes rarer: base/annotations, train_step/state and sharding/rules have names for what has no class."""
+    assert anys("def f(a: int, *b: Any, c: dict[str, Any] = {}) -> list[Any]: ...") == 3
+    assert sum(anys(path.read_text()) for path in PACKAGE.rglob("*.py")) <= ANY
 
 
 @pytest.mark.parametrize("name", BUDGETS)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.bench.contenders import apart, contenders
 from jaxtrain.bench.measurement import Steps, summary, training
 from jaxtrain.run import Run
@@ -18,7 +19,7 @@ HELD = 32  # batches that the other programs keep on the device and cycle throug
 Block = tuple[float, float]  # milliseconds per step of wall time, and of CPU time of all threads
 
 
-def compare(run: Run, names: list[str], steps: int, warmup: int) -> dict[str, Any]:
+def compare(run: Run, names: list[str], steps: int, warmup: int) -> JsonObject:
     """Measure milliseconds per step of jaxtrain and each other program, and how much times and losses differ."""
     # On an accelerator a block begins with an idle device that waits for its first step: that must not count for much.
     size = max(1 if jax.default_backend() == "cpu" else 10, steps // BLOCKS)
@@ -59,7 +60,7 @@ def compare(run: Run, names: list[str], steps: int, warmup: int) -> dict[str, An
             name: _row(times["jaxtrain"], theirs, far.get(name)) for name, theirs in times.items()}}
 
 
-def _row(ours: list[Block], theirs: list[Block], far: float | None) -> dict[str, Any]:
+def _row(ours: list[Block], theirs: list[Block], far: float | None) -> JsonObject:
     """Return a contender's medians, and the ratios of jaxtrain's time to its time."""
     row: dict[str, Any] = {"loss_apart": far}
     for index, clock in enumerate(("wall", "cpu")):

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtrain.config.schema import ModelConfig
 from jaxtrain.errors import UserError, install_extra, nearest
 from jaxtrain.run import Run, compiled_step
+from jaxtrain.train_step.state import Params
 
 
 @dataclass
@@ -50,7 +51,7 @@ def named(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def contenders(names: Iterable[str], run: Run, params: Any) -> dict[str, Contender]:
+def contenders(names: Iterable[str], run: Run, params: Params) -> dict[str, Contender]:
     """Create the named contenders, each ready to take its first step from these parameters."""
     makers: dict[str, Callable[[Run, Any], Contender]] = {
         "step": step_alone, "plain": plain, "torch": torch_twin, "torch.compile": partial(torch_twin, compiled=True),
@@ -58,7 +59,7 @@ def contenders(names: Iterable[str], run: Run, params: Any) -> dict[str, Contend
     return {name: makers[name](run, params) for name in names}
 
 
-def step_alone(run: Run, params: Any) -> Contender:
+def step_alone(run: Run, params: Params) -> Contender:
     """jaxtrain's own compiled step, which shows whether a difference comes from the step or from the loop."""
     state = run.init()
 
@@ -92,7 +93,7 @@ def _refuse_plain(run: Run) -> None:
             "plain has gpt2 in float32 on one device, heads and MLP of the usual width")
 
 
-def plain(run: Run, params: Any) -> Contender:
+def plain(run: Run, params: Params) -> Contender:
     """A hand-written step in JAX."""
     from jaxtrain.bench.reference import plain_jax
 
@@ -152,7 +153,7 @@ def _torch_device() -> str:
     return "cpu" if jax.default_backend() == "cpu" else "cuda"
 
 
-def torch_twin(run: Run, params: Any, compiled: bool = False, exact: bool = True) -> Contender:
+def torch_twin(run: Run, params: Params, compiled: bool = False, exact: bool = True) -> Contender:
     """A hand-written step in PyTorch, on the CPU or the first GPU, like jaxtrain."""
     import torch
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject, PyTree
 from jaxtrain.config.schema import AXES
 from jaxtrain.errors import UserError
 
@@ -12,7 +13,7 @@ WIDTHS = ("mlp_dim", "expert_mlp_dim", "q_rank", "kv_rank")  # of the model, bes
 Sizes = dict[str, dict[str, float]]  # "size" and "change" of each activation
 
 
-def wider(config: Any, width: int, grow: str = "heads") -> dict[str, Any]:
+def wider(config: Any, width: int, grow: str = "heads") -> JsonObject:
     """Return the keys of a config of this width on one device, whose other widths are in proportion."""
     model = config.model
     keys = ("num_heads", "num_kv_heads") if grow == "heads" else [
@@ -53,7 +54,7 @@ def measured(config: Any, steps: int) -> dict[str, Sizes]:
     return found
 
 
-def activations(model: Any, batch: Any) -> dict[str, Any]:
+def activations(model: Any, batch: Any) -> dict[str, PyTree]:
     """Return the activations of a model, layer by layer: what attention and MLP add, what is between them, logits."""
     import jax
     import jax.numpy as jnp

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxtrain import observe
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.distributed import processes
 from jaxtrain.errors import UserError, say
 from jaxtrain.observe.device_memory import device_memory
@@ -91,7 +92,7 @@ class _Losses:
 
 
 @contextlib.contextmanager
-def training(run: Run, steps: int, one_shape: bool = False) -> Iterator[tuple[Training, dict[str, Any]]]:
+def training(run: Run, steps: int, one_shape: bool = False) -> Iterator[tuple[Training, JsonObject]]:
     """Yield a training loop that is ready for this many steps, and its compile time as record entries.
 
     `one_shape`: refuse data whose batches differ in shape.
@@ -119,7 +120,7 @@ def training(run: Run, steps: int, one_shape: bool = False) -> Iterator[tuple[Tr
         yield loop, compiled
 
 
-def measure(run: Run, steps: int, warmup: int, *, traced: bool = False, file: str | None = None) -> dict[str, Any]:
+def measure(run: Run, steps: int, warmup: int, *, traced: bool = False, file: str | None = None) -> JsonObject:
     """Train `warmup` steps, measure the next `steps`, and with `traced` profile a few more; return the record.
 
     `file`: figures of accelerators for the predictions, as for `jaxtrain.plan --targets`.
@@ -162,7 +163,7 @@ def traceable(run: Run) -> jax.stages.Compiled:
         return compiled_step(run)
 
 
-def summary(run: Run, took: Steps, done: int) -> dict[str, Any]:
+def summary(run: Run, took: Steps, done: int) -> JsonObject:
     """Return step times, throughput and utilisation of the measured steps."""
     each = np.array(took.seconds)
     total = float(each.sum())

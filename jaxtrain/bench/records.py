@@ -8,10 +8,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.errors import UserError, say
 from jaxtrain.files import bounded_files
 from jaxtrain.observe.versions import git_commit, version_of
@@ -104,7 +105,7 @@ def writable(file: str | Path, flag: str = "--output") -> None:
         raise UserError(flag, f"{file} cannot be written ({error.strerror})", "choose another file") from None
 
 
-def append(file: str | Path, record: Mapping[str, Any]) -> None:
+def append(file: str | Path, record: JsonMapping) -> None:
     """Append a record as a line of its own, even if the previous line was cut off."""
     line = (json.dumps(redacted(dict(record))) + "\n").encode()
     try:

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.bench.records import Record, read
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
@@ -154,7 +154,7 @@ def comparisons(lines: list[Record]) -> str:
                      "losses apart"], rows)
 
 
-def _paired(one: dict[str, Any]) -> str:
+def _paired(one: JsonObject) -> str:
     spread = one.get("wall_quartiles")
     return f"{one['wall_paired']:.3f}" + (f" ({spread[0]:.3f} to {spread[1]:.3f})" if spread else "")
 
@@ -172,7 +172,7 @@ def figures(lines: list[Record]) -> str:
                                   for line in lines])
 
 
-def _figure(value: Any) -> str:
+def _figure(value: object) -> str:
     if value is None:
         return "–"
     return f"{value:,.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.checkpoint import verify
 from jaxtrain.checkpoint.local import pieces, snapshots
 from jaxtrain.checkpoint.local.snapshots import Taken
@@ -99,7 +100,7 @@ def listed(workdir: str | Path, mirror_url: str = "") -> Listing:
     return Listing(rows, notes, last)
 
 
-def _row(step: int, state: str, where: list[str], record: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _row(step: int, state: str, where: list[str], record: JsonObject, folder: Path) -> dict[str, Any]:
     meta = record.get("meta", {})
     meta = {} if misfit(meta, {"time?": int | float, "mesh?": {str: int}}) else meta
     size = sum(size for size, _ in record["files"].values()) if "files" in record else sum(
@@ -110,7 +111,7 @@ def _row(step: int, state: str, where: list[str], record: dict[str, Any], folder
             "loss": loss if isinstance(loss, float) else None, "mesh": meta.get("mesh")}
 
 
-def _at_a_glance(folder: Path, record: dict[str, Any]) -> list[str]:
+def _at_a_glance(folder: Path, record: JsonObject) -> list[str]:
     """Return problems visible from file names and sizes; checking the content takes as long as reading it."""
     if not any(folder.glob("*/*")):
         return ["its files are gone"]
@@ -219,7 +220,7 @@ def _difference(one: Path, two: Path, path: str) -> str:
             f"{f'; {nan:,} are NaN in only one of them' if nan else ''}") if different else ""
 
 
-def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+def _flat(tree: JsonObject, above: str = "") -> JsonObject:
     found = {}
     for key, value in tree.items():
         found |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": value}
@@ -307,7 +308,7 @@ def _known(directory: Path, step: int, there: list[int] | None = None) -> Path:
     return directory / str(step)
 
 
-def _config(workdir: str | Path) -> dict[str, Any]:
+def _config(workdir: str | Path) -> JsonObject:
     with contextlib.suppress(OSError, ValueError):
         form = {"checkpoint": {"mirror?": str, "local_dir?": str}}
         return read_json(Path(workdir) / "config.json", form)["checkpoint"]

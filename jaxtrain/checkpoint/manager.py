@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from jaxtrain.base import arguments
+from jaxtrain.base.annotations import JsonObject, PyTree
 from jaxtrain.checkpoint import fingerprint, full_disk, step_folders, verify
 from jaxtrain.checkpoint.orbax.async_saver import AsyncSaver
 from jaxtrain.checkpoint.orbax.orbax_logging import innermost, orbax
@@ -158,7 +159,7 @@ class CheckpointManager:
 
         return exchange(None, fetch)
 
-    def restore_newest(self, abstract_state: Any, below: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
+    def restore_newest(self, abstract_state: PyTree, below: int | None = None) -> tuple[int, PyTree, JsonObject] | None:
         """Return (step, state, meta) of the newest good checkpoint that loads as it was saved, or None.
 
         Args:
@@ -191,14 +192,14 @@ class CheckpointManager:
                 self._mirror.copy(step)  # unless it is copied already; a run may have ended while copying it
             return step, state, meta
 
-    def prepare(self, state: Any) -> None:
+    def prepare(self, state: PyTree) -> None:
         """Import and compile what the first save would otherwise wait for, while the device computes this state."""
         if jax.default_backend() == "cpu":  # the device is this processor: after it
             jax.block_until_ready(state)
         orbax()
         fingerprint.on_device(flatten(state))
 
-    def save(self, step: int, state: Any, meta: dict[str, Any] | None = None) -> float:
+    def save(self, step: int, state: PyTree, meta: JsonObject | None = None) -> float:
         """Copy `state` off the devices and write it in the background; a step that exists is left as it is.
 
         The state may be donated at once. Waits if the previous save is still being written, or the one before it is
@@ -219,7 +220,7 @@ class CheckpointManager:
             job.thread.start()
         return time.perf_counter() - began
 
-    def restore(self, step: int, abstract_state: Any) -> Any:
+    def restore(self, step: int, abstract_state: PyTree) -> PyTree:
         """Return the state at `step`, as `abstract_state` (a pytree of `jax.ShapeDtypeStruct`) describes and shards it.
 
         Raises:
@@ -231,7 +232,7 @@ class CheckpointManager:
         except Damaged as damage:
             raise unreadable(self._directory / str(step), str(damage)) from None
 
-    def meta(self, step: int) -> dict[str, Any]:
+    def meta(self, step: int) -> JsonObject:
         """Return the metadata saved with the state at `step`."""
         try:
             return verify.saved_meta(self._directory / str(step))
@@ -254,7 +255,7 @@ class CheckpointManager:
             self._mirror.wait()
         self._raise()
 
-    def insist(self, step: int, state: Any, meta: dict[str, Any] | None, pause: Callable[[float], bool]) -> None:
+    def insist(self, step: int, state: PyTree, meta: JsonObject | None, pause: Callable[[float], bool]) -> None:
         """Wait for the last save of a run and retry it while it fails, since the state exists nowhere else.
 
         Args:
@@ -302,7 +303,7 @@ class CheckpointManager:
 
     # ------------------------------------------------------------------------------------------------------- the save
 
-    def _may_be_saved(self, step: int, flat: dict[str, Any]) -> bool:
+    def _may_be_saved(self, step: int, flat: dict[str, jax.Array]) -> bool:
         """Prepare the directory for a step; False if it cannot be saved, or exists already."""
         wanted, first = sum(leaf.nbytes for leaf in flat.values()), not (self._jobs or self._failure)
         refused = exchange(None, lambda _: step_folders.prepare(self._directory, step, wanted, first=first,
@@ -314,7 +315,7 @@ class CheckpointManager:
             self._failure = None  # the save had succeeded after all
         return refused is None
 
-    def _start(self, step: int, flat: dict[str, Any], meta: dict[str, Any]) -> "_Job | None":
+    def _start(self, step: int, flat: dict[str, jax.Array], meta: JsonObject) -> "_Job | None":
         """Copy the state off the devices and begin to write it; None if that failed."""
         # Orbax would wait for it too, but programs started before it is ready may interfere with its collectives.
         jax.block_until_ready(flat)
@@ -432,7 +433,7 @@ class CheckpointManager:
         if self._failure:
             raise self._failure
 
-    def _tell(self, kind: str, sentence: str, **fields: Any) -> None:
+    def _tell(self, kind: str, sentence: str, **fields: object) -> None:
         if jax.process_index() == 0:
             tell(self._directory.parent, kind, sentence, **fields)
 

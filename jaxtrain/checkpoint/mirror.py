@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from jaxtrain import storage
 from jaxtrain.checkpoint import verify
@@ -255,7 +254,7 @@ class Mirror:
         folder = storage.join(self.place, str(step))
         return storage.join(folder, name) if name else folder
 
-    def _tell(self, kind: str, sentence: str, **fields: Any) -> None:
+    def _tell(self, kind: str, sentence: str, **fields: object) -> None:
         events.tell(self._directory.parent, kind, sentence, **fields)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.base.annotations import AnyArray, JsonMapping, PyTree
 from jaxtrain.checkpoint import fingerprint, verify
 from jaxtrain.checkpoint.orbax.orbax_logging import innermost, no_echoes, orbax
 from jaxtrain.checkpoint.trees import describe, flatten
@@ -24,7 +25,7 @@ class Damaged(Exception):
     """Raised when a checkpoint does not hold what was saved."""
 
 
-def load(folder: Path, abstract_state: Any, extras: Extras = MappingProxyType({})) -> Any:
+def load(folder: Path, abstract_state: PyTree, extras: Extras = MappingProxyType({})) -> PyTree:
     """Return the state in `folder`, as `abstract_state` describes and shards it; every process makes the call.
 
     Args:
@@ -99,13 +100,13 @@ def find_good(workdir: str | Path, step: int | None = None) -> tuple[int, str] |
     return (found[0], found[1]) if (found := exchange(None, look)) else None
 
 
-def fingerprint_of(good: Mapping[str, Any]) -> str:
+def fingerprint_of(good: JsonMapping) -> str:
     """Return the hash of a checkpoint's parameters, from the content of its `good.json`."""
     arrays = {key: sums for key, sums in good["fingerprint"].items() if key.startswith(("params/", "frozen/"))}
     return hashlib.sha256(json.dumps(arrays, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load_params(workdir: str | Path, abstract: Any, step: int, averaged: bool = False) -> Any:
+def load_params(workdir: str | Path, abstract: PyTree, step: int, averaged: bool = False) -> PyTree:
     """Return the parameters of a checkpoint in a workdir, as `abstract` describes and shards them.
 
     Every process makes the call. Frozen parameters are included; a different dtype is cast.
@@ -160,12 +161,12 @@ def load_params(workdir: str | Path, abstract: Any, step: int, averaged: bool = 
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
-def _entry(name: str, tree: dict[str, Any]) -> dict[str, str]:
+def _entry(name: str, tree: dict[str, PyTree]) -> dict[str, str]:
     """Return the arrays of an entry of a state's extras, by path."""
     return {path: describe(leaf) for path, leaf in tree.items() if path.split("/")[:2] == ["extras", name]}
 
 
-def _compare(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _compare(folder: Path, saved: dict[str, AnyArray], wanted: dict[str, AnyArray]) -> None:
     for path in [*wanted, *saved]:
         ours, theirs = (describe(tree[path]) if path in tree else "missing" for tree in (wanted, saved))
         if ours != theirs:
@@ -173,7 +174,7 @@ def _compare(folder: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> Non
                             "build the model and optimizer of that checkpoint, or give another --workdir")
 
 
-def _begun(extras: Extras, params: Any, where: dict[str, Any]) -> dict[str, jax.Array]:
+def _begun(extras: Extras, params: PyTree, where: dict[str, AnyArray]) -> dict[str, jax.Array]:
     """Return the arrays at these paths of entries that begin now, made from the parameters without communication."""
     def make(params):
         flat = flatten({"extras": {name: make(params) for name, make in extras.items()}})

@@ -1,12 +1,13 @@
 """The state as a flat mapping from paths to arrays, as stored in checkpoints and snapshots."""
 
-from typing import Any
 
 import jax
 import numpy as np
 
+from jaxtrain.base.annotations import AnyArray, PyTree
 
-def flatten(tree: Any) -> dict[str, Any]:
+
+def flatten(tree: PyTree) -> dict[str, AnyArray]:
     """Return a mapping from paths such as `params/layers/query` to leaves."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     flat = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
@@ -14,6 +15,6 @@ def flatten(tree: Any) -> dict[str, Any]:
     return flat
 
 
-def describe(leaf: Any) -> str:
+def describe(leaf: AnyArray) -> str:
     """Return the dtype and shape as text, such as `float32[4, 16]`."""
     return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"

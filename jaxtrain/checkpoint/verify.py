@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.files import atomic_files
-from jaxtrain.files.bounded_files import LARGE, opened, parsed, read, read_json, reason
+from jaxtrain.files.bounded_files import LARGE, Form, opened, parsed, read, read_json, reason
 from jaxtrain.files.safe_names import parts_of
 
-Record = dict[str, Any]
+Record = JsonObject
 Problems = list[str]
 Share = tuple[int, int]  # (i, n): every n-th item, starting with the i-th
 
@@ -56,7 +57,7 @@ def good(directory: str | Path, step: int) -> Record | None:
     return None
 
 
-def verify(directory: str | Path, step: int, seen: Callable[[int], Any] = lambda size: None) -> Problems:
+def verify(directory: str | Path, step: int, seen: Callable[[int], object] = lambda size: None) -> Problems:
     """Return everything wrong with a checkpoint, as phrases that name the file or array; reads all of it.
 
     `seen` is called, from any thread, with the bytes of each file and of each piece of an array that was read.
@@ -138,7 +139,7 @@ def unseen(folder: Path, files: list[str]) -> str | None:
 
 
 def compare_files(folder: Path, record: Record, files: list[str], problems: Problems, *, share: Share = ALL,
-                  hashes: bool = True, seen: Callable[[int], Any] = lambda size: None) -> Problems:
+                  hashes: bool = True, seen: Callable[[int], object] = lambda size: None) -> Problems:
     """Return what is wrong with this share of the recorded files, by name, size and, with `hashes`, sha256."""
     recorded, problems = record["files"], list(problems)
     problems += [f"{name} does not belong to it" for name in files if name not in recorded]
@@ -176,18 +177,18 @@ def saved_fingerprint(folder: Path) -> dict[str, tuple[str, str]]:
     return _read(folder / "fingerprint" / "metadata", _FINGERPRINT)["arrays"]
 
 
-def saved_meta(folder: Path) -> dict[str, Any]:
+def saved_meta(folder: Path) -> JsonObject:
     """Return the metadata saved with the state."""
     return _read(folder / "meta" / "metadata")
 
 
-def _read(path: Path, form: Any = dict) -> Any:
+def _read(path: Path, form: Form = dict) -> Json:
     """Read one of the JSON files of a checkpoint."""
     return _patiently(lambda: read_json(path, form, LARGE))
 
 
 def read_back(folder: Path, step: int, share: Share = ALL, go_on: Callable[[], bool] = lambda: True,
-              seen: Callable[[int], Any] = lambda size: None) -> tuple[dict[str, tuple[int, int]], Problems]:
+              seen: Callable[[int], object] = lambda size: None) -> tuple[dict[str, tuple[int, int]], Problems]:
     """Read this share of a checkpoint's arrays, piece by piece; return the fingerprint sums, and what is wrong.
 
     With the whole share the sums are compared with those saved; otherwise the caller adds up all shares and compares.

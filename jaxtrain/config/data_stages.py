@@ -8,8 +8,8 @@ part by shorter rows. So a change of length within a run loses nothing and repea
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from jaxtrain.base.annotations import Json, JsonMapping
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.errors import UserError, nearest
 
@@ -76,7 +76,7 @@ def stages(config: DataConfig) -> tuple[Stage, ...]:
     return made
 
 
-def history(config: DataConfig, manifests: Mapping[str, str], steps: int) -> Any:
+def history(config: DataConfig, manifests: Mapping[str, str], steps: int) -> Json:
     """Return, as plain JSON, all that decides which rows the first `steps` steps had.
 
     Args:
@@ -90,7 +90,7 @@ def history(config: DataConfig, manifests: Mapping[str, str], steps: int) -> Any
                         {name: weight for name, weight in stage.weights.items() if weight}] for stage in past]}
 
 
-def _source(name: str, entry: Any) -> Source:
+def _source(name: str, entry: Json) -> Source:
     key = f"data.mixture.{name}"
     if isinstance(entry, int | float):  # shorthand for a source whose path is its name
         entry = {"weight": entry}
@@ -102,7 +102,7 @@ def _source(name: str, entry: Any) -> Source:
     return Source(name, source, _number(f"{key}.weight", entry.get("weight", 1)), epochs or None)
 
 
-def _begin(key: str, entry: Mapping[str, Any], start: int, tokens: int, per_step: int) -> int:
+def _begin(key: str, entry: JsonMapping, start: int, tokens: int, per_step: int) -> int:
     """Return the step at which a stage begins, after one that began at `start` after `tokens`."""
     given = [name for name in ("from_step", "from_tokens") if name in entry]
     if len(given) != 1:
@@ -133,25 +133,25 @@ def _check_units(config: DataConfig, made: tuple[Stage, ...]) -> None:
                             "longest and a global_batch_size that the quotient divides")
 
 
-def _check(key: str, entry: Any, known: tuple[str, ...]) -> None:
+def _check(key: str, entry: Json, known: tuple[str, ...]) -> None:
     for name in _mapping(key, entry):
         if name not in known:
             raise UserError(f"{key}.{name}", "there is no such key", nearest(name, known))
 
 
-def _mapping(key: str, entry: Any) -> Mapping[str, Any]:
+def _mapping(key: str, entry: Json) -> JsonMapping:
     if not isinstance(entry, Mapping):
         raise UserError(key, f"{entry!r} is not a mapping", "give keys and values")
     return entry
 
 
-def _number(key: str, value: Any) -> float:
+def _number(key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise UserError(key, f"{value!r} is not a valid number", "give 0 or more")
     return value
 
 
-def _size(key: str, entry: Mapping[str, Any], name: str, before: int) -> int:
+def _size(key: str, entry: JsonMapping, name: str, before: int) -> int:
     value = entry.get(name, before)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{key}.{name}", f"{value!r} is not a valid size", "give a whole number above 0")

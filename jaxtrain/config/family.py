@@ -6,11 +6,12 @@ once. A package of another author names its own in the entry points of the group
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.base.plug_ins import Kind
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
@@ -62,7 +63,7 @@ def config_class(name: str) -> type[ModelConfig]:
     return family(name).config
 
 
-def config_of(section: Mapping[str, Any]) -> ModelConfig:
+def config_of(section: JsonMapping) -> ModelConfig:
     """Return the config that the keys of a `model` section describe."""
     return config_class(section["name"])(**section)
 

@@ -1,10 +1,10 @@
 """The values that a field of a config section may have, declared with its default; and fields derived from others."""
 
 import dataclasses
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.errors import UserError, nearest
 
 _LIMITS = "limits"
@@ -94,20 +94,20 @@ def bounded(section: Any, name: str) -> None:
                                         for field in dataclasses.fields(section)})
 
 
-def within_bounds(cls: type, section: str, values: Mapping[str, Any]) -> None:
+def within_bounds(cls: type, section: str, values: JsonMapping) -> None:
     """Refuse values of fields as `bounded` does, before they are those of a section."""
     for name, value in values.items():
         limits(cls).get(name, _OF_ANY).check(f"{section}.{name}", value)
 
 
-def one_of(key: str, value: Any, allowed: tuple) -> None:
+def one_of(key: str, value: object, allowed: tuple) -> None:
     """Refuse a value that is not one of those allowed."""
     if value not in allowed:
         fix = nearest(value, allowed) if isinstance(value, str) else f"known: {', '.join(map(str, allowed))}"
         raise UserError(key, f"{value!r} is not supported", fix)
 
 
-def derive(section: Any, name: str, value: Any) -> None:
+def derive(section: Any, name: str, value: object) -> None:
     """Set a field that was left 0 to the value that follows from the others."""
     if not getattr(section, name):
         object.__setattr__(section, name, value)

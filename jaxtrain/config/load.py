@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from jaxtrain.base import arguments
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.config.family import config_class, config_classes, names
 from jaxtrain.config.field_checks import within_bounds
 from jaxtrain.config.schema import AXES, Config, TrainConfig, length_given_twice
@@ -18,7 +19,7 @@ from jaxtrain.config.sections.removed_keys import without_removed
 from jaxtrain.errors import UserError, nearest
 
 
-def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+def load_config(path: str | Path, overrides: JsonObject | None = None) -> Config:
     """Read `path` (a config file, optionally with `:variant`) and apply overrides such as {"mesh.tensor": 2}.
 
     The config.json of a run is a config file too. "hf:FOLDER" is the model of a folder in Hugging Face's format, with
@@ -28,7 +29,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
     return make_config(read_config(path), overrides)
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config(path: str | Path) -> JsonObject:
     """Return what a config file says, by section, before defaults and checks."""
     if str(path).startswith("hf:"):
         from jaxtrain.config.hub_names import folder
@@ -69,7 +70,7 @@ def _run(file: Path, variant: str) -> Any:
                         f"see its line {line}" if line else "fix it") from error
 
 
-def make_config(values: dict[str, Any], overrides: dict[str, Any] | None = None) -> Config:
+def make_config(values: JsonObject, overrides: JsonObject | None = None) -> Config:
     """Return a checked `Config` from nested dicts and dotted overrides, whose values may be command-line text."""
     fix = 'give a dict such as {"train": {"steps": 10}}'
     arguments.is_mapping("config", values, fix)
@@ -125,7 +126,7 @@ def _plugged(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, typ
     return plug_in_sections.asked(given, [name for name in (*values, *given) if name not in plug_in_sections.OWN])
 
 
-def _one_length(train: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+def _one_length(train: JsonObject, overrides: JsonObject) -> JsonObject:
     """Return the section `train` of a file without the length of the run that overrides give in the other unit."""
     keys = "steps", "epochs"
     for given in (train, {key: overrides.get(f"train.{key}") for key in keys}):
@@ -137,7 +138,7 @@ def _one_length(train: dict[str, Any], overrides: dict[str, Any]) -> dict[str, A
     return {key: value for key, value in train.items() if key not in dropped}
 
 
-def _resolve_fractions(sections: dict[str, dict[str, Any]]) -> None:
+def _resolve_fractions(sections: dict[str, JsonObject]) -> None:
     """Replace numbers of steps that are given as fractions, such as 0.05, by that part of train.steps.
 
     With train.epochs they stay fractions until the number of steps is known.
@@ -153,7 +154,7 @@ def _resolve_fractions(sections: dict[str, dict[str, Any]]) -> None:
             sections[section][name] = _part_of(steps, part)
 
 
-def _is_fraction(value: Any) -> bool:
+def _is_fraction(value: object) -> bool:
     return isinstance(value, float) and 0 < value < 1
 
 
@@ -171,7 +172,7 @@ def with_steps(config: Config, steps: int) -> Config:
     return replace(config, **sections)
 
 
-def _mixed(before: Any, key: str, path: list[str], value: Any) -> dict[str, Any]:
+def _mixed(before: Any, key: str, path: list[str], value: object) -> JsonObject:
     """Return the mixture with NAME.weight, NAME.epochs or NAME.source set; `data.mixture.NAME=W` sets the weight."""
     if len(path) > 2 or not all(path):
         raise UserError(key, "there is no such key", "give data.mixture.NAME.weight=NUMBER")
@@ -185,7 +186,7 @@ def _mixed(before: Any, key: str, path: list[str], value: Any) -> dict[str, Any]
     return {**before, name: {**entry, what: value if what == "source" else _literal(value)}}
 
 
-def diff(config: Config, base: Config) -> dict[str, tuple[Any, Any]]:
+def diff(config: Config, base: Config) -> dict[str, tuple[Json, Json]]:
     """Return the dotted keys in which two configs differ, as (value, base value)."""
     a, b = config.to_dict(), base.to_dict()
     return {f"{s}.{k}": (v, was) for s, keys in a.items() for k, v in keys.items() if v != (was := b.get(s, {}).get(k))}
@@ -199,7 +200,7 @@ class _Text(str):
     """A value from the command line, parsed as a literal where the field is not text."""
 
 
-def _family(keys: dict[str, Any]) -> type:
+def _family(keys: JsonObject) -> type:
     """Return the class that model.name selects; refuses a key of other families, and names those."""
     name = keys.get("name", "gpt2")
     if not isinstance(name, str):
@@ -215,7 +216,7 @@ def _family(keys: dict[str, Any]) -> type:
     return config_class(name)
 
 
-def _section(cls: type, section: str, keys: dict[str, Any]):
+def _section(cls: type, section: str, keys: JsonObject):
     hints = get_type_hints(cls)
     types = {field.name: hints[field.name] for field in fields(cls)}
     if unknown := [name for name in keys if name not in types]:
@@ -229,7 +230,7 @@ def _section(cls: type, section: str, keys: dict[str, Any]):
     return cls(**values)
 
 
-def _coerce(key: str, value: Any, wanted: Any) -> Any:
+def _coerce(key: str, value: object, wanted: Any) -> Any:
     wanted = get_origin(wanted) or wanted
     if isinstance(value, _Fraction):
         return float(value)

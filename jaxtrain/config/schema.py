@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.config import part_tables, remat_policies
 from jaxtrain.config.family import config_class
 from jaxtrain.config.field_checks import at_most, bounded, choice, derive, each_of, number
@@ -401,7 +402,7 @@ class Config:
         """The name of the head that the model has for rewards or values; "" without one."""
         return "reward_head" if self.preference.reward_head else "value_head" if self.reinforce.value_head else ""
 
-    def to_dict(self) -> dict[str, dict[str, Any]]:
+    def to_dict(self) -> dict[str, JsonObject]:
         """Plain nested dicts, as written to `config.json`: without the credentials in URLs."""
         sections = dataclasses.asdict(self)
         return redacted(sections | sections.pop("plug_ins"))
@@ -417,7 +418,7 @@ def length_given_twice(steps: int, epochs: float) -> UserError:
                      "leave one of them out")
 
 
-def hash_of(sections: dict[str, Any]) -> str:
+def hash_of(sections: JsonObject) -> str:
     """Return the hash that identifies a resolved config, or the part of one that counts for a run."""
     return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.data.formats.inputs import extra
@@ -19,7 +20,7 @@ _FORM = {"options": {"describe?": [str]}, "licences?": {str: int}, "steps?": [_S
          "splits": {split: {"documents": int, "tokens": int} for split in SPLITS}}
 
 
-def datasheet(folder: Path, describe: Sequence[str] = ()) -> dict[str, Any]:
+def datasheet(folder: Path, describe: Sequence[str] = ()) -> JsonObject:
     """Return the JSON-LD datasheet of the corpus in a folder, validated by mlcroissant."""
     mlc = extra("mlcroissant", "a datasheet", "croissant", "croissant")
     manifest = read_manifest(folder)
@@ -39,13 +40,13 @@ def datasheet(folder: Path, describe: Sequence[str] = ()) -> dict[str, Any]:
         raise UserError("--describe", f"the datasheet does not validate ({error})", "change the description") from error
 
 
-def _description(manifest: dict[str, Any]) -> str:
+def _description(manifest: JsonObject) -> str:
     counts = ", ".join(f"{manifest['splits'][split]['documents']:,} documents with "
                        f"{manifest['splits'][split]['tokens']:,} tokens ({split})" for split in SPLITS)
     return f"Text as tokens ({manifest['tokenizer']['name']}, {manifest['tokenizer']['vocab_size']:,} ids): {counts}."
 
 
-def _protocol(manifest: dict[str, Any]) -> list[str]:
+def _protocol(manifest: JsonObject) -> list[str]:
     """Return one sentence per processing step."""
     said = []
     for step in manifest.get("steps", ()):
@@ -54,14 +55,14 @@ def _protocol(manifest: dict[str, Any]) -> list[str]:
     return [*said, f"Tokenised with {manifest['tokenizer']['name']}, {manifest['tokenizer']['fingerprint']}."]
 
 
-def _sources(manifest: dict[str, Any]) -> str:
+def _sources(manifest: JsonObject) -> str:
     pieces = [piece for task in manifest["inputs"] for piece in task]
     hashed = atomic_files.digest([[piece["name"], piece["start"], piece.get("sha256")] for piece in pieces])
     return (f"{len({piece['name'] for piece in pieces}):,} files, {sum(piece['size'] for piece in pieces):,} bytes; "
             f"manifest.json names each with its sha256, and all together have the sha256 {hashed}.")
 
 
-def _files(mlc: Any, folder: Path, manifest: dict[str, Any]) -> list[Any]:
+def _files(mlc: Any, folder: Path, manifest: JsonObject) -> list[Any]:
     """Return the manifest and every file that it names, as Croissant file objects."""
     hashes = {name: sha256 for split in SPLITS for shard in manifest["splits"][split]["shards"]
               for name, sha256 in shard["sha256"].items()}

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import Json
 from jaxtrain.errors import UserError
 from jaxtrain.redaction import redacted
 
@@ -85,18 +86,18 @@ def code(key: bytes, *parts: Any) -> str:
     return hmac.new(key, json.dumps(parts).encode(), hashlib.sha256).hexdigest()
 
 
-def matches(given: Any, wanted: str) -> bool:
+def matches(given: object, wanted: str) -> bool:
     """Compare codes in a time that does not depend on where they differ; anything but text never matches."""
     return isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), wanted.encode())
 
 
-def sealed(name: str, value: Any) -> str:
+def sealed(name: str, value: object) -> str:
     """Return a value as JSON without credentials, after a code of it and of the name under which it is published."""
     text = json.dumps(redacted(value))
     return f"{code(derive('value'), name, text) if secret() else '-'} {text}"
 
 
-def opened(name: str, content: str) -> Any:
+def opened(name: str, content: str) -> Json:
     """Return the value that `sealed` was given; raises `Forged` if it was published by a stranger."""
     given, _, text = content.partition(" ")
     if secret() and not matches(given, code(derive("value"), name, text)):

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import Json
 from jaxtrain.distributed.authentication import opened, sealed
 from jaxtrain.errors import UserError
 
@@ -17,7 +18,7 @@ _exchanges = itertools.count()
 TIMEOUT_S = 3600  # for the slowest process; the service notices a dead one long before
 
 
-def together(name: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+def together(name: str, mine: Json, decide: Callable[[list[Json]], Json]) -> Json:
     """Return what process 0 decides on the values that all processes contribute, as JSON.
 
     Every process makes the same calls, with a new `name` each time. An exception from `decide` is raised in all
@@ -55,7 +56,7 @@ def together(name: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         service.key_value_set(f"jaxtrain/{name}/answer", sealed(f"{name}/answer", answer))
 
 
-def exchange(value: Any, decide: Callable[[list[Any]], Any] = list) -> Any:
+def exchange(value: object, decide: Callable[[list[Json]], Json] = list) -> Json:
     """Return the value of each process, by process, or what process 0 decides on them.
 
     All processes make this call, in the same order, on their main threads.
@@ -77,7 +78,7 @@ class Board:
         self._client = jax._src.distributed.global_state.client  # None: there is only one process
         self._own: dict[int, Any] = {}
 
-    def publish(self, note: Any) -> None:
+    def publish(self, note: Json) -> None:
         """Publish this process's note, as JSON."""
         if self._client is None:
             self._own[jax.process_index()] = note
@@ -85,7 +86,7 @@ class Board:
             name = f"{self._topic}{jax.process_index()}"
             self._client.key_value_set(name, sealed(name, note), allow_overwrite=True)
 
-    def read(self) -> dict[int, Any]:
+    def read(self) -> dict[int, Json]:
         """Return the newest note of each process that has published one."""
         if self._client is None:
             return dict(self._own)

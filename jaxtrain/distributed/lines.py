@@ -4,12 +4,12 @@ import json
 import secrets
 import socket
 import time
-from typing import Any
 
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.distributed.authentication import Forged, code, matches
 from jaxtrain.redaction import redacted
 
-Message = dict[str, Any]
+Message = JsonObject
 LONGEST = 1 << 20  # bytes of a line between processes of a run
 GREETING = 4096  # bytes of a line from whoever connects
 GREETING_S = 10.0  # seconds for a whole greeting
@@ -85,7 +85,7 @@ class Line:
             raise Forged("a line")
         return message
 
-    def _begin(self, nonce: Any, answer: Any) -> None:
+    def _begin(self, nonce: Json, answer: Json) -> None:
         self._session = bytes.fromhex(code(self._key, "session", nonce, answer))
 
     def _code(self, from_acceptor: bool, number: int, text: str) -> str:

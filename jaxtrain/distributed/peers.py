@@ -39,7 +39,7 @@ class Peers:
     """The connection of this process, read by a background thread; a failure of any process ends this one too."""
 
     def __init__(self, process: int, processes: int, host: str, store: Any, timeout: float,
-                 leave: Callable[[int], Any] = os._exit):
+                 leave: Callable[[int], object] = os._exit):
         """Connect to the other processes; every process makes one instance.
 
         Args:

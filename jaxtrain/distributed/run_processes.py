@@ -6,15 +6,15 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.files.bounded_files import read_json
 
 ALIVE_S = 60  # a younger heartbeat may come from a process that is still alive
 _BEAT = {"step?": int, "begun?": int, "phase?": str, "time?": int | float, "pid?": int, "host?": str}
 
 
-def heartbeats(workdir: str | Path) -> dict[int, dict[str, Any]]:
+def heartbeats(workdir: str | Path) -> dict[int, JsonObject]:
     """Return the newest heartbeat of each process."""
     found = {}
     for path in (Path(workdir) / "heartbeats").glob("process-*"):
@@ -49,7 +49,7 @@ def was_killed(workdir: str | Path, since: float) -> bool:
     return beat.get("time", 0) >= since and beat.get("phase") != "ended" and _is_dead(beat)
 
 
-def _is_dead(beat: dict[str, Any]) -> bool:
+def _is_dead(beat: JsonObject) -> bool:
     """Return whether the process that wrote this heartbeat is known to be dead (unknown on another machine)."""
     if beat.get("host") != socket.gethostname():
         return False

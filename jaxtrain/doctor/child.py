@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtrain.base.annotations import Json
 from jaxtrain.distributed.child_processes import die_with_parent
 
 Measured = dict[str, Any]
@@ -26,7 +27,7 @@ class Outcome:
     stderr: str = ""
 
 
-def say(**measured: Any) -> None:
+def say(**measured: Json) -> None:
     """Print measurements; called in the child as soon as they are known."""
     print(json.dumps(measured), flush=True)
 

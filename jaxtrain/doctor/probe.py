@@ -5,9 +5,11 @@ Numbers are small integers, so that correct results are exact in every precision
 
 import contextlib
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject, PyTree
 from jaxtrain.doctor.child import Budget, say
 
 ROWS = 8  # rows of a product that are computed again on the host
@@ -42,7 +44,7 @@ def main() -> None:
     say(done=True)
 
 
-def _products(devices: list, kind: str) -> dict[str, Any]:
+def _products(devices: list, kind: str) -> JsonObject:
     """Return, for each device, its rate in FLOP/s, and whether the result was correct."""
     import jax
     import jax.numpy as jnp
@@ -73,7 +75,7 @@ def _products(devices: list, kind: str) -> dict[str, Any]:
     return found
 
 
-def _all_reduce(devices: list) -> dict[str, Any]:
+def _all_reduce(devices: list) -> JsonObject:
     """Return the all-reduce rate in bytes per second of each device's link, and the devices with a wrong sum."""
     import jax
     import jax.numpy as jnp
@@ -96,7 +98,7 @@ def _all_reduce(devices: list) -> dict[str, Any]:
     return {"rate": moved / _seconds(total, [parts]), "wrong": wrong}
 
 
-def _seconds(program: Any, given: list) -> float:
+def _seconds(program: Callable[..., PyTree], given: list) -> float:
     """Return the seconds of the fastest call, after one to warm up."""
     import jax
 

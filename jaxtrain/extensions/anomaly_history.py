@@ -5,14 +5,14 @@ measured in robust standard deviations (from the median absolute deviation), whi
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.base.annotations import AnyArray, PyTree
 from jaxtrain.run import Extension, Parts
 from jaxtrain.train_step.hooks import Verdict
-from jaxtrain.train_step.state import Extras
+from jaxtrain.train_step.state import Extras, Metrics
 
 NAME = "history"  # in a state's extras
 SIZE = 128
@@ -26,9 +26,9 @@ LEAST = 1e-3  # of the median: the smallest spread, so that small changes of nea
 class History:
     """The loss and gradient norm of recent steps; S: the last SIZE of them, in a ring buffer."""
 
-    values_2S: Any  # loss, gradient norm
-    seen: Any  # number of values ever stored
-    rejected: Any  # consecutive steps, up to the last one, whose update was skipped
+    values_2S: AnyArray  # loss, gradient norm
+    seen: AnyArray  # number of values ever stored
+    rejected: AnyArray  # consecutive steps, up to the last one, whose update was skipped
 
     @classmethod
     def empty(cls) -> "History":
@@ -90,7 +90,7 @@ class AnomalyHistory(Extension):
         """Return an empty history."""
         return {NAME: lambda params: History.empty()}
 
-    def judge(self, verdict: Verdict, extras: dict[str, Any]) -> tuple[jax.Array, dict[str, Any], dict[str, jax.Array]]:
+    def judge(self, verdict: Verdict, extras: dict[str, PyTree]) -> tuple[jax.Array, dict[str, PyTree], Metrics]:
         """Return whether to take the step, the extras with the next history, and the z-scores."""
         taken, history, metrics = extras[NAME].judge(verdict.loss, verdict.grad_norm, verdict.taken, verdict.excused,
                                                      self.spike_z, self.skip)

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxtrain.parallel.compression.compressed_gradients import NAME, CompressedGradients, refused
 from jaxtrain.run import Extension, Parts
 from jaxtrain.run.validation import Refusal
+from jaxtrain.sharding.rules import Shardings
 from jaxtrain.train_step.gradients import StateGradient
 from jaxtrain.train_step.state import Extras, Layout
 
@@ -38,7 +39,7 @@ class Compression(Extension):
         """Return what is remembered at step 0."""
         return {NAME: self.compressed.begin}
 
-    def extra_shardings(self, layout: Layout) -> Mapping[str, Any]:
+    def extra_shardings(self, layout: Layout) -> Mapping[str, Shardings]:
         """Return the shardings of what is remembered by each peer."""
         return {NAME: self.compressed.shardings}
 

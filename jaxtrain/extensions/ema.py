@@ -6,11 +6,12 @@ decay near 1 a step adds less than fewer bits can hold.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.run import Extension, Parts
 from jaxtrain.train_step.state import AVERAGE as NAME
 from jaxtrain.train_step.state import Extras, Params, TrainState
@@ -32,8 +33,8 @@ class AveragedParameters(Extension):
         """Return the average at step 0."""
         return {NAME: begin}
 
-    def after_update(self, params: Params, extras: dict[str, Any], taken: jax.Array,
-                     step: jax.Array) -> tuple[Params, dict[str, Any]]:
+    def after_update(self, params: Params, extras: dict[str, PyTree], taken: jax.Array,
+                     step: jax.Array) -> tuple[Params, dict[str, PyTree]]:
         """Return the same parameters, and the extras with their average."""
         return params, extras | {NAME: updated(extras[NAME], params, self.decay, taken)}
 

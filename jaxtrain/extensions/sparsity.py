@@ -16,13 +16,16 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.sections.sparsity_keys import SparsityConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models.experts.moe import MATRICES, MoE
 from jaxtrain.models.layers import Linear
 from jaxtrain.run import Extension, Parts
 from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.rules import Shardings
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Extras, Layout, Params, Skeleton, TrainState
 
@@ -64,13 +67,13 @@ class StructuredSparsity(Extension):
 
     def extra_state(self) -> Extras:
         """Return dense weights, and masks that leave them so."""
-        def begin(params: Params) -> dict[str, Any]:
+        def begin(params: Params) -> dict[str, PyTree]:
             chosen = partition.like(params, self.inputs)
             return {"weights": jax.tree.map(jnp.copy, chosen),
                     "masks": jax.tree.map(lambda p: jnp.ones(p.shape, bool), chosen)}
         return {NAME: begin}
 
-    def extra_shardings(self, layout: Layout) -> Mapping[str, Any]:
+    def extra_shardings(self, layout: Layout) -> Mapping[str, Shardings]:
         """Return the shardings of the kernels for both."""
         return {NAME: dict.fromkeys(("weights", "masks"), partition.like(layout.state.params, self.inputs))}
 
@@ -87,8 +90,8 @@ class StructuredSparsity(Extension):
         chosen = jax.tree.map(one, partition.like(grads, self.inputs), weights, masks)
         return params, partition.merge(partition.without(grads, self.inputs), chosen)
 
-    def after_update(self, params: Params, extras: dict[str, Any], taken: jax.Array,
-                     step: jax.Array) -> tuple[Params, dict[str, Any]]:
+    def after_update(self, params: Params, extras: dict[str, PyTree], taken: jax.Array,
+                     step: jax.Array) -> tuple[Params, dict[str, PyTree]]:
         """Return the parameters as they compute, sparse, and the extras with the dense ones."""
         c, step = self.config, step + 1
         weights, masks = partition.like(params, self.inputs), extras[NAME]["masks"]
@@ -115,7 +118,7 @@ def _kernels(model: Skeleton) -> dict[str, tuple[str, int]]:
     return dict(sorted(found.items()))
 
 
-def _check(path: str, shape: tuple[int, ...], dimension: int, where: Any) -> None:
+def _check(path: str, shape: tuple[int, ...], dimension: int, where: NamedSharding) -> None:
     """Refuse a kernel whose neighbouring inputs are not together on one device."""
     spec = (*where.spec, *(None,) * (len(shape) - len(where.spec)))
     pieces = sharding.shards(spec[dimension], where.mesh)
@@ -126,7 +129,7 @@ def _check(path: str, shape: tuple[int, ...], dimension: int, where: Any) -> Non
                         "mesh")
 
 
-def largest(x: Any, dimension: int) -> Any:
+def largest(x: jax.Array, dimension: int) -> jax.Array:
     """Return a mask of the two largest magnitudes in each four neighbours along a dimension; of equals, the first."""
     shape = x.shape
     groups = jnp.abs(x).reshape(*shape[:dimension], -1, GROUP, *shape[dimension + 1:])
@@ -136,7 +139,7 @@ def largest(x: Any, dimension: int) -> Any:
     return (jnp.stack(larger, dimension + 1) < GROUP // 2).reshape(shape)
 
 
-def _on_devices(f: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+def _on_devices(f: Callable[[jax.Array, int], jax.Array]) -> Callable[[jax.Array, int], jax.Array]:
     """Return `f` of what each device holds of an array."""
     def of(x, dimension):
         if sharding.activation_spec() is None:

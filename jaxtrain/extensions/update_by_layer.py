@@ -8,16 +8,17 @@ that is free to reorder the transfers would fetch all of them at once.
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import optax
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.run import Extension, Parts
 from jaxtrain.run.validation import Refusal
 from jaxtrain.sharding.host_memory import HOST, fetched
+from jaxtrain.sharding.rules import Axes
 from jaxtrain.train_step import optimizers
 from jaxtrain.train_step.hooks import MakeUpdate, Update
 from jaxtrain.train_step.state import Layout
@@ -58,7 +59,7 @@ class UpdateByLayer(Extension):
         """Return the update that holds one layer's state on the devices at a time."""
         return by_pieces(self.parts.layout, self.parts.updates, self._optimizer, make)
 
-    def _optimizer(self, axes: Any, updates: Any) -> optax.GradientTransformation:
+    def _optimizer(self, axes: Axes, updates: PyTree) -> optax.GradientTransformation:
         c = self.parts.config
         assert self.parts.schedule, "an optimizer of one's own cannot be updated by layers"
         made = optimizers.make_optimizer(c.optimizer, self.parts.schedule, axes, c.model.growth,
@@ -66,7 +67,7 @@ class UpdateByLayer(Extension):
         return optimizers.with_update_rules(made, updates, c.model.experts.bias_rate)
 
 
-def by_pieces(layout: Layout, updates: Any, optimizer: Callable[[Any, Any], optax.GradientTransformation],
+def by_pieces(layout: Layout, updates: PyTree, optimizer: Callable[[Axes, PyTree], optax.GradientTransformation],
               updating: MakeUpdate) -> Update:
     """Return an update of all parameters that holds one piece of the state on the devices at a time.
 
@@ -131,16 +132,16 @@ def by_pieces(layout: Layout, updates: Any, optimizer: Callable[[Any, Any], opta
     return update
 
 
-def _flat(tree: Any) -> dict[str, Any]:
+def _flat(tree: PyTree) -> dict[str, PyTree]:
     return dict(zip(_keys(tree)[0], jax.tree.leaves(tree), strict=True))
 
 
-def _keys(tree: Any) -> tuple[list[str], Any]:
+def _keys(tree: PyTree) -> tuple[list[str], jax.tree_util.PyTreeDef]:
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return [jax.tree_util.keystr(path) for path, _ in flat], treedef
 
 
-def _nested(leaves: dict[str, Any]) -> Any:
+def _nested(leaves: dict[str, PyTree]) -> PyTree:
     """Build nested dicts from leaves by path, such as ['blocks']['norm']."""
     tree: dict = {}
     for path, leaf in leaves.items():

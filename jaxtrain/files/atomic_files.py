@@ -12,8 +12,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
+from jaxtrain.base.annotations import Json
 from jaxtrain.files.bounded_files import opened
 
 _ABANDONED_S = 600.0  # after so long without a change, a partial file that nobody has locked is deleted
@@ -99,13 +100,13 @@ def sync(folder: Path) -> None:
         os.close(handle)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Json) -> None:
     """Write readable JSON; equal content gives equal bytes."""
     with written(path) as file:
         file.write(json.dumps(content, indent=1).encode())
 
 
-def digest(content: Any) -> str:
+def digest(content: Json) -> str:
     """Return the sha256 of any content that JSON can represent."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

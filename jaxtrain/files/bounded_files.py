@@ -9,10 +9,11 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxtrain.base.annotations import Json
 from jaxtrain.errors import UserError
 
 SMALL = 2**26  # bytes: settings and records
@@ -87,8 +88,11 @@ def lines_with_ends(path: str | Path, start: int = 0) -> Iterator[tuple[bytes, i
             start += size
             yield line if size == len(line) else b"", start
 
+Form = Any  # of a JSON value: a type, or a list, a tuple or a dict of forms, see `misfit`
 
-def parsed(content: bytes | str, form: Any = dict, pairs: Any = None) -> Any:
+
+def parsed(content: bytes | str, form: Form = dict,
+           pairs: Callable[[list[tuple[str, Json]]], Json] | None = None) -> Json:
     """Return what JSON text holds; raises ValueError if it is invalid, nested too deeply or not of this `form`.
 
     `pairs`: makes an object of its keys and values, which may be there more than once; None: the last ones count.
@@ -103,12 +107,12 @@ def parsed(content: bytes | str, form: Any = dict, pairs: Any = None) -> Any:
     return value
 
 
-def read_json(path: str | Path, form: Any = dict, limit: int = SMALL) -> Any:
+def read_json(path: str | Path, form: Form = dict, limit: int = SMALL) -> Json:
     """Return what a JSON file holds, of this `form`."""
     return parsed(read(path, limit), form)
 
 
-def user_json(path: str | Path, form: Any, key: str, fix: str, limit: int = SMALL) -> Any:
+def user_json(path: str | Path, form: Form, key: str, fix: str, limit: int = SMALL) -> Json:
     """Return what a JSON file holds, or None if there is no such file; all else that is wrong is a `UserError`."""
     try:
         return read_json(path, form, limit)
@@ -118,7 +122,7 @@ def user_json(path: str | Path, form: Any, key: str, fix: str, limit: int = SMAL
         raise UserError(key, f"{path} {reason(error)}", fix) from error
 
 
-def json_lines(path: str | Path, form: Any = dict) -> Iterator[Any]:
+def json_lines(path: str | Path, form: Form = dict) -> Iterator[Json]:
     """Yield what the lines of a log hold, without damaged lines; nothing, if it cannot be read."""
     with contextlib.suppress(OSError):
         for line in whole_lines(path):
@@ -126,7 +130,7 @@ def json_lines(path: str | Path, form: Any = dict) -> Iterator[Any]:
                 yield parsed(line, form)
 
 
-def misfit(value: Any, form: Any, at: str = "") -> str:
+def misfit(value: object, form: Form, at: str = "") -> str:
     """Return which part of a value is not of the form expected, as a phrase, or "".
 
     A form is a type or a union of types; `[form]`, a list of such values; `(form, form)`, a list of exactly these;
@@ -161,7 +165,7 @@ def reason(error: BaseException) -> str:
     return text if type(error) is ValueError and text.startswith("is ") else f"cannot be read ({text})"
 
 
-def _check_depth(value: Any, content: bytes | str) -> None:
+def _check_depth(value: object, content: bytes | str) -> None:
     brackets = (b"[", b"{") if isinstance(content, bytes) else ("[", "{")
     if sum(map(content.count, brackets)) <= DEPTH:  # type: ignore[arg-type]
         return

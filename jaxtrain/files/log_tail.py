@@ -5,15 +5,15 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from jaxtrain.files.bounded_files import LINE, PART, lines_with_ends, misfit, opened, parsed
+from jaxtrain.base.annotations import Json
+from jaxtrain.files.bounded_files import LINE, PART, Form, lines_with_ends, misfit, opened, parsed
 
 
 class LogTail:
     """The place up to which a log has been read."""
 
-    def __init__(self, path: str | Path, form: Any = dict, last: int | None = None):
+    def __init__(self, path: str | Path, form: Form = dict, last: int | None = None):
         """Begin before the first line of a file, which need not exist yet; lines of another form are left out.
 
         `last`: begin with the lines that end within this many bytes of the end; None: with all of them.
@@ -41,7 +41,7 @@ class LogTail:
         self._begin()
         return True
 
-    def added(self) -> Iterator[Any]:
+    def added(self) -> Iterator[Json]:
         """Yield what whole lines that nobody has read hold, without damaged ones; none, if the file cannot be read."""
         try:
             for part in _parts(lines_with_ends(self._path, self._size)):
@@ -65,7 +65,7 @@ def _parts(lines: Iterator[tuple[bytes, int]]) -> Iterator[list[tuple[bytes, int
     yield part
 
 
-def _values(lines: list[bytes]) -> list[Any]:
+def _values(lines: list[bytes]) -> list[Json]:
     """Return what lines hold, None for a damaged one; those without nested values are parsed as one list, for speed."""
     if all(line.startswith(b"{") and line.endswith(b"}\n") and line.count(b"{") == 1 and b"[" not in line
            for line in lines):
@@ -74,7 +74,7 @@ def _values(lines: list[bytes]) -> list[Any]:
     return list(map(_value, lines))
 
 
-def _value(line: bytes) -> Any:
+def _value(line: bytes) -> Json:
     try:
         return parsed(line)
     except ValueError:

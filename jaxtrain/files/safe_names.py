@@ -2,14 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 
 class Outside(ValueError):
     """A name that leads out of its folder."""
 
 
-def parts_of(name: Any) -> list[str]:
+def parts_of(name: object) -> list[str]:
     """Return the parts of a relative name; raises `Outside` if it is absolute or has empty, `.` or `..` parts."""
     parts = name.split("/") if isinstance(name, str) else [""]
     if any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts):
@@ -17,7 +16,7 @@ def parts_of(name: Any) -> list[str]:
     return parts
 
 
-def inside(folder: str | Path, name: Any) -> Path:
+def inside(folder: str | Path, name: object) -> Path:
     """Return the path of `name` in `folder`; raises `Outside` if the name, or a link on the way, leads out of it."""
     path = Path(folder, *parts_of(name))
     if not path.resolve().is_relative_to(Path(folder).resolve()):
@@ -25,7 +24,7 @@ def inside(folder: str | Path, name: Any) -> Path:
     return path
 
 
-def linked(folder: str | Path, name: Any) -> Path:
+def linked(folder: str | Path, name: object) -> Path:
     """Return the path of `name` in a local folder whose files may be links, as in a cache of the Hugging Face hub.
 
     Links may lead anywhere if the owner of the folder made them, who can as well copy there what he can read; raises

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import Json, JsonMapping, JsonObject
 from jaxtrain.config.field_checks import LARGEST
 from jaxtrain.errors import UserError
 from jaxtrain.hf.hf_format import HFConfig
@@ -30,7 +31,7 @@ _LARGEST_FLOAT = 10**15  # no number is larger; bases of rotary positions for lo
 
 
 @cache
-def table() -> Mapping[str, Any]:
+def table() -> JsonMapping:
     """Return for each model type the keys that its class declares (their default and the types that it accepts), the
     other names of keys, and the base of rotary positions."""
     return json.loads(FILE.read_bytes())
@@ -53,7 +54,7 @@ def _accepted(default: Any) -> list[str]:
     return [kind for kind, test in _TESTS.items() if default is None or test(default)]
 
 
-def filled(declared: Mapping[str, Any], given: Mapping[str, Any], path: str | Path, inside: str = "") -> dict[str, Any]:
+def filled(declared: Mapping[str, Any], given: JsonMapping, path: str | Path, inside: str = "") -> JsonObject:
     """Return the keys of a config.json with the defaults of its type, each under the name that its class declares.
 
     Args:
@@ -77,7 +78,7 @@ def filled(declared: Mapping[str, Any], given: Mapping[str, Any], path: str | Pa
     return found
 
 
-def misfit(value: Any, accepted: list[str]) -> str:
+def misfit(value: Json, accepted: list[str]) -> str:
     """Return why a value is of none of the accepted types, as a phrase; "" if it is of one."""
     limit = LARGEST if "int" in accepted else _LARGEST_FLOAT
     if type(value) in (int, float) and not abs(value) <= limit and {"int", "float"} & {*accepted}:
@@ -87,7 +88,7 @@ def misfit(value: Any, accepted: list[str]) -> str:
     return f"is not {' or '.join(_WORDS[kind] for kind in accepted)}"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value as a message shows it."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -6,8 +6,8 @@ A key that a file leaves out has the default that Hugging Face's transformers gi
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
+from jaxtrain.base.annotations import Json
 from jaxtrain.config.field_checks import most
 from jaxtrain.config.vision_keys import CHANNELS, DualEncoderConfig
 from jaxtrain.errors import UserError
@@ -38,7 +38,7 @@ _PROCESSORS: dict[str, Keys] = {
 
 def section(kind: str, given: Keys, path: Path) -> Keys:
     """Return the keys of a config's `model` section that a config.json amounts to."""
-    def refuse(key: str, value: Any, why: str) -> UserError:
+    def refuse(key: str, value: object, why: str) -> UserError:
         return UserError(f"{path}", f"{key}={defaults.shown(value)} {why}",
                          "use a model that jaxtrain can express")
 
@@ -74,7 +74,7 @@ def section(kind: str, given: Keys, path: Path) -> Keys:
                                                   "max_seq_len": _PICTURES * (side**2 + clip)}
 
 
-def _sizes(half: str, known: Keys, table: Mapping[str, str], refuse: Callable[[str, Any, str], UserError]) -> Keys:
+def _sizes(half: str, known: Keys, table: Mapping[str, str], refuse: Callable[[str, Json, str], UserError]) -> Keys:
     """Return the keys of one encoder that have another name only, once they are sizes that one can have."""
     for key, ours in table.items():
         value, kind = known[key], "float" if key.endswith("eps") else "int"
@@ -85,7 +85,7 @@ def _sizes(half: str, known: Keys, table: Mapping[str, str], refuse: Callable[[s
     return {ours: known[key] for key, ours in table.items()}
 
 
-def _tokens(kind: str, text: Keys, refuse: Callable[[str, Any, str], UserError]) -> Keys:
+def _tokens(kind: str, text: Keys, refuse: Callable[[str, Json, str], UserError]) -> Keys:
     """Return the keys of the tokens that texts begin and end with and are filled up with."""
     vocabulary, end = text["vocab_size"], text["eos_token_id"]
     if kind == "siglip":
@@ -100,7 +100,7 @@ def _tokens(kind: str, text: Keys, refuse: Callable[[str, Any, str], UserError])
     return tokens
 
 
-def _half(kind: str, given: Keys, name: str, refuse: Callable[[str, Any, str], UserError]) -> Keys:
+def _half(kind: str, given: Keys, name: str, refuse: Callable[[str, Json, str], UserError]) -> Keys:
     """Return what a file says of one encoder; `NAME_dict` of older CLIP files counts where it is there."""
     older = given.get(f"{name}_dict") if kind == "clip" else None
     if older is not None and not isinstance(older, dict):

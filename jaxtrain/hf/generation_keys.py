@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.base.annotations import Json, JsonMapping
+
 FILE = "generation_config.json"
 # Settings that change what is generated, and the values at which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -20,7 +22,7 @@ _OF_TRANSCRIPTS: dict[str, tuple[Any, ...]] = {
 OF_TEXTS, OF_TRANSCRIPTS = _NEUTRAL | _OF_TEXTS, _NEUTRAL | _OF_TRANSCRIPTS
 
 
-def not_applied(said: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> list[str]:
+def not_applied(said: JsonMapping, neutral: Mapping[str, tuple[Json, ...]]) -> list[str]:
     """Return the settings that change what is generated and are not applied here, as KEY=VALUE.
 
     Args:

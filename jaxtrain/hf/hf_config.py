@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.config import family
 from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.field_checks import most
@@ -186,7 +186,7 @@ def multipliers(c: ModelConfig) -> tuple[float, float, float]:
     return embed**-0.5 if c.scaled_embeddings else 1.0, head**-0.5, 1 / embed if c.ties_head else 1.0
 
 
-def _check(c: ModelConfig, published: HFConfig, written: Mapping[str, Any]) -> None:
+def _check(c: ModelConfig, published: HFConfig, written: JsonMapping) -> None:
     """Refuse a key that the published model type has no word for, unless it only shapes training."""
     kind, free = published.model_type, {*_OF_TRAINING, *published.unpublished}
     try:

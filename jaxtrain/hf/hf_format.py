@@ -57,11 +57,11 @@ class Entry:
     cut: tuple[int, ...] | None = None
 
 
-def _nothing(*_: Any) -> Keys:
+def _nothing(*_: object) -> Keys:
     return {}
 
 
-def _always(_: Any) -> bool:
+def _always(_: object) -> bool:
     return True
 
 

@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.decoder_config import RoutedConfig
 from jaxtrain.hub.sampling import Sampling, choose, penalized
 from jaxtrain.models import lora
@@ -31,7 +32,7 @@ from jaxtrain.models.make_model import make_model
 from jaxtrain.parallel.expert_options import ExpertOptions
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES
-from jaxtrain.train_step.state import Skeleton
+from jaxtrain.train_step.state import Params, Skeleton
 
 if TYPE_CHECKING:
     from jaxtrain.run import Run
@@ -85,7 +86,7 @@ class Decoding:
         """Return how an array of this many dimensions is spread over the mesh by its first one."""
         return sharding.without_trivial_axes(self.rules.spec(("batch", *[None] * (dimensions - 1))), self.run.mesh)
 
-    def laid_out(self, params: Any) -> Any:
+    def laid_out(self, params: Params) -> Params:
         """Return the parameters as they compute: cast, and whole over the axes that would be gathered for each token.
 
         Axes that split a product, `tensor` and `expert`, still split it. One array at a time: a program that gathers
@@ -100,7 +101,7 @@ class Decoding:
         where = NamedSharding(self.run.mesh, self.placement(rows.ndim))
         return jax.make_array_from_callback(rows.shape, where, lambda index: rows[index])
 
-    def start(self, params: Any, prompts: np.ndarray, begins: np.ndarray, new: int,
+    def start(self, params: Params, prompts: np.ndarray, begins: np.ndarray, new: int,
               chosen: np.ndarray | None = None) -> State:
         """Compute the prompts [B, P], whose texts begin at these slots; return a state with room for `new` tokens.
 
@@ -109,7 +110,7 @@ class Decoding:
         with self.context():
             return self.start_program(params, *self._placed(prompts, begins, chosen), prompts.shape[1] + new, new)
 
-    def refill(self, params: Any, state: State, prompts: np.ndarray, begins: np.ndarray, source: np.ndarray,
+    def refill(self, params: Params, state: State, prompts: np.ndarray, begins: np.ndarray, source: np.ndarray,
                chosen: np.ndarray | None = None) -> State:
         """Return the state with prompts, as `start` takes them, in place of rows; the given state is used up.
 
@@ -120,7 +121,7 @@ class Decoding:
             return self._refill(params, state, *self._placed(prompts, begins, chosen),
                                 self.place(source.astype(np.int32)))
 
-    def go_on(self, params: Any, state: State, until: int, limits: jax.Array, stops: np.ndarray, seeds: jax.Array,
+    def go_on(self, params: Params, state: State, until: int, limits: jax.Array, stops: np.ndarray, seeds: jax.Array,
               sampling: Sampling, known: int, enough: int | None = None) -> State:
         """Generate up to the step `until`, or until all or `enough` rows are finished; the given state is used up.
 
@@ -142,18 +143,18 @@ class Decoding:
         with self.context():
             return jax.tree.map(np.asarray, self._replicate(shown))
 
-    def model_of(self, params: Any) -> Decoder:
+    def model_of(self, params: Params) -> Decoder:
         """Return the model with these parameters, as it computes."""
         return self.model.merge(self._in_use(params))
 
-    def _in_use(self, params: Any) -> dict[str, Any]:
+    def _in_use(self, params: Params) -> Params:
         params = dict(self.run.sharded.cast(params))
         for stack in params.keys() & set(Decoder.STACKS):  # layers are taken from it one by one
             params[stack] = jax.tree.map(lambda w: jax.reshard(w, P(None, *jax.typeof(w).sharding.spec[1:])),
                                          params[stack])
         return params
 
-    def _for_a_loop(self, params: Any) -> Callable[[], Decoder]:
+    def _for_a_loop(self, params: Params) -> Callable[[], Decoder]:
         """Return what makes the model inside a loop.
 
         Where layers are apart, they are taken so once, before the loop, for as much memory as they have.
@@ -257,7 +258,8 @@ class Decoding:
 
     # --------------------------------------------------------------------------------------------------------- innards
 
-    def _placed(self, prompts: np.ndarray, begins: np.ndarray, chosen: np.ndarray | None) -> tuple[Any, ...]:
+    def _placed(self, prompts: np.ndarray, begins: np.ndarray,
+                chosen: np.ndarray | None) -> tuple[jax.Array | None, ...]:
         """Return prompts on the mesh: tokens, where they begin, which rows have none, and what those choose."""
         done = begins == prompts.shape[1]  # rows without a prompt fill the batch up
         return (self.place(prompts), self.place(begins.astype(np.int32)), self.place(done),
@@ -274,7 +276,7 @@ class Decoding:
                                out_sharding=sharding.activation_spec("batch", "act_vocab"))
         return sharding.constrain(logits_BV, "batch", None)
 
-    def _by_row(self, f: Any, rows: Any, shared: Any = None) -> Any:
+    def _by_row(self, f: Callable[[PyTree, PyTree], PyTree], rows: PyTree, shared: PyTree = None) -> PyTree:
         """Apply a function of each row alone, and of what all rows share: every device computes its own."""
         spec = sharding.activation_spec("batch")
         return sharding.manual_region(f, in_specs=(spec, P()), out_specs=spec)(rows, shared)
@@ -293,13 +295,13 @@ def _layers_apart() -> bool:
     return sharding.platform() == "cpu"
 
 
-def _apart(stacks: dict[str, Any]) -> dict[str, Any]:
+def _apart(stacks: dict[str, PyTree]) -> dict[str, PyTree]:
     """Return lists of layers in place of stacks."""
     return {name: [jax.tree.map(lambda w, n=n: w[n], stack) for n in range(len(jax.tree.leaves(stack)[0]))]
             for name, stack in stacks.items() if stack}
 
 
-def _together(apart: dict[str, Any]) -> dict[str, Any]:
+def _together(apart: dict[str, PyTree]) -> dict[str, PyTree]:
     """Return stacks in place of lists of layers."""
     return {name: jax.tree.map(lambda *layers: jnp.stack(layers), *each) for name, each in apart.items()}
 

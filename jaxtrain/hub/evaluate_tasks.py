@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.errors import UserError, install_extra, say, tell
 from jaxtrain.files.bounded_files import user_json
 
@@ -75,7 +76,7 @@ class Tasks:
                             "of your own by --include")
         return cls(names, manager, settings)
 
-    def ask(self, model: Any) -> dict[str, Any]:
+    def ask(self, model: Any) -> JsonObject:
         """Return the harness's results for a model."""
         try:
             found = self._results(model, self.settings)
@@ -90,7 +91,7 @@ class Tasks:
         assert found is not None
         return found
 
-    def _results(self, model: Any, settings: Settings) -> dict[str, Any] | None:
+    def _results(self, model: Any, settings: Settings) -> JsonObject | None:
         from lm_eval import simple_evaluate
 
         return simple_evaluate(
@@ -124,7 +125,7 @@ def watch(settings: Settings, overrides: dict[str, str], tasks: Tasks) -> None:
                 say(f"the checkpoint of step {step} was deleted before it was read; give checkpoint.keep more of them")
 
 
-def _good(settings: Settings) -> dict[int, dict[str, Any]]:
+def _good(settings: Settings) -> dict[int, JsonObject]:
     """Return what `good.json` says of each good checkpoint, by step."""
     from jaxtrain.checkpoint import verify
 
@@ -143,7 +144,7 @@ def _next(settings: Settings, last: int, log: "ResultsLog") -> tuple[int | None,
 
 
 @contextlib.contextmanager
-def _results_log(settings: Settings, sections: Mapping[str, Any],
+def _results_log(settings: Settings, sections: JsonMapping,
                  overrides: dict[str, str]) -> Iterator["ResultsLog"]:
     """Yield the log of the results, which the run's trackers follow as a run of its own."""
     import jax
@@ -180,7 +181,7 @@ def _results_log(settings: Settings, sections: Mapping[str, Any],
             lambda step: _results(settings, step)))
 
 
-def numbers_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def numbers_of(results: Mapping[str, JsonMapping]) -> dict[str, float]:
     """Return the harness's numbers by one name each: of a metric such as `acc,none` without the filter `none`."""
     found = {}
     for task, metrics in results.items():
@@ -191,12 +192,12 @@ def numbers_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def _asked(settings: Settings) -> dict[str, Any]:
+def _asked(settings: Settings) -> JsonObject:
     """Return what was asked, as results keep it."""
     return {key: getattr(settings, key) for key in ("tasks", "num_fewshot", "limit", "gen_kwargs", "chat", "seed")}
 
 
-def _results(settings: Settings, step: int, good: Mapping[str, Any] | None = None) -> dict[str, float] | None:
+def _results(settings: Settings, step: int, good: JsonMapping | None = None) -> dict[str, float] | None:
     """Return the numbers of a step, if the same tasks were asked in the same way.
 
     `good`: the content of its checkpoint's `good.json`, of whose parameters they have to be; None: of any.
@@ -236,7 +237,7 @@ def evaluate(settings: Settings, overrides: dict[str, str], tasks: Tasks, step: 
             _tell(settings, results, record, found and found[0], name)
 
 
-def _record(settings: Settings, results: dict[str, Any]) -> dict[str, Any]:
+def _record(settings: Settings, results: JsonObject) -> JsonObject:
     """Return what is kept: the results and all that they depend on; prompts and answers by their hashes."""
     from jaxtrain.observe.versions import git_commit, version_of
 
@@ -250,7 +251,7 @@ def _record(settings: Settings, results: dict[str, Any]) -> dict[str, Any]:
             **({"samples": samples} if settings.log_samples else {})}
 
 
-def _tell(settings: Settings, results: dict[str, Any], record: dict[str, Any], step: int | None,
+def _tell(settings: Settings, results: JsonObject, record: JsonObject, step: int | None,
           adapter: str | None = None) -> None:
     """Print the table, and write the record."""
     from lm_eval.utils import make_table

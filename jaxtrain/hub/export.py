@@ -3,10 +3,11 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.errors import UserError
 
 RECORD = "export.json"
@@ -14,7 +15,7 @@ RECORD = "export.json"
 
 def export(workdir: str | Path, to: str | Path, step: int | None = None, *, dtype: str = "bfloat16",
            file_bytes: int = 4 * 10**9, averaged: bool = False, licence: str = "",
-           gates: Sequence[str | Path] = (), gate_share: float = 1.0, overwrite: bool = False) -> dict[str, Any]:
+           gates: Sequence[str | Path] = (), gate_share: float = 1.0, overwrite: bool = False) -> JsonObject:
     """Write the model of a workdir's checkpoint into the folder `to`, and return what export.json says.
 
     Every process calls it.
@@ -100,7 +101,7 @@ def planned(workdir: str | Path, to: str | Path, step: int | None = None, *, dty
             "bytes": count * jax.numpy.dtype(dtype).itemsize}
 
 
-def _write_configs(workdir: Path, folder: Path, described: dict[str, Any], config: Any, dtype: str) -> None:
+def _write_configs(workdir: Path, folder: Path, described: JsonObject, config: Any, dtype: str) -> None:
     """Write config.json, the tokenizer and all else that the published model had which the run began with."""
     from jaxtrain.config.modality_families import WhisperConfig
     from jaxtrain.config.vision_keys import DualEncoderConfig
@@ -124,7 +125,7 @@ def _write_configs(workdir: Path, folder: Path, described: dict[str, Any], confi
     exported_config.write(folder, base, described, dtype, config.preference.reward_head)
 
 
-def _asked(checks: Sequence[Any], workdir: Path, folder: Path, step: int, averaged: bool) -> list[dict[str, Any]]:
+def _asked(checks: Sequence[Any], workdir: Path, folder: Path, step: int, averaged: bool) -> list[JsonObject]:
     """Return the answers of the model in `folder` to the checks, which are kept beside the run."""
     import jax
 
@@ -179,7 +180,7 @@ def nothing_left(folder: Path) -> Iterator[None]:
         raise
 
 
-def finish(partial: Path, to: Path, record: Mapping[str, Any], overwrite: bool = False) -> None:
+def finish(partial: Path, to: Path, record: JsonMapping, overwrite: bool = False) -> None:
     """Write export.json, the record and the SHA-256 of every file, and give the folder its name.
 
     `overwrite`: a folder that has it is moved away first, and deleted last.

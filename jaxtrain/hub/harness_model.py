@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.chat.templates import Chat
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.errors import UserError, install_extra, say
@@ -118,7 +119,7 @@ class HarnessModel(TemplateLM):
             found |= {number: one.text for (number, *_), one in zip(group, records, strict=True)}
         return [found[number] for number in range(len(requests))]
 
-    def _sampling(self, how: dict[str, Any]) -> Sampling:
+    def _sampling(self, how: JsonObject) -> Sampling:
         """Return how tokens are chosen: as the task says, else as the model's generation_config.json does."""
         if ignored := [f"{key}={value!r}" for key, value in how.items() if key not in _READ | _WITHOUT_EFFECT]:
             say(f"warning: a task asks for {', '.join(ignored)} in generation_kwargs, which is not applied")

@@ -1,12 +1,13 @@
 """`train.init_from`: a new run begins with the parameters of another run, or of a published model or its adapters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.checkpoint import restore
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config import hub_names
@@ -34,6 +35,7 @@ from jaxtrain.models.heads.scalar_head import without_heads
 from jaxtrain.models.lora import is_adapter, without_adapters
 from jaxtrain.run import Extension, Run, abstract_model
 from jaxtrain.train_step.quantized_kernels import as_floats
+from jaxtrain.train_step.state import Params
 
 KEY, ENCODER_KEY = "train.init_from", "train.init_encoder_from"
 # The keys of an encoder of pictures that have to be those of the one that is taken over.
@@ -51,14 +53,14 @@ class InitialParams(Extension):
         """Return it with what loads these parameters; refuse sources that no run can have."""
         return self if self.loads is not None else InitialParams(tuple(_loads(run.config)))
 
-    def initial_params(self, run: Run) -> Any:
+    def initial_params(self, run: Run) -> Params:
         """Load them."""
         if self.loads is None:
             return None
         found = {name: x for load in self.loads for name, x in load(run).items()}
         return _with_principal_components(found, run) if run.config.lora.init == "pissa" else found
 
-    def begins_with(self, run: Run) -> Mapping[str, Any]:
+    def begins_with(self, run: Run) -> JsonMapping:
         """Return where they are, and what tells them from others."""
         return origins(run.config.train)
 
@@ -70,7 +72,7 @@ class InitialParams(Extension):
         return keep_files(run, workdir, getattr(source, "tokenizer", None))
 
 
-def _loads(config: Config) -> list[Callable[[Run], Any]]:
+def _loads(config: Config) -> list[Callable[[Run], Params]]:
     source, encoder = config.train.init_from, config.train.init_encoder_from
     if config.lora.init == "pissa" and not source:
         raise UserError("lora.init", "pissa begins with the principal components of trained weights, and the run "
@@ -82,7 +84,7 @@ def _loads(config: Config) -> list[Callable[[Run], Any]]:
         (source, KEY, _loaded), (encoder, ENCODER_KEY, _encoder)) if source]
 
 
-def _with_principal_components(params: Any, run: Run) -> Any:
+def _with_principal_components(params: Params, run: Run) -> Params:
     """Return the parameters with the adapters of `lora.init=pissa`, unless they have some already."""
     if any(map(is_adapter, flatten(params))):
         return params
@@ -91,13 +93,13 @@ def _with_principal_components(params: Any, run: Run) -> Any:
     return principal_components.with_adapters(params, abstract_model(run), run.config.lora)
 
 
-def origins(train: TrainConfig) -> dict[str, Any]:
+def origins(train: TrainConfig) -> JsonObject:
     """Return what run.json says of the parameters that a run begins with. Every process calls it."""
     found = origin(train.init_from) if train.init_from else {}
     return found | ({"encoder": origin(train.init_encoder_from, ENCODER_KEY)} if train.init_encoder_from else {})
 
 
-def origin(source: str, key: str = KEY) -> dict[str, Any]:
+def origin(source: str, key: str = KEY) -> JsonObject:
     """Return what run.json says of one source of parameters."""
     folder, step = source_and_step(source, key)
     if (folder / "checkpoints").is_dir():
@@ -158,7 +160,7 @@ def other_tokenizer(folder: Path, ours: Tokenizer) -> str:
                             "tokens as other text; prepare the data with the model's (jaxtrain prepare --tokenizer)")
 
 
-def _loaded(folder: Path, step: int | None, run: Run) -> Any:
+def _loaded(folder: Path, step: int | None, run: Run) -> Params:
     """Return the parameters of either kind of source. A run that resumes does not look for it any more."""
     if (folder / "checkpoints").is_dir():
         return _of_workdir(folder, step, run)
@@ -200,14 +202,14 @@ def _check_kind(theirs: ModelConfig, run: Run) -> None:
                         f"{theirs.name} and the sizes it has")
 
 
-def _own_part(theirs: ModelConfig, run: Run, abstract: Any) -> Any:
+def _own_part(theirs: ModelConfig, run: Run, abstract: Params) -> Params:
     """Return the abstract parameters that a model has: a decoder of text has none that see pictures."""
     if run.config.model.name != "vision_language" or theirs.name == "vision_language":
         return abstract
     return {name: x for name, x in abstract.items() if name not in ("picture", "connector")}
 
 
-def _encoder(folder: Path, step: int | None, run: Run) -> Any:
+def _encoder(folder: Path, step: int | None, run: Run) -> Params:
     """Return the parameters of the encoder of pictures of another run or of a published model."""
     abstract, model = abstract_model(run)["picture"], run.config.model
     ours = (folder / "checkpoints").is_dir()
@@ -287,7 +289,7 @@ def _checkpoint(folder: Path, step: int | None, key: str = KEY) -> tuple[int, st
     return found
 
 
-def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
+def _of_workdir(folder: Path, step: int | None, run: Run) -> Params:
     if not (folder / "config.json").is_file():
         raise UserError(KEY, f"{folder} has checkpoints and no config.json", "bring it back from where the run was")
     before = load_config(folder / "config.json")
@@ -308,7 +310,7 @@ def _of_workdir(folder: Path, step: int | None, run: Run) -> Any:
                             lambda abstract: restore.load_params(folder, abstract, found[0]))
 
 
-def _with_vocabulary(theirs: ModelConfig, run: Run, abstract: Any, load: Callable[[Any], Any]) -> Any:
+def _with_vocabulary(theirs: ModelConfig, run: Run, abstract: Params, load: Callable[[Params], Params]) -> Params:
     """Return the parameters that `load` gives for abstract ones, with those of tokens that their model lacks."""
     if run.config.model.vocabulary < theirs.vocabulary:
         raise UserError("model.vocab_size", f"{run.config.model.vocabulary} is less than the {theirs.vocabulary} of "

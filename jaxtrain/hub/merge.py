@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.errors import UserError, say
 from jaxtrain.hub import export
 from jaxtrain.hub.weights.safetensors_files import DTYPES, OTHERS, Tensor
@@ -20,7 +21,7 @@ PARALLEL = 0.9995  # the cosine above which an arc is a straight line, and its f
 
 
 def merge(folders: Sequence[Path], to: Path, formula: Callable[[Sequence[np.ndarray]], np.ndarray], *,
-          dtype: str | None = None, file_bytes: int = 4 * 10**9, record: Mapping[str, Any] | None = None,
+          dtype: str | None = None, file_bytes: int = 4 * 10**9, record: JsonMapping | None = None,
           overwrite: bool = False) -> None:
     """Write what a formula makes of each tensor of some published folders, of which the first one gives the rest.
 
@@ -143,7 +144,7 @@ def published_folder(source: str, to: Path, opened: contextlib.ExitStack) -> Pat
     return made / "out"
 
 
-def _refuse_other(first: Path, other: Path, sections: Sequence[Mapping[str, Any]],
+def _refuse_other(first: Path, other: Path, sections: Sequence[JsonMapping],
                   models: Sequence[Mapping[str, Tensor]]) -> None:
     """Refuse a model of another architecture than the first one's, by the first difference."""
     fix = "give models of one architecture"

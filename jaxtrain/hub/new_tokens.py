@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import PyTree
+
 _DIMENSION = {"embed/table": 0, "output/kernel": 1}  # of the vocabulary, by path
 
 
-def with_known_tokens(abstract: Any, known: int) -> Any:
+def with_known_tokens(abstract: PyTree, known: int) -> PyTree:
     """Return the abstract parameters of a model with a vocabulary of `known` tokens, which no mesh axis splits."""
     def smaller(path, leaf):
         dim = _dimension(path)
@@ -27,7 +29,7 @@ def with_known_tokens(abstract: Any, known: int) -> Any:
     return jax.tree_util.tree_map_with_path(smaller, abstract)
 
 
-def with_new_tokens(params: Any, abstract: Any) -> Any:
+def with_new_tokens(params: PyTree, abstract: PyTree) -> PyTree:
     """Return parameters of a vocabulary as large as in `abstract`, in its shardings."""
     def larger(path, x):
         dim = _dimension(path)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.hub.decoding import Decoding, decoding
 from jaxtrain.models import lora
 from jaxtrain.sharding import rules as sharding
+from jaxtrain.train_step.state import Params
 
 if TYPE_CHECKING:
     from jaxtrain.run import Run
@@ -33,7 +34,7 @@ class Score:
     greedy: bool  # whether each of them was the most probable one
 
 
-def score(run: "Run", params: Any, pairs: Sequence[Pair], *, batch_size: int = 64,
+def score(run: "Run", params: Params, pairs: Sequence[Pair], *, batch_size: int = 64,
           chosen: np.ndarray | None = None) -> list[Score]:
     """Score the second text of each pair behind the first; of pairs that are too long, the last tokens count.
 
@@ -57,13 +58,13 @@ def score(run: "Run", params: Any, pairs: Sequence[Pair], *, batch_size: int = 6
     return [found[n] for n in range(len(rows))]
 
 
-def rewards(run: "Run", params: Any, texts: Sequence[Sequence[int]], *, batch_size: int = 64) -> list[float]:
+def rewards(run: "Run", params: Params, texts: Sequence[Sequence[int]], *, batch_size: int = 64) -> list[float]:
     """Return the reward of each text by a reward model, read out at its last token."""
     rows = [[*list(text)[-run.config.model.max_seq_len:], 0] for text in texts]  # a token to predict, as elsewhere
     return [float(found_T[-1]) for found_T in readouts(run, params, rows, batch_size=batch_size)]
 
 
-def readouts(run: "Run", params: Any, rows: Sequence[Sequence[int]], *, batch_size: int = 64) -> list[np.ndarray]:
+def readouts(run: "Run", params: Params, rows: Sequence[Sequence[int]], *, batch_size: int = 64) -> list[np.ndarray]:
     """Return what the model's head of rewards or values reads out at each token of these texts but the last one."""
     scorer, found, texts = _scorer(run), {}, [list(row) for row in rows]
     for numbers in _batches(texts, batch_size):
@@ -94,7 +95,7 @@ class Scorer:
         """Return how many rows and tokens the program takes for this many texts of at most `longest` tokens."""
         return self.programs.rows * -(-texts // self.programs.rows), 1 << max(3, (longest - 2).bit_length())
 
-    def batch(self, params: Any, rows: list[list[int]], most: int, readouts: bool = False,
+    def batch(self, params: Params, rows: list[list[int]], most: int, readouts: bool = False,
               chosen: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
         """Return each token's log-probability, and whether it is the most probable one, [B, T]; or a head's number."""
         many, width = self.shape(min(most, max(len(rows), 1)), max(map(len, rows)))

@@ -3,7 +3,6 @@
 A published folder has a model in Hugging Face's format, or adapters in PEFT's and the name of the model they are for.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import jax
 
 from jaxtrain import builder
 from jaxtrain.base import arguments
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.checkpoint import restore
 from jaxtrain.config import hub_names
 from jaxtrain.config.family import config_class, config_of, family, names
@@ -27,7 +27,7 @@ from jaxtrain.hub.weights import published_weights
 from jaxtrain.models import lora
 from jaxtrain.run import Run, abstract_model
 from jaxtrain.train_step import partition
-from jaxtrain.train_step.state import TrainState
+from jaxtrain.train_step.state import Params, TrainState
 
 Sections = dict[str, Any]
 
@@ -77,7 +77,7 @@ def _no_folder(path: Path) -> UserError:
     return UserError("WORKDIR", f"there is no folder {path}", "give the workdir of a run, or a published folder")
 
 
-def model_of(sections: Sections, overrides: Mapping[str, Any], spread: str, count: int = 0, platform: str = "") -> Run:
+def model_of(sections: Sections, overrides: JsonMapping, spread: str, count: int = 0, platform: str = "") -> Run:
     """Return a run of which only the model counts, on all devices along the axis `spread`, unless overrides say more.
 
     How the model was trained need not fit the devices here. `count`: that of devices which are not here, of `platform`.
@@ -106,7 +106,7 @@ def spread_model(sections: Sections, count: int = 0, platform: str = "") -> Run:
 
 
 def load(folder: str | Path, run: Run, step: int | None = None, averaged: bool = False,
-         abstract: Any = None) -> tuple[Any, tuple[int, str] | None]:
+         abstract: Params = None) -> tuple[Params, tuple[int, str] | None]:
     """Return all parameters, and the step and fingerprint of the checkpoint that they are from; None: published ones.
 
     Args:
@@ -139,7 +139,7 @@ def _refuse_average(folder: str | Path, averaged: bool) -> None:
         raise UserError("--ema", f"{folder} is a published folder, with one set of weights", "leave it out")
 
 
-def load_model(folder: str | Path, overrides: Mapping[str, Any] | None = None, *, step: int | None = None,
+def load_model(folder: str | Path, overrides: JsonMapping | None = None, *, step: int | None = None,
                averaged: bool = False, adapters: Folders | None = None) -> tuple[Run, TrainState]:
     """Return a run for the devices here and a state with a trained model's parameters, as `jt.generate` takes them.
 
@@ -158,7 +158,7 @@ def load_model(folder: str | Path, overrides: Mapping[str, Any] | None = None, *
     return load_with_origin(folder, overrides, step, averaged, adapters)[:2]
 
 
-def load_with_origin(folder: str | Path, overrides: Mapping[str, Any] | None = None, step: int | None = None,
+def load_with_origin(folder: str | Path, overrides: JsonMapping | None = None, step: int | None = None,
                      averaged: bool = False, adapters: Folders | None = None
                      ) -> tuple[Run, TrainState, tuple[int, str] | None]:
     """Return what `load_model` does, and the step and fingerprint of the checkpoint; None: a published model."""
@@ -199,7 +199,7 @@ def _adapted(run: Run, base: Any, adapters: Folders) -> TrainState:
     return replace(state, extras=state.extras | {stacked_adapters.NAME: choices})
 
 
-def with_params(run: Run, params: Any) -> TrainState:
+def with_params(run: Run, params: Params) -> TrainState:
     """Return a state around loaded parameters, without an optimizer's state."""
     trained = partition.like(params, run.abstract.params)
     return replace(run.abstract, params=trained, frozen=partition.without(params, trained))

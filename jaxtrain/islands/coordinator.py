@@ -9,8 +9,8 @@ Records up to an entry may be replaced by a summary of what they did.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.errors import UserError
 from jaxtrain.islands.log_records import as_json, entry_of, offer_of
 from jaxtrain.islands.meeting import Entry, Offer
@@ -47,7 +47,7 @@ class Coordinator:
     Whoever calls writes each record down and hands it to `apply`, before the next call.
     """
 
-    def __init__(self, policy: Policy, records: Iterable[dict[str, Any]] = ()):
+    def __init__(self, policy: Policy, records: Iterable[JsonObject] = ()):
         self.policy = policy
         self.entries: list[Entry] = []  # without those that only a summary has
         self.begins = 0  # the number of the newest entry before these
@@ -73,7 +73,7 @@ class Coordinator:
         """Return the entries after this one, as far as they are kept."""
         return self.entries[max(0, number - self.begins):]
 
-    def offer(self, offer: Offer, now: float) -> list[dict[str, Any]]:
+    def offer(self, offer: Offer, now: float) -> list[JsonObject]:
         """Take an offer; the same island and base again, or in a round that is closed, does nothing."""
         if offer.base > self.position:
             raise UserError(f"island {offer.island}", f"its offer follows entry {offer.base}, and this log has "
@@ -116,7 +116,7 @@ class Coordinator:
         if island in self.there:
             self.there[island] = now
 
-    def tick(self, now: float) -> list[dict[str, Any]]:
+    def tick(self, now: float) -> list[JsonObject]:
         """Close the round if it is complete, or if it waited long enough."""
         if not self.open:
             return []
@@ -135,7 +135,7 @@ class Coordinator:
         offers = tuple(self.open[island] for island in sorted(self.open))
         return [{"entry": as_json(Entry(self.position + 1, offers[0].fragment, offers))}]
 
-    def apply(self, record: dict[str, Any]) -> None:
+    def apply(self, record: JsonObject) -> None:
         """Make a record, which is written down, part of the state."""
         if "summary" in record:
             self._begin(record["summary"])
@@ -167,7 +167,7 @@ class Coordinator:
         """Keep no entries up to this one."""
         self.entries, self.begins = list(self.after(number)), max(number, self.begins)
 
-    def summary(self) -> list[dict[str, Any]]:
+    def summary(self) -> list[JsonObject]:
         """Return records that do what all records up to now did, except for the entries themselves."""
         islands = [{"island": island, "base": self.bases[island], "newest": self.newest[island],
                     "left": island in self.left, **{name: self.counts[island, name] for name in COUNTS}}
@@ -175,7 +175,7 @@ class Coordinator:
         return [{"summary": {"position": self.position, "islands": islands}},
                 *({"offer": asdict(offer)} for offer in self.open.values())]
 
-    def _begin(self, summary: dict[str, Any]) -> None:
+    def _begin(self, summary: JsonObject) -> None:
         self.begins = summary["position"]
         for one in summary["islands"]:
             island = one["island"]
@@ -184,7 +184,7 @@ class Coordinator:
             self.counts.update({(island, name): one[name] for name in COUNTS})
 
 
-def compacted(records: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+def compacted(records: Sequence[JsonObject], number: int) -> list[JsonObject]:
     """Return records that do what these do, with a summary in the place of those up to entry `number`."""
     end = next(i for i, record in enumerate(records, 1) if record.get("entry", {}).get("number") == number)
     return [*Coordinator(Policy(), records[:end]).summary(), *records[end:]]

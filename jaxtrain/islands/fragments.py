@@ -6,12 +6,13 @@ goes to the fragment that is smallest so far.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 
+from jaxtrain.base.annotations import AnyArray, PyTree
 from jaxtrain.errors import UserError
+from jaxtrain.sharding.rules import Axes, Names
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Piece:
 Fragment = tuple[Piece, ...]
 
 
-def fragments(params: Any, axes: Any, count: int) -> list[Fragment]:
+def fragments(params: PyTree, axes: Axes, count: int) -> list[Fragment]:
     """Return the pieces of each fragment.
 
     Args:
@@ -59,13 +60,13 @@ def fragments(params: Any, axes: Any, count: int) -> list[Fragment]:
     return [tuple(sorted(pieces, key=lambda piece: piece.leaf)) for pieces in found]
 
 
-def shapes(fragment: Fragment, params: Any, axes: Any) -> list[tuple[Any, tuple[int, ...]]]:
+def shapes(fragment: Fragment, params: PyTree, axes: Axes) -> list[tuple[Names | None, tuple[int, ...]]]:
     """Return the logical names and the shape of each piece."""
     leaves, names = _named(params, axes)
     return [(names[piece.leaf], piece.shape(leaves[piece.leaf].shape)) for piece in fragment]
 
 
-def _named(params: Any, axes: Any) -> tuple[list[Any], list[Any]]:
+def _named(params: PyTree, axes: Axes) -> tuple[list[AnyArray], list[Names | None]]:
     leaves, treedef = jax.tree.flatten(params)
     return leaves, treedef.flatten_up_to(axes) if axes is not None else [None] * len(leaves)
 

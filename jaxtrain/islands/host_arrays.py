@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.islands.fragments import Fragment, flat, put
 
 PART = 2**26  # bytes that are sent to the other processes at a time
@@ -15,7 +16,7 @@ PART = 2**26  # bytes that are sent to the other processes at a time
 class HostArrays:
     """Whole arrays in the memory of every process; every process makes all calls, in the same order."""
 
-    def __init__(self, trees: Mapping[str, Any]):
+    def __init__(self, trees: Mapping[str, PyTree]):
         """Bring nothing yet. `trees`: by name, all of one structure."""
         self._leaves = {name: jax.tree.leaves(tree) for name, tree in trees.items()}
         self._structure = {name: jax.tree.structure(tree) for name, tree in trees.items()}
@@ -31,7 +32,7 @@ class HostArrays:
         put(fragment, self._brought(name, fragment), vector)
         self._changed |= {(name, piece.leaf) for piece in fragment}
 
-    def trees(self) -> dict[str, Any]:
+    def trees(self) -> dict[str, PyTree]:
         """Return the trees on the mesh, with what was changed."""
         with jax.transfer_guard("allow"):
             leaves = {name: [_placed(self._hosted[name][i], leaf) if (name, i) in self._changed else leaf

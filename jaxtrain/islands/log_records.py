@@ -8,8 +8,8 @@ import re
 from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import misfit, parsed
 from jaxtrain.islands.meeting import Entry, Offer
@@ -21,7 +21,7 @@ _LINE = 2**16  # bytes of that line at most
 _ENTRY = {"number": int, "fragment": int, "contributions": [_OFFER], "refused": [_OFFER]}
 
 
-def offer_of(value: Any) -> Offer:
+def offer_of(value: Json) -> Offer:
     """Return the offer that a JSON value holds; raises ValueError if it holds none."""
     if wrong := misfit(value, _OFFER):
         raise ValueError(f"is not an offer: {wrong}")
@@ -34,7 +34,7 @@ def offer_of(value: Any) -> Offer:
     return offer
 
 
-def entry_of(value: Any) -> Entry:
+def entry_of(value: Json) -> Entry:
     """Return the entry that a JSON value holds; raises ValueError if it holds none."""
     if wrong := misfit(value, _ENTRY):
         raise ValueError(f"is not an entry: {wrong}")
@@ -42,7 +42,7 @@ def entry_of(value: Any) -> Entry:
                  tuple(map(offer_of, value["refused"])))
 
 
-def as_json(entry: Entry) -> dict[str, Any]:
+def as_json(entry: Entry) -> JsonObject:
     """Return an entry as `entry_of` takes it."""
     return {"number": entry.number, "fragment": entry.fragment,
             "contributions": [asdict(offer) for offer in entry.contributions],
@@ -80,6 +80,6 @@ def remove_offer(path: Path, position: int, steps: Container[int]) -> None:
             path.unlink()
 
 
-def is_hash(text: Any) -> bool:
+def is_hash(text: object) -> bool:
     """Return whether this is a sha256 in hexadecimal digits; it names a file, so nothing else will do."""
     return isinstance(text, str) and re.fullmatch(r"[0-9a-f]{64}", text) is not None

@@ -36,6 +36,7 @@ from jaxtrain.islands.host_arrays import HostArrays, of_first
 from jaxtrain.islands.meeting import BackgroundMeeting, Offer, Trimmed, Unanswered
 from jaxtrain.islands.outer_replica import OuterReplica
 from jaxtrain.run import Stopped
+from jaxtrain.sharding.rules import Axes
 from jaxtrain.train_step.optimizers.outer import DUE, NAME
 from jaxtrain.train_step.state import TrainState
 
@@ -47,7 +48,7 @@ _Made = tuple[Offer, bytes, np.ndarray | None, np.ndarray | None]  # with its co
 class Exchange:
     """An island's part in the exchanges; every process of it makes all calls, at the same steps."""
 
-    def __init__(self, config: IslandsConfig, abstract: TrainState, axes: Any, meeting: BackgroundMeeting,
+    def __init__(self, config: IslandsConfig, abstract: TrainState, axes: Axes, meeting: BackgroundMeeting,
                  tokens: Callable[[int], int] = lambda step: step, kind: str = ""):
         """Exchange nothing yet.
 
@@ -225,7 +226,7 @@ class Exchange:
         return self._state(state, work)
 
     # -------------------------------------------------------------------------------------------------------- the parts
-    def _asked(self, call: str, *given: Any) -> Any:
+    def _asked(self, call: str, *given: object) -> Any:
         """Return what the meeting answers to a call; raises Stopped if the run is to stop before that."""
         while True:
             try:

@@ -23,8 +23,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files
@@ -191,12 +191,12 @@ class OuterLog:
         newest = self.newest_snapshot()
         return newest and (newest[0], self.content(newest[1]))
 
-    def _decided(self, decide: Callable[[float], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    def _decided(self, decide: Callable[[float], list[JsonObject]]) -> list[JsonObject]:
         if self.failed:
             raise OSError(self.failed)
         return decide(self._clock())
 
-    def _write(self, records: list[dict[str, Any]]) -> None:
+    def _write(self, records: list[JsonObject]) -> None:
         for record in records:
             with self._or_failed():
                 self._journal.append(record)
@@ -271,7 +271,7 @@ class _Journal:
         os.fsync(self._log.file.fileno())
         atomic_files.sync(path.parent)
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: JsonObject) -> None:
         line = _line({**record, "time": round(time.time(), 3)})  # for people
         if not self._log.is_at_its_path():  # a new file would lack the records before this one
             raise OSError(errno.ESTALE, f"{self._path.name} was deleted or replaced")
@@ -291,7 +291,7 @@ class _Journal:
         self._log.close()
 
 
-def read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
+def read_journal(path: Path) -> tuple[list[JsonObject], int]:
     """Return the records of a journal, and after how many bytes they end; the last line may have been cut off."""
     records, good, lines = [], 0, list(bounded_files.lines_with_ends(path))
     for number, (line, end) in enumerate(lines, 1):
@@ -305,7 +305,7 @@ def read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
     return records, good
 
 
-def _line(record: dict[str, Any]) -> bytes:
+def _line(record: JsonObject) -> bytes:
     text = json.dumps(record, separators=(",", ":")).encode()
     return _line_hash(text) + b" " + text + b"\n"
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.errors import UserError, say
 from jaxtrain.islands import gossip
@@ -20,12 +21,13 @@ from jaxtrain.islands.host_arrays import HostArrays
 from jaxtrain.islands.meeting import Entry, Offer, Trimmed
 from jaxtrain.islands.outer_optimizer import OuterOptimizer
 from jaxtrain.islands.payload import make_payload
+from jaxtrain.sharding.rules import Axes
 
 
 class OuterReplica:
     """The outer state after the entry `position`; its arrays are in the `work` of each call."""
 
-    def __init__(self, config: IslandsConfig, params: Any, axes: Any, asked: Callable[..., Any],
+    def __init__(self, config: IslandsConfig, params: PyTree, axes: Axes, asked: Callable[..., Any],
                  count: Callable[[str, float], None]):
         """Begin before the first entry.
 

@@ -4,17 +4,18 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxtrain.config.sections.island_keys import LOSSY, IslandsConfig
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.compression import codecs, payload_bytes
 from jaxtrain.parallel.compression.codecs import Codec, Payload, PowerSGD, Shape
+from jaxtrain.sharding.rules import Names
 
 ROUNDS = 2  # of power iteration for an offer
 
@@ -24,7 +25,7 @@ class Plain:
 
     from_first = False
 
-    def __init__(self, dtype: Any, size: int):
+    def __init__(self, dtype: DTypeLike, size: int):
         self._dtype, self._size = np.dtype(dtype).newbyteorder("<"), size
 
     def encode(self, vector: np.ndarray, unsent: np.ndarray | None = None,
@@ -129,7 +130,7 @@ def _product(left_SMR: np.ndarray, right_SNR: np.ndarray) -> np.ndarray:
     return np.asarray(jax.device_get(functools.reduce(jnp.add, terms)))
 
 
-def make_payload(config: IslandsConfig, parts: Sequence[tuple[Any, Shape]]) -> Plain | Coded | LowRank:
+def make_payload(config: IslandsConfig, parts: Sequence[tuple[Names | None, Shape]]) -> Plain | Coded | LowRank:
     """Return what writes vectors as `islands.compression` says.
 
     Args:

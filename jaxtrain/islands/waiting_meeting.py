@@ -46,7 +46,7 @@ class WaitingMeeting:
         """Return the newest snapshot, as `Meeting` says."""
         return self._ask(0.0, "snapshot")
 
-    def _ask(self, seconds: float, *asked: Any) -> Any:
+    def _ask(self, seconds: float, *asked: object) -> Any:
         if self._asked != asked:
             self._start(*asked)
         if not wait([self._answer], seconds + PATIENCE_S).done:
@@ -54,11 +54,11 @@ class WaitingMeeting:
         self._asked = ()
         return self._answer.result()
 
-    def _start(self, *asked: Any) -> None:
+    def _start(self, *asked: object) -> None:
         self._asked, self._answer = asked, Future()
         threading.Thread(target=self._call, args=(self._answer, *asked), name="islands-call", daemon=True).start()
 
-    def _call(self, answer: Future[Any], name: str, *given: Any) -> None:
+    def _call(self, answer: Future[Any], name: str, *given: object) -> None:
         try:
             answer.set_result(getattr(self._meeting, name)(*given))
         except BaseException as error:

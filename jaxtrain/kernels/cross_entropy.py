@@ -9,13 +9,13 @@ Shape suffixes: B batch, T sequence, N tokens, D embedding, V vocabulary.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError
 from jaxtrain.sharding import rules as sharding
 
@@ -89,7 +89,7 @@ def _backward(z_loss, chunks, soft, temperature, saved, g):
 _summed.defvjp(_forward, _backward)
 
 
-def run_head(x, head, targets, weights, teacher, options, gradients) -> Any:
+def run_head(x, head, targets, weights, teacher, options, gradients) -> tuple[jax.Array, ...]:
     """Return sums over tokens (with z-loss and without), then the gradients of the former, then each token's loss."""
     local = partial(_local, options=options, gradients=gradients)
     if sharding.activation_spec() is None:
@@ -134,7 +134,7 @@ def _statistics(logits_NV: jax.Array, hit_NV: jax.Array) -> tuple[jax.Array, jax
 
 
 def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_axes=(), row_axes=((), ()), *,
-           options, gradients) -> Any:
+           options, gradients) -> tuple[jax.Array, ...]:
     """Compute one device's share: its tokens against its part of the vocabulary."""
     z_loss, chunks, soft, temperature = options
     head_DV, *teacher_head = (lax.all_gather(w, axes, tiled=True) if axes else w
@@ -171,7 +171,7 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_a
         pull_N = weight_N * temperature
         return temperature**2 * divergence_N, pull_N[:, None] * (jnp.exp(q_NV) - jnp.exp(p_NV))
 
-    def chunk(carry, inputs) -> Any:
+    def chunk(carry, inputs) -> tuple[tuple, PyTree]:
         sums_2, dhead_DV = carry
         x_ND, target_N, weight_N, *teacher_NC = inputs
         logits_NV = jnp.dot(x_ND, head_DV, preferred_element_type=F32)
@@ -190,7 +190,7 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_a
 
     inputs = (x_BTD.reshape(chunks, -1, D), targets_BT.reshape(chunks, -1), weights_BT.reshape(chunks, -1),
               *(y_BTC.reshape(chunks, -1, y_BTC.shape[-1]) for y_BTC in teacher))
-    start: Any = (jnp.zeros(2, F32), jnp.zeros((D, V), F32) if gradients else None)
+    start: tuple = (jnp.zeros(2, F32), jnp.zeros((D, V), F32) if gradients else None)
     if chunks == 1:  # no loop, which is faster for small models on CPU
         (sums_2, dhead_DV), each = chunk(start, jax.tree.map(lambda a: a[0], inputs))
     else:

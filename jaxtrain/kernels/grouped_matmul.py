@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxtrain.errors import UserError
 from jaxtrain.sharding import rules as sharding
@@ -23,7 +24,7 @@ BYTES = 128  # what the dimensions of weights in 8 bits must be multiples of
 
 
 def grouped_matmul(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Array, *, backend: str = "auto",
-                   filled: int | None = None, dtype: Any = None) -> jax.Array:
+                   filled: int | None = None, dtype: DTypeLike | None = None) -> jax.Array:
     """Return each row times the matrix of its group; rows behind the last group become zeros, as do their gradients.
 
     Args:
@@ -48,7 +49,7 @@ def grouped_matmul(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Arra
 
 def grouped_matmul_gradients(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Array, dy_RN: jax.Array, *,
                              backend: str = "auto", filled: int | None = None,
-                             dtype: Any = None) -> tuple[jax.Array, jax.Array]:
+                             dtype: DTypeLike | None = None) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of a grouped matmul by rows and weights, for backward passes that are written by hand."""
     filled = min(filled or len(rows_RK), len(rows_RK))
     if _in_8_bits(backend, rows_RK, weights_GKN):
@@ -69,7 +70,7 @@ def _in_8_bits(asked: str, rows_RK: jax.Array, weights_GKN: jax.Array) -> bool:
         size % BYTES == 0 for size in weights_GKN.shape[1:])
 
 
-def _wide(dtype: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _wide(dtype: DTypeLike | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return arrays if dtype is None else tuple(a.astype(dtype) for a in arrays)
 
 
@@ -106,7 +107,7 @@ def _refusal(dtype: jnp.dtype, rows: int, *dimensions: int) -> str:
 
 # ------------------------------------------------------------------------------------- the three products, with kernels
 def _product(filled: int, rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, transposed: bool,
-             dtype: Any = None) -> jax.Array:
+             dtype: DTypeLike | None = None) -> jax.Array:
     from jaxtrain.kernels import mosaic_grouped_matmul as kernels  # imports Pallas
 
     name = f"grouped_matmul_{filled}_rows"
@@ -115,7 +116,7 @@ def _product(filled: int, rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.A
 
 
 def _products_of_groups(filled: int, rows: jax.Array, others: jax.Array, sizes_G: jax.Array, transposed: bool,
-                        dtype: Any = None) -> jax.Array:
+                        dtype: DTypeLike | None = None) -> jax.Array:
     from jaxtrain.kernels import mosaic_grouped_matmul as kernels
 
     name = f"grouped_matmul_{filled}_rows"

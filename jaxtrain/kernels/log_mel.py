@@ -6,12 +6,12 @@ Shape suffixes: B batch, N samples, M frames, W samples of a window, F frequenci
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.data.prepare_sequences.audio import HOP, MELS, WINDOW, mel_filters
 
 PIECE = 3_000  # frames: 30 seconds
@@ -50,7 +50,7 @@ def logs_of(padded: np.ndarray, mels: int = MELS, piece: int = PIECE) -> np.ndar
     return logs
 
 
-def clipped(logs: Any, loudest: Any) -> Any:
+def clipped(logs: AnyArray, loudest: AnyArray) -> AnyArray:
     """Return the features of frames of log10, in a file or up to now as loud as `loudest`."""
     return ((jnp if isinstance(logs, jax.Array) else np).maximum(logs, loudest - DECADES) + 4) / 4
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as gpu
+from jax.typing import DTypeLike
 
 ROWS = 128  # of a tile of the result, and what the number of all rows must be a multiple of
 BYTES = 128  # of the contracted dimension in one step: the widest swizzle
@@ -27,7 +28,7 @@ _WIDE = 8  # tiles of the result next to each other that are computed before the
 
 
 def product(rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, *, transposed: bool = False, name: str,
-            dtype: Any = None, interpret: Any = None) -> jax.Array:
+            dtype: DTypeLike | None = None, interpret: Any = None) -> jax.Array:
     """Return each row times the weight [G, K, N] of its group, and zeros behind the last group.
 
     transposed: weights are [G, N, K]; with 8-bit floats they must be.
@@ -77,7 +78,7 @@ def product(rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, *, trans
 
 
 def products_of_groups(rows: jax.Array, others: jax.Array, sizes_G: jax.Array, *, transposed: bool = False, name: str,
-                       dtype: Any = None, interpret: Any = None) -> jax.Array:
+                       dtype: DTypeLike | None = None, interpret: Any = None) -> jax.Array:
     """Return the product of the rows [R, K] of each group, transposed, and the other rows [R, N] of it: [G, K, N].
 
     transposed: they are [K, R] and [N, R]; 8-bit floats must be.
@@ -159,7 +160,8 @@ def _schedule(sizes_G: jax.Array, rows: int) -> jax.Array:
     return jnp.stack([here, jnp.where(empty, 0, begin), jnp.where(empty, 0, end)])
 
 
-def _write_some(result: Any, out: Any, begin: Any, count: Any, block: Any, columns: Any) -> None:
+def _write_some(result: jax.Ref, out: jax.Ref, begin: jax.Array, count: jax.Array, block: jax.Array,
+                columns: pl.Slice | slice) -> None:
     """Copy `count` rows from `begin` on to the output; copies have fixed sizes, so one for each bit of the count."""
     place = begin - block * ROWS
     length = ROWS
@@ -182,12 +184,12 @@ def _width(size: int) -> int:
     return 128 if size % 128 == 0 else 64
 
 
-def _swizzled(dtype: Any) -> tuple[Any, ...]:
+def _swizzled(dtype: DTypeLike) -> tuple[Any, ...]:
     size = jnp.dtype(dtype).itemsize
     swizzle = gpu.find_swizzle(BYTES * 8)
     return gpu.TilingTransform((8, swizzle // size)), gpu.SwizzleTransform(swizzle)
 
 
-def _turned(ref: Any) -> Any:
+def _turned(ref: Any) -> jax.Ref:
     """Return a view of a block in shared memory with its dimensions exchanged."""
     return ref.transpose((1, 0))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
@@ -139,7 +140,7 @@ def under(root: Path) -> Iterator[Job]:
         yield from all_of(jobs.parent)[:1]
 
 
-def provenance(directory: Path) -> tuple[dict[str, Any], str]:
+def provenance(directory: Path) -> tuple[JsonObject, str]:
     """Return the commit that a folder is a checkout of, with files that git does not know, and how it was edited since.
 
     Of such files only names, since there may be secrets among them. ({}, ""): it is not a checkout.

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.redaction import redacted
 
@@ -34,7 +35,7 @@ _OPEN = re.compile(r"""(?<=://)(?:[\w.-]*:)?\$(?:\w+|\{\w+\})@|=\$(?:\w+|\{\w+\}
                    r"""|[#&](?:egg|subdirectory|md5|sha\d+)=[^\s&'"]*""")
 
 
-def _flag(default: Any, about: str) -> Any:
+def _flag(default: object, about: str) -> Any:
     """Return a field that is also a flag of `jaxtrain launch`, with this help."""
     return field(default=default, metadata={"help": about})
 
@@ -158,7 +159,7 @@ class JobSpec:
         days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return what differs from the defaults, as JSON holds it."""
         shown = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         return {name: list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
@@ -176,7 +177,7 @@ def read_spec(path: str | Path | None, overrides: Mapping[str, str]) -> JobSpec:
     return spec_of(found, overrides)
 
 
-def spec_of(table: Mapping[str, Any], overrides: Mapping[str, str] = MappingProxyType({})) -> JobSpec:
+def spec_of(table: JsonMapping, overrides: Mapping[str, str] = MappingProxyType({})) -> JobSpec:
     """Return the spec that a table of TOML says, and overrides as a command line gives them."""
     values = {key: _converted(key, value, text=False) for key, value in table.items()}
     spec = JobSpec(**values | {key: _converted(key, value, text=True) for key, value in overrides.items()})

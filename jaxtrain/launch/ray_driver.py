@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.distributed import exit_codes
 from jaxtrain.files import bounded_files
 from jaxtrain.launch.job_record import RESTARTS
@@ -232,7 +233,7 @@ def of_all(statuses: list[tuple[int, int]]) -> tuple[int | None, int]:
     return first or (None, exit_codes.DONE)
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _write(path: Path, content: JsonObject) -> None:
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(content))
     partial.replace(path)

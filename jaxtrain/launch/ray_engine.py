@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.files import atomic_files
@@ -173,7 +174,7 @@ def _client(address: str) -> Any:
                         "set it to that of the dashboard, such as http://head:8265") from error
 
 
-def _read(job: Job, name: str) -> dict[str, Any] | None:
+def _read(job: Job, name: str) -> JsonObject | None:
     try:
         return json.loads((job.folder / name).read_text())
     except (OSError, ValueError):

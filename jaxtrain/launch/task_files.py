@@ -4,8 +4,8 @@ Both bring their own machines, start one process on each of them, and start a jo
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError
 from jaxtrain.launch.job_engines import refuse_unmounted, refuse_unread
@@ -36,7 +36,7 @@ class _TaskFile(ABC):
         return {self.file: as_yaml(self.task(job))}
 
     @abstractmethod
-    def task(self, job: Job) -> dict[str, Any]:
+    def task(self, job: Job) -> JsonObject:
         """Return what is in the file."""
 
     def submit(self, job: Job) -> str:
@@ -84,7 +84,7 @@ class SkyPilotFile(_TaskFile):
             if not what.startswith(_BUCKETS):
                 raise UserError(f"mounts.{path}", f"{what!r} is not a bucket", f"give {', '.join(_BUCKETS)}...")
 
-    def task(self, job: Job) -> dict[str, Any]:
+    def task(self, job: Job) -> JsonObject:
         """Return what is in the file."""
         spec = job.spec
         resources = {"accelerators": _accelerators(job), "cpus": _plus(spec.cpus_per_process),
@@ -117,7 +117,7 @@ class DstackFile(_TaskFile):
                 raise UserError(f"mounts.{path}", f"{what!r} is neither a volume of dstack nor a folder",
                                 "give NAME or /PATH")
 
-    def task(self, job: Job) -> dict[str, Any]:
+    def task(self, job: Job) -> JsonObject:
         """Return what is in the file."""
         spec = job.spec
         resources = {"gpu": _accelerators(job), "cpu": _more(spec.cpus_per_process),
@@ -151,6 +151,6 @@ def _more(amount: float) -> str:
     return f"{amount:g}.." if amount else ""
 
 
-def _set(found: dict[str, Any]) -> dict[str, Any]:
+def _set(found: JsonObject) -> JsonObject:
     """Return what is not empty."""
     return {key: value for key, value in found.items() if value not in ("", [], {})}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import MeshConfig, TrainConfig
 from jaxtrain.errors import UserError
-from jaxtrain.models.attention.kv_cache import CACHE, Cache
+from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.heads.multi_token_prediction import MTPHead
 from jaxtrain.models.heads.scalar_head import ScalarHead
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.rematerialization import cut, layers_at_once, wraps
 from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
 from jaxtrain.sharding import rules as sharding
+
+if TYPE_CHECKING:
+    from jaxtrain.parallel.pipeline.stage_placement import Slots
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def __call__(self, x_BTD: jax.Array, segments_BT, angles,
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                 cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
         y_BTD, aux = self.attention(h, segments_BT, angles, cache)
         x_BTD = checkpoint_name(x_BTD + y_BTD, "dots")  # kept in place of the product that was added
@@ -103,8 +106,8 @@ class Decoder(nnx.Module):
         return x_BTD if self.positions is None else x_BTD + self.positions(positions_BT)
 
     def through(self, x_BTD: jax.Array, segments_BT: jax.Array | None, positions_BT: jax.Array,
-                slots: Mapping[str, Any] | None = None,
-                cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                slots: "Mapping[str, Slots] | None" = None,
+                cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Apply all layers, or those in the `slots` of a stage; also returns auxiliary values, stacked over layers.
 
         With a `cache`, these have the new entries of each stack under `CACHE`.

@@ -1,12 +1,11 @@
 """Layers that differ, in a stack that is scanned: groups of them, and blocks that are told their number."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from flax import nnx
 
-from jaxtrain.models.attention.kv_cache import CACHE, Cache
+from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.decoder import Block
 
 
@@ -20,7 +19,7 @@ class Group(nnx.Module):
             setattr(self, name, layer(rngs))
 
     def __call__(self, x_BTD: jax.Array, segments_BT, angles,
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                 cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         aux, entries = {}, {}
         for name in self.names:
             graphdef, weights = nnx.split(getattr(self, name))
@@ -38,5 +37,5 @@ class NumberedBlock(Block):
     """A block whose attention reads the number of the layer."""
 
     def __call__(self, x_BTD: jax.Array, segments_BT, angles, layer,
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                 cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         return super().__call__(x_BTD, segments_BT, (*angles, layer), cache)

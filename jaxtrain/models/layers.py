@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, swiglu
 from jaxtrain.models import training_noise
-from jaxtrain.models.attention.kv_cache import Cache
+from jaxtrain.models.attention.kv_cache import Aux, Cache
 from jaxtrain.models.rematerialization import Wrap
 from jaxtrain.parallel.vocab import lookup
 from jaxtrain.sharding import products
@@ -80,7 +82,7 @@ class Linear(nnx.Module):
         y = self.named(self.multiply(x, kernel, None) + adapter(x))
         return sharding.with_bias((y * adapter.lengths(self.in_use(kernel, jnp.float32))).astype(y.dtype), bias)
 
-    def multiply(self, x: jax.Array, kernel: Any, bias: jax.Array | None) -> jax.Array:
+    def multiply(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         """Return input times weight, plus bias, in the way that the kernel and the precision ask for."""
         if self.scales is not None:
             return sharding.with_bias(products.multiply_at_rest(
@@ -96,12 +98,12 @@ class Linear(nnx.Module):
         """Return the layer's product by the name by which `train.remat` may keep it."""
         return checkpoint_name(y, self.bias_axes[0])
 
-    def matrix(self, dtype: Any) -> jax.Array:
+    def matrix(self, dtype: DTypeLike) -> jax.Array:
         """Return the weight as it is in use, with its adapter; from few bits it becomes this `dtype`."""
         kernel = self.in_use(self.kernel.get_value(), dtype)
         return kernel if self.adapter is None else self.adapter.adapted(kernel)
 
-    def in_use(self, kernel: Any, dtype: Any) -> jax.Array:
+    def in_use(self, kernel: Any, dtype: DTypeLike) -> jax.Array:
         """Return the weight as it is in use, without an adapter; from few bits it becomes this `dtype`."""
         if self.scales is not None:
             return self.wide(dtype, kernel, self.scales.get_value())
@@ -118,7 +120,7 @@ class Linear(nnx.Module):
         self.kernel, self.scales = (nnx.Param(x, axes=axes, compute_dtype=dtype, update="") for x, dtype in (
             (values, ""), (scales, "bfloat16")))
 
-    def wide(self, dtype: Any, values: jax.Array, scales: jax.Array) -> jax.Array:
+    def wide(self, dtype: DTypeLike, values: jax.Array, scales: jax.Array) -> jax.Array:
         """Return the weight in use that a kernel in 8 or 4 bits stands for, which is gathered in these bits."""
         values, scales = (sharding.gather(x, *self.axes) for x in (values, scales))
         return quantization.dequantize(values, scales, dtype)
@@ -265,7 +267,7 @@ class Stack(nnx.Module):
                 weight.set_metadata(axes=("layers", *weight.get_metadata()["axes"]))
 
     def __call__(self, x: jax.Array, *args, slots: "Slots | None" = None,
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                 cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Apply the layers. `slots`: those that a pipeline stage holds; an empty slot passes `x` on."""
         graphdef, weights = nnx.split(self.layer)
         numbers = jnp.arange(self.num_layers) if slots is None else slots.numbers
@@ -299,12 +301,12 @@ class Stack(nnx.Module):
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
 
-def _is_eager(tree: Any) -> bool:
+def _is_eager(tree: PyTree) -> bool:
     """Return whether all arrays have values, as in a notebook, and none is being traced."""
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
-def _in_turn(step: Callable, x: Any, given: Any) -> tuple[Any, Any]:
+def _in_turn(step: Callable, x: jax.Array, given: PyTree) -> tuple[jax.Array, PyTree]:
     """Return what `_scan` returns, layer by layer: outside of `jax.jit`, a scan would be compiled at every call."""
     each = []
     for number in range(len(jax.tree.leaves(given)[0])):
@@ -313,7 +315,7 @@ def _in_turn(step: Callable, x: Any, given: Any) -> tuple[Any, Any]:
     return x, jax.tree.map(lambda *parts: jnp.stack(parts), *each)
 
 
-def _scan(step: Callable, x: Any, given: Any, unroll: int) -> tuple[Any, Any]:
+def _scan(step: Callable, x: jax.Array, given: PyTree, unroll: int) -> tuple[jax.Array, PyTree]:
     """Scan over any number of layers with `unroll` layers per iteration (0: all).
 
     lax.scan's own unrolling reshapes the residuals of the backward pass, and JAX 0.10 cannot reshape a `reduced` type.

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models import training_noise
@@ -34,6 +35,7 @@ from jaxtrain.models.layers import Linear, param
 from jaxtrain.parallel.experts import Adapted
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
+from jaxtrain.train_step.state import Params
 
 NAME = "adapter"  # of the attribute of a linear layer, and so in the paths of its parameters
 STARTS = ("start_down", "start_up")  # of the frozen copies of what PiSSA's adapters begin with
@@ -94,7 +96,7 @@ class Adapter(nnx.Module):
             y -= self._multiply(x, self.start_down, self.start_up)
         return y * self.scale if _CHOSEN.get() is None else y
 
-    def _multiply(self, x: jax.Array, down: Any, up: Any) -> jax.Array:
+    def _multiply(self, x: jax.Array, down: nnx.Param, up: Any) -> jax.Array:
         x_BTR = sharding.einsum(self.down_equation, x, down.get_value(), self.down_axes, ("batch", "seq", None))
         if (chosen_BR := _CHOSEN.get()) is not None:
             x_BTR = (x_BTR * chosen_BR[:, None]).astype(x_BTR.dtype)
@@ -213,7 +215,7 @@ def is_start(path: str) -> bool:
     return is_adapter(path) and path.endswith(STARTS)
 
 
-def as_plain(flat: Mapping[str, Any], c: LoraConfig) -> tuple[dict[str, Any], LoraConfig]:
+def as_plain(flat: Mapping[str, AnyArray], c: LoraConfig) -> tuple[dict[str, AnyArray], LoraConfig]:
     """Return all parameters by path, and their keys, with PiSSA's adapters as LoRA of twice the rank and equal scale.
 
     A B - A' B' is the product of A beside A' and of B above -B'.
@@ -232,18 +234,18 @@ def as_plain(flat: Mapping[str, Any], c: LoraConfig) -> tuple[dict[str, Any], Lo
     return found, replace(c, rank=2 * c.rank, alpha=more * c.alpha, init="zero")
 
 
-def stacked(down: Any, up: Any, kernel: Any) -> int:
+def stacked(down: AnyArray, up: AnyArray, kernel: AnyArray) -> int:
     """Return how many dimensions of a layer's parameters, which come first, number layers of a stack: 1 or none."""
     return down.ndim + up.ndim - 2 - kernel.ndim
 
 
-def without_adapters(tree: Any) -> Any:
+def without_adapters(tree: Params) -> Params:
     """Return a nested dict of parameters without those of adapters."""
     if not isinstance(tree, dict):
         return tree
     return {key: without_adapters(inner) for key, inner in tree.items() if key != NAME}
 
 
-def adapters(tree: Any) -> Any:
+def adapters(tree: Params) -> Params:
     """Return the adapters alone of a nested dict of parameters."""
     return partition.without(tree, without_adapters(tree))

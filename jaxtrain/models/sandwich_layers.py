@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.kernels.functions import gelu, rms_norm
 from jaxtrain.models.attention.attention_by_layer import attend_by_layer
-from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
+from jaxtrain.models.attention.kv_cache import Aux, Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Compute
@@ -78,7 +78,7 @@ class LocalOrGlobalAttention(Attention):
         self.query_factor = math.sqrt(c.head_dim / query_scale)  # attention itself divides by sqrt(head_dim)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: tuple[Angles, Angles],
-                 layer: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                 layer: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         q, k, v = self.project(x_BTD)
         everywhere = (layer + 1) % self.global_every == 0
         turn = jax.tree.map(lambda near, far: jnp.where(everywhere, far, near), *angles)
@@ -101,7 +101,7 @@ class SandwichBlock(nnx.Module):
         self.mlp, self.mlp_out_norm = mlp(), norm()
 
     def __call__(self, x_BTD: jax.Array, segments_BT, angles, *layer: jax.Array,
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                 cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Apply the block; `layer` is its number, where attention reads it."""
         h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
         h, aux = self.attention(h, segments_BT, angles, *layer, cache=cache)

@@ -1,16 +1,16 @@
 """The selection of the parameters that a config trains."""
 
 from collections.abc import Callable
-from typing import Any
 
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import TrainConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.models.heads.scalar_head import is_head
+from jaxtrain.sharding.rules import Axes
 from jaxtrain.train_step import partition
 
 
-def is_frozen(model: ModelConfig, train: TrainConfig, lora: LoraConfig, axes: Any) -> Callable[[str], bool]:
+def is_frozen(model: ModelConfig, train: TrainConfig, lora: LoraConfig, axes: Axes) -> Callable[[str], bool]:
     """Return the function that says of a parameter's path whether it is frozen.
 
     A head of rewards or values, which nothing was trained to read out before, is not by `lora` and `train.trainable`.

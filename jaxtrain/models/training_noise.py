@@ -26,7 +26,8 @@ _BITS: ContextVar[jax.Array | None] = ContextVar("bits", default=None)
 _LAYER: ContextVar[Any] = ContextVar("layer", default=0)
 
 
-def added_to(batch: Mapping[str, jax.Array], seed: int, step: jax.Array, alpha: float, width: int) -> dict[str, Any]:
+def added_to(batch: Mapping[str, jax.Array], seed: int, step: jax.Array, alpha: float,
+             width: int) -> dict[str, jax.Array]:
     """Return a whole batch with the bits of its tokens, and with the amplitude of NEFTune's noise if `alpha` is not 0.
 
     `width`: of an embedding. The noise is uniform within alpha / sqrt(length of a row x width) (arXiv 2310.05914).
@@ -52,7 +53,7 @@ def of(batch: Mapping[str, jax.Array]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_layer(number: Any) -> Iterator[None]:
+def in_layer(number: jax.Array | int) -> Iterator[None]:
     """A context in which this layer of a stack is computed."""
     token = _LAYER.set(number)
     try:

@@ -1,18 +1,17 @@
 """Next-token prediction of the texts among pictures."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from jaxtrain.config.schema import DataConfig, TrainConfig
+from jaxtrain.data.loading.batch_spec import Declared
 from jaxtrain.models.vision.connector import embedded
 from jaxtrain.models.vision_language import VisionLanguageConfig
 from jaxtrain.objectives.contrastive import patches_spec
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import of_sections
-from jaxtrain.train_step.state import Skeleton
+from jaxtrain.train_step.state import Batch, Params, Skeleton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +28,10 @@ class Captioning(NextToken):
         return cls(**vars(NextToken.of(skeleton, model=model, train=train, data=data)), shape=model)
 
     @property
-    def batch_spec(self) -> Mapping[str, Any]:
+    def batch_spec(self) -> Declared:
         """The arrays of next-token prediction, and the patches in the places of tokens."""
         return {**super().batch_spec, **patches_spec(self.shape)}
 
-    def begin(self, params: Any, batch: Any) -> jax.Array:
+    def begin(self, params: Params, batch: Batch) -> jax.Array:
         """Embeddings of tokens and patches."""
         return embedded(self.model.merge(params), batch)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,17 @@ import numpy as np
 
 from jaxtrain.config.modality_families import ClipsConfig
 from jaxtrain.config.schema import TrainConfig
-from jaxtrain.data.loading.batch_spec import SEQ, Array
+from jaxtrain.data.loading.batch_spec import SEQ, Array, Declared
 from jaxtrain.models.modalities.clip_encoder import BANDS
 from jaxtrain.objectives.next_token import stacks
 from jaxtrain.objectives.objective import OfTheModelAlone, of_sections, without_z_loss
 from jaxtrain.parallel.cut_rows import arrange, row_copies
 from jaxtrain.parallel.pipeline.parts import Parts
 from jaxtrain.sharding import rules as sharding
-from jaxtrain.train_step.state import Skeleton
+from jaxtrain.train_step.state import Batch, Params, Skeleton
+
+if TYPE_CHECKING:
+    from jaxtrain.parallel.pipeline.stage_placement import Slots
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class ClipLabel(OfTheModelAlone):
         return cls(skeleton, model.labels)
 
     @property
-    def batch_spec(self) -> Mapping[str, Any]:
+    def batch_spec(self) -> Declared:
         """Frames, which of them there are, and a label for each clip."""
         return {"features": Array(np.float16, (SEQ, BANDS)), "weights": np.float32,
                 "label": Array(np.int32, (), below=self.labels)}
@@ -54,30 +57,30 @@ class ClipLabel(OfTheModelAlone):
         """Return the mean over clips."""
         return {"accuracy": sums["right"] / jnp.maximum(sums["weight"], 1e-8)}
 
-    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return the summed cross-entropy, the number of clips, and how many are right."""
         return self.pipeline_parts.loss(params, batch)
 
     @property
     def pipeline_parts(self) -> Parts:
         """Embeddings of frames, layers, and the cross-entropy of labels."""
-        def prepare(params: Any, batch: Any) -> tuple[Any, Any]:
+        def prepare(params: Params, batch: Batch) -> tuple[Params, Batch]:
             there_BT = sharding.constrain(batch["weights"], "batch", None)
             positions_BT = jnp.broadcast_to(jnp.arange(there_BT.shape[1]), there_BT.shape)
             rows = arrange({"features": batch["features"], "weights": there_BT, "positions": positions_BT})
             return params, batch | rows | {"frames": there_BT.sum(1)}
 
-        def begin(params: Any, batch: Any) -> jax.Array:
+        def begin(params: Params, batch: Batch) -> jax.Array:
             return self.model.merge(params).begin(batch["features"])
 
-        def middle(params: Any, x_BTD: jax.Array, batch: Any,
-                   slots: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        def middle(params: Params, x_BTD: jax.Array, batch: Batch,
+                   slots: 'Mapping[str, Slots] | None') -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
             return self.model.merge(params).through(
                 x_BTD, batch["weights"], batch["positions"], slots), jnp.zeros(()), {}
 
         return Parts(stacks(self.model.params()), prepare, lambda batch: _there(batch).sum(), begin, middle, self._end)
 
-    def _end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _end(self, params: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The summed cross-entropy, and how many are right."""
         there_B = _there(batch) / row_copies()
         logits_BL = self.model.merge(params).finish(x_BTD, batch["weights"], batch["frames"])
@@ -88,6 +91,6 @@ class ClipLabel(OfTheModelAlone):
         return (entropy_B * there_B).sum(), {"right": right}
 
 
-def _there(batch: Any) -> jax.Array:
+def _there(batch: Batch) -> jax.Array:
     """Return 1 for each clip: rows that only fill a batch have no frames."""
     return (batch["frames"] > 0).astype(jnp.float32)

@@ -7,16 +7,17 @@ Shape suffixes: B rows, S pictures of a row, T tokens.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.schema import TrainConfig
 from jaxtrain.config.sections.compression_keys import CompressionConfig
 from jaxtrain.config.vision_keys import DualEncoderConfig
-from jaxtrain.data.loading.batch_spec import SEQ, Array
+from jaxtrain.data.loading.batch_spec import SEQ, Array, Declared
 from jaxtrain.errors import UserError
 from jaxtrain.models.vision import pooling
 from jaxtrain.models.vision.dual_encoder import STACKS
@@ -26,7 +27,10 @@ from jaxtrain.parallel.cut_rows import whole_rows
 from jaxtrain.parallel.pipeline.parts import Parts
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
-from jaxtrain.train_step.state import Skeleton
+from jaxtrain.train_step.state import Batch, Params, Skeleton
+
+if TYPE_CHECKING:
+    from jaxtrain.parallel.pipeline.stage_placement import Slots
 
 
 def patches_spec(c: Any) -> dict[str, Array]:
@@ -56,7 +60,7 @@ class Contrastive(OfTheModelAlone):
         return cls(skeleton, model)
 
     @property
-    def batch_spec(self) -> Mapping[str, Any]:
+    def batch_spec(self) -> Declared:
         """Patches, texts in places of their own, and which pairs there are."""
         texts = Array(np.int32, (self.shape.pictures_per_row * self.shape.text_len,))
         return {**patches_spec(self.shape), "tokens": replace(texts, below=self.shape.vocab_size),
@@ -80,18 +84,19 @@ class Contrastive(OfTheModelAlone):
         return {"pairs": sums["weight"], **{name: sums[name] / pairs for name in ("scale", "bias", "accuracy")
                                             if name in sums}}
 
-    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return the summed loss, the number of pairs, and sums for the metrics."""
         return self.pipeline_parts.loss(params, batch)
 
     @property
     def pipeline_parts(self) -> Parts:
         """Embeddings, the layers of both encoders, and the vectors of pictures and texts, which are then compared."""
-        def prepare(params: Any, batch: Any) -> tuple[Any, Any]:
+        def prepare(params: Params, batch: Batch) -> tuple[Params, Batch]:
             own = partition.like(params, self.model.params())
             return own, self.model.merge(own).arranged(batch)
 
-        def middle(params: Any, x: Any, batch: Any, slots: Any) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
+        def middle(params: Params, x: PyTree, batch: Batch,
+                   slots: 'Mapping[str, Slots] | None') -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
             return self.model.merge(params).through(x, batch, slots), jnp.zeros(()), {}
 
         layers = dict(zip(STACKS, (self.shape.picture_layers, self.shape.num_layers), strict=True))
@@ -99,14 +104,14 @@ class Contrastive(OfTheModelAlone):
                      lambda params, batch: self.model.merge(params).begin(batch), middle, self._vectors,
                      self._compared, side_by_side=True)
 
-    def _vectors(self, params: Any, x: Any, batch: Any) -> dict[str, jax.Array]:
+    def _vectors(self, params: Params, x: PyTree, batch: Batch) -> dict[str, jax.Array]:
         """Both vectors of each pair, and the scale and the bias of similarities for each row."""
         model = self.model.merge(params)
         x_BSE, y_BSE = model.finish(x, batch)
         similarity_B2 = jnp.broadcast_to(jnp.stack(model.similarity()), (len(x_BSE), 2))
         return {"x": x_BSE, "y": y_BSE, "similarity": sharding.constrain(similarity_B2, "batch", None)}
 
-    def _compared(self, found: dict[str, jax.Array], batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _compared(self, found: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The summed loss of all pairs, and sums for the metrics."""
         pairs, places = batch["weights"].sum(), pooling.slots(batch["weights"].shape[1])
         x_BSE, y_BSE, there_BS = (jnp.pad(a, ((0, 0), (0, places - a.shape[1]), (0, 0))[:a.ndim])
@@ -121,7 +126,7 @@ class Contrastive(OfTheModelAlone):
         return total, jax.lax.stop_gradient(sums)
 
 
-def _fingerprints(batch: Any) -> jax.Array:
+def _fingerprints(batch: Batch) -> jax.Array:
     """Return a number for each text [B, S], the same for equal texts and by all odds for no others."""
     tokens_BT, positions_BT = (batch[name].astype(jnp.uint32) for name in ("tokens", "positions"))
     mixed_BT = (tokens_BT + 1) * (positions_BT * jnp.uint32(2654435761) + 40503)

@@ -6,14 +6,13 @@ The teacher runs forward before the student, spread over the mesh as it is; its 
 a time. Under a pipeline every stage runs the teacher's layers on the batch of its devices.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 from flax import nnx
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError
@@ -22,7 +21,7 @@ from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.make_model import make_model
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.sharding.rules import on_every_stage
-from jaxtrain.train_step.state import Skeleton
+from jaxtrain.train_step.state import Batch, Params, Skeleton
 
 TEACHER = "teacher"  # the key of its parameters among the frozen ones
 
@@ -39,7 +38,7 @@ class Distillation(NextToken):
     temperature: float
     workdir: Path | None
 
-    def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
+    def prepare(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
         """The student's parameters and the teacher's output projection; the batch with its final activations."""
         own, batch = super().prepare(params, batch)
         model = self.teacher.merge(params[TEACHER])
@@ -48,7 +47,8 @@ class Distillation(NextToken):
         head = {key: value for key, value in params[TEACHER].items() if key not in Decoder.STACKS}
         return own | {TEACHER: head}, batch | {TEACHER: jax.lax.stop_gradient(model.finish(x_BTD))}
 
-    def head_loss(self, params: Any, x_BTD: jax.Array, head_DV: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def head_loss(self, params: Params, x_BTD: jax.Array, head_DV: jax.Array,
+                  batch: Batch) -> tuple[jax.Array, jax.Array]:
         """The summed loss of final activations, against tokens and teacher, and their cross-entropy alone."""
         return distillation_loss(
             x_BTD, head_DV, batch["targets"], batch["weights"], batch[TEACHER],
@@ -69,12 +69,12 @@ class Distillation(NextToken):
         """Return the teacher's metadata: its routers compute in float32, whatever the precision."""
         return {TEACHER: self.teacher.metadata(key, "")}
 
-    def init_frozen(self, key: jax.Array, params: Any) -> dict:
+    def init_frozen(self, key: jax.Array, params: Params) -> dict:
         """Return the teacher's initial parameters: a placeholder where it is loaded from a workdir."""
         model = make_model(self.teacher_model, self.compute, self.teacher_lora, rngs=nnx.Rngs(params=key))
         return {TEACHER: Skeleton.of(model).params()}
 
-    def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    def identity(self, recorded: JsonMapping) -> JsonObject:
         """Return what identifies the objective: its settings, the teacher's model and the checkpoint it comes from.
 
         A run keeps the teacher that it began with: its checkpoint stays the recorded one as long as the workdir given
@@ -98,7 +98,7 @@ class Distillation(NextToken):
         return found | {"checkpoint": {"workdir": str(self.workdir.absolute()), "step": step,
                                        "fingerprint": fingerprint}}
 
-    def load_frozen(self, abstract: dict, identity: Mapping[str, Any]) -> dict | None:
+    def load_frozen(self, abstract: dict, identity: JsonMapping) -> dict | None:
         """Return the teacher's parameters from the checkpoint that `identity` names."""
         if self.workdir is None:
             return None

@@ -8,7 +8,7 @@ Shape suffixes: B rows, T patches, S pictures of a row, P values of a patch.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,17 @@ import numpy as np
 
 from jaxtrain.config.schema import TrainConfig
 from jaxtrain.config.vision_keys import PictureFlowConfig
-from jaxtrain.data.loading.batch_spec import SEQ, Array
+from jaxtrain.data.loading.batch_spec import SEQ, Array, Declared
 from jaxtrain.objectives.contrastive import patches_spec
 from jaxtrain.objectives.objective import OfTheModelAlone, of_sections, without_z_loss
 from jaxtrain.parallel.cut_rows import arrange
 from jaxtrain.parallel.pipeline.parts import Parts
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
-from jaxtrain.train_step.state import Skeleton
+from jaxtrain.train_step.state import Batch, Metrics, Params, Skeleton
+
+if TYPE_CHECKING:
+    from jaxtrain.parallel.pipeline.stage_placement import Slots
 
 STACK = "picture/encoder/blocks"
 
@@ -43,7 +46,7 @@ class FlowMatching(OfTheModelAlone):
         return cls(skeleton, model)
 
     @property
-    def batch_spec(self) -> Mapping[str, Any]:
+    def batch_spec(self) -> Declared:
         """Patches and labels, the time of each picture, and what each patch's noise is made of."""
         beside = (self.shape.pictures_per_row,)
         return {**patches_spec(self.shape), "labels": Array(np.int32, beside, below=self.shape.num_labels),
@@ -60,19 +63,19 @@ class FlowMatching(OfTheModelAlone):
         """No metric but the loss."""
         return ()
 
-    def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def metrics(self, sums: dict[str, jax.Array]) -> Metrics:
         """Return the number of patches."""
         return {"patches": sums["weight"]}
 
-    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return the summed loss, and the number of patches."""
         return self.pipeline_parts.loss(params, batch)
 
     @property
     def pipeline_parts(self) -> Parts:
         """Embeddings of noisy patches, layers, and the error of the velocity."""
-        def middle(params: Any, x_BTD: jax.Array, batch: Any,
-                   slots: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        def middle(params: Params, x_BTD: jax.Array, batch: Batch,
+                   slots: "Mapping[str, Slots] | None") -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
             own = (slots or {}).get(STACK)
             x_BTD = self.model.merge(params).picture.encoder.through(x_BTD, batch["pictures"], own)
             return x_BTD, jnp.zeros(()), {}
@@ -80,12 +83,12 @@ class FlowMatching(OfTheModelAlone):
         return Parts({STACK: self.shape.num_layers}, self._prepare, lambda batch: _there(batch).sum(), self._begin,
                      middle, self._end)
 
-    def _prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
+    def _prepare(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
         """The model's own parameters, and the batch as its devices share it."""
         patches = arrange({name: batch[name] for name in ("pictures", "patches", "places", "draws")})
         return partition.like(params, self.model.params()), batch | patches
 
-    def _begin(self, params: Any, batch: Any) -> jax.Array:
+    def _begin(self, params: Params, batch: Batch) -> jax.Array:
         """Embeddings of patches on their way from noise to pictures."""
         pictures_BT, times_BS = batch["pictures"], sharding.constrain(batch["times"], "batch", None)
         own_BTS = pictures_BT[..., None] == jnp.arange(1, times_BS.shape[1] + 1)
@@ -94,19 +97,19 @@ class FlowMatching(OfTheModelAlone):
         return self.model.merge(params).begin((1 - time_BT1) * noise_BTP + time_BT1 * picture_BTP, pictures_BT,
                                               batch["places"], times_BS, batch["labels"])
 
-    def _end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _end(self, params: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The summed squared error of the velocity."""
         picture_BTP, noise_BTP = self._ends(batch)
         found_BTP = self.model.merge(params).finish(x_BTD)
         error_BT = jnp.square(found_BTP.astype(jnp.float32) - (picture_BTP - noise_BTP)).mean(-1)
         return (error_BT * _there(batch)).sum(), {}
 
-    def _ends(self, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def _ends(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """The values of each patch, and its noise."""
         return batch["patches"].astype(jnp.float32) / 127.5 - 1, noise(batch["draws"], self.shape.patch_values)
 
 
-def _there(batch: Any) -> jax.Array:
+def _there(batch: Batch) -> jax.Array:
     """Return 1 for each patch and 0 for padding."""
     return (batch["pictures"] > 0).astype(jnp.float32)
 

@@ -10,10 +10,9 @@ A row holds whole answers: each segment is one, with its prompt in front (`data.
 Shape suffixes: B rows, T tokens, S segments of a row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +21,11 @@ from jax import lax
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import DataConfig, MeshConfig, TrainConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig
+from jaxtrain.data.loading.batch_spec import Declared
 from jaxtrain.data.packing.answer_rows import COLUMNS, MISMATCHED
 from jaxtrain.objectives.objective import of_sections
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments, WithReference, summed_over_rows
-from jaxtrain.train_step.state import Skeleton
+from jaxtrain.train_step.state import Batch, Params, Skeleton
 
 BASELINE = "baseline"  # z, the same number for every token
 
@@ -45,7 +45,7 @@ class Kto(WithReference):
                                    preference=preference), settings=preference)
 
     @property
-    def batch_spec(self) -> Mapping[str, Any]:
+    def batch_spec(self) -> Declared:
         """The arrays of next-token prediction, labels, and prompts with the answers of others."""
         return {**super().batch_spec, **COLUMNS}
 
@@ -64,7 +64,7 @@ class Kto(WithReference):
         """The margin by which desirable answers have higher rewards, and the divergence from the reference."""
         return "reward_margin", "kl"
 
-    def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
+    def prepare(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
         """The policy's parameters; the batch with the reference's log-probabilities and z, weighted by answers."""
         own, batch = super().prepare(params, batch)
         others = {key.removeprefix(MISMATCHED): batch[key] for key in batch if key.startswith(MISMATCHED)}
@@ -77,7 +77,7 @@ class Kto(WithReference):
         baseline_BT = jnp.zeros_like(batch["weights"]) + jnp.maximum(total / jnp.maximum(count, 1), 0)
         return own, self.with_sums(params, own, batch) | {BASELINE: baseline_BT}
 
-    def end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def end(self, params: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss and the metrics, summed over answers."""
         logp_BT = self.logprobs(self.model.merge(params), x_BTD, batch)
         arrays = {key: batch[key] for key in ("answers", "segments", "labels", BASELINE, REFERENCE)}
@@ -94,14 +94,14 @@ class Kto(WithReference):
                 **self.router_metrics(sums)}
 
 
-def _mismatched(batch: Any, segments: Segments) -> tuple[jax.Array, jax.Array]:
+def _mismatched(batch: Batch, segments: Segments) -> tuple[jax.Array, jax.Array]:
     """Return one device's share of the sum of h over prompts with the answers of others, and of how many there are."""
     begins_BT = (batch["positions"] == 0) & (segments.numbers_BT > 0)
     h_BS = segments.sums(batch["answers"] * batch["policy"]) - segments.sums(batch[REFERENCE])
     return h_BS.sum() / segments.devices, begins_BT.sum(dtype=jnp.float32)
 
 
-def _of_rows(c: PreferenceConfig, batch: Any, segments: Segments) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _of_rows(c: PreferenceConfig, batch: Batch, segments: Segments) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return one device's share of the loss and the metrics, summed over the answers of its rows."""
     answers_BT, z = batch["answers"], batch[BASELINE][0, 0]
     there_BS = segments.sums(answers_BT) > 0

@@ -3,9 +3,8 @@
 Shape suffixes: B users, T events, D embedding, V ids.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +12,14 @@ import numpy as np
 
 from jaxtrain.config.modality_families import EventsConfig
 from jaxtrain.config.schema import TrainConfig
-from jaxtrain.data.loading.batch_spec import Array
+from jaxtrain.data.loading.batch_spec import Array, Declared
 from jaxtrain.models.modalities.event_transformer import ELAPSED, log_time
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import of_sections
 from jaxtrain.parallel.cut_rows import arrange
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
-from jaxtrain.train_step.state import Skeleton
+from jaxtrain.train_step.state import Batch, Params, Skeleton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class NextEvent(NextToken):
         return cls(skeleton, train.loss_chunks, train.z_loss, columns=model)
 
     @property
-    def batch_spec(self) -> Mapping[str, Any]:
+    def batch_spec(self) -> Declared:
         """The columns that the model reads, and which events there are."""
         c = self.columns
         return {**{name: Array(np.int32, below=ids) for name, ids in c.categories.items()},
@@ -59,7 +58,7 @@ class NextEvent(NextToken):
         means = {name: sums[name] / events for name in ("cross_entropy", "accuracy", "time_error") if name in sums}
         return means | {"perplexity": jnp.exp(means["cross_entropy"])}
 
-    def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
+    def prepare(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
         """The model's own parameters; the batch with what follows each event, as its devices share it."""
         def following(x_BT):
             return jnp.concatenate([x_BT[:, 1:], jnp.zeros_like(x_BT[:, :1])], 1)
@@ -71,11 +70,11 @@ class NextEvent(NextToken):
                 "next_elapsed": following(batch[ELAPSED]), "weights": following(there_BT)}
         return partition.like(params, self.model.params()), arrange({**batch, **more})
 
-    def begin(self, params: Any, batch: Any) -> jax.Array:
+    def begin(self, params: Params, batch: Batch) -> jax.Array:
         """Embeddings."""
         return self.model.merge(params).begin(batch, batch["positions"])
 
-    def end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def end(self, params: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The summed loss, and the sums of the metrics."""
         model, weights_BT = self.model.merge(params), batch["weights"]
         x_BTD = model.finish(x_BTD)

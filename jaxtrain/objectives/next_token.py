@@ -3,14 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import DataConfig, TrainConfig
+from jaxtrain.data.loading.batch_spec import Declared
 from jaxtrain.kernels.cross_entropy import cross_entropy, penalized_cross_entropy
 from jaxtrain.models import training_noise
 from jaxtrain.models.decoder import Decoder
@@ -20,7 +22,10 @@ from jaxtrain.observe.own_parts import describe
 from jaxtrain.parallel.cut_rows import arrange
 from jaxtrain.parallel.pipeline.parts import Parts
 from jaxtrain.train_step import partition
-from jaxtrain.train_step.state import Skeleton
+from jaxtrain.train_step.state import Batch, Params, Skeleton
+
+if TYPE_CHECKING:
+    from jaxtrain.parallel.pipeline.stage_placement import Slots
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class NextToken(OfTheModelAlone):
                    data.cross_document_attention)
 
     @property
-    def batch_spec(self) -> Mapping[str, Any]:
+    def batch_spec(self) -> Declared:
         """Tokens and the tokens to predict, which document each is of and where in it, and what each weighs."""
         return {"tokens": np.int32, "targets": np.int32, "segments": np.int32, "positions": np.int32,
                 "weights": np.float32}
@@ -53,7 +58,7 @@ class NextToken(OfTheModelAlone):
         """The cross-entropy alone, on the tokens that this objective learns from."""
         return replace(self, z_loss=0.0, mtp_loss_weight=0.0, penalties=False)
 
-    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return the summed loss with penalties, the weight to divide it by, and what the layers summed up."""
         return self.pipeline_parts.loss(params, batch)
 
@@ -77,7 +82,7 @@ class NextToken(OfTheModelAlone):
         return Parts(stacks(self.model.params()), self.prepare, lambda batch: batch["weights"].sum(), self.begin,
                      self.middle, self.end)
 
-    def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
+    def prepare(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
         """The model's own parameters, and the batch as its devices share it."""
         batch = with_second_targets(batch) if self.mtp_loss_weight else batch
         if self.cross_documents:
@@ -85,20 +90,20 @@ class NextToken(OfTheModelAlone):
             batch = batch | {"positions": positions_BT, "segments": batch["segments"] > 0}
         return partition.like(params, self.model.params()), arrange(batch)
 
-    def begin(self, params: Any, batch: Any) -> jax.Array:
+    def begin(self, params: Params, batch: Batch) -> jax.Array:
         """Embeddings."""
         x_BTD = self.model.merge(params).begin(batch["tokens"], batch["positions"])
         return training_noise.on_embeddings(x_BTD, batch)
 
-    def middle(self, params: Any, x_BTD: jax.Array, batch: Any,
-               slots: Any = None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def middle(self, params: Params, x_BTD: jax.Array, batch: Batch,
+               slots: 'Mapping[str, Slots] | None' = None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """All layers that `params` holds -> activations, summed penalties, and what else is summed for metrics."""
         with training_noise.of(batch):
             x_BTD, aux = self.model.merge(params).through(x_BTD, batch["segments"], batch["positions"], slots)
         penalty = _weighted(aux.pop("penalty", None), batch)
         return x_BTD, penalty if self.penalties else jnp.zeros_like(penalty), aux
 
-    def end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def end(self, params: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The summed loss of the head, and that of predicting the token after the next where the batch has it.
 
         The further sum is the cross-entropy of the head without any penalty.
@@ -114,7 +119,8 @@ class NextToken(OfTheModelAlone):
             loss += self.mtp_loss_weight * second + _weighted(aux.get("penalty"), batch)
         return loss, {"cross_entropy": plain, "unknown_ids": _unknown_ids(batch, head_DV.shape[1])}
 
-    def head_loss(self, params: Any, x_BTD: jax.Array, head_DV: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def head_loss(self, params: Params, x_BTD: jax.Array, head_DV: jax.Array,
+                  batch: Batch) -> tuple[jax.Array, jax.Array]:
         """The summed loss of final activations, and their cross-entropy alone."""
         return penalized_cross_entropy(x_BTD, head_DV, batch["targets"], batch["weights"], z_loss=self.z_loss,
                                        chunks=self.chunks)
@@ -124,23 +130,23 @@ class NextToken(OfTheModelAlone):
         """No metric: an evaluation reports the loss per token and what follows from it."""
         return ()
 
-    def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    def identity(self, recorded: JsonMapping) -> JsonObject:
         """Return the class and its settings, but how many pieces the loss is computed in."""
         return describe(self, leave_out=("chunks",))
 
 
-def stacks(params: Any, names: Sequence[str] = Decoder.STACKS) -> dict[str, int]:
+def stacks(params: Params, names: Sequence[str] = Decoder.STACKS) -> dict[str, int]:
     """Return which of the parameters are stacks of layers, in order, and how many layers each has."""
     return {key: len(jax.tree.leaves(params[key])[0]) for key in names if key in params}
 
 
-def _unknown_ids(batch: Any, vocab_size: int) -> jax.Array:
+def _unknown_ids(batch: Batch, vocab_size: int) -> jax.Array:
     """Count ids outside of the vocabulary among tokens and targets: they are trained on as other tokens."""
     pairs = (batch["tokens"], batch["segments"]), (batch["targets"], batch["weights"])
     return sum(((((ids < 0) | (ids >= vocab_size)) & (counts > 0)).sum(dtype=jnp.float32) for ids, counts in pairs),
                jnp.zeros(()))
 
 
-def _weighted(penalty_LB: jax.Array | None, batch: Any) -> jax.Array:
+def _weighted(penalty_LB: jax.Array | None, batch: Batch) -> jax.Array:
     """Rows' penalties, of one layer or several, summed by what the rows weigh."""
     return jnp.zeros(()) if penalty_LB is None else (penalty_LB * batch["weights"].sum(1)).sum()

@@ -1,26 +1,29 @@
 """The protocol of an objective: the loss, the batches it takes, and how a pipeline cuts it into stages."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import jax
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import TrainConfig
+from jaxtrain.data.loading.batch_spec import Declared
 from jaxtrain.errors import UserError
 from jaxtrain.observe.own_parts import describe
 from jaxtrain.parallel.pipeline.parts import Parts
+from jaxtrain.train_step.state import Batch, Params
 
 
 class Objective(Protocol):
     """A loss that a step minimises, on any mesh."""
 
     @property
-    def batch_spec(self) -> Mapping[str, Any]:
+    def batch_spec(self) -> Declared:
         """The NumPy dtype of each array of a batch, by name, if it is [rows, tokens]; else its `batch_spec.Array`."""
         ...
 
-    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return the summed loss, the weight to divide it by, and further sums for metrics.
 
         `params`: the trained and frozen parameters as one tree, in the dtypes in which they compute.
@@ -55,14 +58,14 @@ class Objective(Protocol):
         """Return one entry of the metadata of each of these parameters, "" where it has none."""
         ...
 
-    def init_frozen(self, key: jax.Array, params: Any) -> dict:
+    def init_frozen(self, key: jax.Array, params: Params) -> dict:
         """Return these parameters at step 0; it is traced.
 
         `params`: the model's parameters at step 0, of which these may be a copy.
         """
         ...
 
-    def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    def identity(self, recorded: JsonMapping) -> JsonObject:
         """Return in plain JSON what makes this loss another one than others; a workdir is not resumed with another.
 
         `recorded`: what it was when the workdir's run began, {} for a new one. Where something is chosen at the start,
@@ -70,7 +73,7 @@ class Objective(Protocol):
         """
         ...
 
-    def load_frozen(self, abstract: dict, identity: Mapping[str, Any]) -> dict | None:
+    def load_frozen(self, abstract: dict, identity: JsonMapping) -> dict | None:
         """Return these parameters from elsewhere, placed as `abstract` says; None: those of `init_frozen`.
 
         `identity`: what `identity` returned for this run.
@@ -90,15 +93,15 @@ class OfTheModelAlone:
         """Return no metadata: there are no parameters."""
         return {}
 
-    def init_frozen(self, key: jax.Array, params: Any) -> dict:
+    def init_frozen(self, key: jax.Array, params: Params) -> dict:
         """Return no parameters."""
         return {}
 
-    def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    def identity(self, recorded: JsonMapping) -> JsonObject:
         """Return the class and its settings."""
         return describe(self)
 
-    def load_frozen(self, abstract: dict, identity: Mapping[str, Any]) -> dict | None:
+    def load_frozen(self, abstract: dict, identity: JsonMapping) -> dict | None:
         """Return None: there is nothing to load."""
         return None
 

@@ -9,10 +9,8 @@ DeepSeekMath (GRPO, arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783),
 Schulman et al. (1707.06347), with clipped values as in their implementation (Huang et al., 2403.17031).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +20,10 @@ from jax import lax
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import DataConfig, MeshConfig, TrainConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig, ReinforceConfig
+from jaxtrain.data.loading.batch_spec import Declared
 from jaxtrain.objectives.objective import of_sections
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments, WithReference, summed_over_rows
-from jaxtrain.train_step.state import Skeleton
+from jaxtrain.train_step.state import Batch, Params, Skeleton
 
 ARRAYS = ("advantages", "sampled", "rewards", "answers")
 VALUES = ("returns", "values")  # with a value head
@@ -47,7 +46,7 @@ class PolicyGradient(WithReference):
                                    lora=lora, preference=preference), settings=reinforce)
 
     @property
-    def batch_spec(self) -> Mapping[str, Any]:
+    def batch_spec(self) -> Declared:
         """The arrays of next-token prediction, and what is known of the answers."""
         return {**super().batch_spec, **dict.fromkeys(self.arrays, np.float32)}
 
@@ -66,14 +65,14 @@ class PolicyGradient(WithReference):
         """The same loss without penalties."""
         return replace(self, penalties=False)
 
-    def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
+    def prepare(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
         """The policy's parameters; the batch with the reference's log-probabilities, weighted as the loss divides."""
         own, batch = super().prepare(params, batch)
         divisor_BT = batch["weights"] if self.settings.loss == "dapo" else batch["answers"]
         batch = batch | {"learnt": batch["weights"], "weights": divisor_BT}
         return own, self.with_reference(params, own, batch)
 
-    def end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def end(self, params: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss and the metrics, summed."""
         model = self.model.merge(params)
         arrays = {key: batch[key] for key in ("learnt", "segments", *self.arrays, REFERENCE) if key in batch}
@@ -102,7 +101,7 @@ class PolicyGradient(WithReference):
                 **self.router_metrics(sums)}
 
 
-def _of_rows(c: ReinforceConfig, batch: Any, segments: Segments) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _of_rows(c: ReinforceConfig, batch: Batch, segments: Segments) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return one device's share of the loss and of the metrics, summed over its tokens."""
     learnt_BT, advantages_BT = batch["learnt"], batch["advantages"]
     log_ratio_BT = jnp.where(learnt_BT > 0, batch["policy"] - batch["sampled"], 0)
@@ -131,14 +130,14 @@ def _of_rows(c: ReinforceConfig, batch: Any, segments: Segments) -> tuple[jax.Ar
     return (share_BT * loss_BT).sum(), lax.stop_gradient(sums)
 
 
-def _generated(batch: Any, segments: Segments) -> jax.Array:
+def _generated(batch: Batch, segments: Segments) -> jax.Array:
     """Return whether each target belongs to an answer, whether or not it is trained on: an answer ends its segment."""
     counted_BT = batch["positions"] + 1
     first_BT = segments.spread(segments.sums(batch["answers"] * counted_BT))
     return ((first_BT > 0) & (counted_BT >= first_BT)).astype(jnp.float32)
 
 
-def _value_loss(c: ReinforceConfig, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _value_loss(c: ReinforceConfig, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return half the squared error of each token's value, and what is measured of it."""
     returns_BT, moved_BT = batch["returns"], batch["expected"] - batch["values"]
     error_BT, near_BT = batch["expected"] - returns_BT, jnp.clip(moved_BT, -c.value_clip, c.value_clip)

@@ -9,7 +9,6 @@ Shape suffixes: B rows, T tokens, S segments of a row, P pairs of a row.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jaxtrain.config.schema import DataConfig, MeshConfig, TrainConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig
 from jaxtrain.objectives.objective import of_sections
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments, WithReference, summed_over_rows
-from jaxtrain.train_step.state import Skeleton
+from jaxtrain.train_step.state import Batch, Metrics, Params, Skeleton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +47,20 @@ class Preference(WithReference):
         """The rate and margin of agreement with the choices, and the policy's distance from its reference."""
         return "reward_accuracy", "reward_margin", *(("kl",) if self.reference is not None else ())
 
-    def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
+    def prepare(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
         """The policy's parameters; the batch with the reference's log-probabilities, weighted by pairs."""
         own, batch = super().prepare(params, batch)
         begins_BT = (batch["positions"] == 0) & (batch["segments"] % 2 == 1)
         batch = batch | {"answers": batch["weights"], "weights": begins_BT.astype(jnp.float32)}
         return own, self.with_sums(params, own, batch)
 
-    def end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def end(self, params: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss and the metrics, summed over pairs."""
         logp_BT = self.logprobs(self.model.merge(params), x_BTD, batch)
         arrays = {key: batch[key] for key in ("answers", "segments", REFERENCE) if key in batch}
         return summed_over_rows(partial(_of_rows, self.settings), arrays | {"policy": logp_BT})
 
-    def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def metrics(self, sums: dict[str, jax.Array]) -> Metrics:
         """Return means over pairs: of rewards, of how often and by how much they agree, of answers' log-probabilities.
 
         `kl`: by how much likelier than under the reference the answers became, as a logarithm. It would estimate the
@@ -189,7 +188,7 @@ def _measured(c: PreferenceConfig, p: Pairs) -> dict[str, jax.Array]:
 
 
 # ------------------------------------------------------------------------------------------------- over pairs of rows
-def _of_rows(c: PreferenceConfig, batch: Any, segments: Segments) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _of_rows(c: PreferenceConfig, batch: Batch, segments: Segments) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return one device's share of the loss and the metrics, summed over the pairs of its rows."""
     def by_pair(x_BT):
         x_BS = segments.sums(x_BT)

@@ -7,7 +7,7 @@ devices. With `preference.reference=precomputed` there is no copy: batches bring
 Shape suffixes: B rows, T tokens, D embedding, S segments of a row.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject, PyTree
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import DataConfig, MeshConfig, TrainConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig
+from jaxtrain.data.loading.batch_spec import Declared
 from jaxtrain.kernels.token_cross_entropy import token_cross_entropy
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.heads.scalar_head import without_heads
@@ -30,7 +32,7 @@ from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.parallel.cut_rows import arrange
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
-from jaxtrain.train_step.state import Skeleton
+from jaxtrain.train_step.state import Batch, Params, Skeleton
 
 REFERENCE = "reference"  # the key of its parameters among the frozen ones, and of its log-probabilities in a batch
 
@@ -59,7 +61,7 @@ class WithReference(NextToken):
                 "precomputed": preference.reference == "precomputed"}
 
     @property
-    def batch_spec(self) -> Mapping[str, Any]:
+    def batch_spec(self) -> Declared:
         """The arrays of next-token prediction, and the reference's sums over answers if there is no copy of it."""
         return {**super().batch_spec, **dict.fromkeys(map(self.sums_of, self.prefixes * self.precomputed), np.float32)}
 
@@ -73,7 +75,7 @@ class WithReference(NextToken):
         """Return the name of the column with the sums of these rows, each at its answer's first token."""
         return f"{prefix}{REFERENCE}"
 
-    def reference_sums(self, params: Any, batch: Any) -> dict[str, jax.Array]:
+    def reference_sums(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
         """Return the log-probability of each answer under these parameters, [rows, segments], by the column's name."""
         params, names, found = partition.like(params, self.model.params()), tuple(super().batch_spec), {}
         for prefix in self.prefixes:
@@ -82,7 +84,7 @@ class WithReference(NextToken):
             found[self.sums_of(prefix)] = sums_by_row(logp_BT, rows["segments"])
         return found
 
-    def with_reference(self, params: Any, own: Any, batch: Any) -> Any:
+    def with_reference(self, params: Params, own: Params, batch: Batch) -> Batch:
         """Return the batch with the log-probabilities of the reference, if the loss needs them.
 
         Args:
@@ -93,16 +95,16 @@ class WithReference(NextToken):
             batch = batch | {REFERENCE: self.computed_whole(self.reference_of(params, own), batch)}
         return batch
 
-    def with_sums(self, params: Any, own: Any, batch: Any) -> Any:
+    def with_sums(self, params: Params, own: Params, batch: Batch) -> Batch:
         """Return the batch with what the reference gives to answers, so that it adds up to their log-probabilities."""
         batch = self.with_reference(params, own, batch)
         return batch | {REFERENCE: batch["answers"] * batch[REFERENCE]} if self.frozen_axes else batch
 
-    def reference_of(self, params: Any, own: Any) -> Any:
+    def reference_of(self, params: Params, own: Params) -> Params:
         """Return the parameters of the reference model, among them those that are frozen in the policy too."""
         return partition.merge(params[REFERENCE], partition.without(own, params[REFERENCE]))
 
-    def computed_whole(self, params: Any, batch: Any) -> jax.Array:
+    def computed_whole(self, params: Params, batch: Batch) -> jax.Array:
         """Return the log-probability of each target, without gradients and on all stages of a pipeline."""
         assert self.reference is not None
         model = self.reference.merge(lax.stop_gradient(jax.tree.map(_on_all_stages, params)))
@@ -110,7 +112,7 @@ class WithReference(NextToken):
                                  batch["positions"])
         return lax.stop_gradient(self.logprobs(model, x_BTD, batch))
 
-    def logprobs(self, model: Decoder, x_BTD: jax.Array, batch: Any) -> jax.Array:
+    def logprobs(self, model: Decoder, x_BTD: jax.Array, batch: Batch) -> jax.Array:
         """Return the log-probability of each target."""
         x_BTD = model.finish(x_BTD)
         if self.temperature != 1:
@@ -133,11 +135,11 @@ class WithReference(NextToken):
         """Return the metadata of what it is a copy of."""
         return {REFERENCE: partition.like(self.model.metadata(key, ""), self.trained)} if self.frozen_axes else {}
 
-    def init_frozen(self, key: jax.Array, params: Any) -> dict:
+    def init_frozen(self, key: jax.Array, params: Params) -> dict:
         """Return a copy of the trained parameters."""
         return {REFERENCE: partition.like(params, self.trained)} if self.frozen_axes else {}
 
-    def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    def identity(self, recorded: JsonMapping) -> JsonObject:
         """Return nothing: the config says it all."""
         return {}
 
@@ -193,7 +195,7 @@ def sums_by_row(x_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
     return sharding.constrain(local(x_BT, segments_BT), None, None)
 
 
-def summed_over_rows(f: Any, batch: Mapping[str, jax.Array]) -> Any:
+def summed_over_rows(f: Callable[..., PyTree], batch: Mapping[str, jax.Array]) -> PyTree:
     """Apply `f` to arrays [B, T] and to their segments, and sum what it returns over devices.
 
     `f` returns its device's share: devices that share rows each give an equal part of what is said of whole segments.

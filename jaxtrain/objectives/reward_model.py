@@ -8,7 +8,6 @@ Shape suffixes: B rows, T tokens, S segments of a row, P pairs of a row.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,14 @@ from jax import lax
 from jaxtrain.config.sections.tuning_keys import PreferenceConfig
 from jaxtrain.objectives.preference import METRICS, Preference
 from jaxtrain.objectives.reference_policy import Segments, summed_over_rows
+from jaxtrain.train_step.state import Batch, Params
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(Preference):
     """The mean over pairs of -log sigmoid of how much higher the chosen answer's reward is than the rejected one's."""
 
-    def end(self, params: Any, x_BTD: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def end(self, params: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss and the metrics, summed over pairs."""
         model = self.model.merge(params)
         arrays = {key: batch[key] for key in ("answers", "segments", "positions")}
@@ -31,7 +31,7 @@ class RewardModel(Preference):
         return summed_over_rows(partial(_of_rows, self.settings), arrays | {"rewards": rewards_BT})
 
 
-def _of_rows(c: PreferenceConfig, batch: Any, segments: Segments) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _of_rows(c: PreferenceConfig, batch: Batch, segments: Segments) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return one device's share of the loss and the metrics, summed over the pairs of its rows."""
     last_BT = segments.last(batch["answers"] > 0, batch["positions"])
     there_BS = segments.sums(last_BT.astype(jnp.float32)) > 0

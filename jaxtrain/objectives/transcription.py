@@ -8,15 +8,16 @@ D embedding, V vocabulary.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.config.schema import TrainConfig
-from jaxtrain.data.loading.batch_spec import SEQ, Array
+from jaxtrain.data.loading.batch_spec import SEQ, Array, Declared
 from jaxtrain.kernels.ctc import ctc_loss
 from jaxtrain.models.modalities.speech_transformer import Whisper
 from jaxtrain.objectives.next_token import NextToken, stacks
@@ -25,7 +26,10 @@ from jaxtrain.parallel.cut_rows import arrange, row_copies, whole_rows
 from jaxtrain.parallel.pipeline.parts import Parts
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
-from jaxtrain.train_step.state import Skeleton
+from jaxtrain.train_step.state import Batch, Params, Skeleton
+
+if TYPE_CHECKING:
+    from jaxtrain.parallel.pipeline.stage_placement import Slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ class Transcription(NextToken):
         return cls(skeleton, train.loss_chunks, train.z_loss, audio=model)
 
     @property
-    def batch_spec(self) -> Mapping[str, Any]:
+    def batch_spec(self) -> Declared:
         """Log-mel frames and which there are, and the tokens of transcripts and which there are."""
         c = self.audio
         return {"features": Array(np.float16, (SEQ, c.mels)), "weights": np.float32,
@@ -72,7 +76,7 @@ class Transcription(NextToken):
                  if name in sums}
         return means | {"perplexity": jnp.exp(means["cross_entropy"])}
 
-    def prepare(self, params: Any, batch: Any) -> tuple[Any, Any]:
+    def prepare(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
         """The model's own parameters; frames and tokens as the devices of a row share them, transcripts whole."""
         params = partition.like(params, self.model.params())
         model, batch = self.model.merge(params), {
@@ -83,18 +87,18 @@ class Transcription(NextToken):
         audio = model.windows(batch["features"].astype(model.norm.scale[...].dtype), batch["weights"])
         return params, rows | audio | {"spoken": batch["target"], "spoken_weights": batch["target_weights"]}
 
-    def begin(self, params: Any, batch: Any) -> Any:
+    def begin(self, params: Params, batch: Batch) -> PyTree:
         """The first activations of the encoder and of the decoder."""
         model = self.model.merge(params)
         return model.begin(batch), model.read(batch["tokens"], batch["positions"])
 
-    def middle(self, params: Any, x: Any, batch: Any,  # pyrefly: ignore[bad-override-param-name]
-               slots: Any = None) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
+    def middle(self, params: Params, x: PyTree, batch: Batch,  # pyrefly: ignore[bad-override-param-name]
+               slots: 'Mapping[str, Slots] | None' = None) -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
         """All layers that `params` holds -> activations of both stacks."""
         return self.model.merge(params).through(x, batch, slots), jnp.zeros(()), {}
 
-    def end(self, params: Any, x: Any,  # pyrefly: ignore[bad-override-param-name]
-            batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def end(self, params: Params, x: PyTree,  # pyrefly: ignore[bad-override-param-name]
+            batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The summed loss of the decoder, and of the encoder where it has one, and the sums of the metrics."""
         model, share, (x_BSD, x_BTD) = self.model.merge(params), self.audio.ctc_weight, x
         loss, plain = self.head_loss(params, model.finish(x_BTD), model.head(), batch)

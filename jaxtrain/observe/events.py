@@ -18,7 +18,7 @@ Event = dict[str, Any]
 listeners: list[Callable[[Event], None]] = []  # of this process's events, whether or not they could be written
 
 
-def record(workdir: str | Path, kind: str, **fields: Any) -> None:
+def record(workdir: str | Path, kind: str, **fields: object) -> None:
     """Append one event; each is a single append write, so that lines of several processes do not mix.
 
     With a full disk or a missing folder the event is lost, but no error is raised.
@@ -36,7 +36,7 @@ def record(workdir: str | Path, kind: str, **fields: Any) -> None:
             os.close(file)
 
 
-def tell(workdir: str | Path, kind: str, sentence: str, **fields: Any) -> None:
+def tell(workdir: str | Path, kind: str, sentence: str, **fields: object) -> None:
     """Append one event and print a sentence about it, if there is one."""
     record(workdir, kind, **fields)
     if sentence:

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import numpy as np
 
+from jaxtrain.base.annotations import AnyArray, JsonMapping
 from jaxtrain.errors import UserError
 from jaxtrain.files.append_log import AppendLog
 from jaxtrain.files.bounded_files import appended, lines_with_ends, parsed, whole_lines
@@ -98,7 +99,7 @@ class MetricsWriter:
         self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
         self._thread.start()
 
-    def push(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float] | None = None,
+    def push(self, step: int, metrics: Mapping[str, jax.Array], host_fields: Mapping[str, float] | None = None,
              began: float | None = None) -> None:
         """Pass on the scalars of a step just dispatched; waits only while `max_lag` steps are still in flight.
 
@@ -109,7 +110,7 @@ class MetricsWriter:
         self._slots.acquire()
         self._put("step", step, metrics, host_fields or {}, began)
 
-    def write_eval(self, step: int, fields: Mapping[str, Any]) -> None:
+    def write_eval(self, step: int, fields: JsonMapping) -> None:
         """Write an evaluation line (`eval_loss`, `eval_bits_per_byte`, ...) after the lines of the steps before it."""
         self._put("eval", step, fields, time.perf_counter())
 
@@ -174,7 +175,7 @@ class MetricsWriter:
                     self._slots.release()
                 item = arguments = None  # free the scalars' buffers while the thread waits
 
-    def _step(self, step: int, metrics: Mapping[str, Any], host_fields: Mapping[str, float],
+    def _step(self, step: int, metrics: Mapping[str, jax.Array], host_fields: Mapping[str, float],
               began: float | None) -> None:
         jax.block_until_ready(metrics)  # releases the GIL
         now = time.perf_counter()
@@ -216,7 +217,7 @@ class MetricsWriter:
             record["goodput"] = self._ledger.goodput()
         return {**record, **device_memory()}
 
-    def _eval(self, step: int, fields: Mapping[str, Any], ended: float) -> None:
+    def _eval(self, step: int, fields: JsonMapping, ended: float) -> None:
         self._clock(ended)
         self._write({"step": step, **_plain(jax.device_get(dict(fields)))})
 
@@ -323,7 +324,7 @@ def _end_of_step(path: Path, step: int) -> tuple[int, int]:
     return end, damaged
 
 
-def _plain(scalars: Mapping[str, Any]) -> Record:
+def _plain(scalars: Mapping[str, AnyArray]) -> Record:
     """Convert host scalars of any dtype to JSON numbers: exact, null if not finite."""
     return {key: _number(np.asarray(value)) for key, value in scalars.items()}
 

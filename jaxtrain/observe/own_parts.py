@@ -18,13 +18,14 @@ import jax
 import numpy as np
 import optax
 
+from jaxtrain.base.annotations import JsonMapping, PyTree
 from jaxtrain.errors import UserError
 from jaxtrain.observe.versions import version_of
 
 Description = dict[str, Any]
 
 
-def describe(part: Any, leave_out: Iterable[str] = ()) -> Description:
+def describe(part: object, leave_out: Iterable[str] = ()) -> Description:
     """Return the description of an object or a function.
 
     `leave_out`: fields of a dataclass that change nothing about what it computes.
@@ -43,7 +44,7 @@ def describe(part: Any, leave_out: Iterable[str] = ()) -> Description:
     return {"class": type(part).__qualname__} | _plain(settings)
 
 
-def describe_objective(objective: Any, recorded: Mapping[str, Any]) -> Description:
+def describe_objective(objective: object, recorded: JsonMapping) -> Description:
     """Return the description of an objective, which may have been written without a method for it.
 
     `recorded`: what it was when the workdir's run began, {} for a new one.
@@ -51,7 +52,7 @@ def describe_objective(objective: Any, recorded: Mapping[str, Any]) -> Descripti
     return objective.identity(recorded) if hasattr(objective, "identity") else describe(objective)
 
 
-def describe_data(data: Any) -> Description:
+def describe_data(data: object) -> Description:
     """Return the description of a `BatchSource`: its class, and its `identity` where it has one."""
     found: Description = {"class": type(data).__qualname__}
     identity = getattr(data, "identity", None)
@@ -62,7 +63,7 @@ def describe_data(data: Any) -> Description:
                         "them, such as a path and a seed") from None
 
 
-def describe_optimizer(optimizer: optax.GradientTransformation, params: Any) -> Description:
+def describe_optimizer(optimizer: optax.GradientTransformation, params: PyTree) -> Description:
     """Return the description of an optax transformation: the arrays that it keeps, and a digest of what it computes.
 
     The digest is that of the traced update, in which a learning rate or a schedule is a number like others. Versions of
@@ -79,7 +80,7 @@ def describe_optimizer(optimizer: optax.GradientTransformation, params: Any) -> 
     return {"state": _digest(json.dumps(arrays, sort_keys=True)), "update": {versions: digest}}
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def difference(before: JsonMapping, now: JsonMapping) -> str:
     """Return in words the first difference between descriptions of all parts of two runs; "" if there is none."""
     for part in dict.fromkeys([*before, *now]):
         was, its = before.get(part), now.get(part)
@@ -96,7 +97,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ""
 
 
-def _first(path: str, was: Any, its: Any) -> str:
+def _first(path: str, was: object, its: object) -> str:
     if isinstance(was, Mapping) and isinstance(its, Mapping):
         for key in dict.fromkeys([*was, *its]):
             if was.get(key) != its.get(key):
@@ -104,13 +105,13 @@ def _first(path: str, was: Any, its: Any) -> str:
     return f"with {path}={_short(was)}, this one has {_short(its)}"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if isinstance(value, Mapping):
         return "(" + ", ".join(f"{key} {_short(each)}" for key, each in value.items()) + ")"
     return f"{value}"
 
 
-def _plain(settings: Mapping[str, Any]) -> Description:
+def _plain(settings: Mapping[str, object]) -> Description:
     """Return those of the settings that JSON can hold as they are."""
     def plain(x):
         if isinstance(x, Mapping):

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.pages.plain_text import plain
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -52,7 +53,7 @@ def curve(means: np.ndarray, rows: int = 1) -> list[str]:
     return ["".join(_BLOCKS[min(8, max(0, height - 8 * row))] for height in heights) for row in reversed(range(rows))]
 
 
-def figures_of(line: Mapping[str, Any]) -> dict[str, str]:
+def figures_of(line: JsonMapping) -> dict[str, str]:
     """Return the figures that a line of metrics has, as words."""
     shown = {"loss": "{:.4f}", "reward": "{:.4f}", "grad_norm": "{:.3g}", "learning_rate": "{:.3g}",
              "tokens_per_s": "{:,.0f}", "examples_per_s": "{:,.0f}", "mfu": "{:.1%}",
@@ -67,7 +68,7 @@ def figures_of(line: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def note(event: Mapping[str, Any]) -> str:
+def note(event: JsonMapping) -> str:
     """Return an event as a line of text, without control characters."""
     then = event.get("time")
     at = time.strftime("%H:%M:%S ", time.localtime(then)) if _is_number(then) and abs(then) < 1e11 else ""
@@ -146,9 +147,9 @@ def _columns(figures: Mapping[str, str], width: int) -> list[Any]:
     return lines
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else f"{value}"[:120]
 
 
-def _is_number(value: Any) -> TypeGuard[int | float]:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -33,7 +33,7 @@ class Traces:
         self._root: Any = None
 
     @contextlib.contextmanager
-    def span(self, name: str, since: int | None = None, **attributes: Any) -> Iterator[Any]:
+    def span(self, name: str, since: int | None = None, **attributes: str | int | float | bool) -> Iterator[Any]:
         """A span over this block, which ends with how many steps are complete, and with the error that ended it."""
         if self._tracer is None:
             yield None
@@ -53,7 +53,7 @@ class Traces:
             span.end()
 
     @contextlib.contextmanager
-    def run(self, stopped: tuple[type[BaseException], ...], **attributes: Any) -> Iterator[None]:
+    def run(self, stopped: tuple[type[BaseException], ...], **attributes: str | int | float | bool) -> Iterator[None]:
         """The span of this start of the run, above all others; `stopped`: how a run ends that was asked to."""
         with self.span("run", self._since or None, **attributes) as self._root:
             ended = "failed"

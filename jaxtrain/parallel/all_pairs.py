@@ -10,12 +10,12 @@ Shape suffixes: M and N parts of both sides, E embedding.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.sharding import rules as sharding
 
 Axes = tuple[str, ...]
@@ -35,7 +35,7 @@ def count_matched(x_BSE: jax.Array, y_BSE: jax.Array, there_BS: jax.Array, label
     return _region(_matched, *lax.stop_gradient((x_BSE, y_BSE)), there_BS, labels_BS)
 
 
-def _region(f: Callable, x_BSE: jax.Array, y_BSE: jax.Array, there_BS: jax.Array, more: Any) -> jax.Array:
+def _region(f: Callable, x_BSE: jax.Array, y_BSE: jax.Array, there_BS: jax.Array, more: PyTree) -> jax.Array:
     """Return the sum over devices of `f(axes, x_ME, y_ME, there_M, more)` of their parts."""
     def local(x, y, there, more):
         axes = tuple(dict.fromkeys((*sharding.axes_over("batch"), *sharding.axes_over("block_seq"))))
@@ -53,7 +53,7 @@ def _region(f: Callable, x_BSE: jax.Array, y_BSE: jax.Array, there_BS: jax.Array
     return sharding.manual_region(local, in_specs=(spec, spec, spec, specs), out_specs=jax.P())(*placed, more)
 
 
-def _around(body: Callable, here: Any, passing: Any, axes: Axes) -> tuple[Any, Any]:
+def _around(body: Callable, here: PyTree, passing: PyTree, axes: Axes) -> tuple[PyTree, PyTree]:
     """Apply `body(here, passing, is_own) -> (here, passing)` to what each device passes on, until it is back there."""
     n = lax.axis_size(axes) if axes else 1
     following = [(i, (i + 1) % n) for i in range(n)]
@@ -76,7 +76,7 @@ def _logits(x_ME: jax.Array, y_NE: jax.Array, similarity: Similarity) -> jax.Arr
 # block(x_ME, y_NE, there_M, there_N, similarity, statistics of x, of y, is_own) -> a number whose sum over all blocks
 # has the gradient of the loss, with the statistics as constants.
 
-def _sigmoid_forward(axes: Axes, x_ME, y_ME, there_M, similarity) -> tuple[jax.Array, Any]:
+def _sigmoid_forward(axes: Axes, x_ME, y_ME, there_M, similarity) -> tuple[jax.Array, tuple]:
     def body(total, passing, own):
         return total + _sigmoid_block(x_ME, passing[0], there_M, passing[1], similarity, (), (), own), passing
 
@@ -89,7 +89,7 @@ def _sigmoid_block(x_ME, y_NE, there_M, there_N, similarity, _, __, own) -> jax.
     return (there_M[:, None] * there_N * jax.nn.softplus(-sign_MN * _logits(x_ME, y_NE, similarity))).sum()
 
 
-def _softmax_forward(axes: Axes, x_ME, y_ME, there_M, similarity) -> tuple[jax.Array, Any]:
+def _softmax_forward(axes: Axes, x_ME, y_ME, there_M, similarity) -> tuple[jax.Array, tuple]:
     """The mean of both cross-entropies, by the running maxima and sums of exponentials of both directions."""
     def body(here, passing, own):
         logits_MN = _logits(x_ME, passing[0], similarity)
@@ -127,12 +127,12 @@ def _total(kind: str, axes: Axes, x_ME, y_ME, there_M, similarity) -> jax.Array:
     return LOSSES[kind][0](axes, x_ME, y_ME, there_M, similarity)[0]
 
 
-def _forward(kind: str, axes: Axes, *args) -> tuple[jax.Array, Any]:
+def _forward(kind: str, axes: Axes, *args) -> tuple[jax.Array, tuple]:
     total, statistics = LOSSES[kind][0](axes, *args)
     return total, (*args, statistics)
 
 
-def _backward(kind: str, axes: Axes, saved: Any, d_total: jax.Array) -> Any:
+def _backward(kind: str, axes: Axes, saved: tuple, d_total: jax.Array) -> tuple:
     x_ME, y_ME, there_M, similarity, (of_x, of_y) = saved
 
     def body(here, passing, own):

@@ -17,7 +17,6 @@ Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K h
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.kernels.attention import by_device, choose_backend, sinks
 from jaxtrain.parallel import tiles
 from jaxtrain.parallel.cut_rows import AXIS, balanced_order, choose_strategy, size
@@ -36,7 +36,7 @@ F32 = jnp.float32
 GATHERED = 2**15  # tokens whose keys and values `gather` holds at a time
 
 
-def _tokens(device: Any, n: int, tokens: int, segments_BT: jax.Array | None) -> Tokens:
+def _tokens(device: jax.Array | int, n: int, tokens: int, segments_BT: jax.Array | None) -> Tokens:
     return Tokens(balanced_order(device, n, tokens), segments_BT)
 
 
@@ -119,13 +119,13 @@ _attend.defvjp(_forward, _backward)
 
 # ---------------------------------------------------------------------------------------------------------------- ring
 
-def _next(tree: Any) -> Any:
+def _next(tree: PyTree) -> PyTree:
     """Return what the previous device in the ring sent."""
     n = lax.axis_size(AXIS)
     return jax.tree.map(lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)]), tree)
 
 
-def _rounds(visit: Callable, carry: Any, block: Any) -> Any:
+def _rounds(visit: Callable, carry: PyTree, block: PyTree) -> PyTree:
     """Fold `visit(carry, block, hop)` over the blocks of all other devices, sending each on before working on it."""
     def hop(state, i):
         carry, block = state
@@ -137,7 +137,7 @@ def _rounds(visit: Callable, carry: Any, block: Any) -> Any:
     return visit(carry, block, n - 1)
 
 
-def _seen(device: jax.Array, source: jax.Array, tokens: int, work: Callable[[slice, slice], Any]) -> Any:
+def _seen(device: jax.Array, source: jax.Array, tokens: int, work: Callable[[slice, slice], PyTree]) -> PyTree:
     """Apply `work(queries, keys)` to the visible part of another device's block: always exactly half of all pairs.
 
     All queries see the early chunk of a block from an earlier device; the late queries see both chunks of a block from
@@ -147,11 +147,11 @@ def _seen(device: jax.Array, source: jax.Array, tokens: int, work: Callable[[sli
     return lax.cond(source < device, lambda: work(every, early), lambda: work(late, every))
 
 
-def _take(x: Any, part: slice) -> Any:
+def _take(x: PyTree, part: slice) -> PyTree:
     return jax.tree.map(lambda x: x[:, part], x)
 
 
-def _put(x: Any, part: slice, new: Any) -> Any:
+def _put(x: PyTree, part: slice, new: PyTree) -> PyTree:
     return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, part.start, axis=1), x, new)
 
 
@@ -199,7 +199,7 @@ def _ring_backward(q, k, v, segments, dout, lse, delta, window):
 
 # -------------------------------------------------------------------------------------------------------------- gather
 
-def _pieces(n: int, x: Any) -> Any:
+def _pieces(n: int, x: PyTree) -> PyTree:
     """Split [B, T / n, ...] into [pieces, B, T / n / pieces, ...], with as few pieces as the gather limit allows."""
     T = n * jax.tree.leaves(x)[0].shape[1]
     pieces = math.gcd(T // n, 2 ** math.ceil(math.log2(max(1, T / GATHERED))))
@@ -232,7 +232,7 @@ def _gather_backward(q, k, v, segments, dout, lse, delta, window):
     return dq, *(jnp.moveaxis(dx, 0, 1).reshape(x.shape) for dx, x in zip(dkv, (k, v), strict=True))
 
 
-def _all(tree: Any) -> Any:
+def _all(tree: PyTree) -> PyTree:
     return jax.tree.map(partial(lax.all_gather, axis_name=AXIS, axis=1, tiled=True), tree)
 
 

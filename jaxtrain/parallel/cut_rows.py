@@ -4,7 +4,6 @@ Where nothing cuts rows, this is all that a model imports of context parallelism
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +52,7 @@ def arrange(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {key: held(sharding.constrain(x, "batch", *(None,) * (x.ndim - 1))) for key, x in batch.items()}
 
 
-def balanced_order(device: Any, n: int, tokens: int) -> jax.Array:
+def balanced_order(device: jax.Array | int, n: int, tokens: int) -> jax.Array:
     """Return the positions in the sequence of the tokens that one device of n holds."""
     chunk = jnp.arange(tokens // 2)
     return jnp.concatenate([device * len(chunk) + chunk, (2 * n - 1 - device) * len(chunk) + chunk])

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.model_config import Experts, ModelConfig
 from jaxtrain.config.schema import TrainConfig
 from jaxtrain.errors import UserError
@@ -166,9 +167,9 @@ class _Passes:
     def _mine(self, sizes_PE: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(sizes_PE, lax.axis_index(self.axis) * self.held, self.held, 1)
 
-    def forward(self, number: Any, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
+    def forward(self, number: jax.Array | int, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
                 gate_LDF: Weight, up_LDF: Weight, down_LFD: Weight,
-                biases: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
+                biases: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Return each token's sum over those of its experts that compute in this pass, and what SwiGLU reads."""
         at = self._route(number, routes)
         both_RF = self._both(at, at.enter(x_ND), gate_LDF, up_LDF, biases)
@@ -176,9 +177,9 @@ class _Passes:
         act_RF = self._weighted(*both_RF, at.weights(weights_NK))
         return at.leave(self.product(act_RF, down_LFD, at.sizes)), both_RF
 
-    def backward(self, number: Any, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
+    def backward(self, number: jax.Array | int, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
                  gate_LDF: Weight, up_LDF: Weight, down_LFD: Weight, biases: tuple[jax.Array, ...],
-                 dy_ND: Factor, both_RF: Any = None) -> tuple[Any, ...]:
+                 dy_ND: Factor, both_RF: tuple[jax.Array, jax.Array] | None = None) -> tuple[PyTree, ...]:
         """Return the gradients of all arrays by `forward`, which is not computed again if it left `both_RF`."""
         at = self._route(number, routes)
         x_RD = at.enter(x_ND)
@@ -228,7 +229,7 @@ class _Passes:
         more = -weight.down.shape[-1] % DIMENSION if sharding.platform() == "gpu" else 0
         return jnp.pad(weight.down, ((0, 0), (0, 0), (0, more))), jnp.pad(weight.up, ((0, 0), (0, more), (0, 0)))
 
-    def _both(self, at: "_Route", x_RD: jax.Array, gate_LDF: Weight, up_LDF: Weight,
+    def _both(self, at: "_Route", x_RD: Factor, gate_LDF: Weight, up_LDF: Weight,
               biases: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         """Return the gate and up of each row, with their biases."""
         gate_RF, up_RF = (self.product(x_RD, w_LDF, at.sizes) for w_LDF in (gate_LDF, up_LDF))
@@ -240,7 +241,7 @@ class _Passes:
     def _weighted(self, gate_RF: jax.Array, up_RF: jax.Array, weights_R: jax.Array) -> jax.Array:
         return (self.activation(gate_RF, up_RF) * weights_R[:, None]).astype(up_RF.dtype)
 
-    def _route(self, number: Any, routes: dict[str, jax.Array]) -> "_Route":
+    def _route(self, number: jax.Array | int, routes: dict[str, jax.Array]) -> "_Route":
         """Return the route of a pass."""
         order_A, place_NK = routes["order_A"], routes["place_NK"]
         if not self.axis:
@@ -264,7 +265,8 @@ class _Passes:
         return _Route(*_sorted(experts_R[:, None], self.held), order_A, place_NK, partial(send, there, self.rows),
                       partial(send, back, order_A.size))
 
-    def _window(self, number: Any, order_A: jax.Array, place_NK: jax.Array, sizes_L: jax.Array) -> tuple[Any, ...]:
+    def _window(self, number: jax.Array | int, order_A: jax.Array, place_NK: jax.Array,
+                sizes_L: jax.Array) -> tuple[Any, ...]:
         """Return which assignments are in the rows of a pass; behind the last, the first one stands in every row."""
         first, ends = number * self.rows, jnp.cumsum(sizes_L)
         order_A = jnp.pad(order_A, (0, max(0, -(-self.worst // self.rows) * self.rows - order_A.size)))
@@ -288,7 +290,7 @@ class _Route:
     there: Callable[[jax.Array], jax.Array] | None = None
     back: Callable[[jax.Array], jax.Array] | None = None
 
-    def enter(self, a_ND: Factor) -> Any:
+    def enter(self, a_ND: Factor) -> Factor:
         """Return the token of each row."""
         if self.there:
             a_ND = products.of_values(lambda a: self.there(a[self.order_A // self.place_NK.shape[1]]), a_ND)

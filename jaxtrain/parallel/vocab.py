@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.rules import SpecEntry
 
 
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
@@ -81,7 +82,7 @@ def _backward(at_rest, tokens_BT, dx_BTD) -> tuple[jax.Array, None]:
 _lookup.defvjp(_forward, _backward)
 
 
-def _own_rows(tokens: jax.Array, vocab_axes: Any, held: int) -> tuple[jax.Array, jax.Array]:
+def _own_rows(tokens: jax.Array, vocab_axes: SpecEntry, held: int) -> tuple[jax.Array, jax.Array]:
     """Return where tokens are among the rows that a device holds, and whether they are there at all."""
     # Where a device holds all rows, indexing counts negative ones from the end.
     rows = tokens - lax.axis_index(vocab_axes) * held if vocab_axes else jnp.where(tokens < 0, tokens + held, tokens)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
@@ -90,7 +91,7 @@ def phases(run: Run, on: Mesh | None = None, judge: Run | None = None) -> Iterat
         rows, width = programs.rows_for(texts), decoding.bucket(run.config.data.seq_len - room)
         new = decoding.bucket(room)
 
-        def of_rows(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        def of_rows(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
             where = NamedSharding(run.mesh, programs.placement(1 + len(shape)))
             return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=where)
 

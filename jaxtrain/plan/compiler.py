@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -131,7 +130,7 @@ def memory_of(compiled: jax.stages.Compiled, run: Run) -> tuple[int, int]:
     return (allocated + hosts if kind == "cpu" else memory.peak_memory_in_bytes - hosts), allocated
 
 
-def devices_of(target: Target, count: int) -> list[Any]:
+def devices_of(target: Target, count: int) -> list[jax.Device]:
     """Return described devices of a target; if their compiler is not installed, raise a `UserError`."""
     from jax.experimental import topologies
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.builder import build
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.parallel import experts
@@ -136,7 +137,7 @@ def _kept_on_hosts(block: Block) -> int:
     return sum(value.host for op in layers for value in op.outputs)
 
 
-def change(config: Config, overrides: dict[str, Any]) -> Config:
+def change(config: Config, overrides: JsonObject) -> Config:
     """Return the config with some keys changed."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in overrides.items():

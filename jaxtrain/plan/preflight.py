@@ -125,7 +125,7 @@ def _inputs(config: Config) -> int:
     return 4 * data.global_batch_size * data.seq_len * getattr(m, "embed_dim", 1) // config.train.accumulation
 
 
-def _target(devices: list[Any]) -> targets.Target:
+def _target(devices: list[jax.Device]) -> targets.Target:
     """Return a target with the least that any process has, so that all processes decide the same."""
     mine, unknown = None, None
     try:

@@ -9,8 +9,8 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.builder import build
 from jaxtrain.config.part_tables import moments_of
 from jaxtrain.config.remat_policies import AUTO
@@ -101,7 +101,7 @@ class _Looker:
         asked, elsewhere = self.found.config.optimizer, self.found.target.platform != "cpu"
         return elsewhere and not asked.offload and mesh["mesh.stage"] == 1 and bool(moments_of(asked.name))
 
-    def at(self, overrides: dict[str, Any]) -> Choice | None:
+    def at(self, overrides: JsonObject) -> Choice | None:
         """Estimate one layout; return None if it is refused."""
         self.done += 1
         self.progress(self.done, max(0, self.end - self.done))
@@ -115,7 +115,7 @@ class _Looker:
         return choice
 
     def smallest(self, mesh: dict[str, int], offload: bool = False,
-                 more: dict[str, Any] | None = None) -> Choice | None:
+                 more: JsonObject | None = None) -> Choice | None:
         """Estimate a mesh with full activation checkpointing, in the least memory.
 
         The batch goes through at once, or, if that does not fit, in as few parts as possible, or with the optimizer's
@@ -186,7 +186,7 @@ class _Looker:
                 return choice
         return None
 
-    def on_hosts(self, keys: dict[str, Any]) -> Choice | None:
+    def on_hosts(self, keys: JsonObject) -> Choice | None:
         """Return the layout that keeps the results of the wide products in the hosts' memory, if the model has them."""
         if self.found.target.platform == "cpu" or keys["mesh.stage"] > 1:
             return None

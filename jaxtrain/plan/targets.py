@@ -11,10 +11,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files.bounded_files import misfit, user_json
+
+if TYPE_CHECKING:
+    import jax
 
 GB, GiB, T = 1e9, 2.0**30, 1e12
 # The share of a data sheet's figures that programs reach: of the peak in matmuls and in attention kernels, of the
@@ -92,7 +96,7 @@ _NO_RATES: Mapping[str, float] = {}
 
 
 def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: float, nvlink: float, node: int,
-         network: float, price: float, chip: dict[str, Any], source: str,
+         network: float, price: float, chip: JsonObject, source: str,
          efficiency: Mapping[str, float] = _NO_RATES) -> Target:
     float32 = 2 * chip["cores"] * chip["fpus"] * chip["clock"] * 1e9  # without tensor cores, which would round
     peak = {"bfloat16": bf16 * T, "float16": bf16 * T, "float32": float32}
@@ -184,7 +188,7 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def here(devices: list[Any] | None = None, more: str | Path | None = None) -> Target:
+def here(devices: "list[jax.Device] | None" = None, more: str | Path | None = None) -> Target:
     """Return the target of the available devices; raise a `UserError` if they are not known.
 
     `more`: a JSON file with their measurements (`jaxtrain calibrate`).
@@ -237,7 +241,7 @@ def read(path: str | Path) -> dict[str, Target]:
     return {name: _made(name, keys) for name, keys in given.items()}
 
 
-def _made(name: str, keys: dict[str, Any]) -> Target:
+def _made(name: str, keys: JsonObject) -> Target:
     like = keys.get("like", name)
     if like not in TARGETS:
         raise UserError("--targets", f"{name} is like {like!r}, which is not known", nearest(like, TARGETS))
@@ -259,7 +263,7 @@ def _made(name: str, keys: dict[str, Any]) -> Target:
     return dataclasses.replace(base, name=name, **changes)
 
 
-def _checked(key: str, value: Any, usual: Any) -> None:
+def _checked(key: str, value: object, usual: Any) -> None:
     """Raise a UserError for a value of the wrong type, or a number out of range."""
     if isinstance(usual, Mapping) and isinstance(value, dict):
         for inner, each in value.items():

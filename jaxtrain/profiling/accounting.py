@@ -5,10 +5,10 @@ import statistics
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.plan import kinds
 from jaxtrain.plan.instructions import CONTAINERS, Instruction, Program, program
 from jaxtrain.plan.targets import Target
@@ -18,7 +18,7 @@ TOP = 20  # number of kernels listed
 
 
 def profile(compiled: jax.stages.Compiled, take: Callable[[], float], steps: int, mesh: Mapping[str, int],
-            target: Target | None) -> dict[str, Any]:
+            target: Target | None) -> JsonObject:
     """Trace `take()`, which runs `steps` steps and returns their seconds by the host's clock; return the profile."""
     with tempfile.TemporaryDirectory(prefix="jaxtrain-trace-") as folder:
         trace.begin(folder)
@@ -33,7 +33,7 @@ def profile(compiled: jax.stages.Compiled, take: Callable[[], float], steps: int
 
 
 def account(found: list[trace.Event], code: Program, steps: int, mesh: Mapping[str, int],
-            target: Target | None) -> dict[str, Any]:
+            target: Target | None) -> JsonObject:
     """Return the milliseconds of a step by kind, which add up to the step, and its kernels, longest first."""
     named = _instructions(found, code)
     of = {one: kinds.kind_of(instruction, code, mesh) if instruction else kinds.OTHER if trace.foreign(one[0])
@@ -92,7 +92,7 @@ def _place(instruction: Instruction, code: Program) -> str:
 
 def _kernel(same: tuple[str, str, str], runs: list[tuple[trace.Event, float]], steps: int, total: float,
             named: Mapping[tuple[str, str], Instruction | None], target: Target | None,
-            executions: Mapping[str, int]) -> dict[str, Any]:
+            executions: Mapping[str, int]) -> JsonObject:
     """Return one row of the kernel list: all runs with the same result shape from the same place in the model."""
     kind, path, result = same
     busiest, _ = max(runs, key=lambda run: run[1])

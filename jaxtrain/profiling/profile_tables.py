@@ -1,10 +1,11 @@
 """The tables of a profile in Markdown: where the time of a step goes, and the kernels that take longest."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+
+from jaxtrain.base.annotations import Json, JsonMapping, JsonObject
 
 
-def profiles(lines: Sequence[Mapping[str, Any]]) -> str:
+def profiles(lines: Sequence[JsonMapping]) -> str:
     """Return the table of where the time of a step goes, with a column per measurement."""
     kinds = dict.fromkeys(kind for line in lines for kind in line["profile"]["kinds_ms"])
     hidden = dict.fromkeys(kind for line in lines for kind in line["profile"]["hidden_ms"])
@@ -20,7 +21,7 @@ def profiles(lines: Sequence[Mapping[str, Any]]) -> str:
     return markdown(["ms a step", *(line["name"] for line in lines)], [*rows, total, clock])
 
 
-def kernels(profile: dict[str, Any]) -> str:
+def kernels(profile: JsonObject) -> str:
     """Return the table of the kernels that take longest, and where in the model they come from."""
     rows = [[kernel["name"], kernel["kind"], kernel["path"][-48:], kernel["result"][:32], f"{kernel['runs']:g}",
              f"{kernel['ms']:.3f}", f"{kernel['share']:.1%}", number(kernel.get("flops_per_s"), ",.3g", 1e-12),
@@ -38,10 +39,10 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "".join(f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in line)} |\n" for line in lines)
 
 
-def number(value: Any, form: str = ",.1f", scale: float = 1.0, unit: str = "") -> str:
+def number(value: Json, form: str = ",.1f", scale: float = 1.0, unit: str = "") -> str:
     """Format a figure, or a dash for a missing one."""
     return "–" if value is None else f"{value * scale:{form}}{unit}"
 
 
-def _share(profile: dict[str, Any], milliseconds: float) -> str:
+def _share(profile: JsonObject, milliseconds: float) -> str:
     return f"{milliseconds:,.2f} ({milliseconds / profile['step_ms']:.0%})" if milliseconds else ""

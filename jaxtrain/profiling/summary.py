@@ -4,8 +4,8 @@ import gzip
 import re
 import time
 from pathlib import Path
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import LARGE, read_json, user_json
@@ -54,7 +54,7 @@ def ask(workdir: str | Path, steps: int, processes: int, timeout: float, tick: f
                     "look whether it makes steps, or give it a longer --timeout")
 
 
-def described(folder: Path) -> dict[str, Any]:
+def described(folder: Path) -> JsonObject:
     """Return what a run wrote about a profile."""
     about = user_json(folder / "profile.json", _FORM, "WORKDIR", "take another profile")
     if about is None:
@@ -93,7 +93,7 @@ def summarise(folder: Path) -> str:
     return shown
 
 
-def _traced(folder: Path) -> dict[str, Any] | None:
+def _traced(folder: Path) -> JsonObject | None:
     """Return what a process wrote about its trace, once it is there; None if it does not come."""
     end = time.monotonic() + _LATE
     while not (folder / "traced.json").exists():

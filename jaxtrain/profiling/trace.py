@@ -51,7 +51,7 @@ def begin(folder: str | Path) -> None:
     jax.profiler.start_trace(str(folder), profiler_options=options)
 
 
-def newest(folder: str | Path) -> Any:
+def newest(folder: str | Path) -> "jax.profiler.ProfileData":
     """Return the newest trace in a folder (`jax.profiler.ProfileData`)."""
     files = sorted(glob.glob(str(Path(folder) / "**" / "*.xplane.pb"), recursive=True), key=os.path.getmtime)
     if not files:

@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.distributed.coordination import Board
 from jaxtrain.errors import say
 from jaxtrain.observe import events
@@ -115,7 +115,7 @@ class Stragglers:
         self._thread = threading.Thread(target=self._work, name="stragglers", daemon=True)
         self._thread.start()
 
-    def step(self, metrics: Any, waited: float, busy: float) -> None:
+    def step(self, metrics: Mapping[str, AnyArray], waited: float, busy: float) -> None:
         """Record a step, given its scalars and the seconds that this process waited for data and was busy.
 
         At the end of a window it waits for the step, so that the devices are probed while idle. Windows end by the wall

@@ -20,10 +20,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.config.schema import ResilienceConfig
 from jaxtrain.distributed import exit_codes
 from jaxtrain.distributed import processes as distributed
@@ -42,7 +42,7 @@ class Watchdog:
     Signal USR1 writes the Python stacks of all threads to stderr and changes nothing else.
     """
 
-    def __init__(self, workdir: str | Path, config: ResilienceConfig, leave: Callable[[int], Any] = os._exit):
+    def __init__(self, workdir: str | Path, config: ResilienceConfig, leave: Callable[[int], object] = os._exit):
         """`leave` ends the process; `finally` blocks are not run, since they may wait for what hangs."""
         self._workdir, self._config, self._leave = Path(workdir), config, leave
         self._process, self._processes = distributed.process(), distributed.processes()
@@ -219,7 +219,7 @@ class Watchdog:
                 os.close(file)
 
 
-def laggards(beats: dict[int, dict[str, Any]], processes: int) -> str:
+def laggards(beats: dict[int, JsonObject], processes: int) -> str:
     """Return a sentence that names the processes which did not arrive where the others wait."""
     beats = {i: beat for i, beat in beats.items() if i < processes and {"time", "begun", "phase"} <= beat.keys()}
     if processes == 1 or len(beats) < 2:
@@ -240,7 +240,7 @@ def laggards(beats: dict[int, dict[str, Any]], processes: int) -> str:
     return f"all processes began step {most}: look at the devices and the network between them"
 
 
-def _names(processes: list[int], beats: dict[int, dict[str, Any]]) -> str:
+def _names(processes: list[int], beats: dict[int, JsonObject]) -> str:
     return ", ".join(f"process {i} ({beats.get(i, {}).get('host', 'host unknown')})" for i in processes[:8]) + (
         f" and {len(processes) - 8} more" if len(processes) > 8 else "")
 

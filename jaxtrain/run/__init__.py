@@ -6,14 +6,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO, cast
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxtrain.base import arguments
+from jaxtrain.base.annotations import JsonMapping, PyTree
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import Array
@@ -32,7 +34,7 @@ from jaxtrain.sharding.rules import AnyMesh
 from jaxtrain.train_step import given_params, partition, precision
 from jaxtrain.train_step.hooks import StepHooks, extras_of
 from jaxtrain.train_step.sharded_step import ShardedStep
-from jaxtrain.train_step.state import Batch, Layout, Metrics, Params, Skeleton, TrainState, initial_state
+from jaxtrain.train_step.state import GivenBatch, Layout, Metrics, Params, Skeleton, TrainState, initial_state
 
 if TYPE_CHECKING:  # few runs need them
     from jaxtrain.data.loading.grain_datasets.batch_dataset import BatchDataset
@@ -90,7 +92,7 @@ class Extension(StepHooks):
         """Return the parameters to begin with, or some of them; None: they are random."""
         return None
 
-    def begins_with(self, run: "Run") -> Mapping[str, Any]:
+    def begins_with(self, run: "Run") -> JsonMapping:
         """Return what run.json says of these parameters. Every process calls it."""
         return {}
 
@@ -195,7 +197,7 @@ class Run:
         return self.sharded.abstract
 
     # ------------------------------------------------------------------------------------------------ the three calls
-    def init(self, seed: int | None = None, *, parts: Mapping[str, Any] | None = None,
+    def init(self, seed: int | None = None, *, parts: Mapping[str, PyTree] | None = None,
              meanwhile: Callable[[], object] | None = None) -> TrainState:
         """The state at step 0, created already sharded; the values do not depend on the mesh.
 
@@ -213,7 +215,7 @@ class Run:
         found = (extension.initial_params(self) for extension in self.extensions)
         return self._begun(next((params for params in found if params is not None), None), seed, parts, meanwhile)
 
-    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step(self, state: TrainState, batch: GivenBatch) -> tuple[TrainState, Metrics]:
         """One optimizer step. `state` is donated: use the returned one."""
         return self.sharded.run(compiled_step(self, batch), state, self.sharded.place(batch))
 
@@ -238,7 +240,7 @@ class Run:
                 part.see(step, state)
 
     # ---------------------------------------------------------------------------------- further uses of a state
-    def value_and_grad(self, state: TrainState, batch: Batch) -> tuple[jax.Array, Params]:
+    def value_and_grad(self, state: TrainState, batch: GivenBatch) -> tuple[jax.Array, Params]:
         """The mean loss of a batch, and its gradient with respect to `state.params`, as the step computes them."""
         self.sharded.check_devices()
         self._shapes.spec.check(batch)
@@ -252,7 +254,7 @@ class Run:
             abstract = extension.accepted(abstract, params)
         return self._begun(given_params.placed(params, abstract))
 
-    def module(self, state: TrainState, dtype: Any = None) -> Any:
+    def module(self, state: TrainState, dtype: DTypeLike | None = None) -> Any:
         """The model with this state's parameters, whole on one device: to be called eagerly, as `module(tokens)`.
 
         Args:
@@ -358,7 +360,7 @@ class Run:
         return {} if self.config.model.text else self._shapes.spec.arrays
 
     # ---------------------------------------------------------------------------------------------------------- report
-    def report(self, file: Any = None) -> None:
+    def report(self, file: TextIO | None = None) -> None:
         """Print what is placed where: path, shape, logical names, partition spec, bytes per device, and totals."""
         from jaxtrain.train_step.report import report
 
@@ -378,7 +380,7 @@ class Run:
         return of_placement(self.mesh, said, HEAD, placements(self.abstract, self.layout))
 
     # --------------------------------------------------------------------------------------------------------- innards
-    def _begun(self, given: Params | None, seed: int | None = None, parts: Mapping[str, Any] | None = None,
+    def _begun(self, given: Params | None, seed: int | None = None, parts: Mapping[str, PyTree] | None = None,
                meanwhile: Callable[[], object] | None = None) -> TrainState:
         """The state at step 0 around these parameters, where they are given; the others are random."""
         goal = self.objective
@@ -428,7 +430,7 @@ class Run:
         return initial_state(partition.like(params, self.layout.axes), c.optimizer, c.precision == "float16",
                              extras_of(self.sharded.hooks), frozen)
 
-    def _evaluated(self, state: TrainState, batches: BatchSource, many: int) -> tuple[float, list[Any]]:
+    def _evaluated(self, state: TrainState, batches: BatchSource, many: int) -> tuple[float, list[Metrics]]:
         """The mean loss of this many batches for evaluation, and their further sums."""
         sums, program = [], self.sharded.compiled_evaluation(self._shapes.abstract(batches))
         for n in range(many):
@@ -437,7 +439,7 @@ class Run:
         total, weight, *more = jax.tree.map(lambda *x: np.sum(x, axis=0), *jax.device_get(sums))
         return float(total / max(weight, 1e-8)), more
 
-    def _evaluation_fields(self, nats: float, more: list[Any]) -> dict[str, float]:
+    def _evaluation_fields(self, nats: float, more: list[Metrics]) -> dict[str, float]:
         """Return the metrics of an evaluation besides its loss, from that and the further sums of its batches."""
         if more:
             told = self.objective.evaluation.metrics(*more)
@@ -456,7 +458,7 @@ def shapes_of(run: Run) -> Shapes:
     return run._shapes
 
 
-def compiled_step(run: Run, batch: Batch | None = None) -> jax.stages.Compiled:
+def compiled_step(run: Run, batch: GivenBatch | None = None) -> jax.stages.Compiled:
     """Return the step for batches of this shape, or of the config's: (state, placed batch) -> (state, metrics)."""
     run.sharded.check_devices()
     batch = run._shapes.abstract() if batch is None else batch

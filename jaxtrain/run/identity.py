@@ -1,21 +1,21 @@
 """The identity of a run, for config.json and run.json: which keys count, and what the config does not name."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.base import plug_ins
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.observe.own_parts import describe, describe_data, describe_objective, describe_optimizer
 from jaxtrain.run import Extension, Run, name_of
 from jaxtrain.run.made_of_sections import configured
 
 
-def settings(run: Run) -> dict[str, dict[str, Any]]:
+def settings(run: Run) -> dict[str, JsonObject]:
     """Return the part of the config that counts for a run, as config.json has it."""
     sections = run.config.to_dict()
     return sections if run.own is None else run.own.counted(sections, of_text=run.data is None)
 
 
-def own_parts(run: Run, recorded: Mapping[str, Any]) -> dict[str, Any]:
+def own_parts(run: Run, recorded: JsonMapping) -> JsonObject:
     """Return the description of what the config does not name, for run.json (observe/own_parts.py).
 
     `recorded`: what run.json says of the workdir's run, {} for a new one.

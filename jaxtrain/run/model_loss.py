@@ -3,17 +3,18 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.objectives import Objective
 from jaxtrain.train_step import partition
-from jaxtrain.train_step.gradients import StateGradient, make_gradient
-from jaxtrain.train_step.state import Layout, Skeleton, TrainState
+from jaxtrain.train_step.gradients import LossSums, StateGradient, make_gradient
+from jaxtrain.train_step.state import Batch, Layout, Metrics, Params, Skeleton, TrainState
 
 if TYPE_CHECKING:  # few runs have a pipeline
     from jaxtrain.parallel.pipeline.pipeline import Pipeline
@@ -51,12 +52,12 @@ class ModelLoss:
 
     # ------------------------------------------------------------------------------------ what a step is made of
     @cached_property
-    def dtypes(self) -> Any:
+    def dtypes(self) -> PyTree:
         """The dtype in which each parameter computes if it is not that of the step, else ""."""
         return self._metadata("compute_dtype", self.abstract.all_params)
 
     @cached_property
-    def updates(self) -> Any:
+    def updates(self) -> PyTree:
         """The name of the update rule of each trained parameter that has one of its own, else ""."""
         return self._metadata("update", self.abstract.params)
 
@@ -71,13 +72,13 @@ class ModelLoss:
             return of(None)
         return lambda state, batch: of(self.of_shape(self._shape(batch)))(state, batch)
 
-    def evaluation(self, params: Any, batch: Any) -> tuple[Any, ...]:
+    def evaluation(self, params: Params, batch: Batch) -> LossSums:
         """Return the summed loss, its weight, and further sums if the objective reports any."""
         goal, schedules = self.objective.evaluation, self.schedules and self.of_shape(self._shape(batch))
         found = (self.pipeline(goal, schedules) if schedules else goal).loss(params, batch)
         return found if self.objective.evaluation_metrics else found[:2]
 
-    def metrics(self, sums: Any) -> dict[str, jax.Array]:
+    def metrics(self, sums: Metrics) -> Metrics:
         """Return the objective's metrics."""
         return self.objective.metrics(sums)
 
@@ -90,12 +91,12 @@ class ModelLoss:
         return Pipeline(objective.pipeline_parts, *schedules, self.layout.rules, self.layout.axes,
                         self.layout.frozen_axes, at_rest)
 
-    def _shape(self, batch: Any) -> Shape:
+    def _shape(self, batch: Batch) -> Shape:
         arrays = {name: Array.of(declared) for name, declared in self.objective.batch_spec.items()}
         rows, seq_len = np.shape(batch[next(name for name, array in arrays.items() if array.dims == (SEQ,))])
         return rows, seq_len
 
-    def _metadata(self, key: str, params: Any) -> Any:
+    def _metadata(self, key: str, params: Params) -> PyTree:
         """Return one entry of the metadata of these parameters, which are the model's or the objective's."""
         known = self.model.metadata(key, "") | self.objective.frozen_metadata(key)
         return partition.like(known, params)

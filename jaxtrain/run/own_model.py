@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject, PyTree
 from jaxtrain.config.schema import Config, DataConfig
 from jaxtrain.data.loading.batch_source import BatchSource
-from jaxtrain.data.loading.batch_spec import BatchSpec, first_steps, row_of
+from jaxtrain.data.loading.batch_spec import BatchSpec, Declared, first_steps, row_of
 from jaxtrain.errors import UserError
 from jaxtrain.objectives.objective import OfTheModelAlone
 from jaxtrain.observe.own_parts import describe
@@ -19,7 +20,7 @@ from jaxtrain.run.shapes import AbstractBatch
 from jaxtrain.sharding.mesh import AXES
 from jaxtrain.train_step.sharded_step import ShardedStep
 from jaxtrain.train_step.standalone import TrainStep
-from jaxtrain.train_step.state import TrainState
+from jaxtrain.train_step.state import Metrics, Params, TrainState
 
 # The keys that count for a run with a model of its user's. Of the sections that are not here none does.
 _COUNT = {
@@ -70,7 +71,7 @@ class OwnModel:
         """Return the shapes that batches may have."""
         return AnyShapes(self.train_step.sharded, batches)
 
-    def counted(self, sections: Mapping[str, Mapping[str, Any]], of_text: bool) -> dict[str, dict[str, Any]]:
+    def counted(self, sections: Mapping[str, JsonMapping], of_text: bool) -> dict[str, JsonObject]:
         """Return the keys of a config that count. `of_text`: the batches are made of the config's text."""
         return {section: {key: value for key, value in keys.items() if _counts(section, key, self.takes_key, of_text)}
                 for section, keys in sections.items() if section in _COUNT}
@@ -79,7 +80,7 @@ class OwnModel:
         """Return the state at step 0."""
         return self.train_step.init(self.initial)
 
-    def restore(self, params: Any) -> Any:
+    def restore(self, params: Params) -> Any:
         """Return the module or pytree with these parameters."""
         return self.train_step.computation.restore(params)
 
@@ -93,7 +94,7 @@ class OwnObjective(OfTheModelAlone):
         self._step = train_step
 
     @property
-    def batch_spec(self) -> Mapping[str, Any]:
+    def batch_spec(self) -> Declared:
         """Empty: batches have whatever arrays the first one has."""
         return {}
 
@@ -107,15 +108,15 @@ class OwnObjective(OfTheModelAlone):
         """The loss itself."""
         return self
 
-    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+    def loss(self, params: Params, batch: PyTree) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
         """Return the summed loss, the weight to divide it by, and further sums."""
         return self._step.computation.weighted_loss(params, batch)
 
-    def metrics(self, sums: dict[str, Any]) -> dict[str, jax.Array]:
+    def metrics(self, sums: dict[str, Any]) -> Metrics:
         """Return the further sums, divided by the weight."""
         return self._step.computation.metrics(sums)
 
-    def identity(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    def identity(self, recorded: JsonMapping) -> JsonObject:
         """Return the description of the function."""
         return describe(self._step.own.function)
 

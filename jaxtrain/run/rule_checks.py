@@ -1,7 +1,6 @@
 """Checks that sharding rules, mesh and model agree, made before tracing; errors name the config key."""
 
 import math
-from typing import Any
 
 import jax
 
@@ -9,7 +8,7 @@ from jaxtrain.config.remat_policies import PRESETS, policies
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.rules import AnyMesh, Rules
+from jaxtrain.sharding.rules import AnyMesh, Axes, Rules
 
 
 def activations_divide(config: Config, rules: Rules, mesh: AnyMesh) -> None:
@@ -62,7 +61,7 @@ def agree(config: Config, rules: Rules) -> None:
                             "no tokens", "use none or an axis of the batch or the sequence")
 
 
-def are_used(config: Config, axes: Any) -> None:
+def are_used(config: Config, axes: Axes) -> None:
     """Check that the model has every dimension that an overridden rule or a policy of rematerialization names."""
     used = set(sharding.ACTIVATION_NAMES)
     for names in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)):

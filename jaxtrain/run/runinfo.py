@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import Json, JsonMapping, JsonObject
 from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config, DataConfig, hash_of
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files import atomic_files, bounded_files
+from jaxtrain.files.bounded_files import Form
 from jaxtrain.observe.own_parts import difference
 from jaxtrain.observe.versions import git_commit, version_of
 
@@ -69,7 +71,7 @@ def make_workdir(workdir: str | Path) -> None:
         raise _unwritable(folder, error) from None
 
 
-def recorded_parts(workdir: str | Path, saved: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+def recorded_parts(workdir: str | Path, saved: JsonMapping | None = None) -> JsonObject | None:
     """Return how run.json describes those parts of the workdir's run that are its user's own; None: it is not known.
 
     `saved`: what a checkpoint of the run says, which counts where run.json was lost.
@@ -77,8 +79,8 @@ def recorded_parts(workdir: str | Path, saved: Mapping[str, Any] | None = None) 
     return (_read(Path(workdir) / "run.json", _RUN) or saved or {}).get("own_parts")
 
 
-def identity(workdir: str | Path, saved: Mapping[str, Any],
-             adopt: bool = False) -> tuple[dict[str, Any], Mapping[str, Any]]:
+def identity(workdir: str | Path, saved: JsonMapping,
+             adopt: bool = False) -> tuple[JsonObject, JsonMapping]:
     """Return the identity of the workdir's run: its random id, and the checkpoints of other runs that it adopted.
 
     Args:
@@ -109,9 +111,9 @@ def identity(workdir: str | Path, saved: Mapping[str, Any],
 
 
 def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, str] | None = None,
-                  done: int = 0, *, parts: Mapping[str, Any] | None = None,
-                  keys: Mapping[str, Any] | None = None, saved: Mapping[str, Any] | None = None,
-                  may_change: Collection[str] = ()) -> list[dict[str, Any]]:
+                  done: int = 0, *, parts: JsonMapping | None = None,
+                  keys: JsonMapping | None = None, saved: JsonMapping | None = None,
+                  may_change: Collection[str] = ()) -> list[JsonObject]:
     """Make `workdir` if need be and raise a `UserError` if it cannot be written or holds a run of other mathematics.
 
     Args:
@@ -145,8 +147,8 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
     return changed + allowed if started else []
 
 
-def _changes(workdir: Path, started: Mapping[str, Any], current: Mapping[str, Any], config: Config, done: int,
-             may_change: Collection[str], own_optimizer: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _changes(workdir: Path, started: JsonMapping, current: JsonMapping, config: Config, done: int,
+             may_change: Collection[str], own_optimizer: bool) -> tuple[list[JsonObject], list[JsonObject]]:
     """Return the keys that differ from those of config.json: of data that is to come, and those that `may_change`.
 
     Raises:
@@ -185,7 +187,7 @@ def _changes(workdir: Path, started: Mapping[str, Any], current: Mapping[str, An
     return changed, allowed
 
 
-def _before(started: Mapping[str, Any], config: Config, section: str, key: str, value: Any) -> Any:
+def _before(started: JsonMapping, config: Config, section: str, key: str, value: object) -> Json:
     """Return what config.json says of a key; the key's default if it is of a time before the key existed."""
     if section not in started:
         return value
@@ -199,8 +201,8 @@ def _before(started: Mapping[str, Any], config: Config, section: str, key: str, 
         return value
 
 
-def _check_data(workdir: Path, started: Mapping[str, Any], config: Config, then: Mapping[str, Any],
-                now: Mapping[str, Any], done: int, changed: list[dict[str, Any]]) -> None:
+def _check_data(workdir: Path, started: JsonMapping, config: Config, then: JsonMapping,
+                now: JsonMapping, done: int, changed: list[JsonObject]) -> None:
     """Raise a `UserError` if the steps that are done would have had other data.
 
     Args:
@@ -232,10 +234,10 @@ def _check_data(workdir: Path, started: Mapping[str, Any], config: Config, then:
 
 def write_run_files(workdir: str | Path, config: Config, *, mesh_sizes: Mapping[str, int], device_kind: str,
                     data_manifest_hash: str | None, manifests: Mapping[str, str] | None = None, done: int = 0,
-                    parts: Mapping[str, Any] | None = None, keys: Mapping[str, Any] | None = None,
-                    saved: Mapping[str, Any] | None = None, known: Mapping[str, Any] | None = None,
-                    may_change: Collection[str] = (), compiler_options: Mapping[str, Any] | None = None,
-                    commit: Callable[[], str | None] | None = None) -> dict[str, Any]:
+                    parts: JsonMapping | None = None, keys: JsonMapping | None = None,
+                    saved: JsonMapping | None = None, known: JsonMapping | None = None,
+                    may_change: Collection[str] = (), compiler_options: Mapping[str, str | bool] | None = None,
+                    commit: Callable[[], str | None] | None = None) -> JsonObject:
     """Check `workdir` as `check_workdir` does, then (in process 0) write `config.json` and `run.json` into it.
 
     `known`: the identity of the run. `commit`: returns the commit of the code; git is asked by default.
@@ -293,13 +295,13 @@ def withdraw_run_files(workdir: str | Path) -> None:
             (Path(workdir) / name).unlink(missing_ok=True)
 
 
-def _without_places(mixture: Any) -> Any:
+def _without_places(mixture: Json) -> Json:
     """A mixture without where its sources lie."""
     return {name: {key: value for key, value in entry.items() if key != "source"} if isinstance(entry, dict) else entry
             for name, entry in mixture.items()} if isinstance(mixture, dict) else mixture
 
 
-def _history(data: DataConfig, manifests: Mapping[str, str], done: int) -> Any:
+def _history(data: DataConfig, manifests: Mapping[str, str], done: int) -> Json:
     return json.loads(json.dumps(data_stages.history(data, manifests, done)))
 
 
@@ -312,11 +314,11 @@ def _free(section: str, key: str, config: Config, own_optimizer: bool) -> bool:
     return free is None or key in free
 
 
-def _read(path: Path, form: Any) -> dict[str, Any]:
+def _read(path: Path, form: Form) -> JsonObject:
     return bounded_files.user_json(path, form, "--workdir", "give another --workdir") or {}
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _write(path: Path, content: JsonObject) -> None:
     atomic_files.write(path, json.dumps(content, indent=2) + "\n")
 
 

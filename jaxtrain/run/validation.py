@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
@@ -207,7 +208,7 @@ def explains(error: UserError) -> bool:
 
 def table(more: Sequence[Refusal]) -> str:
     """Return the table in Markdown, as in docs/parallelism.md, with the rows of all extensions."""
-    def keys(overrides: dict[str, Any]) -> str:
+    def keys(overrides: JsonObject) -> str:
         return " ".join(f"`{key}={value}`" for key, value in overrides.items())
 
     rows = [f"| {row.combination} | `{row.key}` | {keys(row.example)} | {keys(row.instead)} |"

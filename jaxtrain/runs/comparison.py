@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.checkpoint import verify
 from jaxtrain.errors import UserError
 from jaxtrain.observe.goodput import duration
@@ -98,7 +99,7 @@ def _losses(key: str, lines: Any) -> dict[str, str]:
             f"best {key}": f"{values[best]:.4f} at step {steps[best]:.0f}"}
 
 
-def _event(event: dict[str, Any]) -> str:
+def _event(event: JsonObject) -> str:
     then = event.get("time")
     at = time.strftime("%Y-%m-%d %H:%M:%S ", time.localtime(then)) if isinstance(then, int | float) and abs(
         then) < 1e11 else ""
@@ -106,7 +107,7 @@ def _event(event: dict[str, Any]) -> str:
     return f"{at}{event['kind']}{f' {json.dumps(about)[:200]}' if about else ''}"
 
 
-def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+def _flat(tree: JsonObject, above: str = "") -> JsonObject:
     """Return the values of nested objects by their dotted keys."""
     found = {}
     for key, value in tree.items():

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.checkpoint import verify
 from jaxtrain.distributed import run_processes
 from jaxtrain.errors import UserError
@@ -37,7 +38,7 @@ class Columns:
         self._lines: list[Mapping[str, Any]] = []  # that are not in these yet: many at once are quicker
         self.last: Mapping[str, Any] = {}  # the newest line as it is written
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: JsonMapping) -> None:
         """Add a line; what is not a number is left out."""
         self._lines.append(line)
         self.last = line

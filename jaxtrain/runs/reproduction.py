@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain import storage
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.config.load import load_config
 from jaxtrain.config.schema import Config, hash_of
 from jaxtrain.errors import UserError
@@ -80,7 +81,7 @@ def _code(found: Found) -> Iterator[Row]:
             here.removesuffix(_DIRTY)) else "the checkout here was edited: git stash, or --checkout=DIR"
 
 
-def _packages(said: dict[str, Any]) -> Iterator[Row]:
+def _packages(said: JsonObject) -> Iterator[Row]:
     from jaxtrain.run.runinfo import PACKAGES
 
     for name, then in said["packages"].items():
@@ -93,7 +94,7 @@ def _packages(said: dict[str, Any]) -> Iterator[Row]:
         yield "platform", said["platform"], platform.platform(), "use the same image: libraries may round otherwise"
 
 
-def _machine(said: dict[str, Any]) -> Iterator[Row]:
+def _machine(said: JsonObject) -> Iterator[Row]:
     import jax
 
     devices, kind = math.prod(said["mesh"].values()), jax.devices()[0].device_kind
@@ -189,7 +190,7 @@ def _training(found: Found, into: str | None, where: Path | None) -> str:
     return f"{f'cd {shlex.quote(str(where))} && ' if where else ''}{flags}{shlex.join(words)}"
 
 
-def _absolute(config: dict[str, dict[str, Any]]) -> dict[str, str]:
+def _absolute(config: dict[str, JsonObject]) -> dict[str, str]:
     """Return the keys with paths that are relative to the current folder, and where these are."""
     values = {key: config.get(key.partition(".")[0], {}).get(key.partition(".")[2]) for key in _PATHS}
     mixture = config.get("data", {}).get("mixture", {})

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.checkpoint import step_folders, verify
 from jaxtrain.checkpoint.retention import best_of, dispensable
 from jaxtrain.checkpoint.step_folders import FETCHING
@@ -206,14 +206,14 @@ def _origins(workdir: Path) -> Iterator[tuple[str, int]]:
         yield from {(Path(place).name, step), (Path(place).resolve().name, step)}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> JsonObject:
     """Return what a file holds; nothing, if it is damaged or missing."""
     with contextlib.suppress(UserError):
         return user_json(path, dict, "WORKDIR", "") or {}
     return {}
 
 
-def _within(value: Any) -> Iterator[Any]:
+def _within(value: object) -> Iterator[Json]:
     """Yield a value of JSON and all values in it."""
     yield value
     for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

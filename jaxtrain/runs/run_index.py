@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxtrain import storage
 from jaxtrain.checkpoint.mirror import Mirror
@@ -129,12 +128,12 @@ def hourly(run: RecordedRun) -> float:
     return price(run.run.get("device_kind", "")) * math.prod(run.run.get("mesh", {}).values())
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """Return a number that is finite, or None."""
     return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
 
 
-def _whole(value: Any) -> int | None:
+def _whole(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 

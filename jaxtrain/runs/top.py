@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.distributed.run_processes import heartbeats
 from jaxtrain.errors import UserError
 from jaxtrain.observe.goodput import duration
@@ -202,7 +203,7 @@ def _saved(workdir: Path, step: int, now: float) -> str:
         return ""
 
 
-def _memory(beat: dict[str, Any]) -> int | None:
+def _memory(beat: JsonObject) -> int | None:
     """Return the bytes of this machine's memory that a process has; None: it is on another, or has ended."""
     if beat.get("host") != socket.gethostname() or beat.get("phase") == "ended":
         return None

@@ -10,7 +10,7 @@ wherever they are. (Positions 2^32 elements apart are scrambled alike.)
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.sharding.host_memory import fetched
 
 MOST_LAYERS = 1024
 _UPPER = 0x5BD1E995  # distinguishes the upper halves of 64-bit elements
 
 
-def bit_sums(part: Any, start: Sequence[Any], shape: Sequence[int]) -> list[Any]:
+def bit_sums(part: AnyArray, start: Sequence[AnyArray | int], shape: Sequence[int]) -> list[AnyArray]:
     """Return the two sums over a part of an array of this `shape` that begins at index `start`; NumPy's or JAX's."""
     xp, place = part.__array_namespace__(), np.uint32(0)
     for axis, (first, size) in enumerate(zip(start, part.shape, strict=True)):  # not flattened: that may copy
@@ -39,7 +40,7 @@ def bit_sums(part: Any, start: Sequence[Any], shape: Sequence[int]) -> list[Any]
     return sums
 
 
-def _scrambled_sums(xp: Any, word: Any, place: Any) -> list[Any]:
+def _scrambled_sums(xp: ModuleType, word: AnyArray, place: AnyArray) -> list[AnyArray]:
     """Sum two scrambled numbers of each word; at a given position, different words always give different numbers."""
     mixed = word ^ (place * np.uint32(0x9E3779B1))
     mixed = (mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x85EBCA6B)

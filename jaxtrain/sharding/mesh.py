@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")
 
 def make_mesh(
     data: int = 1, fsdp: int = 1, stage: int = 1, context: int = 1, expert: int = 1, tensor: int = 1,
-    *, devices: Sequence[Any] | int | None = None,
+    *, devices: Sequence[jax.Device] | int | None = None,
 ) -> Mesh | AbstractMesh:
     """Return a mesh of all six axes, in explicit sharding mode.
 
@@ -40,7 +39,7 @@ def make_mesh(
     return Mesh(_ordered(sizes, used), AXES, axis_types=types)
 
 
-def check_mesh(mesh: Any, required: bool = False) -> None:
+def check_mesh(mesh: object, required: bool = False) -> None:
     """Refuse what is not a mesh of all six axes; None is one to be made, unless one is required."""
     lacking = [axis for axis in AXES if axis not in getattr(mesh, "axis_names", ())]
     if (required or mesh is not None) and lacking:
@@ -77,7 +76,7 @@ def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
-def _ordered(sizes: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+def _ordered(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
     from jax.experimental import mesh_utils
 
     islands, by_process = islands_of(devices)
@@ -89,7 +88,7 @@ def _ordered(sizes: tuple[int, ...], devices: list[Any]) -> np.ndarray:
         within, between, devices, process_is_granule=by_process, allow_split_physical_axes=True)
 
 
-def islands_of(devices: Sequence[Any]) -> tuple[int, bool]:
+def islands_of(devices: Sequence[jax.Device]) -> tuple[int, bool]:
     """Return how many slices, or hosts of GPUs, have fast links inside and slow ones between; and if these are hosts.
     """
     slices, hosts = ({getattr(device, name, 0) for device in devices} for name in ("slice_index", "process_index"))

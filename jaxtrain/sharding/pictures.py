@@ -4,14 +4,14 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxtrain.pages.page_parts import facts, fragment, html_table
 from jaxtrain.pages.picture import Cell, Picture, grid
-from jaxtrain.sharding.rules import AnyMesh
+from jaxtrain.sharding.rules import AnyMesh, SpecEntry
 
 MOST, WIDE = 512, 16  # cells that are drawn, the others are counted; and those of a row where there is one axis
 Part = tuple[tuple[int, int], ...]  # where it begins and ends in each dimension
@@ -37,7 +37,7 @@ def of_placement(mesh: AnyMesh, said: Mapping[str, str], head: Sequence[str], ro
                      html_table(head, rows, len(head) - 1)])
 
 
-def of_array(array: Any, names: Sequence[Any] = ()) -> Picture:
+def of_array(array: jax.Array | jax.ShapeDtypeStruct, names: Sequence[str | None] = ()) -> Picture:
     """Draw which devices hold which part of an array, or of its shape with a sharding; `names`: of its dimensions."""
     held = _held(array)
     ranges = [sorted({part[i] for part in held}) for i in range(len(array.shape))]
@@ -57,7 +57,7 @@ def of_array(array: Any, names: Sequence[Any] = ()) -> Picture:
     return Picture(_figure(title, _drawn(split, cells)), "\n".join([title, *lines]))
 
 
-def _held(array: Any) -> dict[Part, list[int]]:
+def _held(array: jax.Array | jax.ShapeDtypeStruct) -> dict[Part, list[int]]:
     """Return the parts of an array, in order, with the devices that hold each."""
     found: dict[Part, list[int]] = {}
     for device, part in _parts(array):
@@ -65,7 +65,7 @@ def _held(array: Any) -> dict[Part, list[int]]:
     return dict(sorted(found.items()))
 
 
-def _parts(array: Any) -> Iterator[tuple[int, Part]]:
+def _parts(array: jax.Array | jax.ShapeDtypeStruct) -> Iterator[tuple[int, Part]]:
     """Yield each device with its part; devices of an abstract mesh are numbered along it."""
     shape, sharding = array.shape, array.sharding
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
@@ -87,11 +87,11 @@ def _range(size: int, axes: Sequence[str], at: Mapping[str, int], sizes: Mapping
     return size * number // count, size * (number + 1) // count
 
 
-def _entry(entry: Any) -> tuple[str, ...]:
+def _entry(entry: SpecEntry) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _axes(sharding: Any) -> Iterator[tuple[int, str]]:
+def _axes(sharding: jax.sharding.Sharding) -> Iterator[tuple[int, str]]:
     """Yield the dimensions that are split, with the mesh axes over which they are."""
     if isinstance(sharding, NamedSharding):
         for i, entry in enumerate(sharding.spec):
@@ -126,7 +126,7 @@ def _figure(title: str, grids: Iterable[str]) -> str:
     return "\n".join([f"<figure><figcaption>{escape(title)}</figcaption>", *grids, "</figure>"])
 
 
-def _name(i: int, names: Sequence[Any]) -> str:
+def _name(i: int, names: Sequence[str | None]) -> str:
     return f"{names[i]}" if i < len(names) and names[i] is not None else f"dimension {i}"
 
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from jaxtrain.sharding import rules as sharding
 
@@ -54,7 +55,7 @@ class Rounded:
     dtype: Any = field(metadata={"static": True})  # of the array
 
     @classmethod
-    def of(cls, x: jax.Array, dtype: Any) -> "Rounded":
+    def of(cls, x: jax.Array, dtype: DTypeLike) -> "Rounded":
         """Round an array so that its largest magnitude becomes the largest number of `dtype`."""
         spec = jax.typeof(x).sharding.spec
         if spec.reduced:  # it describes only the gradient, and operations reject it
@@ -115,7 +116,7 @@ def sent(x: jax.Array, send: Callable[[jax.Array], jax.Array] = lambda x: x) -> 
     return apply(x)
 
 
-def rounded(x: Factor, dtype: Any) -> Rounded:
+def rounded(x: Factor, dtype: DTypeLike) -> Rounded:
     """Return an array in 8 bits; it may be already."""
     return x if isinstance(x, Rounded) else Rounded.of(x, dtype)
 
@@ -125,12 +126,12 @@ def plain(x: Factor) -> jax.Array:
     return (x.wide.astype(jnp.float32) * x.scale).astype(x.dtype) if isinstance(x, Rounded) else x
 
 
-def of_values(f: Callable[[jax.Array], jax.Array], x: Any) -> Any:
+def of_values(f: Callable[[jax.Array], jax.Array], x: Factor) -> Factor:
     """Return `f(x)`, or of an array in 8 bits the same with `f` of its values."""
     return replace(x, values=f(x.values)) if isinstance(x, Rounded) else f(x)
 
 
-def gradient_of(x: Any, dx: jax.Array) -> Any:
+def gradient_of(x: Factor, dx: jax.Array) -> Factor:
     """Return the gradient of an array as a tree like it, which may be in 8 bits."""
     return replace(x, values=dx, scale=None) if isinstance(x, Rounded) else dx
 
@@ -157,14 +158,16 @@ def forward(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
     return multiply(product, x, weight) if is_fp8() else product(x, weight)
 
 
-def input_gradient(product: Product, x: Any, weight: jax.Array, dy: jax.Array) -> jax.Array:
+def input_gradient(product: Product, x: jax.Array | jax.ShapeDtypeStruct, weight: jax.Array,
+                   dy: jax.Array) -> jax.Array:
     """Return the gradient with respect to the input alone, from that of the output; `x` may be abstract."""
     if not is_fp8():
         return _transposed(lambda x: product(x, weight), x, dy)
     return _input_gradient(product, x, Rounded.of(weight, FORWARD), Rounded.of(dy, BACKWARD))
 
 
-def weight_gradient(product: Product, x: jax.Array, weight: Any, dy: jax.Array) -> jax.Array:
+def weight_gradient(product: Product, x: jax.Array, weight: jax.Array | jax.ShapeDtypeStruct,
+                    dy: jax.Array) -> jax.Array:
     """Return the gradient with respect to the weight alone, from that of the output; `weight` may be abstract."""
     if not is_fp8():
         return _transposed(lambda weight: product(x, weight), weight, dy)
@@ -175,12 +178,12 @@ def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.typeof(x).sharding)
 
 
-def _input_gradient(product: Product, x: Any, weight: Rounded, dy: Rounded) -> jax.Array:
+def _input_gradient(product: Product, x: jax.Array | jax.ShapeDtypeStruct, weight: Rounded, dy: Rounded) -> jax.Array:
     with _exact_sums():
         return scaled(_transposed(lambda x: product(x, weight.wide), x, dy.wide), weight, dy)
 
 
-def _weight_gradient(product: Product, x: Rounded, weight: Any, dy: Rounded) -> jax.Array:
+def _weight_gradient(product: Product, x: Rounded, weight: jax.Array | jax.ShapeDtypeStruct, dy: Rounded) -> jax.Array:
     with _exact_sums():
         return scaled(_transposed(lambda weight: product(x.wide, weight), weight, dy.wide), x, dy)
 
@@ -190,7 +193,7 @@ def _exact_sums():
     return jax.default_matmul_precision("highest")
 
 
-def _transposed(linear: Callable, x: Any, dy: jax.Array) -> jax.Array:
+def _transposed(linear: Callable, x: jax.Array | jax.ShapeDtypeStruct, dy: jax.Array) -> jax.Array:
     return jax.linear_transpose(linear, x)(dy)[0]
 
 

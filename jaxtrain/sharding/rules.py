@@ -9,7 +9,7 @@ are one device's part along it, and the specs made here leave it out.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError, nearest
 
 Names = tuple[str | None, ...]
 AnyMesh = Mesh | AbstractMesh
+SpecEntry = str | tuple[str, ...] | None  # of a PartitionSpec: the mesh axes that split a dimension
+Axes = Any  # a pytree like the parameters', of the `Names` of each, or None for one that has none
+Shardings = Any  # a pytree of the sharding of each array
 
 # What each name means, and the config key that sets its size (for messages).
 PARAMETER_NAMES = {
@@ -61,7 +65,7 @@ _FSDP_TP = _FSDP | {name: ("tensor",) for name in (
 PRESETS = {"data": _DATA, "fsdp": _FSDP, "fsdp_tp": _FSDP_TP}
 
 
-def _meant(name: str, known: Mapping[str, Any]) -> str:
+def _meant(name: str, known: Iterable[str]) -> str:
     """Return the question whether a near name is meant; "" if none is near."""
     near = nearest(str(name), known)
     return f"{near} or " if near.startswith("did") else ""
@@ -134,12 +138,12 @@ def _axes(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
     return axes
 
 
-def axes_of(entry: Any) -> tuple[str, ...]:
+def axes_of(entry: SpecEntry) -> tuple[str, ...]:
     """Return the mesh axes in one entry of a spec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def _entry(axes: tuple[str, ...]) -> Any:
+def _entry(axes: tuple[str, ...]) -> SpecEntry:
     return axes[0] if len(axes) == 1 else axes or None
 
 
@@ -165,7 +169,7 @@ def peak(x: jax.Array) -> jax.Array:
     return jax.lax.pmax(found.astype(jnp.float32), axes).astype(x.dtype) if axes else found
 
 
-def shards(entry: Any, mesh: AnyMesh) -> int:
+def shards(entry: SpecEntry, mesh: AnyMesh) -> int:
     """Return into how many pieces one entry of a spec cuts its dimension."""
     return math.prod(mesh.shape[axis] for axis in axes_of(entry))
 
@@ -274,7 +278,7 @@ def activation_spec(*names: str | None) -> P | None:
     return without_trivial_axes(here[1].spec(names), here[0])
 
 
-def split_by(name: str) -> Any:
+def split_by(name: str) -> SpecEntry:
     """Return the spec entry of a dimension with this name here, or None if nothing splits it."""
     return (activation_spec(name) or (None,))[0]
 
@@ -330,7 +334,7 @@ def leave_reduced(x: jax.Array) -> jax.Array:
     return jax.reshard(x, P(*spec.partitions))
 
 
-def manual_region(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+def manual_region(f: Callable, in_specs: PyTree, out_specs: PyTree) -> Callable:
     """Wrap `f` in a `shard_map` over every free axis: it runs on each device's part, with collectives by name."""
     mesh, _ = current() or (jax.sharding.get_abstract_mesh(), None)
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(free_axes(mesh)), check_vma=False)

@@ -5,12 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxtrain.base import arguments
 from jaxtrain.errors import UserError
+from jaxtrain.train_step.state import Params, TrainState
 
 
-def placed(params: Any, abstract: Any) -> Any:
+def placed(params: Any, abstract: Params) -> Params:
     """Return these parameters in the dtypes and shardings of `abstract`; refuse a tree with others, naming the first.
     """
     given, wanted = (dict(jax.tree_util.tree_flatten_with_path(tree)[0]) for tree in (params, abstract))
@@ -28,7 +30,7 @@ def placed(params: Any, abstract: Any) -> Any:
                               for path, to in wanted.items()])
 
 
-def of_state(state: Any) -> Any:
+def of_state(state: Any) -> TrainState:
     """Return a state; refuse what is not one, such as parameters."""
     if not hasattr(state, "all_params"):
         raise UserError("state", f"it is {arguments.kind(state)}, not a jt.TrainState",
@@ -36,7 +38,7 @@ def of_state(state: Any) -> Any:
     return state
 
 
-def on_one_device(params: Any, dtype: Any = None) -> Any:
+def on_one_device(params: Any, dtype: DTypeLike | None = None) -> Params:
     """Return parameters whole on the first device here, those of floating point in `dtype` if one is given."""
     def one(x):
         x = np.array(x)

@@ -6,24 +6,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
 from jaxtrain.train_step import precision as precisions
-from jaxtrain.train_step.state import Layout, TrainState
+from jaxtrain.train_step.state import Layout, Params, TrainState
 
 # A loss is a sum, the weight to divide it by, so that micro-batches of unequal weight add up to the whole batch, and a
 # dict of further sums, for metrics.
 WeightedLoss = Callable[..., tuple[jax.Array, jax.Array, dict[str, Any]]]
+LossSums = tuple[Any, ...]  # what a loss returns, at times without the further sums
 # Trained and frozen parameters as they compute, batch, scale -> what a loss returns, and the gradient of the mean loss
 # with respect to the trained ones, times the scale.
-Gradient = Callable[[Any, Any, Any, Any], tuple[tuple[Any, ...], Any]]
+Gradient = Callable[[Params, Params, PyTree, jax.Array | float], tuple[LossSums, Params]]
 # What a loss returns for a batch, and the gradient of the mean loss with respect to the state's trained parameters, in
 # the dtype that they compute in, or in float32.
-StateGradient = Callable[[TrainState, Any], tuple[tuple[Any, ...], Any]]
+StateGradient = Callable[[TrainState, PyTree], tuple[LossSums, Params]]
 
 
 def make_gradient(loss: WeightedLoss, layout: Layout, *, accumulation: int = 1, precision: str = "float32",
-                  differentiate: Gradient | None = None, dtypes: Any = None, seed: int | None = None) -> StateGradient:
+                  differentiate: Gradient | None = None, dtypes: PyTree = None,
+                  seed: int | None = None) -> StateGradient:
     """Return the function from a state and a batch to the loss's sums and the gradient of the mean loss.
 
     Args:
@@ -78,7 +81,7 @@ def make_gradient(loss: WeightedLoss, layout: Layout, *, accumulation: int = 1, 
         (sums, grads), _ = jax.lax.scan(add, (none, zeros), each)
         return sums, jax.tree.map(lambda g: g / jnp.maximum(sums[1], 1e-8), grads)
 
-    def of_state(state: TrainState, batch: Any) -> tuple[tuple[Any, ...], Any]:
+    def of_state(state: TrainState, batch: PyTree) -> tuple[LossSums, Params]:
         scale = state.loss_scale.scale if state.loss_scale is not None else None
         key = () if seed is None else (jax.random.fold_in(jax.random.key(seed), state.step),)
         compute = gradient if accumulation == 1 else accumulate

@@ -2,19 +2,20 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.base.annotations import PyTree
+from jaxtrain.sharding.rules import Shardings
 from jaxtrain.train_step.gradients import StateGradient
-from jaxtrain.train_step.state import Extras, Layout, TrainState
+from jaxtrain.train_step.state import Extras, Layout, Metrics, Params, TrainState
 
 # (parameters, their state, gradients, a factor for each, whether to take the step) -> new parameters and state.
-Update = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
+Update = Callable[[Params, PyTree, Params, PyTree, jax.Array], tuple[Params, PyTree]]
 # An optimizer and the shardings of its parameters and their state -> the update.
-MakeUpdate = Callable[[optax.GradientTransformation, Any], Update]
+MakeUpdate = Callable[[optax.GradientTransformation, Shardings], Update]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class StepHooks:
         """Return by name what makes each further entry of the state's `extras` from the trained parameters."""
         return {}
 
-    def extra_shardings(self, layout: Layout) -> Mapping[str, Any]:
+    def extra_shardings(self, layout: Layout) -> Mapping[str, Shardings]:
         """Return the shardings of these entries, where they are not those of parameters, or of small replicated arrays.
         """
         return {}
@@ -54,11 +55,11 @@ class StepHooks:
         """
         return gradient
 
-    def before_update(self, state: TrainState, params: Any, grads: Any) -> tuple[Any, Any]:
+    def before_update(self, state: TrainState, params: Params, grads: Params) -> tuple[Params, Params]:
         """Return the parameters and gradients that the update is made of."""
         return params, grads
 
-    def judge(self, verdict: Verdict, extras: dict[str, Any]) -> tuple[jax.Array, dict[str, Any], dict[str, jax.Array]]:
+    def judge(self, verdict: Verdict, extras: dict[str, PyTree]) -> tuple[jax.Array, dict[str, PyTree], Metrics]:
         """Return whether to take the step, the extras, and metrics."""
         return verdict.taken, extras, {}
 
@@ -66,8 +67,8 @@ class StepHooks:
         """Return the update in place of the one that the optimizer makes of all parameters at once."""
         return None
 
-    def after_update(self, params: Any, extras: dict[str, Any], taken: jax.Array,
-                     step: jax.Array) -> tuple[Any, dict[str, Any]]:
+    def after_update(self, params: Params, extras: dict[str, PyTree], taken: jax.Array,
+                     step: jax.Array) -> tuple[Params, dict[str, PyTree]]:
         """Return the parameters and the extras of the next state. `step`: the steps made before this one."""
         return params, extras
 

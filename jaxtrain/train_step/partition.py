@@ -5,14 +5,14 @@ A part is a nested dict that lacks the other part's leaves, so that optimizers, 
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError, nearest
 
 
-def merge(*parts: Any) -> Any:
+def merge(*parts: PyTree) -> PyTree:
     """Merge parts into one nested dict of all leaves; a tree that is not a dict may only be merged with empty parts."""
     parts = tuple(part for part in parts if not (isinstance(part, dict) and not part))
     if not parts:
@@ -26,14 +26,14 @@ def merge(*parts: Any) -> Any:
     return merged
 
 
-def like(tree: Any, part: Any) -> Any:
+def like(tree: PyTree, part: PyTree) -> PyTree:
     """Return the leaves of `tree` at the paths in `part`."""
     if not isinstance(part, dict):
         return tree
     return {key: like(tree[key], inner) for key, inner in part.items() if key in tree}
 
 
-def without(tree: Any, part: dict) -> Any:
+def without(tree: PyTree, part: dict) -> PyTree:
     """Return the leaves of `tree` at the paths not in `part`; a tree that is not a dict only loses an empty part."""
     if not part:
         return tree

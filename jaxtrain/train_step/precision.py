@@ -1,10 +1,11 @@
 """Mixed precision: compute dtypes over float32 master weights, and the loss scale that float16 needs."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxtrain.base.annotations import PyTree
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -19,14 +20,14 @@ def resolve(precision: str, platform: str) -> str:
     return ("float32" if platform == "cpu" else "bfloat16") if precision == "auto" else precision
 
 
-def cast(params: Any, precision: str, own: Any = None) -> Any:
+def cast(params: PyTree, precision: str, own: PyTree = None) -> PyTree:
     """Cast parameters to their compute dtype: `precision`, or what the matching tree `own` names for some."""
     def one(p, own=""):
         return p.astype(dtype_of(own or precision)) if jnp.issubdtype(p.dtype, jnp.floating) else p
     return jax.tree.map(one, params) if own is None else jax.tree.map(one, params, own)
 
 
-def frozen_dtype(frozen: Any, name: str, own: Any) -> Any:
+def frozen_dtype(frozen: PyTree, name: str, own: PyTree) -> PyTree:
     """Return frozen parameters, abstract or not, in the dtype in which they rest.
 
     Args:

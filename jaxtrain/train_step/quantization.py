@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.errors import UserError
 
 BLOCK = 64  # values with one scale, or as many as a smaller dimension has in the largest power of two that divides it
@@ -19,7 +21,7 @@ _NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0
         0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
 
 
-def quantize(weight: Any, kind: str, dimension: int) -> tuple[Any, Any]:
+def quantize(weight: AnyArray, kind: str, dimension: int) -> tuple[AnyArray, AnyArray]:
     """Return the values and the scales of a weight whose blocks lie along this dimension, in NumPy or JAX.
 
     Scales of values that are not finite are not finite either, so that they do not become others unnoticed.
@@ -45,12 +47,12 @@ def quantize(weight: Any, kind: str, dimension: int) -> tuple[Any, Any]:
     return values, scales.squeeze(dimension + 1)
 
 
-def quantize_like(values: Any, scales: Any, weight: Any) -> tuple[Any, Any]:
+def quantize_like(values: AnyArray, scales: AnyArray, weight: AnyArray) -> tuple[AnyArray, AnyArray]:
     """Return the values and the scales of a weight as others are, which may be abstract."""
     return quantize(weight, "nf4" if values.dtype == np.uint8 else "int8", dimension_of(values, scales))
 
 
-def dequantize(values: Any, scales: Any, dtype: Any) -> Any:
+def dequantize(values: AnyArray, scales: AnyArray, dtype: DTypeLike) -> AnyArray:
     """Return the weight that these values and scales stand for."""
     xp: Any = jnp if isinstance(values, jax.Array) else np
     shape, dimension = shape_of(values, scales), dimension_of(values, scales)
@@ -65,7 +67,7 @@ def dequantize(values: Any, scales: Any, dtype: Any) -> Any:
     return (blocks * xp.expand_dims(scales.astype(np.float32), dimension + 1)).reshape(shape).astype(dtype)
 
 
-def shape_of(values: Any, scales: Any) -> tuple[int, ...]:
+def shape_of(values: AnyArray, scales: AnyArray) -> tuple[int, ...]:
     """Return the shape of the weight that these stand for; they may be abstract."""
     dimension, packed = dimension_of(values, scales), 2 if values.dtype == np.uint8 else 1
     return tuple(size * packed if d == dimension else size for d, size in enumerate(values.shape))
@@ -76,10 +78,10 @@ def block_of(size: int) -> int:
     return min(BLOCK, size & -size)
 
 
-def dimension_of(values: Any, scales: Any) -> int:
+def dimension_of(values: AnyArray, scales: AnyArray) -> int:
     """Return the dimension along which blocks lie: that in which there are fewer scales."""
     return next(d for d, (many, few) in enumerate(zip(values.shape, scales.shape, strict=True)) if many != few)
 
 
-def _in_blocks(x: Any, dimension: int, block: int) -> Any:
+def _in_blocks(x: AnyArray, dimension: int, block: int) -> AnyArray:
     return x.reshape(*x.shape[:dimension], -1, block, *x.shape[dimension + 1:])

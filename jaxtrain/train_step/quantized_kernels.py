@@ -4,13 +4,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.train_step import quantization
 
 KERNEL, SCALES = "kernel", "scales"
 
 
-def as_floats(tree: Any, dtype: Any = jnp.float32) -> Any:
+def as_floats(tree: PyTree, dtype: DTypeLike | None = jnp.float32) -> PyTree:
     """Return the tree with the shapes of whole kernels and without scales: of abstract arrays, or of logical names."""
     if not isinstance(tree, dict):
         return tree
@@ -27,7 +29,7 @@ def are_quantized(params: Any) -> bool:
     return isinstance(params, dict) and (SCALES in params or any(map(are_quantized, params.values())))
 
 
-def quantized_like(abstract: Any, params: Any) -> Any:
+def quantized_like(abstract: PyTree, params: Any) -> PyTree:
     """Return parameters with those kernels quantized that `abstract` has in few bits, unless they are already."""
     if not isinstance(params, dict):
         return params

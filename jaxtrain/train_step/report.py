@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Container
-from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.schema import ModelConfig
 from jaxtrain.sharding.host_memory import HOST
+from jaxtrain.sharding.rules import SpecEntry
 from jaxtrain.train_step.optimizers.matrices import is_matrix
 from jaxtrain.train_step.quantized_kernels import as_floats
 from jaxtrain.train_step.state import Layout, TrainState
@@ -53,23 +54,23 @@ def totals(abstract: TrainState, layout: Layout) -> dict[str, str]:
             "whole state": f"{total(abstract):,} bytes per device"}
 
 
-def bytes_per_device(leaf: Any) -> int:
+def bytes_per_device(leaf: jax.Array) -> int:
     """Return the bytes of one array on one device."""
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-def total(tree: Any) -> int:
+def total(tree: PyTree) -> int:
     """Return the bytes of all arrays in a tree on one device."""
     return sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def in_hosts(tree: Any) -> int:
+def in_hosts(tree: PyTree) -> int:
     """Return the bytes among these that are in host memory."""
     return sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(tree)
                if getattr(leaf.sharding, "memory_kind", None) == HOST)
 
 
-def _entry(entry: Any) -> str:
+def _entry(entry: SpecEntry) -> str:
     return "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
 
 

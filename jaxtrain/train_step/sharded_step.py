@@ -5,26 +5,27 @@
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError, tell
 from jaxtrain.sharding import products
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.rules import AnyMesh, Rules
 from jaxtrain.train_step import partition, precision
 from jaxtrain.train_step.compiler_options import compiled, compiler_options
-from jaxtrain.train_step.gradients import StateGradient
+from jaxtrain.train_step.gradients import LossSums, StateGradient
 from jaxtrain.train_step.hooks import StepHooks
 from jaxtrain.train_step.settings import StepSettings
-from jaxtrain.train_step.state import Layout, TrainState, with_extras, with_shardings
+from jaxtrain.train_step.state import Layout, Metrics, Params, TrainState, with_extras, with_shardings
 from jaxtrain.train_step.step import Step, make_step
 
 
@@ -32,13 +33,13 @@ class Computation(Protocol):
     """The functions of parameters and a batch that a step is made of; all of them are traced."""
 
     @property
-    def dtypes(self) -> Any:
+    def dtypes(self) -> PyTree:
         """The dtype in which each parameter computes if it is not that of the step, else ""; None: all in the step's.
         """
         ...
 
     @property
-    def updates(self) -> Any:
+    def updates(self) -> PyTree:
         """The name of the update rule of each trained parameter that has one of its own, else ""; None: none has."""
         ...
 
@@ -46,11 +47,11 @@ class Computation(Protocol):
         """Return the gradient of a state's trained parameters, before what hooks put around it."""
         ...
 
-    def evaluation(self, params: Any, batch: Any) -> tuple[Any, ...]:
+    def evaluation(self, params: Params, batch: PyTree) -> LossSums:
         """Return the summed loss, its weight, and further sums if there are any, of parameters as they compute."""
         ...
 
-    def metrics(self, sums: Any) -> dict[str, jax.Array]:
+    def metrics(self, sums: dict[str, Any]) -> Metrics:
         """Return metrics of the further sums of a whole batch."""
         ...
 
@@ -97,13 +98,13 @@ class ShardedStep:
         return make_step(self.gradient, self.settings, self.layout, hooks=self.hooks,
                          describe=self.computation.metrics, updates=self.computation.updates)
 
-    def cast(self, params: Any) -> Any:
+    def cast(self, params: Params) -> Params:
         """Return trained and frozen parameters in the dtypes in which they compute."""
         dtypes = self.computation.dtypes
         own = None if dtypes is None else partition.like(dtypes, params)
         return precision.cast(params, self.settings.precision, own)
 
-    def evaluation(self, params: Any, batch: Any) -> tuple[Any, ...]:
+    def evaluation(self, params: Params, batch: PyTree) -> LossSums:
         """Return what the computation's evaluation returns, of parameters as they rest; it is traced."""
         return self.computation.evaluation(self.cast(params), batch)
 
@@ -114,18 +115,18 @@ class ShardedStep:
                             "report() and lower() only", "build it without devices=")
 
     @property
-    def compiler_options(self) -> dict[str, Any]:
+    def compiler_options(self) -> dict[str, str | bool]:
         """The compiler's options for the platform and the shape of the mesh."""
         here = self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
         c = self.settings
         return compiler_options(c.platform or here, c.compiler_options, dict(self.mesh.shape).get("tensor", 1),
                                 c.precision == "fp8", c.deterministic)
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Make one optimizer step. `state` is donated: use the returned one."""
         return self.run(self.compiled(batch), state, self.place(batch))
 
-    def run(self, compiled: jax.stages.Compiled, state: TrainState, batch: Any) -> Any:
+    def run(self, compiled: jax.stages.Compiled, state: TrainState, batch: PyTree) -> Any:
         """Call a compiled step, and refuse a state that it cannot take in one sentence."""
         leaves = jax.tree.leaves(state)
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):  # XLA for CPU may crash on such arrays
@@ -154,24 +155,24 @@ class ShardedStep:
         return jax.device_put(state, self.layout.state)
 
     # --------------------------------------------------------------------------------------------------- compilation
-    def compiled(self, batch: Any) -> jax.stages.Compiled:
+    def compiled(self, batch: PyTree) -> jax.stages.Compiled:
         """Return the step for batches of this shape, compiled when first wanted; it takes (state, placed batch)."""
         return self._once("step", batch, lambda: self.lower(batch))
 
-    def compiled_evaluation(self, batch: Any) -> jax.stages.Compiled:
+    def compiled_evaluation(self, batch: PyTree) -> jax.stages.Compiled:
         """Return the evaluation of batches of this shape; it takes (trained and frozen parameters, placed batch)."""
         return self._once("evaluation", batch, lambda: jax.jit(self.evaluation).lower(
             self.abstract.all_params, self.abstract_batch(batch)))
 
-    def evaluate(self, state: TrainState, batch: Any) -> Any:
+    def evaluate(self, state: TrainState, batch: PyTree) -> LossSums:
         """Return what the evaluation of a batch returns: its summed loss and its weight come first."""
         return self.compiled_evaluation(batch)(state.all_params, self.place(batch))
 
-    def value_and_grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
+    def value_and_grad(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, Params]:
         """Return the mean loss of a batch, and its gradient with respect to the trained parameters, before clipping."""
         return self.run(self.compiled_gradient(batch), state, self.place(batch))
 
-    def compiled_gradient(self, batch: Any) -> jax.stages.Compiled:
+    def compiled_gradient(self, batch: PyTree) -> jax.stages.Compiled:
         """Return what `value_and_grad` runs for batches of this shape; it takes (state, placed batch)."""
         def mean(state, batch):
             (total, weight, _), grads = self.gradient(state, batch)
@@ -180,7 +181,7 @@ class ShardedStep:
         return self._once("gradient", batch, lambda: jax.jit(mean).lower(
             self.abstract, self.abstract_batch(batch, self.settings.accumulation)))
 
-    def _once(self, name: str, batch: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+    def _once(self, name: str, batch: PyTree, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Compile a program for batches of this shape when it is first wanted."""
         key = name, shape_of(batch)
         if key not in self.programs:
@@ -188,7 +189,7 @@ class ShardedStep:
                 self.programs[key] = compiled(lower(), self.compiler_options)
         return self.programs[key]
 
-    def lower(self, batch: Any, on: Mesh | None = None) -> jax.stages.Lowered:
+    def lower(self, batch: PyTree, on: Mesh | None = None) -> jax.stages.Lowered:
         """Return the step, traced and lowered for such a batch, which may be abstract; uses no device memory.
 
         `on`: the devices to compile for, where the mesh is abstract.
@@ -198,7 +199,7 @@ class ShardedStep:
         return self.trace(batch, on).lower(lowering_platforms=None if here else (
             self.settings.platform.partition(":")[0] or jax.default_backend(),))
 
-    def trace(self, batch: Any, on: Mesh | None = None) -> jax.stages.Traced:
+    def trace(self, batch: PyTree, on: Mesh | None = None) -> jax.stages.Traced:
         """Return the step as operations on arrays whose types say where they live."""
         abstract = self.abstract_batch(batch, self.settings.accumulation)
         state = self.layout.state if on is None else jax.tree.map(
@@ -215,7 +216,7 @@ class ShardedStep:
             yield
 
     # --------------------------------------------------------------------------------------------------- batches
-    def abstract_batch(self, batch: Any, accumulation: int = 1) -> Any:
+    def abstract_batch(self, batch: PyTree, accumulation: int = 1) -> PyTree:
         """Return shapes, dtypes and shardings of a batch, which may be abstract; refuse one that does not divide."""
         leaves = jax.tree.leaves(batch)
         sizes = {np.shape(x)[:1] for x in leaves}
@@ -233,7 +234,7 @@ class ShardedStep:
             raise UserError("batch", f"{rows} examples do not divide over {shards} batch shards x "
                             f"accumulation={accumulation}", f"make it a multiple of {accumulation * shards}")
 
-    def place(self, batch: Any) -> Any:
+    def place(self, batch: PyTree) -> PyTree:
         """Spread a batch over the mesh. With several processes each gives the whole batch, or arrays placed already."""
         def put(x):
             if not isinstance(x, jax.Array) and jax.process_count() > 1:
@@ -243,14 +244,14 @@ class ShardedStep:
         return jax.tree.map(put, batch)
 
     # --------------------------------------------------------------------------------------------------- report
-    def report(self, file: Any = None) -> None:
+    def report(self, file: TextIO | None = None) -> None:
         """Print what is placed where: path, shape, logical names, partition spec, bytes per device, and totals."""
         from jaxtrain.train_step.report import report
 
         tell(report(self.abstract, self.layout), file=file)
 
 
-def shape_of(batch: Any) -> Any:
+def shape_of(batch: PyTree) -> tuple[Hashable, ...]:
     """Return what decides which executable a batch needs: its structure, and the shape and dtype of each array."""
     leaves, treedef = jax.tree.flatten(batch)
     if wrong := [x for x in leaves if isinstance(x, str | bytes)]:

@@ -10,7 +10,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +20,32 @@ from flax import nnx
 from flax.core.meta import AxisMetadata
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxtrain.base import arguments
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.mesh import AXES, check_mesh, with_auto_axes
-from jaxtrain.sharding.rules import AnyMesh, Names, Rules
+from jaxtrain.sharding.rules import AnyMesh, Axes, Names, Rules, Shardings
 from jaxtrain.train_step import given_params
 from jaxtrain.train_step import precision as precisions
 from jaxtrain.train_step.compiler_options import Options
-from jaxtrain.train_step.gradients import StateGradient, make_gradient
+from jaxtrain.train_step.gradients import LossSums, StateGradient, make_gradient
 from jaxtrain.train_step.hooks import StepHooks, extras_of
 from jaxtrain.train_step.settings import StepSettings
 from jaxtrain.train_step.sharded_step import ShardedStep
-from jaxtrain.train_step.state import Layout, Skeleton, TrainState, abstract_state, initial_state, make_layout
+from jaxtrain.train_step.state import (
+    Layout,
+    Metrics,
+    Params,
+    PRNGKey,
+    Skeleton,
+    TrainState,
+    abstract_state,
+    initial_state,
+    make_layout,
+)
 from jaxtrain.train_step.static_leaves import StaticLeaves
 
 
@@ -57,8 +69,8 @@ HooksOf = Callable[[TrainState, Layout], Sequence[StepHooks]]
 
 def make_train_step(
     loss_fn: LossFunction, optimizer: optax.GradientTransformation, *, mesh: AnyMesh, rules: Rules | None = None,
-    axes: Any = None, accumulation: int = 1, clip_norm: float = 0.0, precision: str = "float32", zero_stage: int = 0,
-    gather: bool = True, seed: int | None = None, compiler_options: Options | None = None,
+    axes: Axes | None = None, accumulation: int = 1, clip_norm: float = 0.0, precision: str = "float32",
+    zero_stage: int = 0, gather: bool = True, seed: int | None = None, compiler_options: Options | None = None,
 ) -> "TrainStep":
     """Return a train step for any mesh, with the numbers of one device.
 
@@ -119,7 +131,7 @@ class OwnLoss:
     """A loss function of the user's, and how it is given its parameters."""
 
     function: LossFunction
-    axes: Any = None  # the logical names of the parameters, or of their upper levels
+    axes: Axes | None = None  # the logical names of the parameters, or of their upper levels
     gather: bool = True  # each parameter is whole over the axes that split the batch
 
 
@@ -132,7 +144,7 @@ class TrainStep:
         self._plan: _Plan | None = None
 
     # ------------------------------------------------------------------------------------------------- the state
-    def init(self, x: Any) -> TrainState:
+    def init(self, x: PyTree) -> TrainState:
         """The state at step 0 around an NNX module or a pytree of parameters, which is copied and stays usable.
 
         `x` may be a function without arguments that returns either: it is compiled with sharded outputs, so that
@@ -151,7 +163,7 @@ class TrainStep:
             # Not donated: what lay in place already is still the caller's, and the state must be a copy of it.
             return jax.jit(finish, out_shardings=self.layout.state)(params)
 
-    def abstract(self, x: Any) -> TrainState:
+    def abstract(self, x: PyTree) -> TrainState:
         """Return the result of `init(x)` as shapes, dtypes and shardings, nothing allocated."""
         plan = self._make_plan(x)
         if self._plan is None or self._plan.identity != plan.identity:  # equal plans run the same executables
@@ -184,7 +196,7 @@ class TrainStep:
         """The class of the module or pytree that is trained."""
         return self._planned.name
 
-    def module(self, state: TrainState, dtype: Any = None) -> Any:
+    def module(self, state: TrainState, dtype: DTypeLike | None = None) -> PyTree:
         """The NNX module (or pytree) with this state's parameters, whole on one device: to call eagerly, to export.
 
         Args:
@@ -192,12 +204,12 @@ class TrainStep:
         """
         return self.computation.restore(given_params.on_one_device(given_params.of_state(state).params, dtype))
 
-    def report(self, file: Any = None) -> None:
+    def report(self, file: TextIO | None = None) -> None:
         """Print what is placed where: path, shape, logical names, partition spec, bytes per device, and totals."""
         self.sharded.report(file)
 
     # -------------------------------------------------------------------------------------------------- the step
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """One optimizer step on a batch of arrays whose first dimension is the example.
 
         `state` is donated: use the returned one. A gradient that is not finite leaves the parameters as they were and
@@ -209,26 +221,26 @@ class TrainStep:
         """Move a state that lives on another mesh to this step's."""
         return self.sharded.adopt(state)
 
-    def compiled(self, batch: Any) -> jax.stages.Compiled:
+    def compiled(self, batch: PyTree) -> jax.stages.Compiled:
         """The executable for batches of this shape, compiled when first wanted; takes (state, placed batch)."""
         return self.sharded.compiled(batch)
 
-    def lower(self, batch: Any) -> jax.stages.Lowered:
+    def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """The step, traced and lowered for a batch of arrays or of `jax.ShapeDtypeStruct`; uses no device memory."""
         return self.sharded.lower(batch)
 
-    def value_and_grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
+    def value_and_grad(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, Params]:
         """The mean loss of a batch, and its gradient with respect to the parameters, before clipping."""
         return self.sharded.value_and_grad(state, batch)
 
-    def evaluate(self, state: TrainState, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def evaluate(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         """(total, weight) of the loss on a batch: add them up over batches, then divide. A mean loss has weight 1.
 
         A loss that takes a key gets None: nothing is dropped.
         """
         return self.sharded.evaluate(state, batch)[:2]
 
-    def place(self, batch: Any) -> Any:
+    def place(self, batch: PyTree) -> PyTree:
         """Spread a batch over the mesh. With several processes each gives the whole batch, or arrays placed already."""
         return self.sharded.place(batch)
 
@@ -239,7 +251,7 @@ class TrainStep:
             raise UserError("train step", "it has no parameters yet", "call its init(...) or abstract(...) first")
         return self._plan
 
-    def _make_plan(self, x: Any) -> "_Plan":
+    def _make_plan(self, x: PyTree) -> "_Plan":
         static, x = self._shapes(x)
         # Mesh axes speak for themselves where Flax's metadata names them.
         rules = Rules({axis: (axis,) for axis in AXES} | dict(self.settings.rules.table))
@@ -266,7 +278,7 @@ class TrainStep:
                      ShardedStep.of(c, computation, abstract, layout, self._hooks_of(abstract, layout)))
 
     @staticmethod
-    def _shapes(x: Any) -> tuple[StaticLeaves | None, Any]:
+    def _shapes(x: PyTree) -> tuple[StaticLeaves | None, Params]:
         """Return the static leaves of a pytree, and what is trained: of a function's result, as shapes."""
         if not _is_function(x):
             return (None, x) if isinstance(x, nnx.Module) else StaticLeaves.split(x)
@@ -317,21 +329,22 @@ class OwnComputation:
         return make_gradient(self.weighted_loss, layout, accumulation=c.accumulation, precision=c.precision,
                              seed=c.seed)
 
-    def evaluation(self, params: Any, batch: Any) -> tuple[Any, ...]:
+    def evaluation(self, params: Params, batch: PyTree) -> LossSums:
         """Return what `weighted_loss` returns; a loss that takes a key gets None."""
         return self.weighted_loss(params, batch)
 
-    def metrics(self, sums: dict[str, Any]) -> dict[str, jax.Array]:
+    def metrics(self, sums: dict[str, Any]) -> Metrics:
         """Return the further sums, divided by the weight of the loss."""
         return {name: value / jnp.maximum(sums["weight"], 1e-8) for name, value in sums["metrics"].items()}
 
-    def restore(self, params: Any) -> Any:
+    def restore(self, params: Params) -> PyTree:
         """Return the module or pytree with these parameters."""
         if self.skeleton is not None:
             return self.skeleton.merge(params)
         return params if self.static is None else self.static.merge(params)
 
-    def weighted_loss(self, params: Any, batch: Any, key: Any = None) -> tuple[jax.Array, jax.Array, dict]:
+    def weighted_loss(self, params: Params, batch: PyTree,
+                      key: PRNGKey | None = None) -> tuple[jax.Array, jax.Array, dict]:
         """Return the summed loss of a batch, the weight to divide it by, and the further sums of `loss_fn`."""
         if self.own.gather:
             # Left to itself the compiler may split activations as the weights are, and move both about: measured on an
@@ -351,7 +364,7 @@ class OwnComputation:
         return total, weight, {"metrics": sums, "weight": weight}
 
     @property
-    def _in_use(self) -> Any:
+    def _in_use(self) -> Shardings:
         """The parameters' layout at rest less the axes that split the batch."""
         c = self.settings
 
@@ -371,19 +384,19 @@ class _Plan:
     sharded: ShardedStep
 
     @property
-    def identity(self) -> Any:
+    def identity(self) -> tuple[Any, ...]:
         """Equal plans run the same executables."""
         leaves, treedef = jax.tree.flatten(self.sharded.abstract)
         made = self.computation
         return made.skeleton and made.skeleton.graphdef, made.static, treedef, leaves
 
 
-def _is_function(x: Any) -> bool:
+def _is_function(x: object) -> bool:
     # A module or a pytree may be callable too, but is not a leaf.
     return callable(x) and not isinstance(x, nnx.Module) and jax.tree_util.all_leaves([x])
 
 
-def _parameters(x: Any) -> Any:
+def _parameters(x: PyTree) -> Params:
     return Skeleton.of(x).params() if isinstance(x, nnx.Module) else StaticLeaves.split(x)[1]
 
 
@@ -393,15 +406,15 @@ def _without_arrays(skeleton: Skeleton) -> Skeleton:
     return dataclasses.replace(skeleton, variables=shapes)
 
 
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+def _abstract(x: ArrayLike) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
-def _is_scalar(x: Any) -> bool:
+def _is_scalar(x: object) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic | int | float) and jnp.shape(x) == ()
 
 
-def _describe(x: Any) -> str:
+def _describe(x: object) -> str:
     if isinstance(x, tuple):
         return f"({', '.join(map(_describe, x))})"
     if isinstance(x, Weighted):
@@ -422,15 +435,15 @@ def _names_of_variable(variable: nnx.Variable) -> Names | None:
     return (*found, *(None,) * (jnp.ndim(variable.get_value()) - len(found)))
 
 
-def _is_box(x: Any) -> bool:
+def _is_box(x: object) -> bool:
     return isinstance(x, AxisMetadata)
 
 
-def _names_of_box(x: Any) -> Names | None:
+def _names_of_box(x: object) -> Names | None:
     return tuple(x.names) if _is_box(x) and getattr(x, "names", None) else None
 
 
-def _spread_names(axes: Any, params: Any) -> Any:
+def _spread_names(axes: Axes | None, params: Params) -> Axes:
     """The names of every parameter, from a tree that matches the parameters' or its upper levels."""
     def is_names(x):
         return x is None or (isinstance(x, tuple) and all(name is None or isinstance(name, str) for name in x))

@@ -15,17 +15,20 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.sharding.host_memory import HOST
-from jaxtrain.sharding.rules import AnyMesh, Names, Rules
+from jaxtrain.sharding.rules import AnyMesh, Axes, Names, Rules, Shardings
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.precision import LossScale
 from jaxtrain.train_step.quantized_kernels import SCALES
 
 Params = Any  # a pytree of arrays; of our own models a nested dict with string keys
-Batch = Mapping[str, jax.Array | np.ndarray | jax.ShapeDtypeStruct]  # arrays by name; the first dimension is the row
+Batch = dict[str, jax.Array]  # arrays by name; the first dimension is the row
+GivenBatch = Mapping[str, jax.Array | np.ndarray | jax.ShapeDtypeStruct]  # a batch before it is placed, or abstract
 Metrics = dict[str, jax.Array]
+PRNGKey = jax.Array  # as jax.random.key makes it
 AVERAGE = "ema"  # in a state's extras: the moving average of the trained parameters
 
 
@@ -35,15 +38,15 @@ class TrainState:
     """All that a run carries from step to step; every array of it is checkpointed."""
 
     step: Any  # optimizer steps taken or skipped: the whole data state
-    params: Any
-    opt_state: Any
+    params: Params
+    opt_state: PyTree
     skipped: Any  # steps whose update was left out: not finite, or a spike
     loss_scale: LossScale | None = None
-    extras: dict[str, Any] = field(default_factory=dict)  # further named state, such as the recent losses
-    frozen: Any = field(default_factory=dict)  # parameters that are not trained, in their own dtype
+    extras: dict[str, PyTree] = field(default_factory=dict)  # further named state, such as the recent losses
+    frozen: Params = field(default_factory=dict)  # parameters that are not trained, in their own dtype
 
     @property
-    def all_params(self) -> Any:
+    def all_params(self) -> Params:
         """Trained and frozen parameters as one tree: what a loss takes."""
         return partition.merge(self.params, self.frozen)
 
@@ -57,14 +60,14 @@ class TrainState:
 
 
 # How to make each entry of a state's `extras` from the trained parameters, at step 0 or for a checkpoint that lacks it.
-Extras = Mapping[str, Callable[[Any], Any]]
+Extras = Mapping[str, Callable[[Params], PyTree]]
 
 
 @dataclass(frozen=True)
 class Skeleton:
     """A module without its numbers."""
 
-    graphdef: Any
+    graphdef: nnx.GraphDef
     variables: dict[tuple, nnx.Variable]  # path -> variable holding an abstract or old value
 
     @classmethod
@@ -116,10 +119,10 @@ class Layout:
 
     mesh: AnyMesh
     rules: Rules
-    axes: Any  # the logical names that the trained parameters were laid out by
+    axes: Axes  # the logical names that the trained parameters were laid out by
     state: TrainState
-    gradients: Any
-    frozen_axes: Any = field(default_factory=dict)
+    gradients: Shardings
+    frozen_axes: Axes = field(default_factory=dict)
     layerwise: bool = False  # the optimizer's state is updated one layer at a time (UpdateByLayer)
 
     def batch(self, ndim: int) -> NamedSharding:
@@ -138,23 +141,23 @@ class Layout:
         return sharding.shards(self.rules.batch, self.mesh)
 
 
-def abstract_state(params: Any, optimizer: optax.GradientTransformation, loss_scaling: bool,
-                   frozen: Any = None) -> TrainState:
+def abstract_state(params: Params, optimizer: optax.GradientTransformation, loss_scaling: bool,
+                   frozen: Params | None = None) -> TrainState:
     """Return shapes and dtypes of the state without extras; nothing is allocated."""
     return jax.eval_shape(lambda p, f: initial_state(p, optimizer, loss_scaling, None, f), params, frozen)
 
 
-def initial_state(params: Any, optimizer: optax.GradientTransformation, loss_scaling: bool,
-                  extras: Extras | None = None, frozen: Any = None) -> TrainState:
+def initial_state(params: Params, optimizer: optax.GradientTransformation, loss_scaling: bool,
+                  extras: Extras | None = None, frozen: Params | None = None) -> TrainState:
     """Step 0 around given parameters."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, optimizer.init(params), zero, LossScale.initial() if loss_scaling else None,
                       {name: make(params) for name, make in (extras or {}).items()}, frozen or {})
 
 
-def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, zero_stage: int = 0, *,
+def make_layout(abstract: TrainState, axes: Axes, rules: Rules, mesh: AnyMesh, zero_stage: int = 0, *,
                 pipeline: bool = False, offload: bool = False, layerwise: bool = False,
-                frozen_axes: Any = None) -> Layout:
+                frozen_axes: Axes | None = None) -> Layout:
     """Shardings for a state whose parameters have logical names `axes` (a matching tree of tuples or None).
 
     ZeRO over the data axis: stage 1 spreads the optimizer's state, 2 the gradients too, 3 the parameters as well.
@@ -201,7 +204,7 @@ def make_layout(abstract: TrainState, axes: Any, rules: Rules, mesh: AnyMesh, ze
                   layerwise)
 
 
-def with_extras(makers: Extras, shardings: Mapping[str, Any], abstract: TrainState,
+def with_extras(makers: Extras, shardings: Mapping[str, Shardings], abstract: TrainState,
                 layout: Layout) -> tuple[TrainState, Layout]:
     """Return a state and its layout with these entries of `extras`.
 
@@ -215,15 +218,16 @@ def with_extras(makers: Extras, shardings: Mapping[str, Any], abstract: TrainSta
             replace(layout, state=replace(layout.state, extras=layout.state.extras | where)))
 
 
-def _like_parameters(extras: Any, shardings: Any, abstract: Any, params: Any) -> Any:
+def _like_parameters(extras: dict[str, PyTree], shardings: dict[str, Shardings], abstract: Params,
+                     params: Shardings) -> dict[str, Shardings]:
     """Return shardings of extra state: those of the parameters, for what has their tree and shapes; else as given."""
-    def matches(tree: Any) -> bool:
+    def matches(tree: PyTree) -> bool:
         return (jax.tree.structure(tree) == jax.tree.structure(abstract)
                 and jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, abstract))
     return jax.tree.map(lambda tree, where: params if matches(tree) else where, extras, shardings, is_leaf=matches)
 
 
-def with_shardings(abstract: Any, shardings: Any) -> Any:
+def with_shardings(abstract: PyTree, shardings: Shardings) -> PyTree:
     """Abstract arrays that know where they live: what lowering and restoring want."""
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
 

@@ -7,19 +7,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError
 from jaxtrain.sharding import rules as sharding
-from jaxtrain.train_step.gradients import StateGradient
+from jaxtrain.train_step.gradients import LossSums, StateGradient
 from jaxtrain.train_step.hooks import StepHooks, Verdict
 from jaxtrain.train_step.optimizers import global_norm
 from jaxtrain.train_step.settings import StepSettings
-from jaxtrain.train_step.state import Layout, TrainState
+from jaxtrain.train_step.state import Layout, Metrics, Params, TrainState
 
-Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
+Step = Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]
 
 
 def make_step(gradient: StateGradient, settings: StepSettings, layout: Layout, *, hooks: Sequence[StepHooks] = (),
-              describe: Callable[[Any], dict[str, jax.Array]] = lambda sums: {}, updates: Any = None) -> Step:
+              describe: Callable[[Any], dict[str, jax.Array]] = lambda sums: {}, updates: PyTree = None) -> Step:
     """Return the step to be jitted with its state donated.
 
     Args:
@@ -52,11 +53,11 @@ def make_step(gradient: StateGradient, settings: StepSettings, layout: Layout, *
     update = next((made for hook in hooks if (made := hook.update(updating))), None) or updating(
         settings.optimizer, (layout.state.params, layout.state.opt_state))
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         return advance(state, *gradient(state, batch))
 
     @jax.named_scope("optimizer")  # where jaxtrain.bench looks for its time
-    def advance(state: TrainState, sums: tuple[Any, ...], grads: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def advance(state: TrainState, sums: LossSums, grads: Params) -> tuple[TrainState, Metrics]:
         """Return the next state from gradients: norm, clipping, the judgement of anomalies, the update."""
         total, weight, further = sums
         scale = state.loss_scale.scale if state.loss_scale is not None else None

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -122,7 +123,7 @@ class Capture(Observer):
             self._warn(self._wanted, "the run ended before")
             profile_requests.withdraw(self._workdir, self._wanted["id"])
 
-    def _signal(self, number: int, frame: Any) -> None:
+    def _signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
 
     def _work(self) -> None:

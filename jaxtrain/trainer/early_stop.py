@@ -2,12 +2,11 @@
 
 import contextlib
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.checkpoint.retention import HIGHEST
 from jaxtrain.distributed.coordination import exchange
@@ -46,7 +45,7 @@ class Patience:
         """Whether evaluations may end the run: what they see is saved, so that it can go on from there."""
         return self._most > 0
 
-    def see(self, step: int, fields: Mapping[str, Any]) -> None:
+    def see(self, step: int, fields: JsonMapping) -> None:
         """Take the result of an evaluation."""
         self._found.append((step, _number(fields[METRIC])))
 

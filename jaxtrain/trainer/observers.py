@@ -1,10 +1,10 @@
 """Observers of a run: they are told of each step and change nothing."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.observe.metrics import Record
 
 
@@ -32,7 +32,7 @@ class Completions:
     def __init__(self, observers: Sequence[Observer]):
         self._observers = observers
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: JsonObject) -> None:
         """Take one line."""
         for observer in self._observers:
             observer.on_complete(dict(record))

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxtrain import errors, observe
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.config import data_stages
 from jaxtrain.data.loading.batches import epochs, packing
 from jaxtrain.files.log_tail import LogTail
@@ -82,7 +83,7 @@ def many_epochs(run: Run) -> list[str]:
             for name, count in run.batch_source.epochs(steps).items() if count > _MANY_EPOCHS]
 
 
-def describe_changes(run: Run, changes: Sequence[Mapping[str, Any]], step: int) -> str:
+def describe_changes(run: Run, changes: Sequence[JsonMapping], step: int) -> str:
     """Describe what changes of a run from this step on, and its learning rates to come."""
     allowed = [change for change in changes if not change["key"].startswith("data.")]
     lines = [f"from step {step} on {change['key']}={change['after']} (was {change['before']})" for change in allowed]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import JsonObject, PyTree
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.config.sections.tuning_keys import tuned_from_nothing
 from jaxtrain.data.loading.batch_source import BatchSource
@@ -32,7 +33,7 @@ class Start:
     recovered: tuple[int, Any, dict[str, Any]] | None  # from memory, where that is newer than what is on disk
     skipped: SkippedBatches
 
-    def meta(self, checkpoints: CheckpointManager) -> dict[str, Any]:
+    def meta(self, checkpoints: CheckpointManager) -> JsonObject:
         """Return what was saved beside the state."""
         return self.recovered[2] if self.recovered else checkpoints.meta(self.step) if self.step else {}
 
@@ -52,7 +53,7 @@ def find_start(run: Run, session: Session, checkpoints: CheckpointManager, local
 
 
 def check_workdir(run: Run, session: Session, checkpoints: CheckpointManager,
-                  start: Start) -> tuple[dict[str, Any], dict[str, Any]]:
+                  start: Start) -> tuple[JsonObject, JsonObject]:
     """Refuse a workdir, or data, with which the run cannot go on, and write the run's files.
 
     Returns what these say of the run, and the description of its objective, optimizer, data and model, where they are
@@ -128,7 +129,7 @@ def _begun_anew(run: Run, session: Session) -> str:
 
 
 def initial_or_restored(run: Run, session: Session, checkpoints: CheckpointManager, start: Start,
-                        parts: dict[str, Any], about: dict[str, Any], compile_ahead: Callable[[], None]) -> TrainState:
+                        parts: dict[str, PyTree], about: JsonObject, compile_ahead: Callable[[], None]) -> TrainState:
     """Return the state that the run starts from, once what its batches need of the state at step 0 is there.
 
     `compile_ahead`: called where that saves time; not before what is read is known to fit.

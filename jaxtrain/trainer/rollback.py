@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import AnyArray, JsonMapping
 from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.checkpoint.manager import NotSaved
 from jaxtrain.config.schema import ResilienceConfig
@@ -47,9 +47,9 @@ class AnomalyGuard:
         self._phase = phase
         self._workdir, self._limits, self._checkpoints = Path(workdir), limits, checkpoints
         self._passed, self._say = passed, say
-        self._unseen: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._unseen: deque[tuple[int, Mapping[str, AnyArray]]] = deque()
 
-    def look(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def look(self, step: int, metrics: Mapping[str, AnyArray]) -> None:
         """Check the step two before `step`, which was just dispatched and pushed to the metrics.
 
         Raises:
@@ -65,7 +65,7 @@ class AnomalyGuard:
         while self._unseen:
             self._judge(*self._unseen.popleft())
 
-    def _judge(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def _judge(self, step: int, metrics: Mapping[str, AnyArray]) -> None:
         spike, in_a_row = jax.device_get((metrics["spike"], metrics["skipped_in_a_row"]))
         if not spike and not in_a_row:
             return
@@ -105,12 +105,12 @@ class AnomalyGuard:
                       f"{limits.max_rollbacks})")
         raise RolledBack
 
-    def _give_up(self, step: int, why: str, **fields: Any) -> None:
+    def _give_up(self, step: int, why: str, **fields: object) -> None:
         self._record("stop", step, why=why, **fields)
         raise GivenUp(exit_codes.STOPPED, f"{why}; look at the steps in {self._workdir}/events.jsonl, then change the "
                       "config or raise the limit, and run the same command again")
 
-    def _record(self, kind: str, step: int, **fields: Any) -> None:
+    def _record(self, kind: str, step: int, **fields: object) -> None:
         if jax.process_index() == 0:
             events.record(self._workdir, kind, step=step, **fields)
 
@@ -124,7 +124,7 @@ def apply_pending_rollback(workdir: str | Path, checkpoints: CheckpointManager) 
                                   lambda _: json.loads(json.dumps(_settle(workdir, checkpoints).to_dict()))))
 
 
-def agree(workdir: str | Path, passed: SkippedBatches, meta: Mapping[str, Any], step: int) -> None:
+def agree(workdir: str | Path, passed: SkippedBatches, meta: JsonMapping, step: int) -> None:
     """Refuse a checkpoint whose steps had other batches; restore the record from it if the workdir has lost its own.
 
     Raises:

@@ -1,9 +1,9 @@
 """The one place that saves: checkpoints on disk, copies in memory, and what is written about each."""
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
+from jaxtrain.base.annotations import Json, JsonMapping, JsonObject
 from jaxtrain.checkpoint import CheckpointManager, LocalCheckpoints
 from jaxtrain.checkpoint.save_policy import SavePolicy
 from jaxtrain.data.loading.skipped_batches import SkippedBatches
@@ -16,13 +16,13 @@ class Saver:
     """Saves to whichever tier is due. Every process makes all calls, at the same steps."""
 
     def __init__(self, checkpoints: CheckpointManager, local: LocalCheckpoints, policy: SavePolicy,
-                 writer: MetricsWriter, ledger: Ledger, about: Mapping[str, Any], skipped: SkippedBatches,
-                 data_state: Callable[[int], Any] | None = None):
+                 writer: MetricsWriter, ledger: Ledger, about: JsonMapping, skipped: SkippedBatches,
+                 data_state: Callable[[int], Json] | None = None):
         """`about`: what every checkpoint says of its run; `data_state`: the state of data that are read in order."""
         self._checkpoints, self._local, self._policy = checkpoints, local, policy
         self._writer, self._ledger = writer, ledger
         self._about = {**about, "skipped_batches": skipped.to_dict()}
-        self._meta: dict[str, Any] = {}
+        self._meta: JsonObject = {}
         self._data_state = data_state
 
     def due(self, step: int, *, last: bool) -> bool:

@@ -2,13 +2,14 @@
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxtrain.base import arguments
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.checkpoint import CheckpointManager, verify
 from jaxtrain.distributed import processes
 from jaxtrain.errors import UserError
@@ -19,7 +20,7 @@ from jaxtrain.observe.trackers.tracking import Tracking
 from jaxtrain.redaction import redacted
 from jaxtrain.run import Run, identity
 from jaxtrain.train_step.sharded_step import shape_of
-from jaxtrain.train_step.state import TrainState
+from jaxtrain.train_step.state import Batch, TrainState
 from jaxtrain.trainer.observers import Observer
 from jaxtrain.trainer.reporting import sample_of
 from jaxtrain.trainer.rollback import RolledBack
@@ -50,7 +51,7 @@ def check(run: Run, session: Session) -> None:
         raise UserError("observe.samples_every", "train.sample_tokens is 0", "give the length of a sample there")
 
 
-def check_observers(watching: Any) -> None:
+def check_observers(watching: object) -> None:
     """Refuse what is not a list of observers and trackers."""
     fix = "give a list of objects of classes that derive from jt.Observer or jt.Tracker"
     if not isinstance(watching, Sequence) or isinstance(watching, str):
@@ -69,7 +70,7 @@ def apart(watching: Sequence[Observer | Tracker]) -> tuple[list[Observer], list[
 class Tracked:
     """The trackers of an attempt, and what is looked at for them; a context manager."""
 
-    def __init__(self, run: Run, session: Session, checkpoints: CheckpointManager, about: Mapping[str, Any]):
+    def __init__(self, run: Run, session: Session, checkpoints: CheckpointManager, about: JsonMapping):
         """Set up; only the first process has trackers, but all of them make all calls, at the same steps."""
         c = run.config.observe
         first = jax.process_index() == 0
@@ -92,7 +93,7 @@ class Tracked:
         with self._session.watchdog.phase("trackers"):  # after an error there is little time otherwise
             self.sink.finish(ends.get(type(error), "failed"))
 
-    def look(self, step: int, state: TrainState, batch: Any) -> bool:
+    def look(self, step: int, state: TrainState, batch: Batch) -> bool:
         """Take the histograms and the sample that are due after this step; return whether any are."""
         c = self._run.config.observe
         due = [bool(every and step % every == 0) for every in (c.histograms_every, c.samples_every)]
@@ -105,7 +106,7 @@ class Tracked:
             self.sink.add("text", step, "sample", redacted(self.sampled[step]))
         return any(due)
 
-    def _histograms(self, step: int, state: TrainState, batch: Any) -> None:
+    def _histograms(self, step: int, state: TrainState, batch: Batch) -> None:
         run, kinds = self._run, self._run.config.observe.histograms
         if (shape := shape_of(batch)) not in self._compiled:
             with self._session.phase("compile"):

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject, PyTree
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
 from jaxtrain.distributed.coordination import exchange
@@ -30,7 +31,7 @@ from jaxtrain.objectives.reference_policy import WithReference
 from jaxtrain.observe.own_parts import describe_data
 from jaxtrain.run import Begun, Extension, Run, identity, shapes_of
 from jaxtrain.train_step.compiler_options import compiled
-from jaxtrain.train_step.state import TrainState
+from jaxtrain.train_step.state import Params, TrainState
 
 FILE = "reference_sums.bin"  # of a workdir
 KEY = "preference.reference"
@@ -78,7 +79,7 @@ class ReferenceSums:
                 made[self.columns[prefix]][row, first], sums = sums[:len(numbers)], sums[len(numbers):]
         return {**batch, **made}
 
-    def _check(self, batch: Any) -> tuple[int, ...]:
+    def _check(self, batch: Mapping[str, np.ndarray]) -> tuple[int, ...]:
         """Refuse a batch whose arrays, without sums, are not those that it should have; return its shape."""
         spec = shapes_of(self.run).spec
         return replace(spec, dtypes={name: spec.dtypes[name] for name in self.names}).check(batch)
@@ -96,7 +97,7 @@ class ReferenceSums:
             self.known, self.covers = {}, {"of": "", "start": 0, "stop": 0}
             self.prepare(lambda: state)
 
-    def initial(self, parts: Mapping[str, Any]) -> TrainState:
+    def initial(self, parts: Mapping[str, PyTree]) -> TrainState:
         """Return the state at step 0 without the optimizer's: the state to go on from may be on the devices already.
 
         `parts`: what `identity.own_parts` returned for the workdir.
@@ -108,7 +109,7 @@ class ReferenceSums:
         return replace(self.run, sharded=sharded).init(parts=parts)
 
     def prepare(self, initial: Callable[[], TrainState], start: int = 0, skipped: SkippedBatches | None = None,
-                begun: Mapping[str, Any] | None = None, phase: Phase = contextlib.nullcontext) -> None:
+                begun: JsonMapping | None = None, phase: Phase = contextlib.nullcontext) -> None:
         """Compute what is missing for the steps from `start` on, in their order, and keep it.
 
         Args:
@@ -162,7 +163,7 @@ class ReferenceSums:
                     seen.add(digest)
                     yield digest, {name: batch[name][row] for name in self.names}, number / len(asked)
 
-    def _compute(self, params: Any, rows: Iterator[tuple[bytes, Row, float]], parameters: str, phase: Phase) -> None:
+    def _compute(self, params: Params, rows: Iterator[tuple[bytes, Row, float]], parameters: str, phase: Phase) -> None:
         """Compute rows in batches of one length each, while the next ones are read."""
         waiting: dict[int, list[tuple[bytes, Row]]] = {}
         computed: list[Any] = []  # the batch that the devices work on
@@ -194,7 +195,7 @@ class ReferenceSums:
                   (run.config.data.global_batch_size, run.config.data.seq_len)]
         return next(rows for rows, tokens in shapes if tokens == length) // run.config.train.accumulation
 
-    def _dispatched(self, params: Any, some: list[tuple[bytes, Row]]) -> tuple[list[tuple[bytes, Row]], Any]:
+    def _dispatched(self, params: Params, some: list[tuple[bytes, Row]]) -> tuple[list[tuple[bytes, Row]], Any]:
         """Return rows, and their sums as futures."""
         size, length = self._rows(len(some[0][1]["tokens"])), len(some[0][1]["tokens"])
         batch = {name: np.zeros((size, length), some[0][1][name].dtype) for name in self.names}
@@ -225,12 +226,12 @@ class ReferenceSums:
                 for prefix, column in self.columns.items()])
 
     # -------------------------------------------------------------------------------------------------- kept on disk
-    def _parameters(self, begun: Mapping[str, Any] | None) -> str:
+    def _parameters(self, begun: JsonMapping | None) -> str:
         """Return a hash of what decides the parameters at step 0."""
         c = self.run.config
         return atomic_files.digest([_without_places(begun or {}), asdict(c.model), asdict(c.lora), c.train.seed])
 
-    def _check_beginning(self, begun: Mapping[str, Any] | None) -> None:
+    def _check_beginning(self, begun: JsonMapping | None) -> None:
         """Refuse to compute with other parameters than the run began with."""
         source = self.run.config.train.init_from
         now = origin(source) if source else {}
@@ -346,7 +347,7 @@ def _unpacked(body: bytes, rows: int) -> dict[bytes, np.ndarray]:
     return {body[16 * row: 16 * row + 16]: some for row, some in enumerate(sums)}
 
 
-def _without_places(begun: Mapping[str, Any]) -> dict[str, Any]:
+def _without_places(begun: JsonMapping) -> JsonObject:
     """Return what tells parameters from others, of an entry `init_from` of run.json."""
     return {key: _without_places(value) if key == "base" else value for key, value in begun.items()
             if key in ("parameters", "sha256", "base")}

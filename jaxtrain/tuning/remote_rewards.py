@@ -12,10 +12,11 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import parsed
@@ -66,7 +67,7 @@ class RemoteRewards:
                             f"set resilience.hang_floor={2 * tries:.0f}, or allow less time")
         return cls(config.reinforce.reward, limit)
 
-    def __call__(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> list[float]:
+    def __call__(self, answers: Sequence[str], records: Sequence[JsonMapping]) -> list[float]:
         """Return the reward of each answer to a prompt, given the prompt's record."""
         found = []
         for first in range(0, len(answers), MOST):
@@ -74,7 +75,7 @@ class RemoteRewards:
             found += self._rewards(answers[part], records[part])
         return found
 
-    def _rewards(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> list[float]:
+    def _rewards(self, answers: Sequence[str], records: Sequence[JsonMapping]) -> list[float]:
         content = self._tried(json.dumps({"answers": answers, "records": records}).encode())
         try:
             found = parsed(content, {"rewards": [int | float]})["rewards"]

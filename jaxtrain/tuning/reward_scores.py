@@ -1,10 +1,11 @@
 """Rewards of answers by a reward model that was trained before (`preference.loss=reward`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.hub import scoring, trained_model
@@ -39,7 +40,7 @@ class RewardScores:
     checkpoint: dict[str, Any]  # its step and fingerprint
 
     @classmethod
-    def of(cls, named: str, tokenizer: Tokenizer, recorded: Mapping[str, Any] | None = None) -> "RewardScores":
+    def of(cls, named: str, tokenizer: Tokenizer, recorded: JsonMapping | None = None) -> "RewardScores":
         """Load the reward model of this name, for texts of this tokenizer.
 
         `recorded`: the checkpoint that the run began with; it keeps that one, whatever was trained since.

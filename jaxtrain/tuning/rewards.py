@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.config.part_tables import ENVIRONMENTS
 from jaxtrain.config.sections.tuning_keys import ReinforceConfig
 from jaxtrain.errors import UserError
@@ -37,7 +38,7 @@ def load_reward(named: str, options: Any = None) -> Reward:
     return found
 
 
-def rewards_of(reward: Reward, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> list[float]:
+def rewards_of(reward: Reward, answers: Sequence[str], records: Sequence[JsonMapping]) -> list[float]:
     """Return the reward of each answer."""
     found = []
     for answer, record in zip(answers, records, strict=True):

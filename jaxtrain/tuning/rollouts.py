@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.data.chat.templates import Chat
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.shuffle import Order
@@ -61,7 +62,7 @@ def on_answers(run: Run, workdir: str | Path | None = None) -> "Rollouts":
     return Rollouts(run, read_prompts(c.prompts), reward, tokenizer, folder, chat, ends)
 
 
-def _recorded(workdir: str | Path | None) -> dict[str, Any]:
+def _recorded(workdir: str | Path | None) -> JsonObject:
     """Return the checkpoint of the reward model that the run in a workdir began with; {}: there is none yet."""
     parts = (None if workdir is None else recorded_parts(workdir)) or {}
     return parts.get("data", {}).get("identity", {}).get("reward_model", {})
@@ -94,7 +95,7 @@ def _ends(run: Run, workdir: str | Path | None, tokenizer: Tokenizer) -> list[in
     return [end for end in ends_of(source) if end < min(tokenizer.vocab_size, run.config.model.vocabulary)]
 
 
-def read_prompts(path: str) -> list[dict[str, Any]]:
+def read_prompts(path: str) -> list[JsonObject]:
     """Return the records of a file of JSON lines, each with a "prompt"."""
     try:
         lines = read(Path(path), LARGE).decode().split("\n")
@@ -132,7 +133,7 @@ class Rollouts:
 
     num_batches = None
 
-    def __init__(self, run: Run, records: Sequence[dict[str, Any]],
+    def __init__(self, run: Run, records: Sequence[JsonObject],
                  reward: Reward | RewardScores | RemoteRewards, tokenizer: Tokenizer, folder: Path | None = None,
                  chat: Chat | None = None, ends: Sequence[int] = ()):
         """Take prompts.
@@ -161,7 +162,7 @@ class Rollouts:
         self._fields: dict[str, float] = {}  # of the next line of metrics
         self.forget()
 
-    def _encoded(self, prompt: Any, chat: Chat | None) -> list[int]:
+    def _encoded(self, prompt: Json, chat: Chat | None) -> list[int]:
         """Return the tokens of a text, or of messages through the chat template."""
         if isinstance(prompt, str):
             return prompt_ids(self.tokenizer, prompt)
@@ -288,7 +289,7 @@ class Rollouts:
         self._fields["layout_bytes"] = sum(w.addressable_data(0).nbytes for w in jax.tree.leaves(copy))
         return replace(state, params=copy, frozen={})
 
-    def _asked(self, one: Round) -> tuple[list[str], list[dict[str, Any]]]:
+    def _asked(self, one: Round) -> tuple[list[str], list[JsonObject]]:
         """Return what a scorer is asked."""
         return [answer.text for answer in one.answers], [self.records[n] for n in one.numbers]
 
@@ -414,5 +415,5 @@ def _score(reward: Reward | RewardScores | RemoteRewards) -> Score:
     return score
 
 
-def _digest(records: Sequence[dict[str, Any]]) -> str:
+def _digest(records: Sequence[JsonObject]) -> str:
     return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()[:16]

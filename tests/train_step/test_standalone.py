@@ -6,8 +6,8 @@ import io
 import warnings
 from typing import Any
 
-import flax.linen as nn
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np

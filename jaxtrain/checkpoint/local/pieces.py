@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.distributed.authentication import derive
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import opened, parsed, reason
@@ -100,7 +101,7 @@ def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 
 
 # --------------------------------------------------------------------------------------------------------- in a file
-def write(path: Path, about: dict[str, Any], names: Iterable[tuple[str, tuple[int, ...], Bounds]],
+def write(path: Path, about: JsonObject, names: Iterable[tuple[str, tuple[int, ...], Bounds]],
           arrays: Sequence[np.ndarray]) -> int:
     """Write a file of pieces atomically and return its size in bytes.
 

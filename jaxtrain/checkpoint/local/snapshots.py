@@ -19,7 +19,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.base.annotations import JsonObject, PyTree
 from jaxtrain.checkpoint.local import pieces
 from jaxtrain.checkpoint.local.partners import Partners
 from jaxtrain.checkpoint.local.pieces import Damaged
@@ -60,7 +61,7 @@ class Taken:
         found = _NAME.fullmatch(name)
         return cls(int(found[1]), found[2], int(found[4])) if found else None
 
-    def whole(self, names: Any) -> bool:
+    def whole(self, names: Iterable[str]) -> bool:
         """Return whether the files of all processes are among these names."""
         return all(self.name(owner) in names for owner in range(self.owners))
 
@@ -103,7 +104,7 @@ class LocalCheckpoints:
         blocked, self._blocked = self._blocked, None
         return {} if blocked is None else {"snapshot_blocked_s": blocked}
 
-    def take(self, step: int, state: Any, meta: dict[str, Any] | None = None) -> float:
+    def take(self, step: int, state: PyTree, meta: JsonObject | None = None) -> float:
         """Copy this process's pieces to the host and finish in the background; return the seconds the loop was blocked.
 
         The state may be donated at once.
@@ -138,7 +139,7 @@ class LocalCheckpoints:
                 shutil.rmtree(place, ignore_errors=True)  # refuses links, and follows none
             _rmdir(self._folder)
 
-    def _work(self, step: int, about: dict[str, Any], names: Sequence[tuple], arrays: list[np.ndarray]) -> None:
+    def _work(self, step: int, about: JsonObject, names: Sequence[tuple], arrays: list[np.ndarray]) -> None:
         taken = Taken(step, self._start, self._many)
         try:
             _make_private(self._folder)  # something may have deleted it
@@ -187,7 +188,7 @@ class LocalCheckpoints:
         return self._plan
 
     # --------------------------------------------------------------------------------------------------- to go on from
-    def restore_newest(self, abstract: Any, above: int = 0) -> tuple[int, Any, dict[str, Any]] | None:
+    def restore_newest(self, abstract: PyTree, above: int = 0) -> tuple[int, PyTree, JsonObject] | None:
         """Return (step, state, meta) of the newest intact, complete snapshot after step `above`, or None.
 
         Args:
@@ -215,7 +216,7 @@ class LocalCheckpoints:
             return taken.step, state, meta
         return None
 
-    def _load(self, abstract: Any, taken: Taken, holders: list[list[str]]) -> tuple[Any, dict[str, Any]]:
+    def _load(self, abstract: PyTree, taken: Taken, holders: list[list[str]]) -> tuple[PyTree, JsonObject]:
         wanted, parts, meta = flatten(abstract), {}, {}
         for owner in range(taken.owners):
             name = taken.name(owner)
@@ -289,7 +290,7 @@ class LocalCheckpoints:
                 path.unlink(missing_ok=True)
         return here
 
-    def _tell(self, kind: str, sentence: str, **fields: Any) -> None:
+    def _tell(self, kind: str, sentence: str, **fields: object) -> None:
         events.tell(self._workdir, kind, sentence, **fields)
 
 

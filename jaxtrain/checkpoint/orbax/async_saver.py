@@ -4,8 +4,10 @@ import contextlib
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+import jax
+
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.checkpoint.orbax.barrier import Barrier
 from jaxtrain.checkpoint.orbax.orbax_logging import no_echoes, orbax
 
@@ -27,7 +29,7 @@ class AsyncSaver:
             state=ocp.StandardCheckpointHandler(), meta=ocp.JsonCheckpointHandler(), fingerprint=DeferredJson())
         return ocp.AsyncCheckpointer(handler, async_options=ocp.AsyncOptions(barrier_sync_fn=self.barrier))
 
-    def save(self, folder: Path, flat: dict[str, Any], meta: dict[str, Any], sums: Callable[[], Any]) -> None:
+    def save(self, folder: Path, flat: dict[str, jax.Array], meta: JsonObject, sums: Callable[[], Json]) -> None:
         """Start a save; `flat` is copied off the devices, and `sums` is called at the end of the write."""
         from jaxtrain.checkpoint.orbax.deferred_json import DeferredJsonSave
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.checkpoint.orbax.orbax_logging import innermost
 from jaxtrain.distributed.coordination import together
 
@@ -25,7 +26,7 @@ class Barrier:
         self._saves: list[str] = []
         self._stages: list[str] = []  # that the current save has not reached
 
-    def begin(self, save: str, read: Callable[[], Any]) -> None:
+    def begin(self, save: str, read: Callable[[], Json]) -> None:
         """Begin a save to which this process contributes what `read` returns.
 
         Deletes the keys of the save before the last, which no process reads any more: a run of weeks saves often.
@@ -36,7 +37,7 @@ class Barrier:
         for other in gone if jax.process_count() > 1 and jax.process_index() == 0 else ():
             service.key_value_delete(f"jaxtrain/{other}/")
 
-    def gathered(self) -> list[Any]:
+    def gathered(self) -> list[Json]:
         """Return, in process 0 once all parts are written, what each process contributed."""
         return [self._read()] if self._gathered is None else self._gathered
 
@@ -55,7 +56,7 @@ class Barrier:
         if self._stages and jax.process_count() > 1:
             self._meet({"why": reason})
 
-    def _meet(self, note: dict[str, Any]) -> None:
+    def _meet(self, note: JsonObject) -> None:
         stage, self._stages, left = self._stages[0], [], self._stages[1:]  # none are left if it raises
 
         def decide(notes):

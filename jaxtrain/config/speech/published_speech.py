@@ -1,9 +1,9 @@
 """The keys of a published Whisper that are not the sizes of its layers: its tokens, and the audio that it reads."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.config.speech.transcript_rules import CONFIG, TranscriptRules, published_rules
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
@@ -17,7 +17,7 @@ _SECOND = 100  # frames
 _SIZES = ("max_target_positions", "max_source_positions", "num_mel_bins")
 
 
-def section(given: Mapping[str, Any], folder: Path) -> Keys:
+def section(given: JsonMapping, folder: Path) -> Keys:
     """Return the keys of the `model` section that are not the sizes of layers.
 
     Args:
@@ -33,7 +33,7 @@ def section(given: Mapping[str, Any], folder: Path) -> Keys:
     return {"prefix": rules.prefix, "end": rules.end}
 
 
-def _check_frames(given: Mapping[str, Any], folder: Path) -> None:
+def _check_frames(given: JsonMapping, folder: Path) -> None:
     """Refuse a model whose audio is preprocessed otherwise than by jaxtrain."""
     path, fix = folder / PREPROCESSOR, "bring the file that belongs to the model, or leave it out"
     said = user_json(path, dict, "--config", fix)

@@ -5,10 +5,10 @@ The text is encoded as a whole, as it is at inference; an id is trained on if an
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.chat.marks import BREAK, CLOSE, OPEN
 from jaxtrain.data.tokenizers.special_tokens import Specials
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
@@ -58,12 +58,12 @@ def spans_of(marked: str) -> tuple[str, list[tuple[int, int]]]:
     return "".join(parts[::2]), spans + ([(opened, edges[-1])] if opened is not None else [])
 
 
-def check_probe(tokenizer: Tokenizer, probe: dict[str, Any]) -> bool:
+def check_probe(tokenizer: Tokenizer, probe: JsonObject) -> bool:
     """Return whether a tokenizer still gives the ids and mask of a probe from the manifest."""
     return probe == probed(Specials(tokenizer), probe["marked"])
 
 
-def probed(specials: Specials, text: str) -> dict[str, Any]:
+def probed(specials: Specials, text: str) -> JsonObject:
     """Return a marked text with its ids and mask as JSON values."""
     one, = encode(specials, [text])
     return {"marked": text, "ids": one.ids.tolist(), "trained": one.trained.astype(int).tolist()}

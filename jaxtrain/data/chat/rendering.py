@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.chat import template_limits as limits
 from jaxtrain.data.chat.template_process import Ended, TemplateProcess, shared
 from jaxtrain.data.formats.conversations import Messages, Unusable
@@ -53,7 +54,7 @@ class Template:
             raise UserError(KEY, f"{self.name} is not a template ({answer['invalid']})", self.fix)
         self._check_limit(answer, _Encoded(b"", limits.SECONDS))
 
-    def each(self, talks: Iterable[Talk], variables: dict[str, Any],
+    def each(self, talks: Iterable[Talk], variables: JsonObject,
              do: Callable[[int, list[str]], T]) -> list[T | Unusable]:
         """Return what `do` makes of each conversation, given its number and its texts, or why it has no texts.
 
@@ -75,11 +76,11 @@ class Template:
                 before = some
         return found
 
-    def _request(self, some: Sequence[_Encoded], variables: dict[str, Any]) -> bytes:
+    def _request(self, some: Sequence[_Encoded], variables: JsonObject) -> bytes:
         head = json.dumps({"source": self.source, "variables": variables, "seconds": limits.SECONDS})[:-1].encode()
         return head + b', "conversations": [' + b",".join(one.content for one in some if one.content) + b"]}"
 
-    def _received(self, process: TemplateProcess, sent: list[_Encoded], variables: dict[str, Any]) -> Iterator[Any]:
+    def _received(self, process: TemplateProcess, sent: list[_Encoded], variables: JsonObject) -> Iterator[JsonObject]:
         """Return the answers to what was sent; if there is none for all together, ask for each by itself."""
         sent = [one for one in sent if one.content]
         if not sent:
@@ -90,7 +91,7 @@ class Template:
             answers = [_answer(process, self._request([one], variables), one.seconds) for one in sent]
             return iter([answer.get("conversations", [answer])[0] for answer in answers])
 
-    def _texts(self, one: _Encoded, answer: dict[str, Any]) -> list[str]:
+    def _texts(self, one: _Encoded, answer: JsonObject) -> list[str]:
         if one.reason:
             raise Unusable(one.reason)
         self._check_limit(answer, one)
@@ -99,7 +100,7 @@ class Template:
         first, *others = answer["texts"]
         return [first, *(first[:shared] + rest for shared, rest in others)]
 
-    def _check_limit(self, answer: dict[str, Any], one: _Encoded) -> None:
+    def _check_limit(self, answer: JsonObject, one: _Encoded) -> None:
         if "limit" not in answer:
             return
         reason = {"depth": f"is nested deeper than {limits.CALLS:,} calls",
@@ -111,7 +112,7 @@ class Template:
         raise UserError(KEY, f"{self.name} {reason}", self.fix)
 
 
-def _answer(process: TemplateProcess, request: bytes, seconds: float) -> dict[str, Any]:
+def _answer(process: TemplateProcess, request: bytes, seconds: float) -> JsonObject:
     try:
         return process.ask(request, seconds)
     except Ended as why:

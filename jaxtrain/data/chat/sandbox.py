@@ -140,7 +140,7 @@ def _formatted(text: Any, *args: Any, **keys: Any) -> str:
     return do_format(text, *args, **keys)
 
 
-def tojson(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
+def tojson(value: object, ensure_ascii: bool = False, indent: int | str | None = None,
            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
     """Return JSON, with the arguments that Hugging Face's filter takes."""
     if len(indent) > 100 if isinstance(indent, str) else (indent or 0) > 100:

@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.chat.template_limits import MESSAGE
 
 PATIENCE = 20  # times the processor time that an answer may take, after which the process counts as stuck
@@ -34,7 +34,7 @@ class TemplateProcess:
         self._line: socket.socket | None = None
         self._until = 0.0
 
-    def ask(self, content: bytes, seconds: float) -> dict[str, Any]:
+    def ask(self, content: bytes, seconds: float) -> JsonObject:
         """Return the answer to a request that may take so much processor time."""
         self.send(content, seconds)
         return self.receive()
@@ -50,7 +50,7 @@ class TemplateProcess:
         with contextlib.suppress(OSError):  # it ended, as `receive` finds
             self._line.sendall(len(content).to_bytes(4, "big") + content)
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self) -> JsonObject:
         """Return the answer to the request that was sent; raises `Ended`."""
         try:
             size = int.from_bytes(self._read(4), "big")

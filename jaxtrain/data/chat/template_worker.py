@@ -17,6 +17,7 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.data.chat.sandbox import Sandbox
 from jaxtrain.data.chat.template_limits import CALLS, EACH_S, LONGEST, MEMORY, MESSAGE, REASON, SOURCE
 
@@ -53,7 +54,7 @@ def _answered(request: bytes) -> bytes:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: JsonObject) -> JsonObject:
     """Return the texts of conversations, or why there are none.
 
     A request has the `source` of a template, its `variables`, the `seconds` of processor time that a conversation may
@@ -73,7 +74,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"conversations": [_rendered(template, one, request) for one in request["conversations"]]}
 
 
-def _rendered(template: Any, one: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+def _rendered(template: Any, one: JsonObject, request: JsonObject) -> JsonObject:
     """Return the `texts` of a conversation, the `error` of a template that does not take it, or a `limit`.
 
     The first text is whole. Of each other one there is how many characters both begin with, and the rest.
@@ -100,7 +101,7 @@ def _compiled(source: str) -> Any:
     return Sandbox().compiled(source)
 
 
-def _text(template: Any, variables: dict[str, Any], messages: list[Any], tools: Any, prompted: bool) -> str:
+def _text(template: Any, variables: JsonObject, messages: list[Json], tools: Json, prompted: bool) -> str:
     template.environment.used = 0
     text = template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=prompted, **variables)
     if len(text) > LONGEST:
@@ -122,7 +123,7 @@ def _beyond(first: str, text: str) -> tuple[int, str]:
     return least, text[least:]
 
 
-def _as_bytes(value: dict[str, Any]) -> bytes:
+def _as_bytes(value: JsonObject) -> bytes:
     content = json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")
     return content if len(content) < MESSAGE else b'{"limit": "memory"}'
 

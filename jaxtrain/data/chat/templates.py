@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.data.chat.loss_masks import Learnt, encode, probed, spans_of
 from jaxtrain.data.chat.marks import BREAK, CLOSE, CODE, OPEN
 from jaxtrain.data.chat.rendering import Talk, Template
@@ -65,7 +66,7 @@ class Chat:
             self._template.check()
         self._known: dict[bytes, list[str] | str] = {}  # the newest of what `marked_many` gave
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """Return everything but the messages that the text depends on."""
         return {"name": self.name, "sha256": hashlib.sha256(self.source.encode()).hexdigest(), "template": self.source,
                 "special_tokens": self.variables}
@@ -107,7 +108,7 @@ class Chat:
             return texts if len(texts) == len(found) else next(str(one) for one in found if isinstance(one, Unusable))
         return list(map(of, examples))
 
-    def _written(self, prompt: str, completion: Any) -> str:
+    def _written(self, prompt: str, completion: Json) -> str:
         """Return plain text with marks."""
         said, answer = map(self.specials.guarded, (prompt, completion))
         return f"{OPEN}{said}{answer}{CLOSE}" if self.train_on == "all" else f"{said}{OPEN}{answer}{CLOSE}"
@@ -138,7 +139,7 @@ class Chat:
         marks = [OPEN, CLOSE] * len(spans)
         return "".join(text[a:b] + mark for (a, b), mark in zip(pairwise(edges), [*marks, ""], strict=True))
 
-    def _talk(self, messages: Messages, turns: list[int], tools: Any = None) -> Talk:
+    def _talk(self, messages: Messages, turns: list[int], tools: Json = None) -> Talk:
         """Return what is rendered of a conversation: all of it, and what shows where the given turns are."""
         cuts = () if self.train_on == "all" or self._says else (
             cut for turn in turns for cut in ((turn, True), (turn + 1, False)))
@@ -235,12 +236,12 @@ class Chat:
         return [one if isinstance(one, str) or all(document.trained.any() for document in one) else NOTHING
                 for one in done]
 
-    def probe(self, content: bytes) -> dict[str, Any]:
+    def probe(self, content: bytes) -> JsonObject:
         """Return the beginning of an example with its ids and mask, to be compared when the corpus is opened."""
         return probed(self.specials, self.marked_many([content])[0][0][:1000])
 
 
-def refuse_useless_masks(splits: dict[str, Any], left_out: dict[str, int]) -> None:
+def refuse_useless_masks(splits: JsonObject, left_out: dict[str, int]) -> None:
     """Raise a UserError if nothing is trained on, or everything although only answers should be.
 
     In both cases the template does not fit the records.
@@ -258,7 +259,7 @@ def refuse_useless_masks(splits: dict[str, Any], left_out: dict[str, int]) -> No
 
 # ----------------------------------------------------------------------------------------------------------- templates
 
-def _config(tokenizer: Tokenizer) -> dict[str, Any]:
+def _config(tokenizer: Tokenizer) -> JsonObject:
     """Return the tokenizer_config.json next to tokenizer.json, or an empty dict."""
     path = tokenizer.path.with_name("tokenizer_config.json") if isinstance(tokenizer, JsonTokenizer) else None
     if not path:
@@ -266,7 +267,7 @@ def _config(tokenizer: Tokenizer) -> dict[str, Any]:
     return user_json(path, dict, "--tokenizer", "repair or remove it") or {}
 
 
-def _find(tokenizer: Tokenizer, asked: str, config: dict[str, Any]) -> tuple[str, str, str]:
+def _find(tokenizer: Tokenizer, asked: str, config: JsonObject) -> tuple[str, str, str]:
     """Return the template's name, content and place: the one requested, else the tokenizer's own, else empty texts."""
     if asked in BUILT_IN:
         return asked, _joined(BUILT_IN[asked]), asked

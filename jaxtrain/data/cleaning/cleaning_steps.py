@@ -7,8 +7,10 @@ for each task, so that even a step with internal state gives the same result for
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.cleaning import filters
 from jaxtrain.data.cleaning.filters import Step
 from jaxtrain.data.formats.inputs import Ids, Text, is_utf8
@@ -51,7 +53,7 @@ class Steps:
         return document
 
 
-def summed(rows: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def summed(rows: Sequence[Sequence[JsonObject]]) -> list[JsonObject]:
     """Return the total counts of each step from the counts of all tasks."""
     return [{"step": counts[0]["step"]} | added({key: some[key] for key in ("seen", "changed")} for some in counts)
             | {"removed": added(some["removed"] for some in counts)} for counts in zip(*rows, strict=True)]
@@ -81,7 +83,7 @@ def _apply(name: str, step: Step, document: Text) -> Text | str:
     return result
 
 
-def _is_text(content: Any) -> bool:
+def _is_text(content: object) -> bool:
     return isinstance(content, bytes) and is_utf8(content)
 
 
@@ -124,7 +126,7 @@ def _find(word: str) -> Any:
 _IMPORTED: dict[str, tuple[Any, str | None]] = {}  # modules of steps, and the hashes of their files
 
 
-def _imported(name: str) -> Any:
+def _imported(name: str) -> ModuleType:
     """Import a module, or reload it if its file has changed, so that the code that runs matches its recorded hash."""
     module = importlib.import_module(name)
     now = _code_digest(module)
@@ -133,7 +135,7 @@ def _imported(name: str) -> Any:
     return importlib.reload(module) if known is module and before != now else module
 
 
-def _code_digest(module: Any) -> str | None:
+def _code_digest(module: ModuleType) -> str | None:
     file = getattr(module, "__file__", None)
     return atomic_files.file_digest(Path(file)) if file else None
 

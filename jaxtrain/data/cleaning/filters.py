@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.formats.inputs import Text, extra
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files.bounded_files import read
@@ -206,7 +207,7 @@ def datatrove(call: str) -> Step:
     return step
 
 
-def _call(call: str) -> tuple[str, dict[str, Any]]:
+def _call(call: str) -> tuple[str, JsonObject]:
     try:
         tree = ast.parse(call, mode="eval").body
         if isinstance(tree, ast.Name):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.formats.inputs import Ids, Text, extra
 from jaxtrain.errors import UserError
 
@@ -44,7 +45,7 @@ class Near:
         """The number of bands in a signature."""
         return self.permutations // self.rows
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """Return everything that determines which documents are near duplicates."""
         return asdict(self) | {"rensa": _minhash().ALGORITHM_VERSION}
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import storage
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.corpus import remote
 from jaxtrain.data.corpus.corpus import SPLITS, UNFINISHED, Corpus, Shard, Tokens
 from jaxtrain.data.corpus.corruption import DamagedColumn, Lost
@@ -54,7 +55,7 @@ def open_corpus(folder: str | Path, cache: Path | None = None, corrupt: str = "f
     return _corpus(folder, manifest, partial(_column, folder, cache, spare))
 
 
-def _corpus(folder: Path, manifest: dict[str, Any], column: Callable[..., Any], threads: int = 0) -> Corpus:
+def _corpus(folder: Path, manifest: JsonObject, column: Callable[..., Any], threads: int = 0) -> Corpus:
     tokenizer, dtype = _tokenizer(folder, manifest), np.dtype(manifest["dtype"])
     splits = {}
     for split in SPLITS:
@@ -79,7 +80,7 @@ def _begins_without(bos: int, shard: Shard) -> bool:
         return False
 
 
-def read_manifest(folder: str | Path, format: str = FORMAT) -> dict[str, Any]:
+def read_manifest(folder: str | Path, format: str = FORMAT) -> JsonObject:
     """Return the manifest of a corpus, checked against its own hash."""
     path = storage.join(folder, "manifest.json")
     if not storage.is_url(folder) and not Path(path).exists() and Path(folder, UNFINISHED).is_dir():
@@ -131,7 +132,7 @@ def _refuse_outside(folder: str | Path, names: Iterable[str]) -> None:
                         "use a corpus from a source that you trust") from error
 
 
-def _contradiction(manifest: dict[str, Any]) -> str:
+def _contradiction(manifest: JsonObject) -> str:
     """Return what cannot be in a manifest of the right form, or ""."""
     if not is_dtype(manifest["dtype"], "u"):
         return f"dtype {manifest['dtype']!r} is not one of ids"
@@ -155,7 +156,7 @@ def is_dtype(said: str, kinds: str) -> bool:
         return False
 
 
-def _named_files(manifest: dict[str, Any]) -> Iterator[str]:
+def _named_files(manifest: JsonObject) -> Iterator[str]:
     """Yield every name of a file in a manifest, of text or of sequences."""
     if file := manifest.get("tokenizer", {}).get("file"):
         yield file
@@ -165,7 +166,7 @@ def _named_files(manifest: dict[str, Any]) -> Iterator[str]:
             yield from (f"{shard['name']}.{column}" for column in manifest.get("columns", ()))
 
 
-def _tokenizer(folder: Path, manifest: dict[str, Any]) -> Tokenizer:
+def _tokenizer(folder: Path, manifest: JsonObject) -> Tokenizer:
     """Load the corpus's own tokenizer, and check that it still gives the ids recorded in the manifest."""
     said = manifest["tokenizer"]
     where = str(folder / said["file"]) if said["file"] else "bytes"
@@ -182,7 +183,7 @@ def _tokenizer(folder: Path, manifest: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _same(tokenizer: Tokenizer, probe: dict[str, Any]) -> bool:
+def _same(tokenizer: Tokenizer, probe: JsonObject) -> bool:
     if "marked" not in probe:
         return encode_documents([probe["text"].encode()], tokenizer)[0].tolist() == probe["ids"]
     from jaxtrain.data.chat.loss_masks import check_probe  # needed only for corpora of conversations
@@ -229,14 +230,14 @@ def _version(path: Path, sha256: str) -> str:
     return atomic_files.digest([str(path.absolute()), *identity, sha256])
 
 
-def _shard(folder: Path, shard: dict[str, Any], column: Callable[..., Any], dtype: np.dtype) -> Shard:
+def _shard(folder: Path, shard: JsonObject, column: Callable[..., Any], dtype: np.dtype) -> Shard:
     name = shard["name"]
     tokens = column(shard, f"{name}.bin", dtype)
     trained = column(shard, f"{name}.trained.bin", np.dtype(np.uint8)) if "learnt" in shard else None
     return Shard(tokens, offsets(folder / f"{name}.offsets.npy", shard["documents"], shard["tokens"]), trained)
 
 
-def _column(folder: Path, cache: Path | None, spare: bool, shard: dict[str, Any], name: str, dtype: np.dtype) -> Any:
+def _column(folder: Path, cache: Path | None, spare: bool, shard: JsonObject, name: str, dtype: np.dtype) -> Any:
     try:
         check(folder / name, shard["sha256"][name], cache, most=shard["tokens"] * dtype.itemsize)
     except UserError as refused:

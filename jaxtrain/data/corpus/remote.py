@@ -9,11 +9,11 @@ import hashlib
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxtrain import storage
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.corpus.chunk_cache import ChunkCache
 from jaxtrain.data.corpus.corruption import Damage, Lost
 from jaxtrain.data.corpus.shard_writer import CHUNK
@@ -97,7 +97,7 @@ def _chunks(folder: Path, limit: int) -> ChunkCache:
 class Store:
     """A corpus behind a URL whose small files are copied to a local folder."""
 
-    def __init__(self, url: str, manifest: dict[str, Any], cache: Path | None, cache_bytes: int, spare: bool):
+    def __init__(self, url: str, manifest: JsonObject, cache: Path | None, cache_bytes: int, spare: bool):
         if not cache:
             raise UserError("data.source", f"{url} is remote and needs a cache folder", "pass one as cache")
         self._url, self._spare = url, spare
@@ -121,7 +121,7 @@ class Store:
             raise UserError("data.cache_dir", f"{self.folder} cannot be written ({error.strerror or error})",
                             "name a writable folder with room, here or in $JAXTRAIN_CACHE") from error
 
-    def column(self, shard: dict[str, Any], name: str, dtype: np.dtype) -> RemoteColumn:
+    def column(self, shard: JsonObject, name: str, dtype: np.dtype) -> RemoteColumn:
         """Return a column of a shard; a missing or truncated object is an error, or marked as corrupt."""
         column = RemoteColumn(storage.join(self._url, name), dtype, shard["tokens"], shard["crc32"][name],
                               shard["sha256"][name], self._chunks, self._spare)

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.corpus import shard_writer
 from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.open import check, is_dtype, mapped, offsets, read_manifest
@@ -23,6 +25,7 @@ from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import misfit
 
+Columns = dict[str, Any]  # the values of one sequence by column: arrays, and text as it was read
 FORMAT = "jaxtrain-sequences-1"
 _FORM = {"columns": {str: {"dtype": str, "shape": [int], "per": str}},
          "splits": {name: {"shards": [{"sequences": int}]} for name in SPLITS}}
@@ -37,7 +40,7 @@ class Column:
     shape: tuple[int, ...] = ()  # of one value
     per: Literal["step", "sequence", "own"] = "step"
 
-    def array(self, values: Any) -> np.ndarray:
+    def array(self, values: ArrayLike) -> np.ndarray:
         """Convert values to the array that is stored."""
         return np.ascontiguousarray(values, np.dtype(self.dtype).newbyteorder("<")).reshape(-1, *self.shape)
 
@@ -68,7 +71,7 @@ class SequenceWriter:
         self.keys.append(key)
         self.origins.append((origin.piece, origin.place))
 
-    def close(self) -> dict[str, Any]:
+    def close(self) -> JsonObject:
         """Finish the shard and return its manifest entry."""
         arrays = {f"{name}.offsets": np.array(ends, "<i8") for name, ends in self.ends.items()}
         arrays["keys"] = np.frombuffer(b"".join(self.keys), np.uint8).reshape(-1, 16)
@@ -181,7 +184,7 @@ def open_sequences(folder: str | Path, cache: Path | None = None) -> SequenceCor
     return SequenceCorpus(**splits, manifest=manifest, path=folder)
 
 
-def describe(columns: Mapping[str, Column]) -> dict[str, Any]:
+def describe(columns: Mapping[str, Column]) -> JsonObject:
     """Return the description of the columns that goes into the manifest."""
     return {name: asdict(column) | {"shape": list(column.shape)} for name, column in columns.items()}
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.files import atomic_files
 
@@ -57,7 +58,7 @@ class ShardWriter:
         self.origins.append((origin.piece, origin.place))
         self.bytes += num_bytes
 
-    def close(self) -> dict[str, Any]:
+    def close(self) -> JsonObject:
         """Finish the shard and return its manifest entry."""
         columns = [column for column in (self._tokens, self._trained) if column]
         arrays = {"offsets": np.cumsum([0, *self.lengths], dtype="<i8"),
@@ -68,7 +69,7 @@ class ShardWriter:
         return entry | ({"learnt": self.learnt} if self._trained else {})
 
 
-def close(path: Path, columns: Sequence["Column"], arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+def close(path: Path, columns: Sequence["Column"], arrays: dict[str, np.ndarray]) -> JsonObject:
     """Close a shard's columns, write its arrays, and return the checksums of all these files."""
     crc32 = {column.path.name: column.close() for column in columns}
     sha256 = {column.path.name: column.sha256.hexdigest() for column in columns}

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from jaxtrain.errors import UserError
@@ -16,7 +17,7 @@ NAME = re.compile(r"\.array_?record(-\d+-of-\d+)?$")
 TOGETHER = 2**22  # bytes of stored records that are read at a time
 
 
-def stretches(path: Path, size: int, module: Any) -> Iterator[tuple[str, int, int, int]]:
+def stretches(path: Path, size: int, module: ModuleType) -> Iterator[tuple[str, int, int, int]]:
     """Yield (text, json or example; from, to, size) of ranges of about `size` bytes, if records are equally long."""
     stored = path.stat().st_size
     with _opened(path, module) as reader:
@@ -28,7 +29,7 @@ def stretches(path: Path, size: int, module: Any) -> Iterator[tuple[str, int, in
         yield form, start, stop, stored * stop // total - stored * start // total
 
 
-def records(path: Path, start: int, stop: int, module: Any) -> Iterator[tuple[int, bytes]]:
+def records(path: Path, start: int, stop: int, module: ModuleType) -> Iterator[tuple[int, bytes]]:
     """Yield (number, content) of each record of a range."""
     with _opened(path, module) as reader:
         step = max(1, reader.num_records() * TOGETHER // path.stat().st_size)
@@ -37,7 +38,7 @@ def records(path: Path, start: int, stop: int, module: Any) -> Iterator[tuple[in
 
 
 @contextmanager
-def _opened(path: Path, module: Any) -> Iterator[Any]:
+def _opened(path: Path, module: ModuleType) -> Iterator[Any]:
     try:
         reader = module.ArrayRecordReader(str(path))
         if not reader.ok():  # otherwise it would just report no records

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any, TypeAlias
 
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import parsed
 
@@ -87,7 +88,7 @@ def format_of(fields: set[str], field: str, where: str) -> str:
 _PAIRS = (("chosen", "rejected"), ("rejected", "chosen"), ("completion", "prompt"), ("prompt", "completion"))
 
 
-def example_of(record: Any, form: str, where: str) -> bytes:
+def example_of(record: Json, form: str, where: str) -> bytes:
     """Convert a record to the common form, as bytes; raise Unusable if there is nothing to train on."""
     if not isinstance(record, dict):
         raise UserError("--input", f"{where} is not a JSON object", "repair it")
@@ -120,7 +121,7 @@ def example_of(record: Any, form: str, where: str) -> bytes:
     return Example(prompt, parts, tools, label).to_bytes()
 
 
-def _instruction(record: dict[str, Any], where: str) -> tuple[Messages, list[Messages]]:
+def _instruction(record: JsonObject, where: str) -> tuple[Messages, list[Messages]]:
     """Return the prompt and the completion of a record of Alpaca, as LLaMA-Factory reads them.
 
     The instruction and its input, each on lines of its own, are what the user says. Turns before them, in `history`,
@@ -140,7 +141,7 @@ def _instruction(record: dict[str, Any], where: str) -> tuple[Messages, list[Mes
     return messages[:first], [messages[first:]]
 
 
-def _turns(history: Any) -> list[tuple[Any, None, Any]]:
+def _turns(history: Json) -> list[tuple[Json, None, Json]]:
     """Return the earlier turns of a record of Alpaca: pairs of what was asked and answered."""
     history = _parsed(history) if isinstance(history, str) and history else history
     if not isinstance(history or [], list) or not all(isinstance(one, list) and len(one) == 2 for one in history or []):
@@ -148,7 +149,7 @@ def _turns(history: Any) -> list[tuple[Any, None, Any]]:
     return [(asked, None, answer) for asked, answer in history or []]
 
 
-def _system(record: dict[str, Any]) -> Messages:
+def _system(record: JsonObject) -> Messages:
     """Return the message of the field `system`, which ShareGPT and Alpaca have beside the turns, if it is there."""
     if not isinstance(said := record.get("system") or "", str):
         raise Unusable("a system prompt that is not text")
@@ -159,11 +160,11 @@ def _missing(name: str, where: str) -> UserError:
     return UserError("--input", f"{where} has no field {name!r}", "repair it, or name their format with --format")
 
 
-def _part(value: Any) -> str | Messages:
+def _part(value: object) -> str | Messages:
     return value if isinstance(value, str) else _messages(value)
 
 
-def _alike(parts: list[Any]) -> list[Any]:
+def _alike(parts: list[Json]) -> list[Json]:
     """Convert text among messages to a message: first of the user, then of the assistant."""
     if all(isinstance(part, str) for part in parts):
         return parts
@@ -171,7 +172,7 @@ def _alike(parts: list[Any]) -> list[Any]:
             for i, part in enumerate(parts)]
 
 
-def _common(prompt: Any, parts: list[Any]) -> tuple[Any, list[Any]]:
+def _common(prompt: Json, parts: list[Json]) -> tuple[Json, list[Json]]:
     """Split off the prompt if both completions repeat it, or if it stands only in them."""
     whole = all(isinstance(part, list) and part[0]["role"] != "assistant" for part in parts)
     if prompt is not None and not whole:
@@ -188,7 +189,7 @@ def _common(prompt: Any, parts: list[Any]) -> tuple[Any, list[Any]]:
     return parts[0][:size], [part[size:] for part in parts]
 
 
-def _messages(said: Any) -> Messages:
+def _messages(said: Json) -> Messages:
     if isinstance(said, str):
         said = _parsed(said)
     if not isinstance(said, list) or not all(isinstance(one, dict) for one in said):
@@ -198,7 +199,7 @@ def _messages(said: Any) -> Messages:
     return [_message(one) for one in said]
 
 
-def _message(said: dict[str, Any]) -> dict[str, Any]:
+def _message(said: JsonObject) -> JsonObject:
     """Convert a message to OpenAI's form: ShareGPT's `from` and `value` are renamed, and null values dropped."""
     role = said.get("role", said.get("from"))
     if role == CALL:
@@ -226,7 +227,7 @@ def _message(said: dict[str, Any]) -> dict[str, Any]:
     return {"role": ROLES[role], "content": content or "", **rest}
 
 
-def _called(said: Any) -> list[Any]:
+def _called(said: Json) -> list[Json]:
     """Return the calls that a turn of ShareGPT's role for them has as JSON: one, or a list."""
     calls = _parsed(said) if isinstance(said, str) else said
     calls = calls if isinstance(calls, list) else [calls]
@@ -235,7 +236,7 @@ def _called(said: Any) -> list[Any]:
     return [{"type": "function", "function": _call(call)} for call in calls]
 
 
-def _call(call: Any) -> Any:
+def _call(call: Json) -> Json:
     """Parse a call's arguments if they are a JSON string, as OpenAI has them: templates write the JSON themselves."""
     if isinstance(call, dict) and isinstance(function := call.get("function", call), dict) \
             and isinstance(arguments := function.get("arguments"), str):
@@ -244,7 +245,7 @@ def _call(call: Any) -> Any:
     return call
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> Json:
     try:
         return parsed(text, object)
     except ValueError:

@@ -14,11 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from jaxtrain import storage
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.data.formats import array_record, parquet_pages, token_files, zstd
 from jaxtrain.data.formats.conversations import FIELDS, Unusable, example_of, format_of
 from jaxtrain.data.formats.json_arrays import is_array_of_records
@@ -47,7 +49,7 @@ class Piece:
     size: int  # stored size of the part, in bytes
     split: str = ""  # "eval" if all of it is for evaluation; "": a hash of each document decides
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """Return what identifies the piece, independent of where it is stored."""
         return {key: value for key, value in asdict(self).items() if key != "path" and (key != "split" or value)}
 
@@ -257,14 +259,14 @@ def _opened(piece: Piece) -> BinaryIO:
     return storage.open(piece.path)
 
 
-def _record(line: bytes, where: str) -> Any:
+def _record(line: bytes, where: str) -> Json:
     try:
         return parsed(line, object)
     except ValueError as error:
         raise UserError("--input", f"{where} is not a JSON object ({error})", "repair it") from error
 
 
-def _example(record: Any, form: str, where: str, place: int, beside: Sequence[str]) -> Text | str:
+def _example(record: Json, form: str, where: str, place: int, beside: Sequence[str]) -> Text | str:
     try:
         content = example_of(record, form, where)
         return Text(where, content, place, {key: record[key] for key in beside if key in record})
@@ -272,7 +274,7 @@ def _example(record: Any, form: str, where: str, place: int, beside: Sequence[st
         return f"{where}: {reason}"
 
 
-def _fields(line: bytes, field: str, where: str, beside: Sequence[str]) -> tuple[bytes, dict[str, Any]]:
+def _fields(line: bytes, field: str, where: str, beside: Sequence[str]) -> tuple[bytes, JsonObject]:
     try:
         record = parsed(line, object)
         text = record[field]
@@ -354,7 +356,7 @@ def _records(piece: Piece, field: str, beside: Sequence[str], form: str) -> Iter
         yield Text(where, content, number, record) if is_utf8(content) else f"{piece.name}: not UTF-8 text"
 
 
-def _without_null(value: Any) -> Any:
+def _without_null(value: object) -> Json:
     """Remove null values: Parquet has every field of a struct in every row."""
     if isinstance(value, dict):
         return {key: _without_null(one) for key, one in value.items() if one is not None}
@@ -420,7 +422,7 @@ def row_group(piece: Piece, columns: list[str], file: Any = None) -> Any:
         return file.read_row_group(piece.start, columns=columns)
 
 
-def _array_record() -> Any:
+def _array_record() -> ModuleType:
     return extra("array_record.python.array_record_module", "ArrayRecord files")
 
 
@@ -443,7 +445,7 @@ def readable(path: str, *others: type[Exception]) -> Iterator[None]:
         raise UserError("--input", f"{path} cannot be read ({error})", "replace the file") from error
 
 
-def stamps(task: Iterable[Piece]) -> list[Any]:
+def stamps(task: Iterable[Piece]) -> list[Json]:
     """Return values that change if the input of a task changes."""
     found = []
     for piece in task:

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, BinaryIO
 
 READ = 2**16  # compressed bytes that are read at a time
@@ -9,7 +10,7 @@ RATIO, FREE = 1000, 2**28  # text is not compressed as much, beyond so many byte
 FEED = 2**10  # compressed bytes that are decompressed at a time: to 32 MiB at most, since 4 bytes can stand for 128 KiB
 
 
-def opened(file: BinaryIO, module: Any) -> BinaryIO:
+def opened(file: BinaryIO, module: ModuleType) -> BinaryIO:
     """Return a reader of the file's content; `module` is zstandard."""
     return io.BufferedReader(_Frames(file, module))
 
@@ -17,7 +18,7 @@ def opened(file: BinaryIO, module: Any) -> BinaryIO:
 class _Frames(io.RawIOBase):
     """A raw stream over all frames of a file; it raises EOFError if the file ends within a frame."""
 
-    def __init__(self, file: BinaryIO, module: Any):
+    def __init__(self, file: BinaryIO, module: ModuleType):
         self._file, self._module = file, module
         self._frame: Any = None  # the frame that is not finished
         self._left = memoryview(b"")

@@ -1,7 +1,7 @@
 """The protocol of batch sources: objects that give the batch of each step, built in or your own."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -39,6 +39,6 @@ class BatchSource(Protocol):
         ...
 
 
-def of_process(batches: BatchSource, step: int, rows: Mapping[int, Sequence[int]] | None) -> Any:
+def of_process(batches: BatchSource, step: int, rows: Mapping[int, Sequence[int]] | None) -> dict[str, np.ndarray]:
     """Return the batch of a step, or these rows of it, by how many it has."""
     return batches[step] if rows is None else batches.rows(step, rows[batches.shape(step)[0]])

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
 
@@ -21,7 +23,7 @@ class Array:
     Batches arrive whole along all but the rows; `parallel.cut_rows.arrange` then cuts `SEQ` over the mesh's `context`.
     """
 
-    dtype: Any
+    dtype: DTypeLike
     dims: tuple[str | int, ...] = (SEQ,)
     below: int = 0  # what its numbers are below; 0: anything
 
@@ -35,18 +37,21 @@ class Array:
         return rows, *(length if size == SEQ else int(size) for size in self.dims)
 
 
+Declared = Mapping[str, DTypeLike | Array]  # the arrays of a batch by name; a dtype alone is one of [rows, SEQ]
+
+
 @dataclass(frozen=True)
 class BatchSpec:
     """The name and dtype of each array of a batch, or what `Array` says of it, and where the dimensions are fixed."""
 
-    dtypes: Mapping[str, Any]
+    dtypes: Declared
     whose: str  # who declares it, as a message names it
     same_shape: bool = True  # arrays have the declared shapes; False: each has dimensions of its own behind the first
     ndims: Mapping[str, int] | None = None
     below: Mapping[str, int] | None = None  # what the numbers of an array are below, where the host holds it
 
     @classmethod
-    def like(cls, batch: Mapping[str, Any], whose: str) -> "BatchSpec":
+    def like(cls, batch: Mapping[str, AnyArray], whose: str) -> "BatchSpec":
         """Return the spec of batches that have the arrays of this one."""
         if not isinstance(batch, Mapping) or not batch:
             raise UserError("batch", f"it is {_kind(batch)}", "give a dict from names to arrays")
@@ -58,12 +63,13 @@ class BatchSpec:
         """Each array by name."""
         return {key: Array.of(declared) for key, declared in self.dtypes.items()}
 
-    def abstract(self, rows: int, length: int, where: Callable[[int], Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    def abstract(self, rows: int, length: int,
+                 where: Callable[[int], jax.sharding.NamedSharding]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes, dtypes and shardings of a batch; `where` is the sharding of this many dimensions."""
         return {key: jax.ShapeDtypeStruct(shape := array.shape(rows, length), array.dtype, sharding=where(len(shape)))
                 for key, array in self.arrays.items()}
 
-    def check(self, batch: Any) -> tuple[int, ...]:
+    def check(self, batch: Mapping[str, AnyArray]) -> tuple[int, ...]:
         """Refuse a batch that is not as declared; return its rows and their length, or its first array's shape."""
         if not isinstance(batch, Mapping):
             raise UserError("batch", f"it is {_kind(batch)}, and {self.whose} takes a dict of arrays",
@@ -106,7 +112,7 @@ class BatchSpec:
                                 f"{_shape(batch[first])}", "make the example the first dimension of each")
         return shape
 
-    def _counts(self, batch: Mapping[str, Any], key: str) -> Any:
+    def _counts(self, batch: Mapping[str, AnyArray], key: str) -> Any:
         """Whether a token matters: targets without weight may be any number, such as -100."""
         weights = batch.get("weights") if key == "targets" else None
         return weights != 0 if isinstance(weights, np.ndarray) and weights.shape == batch[key].shape else True
@@ -127,9 +133,9 @@ def first_steps(batches: BatchSource, start: int, stop: int) -> Sequence[int]:
     return list(found.values())
 
 
-def _shape(x: Any) -> str:
+def _shape(x: AnyArray) -> str:
     return " x ".join(map(str, np.shape(x))) or "of a single number"
 
 
-def _kind(x: Any) -> str:
+def _kind(x: object) -> str:
     return "an empty dict" if isinstance(x, Mapping) else f"a {type(x).__name__}"

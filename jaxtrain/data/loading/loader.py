@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.data.loading.readahead import ReadAhead
 from jaxtrain.data.loading.shuffle import Order
 
@@ -101,19 +102,19 @@ def take(rows: Rows, numbers: np.ndarray) -> dict[str, np.ndarray]:
     return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
 
 
-class in_step(Iterator[tuple[int, Any, float]]):
+class in_step(Iterator[tuple[int, PyTree, float]]):
     """Iterate like `prefetch`, but place each step only when it is asked for, on the caller's thread.
 
     For batches that depend on what the steps before them have done.
     """
 
-    def __init__(self, batches: Any, start_step: int, num_steps: int, place: Callable[[int, Any], Any],
+    def __init__(self, batches: Any, start_step: int, num_steps: int, place: Callable[[int, PyTree], PyTree],
                  forget: Callable[[], None] | None = None):
         """`forget`: called at the end, for batches of which something is made ahead."""
         self._steps = iter(range(start_step, start_step + num_steps))
         self._place, self._batches, self._forget = place, batches, forget
 
-    def __next__(self) -> tuple[int, Any, float]:
+    def __next__(self) -> tuple[int, PyTree, float]:
         step, start = next(self._steps), time.perf_counter()
         return step, self._place(step, self._batches), time.perf_counter() - start
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,8 @@ def own_rows(size: int, where: Where) -> list[int]:
                    for row in range(*index[0].indices(size))})
 
 
-def place_rows(local: dict[str, Any], size: int, where: Where,
-               check: Callable[[Any], Any] = lambda batch: None) -> dict[str, jax.Array]:
+def place_rows(local: dict[str, np.ndarray], size: int, where: Where,
+               check: Callable[[dict[str, np.ndarray]], object] = lambda batch: None) -> dict[str, jax.Array]:
     """Return a batch of `size` rows on the mesh, of which this process gives `own_rows`.
 
     `check`: refuses rows that lack arrays, or have others.
@@ -42,7 +41,7 @@ def place_rows(local: dict[str, Any], size: int, where: Where,
 
 
 def place_batch(batches: BatchSource, step: int, where: Where,
-                check: Callable[[Any], Any] = lambda batch: None) -> dict[str, jax.Array]:
+                check: Callable[[dict[str, np.ndarray]], object] = lambda batch: None) -> dict[str, jax.Array]:
     """Return the batch of a step on the mesh; each process reads only the rows that its own devices hold."""
     if jax.process_count() == 1:
         return place_rows(batches[step], 0, where, check)
@@ -50,13 +49,13 @@ def place_batch(batches: BatchSource, step: int, where: Where,
     return place_rows(batches.rows(step, own_rows(size, where)), size, where, check)
 
 
-def placed_ahead(batches: BatchSource, start: int, stop: int, where: Where, check: Callable[[Any], Any], depth: int,
-                 workers: int = 0) -> prefetch:
+def placed_ahead(batches: BatchSource, start: int, stop: int, where: Where,
+                 check: Callable[[dict[str, np.ndarray]], object], depth: int, workers: int = 0) -> prefetch:
     """Iterate over the batches of these steps on the mesh; each process reads only the rows that its devices hold."""
     several = jax.process_count() > 1
     rows = {size: own_rows(size, where) for size, _ in batches.shapes_of(start, stop)} if several else None
 
-    def place(step: int, local: Any) -> dict[str, jax.Array]:
+    def place(step: int, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         with jax.transfer_guard("allow"):  # the loop forbids those that nobody asked for, and places the first batch
             return place_rows(local, batches.shape(step)[0] if several else 0, where, check)
 

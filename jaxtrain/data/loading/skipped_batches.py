@@ -5,13 +5,14 @@ The batch at step n is the n-th that is not in the record. The record is kept in
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
@@ -42,7 +43,7 @@ class SkippedBatches:
                             "correct it, or delete it") from None
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> "SkippedBatches":
+    def of(cls, record: JsonMapping) -> "SkippedBatches":
         """Return the record that plain JSON describes."""
         batches = record.get("batches", ())
         if wrong := misfit(record, _FORM) or "batches are negative" * (min(batches, default=0) < 0):
@@ -54,7 +55,7 @@ class SkippedBatches:
         content = json.dumps(self.to_dict() | {"void_above": self.void_above}) + "\n"
         atomic_files.write(Path(workdir) / FILE, content, durable=True)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the part that is saved in a checkpoint."""
         return {"batches": list(self.batches), "rollbacks": self.rollbacks}
 

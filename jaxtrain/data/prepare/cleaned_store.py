@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.corpus.corpus import UNFINISHED
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats.inputs import Piece, Text, stamps
@@ -40,12 +40,12 @@ def read(output: Path, number: int) -> Iterator[tuple[Text, Origin]]:
             yield Text(name, content.encode(), place, record), Origin(piece, place)
 
 
-def write_note(output: Path, number: int, note: dict[str, Any]) -> None:
+def write_note(output: Path, number: int, note: JsonObject) -> None:
     """Record, last of all, that a task's documents were processed, with its `plan` and its input's `stamps`."""
     atomic_files.write_json(_note_path(output, number), note)
 
 
-def read_note(output: Path, number: int, task: tuple[Piece, ...], plan: str) -> dict[str, Any] | None:
+def read_note(output: Path, number: int, task: tuple[Piece, ...], plan: str) -> JsonObject | None:
     """Return the note of a task, or None if there is none or the input has changed since."""
     try:
         note = read_json(_note_path(output, number), {"plan": str, "stamps": list})

@@ -5,10 +5,10 @@ Everything runs in this process.
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.cleaning.cleaning_steps import Steps, added, summed
 from jaxtrain.data.formats.inputs import Ids, Text
 from jaxtrain.data.prepare.duplicates import compared, signature
@@ -81,7 +81,7 @@ def _duplicates(options: Options, names: list[str], heads: list[str], keys: byte
     return [_title(row), *(f"    {count:,} {reason}" for reason, count in removed.items()), *examples]
 
 
-def _title(row: dict[str, Any]) -> str:
+def _title(row: JsonObject) -> str:
     removed = sum(row["removed"].values())
     return f"{row['step']}: of {row['seen']:,} documents {removed:,} dropped, {row['changed']:,} changed"
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,7 @@ def find_duplicates(tasks: Sequence[Task], output: Path, options: Options, plan:
             np.save(file, some)
 
 
-def compared(options: Options, keys: Sequence[np.ndarray], columns: Callable[[np.ndarray], Any],
+def compared(options: Options, keys: Sequence[np.ndarray], columns: Callable[[np.ndarray], tuple[Callable, Callable]],
              ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return verdicts (indices of tasks.ALIKE), distinct documents, and the first one that each of them resembles."""
     different = _different(keys)

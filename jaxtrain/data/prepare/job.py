@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxtrain import storage
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.corpus.corpus import UNFINISHED
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.data.prepare import engines
@@ -124,7 +125,7 @@ def missing(tasks: Sequence[Task], numbers: Sequence[int], output: Path, plan: s
     return [number for number in numbers if not read_ledger(output, number, tasks[number], plan)]
 
 
-def ledgers(tasks: Sequence[Task], output: Path, plan: str) -> list[dict[str, Any]]:
+def ledgers(tasks: Sequence[Task], output: Path, plan: str) -> list[JsonObject]:
     """Return the ledgers of all tasks; every task must be done."""
     found = [read_ledger(output, number, task, plan) for number, task in enumerate(tasks)]
     if None in found:
@@ -132,7 +133,7 @@ def ledgers(tasks: Sequence[Task], output: Path, plan: str) -> list[dict[str, An
     return [ledger for ledger in found if ledger]
 
 
-def complete(output: Path, manifest: dict[str, Any], code: dict[str, Any], **beside: Any) -> None:
+def complete(output: Path, manifest: JsonObject, code: JsonObject, **beside: Any) -> None:
     """Write the manifest, which completes the corpus; `code` and `beside` are stored but do not identify the data."""
     for partial in output.glob("*.partial"):  # left by killed processes
         partial.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.chat.templates import refuse_useless_masks
 from jaxtrain.data.cleaning.cleaning_steps import added, summed
 from jaxtrain.data.corpus import lengths
@@ -148,7 +149,7 @@ def tokenize(tasks: Sequence[Task], numbers: Sequence[int], output: Path, option
     job.run("tokens", tokenize_shard, tasks, missing, output, options, plan, workers, say, numbers)
 
 
-def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options) -> dict[str, Any]:
+def _plan(tasks: Sequence[Task], tokenizer: Tokenizer, options: Options) -> JsonObject:
     """Return all that the tokens depend on."""
     chat = chat_of(options)
     return {"format": FORMAT, "tokenizer": tokenizer.fingerprint, "options": options.identity(),
@@ -219,7 +220,7 @@ def _refuse_other_input(output: Path, tasks: Sequence[Task]) -> None:
                                 "delete that to make it again, or name another folder")
 
 
-def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _steps(options: Options, ledgers: list[JsonObject]) -> list[JsonObject]:
     """Return what each step did, in order; the search for duplicates comes last."""
     steps = summed([ledger["steps"] for ledger in ledgers])
     if options.deduplicate:
@@ -230,7 +231,7 @@ def _steps(options: Options, ledgers: list[dict[str, Any]]) -> list[dict[str, An
     return steps
 
 
-def _licences(options: Options, ledgers: list[dict[str, Any]]) -> dict[str, int]:
+def _licences(options: Options, ledgers: list[JsonObject]) -> dict[str, int]:
     """Return the number of kept documents by licence, as far as it is known."""
     kept = sum(shard["documents"] for ledger in ledgers for shard in ledger["shards"].values())
     counted = added(ledger["licences"] for ledger in ledgers)

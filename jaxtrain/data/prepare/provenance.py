@@ -6,6 +6,7 @@ from datetime import date
 from typing import Any, cast
 
 from jaxtrain import storage
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.formats import token_files
 from jaxtrain.data.formats.inputs import Piece, readable
 from jaxtrain.errors import UserError, nearest
@@ -62,7 +63,7 @@ def described(words: Sequence[str]) -> dict[str, str]:
     return told
 
 
-def code(more: Sequence[str] = ()) -> dict[str, Any]:
+def code(more: Sequence[str] = ()) -> JsonObject:
     """Return the git commit, if known, and the versions of the packages that affect a corpus."""
     packages = ("jaxtrain", "numpy", "tokenizers", "tiktoken", "sentencepiece", "jinja2", "datatrove", "py3langid",
                 "rensa")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.data.chat.templates import TRAIN_ON, Chat
 from jaxtrain.data.cleaning.cleaning_steps import Steps, identity, told
 from jaxtrain.data.cleaning.near_duplicates import Near
@@ -103,7 +104,7 @@ class Options:
             raise UserError("--bos", "the chat template determines how a conversation begins", "leave it out")
         provenance.described(self.describe)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """Return what the tasks, the tokenizer's fingerprint and the template's identity do not cover."""
         plain = {key: value for key, value in asdict(self).items() if key not in
                 ("tokenizer", "eod", "bos", "task_bytes", "token_dtype", "chat_template", "eval_input")
@@ -334,8 +335,8 @@ def _ledger_path(output: Path, number: int) -> Path:
     return output / UNFINISHED / f"{number:05}.json"
 
 
-def write_ledger(output: Path, number: int, plan: str, before: list[Any], shards: dict[str, dict[str, Any]],
-                 more: dict[str, Any]) -> None:
+def write_ledger(output: Path, number: int, plan: str, before: list[Json], shards: dict[str, JsonObject],
+                 more: JsonObject) -> None:
     """Record that a task is done: its shards, and the input's stamps `before` it was read."""
     for name, sha256 in [pair for shard in shards.values() for pair in shard["sha256"].items()]:
         trust(output / name, sha256)
@@ -344,7 +345,7 @@ def write_ledger(output: Path, number: int, plan: str, before: list[Any], shards
         "plan": plan, "task": before, "verdicts": _verdicts_digest(output, number), "shards": shards, **more})
 
 
-def read_ledger(output: Path, number: int, task: Task, plan: str) -> dict[str, Any] | None:
+def read_ledger(output: Path, number: int, task: Task, plan: str) -> JsonObject | None:
     """Return the ledger of a task if it is done and its files and input have not changed since; else None."""
     try:
         form = {"plan": str, "task": list, "verdicts": str | None, "shards": {str: {"sha256": {str: str}}}}

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import storage
-from jaxtrain.data.corpus.sequences import TOKENIZER, Column
+from jaxtrain.base.annotations import JsonObject
+from jaxtrain.data.corpus.sequences import TOKENIZER, Column, Columns
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import Piece
@@ -109,7 +110,7 @@ class Audio:
                   "folder": {"label": Column("<i4", per="sequence")}}
         return {"features": Column("<f2", (self.mels,)), **target[self.target]}
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """Return what determines the sequences, besides the input."""
         tokenizer = _tokenizer(self.tokenizer).fingerprint if self.target == "text" else None
         names = ("clip_hours", "mels", "audio_column", "text_column", "special_tokens")
@@ -127,7 +128,8 @@ class Audio:
         groups = with_texts(clips, _is_clip, "transcript") if self.target == "text" else [(clip,) for clip in clips]
         return inputs.cut(groups, self.task_bytes)
 
-    def ready(self, tasks: Sequence[Task], output: Path, workers: int, say: Any) -> tuple["Audio", list[Task]]:
+    def ready(self, tasks: Sequence[Task], output: Path, workers: int,
+              say: Callable[..., None]) -> tuple["Audio", list[Task]]:
         """Return the source with the names of all folders as labels, and the tasks."""
         if self.target == "text":
             tokenizer_folder.save(_tokenizer(self.tokenizer), output / TOKENIZER)
@@ -135,7 +137,7 @@ class Audio:
         return replace(self, labels=tuple(sorted(labels))), list(tasks)
 
     def read(self, number: int, task: Task, output: Path, left_out: dict[str, int],
-             ) -> Iterator[tuple[dict[str, Any], Origin]]:
+             ) -> Iterator[tuple[Columns, Origin]]:
         """Yield the sequences of a task, and where each comes from."""
         for i, place, clip, text in self._clips(task, left_out):
             samples = _CUT_OFF if _ends_early(clip) else samples_in(clip, self.clip_hours)
@@ -201,7 +203,7 @@ class Audio:
                 continue
             yield row, clip, text[0].encode() if text else b""
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> JsonObject:
         """Return the labels for the manifest, if there are any."""
         return {"labels": list(self.labels)} if self.target == "folder" else {}
 

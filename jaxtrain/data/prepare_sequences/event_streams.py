@@ -5,7 +5,7 @@ in a file of its own, and counts the values of categories. Then each partition i
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.corpus.corpus import UNFINISHED
-from jaxtrain.data.corpus.sequences import Column
+from jaxtrain.data.corpus.sequences import Column, Columns
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import Piece
@@ -64,13 +65,13 @@ class Events:
         return ({name: Column("<i4") for name in self.categories} | {name: Column("<f4") for name in self.numbers}
                 | {ELAPSED: Column("<f4")})
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """Return what determines the sequences, besides the input."""
         return {"user": self.user, "time": self.time, "categories": list(self.categories),
                 "numbers": list(self.numbers), "vocab_size": self.vocab_size, "eval_fraction": self.eval_fraction,
                 "task_bytes": self.task_bytes}
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> JsonObject:
         """Return the vocabularies for the manifest: the values of ids 1, 2, ..., and the count of each in the input."""
         return {"vocabularies": {name: {"values": [value for value, _ in counts], "counts": [n for _, n in counts]}
                                  for name, counts in zip(self.categories, self.counts, strict=True)}}
@@ -93,7 +94,8 @@ class Events:
             raise UserError("--time", f"{self.time!r} is {one} in {a} and {other} in {b}", "convert one of them")
         return inputs.cut([(group,) for group in groups], self.task_bytes)
 
-    def ready(self, tasks: Sequence[Task], output: Path, workers: int, say: Any) -> tuple["Events", list[Task]]:
+    def ready(self, tasks: Sequence[Task], output: Path, workers: int,
+              say: Callable[..., None]) -> tuple["Events", list[Task]]:
         """Spread rows over partitions, and return the source with its vocabularies and a task per partition.
 
         Rows that an earlier run spread are not read again.
@@ -123,7 +125,7 @@ class Events:
         return output / UNFINISHED / f"{atomic_files.digest(content)[:32]}.arrow"
 
     def read(self, number: int, task: Task, output: Path, left_out: dict[str, int],
-             ) -> Iterator[tuple[dict[str, Any], Origin]]:
+             ) -> Iterator[tuple[Columns, Origin]]:
         """Yield the users of a partition, ordered by name; in origins, pieces are counted over all tasks."""
         pa, _ = _arrow()
 
@@ -245,7 +247,7 @@ def _cast(group: Any, name: str, type: Any, flag: str, piece: Piece) -> Any:
         raise UserError(flag, f"{name!r} of {piece.name} cannot be used ({error})", "name another column") from error
 
 
-def _notes(spread: Path) -> dict[str, Any]:
+def _notes(spread: Path) -> JsonObject:
     path, fix = spread.with_suffix(".json"), f"delete {spread.parent}, and run again"
     found = user_json(path, {"counts": [{str: int}], "left_out": {str: int}}, "--output", fix, LARGE)
     if found is None:

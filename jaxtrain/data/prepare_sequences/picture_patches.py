@@ -6,7 +6,7 @@ A picture is a file, a member of a tar archive, or a value in a column of Parque
 
 import functools
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import storage
-from jaxtrain.data.corpus.sequences import TOKENIZER, Column
+from jaxtrain.base.annotations import JsonObject
+from jaxtrain.data.corpus.sequences import TOKENIZER, Column, Columns
 from jaxtrain.data.corpus.shard_writer import Origin
 from jaxtrain.data.formats import inputs
 from jaxtrain.data.formats.inputs import Piece
@@ -109,7 +110,7 @@ class Pictures:
         return {"patches": Column("<u1", (self.patch_size**2 * CHANNELS,)), "places": Column("<u2", (2,)),
                 **target[self.target]}
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """Return what determines the sequences, besides the input."""
         fields = {"picture": self.picture_field, "text": self.text_field}
         more = {"square": self.square, "crop_square": self.crop_square, "patches_per_side": self.square // (
@@ -127,7 +128,8 @@ class Pictures:
         groups = with_texts(found, _is_picture, "caption") if self.target == "text" else [(piece,) for piece in found]
         return inputs.cut(groups, self.task_bytes)
 
-    def ready(self, tasks: Sequence[Task], output: Any, workers: int, say: Any) -> tuple["Pictures", list[Task]]:
+    def ready(self, tasks: Sequence[Task], output: Any, workers: int,
+              say: Callable[..., None]) -> tuple["Pictures", list[Task]]:
         """Return the source with the names of all folders as labels, and the tasks."""
         if self.target == "text":
             tokenizer_folder.save(self._ids, output / TOKENIZER)
@@ -137,7 +139,7 @@ class Pictures:
         return replace(self, labels=tuple(sorted({_folder(name) for name in names}))), list(tasks)
 
     def read(self, number: int, task: Task, output: Any, left_out: dict[str, int],
-             ) -> Iterator[tuple[dict[str, Any], Origin]]:
+             ) -> Iterator[tuple[Columns, Origin]]:
         """Yield the sequences of a task, and where each comes from."""
         for found in self._found(task):
             pixels, caption = self._pixels(found.content), (found.caption or "").strip()
@@ -153,7 +155,7 @@ class Pictures:
                 sequence["label"] = [self.labels.index(_folder(found.name))]
             yield sequence, found.origin
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> JsonObject:
         """Return the size of patches and, if there are any, the labels, for the manifest."""
         found: dict[str, Any] = {"patch_size": self.patch_size}
         if self.target == "folder":

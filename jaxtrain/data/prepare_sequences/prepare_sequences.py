@@ -1,14 +1,16 @@
 """Make a corpus of sequences in tasks; each task has a ledger, and the manifest is written last."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.cleaning.cleaning_steps import added
 from jaxtrain.data.corpus.corpus import SPLITS
 from jaxtrain.data.corpus.sequences import (
     FORMAT,
     Column,
+    Columns,
     SequenceCorpus,
     SequenceWriter,
     content_key,
@@ -48,7 +50,7 @@ class Source(Protocol):
         """The columns of its sequences, by name."""
         ...
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """Return what determines the sequences, besides the input."""
         ...
 
@@ -56,22 +58,23 @@ class Source(Protocol):
         """Return the tasks, from names and sizes alone."""
         ...
 
-    def ready(self, tasks: Sequence[Task], output: Path, workers: int, say: Any) -> tuple["Source", list[Task]]:
+    def ready(self, tasks: Sequence[Task], output: Path, workers: int,
+              say: Callable[..., None]) -> tuple["Source", list[Task]]:
         """Return the source with what it must know of all tasks, and the tasks that are then left to do."""
         ...
 
     def read(self, number: int, task: Task, output: Path, left_out: dict[str, int],
-             ) -> Iterator[tuple[dict[str, Any], Origin]]:
+             ) -> Iterator[tuple[Columns, Origin]]:
         """Yield the sequences of a task in order, and count in `left_out` what is dropped."""
         ...
 
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> JsonObject:
         """Return what a reader of the corpus needs to know, for the manifest."""
         ...
 
 
 def prepare_sequences(sources: Sequence[str], output: str | Path, source: Source, workers: int = 1,
-                      say: Any = lambda line: None) -> SequenceCorpus:
+                      say: Callable[..., None] = lambda line: None) -> SequenceCorpus:
     """Make the corpus, or only its missing part, and open it."""
     if not 0 <= source.eval_fraction < 1:
         raise UserError("--eval_fraction", f"{source.eval_fraction} is not between 0 and 1", "try 0.005")
@@ -86,7 +89,7 @@ def prepare_sequences(sources: Sequence[str], output: str | Path, source: Source
 
 
 def _prepare(tasks: list[Task], pieces: list[Any], plan: str, output: Path, source: Source, workers: int,
-             say: Any) -> None:
+             say: Callable[..., None]) -> None:
     source, tasks = source.ready(tasks, output, workers, say)
     made = atomic_files.digest([plan, source.manifest()])
     missing = job.missing(tasks, range(len(tasks)), output, made)

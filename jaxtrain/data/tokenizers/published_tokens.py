@@ -4,8 +4,9 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
 
@@ -59,11 +60,11 @@ def beginning_with(content: bytes, bos: str, id: int) -> bytes:
     return json.dumps(described, ensure_ascii=False).encode()
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path) -> JsonObject:
     return user_json(folder / CONFIG, dict, "data.tokenizer", "repair or remove it") or {}
 
 
-def _content(token: Any) -> str:
+def _content(token: Json) -> str:
     """Return the text of a token, which may be described by an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import Json
 from jaxtrain.data.chat.marks import BREAK, CODE
 from jaxtrain.data.tokenizers.tokenizer import JsonTokenizer, Tokenizer
 from jaxtrain.data.tokenizers.vocabulary import told
@@ -29,7 +30,7 @@ class Specials:
         self._ends = {text[i:] for text in self.ids for i in range(1, len(text))}
         self._sizes = range(1, max(map(len, self.ids), default=0))
 
-    def guarded(self, said: Any) -> Any:
+    def guarded(self, said: Json) -> Json:
         """Return text, or any structure with text in it, such that it yields no special token in any template."""
         if isinstance(said, dict):
             return {self.guarded(key): value if key == "role" else self.guarded(value) for key, value in said.items()}

@@ -5,7 +5,8 @@ import binascii
 import re
 import string
 from collections.abc import Iterator, Mapping
-from typing import Any
+
+from jaxtrain.base.annotations import Json, JsonMapping
 
 MOST_TIMES = 256  # how much longer a normalizer or decoder may make a text; published ones: 33 times at most
 MOST_ADDED = 2**16  # characters that may be added to each text
@@ -13,7 +14,7 @@ LONGEST = 2**16  # characters of a token
 _MAYBE_EMPTY = re.compile(r"[*?|^$]|\\[bBAzZG]|\{0?,|\{0")  # in a regular expression that may match nothing
 
 
-def check(described: Mapping[str, Any]) -> None:
+def check(described: JsonMapping) -> None:
     """Raise ValueError where a normalizer or a decoder makes much longer texts, or a token is very long."""
     for part in ("normalizer", "decoder"):
         times, added = 1, 0
@@ -33,12 +34,12 @@ def check(described: Mapping[str, Any]) -> None:
         _check_token(token["content"])
 
 
-def _check_token(token: Any) -> None:
+def _check_token(token: Json) -> None:
     if isinstance(token, str) and len(token) > LONGEST:
         raise ValueError(f"it has a token of {len(token):,} characters, and {LONGEST:,} are the most")
 
 
-def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
+def _steps(part: Json) -> Iterator[JsonMapping]:
     """Yield the steps of a part of a tokenizer.json in order, without the sequences that they are in."""
     if isinstance(part, dict):
         inside = [part[name] for name in ("normalizers", "decoders") if isinstance(part.get(name), list)]
@@ -48,7 +49,7 @@ def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
             yield from _steps(step)
 
 
-def _growth(step: Mapping[str, Any]) -> tuple[int, int]:
+def _growth(step: JsonMapping) -> tuple[int, int]:
     """Return how many times as long a step makes a text at most, and how many characters it adds besides."""
     kind = step.get("type")
     if kind == "Prepend":
@@ -66,7 +67,7 @@ def _growth(step: Mapping[str, Any]) -> tuple[int, int]:
     return (1 + size, size) if empty and size else (max(1, size), 0)
 
 
-def _longest_in(charsmap: Any) -> int:
+def _longest_in(charsmap: Json) -> int:
     """Return the most bytes that a character becomes by SentencePiece's compiled map, which ends with all of them."""
     try:
         content = base64.b64decode(charsmap or "")
@@ -76,7 +77,7 @@ def _longest_in(charsmap: Any) -> int:
     return max(map(len, content[4 + trie:].split(b"\0")), default=1)
 
 
-def silent(described: Mapping[str, Any], raw: Any) -> str:
+def silent(described: JsonMapping, raw: Json) -> str:
     """Return what a tokenizer leaves out of texts, as a sentence; raises ValueError if it has no tokens for text.
 
     `raw`: the tokenizer, made from what is `described`.

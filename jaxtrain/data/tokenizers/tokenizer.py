@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.config import hub_names
 from jaxtrain.data.tokenizers import characters, published_tokens
 from jaxtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
@@ -138,7 +139,7 @@ class JsonTokenizer(Vocabulary):
             return len(self.decode(ids).encode())
         return int(self._lengths[ids].sum()) - bool(len(ids) and self._begins[ids[0]])
 
-    def _measure(self, decoder: dict[str, Any]) -> np.ndarray | None:
+    def _measure(self, decoder: JsonObject) -> np.ndarray | None:
         """Return the bytes of text that each id stands for, or None if they depend on its place.
 
         Byte-level vocabularies and those converted from SentencePiece have such a table.

@@ -2,15 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.tokenizers.characters import CharacterTokenizer
 from jaxtrain.data.tokenizers.tokenizer import RECORD, Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files
 
 
-def record_of(tokenizer: Tokenizer) -> dict[str, Any]:
+def record_of(tokenizer: Tokenizer) -> JsonObject:
     """Return what identifies a tokenizer, and what its file leaves open: the tokens around documents."""
     listed = {"characters": tokenizer.characters} if isinstance(tokenizer, CharacterTokenizer) else {}
     return {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
@@ -21,7 +21,7 @@ def record_of(tokenizer: Tokenizer) -> dict[str, Any]:
 CHAT = "chat.json"  # the chat template that the data was prepared with, and its special tokens
 
 
-def save(tokenizer: Tokenizer, folder: str | Path, chat: dict[str, Any] | None = None) -> None:
+def save(tokenizer: Tokenizer, folder: str | Path, chat: JsonObject | None = None) -> None:
     """Write the tokenizer's file and its record into a folder, unless they are there already; and a chat template."""
     folder, record = Path(folder), json.dumps(record_of(tokenizer), indent=2) + "\n"
     if chat:

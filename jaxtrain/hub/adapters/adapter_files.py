@@ -14,7 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
+from jaxtrain.base.annotations import AnyArray, JsonMapping, JsonObject
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config import hub_names
 from jaxtrain.config.family import entries, family
@@ -28,6 +30,7 @@ from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.hub.weights.safetensors_files import Tensor
 from jaxtrain.models import lora
 from jaxtrain.train_step import partition
+from jaxtrain.train_step.state import Params
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"  # ends of tensors' names
@@ -47,7 +50,7 @@ def is_adapter_folder(folder: str | Path) -> bool:
     return (Path(folder) / CONFIG).is_file() and not (Path(folder) / FILE).is_file()
 
 
-def described(folder: str | Path) -> dict[str, Any]:
+def described(folder: str | Path) -> JsonObject:
     """Return what adapter_config.json says; raises UserError for what cannot be expressed here."""
     path = Path(folder) / CONFIG
     found = bounded_files.user_json(path, {"r": int, "lora_alpha": int | float}, f"{path}", "download it again")
@@ -85,7 +88,7 @@ def warn_of_other_base(folder: str | Path, base: str | Path) -> None:
         say(f"warning: the adapters in {folder} are for {theirs}, by their {CONFIG}, not for {base}")
 
 
-def keys(folder: str | Path, model: ModelConfig) -> dict[str, Any]:
+def keys(folder: str | Path, model: ModelConfig) -> JsonObject:
     """Return the `lora` section of a config with the adapters in a folder."""
     found, tensors = described(folder), tensors_of(folder, model)
     check_dora(folder, found, tensors)
@@ -96,7 +99,7 @@ def keys(folder: str | Path, model: ModelConfig) -> dict[str, Any]:
             "dora": bool(found.get("use_dora")), "targets": ["*"] if set(targets) == linear else targets}
 
 
-def check_dora(folder: str | Path, said: Mapping[str, Any], names: Collection[str]) -> None:
+def check_dora(folder: str | Path, said: JsonMapping, names: Collection[str]) -> None:
     """Refuse adapters of which some have DoRA and others do not, or that have what their config denies."""
     for stem in (name.removesuffix(DOWN) for name in names if name.endswith(DOWN)):
         if (stem + MAGNITUDE in names) != bool(said.get("use_dora")):
@@ -106,13 +109,13 @@ def check_dora(folder: str | Path, said: Mapping[str, Any], names: Collection[st
                             "merge")
 
 
-def load_with_base(folder: str | Path, model: ModelConfig, c: LoraConfig, abstract: Any) -> Any:
+def load_with_base(folder: str | Path, model: ModelConfig, c: LoraConfig, abstract: Params) -> Params:
     """Return the adapters in a folder and the parameters of the model that they are for."""
     base = published_weights.load(base_of(folder), model, lora.without_adapters(abstract))
     return partition.merge(base, load(folder, model, c, lora.adapters(abstract), base))
 
 
-def load(folder: str | Path, model: ModelConfig, c: LoraConfig, abstract: Any, base: Any) -> Any:
+def load(folder: str | Path, model: ModelConfig, c: LoraConfig, abstract: Params, base: Params) -> Params:
     """Return the adapters in a folder.
 
     Args:
@@ -138,7 +141,7 @@ def load(folder: str | Path, model: ModelConfig, c: LoraConfig, abstract: Any, b
     if blocks:
         _check_blocks(folder, tensors, c.rank)
 
-    def array(path: str, leaf: Any) -> jax.Array:
+    def array(path: str, leaf: AnyArray) -> jax.Array:
         read = readers[path]
         if path.endswith("/magnitude"):
             lengths = read((slice(None),) * leaf.ndim) / _column_norms(path, leaf.shape, flatten(base))
@@ -155,7 +158,7 @@ def _column_norms(path: str, shape: Sequence[int], flat: Mapping[str, jax.Array]
                      for n in range(shape[0])])
 
 
-def save(params: Any, model: ModelConfig, c: LoraConfig, folder: Path, base: str, dtype: Any) -> None:
+def save(params: Params, model: ModelConfig, c: LoraConfig, folder: Path, base: str, dtype: DTypeLike) -> None:
     """Write the adapters among the parameters. Every process makes the call; the first one writes."""
     everything, c = lora.as_plain(flatten(params), c)
     flat = {path: x for path, x in everything.items() if lora.is_adapter(path)}
@@ -175,7 +178,7 @@ def save(params: Any, model: ModelConfig, c: LoraConfig, folder: Path, base: str
     atomic_files.write_json(folder / CONFIG, _config(model, c, flat, base))
 
 
-def adapter_entries(model: ModelConfig, paths: Mapping[str, Any], blocks: bool) -> list[Entry]:
+def adapter_entries(model: ModelConfig, paths: Mapping[str, AnyArray], blocks: bool) -> list[Entry]:
     """Return the entries of the adapters among these paths of parameters.
 
     Args:
@@ -238,7 +241,7 @@ def tensors_of(folder: str | Path, model: ModelConfig) -> dict[str, Tensor]:
     return published_weights.by_full_name({name.removeprefix(_PREFIX): found[name] for name in found}, model)
 
 
-def _check(folder: str | Path, c: LoraConfig, theirs: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+def _check(folder: str | Path, c: LoraConfig, theirs: Mapping[str, AnyArray], said: JsonMapping) -> None:
     """Refuse adapters that are not as the run's keys say."""
     patterns = {key: said.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
     if any(patterns.values()) and patterns != _patterns(LoraConfig(**theirs)):
@@ -264,7 +267,7 @@ def _check_blocks(folder: str | Path, tensors: Mapping[str, Tensor], rank: int) 
                                 f"set --config.lora.rank={3 * rank}")
 
 
-def _config(model: ModelConfig, c: LoraConfig, flat: Mapping[str, Any], base: str) -> dict[str, Any]:
+def _config(model: ModelConfig, c: LoraConfig, flat: Mapping[str, AnyArray], base: str) -> JsonObject:
     fused = any(f"{_linear(entry)}/" in path for entry in entries(model) if _is_fused(entry) for path in flat)
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None, "r": c.rank,
             "lora_alpha": c.alpha, "use_rslora": c.rank_stabilized, "use_dora": c.dora, "lora_dropout": c.dropout,
@@ -280,7 +283,7 @@ def _patterns(c: LoraConfig) -> dict[str, dict[str, float]]:
         _FUSED: c.alpha * (3**0.5 if c.rank_stabilized else 3)}}
 
 
-def _modules(model: ModelConfig, flat: Mapping[str, Any]) -> list[str]:
+def _modules(model: ModelConfig, flat: Mapping[str, AnyArray]) -> list[str]:
     """Return the shortest ends of modules' names that only those with an adapter have."""
     whole: dict[str, bool] = {}
     for entry in entries(model):

@@ -6,13 +6,13 @@ columns too, what is added is the weight times the difference that it alone woul
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.config.family import config_of
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
@@ -99,7 +99,7 @@ def products(folder: Path, model: ModelConfig, weight: float) -> dict[str, Produ
     return found
 
 
-def _scale(said: Mapping[str, Any], module: str, rank: int) -> float:
+def _scale(said: JsonMapping, module: str, rank: int) -> float:
     """Return what PEFT multiplies the adapter of a module by."""
     alpha = next((value for pattern, value in (said.get("alpha_pattern") or {}).items()
                   if re.match(rf"(.*\.)?({pattern})$", module)), said["lora_alpha"])

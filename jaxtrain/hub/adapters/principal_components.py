@@ -14,6 +14,7 @@ import numpy as np
 import scipy.linalg
 import scipy.sparse.linalg
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError
@@ -21,11 +22,12 @@ from jaxtrain.files.work_progress import Work
 from jaxtrain.hub.weights import published_weights
 from jaxtrain.models import lora
 from jaxtrain.train_step import partition
+from jaxtrain.train_step.state import Params
 
 DENSE = 256  # smaller matrices are factorized whole
 
 
-def with_adapters(params: Any, abstract: Any, c: LoraConfig) -> Any:
+def with_adapters(params: Params, abstract: Params, c: LoraConfig) -> Params:
     """Return parameters with the adapters that they begin with. Every process makes the call.
 
     Args:
@@ -45,7 +47,7 @@ def with_adapters(params: Any, abstract: Any, c: LoraConfig) -> Any:
     return partition.merge(params, both)
 
 
-def _of_module(module: str, flat: Mapping[str, jax.Array], wanted: Mapping[str, Any],
+def _of_module(module: str, flat: Mapping[str, jax.Array], wanted: Mapping[str, AnyArray],
                c: LoraConfig) -> dict[str, jax.Array]:
     """Return the adapter of a layer, or of all layers of a stack, and the copy of its start."""
     kernel = f"{module.removesuffix(f'{lora.NAME}/')}kernel"

@@ -9,12 +9,13 @@ Shape suffixes: B prompts, R the sum of all ranks.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig
@@ -23,6 +24,7 @@ from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.models import lora
 from jaxtrain.models.decoder import Decoder
 from jaxtrain.run import abstract_model
+from jaxtrain.train_step.state import Params
 
 if TYPE_CHECKING:
     from jaxtrain.run import Run
@@ -33,7 +35,7 @@ NOTHING = 1e-30  # the alpha of all together: where no rows choose, the base com
 Folders = Mapping[str, str | Path]  # in PEFT's format, by the names of the adapters
 
 
-def keys(folders: Folders, model: ModelConfig, quantize: str = "") -> dict[str, Any]:
+def keys(folders: Folders, model: ModelConfig, quantize: str = "") -> JsonObject:
     """Return the `lora` section of a model with all these adapters, whose frozen weights rest in the bits `quantize`.
     """
     each = [_keys_of(name, folder, model) for name, folder in folders.items()]
@@ -59,7 +61,7 @@ def _keys_of(name: str, folder: str | Path, model: ModelConfig) -> LoraConfig:
     return found
 
 
-def load(folders: Folders, run: "Run", base: Any) -> tuple[Any, dict[str, np.ndarray]]:
+def load(folders: Folders, run: "Run", base: Params) -> tuple[Params, dict[str, np.ndarray]]:
     """Return the stacked adapters of a run with the keys of these, and what rows multiply by, by the name of each.
 
     `base`: all other parameters.

@@ -4,10 +4,10 @@ The most probable token is chosen unless the file says `do_sample`. A run that b
 file and is generated with in the same way.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.errors import UserError
 from jaxtrain.hf import generation_keys
 from jaxtrain.hf.hf_config import FILE
@@ -19,7 +19,7 @@ from jaxtrain.hub.sampling import Sampling
 _SAMPLES = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 
 
-def said_of(folder: str | Path) -> dict[str, Any] | None:
+def said_of(folder: str | Path) -> JsonObject | None:
     """Return what the published model in a folder, or that its run began with, says; None without such a model."""
     published = published_files.folder_of(folder)
     if published is None:
@@ -44,7 +44,7 @@ def ends_of(folder: str | Path) -> list[int]:
     return sorted({*ends})
 
 
-def sampling_of(said: Mapping[str, Any] | None, given: Mapping[str, Any]) -> Sampling:
+def sampling_of(said: JsonMapping | None, given: JsonMapping) -> Sampling:
     """Return how tokens are chosen.
 
     Args:
@@ -67,6 +67,6 @@ def sampling_of(said: Mapping[str, Any] | None, given: Mapping[str, Any]) -> Sam
     return Sampling(**chosen)
 
 
-def not_applied(said: Mapping[str, Any] | None) -> list[str]:
+def not_applied(said: JsonMapping | None) -> list[str]:
     """Return the settings of a model that change texts and are not applied here, as KEY=VALUE."""
     return generation_keys.not_applied(said or {}, generation_keys.OF_TEXTS)

@@ -7,8 +7,9 @@ begins with it, so that the exported model has it too, even if that folder is go
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
@@ -67,7 +68,7 @@ def keep(workdir: Path, source: Path, tokenizer: "Tokenizer | None" = None) -> N
                         "give a folder that can be") from None
 
 
-def without_tokens(said: Mapping[str, Any]) -> dict[str, Any]:
+def without_tokens(said: JsonMapping) -> JsonObject:
     """Return what a config says without the numbers of tokens."""
     return {key: value for key, value in said.items() if not key.endswith(("_token_id", "_tokens"))}
 
@@ -111,7 +112,7 @@ def folder_of(source: str | Path) -> Path | None:
     return folder_of(folder) if folder.is_dir() and not (folder / "checkpoints").is_dir() else None
 
 
-def json_of(folder: Path | None, name: str) -> dict[str, Any]:
+def json_of(folder: Path | None, name: str) -> JsonObject:
     """Return what a JSON file of a published folder says; {} without one."""
     return {} if folder is None else user_json(folder / name, dict, f"{folder / name}", _FIX, _LARGEST) or {}
 

@@ -4,10 +4,10 @@ A key that jaxtrain does not read, such as pad_token_id or transformers_version,
 shapes the model is kept too, in the spelling it was published in, unless the run's model differs in it.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import Json, JsonMapping
 from jaxtrain.config.family import config_of
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
@@ -83,7 +83,7 @@ def _of_text(said: Keys) -> Keys:
     return {key: said[key] for key in _OF_THE_OUTER if key in said} | inner | kind
 
 
-def _changes(said: Mapping[str, Any], was: Keys, now: Keys) -> Keys:
+def _changes(said: JsonMapping, was: Keys, now: Keys) -> Keys:
     """Return the keys in which the model is not the published one any more; None: those that do not apply to it."""
     before, after = _essence(was), _essence(now)
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
@@ -93,7 +93,7 @@ def _changes(said: Mapping[str, Any], was: Keys, now: Keys) -> Keys:
     return {key: _joined(said.get(key), now.get(key)) for key in changed if key in now or key in said}
 
 
-def _joined(said: Any, now: Any) -> Any:
+def _joined(said: Json, now: Json) -> Json:
     """Return a value that is written; of one encoder's section of a config, with what else was published in it."""
     return said | now if isinstance(said, dict) and isinstance(now, dict) and "hidden_size" in now else now
 

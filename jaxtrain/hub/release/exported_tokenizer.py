@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.config.family import config_class
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.vision_keys import DualEncoderConfig
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 
 
-def write(workdir: Path, folder: Path, base: Path | None, described: dict[str, Any], model: ModelConfig) -> None:
+def write(workdir: Path, folder: Path, base: Path | None, described: JsonObject, model: ModelConfig) -> None:
     """Write all small files but config.json into a folder.
 
     Args:
@@ -69,7 +70,7 @@ def write(workdir: Path, folder: Path, base: Path | None, described: dict[str, A
         _write_anew(folder, record, content, tokenizer, model)
 
 
-def _write_changed(folder: Path, record: dict[str, Any], content: bytes, begin: int | None,
+def _write_changed(folder: Path, record: JsonObject, content: bytes, begin: int | None,
                    paired: bool) -> None:
     """Write a published model's tokenizer, changed where the texts of the run begin or end with other tokens."""
     said, named = json_of(folder, TOKENIZER_CONFIG), dict[str, Any]()
@@ -85,7 +86,7 @@ def _write_changed(folder: Path, record: dict[str, Any], content: bytes, begin: 
         atomic_files.write_json(folder / TOKENIZER_CONFIG, said | named)
 
 
-def _write_anew(folder: Path, record: dict[str, Any], content: bytes, tokenizer: "Tokenizer",
+def _write_anew(folder: Path, record: JsonObject, content: bytes, tokenizer: "Tokenizer",
                 model: ModelConfig) -> None:
     """Write the tokenizer of a run that began with no published one."""
     json_file, paired = record["file"] == TOKENIZER, isinstance(model, DualEncoderConfig)
@@ -102,7 +103,7 @@ def _write_anew(folder: Path, record: dict[str, Any], content: bytes, tokenizer:
     (folder / TOKENIZER_CONFIG).write_text(json.dumps(named | kind, indent=1))
 
 
-def _write_generation(folder: Path, base: Path | None, described: dict[str, Any], tokenizer: "Tokenizer",
+def _write_generation(folder: Path, base: Path | None, described: JsonObject, tokenizer: "Tokenizer",
                       chat: list[int]) -> None:
     """Write which tokens end a text: those of the published model, and those of the run's texts and answers."""
     ids = {"eos_token_id": tokenizer.eod, "bos_token_id": tokenizer.bos}

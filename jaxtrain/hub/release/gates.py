@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files
 
@@ -75,7 +76,7 @@ def _check(file: Path, number: int, line: str) -> Check:
 
 
 def ask(checks: Sequence[Check], run: "Run", state: "TrainState", words: "Tokenizer",
-        chat: "Chat | None") -> list[dict[str, Any]]:
+        chat: "Chat | None") -> list[JsonObject]:
     """Return each check with the answer, the most probable one, and whether it passes. Every process calls it."""
     from jaxtrain.hub.generate import generate
 
@@ -93,7 +94,7 @@ def ask(checks: Sequence[Check], run: "Run", state: "TrainState", words: "Tokeni
     return [vars(check) | {"answer": found[n], "passed": check.passes(found[n])} for n, check in enumerate(checks)]
 
 
-def result(asked: Sequence[dict[str, Any]], files: Sequence[str | Path], share: float) -> dict[str, Any]:
+def result(asked: Sequence[JsonObject], files: Sequence[str | Path], share: float) -> JsonObject:
     """Return what export.json says: of each suite how many checks passed, and whether every suite has that share."""
     suites: dict[str, dict[str, int]] = {}
     for one in asked:
@@ -104,7 +105,7 @@ def result(asked: Sequence[dict[str, Any]], files: Sequence[str | Path], share: 
             "suites": suites, "files": {Path(file).name: atomic_files.file_digest(Path(file)) for file in files}}
 
 
-def write_answers(path: Path, asked: Sequence[dict[str, Any]]) -> None:
+def write_answers(path: Path, asked: Sequence[JsonObject]) -> None:
     """Keep every answer, beside the run and not in the folder that is published."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_files.write(path, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in asked))

@@ -7,8 +7,8 @@ has is left out, or said to be missing.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.data.corpus.open import read_manifest
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import json_lines, user_json
@@ -20,7 +20,7 @@ _PLACES = ("data.source", "data.mixture", "data.cache_dir", "data.tokenizer", "d
 _FIX = "bring the run's records back"
 
 
-def card(workdir: Path, sections: Mapping[str, Any], name: str, licence: str, record: Mapping[str, Any],
+def card(workdir: Path, sections: JsonMapping, name: str, licence: str, record: JsonMapping,
          has_tokenizer: bool) -> str:
     """Return the text of the card.
 
@@ -43,7 +43,7 @@ def card(workdir: Path, sections: Mapping[str, Any], name: str, licence: str, re
     return "\n\n".join(parts) + "\n"
 
 
-def base_model(origin: Mapping[str, Any]) -> str:
+def base_model(origin: JsonMapping) -> str:
     """Return the name of the published model that all began with, by what run.json says of it; "" if it was none.
 
     Adapters and runs are not models that a hub knows: what counts is what these began with.
@@ -60,7 +60,7 @@ def published_name(folder: str | Path) -> str:
     return cached.removeprefix("models--").replace("--", "/") if cached and "snapshots" in path.parts else path.name
 
 
-def derived_card(name: str, record: Mapping[str, Any], sources: Sequence[str] = ()) -> str:
+def derived_card(name: str, record: JsonMapping, sources: Sequence[str] = ()) -> str:
     """Return the card of a model that was computed from others.
 
     Args:
@@ -78,11 +78,11 @@ def derived_card(name: str, record: Mapping[str, Any], sources: Sequence[str] = 
         "this model itself was not evaluated.\n"])
 
 
-def _is_reward_model(sections: Mapping[str, Any]) -> bool:
+def _is_reward_model(sections: JsonMapping) -> bool:
     return sections.get("preference", {}).get("loss") == "reward"
 
 
-def _kind(sections: Mapping[str, Any]) -> tuple[str, str, str]:
+def _kind(sections: JsonMapping) -> tuple[str, str, str]:
     """Return what the hub calls a model's task, how the end of its class in transformers reads, and what it is."""
     name = sections.get("model", {}).get("name")
     if name in ("siglip", "clip"):
@@ -94,8 +94,8 @@ def _kind(sections: Mapping[str, Any]) -> tuple[str, str, str]:
     return "text-generation", "ForCausalLM", "language model"
 
 
-def _metadata(licence: str, data: Iterable[Mapping[str, Any]], run: Mapping[str, Any],
-              sections: Mapping[str, Any]) -> str:
+def _metadata(licence: str, data: Iterable[JsonMapping], run: JsonMapping,
+              sections: JsonMapping) -> str:
     task, _, _ = _kind(sections)
     lines = ["library_name: transformers", f"pipeline_tag: {task}", "tags: [jaxtrain]"]
     lines += [f"license: {json.dumps(licence)}"] if licence else []
@@ -105,7 +105,7 @@ def _metadata(licence: str, data: Iterable[Mapping[str, Any]], run: Mapping[str,
     return "\n".join(["---", *lines, *([f"datasets: {json.dumps(names)}"] if names else []), "---"])
 
 
-def _origin(sections: Mapping[str, Any], run: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+def _origin(sections: JsonMapping, run: JsonMapping, record: JsonMapping) -> str:
     model = sections.get("model", {})
     began = run.get("init_from") or {}
     source = base_model(began) or Path(began.get("workdir") or "").name
@@ -118,7 +118,7 @@ def _origin(sections: Mapping[str, Any], run: Mapping[str, Any], record: Mapping
     return f"{text}{f', begun with {source}' if source else ''}."
 
 
-def _use(sections: Mapping[str, Any], has_tokenizer: bool) -> str:
+def _use(sections: JsonMapping, has_tokenizer: bool) -> str:
     _, kind, _ = _kind(sections)
     lines = ["from transformers import AutoTokenizer", "", 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")'] if (
         has_tokenizer) else []
@@ -129,7 +129,7 @@ def _use(sections: Mapping[str, Any], has_tokenizer: bool) -> str:
     return f"## Use\n\n```python\n{code}\n```{none}"
 
 
-def _training(run: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]], record: Mapping[str, Any]) -> str:
+def _training(run: JsonMapping, metrics: Iterable[JsonMapping], record: JsonMapping) -> str:
     tokens = [line["tokens"] for line in metrics if "tokens" in line and line.get("step", 0) <= record["step"]]
     mesh = ", ".join(f"{axis} {size}" for axis, size in run.get("mesh", {}).items() if size != 1)
     packages = run.get("packages", {})
@@ -139,7 +139,7 @@ def _training(run: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]], reco
     return "## Training\n\n" + _table(("", ""), [(key, value) for key, value in rows.items() if value])
 
 
-def _corpora(sections: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+def _corpora(sections: JsonMapping) -> Iterable[JsonObject]:
     """Yield what the manifests of the run's data say, of those that are here."""
     data = sections.get("data", {})
     sources = {**(data.get("mixture") or {})} or {data.get("source", ""): 1}
@@ -159,14 +159,14 @@ def _corpora(sections: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
                "steps": ", ".join(step["step"] for step in manifest.get("steps", ()))}
 
 
-def _data(data: list[dict[str, Any]]) -> str:
+def _data(data: list[JsonObject]) -> str:
     rows = [(one["name"], f"{one['tokens']:,}", one["licences"], one["steps"], one["url"], f"`{one['sha256'][:16]}`")
             for one in data]
     table = _table(("corpus", "tokens", "licences of documents", "cleaning", "from", "manifest"), rows)
     return f"## Data\n\n{table if rows else 'No manifest of the data is here.'}"
 
 
-def _evaluation(workdir: Path, metrics: Iterable[Mapping[str, Any]], record: Mapping[str, Any]) -> str:
+def _evaluation(workdir: Path, metrics: Iterable[JsonMapping], record: JsonMapping) -> str:
     averaged = bool(record.get("averaged"))
     rows = [("held-out text", key.removeprefix("eval_"), f"{value:.4f}") for line in metrics
             if line.get("step") == record["step"] for key, value in line.items()
@@ -179,7 +179,7 @@ def _evaluation(workdir: Path, metrics: Iterable[Mapping[str, Any]], record: Map
     return f"## Evaluation\n\n{_table(('task', 'metric', 'value'), rows) if rows else 'This step was not evaluated.'}"
 
 
-def _gates(record: Mapping[str, Any]) -> str:
+def _gates(record: JsonMapping) -> str:
     gates = record.get("gates")
     if not gates:
         return "## Gates\n\nNo gates were set: whether the model is safe to use was not tested."
@@ -189,15 +189,15 @@ def _gates(record: Mapping[str, Any]) -> str:
     return f"## Gates\n\nOf every suite {gates['share']:.0%} had to pass: {verdict}.\n\n{table}"
 
 
-def _configuration(sections: Mapping[str, Any]) -> str:
+def _configuration(sections: JsonMapping) -> str:
     told = ("model", "data", "optimizer", "train", "lora", "preference", "reinforce")
     kept = {name: {key: value for key, value in sections[name].items() if f"{name}.{key}" not in _PLACES}
             for name in told if sections.get(name)}
     return f"## Configuration\n\n```json\n{json.dumps(kept, indent=1, default=str)}\n```"
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
-    def line(cells: Iterable[Any]) -> str:
+def _table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
+    def line(cells: Iterable[object]) -> str:
         return "| " + " | ".join(f"{cell}".replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
     return "\n".join([line(head), "|" + "---|" * len(head), *map(line, rows)])

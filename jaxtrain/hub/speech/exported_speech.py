@@ -3,10 +3,10 @@
 A model that began with a published one keeps what that says. Otherwise its tokenizer and its prefix say it.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.config.speech.published_speech import PREPROCESSOR, frames_of
 from jaxtrain.config.speech.transcript_rules import CONFIG, GENERATION, TranscriptRules
@@ -18,7 +18,7 @@ from jaxtrain.hub.speech.speech_model import own_rules, rules_for
 _KEPT = ("forced_decoder_ids", "suppress_tokens", "begin_suppress_tokens", "pad_token_id", "bos_token_id")  # of config
 
 
-def write(workdir: Path, folder: Path, c: WhisperConfig, words: Any, described: dict[str, Any]) -> None:
+def write(workdir: Path, folder: Path, c: WhisperConfig, words: Any, described: JsonObject) -> None:
     """Write generation_config.json and preprocessor_config.json, and complete what config.json is to say.
 
     Args:
@@ -45,7 +45,7 @@ def write(workdir: Path, folder: Path, c: WhisperConfig, words: Any, described: 
         base / PREPROCESSOR, dict, f"{base}", "copy it again") or frames_of(c.mels, c.audio_positions))
 
 
-def _said(rules: TranscriptRules, c: WhisperConfig, words: Any) -> Mapping[str, Any]:
+def _said(rules: TranscriptRules, c: WhisperConfig, words: Any) -> JsonMapping:
     """Return what generation_config.json says of a model that did not begin with a published one."""
     bos = None if words is None else words.bos
     said: dict[str, Any] = {

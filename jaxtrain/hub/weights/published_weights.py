@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.family import entries, family
 from jaxtrain.config.model_config import ModelConfig
@@ -36,6 +38,7 @@ from jaxtrain.models.heads import scalar_head
 from jaxtrain.sharding.rules import axes_of
 from jaxtrain.train_step import quantization
 from jaxtrain.train_step.quantized_kernels import KERNEL, SCALES, as_floats
+from jaxtrain.train_step.state import Params
 
 Parts = dict[str, list[tuple[Entry, tuple[int, ...]]]]  # by tensor: parameters that it holds, and which layer, expert
 
@@ -49,7 +52,7 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddin
 _TABLES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight")
 
 
-def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
+def load(folder: str | Path, model: ModelConfig, abstract: Params) -> Params:
     """Return the parameters in `folder`, in the dtypes and shardings of `abstract`, a nested dict.
 
     A head of values is left out, a reward head that is not there, and an output projection in whose place one is asked
@@ -79,7 +82,7 @@ def load(folder: str | Path, model: ModelConfig, abstract: Any) -> Any:
     return _all_placed(abstract, readers)
 
 
-def load_encoder(folder: str | Path, model: PictureConfig, abstract: Any) -> Any:
+def load_encoder(folder: str | Path, model: PictureConfig, abstract: Params) -> Params:
     """Return the encoder of pictures in a folder that has SigLIP or CLIP, as `abstract` says; like `load`."""
     known = {entry.ours: entry for entry in picture_encoder(model)}
     inside = {"picture": abstract}
@@ -87,7 +90,7 @@ def load_encoder(folder: str | Path, model: PictureConfig, abstract: Any) -> Any
     return _all_placed(inside, readers)["picture"]
 
 
-def _all_placed(abstract: Any, readers: Mapping[str, Callable[..., np.ndarray]]) -> Any:
+def _all_placed(abstract: Params, readers: Mapping[str, Callable[..., np.ndarray]]) -> Params:
     """Return the arrays of abstract ones, which are read by path."""
     flat = flatten(abstract)
     sizes = {path: math.prod(leaf.shape) * leaf.dtype.itemsize for path, leaf in flat.items()}
@@ -141,7 +144,7 @@ def _filled(shard: jax.Array, part: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def readers_of(folder: str | Path, tensors: Mapping[str, Tensor | Packed], known: Mapping[str, Entry],
-               wanted: Mapping[str, Any], used: set[str]) -> dict[str, Callable[..., np.ndarray]]:
+               wanted: Mapping[str, AnyArray], used: set[str]) -> dict[str, Callable[..., np.ndarray]]:
     """Return the function that reads a slice of each wanted parameter, by path, once all shapes are as they should be.
 
     `used` gets the names of the tensors that hold them.
@@ -153,8 +156,9 @@ def readers_of(folder: str | Path, tensors: Mapping[str, Tensor | Packed], known
     return {path: partial(read, tensors, known[path], leaf.shape, leaf.dtype) for path, leaf in wanted.items()}
 
 
-def _read_quantized(read: Callable[[tuple[slice, ...]], np.ndarray], shape: tuple[int, ...], values: Any, scales: Any,
-                    part: int, index: tuple[slice, ...]) -> np.ndarray:
+def _read_quantized(read: Callable[[tuple[slice, ...]], np.ndarray], shape: tuple[int, ...],
+                    values: jax.ShapeDtypeStruct, scales: jax.ShapeDtypeStruct, part: int,
+                    index: tuple[slice, ...]) -> np.ndarray:
     """Return a slice of a kernel's values (part 0) or scales (1), from whole blocks, one layer after the other."""
     whole = (values, scales)[part]
     along = quantization.dimension_of(values, scales)
@@ -175,7 +179,7 @@ def _read_quantized(read: Callable[[tuple[slice, ...]], np.ndarray], shape: tupl
     return np.concatenate(found)
 
 
-def read(tensors: Mapping[str, Tensor | Packed], entry: Entry, shape: Sequence[int], dtype: Any,
+def read(tensors: Mapping[str, Tensor | Packed], entry: Entry, shape: Sequence[int], dtype: DTypeLike,
          index: tuple[slice, ...]) -> np.ndarray:
     """Return a slice of a parameter of this shape."""
     stacked = _stacked(entry)
@@ -192,7 +196,7 @@ def read(tensors: Mapping[str, Tensor | Packed], entry: Entry, shape: Sequence[i
     return out
 
 
-def save(params: Any, model: ModelConfig, folder: Path, dtype: Any, limit: int,
+def save(params: Params, model: ModelConfig, folder: Path, dtype: DTypeLike, limit: int,
          adapters: LoraConfig | None = None) -> list[str]:
     """Write the parameters into files of at most `limit` bytes each, and their index; return the files' names.
 
@@ -279,7 +283,7 @@ def _order(entry: Entry, size: int) -> np.ndarray:
     return np.concatenate([np.arange(plain), np.arange(plain, size, 2), np.arange(plain + 1, size, 2)])
 
 
-def published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str, jax.Array], dtype: Any,
+def published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str, jax.Array], dtype: DTypeLike,
               lora_scale: float) -> np.ndarray:
     """Gather a tensor from the parameter, or the parameters, that it holds."""
     out = np.zeros(_shape_on_disk(parts[0][0], flat), dtype)
@@ -297,7 +301,7 @@ def published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str,
     return out
 
 
-def _merged(path: str, which: tuple[int, ...], flat: Mapping[str, jax.Array], dtype: Any,
+def _merged(path: str, which: tuple[int, ...], flat: Mapping[str, jax.Array], dtype: DTypeLike,
             lora_scale: float) -> np.ndarray:
     """Gather one layer of a parameter, or one expert, with the adapter that it may have."""
     module, _, matrix = path.rpartition("/")
@@ -350,7 +354,7 @@ def _shape(path: str, flat: Mapping[str, jax.Array]) -> tuple[int, ...]:
     return flat[path].shape if scales is None else quantization.shape_of(flat[path], scales)
 
 
-def _gathered(x: jax.Array, which: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _gathered(x: jax.Array, which: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """Return one layer, or one expert of a layer, on every host."""
     whole = _gather(x.sharding, len(which), np.dtype(dtype))(x, np.asarray(which, np.int32))
     return np.asarray(whole.addressable_shards[0].data)

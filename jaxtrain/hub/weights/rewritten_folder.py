@@ -3,11 +3,11 @@
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.config.family import config_of, entries
 from jaxtrain.files import atomic_files, bounded_files
 from jaxtrain.hf.hf_config import FILE
@@ -21,7 +21,7 @@ _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
 def write(like: Path, to: Path, tensors: Mapping[str, Tensor], computed: Callable[[str], np.ndarray],
-          model: Mapping[str, Any], record: Mapping[str, Any], dtype: str | None = None,
+          model: JsonMapping, record: JsonMapping, dtype: str | None = None,
           file_bytes: int = 4 * 10**9, sources: Sequence[str] = (), overwrite: bool = False) -> None:
     """Write the folder `to`, which appears when it is whole.
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
+from jaxtrain.base.annotations import Json, JsonMapping, JsonObject
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files, safe_names
 from jaxtrain.files.work_progress import Work
@@ -43,7 +45,7 @@ class Tensor:
     shape: tuple[int, ...]
     offset: int  # in the file
 
-    def view(self, known: Mapping[str, Any] = MappingProxyType(DTYPES)) -> np.ndarray:
+    def view(self, known: Mapping[str, DTypeLike] = MappingProxyType(DTYPES)) -> np.ndarray:
         """Return the mapped tensor; raises UserError for a dtype that is not among the known ones."""
         if self.dtype not in known:
             raise UserError(f"{self.file}", f"tensor {self.name} is of dtype {self.dtype}",
@@ -104,7 +106,7 @@ def _header(file: Path) -> dict[str, Tensor]:
             for name, entry in header.items()}
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _each_once(pairs: list[tuple[str, Json]]) -> JsonObject:
     """Return an object, of which no key is there more than once."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -114,7 +116,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _parsed(content: bytes) -> dict[str, Any]:
+def _parsed(content: bytes) -> JsonObject:
     """Return the entries of a header's tensors, by name; what is too much is refused before it is parsed."""
     if content.count(b"{") > _TENSORS + 2 or content.count(b"[") > 2 * _TENSORS:
         raise ValueError(f"its header describes more than {_TENSORS:,} tensors")
@@ -132,7 +134,7 @@ def _parsed(content: bytes) -> dict[str, Any]:
     return header
 
 
-def _is_sound(entry: Any) -> bool:
+def _is_sound(entry: Json) -> bool:
     """Return whether a tensor is described as it should be; quick, since a header may have very many."""
     if type(entry) is not dict or type(entry.get("dtype")) is not str:
         return False
@@ -141,7 +143,7 @@ def _is_sound(entry: Any) -> bool:
             and all(type(n) is int and 0 <= n < 2**63 for n in (*shape, *offsets)))
 
 
-def _check_offsets(header: Mapping[str, Any], size: int) -> None:
+def _check_offsets(header: JsonMapping, size: int) -> None:
     """Refuse tensors that overlap, leave holes, end elsewhere than the file, or have another size than their shape."""
     at = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -204,7 +206,7 @@ def write_folder(folder: Path, shapes: Mapping[str, Sequence[int]], kinds: Mappi
     return called
 
 
-def write(path: Path, shapes: Mapping[str, Sequence[int]], kinds: Mapping[str, Any],
+def write(path: Path, shapes: Mapping[str, Sequence[int]], kinds: Mapping[str, DTypeLike | None],
           tensors: Iterator[np.ndarray]) -> None:
     """Write one file: the header, which shapes and dtypes determine, then each tensor as it comes, in the same order.
     """

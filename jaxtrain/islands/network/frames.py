@@ -8,8 +8,8 @@ import hashlib
 import json
 import socket
 import struct
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.files.bounded_files import parsed
 
 PART = 2**20  # bytes of a content in one frame
@@ -22,7 +22,7 @@ class Damaged(ConnectionError):
     """Raised for bytes that are not a frame, or not the one that was sent; the connection cannot be used any more."""
 
 
-def send(line: socket.socket, header: dict[str, Any], body: bytes = b"") -> None:
+def send(line: socket.socket, header: JsonObject, body: bytes = b"") -> None:
     """Send a frame."""
     head = json.dumps(header, separators=(",", ":")).encode()
     if len(head) > _HEADER or len(body) > _BODY:
@@ -31,7 +31,7 @@ def send(line: socket.socket, header: dict[str, Any], body: bytes = b"") -> None
     line.sendall(_START.pack(_FORMAT, len(head), len(body), hashlib.sha256(both).digest()) + both)
 
 
-def receive(line: socket.socket) -> tuple[dict[str, Any], bytes]:
+def receive(line: socket.socket) -> tuple[JsonObject, bytes]:
     """Receive a frame; raises EOFError if the other side closed the connection between two frames."""
     start = _exactly(line, _START.size, at_start=True)
     name, head, body, hashed = _START.unpack(start)

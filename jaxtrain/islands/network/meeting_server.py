@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.errors import UserError, say
-from jaxtrain.files.bounded_files import misfit
+from jaxtrain.files.bounded_files import Form, misfit
 from jaxtrain.islands.log_records import as_json, is_hash, offer_of
 from jaxtrain.islands.meeting import Trimmed
 from jaxtrain.islands.network import certificates, frames
@@ -100,7 +101,7 @@ class MeetingServer:
         line.settimeout(self._silence)
         return line
 
-    def _answer(self, island: int, header: dict[str, Any], body: bytes) -> Answer:
+    def _answer(self, island: int, header: JsonObject, body: bytes) -> Answer:
         do: Callable[..., Answer] | None = {
             "alive": self._alive, "offer": self._offer, "put": self._put, "get": self._get, "entries": self._entries,
             "snapshot": self._snapshot, "put_snapshot": self._put_snapshot}.get(str(header.get("op")))
@@ -115,10 +116,10 @@ class MeetingServer:
         except ValueError as error:
             return {"error": ["a request", str(error), "use one version of jaxtrain everywhere"]}, b""
 
-    def _alive(self, island: int, header: dict[str, Any], body: bytes) -> Answer:
+    def _alive(self, island: int, header: JsonObject, body: bytes) -> Answer:
         return {}, b""
 
-    def _offer(self, island: int, header: dict[str, Any], body: bytes) -> Answer:
+    def _offer(self, island: int, header: JsonObject, body: bytes) -> Answer:
         """Take an offer; answers from which byte on its content is to be sent first, if it is."""
         offer = offer_of(header.get("offer"))
         if offer.island != island:
@@ -129,19 +130,19 @@ class MeetingServer:
             return {}, b""
         return {"have": self._log.begin(island, offer.sha256)}, b""
 
-    def _put(self, island: int, header: dict[str, Any], body: bytes) -> Answer:
+    def _put(self, island: int, header: JsonObject, body: bytes) -> Answer:
         sha256, start = _checked(header, {"sha256": str, "start": int})
         if start + len(body) > self._largest:
             raise UserError(f"island {island}", f"a content is larger than {self._largest:,} bytes",
                             "start the coordinator with a larger --largest")
         return {"have": self._log.begin(island, sha256, body, start)}, b""
 
-    def _get(self, island: int, header: dict[str, Any], body: bytes) -> Answer:
+    def _get(self, island: int, header: JsonObject, body: bytes) -> Answer:
         sha256, start = _checked(header, {"sha256": str, "start": int})
         size, part = self._log.part(sha256, start, frames.PART)
         return {"size": size, "start": start}, part
 
-    def _entries(self, island: int, header: dict[str, Any], body: bytes) -> Answer:
+    def _entries(self, island: int, header: JsonObject, body: bytes) -> Answer:
         after, wait = _checked(header, {"after": int, "wait": int | float})
         answer, size = [], 0
         for entry in self._log.entries(after, min(wait, WAIT_S)):
@@ -152,11 +153,11 @@ class MeetingServer:
             answer.append(text)
         return {}, f"[{','.join(answer)}]".encode()
 
-    def _snapshot(self, island: int, header: dict[str, Any], body: bytes) -> Answer:
+    def _snapshot(self, island: int, header: JsonObject, body: bytes) -> Answer:
         newest = self._log.newest_snapshot()
         return ({"position": newest[0], "sha256": newest[1]} if newest else {}), b""
 
-    def _put_snapshot(self, island: int, header: dict[str, Any], body: bytes) -> Answer:
+    def _put_snapshot(self, island: int, header: JsonObject, body: bytes) -> Answer:
         position, sha256 = _checked(header, {"position": int, "sha256": str})
         if not self._log.wants_snapshot(position):
             return {}, b""
@@ -165,7 +166,7 @@ class MeetingServer:
         return {"have": self._log.begin(island, sha256)}, b""
 
 
-def _checked(header: dict[str, Any], form: dict[str, Any]) -> list[Any]:
+def _checked(header: JsonObject, form: dict[str, Form]) -> list[Json]:
     """Return these fields of a request, which must be of these types, not negative, and hashes where they say so."""
     if wrong := misfit(header, form):
         raise ValueError(f"is not of the form expected: {wrong}")

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.errors import UserError, say
 from jaxtrain.files.bounded_files import parsed
 from jaxtrain.islands.log_records import entry_of
@@ -117,7 +118,7 @@ class TcpMeeting:
             with contextlib.suppress(Trimmed):  # newer ones came while it was on its way
                 return header["position"], self.content(header["sha256"])
 
-    def _send(self, request: dict[str, Any], sha256: str, content: bytes) -> None:
+    def _send(self, request: JsonObject, sha256: str, content: bytes) -> None:
         """Make a request for which the coordinator needs a content, of which it may have a part, or all."""
         def attempt(line: ssl.SSLSocket) -> None:
             header, _ = _ask(line, request)
@@ -203,12 +204,12 @@ class TcpMeeting:
                     self._unused.append(line)
 
 
-def _ask(line: ssl.SSLSocket, header: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+def _ask(line: ssl.SSLSocket, header: JsonObject) -> tuple[JsonObject, bytes]:
     return next(_ask_all(line, [(header, b"")]))
 
 
-def _ask_all(line: ssl.SSLSocket, requests: Iterable[tuple[dict[str, Any], bytes]],
-             note: Callable[[], None] = lambda: None) -> Iterator[tuple[dict[str, Any], bytes]]:
+def _ask_all(line: ssl.SSLSocket, requests: Iterable[tuple[JsonObject, bytes]],
+             note: Callable[[], None] = lambda: None) -> Iterator[tuple[JsonObject, bytes]]:
     """Yield the answers to requests, of which some are sent ahead, so that a long way costs its delay once."""
     waiting, requests = 0, iter(requests)
     while True:
@@ -229,7 +230,7 @@ def _ask_all(line: ssl.SSLSocket, requests: Iterable[tuple[dict[str, Any], bytes
 
 def _fetch(line: ssl.SSLSocket, sha256: str, content: bytearray, note: Callable[[], None]) -> None:
     """Receive what a content lacks; parts come in order, and what has come is kept if the connection is lost."""
-    def missing(size: int) -> Iterator[tuple[dict[str, Any], bytes]]:
+    def missing(size: int) -> Iterator[tuple[JsonObject, bytes]]:
         for start in range(len(content), size, frames.PART):
             yield {"op": "get", "sha256": sha256, "start": start}, b""
 

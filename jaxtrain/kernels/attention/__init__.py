@@ -8,7 +8,7 @@ Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K h
 import importlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
         q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H, *(key_segments_BS,) * others)
 
 
-def backend_module(name: str) -> Any:
+def backend_module(name: str) -> ModuleType:
     """Return the module of a backend."""
     return importlib.import_module(f"jaxtrain.kernels.attention.{name}_attention")
 

@@ -229,7 +229,8 @@ def by_keys_and_values(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, 
     )(q_BTHK, k_BTGK, v_BTGK, pull_BTHK, lse_BHT, delta_BHT, seen_BNT, jnp.arange(T, dtype=jnp.int32))
 
 
-def two_products(first: tuple[Any, Any], second: tuple[Any, Any], tile: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+def two_products(first: tuple[jax.Ref, jax.Ref], second: tuple[jax.Ref, jax.Ref],
+                 tile: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
     """Return two products of matrices in shared memory, begun together."""
     def compute(one, other):
         gpu.wgmma(one, *first)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as gpu
+from jax.typing import DTypeLike
 
 HEIGHT = 64  # rows of a tile: of one product of the tensor cores
 COMPUTING = 2  # groups of warps of a block of threads that compute, each on rows of its own; one more copies
@@ -36,13 +37,13 @@ def visible(begin: jax.Array, at: jax.Array, first_Q: jax.Array, last_Q: jax.Arr
     return (keys <= last) & (keys >= across(first_Q, tile))
 
 
-def load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
+def load(ref: jax.Ref, layout: Any, optimized: bool = True) -> jax.Array:
     """Return what a reference to memory holds; from that of the device as a whole, only `optimized=False` can."""
     read: Any = gpu.load  # of which JAX 0.10, without these kernels, had other arguments
     return read(ref, layout=layout, optimized=optimized)
 
 
-def product(a: Any, b: Any, shape: tuple[int, int], *staged: Any) -> jax.Array:
+def product(a: jax.Ref | jax.Array, b: jax.Ref, shape: tuple[int, int], *staged: jax.Ref) -> jax.Array:
     """Return the product of two matrices, see `multiply`."""
     def compute(total):
         multiply(total, a, b, *staged)
@@ -50,7 +51,7 @@ def product(a: Any, b: Any, shape: tuple[int, int], *staged: Any) -> jax.Array:
     return pl.run_scoped(compute, gpu.ACC(shape))
 
 
-def multiply(total: Any, a: Any, b: Any, *staged: Any) -> None:
+def multiply(total: Any, a: jax.Ref | jax.Array, b: jax.Ref, *staged: jax.Ref) -> None:
     """Begin to add the product of two matrices in shared memory to an accumulator; `a` may be in registers.
 
     The interpreter takes none from registers: it has shared memory for `a`.
@@ -61,7 +62,7 @@ def multiply(total: Any, a: Any, b: Any, *staged: Any) -> None:
     gpu.wgmma(total, a, b)
 
 
-def staging(shape: tuple[int, ...], dtype: Any, interpret: Any) -> list[Any]:
+def staging(shape: tuple[int, ...], dtype: DTypeLike, interpret: Any) -> list[Any]:
     """Return the shared memory that the interpreter needs for `multiply`."""
     return [gpu.SMEM((COMPUTING, *shape), dtype)] if interpret else []
 
@@ -74,7 +75,7 @@ def hidden(number: jax.Array) -> jax.Array:
     return lax.optimization_barrier(number)
 
 
-def feed(steps: jax.Array, stages: int, copies: Callable[[jax.Array], Iterable[tuple]], *used: Any) -> None:
+def feed(steps: jax.Array, stages: int, copies: Callable[[jax.Array], Iterable[tuple]], *used: jax.Ref) -> None:
     """Copy the tiles of each step to the next place in shared memory, and wait until all of them were used.
 
     copies: a step -> for each kind of tiles the barriers that tell that one came, and pairs: what to copy, and all
@@ -104,7 +105,7 @@ def filled(value: float, shape: tuple[int, ...], layout: Any = TILE) -> jax.Arra
     return gpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+def swizzled(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """Return tiles in shared memory as the tensor cores read them: rows of 128 bytes, eight of them permuted."""
     width = 128 // jnp.dtype(dtype).itemsize
     return gpu.SMEM(shape, dtype, transforms=(gpu.TilingTransform((8, width)), gpu.SwizzleTransform(128)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.distributed import exit_codes
 from jaxtrain.launch.job_record import Job
 from jaxtrain.launch.job_spec import JobSpec
@@ -46,7 +47,7 @@ def on_tpu(spec: JobSpec) -> bool:
     return spec.accelerator.startswith("tpu")
 
 
-def jobset(job: Job) -> dict[str, Any]:
+def jobset(job: Job) -> JsonObject:
     """Return the JobSet of a job."""
     spec = job.spec
     metadata: dict[str, Any] = {"name": object_name(job), "annotations": {FOLDER: f"{job.folder}"}}
@@ -68,7 +69,7 @@ def jobset(job: Job) -> dict[str, Any]:
             "replicatedJobs": [{"name": _RUN, "replicas": 1, "template": {"spec": _job(job)}}]}}
 
 
-def _job(job: Job) -> dict[str, Any]:
+def _job(job: Job) -> JsonObject:
     spec = job.spec
     final = sorted(code for code in exit_codes.FINAL if code)
     return {
@@ -83,7 +84,7 @@ def _job(job: Job) -> dict[str, Any]:
         "template": _pod(job)}
 
 
-def _pod(job: Job) -> dict[str, Any]:
+def _pod(job: Job) -> JsonObject:
     spec = job.spec
     selector = dict(line.split("=", 1) for line in spec.extra)
     if on_tpu(spec):
@@ -110,7 +111,7 @@ def _pod(job: Job) -> dict[str, Any]:
         "volumes": volumes}}
 
 
-def _container(job: Job, mounts: list[dict[str, str]]) -> dict[str, Any]:
+def _container(job: Job, mounts: list[dict[str, str]]) -> JsonObject:
     spec, command = job.spec, list(job.command)
     if spec.setup:
         command = ["bash", "-c", "\n".join([*spec.setup, 'exec "$@"']), _RUN, *command]
@@ -125,7 +126,7 @@ def metrics_port(job: Job) -> int:
     return job.about.get("metrics_port", 0)
 
 
-def _environment(job: Job) -> list[dict[str, Any]]:
+def _environment(job: Job) -> list[JsonObject]:
     name, spec = object_name(job), job.spec
     found: list[dict[str, Any]] = [
         {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{name}-{_RUN}-0-0.{name}:{PORT}"},
@@ -141,7 +142,7 @@ def _environment(job: Job) -> list[dict[str, Any]]:
     return found
 
 
-def _resources(spec: JobSpec) -> dict[str, Any]:
+def _resources(spec: JobSpec) -> JsonObject:
     each = _on_a_node(spec)
     wanted = {"cpu": f"{spec.cpus_per_process}" if spec.cpus_per_process else "",
               "memory": f"{spec.memory_gb * 1000 / each:.0f}M" if spec.memory_gb else ""}
@@ -151,7 +152,7 @@ def _resources(spec: JobSpec) -> dict[str, Any]:
     return {"resources": {name: value for name, value in found.items() if value}} if found["requests"] else {}
 
 
-def _volume(what: str) -> dict[str, Any]:
+def _volume(what: str) -> JsonObject:
     if what.startswith("pvc:"):
         return {"persistentVolumeClaim": {"claimName": what.removeprefix("pvc:")}}
     return {"hostPath": {"path": what, "type": "Directory"}}
@@ -162,7 +163,7 @@ def is_mounted(path: str, spec: JobSpec) -> bool:
     return any(f"{path}/".startswith(f"{mount.rstrip('/')}/") for mount in spec.mounts)
 
 
-def as_yaml(content: dict[str, Any]) -> str:
+def as_yaml(content: JsonObject) -> str:
     """Return YAML in the order of the keys, with texts of several lines as such."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=10000, allow_unicode=True)
 

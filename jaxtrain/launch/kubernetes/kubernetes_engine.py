@@ -8,8 +8,8 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.distributed import exit_codes
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files
@@ -208,7 +208,7 @@ def _why_pending(job: Job) -> str:
     return ""
 
 
-def _workload(job: Job) -> dict[str, Any] | None:
+def _workload(job: Job) -> JsonObject | None:
     """Return Kueue's workload of a job."""
     for one in (_get(job, "workloads.kueue.x-k8s.io") or {}).get("items", []):
         owners = one["metadata"].get("ownerReferences", [])
@@ -217,11 +217,11 @@ def _workload(job: Job) -> dict[str, Any] | None:
     return None
 
 
-def _pods(job: Job) -> list[dict[str, Any]]:
+def _pods(job: Job) -> list[JsonObject]:
     return (_get(job, "pods", _selector(job)) or {}).get("items", [])
 
 
-def _get(job: Job, kind: str, which: tuple[str, ...] = ()) -> dict[str, Any] | None:
+def _get(job: Job, kind: str, which: tuple[str, ...] = ()) -> JsonObject | None:
     """Return objects as Kubernetes has them; None: there is none of the name."""
     found = _kubectl("get", kind, *(which or (f"--namespace={_namespace(job)}",)), "--ignore-not-found",
                      "--output=json")

@@ -10,8 +10,8 @@ import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.distributed import exit_codes
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import read_json
@@ -55,7 +55,7 @@ def check(workdir: Path, environ: Mapping[str, str] = os.environ) -> None:
             f"ends; see why in its output (jaxtrain jobs why {workdir}), and launch it again"))
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> JsonObject:
     """Return what is counted in a file: all starts, those in a row without a new step, and the last step."""
     try:
         return read_json(path, _FORM)

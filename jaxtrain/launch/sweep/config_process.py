@@ -3,9 +3,10 @@
 import concurrent.futures
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.config.load import make_config, read_config
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.launch.sweep.sweep_file import Sweep
@@ -15,7 +16,7 @@ _USUAL = ("loss", "cross_entropy", "perplexity", "grad_norm", "eval_loss", "eval
           "eval_loss_ema")  # of most runs
 
 
-def values_of(config: str) -> dict[str, Any]:
+def values_of(config: str) -> JsonObject:
     """Return what a config says, before defaults and checks."""
     return _apart(read_config, config)
 
@@ -28,7 +29,7 @@ def check_metric(sweep: Sweep) -> None:
             raise UserError("objective.metric", f"runs have no {sweep.metric!r}", nearest(sweep.metric, known))
 
 
-def metrics_of(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[str]:
+def metrics_of(values: JsonMapping, overrides: JsonMapping) -> list[str]:
     """Return the metrics of a run, of its steps and of its evaluations; one device is enough to tell."""
     import jax
 

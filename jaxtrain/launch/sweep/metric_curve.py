@@ -2,8 +2,8 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.files.log_tail import LogTail
 
 
@@ -26,7 +26,7 @@ class MetricCurve:
         for line in self._log.added():
             self._add(line)
 
-    def _add(self, said: dict[str, Any]) -> None:
+    def _add(self, said: JsonObject) -> None:
         step = said["step"]
         if "tokens" in said:
             self.tokens[step] = said["tokens"]

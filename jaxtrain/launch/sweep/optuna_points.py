@@ -8,8 +8,10 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.errors import UserError, install_extra, nearest
 from jaxtrain.files.atomic_files import digest
 from jaxtrain.launch.sweep.search_space import Point, Range, random_points
@@ -22,7 +24,7 @@ _REPORTS = 100  # values of a trial that a pruner sees, at most
 _NOT_OURS = ("Base", "BaseGA", "Grid", "Random", "PartialFixed")  # no samplers, or in jaxtrain itself
 
 
-def _optuna() -> Any:
+def _optuna() -> ModuleType:
     try:
         import optuna
     except ImportError as error:
@@ -31,7 +33,7 @@ def _optuna() -> Any:
     return optuna
 
 
-def _made(key: str, kind: str, name: str, options: Mapping[str, Any]) -> Any:
+def _made(key: str, kind: str, name: str, options: JsonMapping) -> Any:
     """Return the sampler or pruner of a name; every mistake is a UserError."""
     module = getattr(_optuna(), f"{kind.lower()}s")
     known = {found.removesuffix(kind).lower(): getattr(module, found) for found in module.__all__
@@ -79,7 +81,7 @@ def distribution(one: Range) -> Any:
     return kind(*one.ends(), log=one.log)
 
 
-def _params(point: Point, ranges: Mapping[str, Range]) -> dict[str, Any]:
+def _params(point: Point, ranges: Mapping[str, Range]) -> JsonObject:
     return {key: ranges[key].values.index(value) if ranges[key].values else value for key, value in point.items()}
 
 
@@ -114,7 +116,7 @@ def reports(sweep: Sweep, point: Tried) -> dict[int, float]:
     return found
 
 
-def draw(sweep: Sweep, tried: Sequence[Tried], number: int) -> tuple[Point, dict[str, Any]] | None:
+def draw(sweep: Sweep, tried: Sequence[Tried], number: int) -> tuple[Point, JsonObject] | None:
     """Return the point of a number, and what the sampler keeps of it; None: all points were tried.
 
     Args:

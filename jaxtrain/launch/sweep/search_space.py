@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtrain.base.annotations import Json
 from jaxtrain.errors import UserError, nearest
 
 Point = dict[str, Any]  # a value for each key that is searched
@@ -24,7 +25,7 @@ class Range:
     log: bool = False  # as likely between 1 and 10 as between 10 and 100
     int: bool = False  # whole numbers, both ends included
 
-    def at(self, part: float) -> Any:
+    def at(self, part: float) -> Json:
         """Return the value at a part of the range, from 0 up to but not including 1."""
         if self.values:
             return self.values[math.floor(part * len(self.values))]
@@ -32,12 +33,12 @@ class Range:
         value = low * (high / low) ** part if self.log else low + (high - low) * part
         return min(math.floor(value), math.floor(self.high)) if self.int else min(value, self.high)
 
-    def ends(self) -> tuple[Any, ...]:
+    def ends(self) -> tuple[Json, ...]:
         """Return the values that a config has to take if it takes all."""
         return self.values or ((int(self.low), int(self.high)) if self.int else (self.low, self.high))
 
 
-def range_of(key: str, said: Any) -> Range:
+def range_of(key: str, said: Json) -> Range:
     """Return what the sweep's file says of a key; every mistake is a UserError."""
     if isinstance(said, list):
         said = {"values": said}

@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.base.annotations import Json, JsonMapping, JsonObject
 from jaxtrain.config.load import make_config
 from jaxtrain.config.schema import Config, TrainConfig
 from jaxtrain.errors import UserError, nearest
-from jaxtrain.files.bounded_files import misfit
+from jaxtrain.files.bounded_files import Form, misfit
 from jaxtrain.launch import mesh_check
 from jaxtrain.launch.cost import dollars_an_hour
 from jaxtrain.launch.job_spec import JobSpec, spec_of
@@ -122,7 +123,7 @@ class Sweep:
         return list(itertools.islice(points, self.trials // self.runs or MOST))
 
 
-def read_content(path: str | Path) -> dict[str, Any]:
+def read_content(path: str | Path) -> JsonObject:
     """Return what the file of a sweep says."""
     file, found = Path(path), None
     try:
@@ -141,7 +142,7 @@ def read_content(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def sweep_of(content: Mapping[str, Any], values: Mapping[str, Any]) -> Sweep:
+def sweep_of(content: JsonMapping, values: JsonMapping) -> Sweep:
     """Return the sweep that a file describes over the values of a config; every mistake is a UserError."""
     check_form(content)
     method = content.get("method", "random")
@@ -164,7 +165,7 @@ def sweep_of(content: Mapping[str, Any], values: Mapping[str, Any]) -> Sweep:
     return made
 
 
-def check_form(content: Mapping[str, Any]) -> None:
+def check_form(content: JsonMapping) -> None:
     """Refuse a file that does not describe a sweep."""
     for section, form in _FORMS.items():
         said = content.get(section, {}) if section else content
@@ -181,7 +182,7 @@ def _inside(section: str) -> Iterator[None]:
         raise UserError(f"{section}.{error.key}", error.reason, error.fix) from error
 
 
-def _flat(table: Mapping[str, Any], is_value: Callable[[dict], bool], of: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(table: JsonMapping, is_value: Callable[[dict], bool], of: str = "") -> Iterator[tuple[str, Json]]:
     """Yield dotted keys and their values, whether a table writes them "a.b" = 1, a.b = 1 or [a]."""
     for key, said in table.items():
         if isinstance(said, dict) and not is_value(said):
@@ -194,7 +195,7 @@ def _is_range(said: dict) -> bool:
     return any(name in said for name in search_space.FIELDS)
 
 
-def _check(section: str, said: Any, form: Mapping[str, Any]) -> None:
+def _check(section: str, said: Json, form: Mapping[str, Form]) -> None:
     """Refuse a key that a section does not know, or one of another type."""
     known = [name.removesuffix("?") for name in form]
     if isinstance(said, dict) and (unknown := next((name for name in said if name not in known), None)):
@@ -283,7 +284,7 @@ def _check_values(sweep: Sweep) -> None:
                         f"give that many, or a smaller train.{key} under fixed")
 
 
-def shown(point: Mapping[str, Any]) -> str:
+def shown(point: JsonMapping) -> str:
     """Return a point as text."""
     return " ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
                     for key, value in point.items())

@@ -5,12 +5,13 @@ trial does in between is read from its job and its metrics.jsonl.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import user_json
 from jaxtrain.launch.cost import dollars_an_hour
@@ -57,7 +58,7 @@ class Trial:
         atomic_files.write_json(self.workdir / RECORD, {"trial": self.number} | {
             name: getattr(self, name) for name in _KEPT})
 
-    def result(self, sweep: Sweep, state: str) -> dict[str, Any]:
+    def result(self, sweep: Sweep, state: str) -> JsonObject:
         """Return its line of results.jsonl."""
         self.curve.look()
         value = self.curve.at(self.curve.steps)
@@ -112,7 +113,7 @@ class Tried:
     value: float | None  # the mean over its seeds, of a complete one
 
     @property
-    def sampler(self) -> Mapping[str, Any]:
+    def sampler(self) -> JsonMapping:
         """The data that a sampler of Optuna keeps of it."""
         return self.trials[0].sampler if self.trials else {}
 

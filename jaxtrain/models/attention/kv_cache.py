@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.kernels.attention import cached_attention
 
 CACHE = "cache"  # the auxiliary value under which a layer returns its keys and values of the tokens that it was given
+Aux = dict[str, Any]  # the auxiliary values of a layer, or stacked of several: penalties, sums, entries of a cache
 
 
 @jax.tree_util.register_dataclass
@@ -32,14 +34,14 @@ class Cache:
         """Return the part of a layer or a stack with this name."""
         return replace(self, entries=None if self.entries is None else self.entries.get(name))
 
-    def visible(self, slots: int, window: Any = 0) -> jax.Array:
+    def visible(self, slots: int, window: jax.Array | int = 0) -> jax.Array:
         """Return which of the earlier slots the token attends to [B, S]; `window` is a number or an array, 0: all."""
         assert self.begins_B is not None and self.slot is not None
         back_S = (self.slot - jnp.arange(slots)) % slots  # tokens ago; 0: where the token itself will be
         near_S = (back_S > 0) & ((back_S < window) | (jnp.asarray(window) == 0))
         return near_S[None] & (back_S[None] <= self.slot - self.begins_B[:, None])
 
-    def read(self, new: Any) -> tuple[Any, Any]:
+    def read(self, new: PyTree) -> tuple[PyTree, PyTree]:
         """Return the entries of a layer that its token attends to, and what the layer returns, from the token's own.
 
         In place, the token's are written before anything is read, though it does not see its own slot: XLA copies an
@@ -50,7 +52,7 @@ class Cache:
         whole = self.extended(new)
         return jax.tree.map(lambda held: held if held.ndim == 4 else held[:, None], whole), whole
 
-    def extended(self, new: Any) -> Any:
+    def extended(self, new: PyTree) -> PyTree:
         """Return the entries with those of the token that was computed in its slot."""
         slot = self.slot
         assert slot is not None
@@ -59,7 +61,7 @@ class Cache:
             before, one, slot % before.shape[-2], axis=-2), self.entries, new)
 
 
-def in_place(entries: Any) -> Any:
+def in_place(entries: PyTree) -> PyTree:
     """Return entries of layers as a CPU has them, which changes them in place.
 
     In float32, which it multiplies: anything else would be converted at every token. Without the dimension of heads if
@@ -73,13 +75,13 @@ def entry(x_BTGK: jax.Array) -> jax.Array:
     return x_BTGK.transpose(0, 2, 1, 3)
 
 
-def kept(cache: Cache | None, k_BTGK: jax.Array, v_BTGK: jax.Array) -> dict[str, Any]:
+def kept(cache: Cache | None, k_BTGK: jax.Array, v_BTGK: jax.Array) -> Aux:
     """Return the auxiliary value of a layer: its entries of the cache where there is one."""
     return {} if cache is None else {CACHE: {"keys": entry(k_BTGK), "values": entry(v_BTGK)}}
 
 
 def attend_cached(out: Callable[[jax.Array], jax.Array], q_B1HK: jax.Array, k_B1GK: jax.Array, v_B1GK: jax.Array,
-                  cache: Cache, window: Any, sinks_H: jax.Array | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                  cache: Cache, window: jax.Array | int, sinks_H: jax.Array | None = None) -> tuple[jax.Array, Aux]:
     """Return what a layer does for one token per row, which attends to the cache and to itself."""
     own = {"keys": entry(k_B1GK), "values": entry(v_B1GK)}
     before, new = cache.read(own)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.models.attention.attention_by_layer import attend_by_layer
-from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
+from jaxtrain.models.attention.kv_cache import Aux, Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.attention.self_attention import Attention
 
@@ -20,7 +20,7 @@ class LateWindowAttention(Attention):
         self.first = first
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any = None,
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                 cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Apply attention; `angles` are cosine, sine, and the number of the layer."""
         q, k, v = self.project(x_BTD)
         cos, sin, layer = angles

@@ -3,16 +3,16 @@
 Shape suffixes: B batch, T and S sequence, D embedding, H heads, K head width.
 """
 
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.attention import HEADS
 from jaxtrain.kernels.functions import softmax
-from jaxtrain.models.attention.kv_cache import CACHE, Cache, kept
+from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache, kept
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.parallel.cut_rows import whole_rows
 from jaxtrain.sharding import rules as sharding
@@ -46,7 +46,7 @@ class MemoryAttention(Attention):
     """Attention of one sequence to another, which may be the same."""
 
     def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array | None,  # pyrefly: ignore[bad-override]
-                 visible: jax.Array | None = None, cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                 visible: jax.Array | None = None, cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Return what `x_BTD` gets from the memory; with a cache that has entries, from those instead."""
         q_BTHK = self.q(x_BTD)
         if cache is not None and cache.entries is not None:
@@ -56,7 +56,7 @@ class MemoryAttention(Attention):
         k, v = self.k(memory_BSD), self.v(memory_BSD)
         return self.out(attend_to(q_BTHK, k, v, visible, self.backend)), kept(cache, k, v)
 
-    def carry_on(self, x_BTD: jax.Array, past: Any, visible_BTS: jax.Array) -> tuple[jax.Array, Any]:
+    def carry_on(self, x_BTD: jax.Array, past: PyTree, visible_BTS: jax.Array) -> tuple[jax.Array, PyTree]:
         """Return attention to the keys and values of the past and then to its own, and the new past, as long as before.
         """
         q, k, v = self.project(x_BTD)

@@ -7,14 +7,13 @@ in another order.
 Shape suffixes: B batch, T sequence, D embedding, L latent width, H heads, K head width, R rotary width.
 """
 
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.kernels.attention import HEADS, cached_attention
-from jaxtrain.models.attention.kv_cache import CACHE, Cache, entry
+from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache, entry
 from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.attention.self_attention import attend
 from jaxtrain.models.layers import RESIDUAL, Linear, RMSNorm
@@ -44,7 +43,7 @@ class LatentAttention(nnx.Module):
                           std=out_std, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles,
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                 cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         q_BTL = x_BTD if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x_BTD))
         q_BTHK, q_BTHR = jnp.split(self.q(q_BTL), [self.head_dim], axis=-1)
         kv_BTL, k_BTR = jnp.split(self.kv_down(x_BTD), [self.kv_rank], axis=-1)
@@ -62,7 +61,7 @@ class LatentAttention(nnx.Module):
         return out, {} if cache is None else {CACHE: _entry(kv_BTL, k_BT1R)}
 
     def absorbed(self, q_BTHK: jax.Array, q_BTHR: jax.Array, kv_BTL: jax.Array, k_BTR: jax.Array, angles,
-                 cache: Cache) -> tuple[jax.Array, dict[str, Any]]:
+                 cache: Cache) -> tuple[jax.Array, Aux]:
         """Return attention of one token per row over cached latents, which are keys and values of all heads.
 
         Queries are projected to the latents' space and sums of latents to values, so that no latent is projected up.

@@ -4,7 +4,6 @@ Shape suffixes: B batch, T and S sequence, D embedding, H query heads, G key/val
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from flax import nnx
@@ -12,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.attention import HEADS, KV_HEADS
-from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
+from jaxtrain.models.attention.kv_cache import Aux, Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.layers import RESIDUAL, Linear
 from jaxtrain.parallel import cut_rows
@@ -76,7 +75,7 @@ class Attention(nnx.Module):
         return q if self.score_factor == 1 else (q * self.score_factor).astype(q.dtype), k, v
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles=None,
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                 cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         q, k, v = self.project(x_BTD)
         if angles is not None:
             q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)

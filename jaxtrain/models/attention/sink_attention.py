@@ -1,6 +1,5 @@
 """Attention with a sink for each head, local and global by turns, as in gpt-oss."""
 
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +7,7 @@ from flax import nnx
 
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.models.attention.attention_by_layer import attend_by_layer
-from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
+from jaxtrain.models.attention.kv_cache import Aux, Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Compute
@@ -27,7 +26,7 @@ class SinkAttention(Attention):
         self.sinks = param(rngs, (c.num_heads,), ("heads",), compute_dtype="float32")
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: tuple[jax.Array, ...],
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                 cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Apply attention; `angles` are cosine, sine, and the number of the layer."""
         q, k, v = self.project(x_BTD)
         cos, sin, layer = angles

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.model_config import Experts, ModelConfig
 from jaxtrain.kernels.functions import swiglu
+from jaxtrain.models.attention.kv_cache import Aux
 from jaxtrain.models.experts.router import Routing, capacity, route
 from jaxtrain.models.layers import INSIDE, RESIDUAL, SwiGLU, param
 from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
@@ -101,7 +102,7 @@ class MoE(nnx.Module):
         found = {name: one for name, one in found.items() if one[0] is not None}
         return found if self.adapter is None else found | self.adapter.weights()
 
-    def _local(self, x_BTD, real_BT, w, scales) -> tuple[jax.Array, dict[str, Any]]:
+    def _local(self, x_BTD, real_BT, w, scales) -> tuple[jax.Array, Aux]:
         """Process one device's tokens: split over `tensor` on entry and exit, gathered over it in between."""
         c = self.experts
         tensor, row = sharding.axes_over("act_expert_mlp"), Row(sharding.axes_over("seq"))

@@ -6,7 +6,6 @@ evaluation or sampling.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ class MTPHead(nnx.Module):
         self.norm = RMSNorm(dim, eps, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, next_BTD: jax.Array, segments_BT: jax.Array | None,
-                 angles: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+                 angles: tuple[jax.Array, ...] | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the input of the output head, and the block's auxiliary values."""
         graphdef, weights = nnx.split(self.block)
 

@@ -1,7 +1,6 @@
 """A scalar read-out of the final activations: rewards in place of the output projection, or values beside it."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from flax import nnx
@@ -9,6 +8,7 @@ from flax import nnx
 from jaxtrain.models.layers import param
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step.optimizers import mup
+from jaxtrain.train_step.state import Params
 
 REWARD, VALUE = HEADS = "reward_head", "value_head"  # attributes of a decoder, and so the paths of their parameters
 
@@ -36,6 +36,6 @@ def is_head(path: str) -> bool:
     return path.partition("/")[0] in HEADS
 
 
-def without_heads(params: Any, but: Sequence[str] = ()) -> Any:
+def without_heads(params: Params, but: Sequence[str] = ()) -> Params:
     """Return a nested dict of parameters without those of heads, except for some."""
     return {key: inner for key, inner in params.items() if key not in HEADS or key in but}

@@ -9,17 +9,18 @@ D embedding, V vocabulary.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.modality_families import SILENCE, WhisperConfig
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.gelus import exact_gelu
-from jaxtrain.models.attention.kv_cache import CACHE, Cache
+from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.attention.memory_attention import MemoryAttention
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Compute
@@ -37,6 +38,9 @@ from jaxtrain.models.layers import (
 )
 from jaxtrain.models.rematerialization import wraps
 from jaxtrain.sharding import rules as sharding
+
+if TYPE_CHECKING:
+    from jaxtrain.parallel.pipeline.stage_placement import Slots
 
 WIDTH, READ = 3, 5  # of a convolution; frames that a position of the encoder reads
 
@@ -61,7 +65,7 @@ class EncoderBlock(nnx.Module):
         self.mlp = GeluMLP(c.embed_dim, c.mlp_dim, out_std=_out_std(c.encoder_layers), rngs=rngs, kind=exact_gelu)
 
     def __call__(self, x_BSD: jax.Array, visible: jax.Array | None,
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                 cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Return the activations; with a cache, also the keys and values that the next chunk attends to."""
         h, told = sharding.enter(self.attention_norm(x_BSD), INSIDE, shared_by=self.attention.shared_by), {}
         if cache is None:
@@ -83,7 +87,7 @@ class DecoderBlock(nnx.Module):
         self.mlp = GeluMLP(c.embed_dim, c.mlp_dim, out_std=_out_std(c.num_layers), rngs=rngs, kind=exact_gelu)
 
     def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array | None, visible_BS: jax.Array | None,
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+                 cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Return the activations; with a cache, also its new entries under `own` and `memory`."""
         h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
         y_BTD, own = self.attention(h, None, None, cache and cache.of("own"))
@@ -180,7 +184,7 @@ class Whisper(nnx.Module):
         """Return what the decoder attends to, of the encoder's last activations."""
         return sharding.constrain(self.encoder_norm(x_BSD), *INSIDE)
 
-    def begin_stream(self, first_B1C: jax.Array) -> dict[str, Any]:
+    def begin_stream(self, first_B1C: jax.Array) -> dict[str, PyTree]:
         """Return the state of an encoder that attends by chunks, before the first chunk, given the very first frame.
 
         A convolution reads the frame after, so that what arrives is one frame ahead of what is encoded: 10 ms.
@@ -195,8 +199,8 @@ class Whisper(nnx.Module):
                 "there": jnp.broadcast_to(np.arange(3) == 2, (len(first_B1C), 3)),
                 "past": {"keys": past, "values": past}}
 
-    def encode_next(self, state: dict[str, Any], frames_BMC: jax.Array,
-                    valid_BM: jax.Array | None = None) -> tuple[jax.Array, dict[str, Any]]:
+    def encode_next(self, state: dict[str, PyTree], frames_BMC: jax.Array,
+                    valid_BM: jax.Array | None = None) -> tuple[jax.Array, Aux]:
         """Return the memory of the next chunk, and the state after it.
 
         `frames_BMC` are the two frames of each of its positions, from the second on, and the first of the next chunk;
@@ -222,7 +226,7 @@ class Whisper(nnx.Module):
         return (back_BTS >= 0) & ((back_BTS <= self.chunks_back) if self.chunks_back else True)
 
     def decode(self, tokens_BT: jax.Array, memory_BSD: jax.Array | None, valid_BS: jax.Array | None = None,
-               first: Any = 0, cache: Cache | None = None) -> tuple[jax.Array, Any]:
+               first: jax.Array | int = 0, cache: Cache | None = None) -> tuple[jax.Array, PyTree]:
         """Return the final normalized activation of each token, and the cache's new entries where there is a cache.
 
         Args:
@@ -241,7 +245,7 @@ class Whisper(nnx.Module):
         return self.embed(tokens_BT) + self.positions(positions_BT)
 
     def through(self, x: tuple[jax.Array, jax.Array], audio: Mapping[str, jax.Array],
-                slots: Mapping[str, Any] | None = None) -> tuple[jax.Array, jax.Array]:
+                slots: "Mapping[str, Slots] | None" = None) -> tuple[jax.Array, jax.Array]:
         """Apply all layers, or those in the `slots` of a stage, to the activations of the encoder and of the decoder.
 
         Those of the encoder stay as they are where all of its layers come before: so they reach every layer of the

@@ -7,7 +7,7 @@ Shape suffixes: B batch, T sequence, S pictures of a row, P values of a patch, D
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from jaxtrain.models.vision.encoder import Encoder
 from jaxtrain.models.vision.vit import Vit
 from jaxtrain.parallel.cut_rows import arrange
 from jaxtrain.sharding import rules as sharding
+
+if TYPE_CHECKING:
+    from jaxtrain.parallel.pipeline.stage_placement import Slots
 
 # The logarithm of the scale of similarities, and their bias, at first.
 BEGINS = {"siglip": (math.log(10), -10.0), "clip": (math.log(1 / 0.07), 0.0)}
@@ -62,7 +65,7 @@ class DualEncoder(nnx.Module):
         x_BTD = self.embed(batch["tokens"]) + self.positions(batch["positions"])
         return self.picture.seen(batch["patches"], batch["pictures"], batch["places"]), x_BTD
 
-    def through(self, x: Pair, batch: Mapping[str, jax.Array], slots: Mapping[str, Any] | None = None) -> Pair:
+    def through(self, x: Pair, batch: Mapping[str, jax.Array], slots: "Mapping[str, Slots] | None" = None) -> Pair:
         """Apply all layers of both encoders, or those in the `slots` of a stage."""
         own = [(slots or {}).get(path) for path in STACKS]
         return (self.picture.encoder.through(x[0], batch["pictures"], own[0]),

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.observe import system_metrics
 from jaxtrain.observe.device_memory import FIGURES
 from jaxtrain.observe.events import Event
@@ -152,12 +153,12 @@ class RunMetrics:
 class _Patient:
     """Calls a function on a thread of its own, and goes on without its answer if it takes too long."""
 
-    def __init__(self, function: Callable[[], Mapping[str, Any]]):
+    def __init__(self, function: Callable[[], JsonMapping]):
         self._function = function
         self._thread: threading.Thread | None = None
         self._answer: Mapping[str, Any] | None = None
 
-    def read(self) -> Mapping[str, Any] | None:
+    def read(self) -> JsonMapping | None:
         """Return the answer; None if there is none in time, or an error. While a call hangs no other one is made."""
         if self._thread is None or not self._thread.is_alive():
             self._answer = None
@@ -181,7 +182,7 @@ def _device_memory() -> Mapping[str, Samples]:
     return found
 
 
-def _samples(values: Mapping[str, Any]) -> dict[str, Samples]:
+def _samples(values: JsonMapping) -> dict[str, Samples]:
     """Return plain numbers as samples without labels; None is left out."""
     return {key: value if isinstance(value, Mapping) else {(): float(value)} for key, value in values.items()
             if isinstance(value, Mapping | int | float)}

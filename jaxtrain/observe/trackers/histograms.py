@@ -8,21 +8,23 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import PyTree
+
 BINS = 64
 
 
-def histograms(arrays: Any, mesh: Any) -> dict[str, Any]:
+def histograms(arrays: PyTree, mesh: Any) -> dict[str, jax.Array]:
     """Return futures of the histograms of a tree's arrays by path, for `read`; all processes call it alike."""
     flat = _by_path(arrays)
     return _program(flat, mesh)(flat)
 
 
-def prepare(arrays: Any, mesh: Any) -> None:
+def prepare(arrays: PyTree, mesh: Any) -> None:
     """Compile what `histograms` runs for such arrays."""
     _program(_by_path(arrays), mesh)
 
 
-def read(counted: dict[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def read(counted: dict[str, jax.Array]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return the counts and the edges of each histogram, once the devices have them."""
     found = {}
     for path, (below, edges) in jax.device_get(counted).items():
@@ -31,7 +33,7 @@ def read(counted: dict[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return found
 
 
-def _by_path(arrays: Any) -> dict[str, jax.Array]:
+def _by_path(arrays: PyTree) -> dict[str, jax.Array]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x
             for path, x in jax.tree_util.tree_leaves_with_path(arrays) if jnp.issubdtype(x.dtype, jnp.floating)}
 

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxtrain.base.annotations import JsonMapping
+
 Line = Mapping[str, float | int]
 Position = tuple[int, bool]  # of a line in metrics.jsonl: its step, and whether it is an evaluation's
 NOTHING: Position = (0, False)
@@ -57,18 +59,18 @@ class Tracker:
     def histogram(self, step: int, name: str, counts: np.ndarray, edges: np.ndarray) -> None:
         """Take how many numbers of an array lie between edges, one more than there are counts."""
 
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Take a table, in place of the one of that name before; without another way it is text."""
         cells = [columns, ["---"] * len(columns), *rows]
         self.text(step, name, "\n".join(f"| {' | '.join(map(str, row))} |" for row in cells))
 
-    def artifact(self, step: int, uri: str, about: Mapping[str, Any]) -> None:
+    def artifact(self, step: int, uri: str, about: JsonMapping) -> None:
         """Take a checkpoint by reference: where it is, and what it says of itself."""
 
     def finish(self, status: str) -> None:
         """End: the run is `finished`, `stopped` (to be resumed), `failed`, `rolled_back` or `superseded`."""
 
 
-def position(line: Mapping[str, Any]) -> Position:
+def position(line: JsonMapping) -> Position:
     """Return the place of a line among the others."""
     return int(line["step"]), "eval_loss" in line

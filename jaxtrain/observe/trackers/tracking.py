@@ -13,10 +13,11 @@ import textwrap
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import json_lines, read_json
 from jaxtrain.files.log_tail import LogTail
@@ -59,12 +60,12 @@ class Tracking:
         for follower in self._followers:
             follower.start()
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: JsonMapping) -> None:
         """Say that there is another line."""
         for follower in self._followers:
             follower.wake()
 
-    def add(self, what: str, *arguments: Any) -> None:
+    def add(self, what: str, *arguments: object) -> None:
         """Have all trackers called with a `text`, a `histogram` or an `artifact`."""
         for follower in self._followers:
             follower.extras.append((what, arguments))
@@ -230,7 +231,7 @@ class _Follower:
         if what not in self._refused:
             getattr(self._tracker, what)(*arguments)
 
-    def _new_lines(self) -> Iterator[list[dict[str, Any]]]:
+    def _new_lines(self) -> Iterator[list[JsonObject]]:
         """Yield the lines that the tracker lacks, some at a time."""
         found: list[dict[str, Any]] = []
         for line in self._tail.added():
@@ -283,11 +284,11 @@ class _Follower:
                        "are sent later", reason=why)
         self._down = why
 
-    def _tell(self, kind: str, sentence: str, **fields: Any) -> None:
+    def _tell(self, kind: str, sentence: str, **fields: object) -> None:
         events.tell(self._about.workdir, kind, sentence, tracker=self._name, **fields)
 
 
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _same(one: JsonMapping, other: JsonMapping) -> bool:
     """Return whether two lines of one step are of the same training, whatever computed them.
 
     All numbers count in a line without a loss, which is of results beside the run.

@@ -21,10 +21,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.errors import UserError
 
-Payload = dict[str, Any]  # the arrays that are sent
-State = dict[str, Any]  # what a sender keeps
+Payload = dict[str, AnyArray]  # the arrays that are sent
+State = dict[str, AnyArray]  # what a sender keeps
 Shape = tuple[int, ...]
 F32 = jnp.float32
 LAYERS = frozenset(("layers", "every_layer"))  # logical names of the dimension that counts a stack's layers
@@ -40,17 +41,17 @@ class Codec:
         """Return the state of a sender that has sent nothing: no error."""
         return {"error": jnp.zeros(shape, F32)} if type(self) is not Codec else {}
 
-    def encode(self, x: Any, state: State) -> tuple[Payload, State]:
+    def encode(self, x: AnyArray, state: State) -> tuple[Payload, State]:
         """Return the payload of an array and what was lost before, and the sender's next state."""
         wanted = x.astype(F32) + state["error"] if "error" in state else x.astype(F32)
         payload, rest = self.compress(wanted, state)
         return payload, rest | ({"error": wanted - self.decode(payload, x.shape)} if "error" in state else {})
 
-    def compress(self, wanted: Any, state: State) -> tuple[Payload, State]:
+    def compress(self, wanted: AnyArray, state: State) -> tuple[Payload, State]:
         """Return the payload of an array alone, and the sender's next state except for the error."""
         return {"values": wanted}, {}
 
-    def decode(self, payload: Payload, shape: Shape) -> Any:
+    def decode(self, payload: Payload, shape: Shape) -> AnyArray:
         """Return the array that a payload stands for, in float32."""
         return payload["values"]
 
@@ -62,7 +63,7 @@ class Codec:
         """Return the bytes of such a payload."""
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.abstract(shape).values())
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, int | float]:
         """Return the fields of this codec, as `make` takes them."""
         return dataclasses.asdict(self)
 
@@ -78,28 +79,28 @@ class Quantized(Codec):
         if self.block < 2 or self.block % 2:
             raise UserError("block", f"{self.block} is not an even number of values above 0", "try 256")
 
-    def compress(self, wanted: Any, state: State) -> tuple[Payload, State]:
+    def compress(self, wanted: AnyArray, state: State) -> tuple[Payload, State]:
         """Return integers and scales."""
         return self.narrow(in_blocks(wanted, self.block)), {}
 
-    def decode(self, payload: Payload, shape: Shape) -> Any:
+    def decode(self, payload: Payload, shape: Shape) -> AnyArray:
         """Return integers times scales."""
         return from_blocks(self.wide(payload), shape)
 
-    def narrow(self, x_NB: Any) -> Payload:
+    def narrow(self, x_NB: AnyArray) -> Payload:
         """Return the integers and scales of blocks; of a block that is not finite, neither is the scale."""
         scale_N = jnp.abs(x_NB).max(1) / self.levels
         levels_NB = jnp.round(x_NB / jnp.where(scale_N == 0, 1, scale_N)[:, None])
         return {"values": self._packed(levels_NB.astype(jnp.int8)), "scales": scale_N}
 
-    def wide(self, payload: Payload) -> Any:
+    def wide(self, payload: Payload) -> AnyArray:
         """Return the blocks, with whatever dimensions precede them."""
         return self._unpacked(payload["values"]).astype(F32) * payload["scales"][..., None]
 
-    def _packed(self, levels_NB: Any) -> Any:
+    def _packed(self, levels_NB: AnyArray) -> AnyArray:
         return levels_NB
 
-    def _unpacked(self, values: Any) -> Any:
+    def _unpacked(self, values: AnyArray) -> AnyArray:
         return values
 
 
@@ -118,11 +119,11 @@ class Int4(Quantized):
     block: int = 64
     levels: ClassVar[int] = 7
 
-    def _packed(self, levels_NB: Any) -> Any:
+    def _packed(self, levels_NB: AnyArray) -> AnyArray:
         first, second = jnp.split((levels_NB + 8).astype(jnp.uint8), 2, axis=1)
         return first | (second << 4)
 
-    def _unpacked(self, values: Any) -> Any:
+    def _unpacked(self, values: AnyArray) -> AnyArray:
         return jnp.concatenate([values & 15, values >> 4], -1).astype(jnp.int8) - 8
 
 
@@ -139,13 +140,13 @@ class TopK(Codec):
         if not 1 <= self.block <= 2**16:
             raise UserError("block", f"16 bits cannot number {self.block} values", "use 1 to 65536")
 
-    def compress(self, wanted: Any, state: State) -> tuple[Payload, State]:
+    def compress(self, wanted: AnyArray, state: State) -> tuple[Payload, State]:
         """Return values and positions."""
         x_NB = in_blocks(wanted, self._block(wanted.shape))
         _, where_NK = jax.lax.top_k(jnp.abs(x_NB), self.kept(wanted.shape))
         return {"values": jnp.take_along_axis(x_NB, where_NK, 1), "positions": where_NK.astype(jnp.uint16)}, {}
 
-    def decode(self, payload: Payload, shape: Shape) -> Any:
+    def decode(self, payload: Payload, shape: Shape) -> AnyArray:
         """Return zeros but where values were kept."""
         many = payload["values"].shape[0]
         zeros_NB = jnp.zeros((many, self._block(shape)), F32)
@@ -179,14 +180,14 @@ class RandomK(Codec):
         """Return no error, and the count 0."""
         return {"error": jnp.zeros(shape, F32), "count": jnp.zeros((), jnp.int32)}
 
-    def compress(self, wanted: Any, state: State) -> tuple[Payload, State]:
+    def compress(self, wanted: AnyArray, state: State) -> tuple[Payload, State]:
         """Return the values at the places of this count."""
         x_NB = in_blocks(wanted, self.group(wanted.shape))
         where_N = self._places(len(x_NB), x_NB.shape[1], state["count"])
         values_N = jnp.take_along_axis(x_NB, where_N[:, None], 1)[:, 0]
         return {"values": values_N, "count": state["count"]}, {"count": state["count"] + 1}
 
-    def decode(self, payload: Payload, shape: Shape) -> Any:
+    def decode(self, payload: Payload, shape: Shape) -> AnyArray:
         """Return zeros but at the places of the payload's count."""
         group = self.group(shape)
         where_N = self._places(len(payload["values"]), group, payload["count"])
@@ -197,7 +198,7 @@ class RandomK(Codec):
         """Return how many values share one that is sent."""
         return min(int(1 / max(self.ratio, 1e-9)), math.prod(shape))
 
-    def _places(self, many: int, group: int, count: Any) -> Any:
+    def _places(self, many: int, group: int, count: AnyArray) -> AnyArray:
         key = jax.random.fold_in(jax.random.key(self.seed), count)
         return jax.random.randint(key, (many,), 0, group)
 
@@ -224,26 +225,26 @@ class PowerSGD(Codec):
         factor_SNR = jax.random.normal(jax.random.key(0), (S, N, min(self.rank, M, N)), F32)
         return {"error": jnp.zeros(shape, F32), "right": factor_SNR}
 
-    def compress(self, wanted: Any, state: State) -> tuple[Payload, State]:
+    def compress(self, wanted: AnyArray, state: State) -> tuple[Payload, State]:
         """Return the left factor, whose columns are orthonormal, and the right one."""
         x_SMN = wanted.reshape(self.matrices(wanted.shape))
         left_SMR = self.left(x_SMN, state["right"])
         right_SNR = self.right(x_SMN, left_SMR)
         return {"left": left_SMR, "right": right_SNR}, {"right": right_SNR}
 
-    def decode(self, payload: Payload, shape: Shape) -> Any:
+    def decode(self, payload: Payload, shape: Shape) -> AnyArray:
         """Return the product of the factors."""
         return jnp.einsum("smr,snr->smn", payload["left"], payload["right"], precision="highest").reshape(shape)
 
-    def left(self, x_SMN: Any, right_SNR: Any) -> Any:
+    def left(self, x_SMN: AnyArray, right_SNR: AnyArray) -> AnyArray:
         """Return an orthonormal basis of what the matrices make of the right factor."""
         return orthonormal(self.projected(x_SMN, right_SNR))
 
-    def projected(self, x_SMN: Any, right_SNR: Any) -> Any:
+    def projected(self, x_SMN: AnyArray, right_SNR: AnyArray) -> AnyArray:
         """Return the matrices times the right factor."""
         return jnp.einsum("smn,snr->smr", x_SMN, right_SNR, precision="highest")
 
-    def right(self, x_SMN: Any, left_SMR: Any) -> Any:
+    def right(self, x_SMN: AnyArray, left_SMR: AnyArray) -> AnyArray:
         """Return the right factor that fits best to this left one."""
         return jnp.einsum("smn,smr->snr", x_SMN, left_SMR, precision="highest")
 
@@ -259,19 +260,19 @@ def _traced(codec: Codec, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     return jax.eval_shape(lambda: codec.compress(jnp.zeros(shape, F32), codec.begin(shape))[0])
 
 
-def in_blocks(x: Any, block: int, multiple: int = 1) -> Any:
+def in_blocks(x: AnyArray, block: int, multiple: int = 1) -> AnyArray:
     """Return an array as [N, block], N a multiple of `multiple`, filled with zeros."""
     size = math.prod(x.shape)
     many = -(-size // (block * multiple)) * multiple
     return jnp.pad(x.reshape(-1), (0, many * block - size)).reshape(many, block)
 
 
-def from_blocks(x_NB: Any, shape: Shape) -> Any:
+def from_blocks(x_NB: AnyArray, shape: Shape) -> AnyArray:
     """Return the array of this shape that such blocks hold."""
     return x_NB.reshape(-1)[:math.prod(shape)].reshape(shape)
 
 
-def orthonormal(x_SMR: Any) -> Any:
+def orthonormal(x_SMR: AnyArray) -> AnyArray:
     """Return an orthonormal basis of the columns; for columns that depend on others, any that completes it."""
     return jnp.linalg.qr(x_SMR)[0]
 
@@ -295,7 +296,8 @@ def for_shape(codec: Codec, shape: Shape) -> Codec:
     return codec if codec.size(shape) < 4 * math.prod(shape) else Codec()
 
 
-def for_parameter(method: str, settings: Mapping[str, Any], names: Sequence[str | None] | None, shape: Shape) -> Codec:
+def for_parameter(method: str, settings: Mapping[str, Any], names: Sequence[str | None] | None,
+                  shape: Shape) -> Codec:
     """Return the codec of a parameter of this shape, or of a part of it, by its logical names.
 
     A stack has a matrix for each of its layers, which follow one after the other along its first dimension.

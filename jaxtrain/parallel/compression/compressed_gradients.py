@@ -11,6 +11,7 @@ entry for each peer, "right" (PowerSGD's factor) one for each device of the othe
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,12 +22,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.sections.compression_keys import CompressionConfig
 from jaxtrain.parallel.compression import codecs, exchange
 from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.rules import AnyMesh, Rules
-from jaxtrain.train_step.gradients import StateGradient
-from jaxtrain.train_step.state import Layout, TrainState
+from jaxtrain.sharding.rules import AnyMesh, Rules, Shardings
+from jaxtrain.train_step.gradients import LossSums, StateGradient
+from jaxtrain.train_step.state import Layout, Params, TrainState
 
 NAME = "compression"  # in a state's extras
 
@@ -75,7 +77,7 @@ class CompressedGradients:
         return tuple(axis for axis, size in self.layout.mesh.shape.items() if size > 1 and axis != self.axis)
 
     @cached_property
-    def crossing(self) -> Any:
+    def crossing(self) -> Shardings:
         """The layout in which each gradient crosses: split over the other axes of the batch, too, where that works."""
         def where(leaf, at_rest):
             for axis in self.layout.rules.batch:
@@ -85,7 +87,7 @@ class CompressedGradients:
         return jax.tree.map(where, self.params, self.layout.gradients)
 
     @cached_property
-    def parts(self) -> Any:
+    def parts(self) -> list[tuple[codecs.Codec, tuple[int, ...]]]:
         """The codec of each gradient and the shape of a device's part of it, in the order of the tree's leaves."""
         c, names = self.compression, jax.tree.structure(self.params).flatten_up_to(self.layout.axes)
         settings = {"ratio": c.ratio, "rank": c.rank} | ({"block": c.block} if c.block else {})
@@ -100,7 +102,7 @@ class CompressedGradients:
         return found
 
     # ---------------------------------------------------------------------------------------------- what is remembered
-    def begin(self, params: Any) -> Any:
+    def begin(self, params: Params) -> PyTree:
         """Return what is remembered at step 0: no errors."""
         del params  # it depends on their shapes only
         others, peers = self.layout.mesh.size // self.layout.mesh.shape[self.axis], self.layout.mesh.shape[self.axis]
@@ -112,7 +114,7 @@ class CompressedGradients:
         return self._tree([whole(*each) for each in zip(jax.tree.leaves(self.params), self.parts, strict=True)])
 
     @cached_property
-    def shardings(self) -> Any:
+    def shardings(self) -> Shardings:
         """The shardings of the state that is kept between exchanges."""
         specs = jax.tree.map(lambda where, state: {key: self._spec(key, where.spec) for key in state},
                              self.crossing, jax.eval_shape(self.begin, None))
@@ -122,7 +124,7 @@ class CompressedGradients:
         return {"error": P(self.axis if self.layout.mesh.shape[self.axis] > 1 else None, *crossing),
                 "right": P(self.inside or None)}.get(key, P())
 
-    def _tree(self, leaves: list[Any]) -> Any:
+    def _tree(self, leaves: Sequence[PyTree]) -> PyTree:
         return jax.tree.structure(self.params).unflatten(leaves)
 
     # ---------------------------------------------------------------------------------------------------- the gradient
@@ -144,7 +146,7 @@ class CompressedGradients:
             grads = jax.tree.map(lambda g, where: jax.reshard(g, where.spec), grads, self.layout.gradients)
             return sums, grads, remembered
 
-        def of_state(state: TrainState, batch: Any) -> tuple[tuple[Any, ...], Any]:
+        def of_state(state: TrainState, batch: PyTree) -> tuple[LossSums, Params]:
             across = jax.shard_map(on_peer, in_specs=(P(), manual, P(self.axis)), out_specs=(P(), P(), manual),
                                    axis_names={self.axis}, check_vma=False)
             (total, weight, further), grads, remembered = across(
@@ -164,7 +166,7 @@ class CompressedGradients:
             return whole, jax.tree.map(lambda g, where: self._sum(g[0].astype(jnp.float32) * share, where.spec), grads,
                                        self.layout.gradients)
 
-        def of_state(state: TrainState, batch: Any) -> tuple[tuple[Any, ...], Any]:
+        def of_state(state: TrainState, batch: PyTree) -> tuple[LossSums, Params]:
             across = jax.shard_map(on_peer, in_specs=(P(), P(self.axis)), out_specs=P(self.axis),
                                    axis_names={self.axis}, check_vma=False)
             apart = across(replace(state, opt_state=(), extras={}), batch)
@@ -179,7 +181,7 @@ class CompressedGradients:
         at = [d for d, entry in enumerate(spec) if self.axis in sharding.axes_of(entry)]
         return lax.psum_scatter(g, self.axis, scatter_dimension=at[0], tiled=True) if at else lax.psum(g, self.axis)
 
-    def _exchanged(self, sums: Any, grads: Any, remembered: Any) -> tuple[Any, Any, Any]:
+    def _exchanged(self, sums: LossSums, grads: Params, remembered: PyTree) -> tuple[LossSums, Params, PyTree]:
         """Return, on one device, the sums of all peers, the mean gradient by weight, and the state to be kept."""
         whole = jax.tree.map(lambda x: lax.psum(x, self.axis), sums)
         share = sums[1] / jnp.maximum(whole[1], 1e-8)

@@ -15,13 +15,13 @@ Arrays of one kind travel in one message. Shape suffixes: P peers on the axis, N
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.parallel.compression.codecs import (
     F32,
     Codec,
@@ -36,7 +36,7 @@ from jaxtrain.parallel.compression.codecs import (
     orthonormal,
 )
 
-Arrays = list[Any]
+Arrays = list[jax.Array]
 States = list[State]
 
 
@@ -56,7 +56,8 @@ def all_reduce(codecs: Sequence[Codec], given: Arrays, states: States, axis: str
     return sums, after
 
 
-def hierarchical_all_reduce(codec: Codec, x: Any, state: State, inner: str, across: str) -> tuple[Any, State]:
+def hierarchical_all_reduce(codec: Codec, x: jax.Array, state: State, inner: str,
+                            across: str) -> tuple[jax.Array, State]:
     """Return the sum of an array over two mesh axes: only what crosses `across` is compressed.
 
     Each device of `inner` gets the sum of one part of the array, sums that over `across`, and gathers all parts. The
@@ -95,7 +96,7 @@ def _exact(codecs: Sequence[Codec], given: Arrays, states: States, axis: str) ->
     return _summed([x.astype(F32) for x in given], axis), states
 
 
-def _quantized(codecs: Sequence[Any], given: Arrays, states: States, axis: str) -> tuple[Arrays, States]:
+def _quantized(codecs: Sequence[Quantized], given: Arrays, states: States, axis: str) -> tuple[Arrays, States]:
     peers, me = lax.axis_size(axis), lax.axis_index(axis)
     wanted = [in_blocks(x.astype(F32) + state["error"], codec.block, peers)
               for codec, x, state in zip(codecs, given, states, strict=True)]
@@ -167,7 +168,7 @@ def _summed(given: Arrays, axis: str) -> Arrays:
     return [part.reshape(x.shape) for part, x in zip(jnp.split(total, ends[:-1]), given, strict=True)]
 
 
-def _as_one(tree: Any, move: Callable[[Any], Any]) -> Any:
+def _as_one(tree: PyTree, move: Callable[[jax.Array], jax.Array]) -> PyTree:
     """Return arrays [rows, ...] whose bytes, side by side, a collective has moved: it returns [other rows, bytes]."""
     leaves, treedef = jax.tree.flatten(tree)
     moved = move(jnp.concatenate([_to_bytes(leaf) for leaf in leaves], 1))
@@ -176,15 +177,15 @@ def _as_one(tree: Any, move: Callable[[Any], Any]) -> Any:
         jnp.split(moved, ends[:-1], axis=1), leaves, strict=True)])
 
 
-def _to_bytes_size(leaf: Any) -> int:
+def _to_bytes_size(leaf: jax.Array) -> int:
     return leaf.size // leaf.shape[0] * leaf.dtype.itemsize
 
 
-def _to_bytes(leaf: Any) -> Any:
+def _to_bytes(leaf: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(leaf, jnp.uint8).reshape(leaf.shape[0], -1)
 
 
-def _from_bytes(part: Any, like: Any) -> Any:
+def _from_bytes(part: jax.Array, like: jax.Array) -> jax.Array:
     shape = (part.shape[0], *like.shape[1:])
     size = like.dtype.itemsize
     return lax.bitcast_convert_type(part.reshape(*shape, *((size,) if size > 1 else ())), like.dtype)

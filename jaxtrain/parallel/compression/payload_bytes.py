@@ -7,10 +7,10 @@ bytes may stand for a large array: compare names and shapes with those that are 
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import AnyArray, JsonObject
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.compression import codecs
 from jaxtrain.parallel.compression.codecs import Codec, Payload, Shape
@@ -69,7 +69,7 @@ def from_bytes(data: bytes | memoryview) -> Message:
     return found
 
 
-def _known(head: dict[str, Any]) -> tuple[str, Codec, Shape, dict[str, Any]]:
+def _known(head: JsonObject) -> tuple[str, Codec, Shape, Mapping[str, AnyArray]]:
     """Return an array's name, codec, shape and the arrays of its payload, of what its header says."""
     name, shape, settings = head["name"], tuple(head["shape"]), head["settings"]
     if not isinstance(name, str) or not all(type(size) is int and size > 0 for size in shape):

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.sharding import products
 from jaxtrain.sharding.products import Product
+from jaxtrain.train_step.state import Params
 
 Path = tuple[str, ...]  # keys of nested dicts
 Weights = dict[Path, jax.Array]
@@ -85,7 +87,7 @@ class Deferred:
         return apply(x, self.weight, self.room)
 
 
-def take(tree: Any, paths: Container[Path]) -> tuple[Any, Weights]:
+def take(tree: Params, paths: Container[Path]) -> tuple[Params, Weights]:
     """Return the tree with None in place of the leaves at `paths`, and those leaves."""
     taken = {}
 
@@ -99,7 +101,7 @@ def take(tree: Any, paths: Container[Path]) -> tuple[Any, Weights]:
     return jax.tree_util.tree_map_with_path(keep, tree), taken
 
 
-def put(tree: Any, leaves: Mapping[Path, Any]) -> Any:
+def put(tree: Params, leaves: Mapping[Path, PyTree]) -> Params:
     """Return the tree with these leaves at their paths."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaves.get(tuple(key.key for key in path), leaf), tree, is_leaf=lambda leaf: leaf is None)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
+from jaxtrain.train_step.state import Batch, Params
 
 if TYPE_CHECKING:
     from jaxtrain.parallel.pipeline.stage_placement import Placement
@@ -24,20 +26,20 @@ class Parts:
     # the paths of the parameters that are stacks, such as "text/blocks", in order, and the number of layers of each
     stacks: Mapping[str, int]
     # (all parameters, trained and frozen, whole batch) -> the parameters and batch that the other parts need
-    prepare: Callable[[Any, Any], tuple[Any, Any]]
-    weight: Callable[[Any], jax.Array]  # of a prepared batch: the divisor of the summed loss
-    begin: Callable[[Any, Any], Any]  # parameters, batch -> activations: one array or several, all of [B, T, D]
+    prepare: Callable[[Params, Batch], tuple[Params, Batch]]
+    weight: Callable[[Batch], jax.Array]  # of a prepared batch: the divisor of the summed loss
+    begin: Callable[[Params, Batch], PyTree]  # parameters, batch -> activations: one array or several, all of [B, T, D]
     # parameters, activations, batch, the slots of each stack -> activations, summed penalty, further sums for each
     # layer of the last stack
-    middle: Callable[[Any, Any, Any, Any], tuple[Any, jax.Array, Sums]]
+    middle: Callable[[Params, PyTree, Batch, Any], tuple[PyTree, jax.Array, Sums]]
     # parameters, activations, batch -> summed loss and further sums; with `together` arrays of rows in their place
-    end: Callable[[Any, Any, Any], Any]
+    end: Callable[[Params, PyTree, Batch], PyTree]
     # those arrays of all rows, batch -> summed loss and further sums: for a loss that compares rows with one another
-    together: Callable[[Any, Any], tuple[jax.Array, Sums]] | None = None
+    together: Callable[[PyTree, Batch], tuple[jax.Array, Sums]] | None = None
     side_by_side: bool = False  # activations are a pair or more, of which each passes through a stack of its own
     shared: tuple[str, ...] = ()  # the parameter keys that are not stacks and that `middle` uses
 
-    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
+    def loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, Sums]:
         """Run all parts without a pipeline; return the summed loss, its weight and further sums."""
         params, batch = self.prepare(params, batch)
         x, penalty, sums = self.middle(params, self.begin(params, batch), batch, None)
@@ -45,7 +47,7 @@ class Parts:
         loss, further = self.together(done, batch) if self.together else done
         return loss + penalty, self.weight(batch), self.all_sums(batch, sums, further)
 
-    def all_sums(self, batch: Any, *parts: Sums) -> Sums:
+    def all_sums(self, batch: Batch, *parts: Sums) -> Sums:
         """Return the further sums of all parts, and the weight of the batch, which makes means of them."""
         return {name: value for part in (*parts, {"weight": self.weight(batch)}) for name, value in part.items()}
 
@@ -57,7 +59,7 @@ class Parts:
         return Placement({key: layers for stacks in apart
                           for key, layers in Placement.of(stacks, position).layers.items()})
 
-    def lift(self, tree: Any) -> Any:
+    def lift(self, tree: Params) -> Params:
         """Return a tree of parameters with each stack at its top, under the stack's path as a key."""
         found = {}
         for path in self.stacks:
@@ -70,22 +72,22 @@ class Parts:
     def towards(self, pull: str) -> "Parts":
         """Return parts whose loss has the gradient of `together`, of which the batch has, as `pull`, that of each row.
         """
-        def end(params: Any, x: Any, batch: Any) -> tuple[jax.Array, Sums]:
+        def end(params: Params, x: PyTree, batch: Batch) -> tuple[jax.Array, Sums]:
             each = jax.tree.map(lambda done, to: (done * to).sum(), whole(self.end(params, x, batch)), batch[pull])
             return sum(jax.tree.leaves(each), jnp.zeros((), jnp.float32)), {}
 
         return replace(self, end=end, together=None)
 
 
-def lower(tree: Any) -> Any:
+def lower(tree: Params) -> Params:
     """Return the tree of parameters that `Parts.lift` was given."""
-    def at(path: str, value: Any) -> Any:
+    def at(path: str, value: Params) -> Params:
         first, _, rest = path.partition("/")
         return {first: at(rest, value) if rest else value}
 
     return partition.merge(*(at(key, value) for key, value in tree.items()))
 
 
-def whole(tree: Any) -> Any:
+def whole(tree: PyTree) -> PyTree:
     """Return arrays of rows whole on the devices that share rows."""
     return jax.tree.map(lambda x: sharding.constrain(x, "batch", *(None,) * (x.ndim - 1)), tree)

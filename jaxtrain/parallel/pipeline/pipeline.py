@@ -19,13 +19,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.schema import PipelineConfig
 from jaxtrain.parallel import schedules
 from jaxtrain.parallel.pipeline.parts import Parts, Sums, lower
 from jaxtrain.parallel.pipeline.stage import Stage
 from jaxtrain.parallel.schedules import Schedule
 from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding.rules import SpecEntry
 from jaxtrain.train_step import partition
+from jaxtrain.train_step.state import Batch, Params
 
 MANUAL = ("data", "fsdp", "context", "expert", "stage")
 F32 = jnp.float32
@@ -64,8 +67,8 @@ class Pipeline:
     frozen_axes: Any  # logical names of the frozen parameters
     at_rest: Any  # partition specs of the gradients
 
-    def gradient(self, params: Any, frozen: Any, batch: Any, scale: Any) -> tuple[tuple[jax.Array, jax.Array, Sums],
-                                                                                  Any]:
+    def gradient(self, params: Params, frozen: Params, batch: Batch,
+                 scale: jax.Array | float) -> tuple[tuple[jax.Array, jax.Array, Sums], Params]:
         """Return the loss terms and the float32 gradient of `params`.
 
         The loss terms are the summed loss with penalties, its weight, and further sums. The gradient is that of `scale`
@@ -88,7 +91,7 @@ class Pipeline:
         grads = {key: jax.tree.map(partial(placement.from_stages, key), layers[key], at_rest[key]) for key in layers}
         return (loss, weight, parts.all_sums(batch, sums, further)), lower(grads | outer)
 
-    def loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array, Sums]:
+    def loss(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, Sums]:
         """Return the summed loss with penalties, its weight, and further sums; `params` holds trained and frozen ones.
         """
         params, batch = self.parts.prepare(params, batch)
@@ -96,7 +99,8 @@ class Pipeline:
         loss, further = self.parts.together(ends, batch) if self.parts.together else ends
         return loss, self.parts.weight(batch), self.parts.all_sums(batch, sums, further)
 
-    def _run(self, parts: Parts, schedule: Schedule, params: Any, frozen: Any, batch: Any, seed: jax.Array) -> Any:
+    def _run(self, parts: Parts, schedule: Schedule, params: Params, frozen: Params, batch: Batch,
+             seed: jax.Array) -> tuple[PyTree, ...]:
         """Return what the end does, what layers summed up, and the gradients of layers by stage and of all others."""
         placement, all_axes = parts.placement(schedule.position), parts.lift(partition.merge(
             self.axes, self.frozen_axes))
@@ -229,6 +233,6 @@ def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(x, axes) if axes else x
 
 
-def _manual(entry: Any, more: tuple[str, ...] = ()) -> Any:
+def _manual(entry: SpecEntry, more: tuple[str, ...] = ()) -> tuple[str, ...] | None:
     """Return the manual axes in one entry of a spec, plus `more`."""
     return (*(axis for axis in sharding.axes_of(entry) if axis in MANUAL), *more) or None

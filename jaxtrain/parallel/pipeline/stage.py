@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.parallel.pipeline.deferred import Deferred, Ledger, Path, put, take
 from jaxtrain.parallel.pipeline.parts import Parts, Sums, lower, whole
 from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.parallel.schedules import Column, Hop, Schedule, table
 from jaxtrain.sharding import rules as sharding
 from jaxtrain.train_step import partition
+from jaxtrain.train_step.state import Batch, Params
 
 F32 = jnp.float32
 Carry = dict[str, Any]
@@ -28,8 +30,9 @@ class Stage:
         frozen: the frozen parameters of both kinds, as a pair.
     """
 
-    def __init__(self, parts: Parts, schedule: Schedule, stage: jax.Array, slots: Mapping[str, Slots], layers: Any,
-                 outer: Any, frozen: tuple[Any, Any], batch: Any, seed: jax.Array, deferrable: frozenset[Path]):
+    def __init__(self, parts: Parts, schedule: Schedule, stage: jax.Array, slots: Mapping[str, Slots], layers: Params,
+                 outer: Params, frozen: tuple[Params, Params], batch: Batch, seed: jax.Array,
+                 deferrable: frozenset[Path]):
         self.parts, self.slots, self.layers, self.outer = parts, slots, layers, outer
         self.batch, self.seed = batch, seed
         self.frozen_layers, self.frozen_outer = frozen
@@ -154,30 +157,31 @@ class Stage:
             grads |= ledger.gradients({path: kernels[path] for path in mine}, {path: pairs[path] for path in mine})
         return carry | dict(kernel_grads=add_at(carry["kernel_grads"], chunk, grads))
 
-    def end(self, chunk: Any, weights: Any, y: Any, micro: Any) -> Any:
+    def end(self, chunk: jax.Array | int, weights: Params, y: PyTree, micro: Batch) -> PyTree:
         """Return the end's loss and sums, or its arrays of rows."""
         done = self.parts.end(self.all_of(chunk, weights, self.outer), y, micro)
         return whole(done) if self.parts.together else done
 
-    def no_end(self, chunk: Any, weights: Any, micro: Any) -> Any:
+    def no_end(self, chunk: jax.Array | int, weights: Params, micro: Batch) -> PyTree:
         """Return zeros in place of what `end` returns."""
         return jax.tree.map(lambda a: jnp.zeros(a.shape, F32), jax.eval_shape(
             lambda: self.end(chunk, weights, self.empty, micro)))
 
-    def told(self, carry: Carry, chunk: Any, end: Any, penalty: jax.Array, sums: Sums, number: Any = None) -> Carry:
+    def told(self, carry: Carry, chunk: jax.Array | int, end: PyTree, penalty: jax.Array, sums: Sums,
+             number: Any = None) -> Carry:
         """Return the totals with what a chunk adds to them; `number`: the micro-batch, for arrays of rows."""
         return dict(end=add_at(carry["end"], number, end) if self.parts.together else add(carry["end"], end),
                     penalty=carry["penalty"] + penalty, sums=add_at(carry["sums"], chunk, sums))
 
     # -------------------------------------------------------------------------------------------- slots and neighbours
-    def receive(self, carry: Carry, row: jax.Array, came: Mapping[str, Any]) -> Carry:
+    def receive(self, carry: Carry, row: jax.Array, came: Mapping[str, PyTree]) -> Carry:
         """Store what arrived in its slots."""
         for ring, x in came.items():
             carry = self.store(carry, "acts", x, row, Column[f"{ring.upper()}_ACT"])
             carry = self.store(carry, "grads", x, row, Column[f"{ring.upper()}_GRAD"])
         return carry
 
-    def send(self, carry: Carry, kind: str, x: Any, row: jax.Array) -> Carry:
+    def send(self, carry: Carry, kind: str, x: PyTree, row: jax.Array) -> Carry:
         """Leave an output for the ring that carries it, or in a slot if the next chunk is on this stage."""
         to, ways = row[Column[f"{kind}_TO"]], set(self.table.op[..., Column[f"{kind}_TO"]].flat) - {Hop.NOWHERE}
         for ring, hop in (("right", Hop.RIGHT), ("left", Hop.LEFT)):
@@ -186,7 +190,7 @@ class Stage:
                     lambda x, other, hop=hop: jnp.where(to == hop, x, other), x, carry[ring])}
         return self.store(carry, "acts" if kind == "F" else "grads", x, row, Column[f"{kind}_SELF"])
 
-    def store(self, carry: Carry, slots: str, x: Any, row: jax.Array, column: Column) -> Carry:
+    def store(self, carry: Carry, slots: str, x: PyTree, row: jax.Array, column: Column) -> Carry:
         """Store `x` in the slot that a column names; does nothing where the column never names one."""
         if slots not in carry or (self.table.op[..., column] == self.trash[slots]).all():
             return carry
@@ -194,30 +198,31 @@ class Stage:
             lambda slots, x: lax.dynamic_update_index_in_dim(slots, x, row[column], 0), carry[slots], x)}
 
     # -------------------------------------------------------------------------------------------------------- weights
-    def middle(self, chunk: Any, weights: Any, x: Any, micro: Any, shared: Any = None) -> tuple[Any, jax.Array, Sums]:
+    def middle(self, chunk: jax.Array | int, weights: Params, x: PyTree, micro: Batch,
+               shared: Params | None = None) -> tuple[PyTree, jax.Array, Sums]:
         """Apply the layers of one chunk. `shared`: the trained parameters of `Parts.shared`, if not the stage's own."""
         slots = {key: held.of_chunk(chunk) for key, held in self.slots.items()}
         return self.parts.middle(self.all_of(chunk, weights, self.outer | (shared or {})), x, micro, slots)
 
-    def all_of(self, chunk: Any, weights: Any, outer: Any) -> Any:
+    def all_of(self, chunk: jax.Array | int, weights: Params, outer: Params) -> Params:
         """Return trained and frozen parameters of one chunk, and of everything that is not a layer."""
         return lower(partition.merge(outer, self.frozen_outer, weights, pick(self.frozen_layers, chunk)))
 
-    def layer_gradients(self, carry: Carry) -> Any:
+    def layer_gradients(self, carry: Carry) -> Params:
         """Return the gradients of all layers of the stage, from the final carry."""
         return put(carry["rest_grads"], carry["kernel_grads"])
 
-    def rooms(self) -> dict[Path, Any]:
+    def rooms(self) -> dict[Path, PyTree]:
         """Return placeholders for the pairs of one chunk; empty where the schedule has no W."""
         return {path: room for key, ledger in self.ledgers.items()
                 if ledger.products
                 for path, room in ledger.room((len(jax.tree.leaves(self.layers[key])[0][0]),)).items()}
 
-    def _deferred(self, kernels: Mapping[Path, jax.Array], rooms: Mapping[Path, Any]) -> dict[Path, Deferred]:
+    def _deferred(self, kernels: Mapping[Path, jax.Array], rooms: Mapping[Path, PyTree]) -> dict[Path, Deferred]:
         return {path: Deferred(kernel, rooms[path], self.ledgers[path[0]], path)
                 for path, kernel in kernels.items()}
 
-    def _activation(self) -> Any:
+    def _activation(self) -> PyTree:
         """Return zeros shaped like the activations passed between chunks."""
         weights, micro = pick(self.layers, 0), pick(self.batch, 0)
         x = jax.eval_shape(lambda: self.parts.begin(self.all_of(0, weights, self.outer), micro))
@@ -225,17 +230,17 @@ class Stage:
             jnp.zeros(x.shape, x.dtype), "batch", "block_seq", "act_embed"), x)
 
 
-def pick(tree: Any, index: Any) -> Any:
+def pick(tree: PyTree, index: jax.Array | int) -> PyTree:
     """Return element `index` along the first dimension of every array."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
 
 
-def add(total: Any, more: Any) -> Any:
+def add(total: PyTree, more: PyTree) -> PyTree:
     """Add leaf by leaf, in the dtype of the total."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
 
 
-def add_at(total: Any, index: Any, more: Any) -> Any:
+def add_at(total: PyTree, index: jax.Array | int, more: PyTree) -> PyTree:
     """Add `more` to element `index` along the first dimension of the totals."""
     return jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(
         a, lax.dynamic_index_in_dim(a, index, 0, keepdims=False) + b.astype(a.dtype), index, 0), total, more)

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.schedules import Position
-from jaxtrain.sharding.rules import axes_of
+from jaxtrain.sharding.rules import SpecEntry, axes_of
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Slots:
     numbers: jax.Array  # the number of the layer in each slot; -1: the slot is empty
     full: bool  # whether no stage has an empty slot
 
-    def of_chunk(self, chunk: Any) -> "Slots":
+    def of_chunk(self, chunk: jax.Array | int) -> "Slots":
         """Return the slots of one chunk."""
         return Slots(self.numbers[chunk], self.full)
 
@@ -84,5 +83,5 @@ class Placement:
         return jax.reshard(gradient.at[slot_of].get(out_sharding=P(None, *spec)), at_rest)
 
 
-def _without(entry: Any, axis: str) -> Any:
+def _without(entry: SpecEntry, axis: str) -> SpecEntry:
     return tuple(other for other in axes_of(entry) if other != axis) or None

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.kernels import attention
 from jaxtrain.plan import targets
 from jaxtrain.plan.trace import kernels
@@ -52,7 +53,7 @@ class Row:
         return f"{self.what:<12}{self.dtype:<10}{' x '.join(map(str, self.shape)):<26}{measured}"
 
 
-def planned(sizes: dict[str, Any], dtype: str, devices: int) -> list[Row]:
+def planned(sizes: JsonObject, dtype: str, devices: int) -> list[Row]:
     """Return what is to be measured, the most important first: time may run out."""
     def matmuls(what: str, dtype: str) -> list[Row]:
         return [Row(what, dtype, shape, 6.0 * np.prod(shape, dtype=float)) for shape in sizes[what]]
@@ -174,7 +175,7 @@ def fitted(rows: list[Row]) -> tuple[float, float]:
     return float(1 / inverse), float(latency)
 
 
-def calibrated(target: targets.Target, dtype: str, rows: list[Row]) -> dict[str, Any]:
+def calibrated(target: targets.Target, dtype: str, rows: list[Row]) -> JsonObject:
     """The target's keys that were measured."""
     done: dict[str, list[Row]] = {}
     for row in rows:

@@ -10,12 +10,13 @@ make on average as many steps as each can.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.sections.island_keys import IslandsConfig
 from jaxtrain.parallel.compression import codecs
+from jaxtrain.sharding.rules import Axes
 
 BYTES = {"none": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64, "top_k": 0.01 * 6,
          "random_k": 0.01 * 4}  # of a parameter
@@ -33,7 +34,7 @@ class Mode:
     received: float
 
 
-def progress_bytes(islands: IslandsConfig, params: Any, axes: Any) -> float:
+def progress_bytes(islands: IslandsConfig, params: PyTree, axes: Axes) -> float:
     """Return the bytes of an island's progress as it is compressed, without headers.
 
     Args:

@@ -2,17 +2,17 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.plan.cost.memory import Peak
 from jaxtrain.plan.trace.program import Value
 
 COPY, CACHE, LOGITS = "weights laid out", "key-value cache", "logits"  # while prompts are answered
 
 
-def named(worst: Peak, params: Any, others: Mapping[tuple[int, ...], str] | None = None,
+def named(worst: Peak, params: PyTree, others: Mapping[tuple[int, ...], str] | None = None,
           handed_on: Sequence[str] = ("gradients",)) -> Counter:
     """Return the bytes of each kind of array.
 

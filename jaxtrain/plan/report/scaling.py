@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.errors import UserError
 from jaxtrain.plan.estimate import change, estimate
 from jaxtrain.plan.report.table import Choice, Found
@@ -56,7 +56,7 @@ def _points(found: Found, along: bool) -> Iterator[Point]:
         yield Point(int(devices), int(batch), fastest, "" if fastest else "; ".join(dict.fromkeys(whys)))
 
 
-def _changed(overrides: dict[str, Any], axis: str, factor: Fraction, along: bool) -> dict[str, Any]:
+def _changed(overrides: JsonObject, axis: str, factor: Fraction, along: bool) -> JsonObject:
     """Multiply one axis of a layout by a factor; if the batch stays, adapt gradient accumulation as far as possible."""
     size = overrides.get(axis, 1) * factor
     if size.denominator > 1:

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.config.schema import Config
 from jaxtrain.plan.cost import links
 from jaxtrain.plan.cost.time import said
@@ -98,7 +99,7 @@ class Found:
         self.too_large.sort(key=lambda choice: choice.estimate.bytes)
 
 
-def shown(overrides: dict[str, Any]) -> str:
+def shown(overrides: JsonObject) -> str:
     """Format the keys of a layout, without those that change nothing."""
     always = ("train.remat", "optimizer.offload", GATHER)
     said = [f"{key.partition('.')[2]}={value}" for key, value in overrides.items()

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from jaxtrain.kernels import grouped_matmul
 from jaxtrain.kernels.attention import cudnn_attention, mosaic_attention, splash_attention
@@ -64,13 +65,13 @@ def flops(name: str, shapes: list[tuple[int, ...]], window: int = 0, filled: int
 
 
 def _product(filled: int, rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, transposed: bool,
-             dtype: Any = None) -> jax.Array:
+             dtype: DTypeLike | None = None) -> jax.Array:
     out = jax.ShapeDtypeStruct((rows_RK.shape[0], weights.shape[1 if transposed else 2]), dtype or rows_RK.dtype)
     return jax.ffi.ffi_call(ROWS_BY_GROUP, out)(rows_RK, weights, sizes_G, filled=np.int32(filled))
 
 
 def _products_of_groups(filled: int, rows: jax.Array, others: jax.Array, sizes_G: jax.Array, transposed: bool,
-                        dtype: Any = None) -> jax.Array:
+                        dtype: DTypeLike | None = None) -> jax.Array:
     K, N = (a.shape[0 if transposed else 1] for a in (rows, others))
     out = jax.ShapeDtypeStruct((sizes_G.size, K, N), dtype or rows.dtype)
     return jax.ffi.ffi_call(GROUP_BY_GROUP, out)(rows, others, sizes_G, filled=np.int32(filled),

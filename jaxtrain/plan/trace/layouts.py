@@ -32,7 +32,7 @@ class Placing:
         """Return the number of parts that these axes split an array into."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def value(self, shape: Sequence[int], dtype: Any, spec: Spec, pending: Axes = ()) -> Value:
+    def value(self, shape: Sequence[int], dtype: np.dtype, spec: Spec, pending: Axes = ()) -> Value:
         """Create a value, with its bytes per device."""
         spec = tuple(tuple(axis for axis in entry if self.sizes[axis] > 1) for entry in spec)
         local = math.prod(-(-n // self.shards(entry)) for n, entry in zip(shape, spec, strict=True))

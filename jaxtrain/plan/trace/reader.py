@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, subjaxprs
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, subjaxprs
 
 from jaxtrain.parallel.experts import OVERFLOW
 from jaxtrain.plan.trace import kernels
@@ -72,7 +72,7 @@ class _Reader(Placing):
             known.update((var, value) for var, value in zip(eqn.outvars, outputs, strict=True))
         return [look(atom) for atom in jaxpr.outvars]
 
-    def equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+    def equation(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         name, params = eqn.primitive.name, eqn.params
         if name in CALLS and not eqn.outvars:  # JAX 0.10 leaves calls whose results nobody needs, which XLA removes
             return []
@@ -100,7 +100,7 @@ class _Reader(Placing):
             return self.same[key]
         return self.computed(eqn, inputs)
 
-    def computed(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+    def computed(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Emit an equation that is neither a call nor a loop."""
         name = eqn.primitive.name
         if name in SUMS or name in OWN:
@@ -140,7 +140,7 @@ class _Reader(Placing):
         made = "real" if name in HEAVY or name.startswith(KERNELS) else "view" if name in VIEWS else "fused"
         return self.emit(name, made, inputs, outputs)
 
-    def placed(self, eqn: Any, inputs: list[Value], outputs: list[Value]) -> None:
+    def placed(self, eqn: JaxprEqn, inputs: list[Value], outputs: list[Value]) -> None:
         """Give values without a layout in their types that of the arguments of the same shape."""
         if all(explicit(var.aval) for var in eqn.outvars):
             return
@@ -155,7 +155,7 @@ class _Reader(Placing):
                 best = min(like, key=lambda given: given.bytes / max(1, np.dtype(given.dtype).itemsize))
                 outputs[i] = self.value(value.shape, value.dtype, best.spec)
 
-    def dot(self, eqn: Any, inputs: list[Value], out: Value) -> list[Value]:
+    def dot(self, eqn: JaxprEqn, inputs: list[Value], out: Value) -> list[Value]:
         (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
         inputs = [self.summed(value) for value in inputs]
         both = {(side, d): set(inputs[0].spec[a]) & set(inputs[1].spec[b])
@@ -194,7 +194,7 @@ class _Reader(Placing):
         return self.emit("reduce_scatter", "real", [self.turned(whole, out)], [out],
                          collectives=(Collective("reduce-scatter", scattered, out.bytes),))
 
-    def ragged(self, eqn: Any, inputs: list[Value], outputs: list[Value]) -> list[Value]:
+    def ragged(self, eqn: JaxprEqn, inputs: list[Value], outputs: list[Value]) -> list[Value]:
         """Emit each row times its expert's matrix.
 
         Except on TPUs, XLA turns it into one product with every expert, masked. TPUs have a kernel that computes only
@@ -214,20 +214,20 @@ class _Reader(Placing):
             self.whole[id(rows), ()] = self.emit("mask", "real", [rows], [out])[0]
         return self.whole[id(rows), ()]
 
-    def reduce(self, eqn: Any, inputs: list[Value], outputs: list[Value]) -> list[Value]:
+    def reduce(self, eqn: JaxprEqn, inputs: list[Value], outputs: list[Value]) -> list[Value]:
         axes = tuple(axis for d in eqn.params.get("axes", ()) if d < len(inputs[0].spec) for axis in inputs[0].spec[d])
         out = outputs[0]
         out.pending = tuple(axis for axis in axes if axis not in out.pending) + out.pending
         return self.emit(eqn.primitive.name, "real", inputs, outputs)
 
-    def scattered(self, eqn: Any, inputs: list[Value], out: Value) -> list[Value]:
+    def scattered(self, eqn: JaxprEqn, inputs: list[Value], out: Value) -> list[Value]:
         """Emit a scatter-add; updates that are split outside of their window leave each device with a partial sum."""
         windows = eqn.params["dimension_numbers"].update_window_dims
         axes = tuple(axis for d, entry in enumerate(inputs[2].spec) if d not in windows for axis in entry)
         out.pending = (*out.pending, *(axis for axis in axes if axis not in (*out.pending, *flat(out.spec))))
         return self.emit("scatter-add", "real", inputs, [out])
 
-    def looked_up(self, eqn: Any, inputs: list[Value], out: Value) -> Value:
+    def looked_up(self, eqn: JaxprEqn, inputs: list[Value], out: Value) -> Value:
         """Return the result of a gather in the layout of its indices, if its type does not determine one."""
         if explicit(eqn.outvars[0].aval) and any(out.spec):
             return out
@@ -240,7 +240,7 @@ class _Reader(Placing):
         spec = tuple(next(windows) if d in numbers.offset_dims else next(indices) for d in range(len(out.shape)))
         return self.value(out.shape, out.dtype, spec)
 
-    def spoken(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+    def spoken(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Emit a collective that the program itself contains, inside a manual region."""
         name, params = eqn.primitive.name, eqn.params
         named = params.get("axes", params.get("axis_name", ()))
@@ -266,7 +266,7 @@ class _Reader(Placing):
                                  if kind == "ragged-all-to-all" else 1.0) for out in outputs)
         return self.emit(name, "real", inputs, outputs, collectives=found)
 
-    def manual_region(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+    def manual_region(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         body, outer = eqn.params["jaxpr"], []
         local = []
         for value, var in zip(inputs, body.invars, strict=True):
@@ -280,7 +280,7 @@ class _Reader(Placing):
             outer[-1].pending = value.pending
         return outer
 
-    def scan(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+    def scan(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         params = eqn.params
         if "ft_in" in params:  # JAX 0.12
             consts, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())
@@ -292,7 +292,7 @@ class _Reader(Placing):
         return self.emit("scan", "real", inputs, outputs, bodies=[body], times=params["length"], carried=carried,
                          consts=consts)
 
-    def whilst(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+    def whilst(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         inputs = [self.summed(value) for value in inputs]
         body = self.block(eqn.params["body_jaxpr"].jaxpr)
@@ -300,7 +300,7 @@ class _Reader(Placing):
         return self.emit("while", "real", inputs, outputs, bodies=[body], carried=len(outputs), consts=consts,
                          times=int(OVERFLOW not in str(eqn.source_info.name_stack)))
 
-    def branches(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+    def branches(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         inputs = [self.summed(value) for value in inputs]
         given = None if all(explicit(v.aval) for v in eqn.invars[1:]) else inputs[1:]
         bodies = [self.block(branch.jaxpr, given) for branch in eqn.params["branches"]]

@@ -1,12 +1,12 @@
 """Hashes of what each device holds: one number per array, computed by the device from its own copy or piece."""
 
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.sharding.bit_sums import device_sums
 
 
@@ -17,7 +17,7 @@ class DeviceHashes:
     process.
     """
 
-    def __init__(self, tree: Any):
+    def __init__(self, tree: PyTree):
         shardings = [leaf.sharding for leaf in jax.tree.leaves(tree)]
         mesh = shardings[0].mesh
         self.devices: list[jax.Device] = list(mesh.devices.flat)
@@ -32,7 +32,7 @@ class DeviceHashes:
 
         self._compiled = jax.jit(hashes).lower(tree).compile()
 
-    def __call__(self, tree: Any) -> jax.Array:
+    def __call__(self, tree: PyTree) -> jax.Array:
         """Return the hashes, without waiting."""
         return self._compiled(tree)
 

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.resilience.corruption.device_hashes import DeviceHashes
 from jaxtrain.resilience.corruption.suspects import SuspectDevices
 from jaxtrain.sharding.host_memory import HOST
+from jaxtrain.train_step.state import Metrics, TrainState
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -26,7 +28,7 @@ class Replays:
         self._every, self._accusations = every, accusations
         self._hashes: DeviceHashes | None = None
 
-    def run(self, step: int, compiled: Step, state: Any, batch: Any) -> tuple[Any, Any]:
+    def run(self, step: int, compiled: Step, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Return `compiled(state, batch)`, which produces the state after `step`; the state is donated.
 
         Raises:
@@ -51,7 +53,7 @@ class Replays:
         return result
 
 
-def _copy(tree: Any) -> Any:
+def _copy(tree: PyTree) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     here = iter(_on_devices([x for x in leaves if x.sharding.memory_kind != HOST]))
     return treedef.unflatten([_in_hosts(x) if x.sharding.memory_kind == HOST else next(here) for x in leaves])

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.resilience.corruption.device_hashes import DeviceHashes
 from jaxtrain.resilience.corruption.suspects import SuspectDevices
 
@@ -19,7 +20,7 @@ LAG = 3  # steps until hashes are read: one more than may be in flight, so nothi
 class Replicas:
     """Compares the replicas of one state; in a multi-process run every process makes all calls, at the same steps."""
 
-    def __init__(self, abstract: Any, every: int, accusations: SuspectDevices):
+    def __init__(self, abstract: PyTree, every: int, accusations: SuspectDevices):
         """Compile the check for states like `abstract`, whose leaves carry shardings.
 
         Does nothing if there are no replicas or `every` is 0. The compiled program reads the state once.
@@ -31,7 +32,7 @@ class Replicas:
         self._hashes = DeviceHashes(abstract) if every and has_copies else None
         self._unread: collections.deque[tuple[int, jax.Array]] = collections.deque()  # steps and their hashes
 
-    def check(self, step: int, state: Any, now: bool = False) -> None:
+    def check(self, step: int, state: PyTree, now: bool = False) -> None:
         """Check the state; call it after every step, before the state is donated, with `now` before a save.
 
         Raises:
@@ -65,7 +66,7 @@ class Replicas:
                                        found_by="replicas")
 
 
-def _first_holders(leaf: Any) -> list[int]:
+def _first_holders(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[int]:
     first: dict[str, int] = {}
     pieces = leaf.sharding.devices_indices_map(leaf.shape).values()  # in the order of the mesh's devices
     return [first.setdefault(str(piece), i) for i, piece in enumerate(pieces)]

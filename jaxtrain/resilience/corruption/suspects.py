@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -28,7 +27,7 @@ class SuspectDevices:
         self._before = {(device["host"], device["id"]) for event in events.events(workdir)
                         if event["kind"] == "corruption" and not misfit(event, _DEVICES) for device in event["devices"]}
 
-    def accuse(self, devices: Sequence[jax.Device], what: str, **fields: Any) -> Corrupted:
+    def accuse(self, devices: Sequence[jax.Device], what: str, **fields: object) -> Corrupted:
         """Record the suspect devices (in process 0) and return the exception to raise in every process."""
         hosts = self._hosts.of({device.process_index for device in devices})
         named = [{"id": device.id, "host": hosts[device.process_index], "process": device.process_index}

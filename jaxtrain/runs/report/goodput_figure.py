@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.observe.goodput import CATEGORIES, duration, settled
 from jaxtrain.runs.recorded_run import RecordedRun
 from jaxtrain.runs.report.figures import graph_objects
@@ -67,14 +68,14 @@ def spans(run: RecordedRun) -> list[tuple[str, float, float, str]]:
     return found
 
 
-def said(event: dict[str, Any]) -> str:
+def said(event: JsonObject) -> str:
     """Return what an event says besides its time, kind, process and host."""
     rest = {key: value for key, value in event.items() if key not in ("time", "kind", "process", "host")}
     text = ", ".join(f"{key}={_text(value)}" for key, value in rest.items())
     return text if len(text) <= _TEXT else f"{text[:_TEXT]} …"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else f"{value:.5g}" if isinstance(value, float) else json.dumps(value)
 
 

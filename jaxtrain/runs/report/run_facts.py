@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -219,13 +218,13 @@ def finite(values: np.ndarray) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-def number(value: Any) -> str:
+def number(value: object) -> str:
     """Return a number as text."""
     if isinstance(value, float | np.floating):
         return f"{value:.5g}" if math.isfinite(value) else "not finite"
     return "not finite" if value is None else f"{value:,}" if isinstance(value, int) else f"{value}"
 
 
-def value_text(value: Any) -> str:
+def value_text(value: object) -> str:
     """Return a value of a config as text."""
     return "" if value is None else value if isinstance(value, str) else json.dumps(redacted(value), ensure_ascii=False)

@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
-from typing import Any
 
 import numpy as np
 
+from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.runs.report.run_curves import RunCurves
 
 _SEEDS = ("train.seed", "data.seed")
@@ -26,12 +26,12 @@ class Group:
     margins: np.ndarray  # half of the 95 % interval by Student's t; NaN for one run
 
 
-def flat(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def flat(config: dict[str, JsonObject]) -> JsonObject:
     """Return the values of a config by dotted key."""
     return {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
 
 
-def differences(runs: Sequence[RunCurves]) -> dict[str, list[Any]]:
+def differences(runs: Sequence[RunCurves]) -> dict[str, list[Json]]:
     """Return the keys in which the configs of runs differ, with the value of each run; None: it has no such key."""
     configs = [flat(one.run.config) for one in runs]
     keys = dict.fromkeys(key for config in configs for key in config)

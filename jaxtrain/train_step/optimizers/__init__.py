@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config import part_tables
 from jaxtrain.config.schema import OptimizerConfig
+from jaxtrain.sharding.rules import Axes
 from jaxtrain.train_step.optimizers import moments, mup
 from jaxtrain.train_step.optimizers.optimizer_parts import OptimizerParts
 
@@ -24,7 +26,7 @@ def make_schedule(c: OptimizerConfig, steps: int, options: Any = None) -> optax.
     return optax.join_schedules([warmup, body], [c.warmup_steps])
 
 
-def with_update_rules(optimizer: optax.GradientTransformation, updates: Any,
+def with_update_rules(optimizer: optax.GradientTransformation, updates: PyTree,
                       router_bias_rate: float) -> optax.GradientTransformation:
     """Return the optimizer, replaced by an update rule for the parameters whose entry in `updates` names one.
 
@@ -52,7 +54,7 @@ def _balance_load(rate: float) -> optax.GradientTransformation:
 UPDATE_RULES = {"balance_load": _balance_load}
 
 
-def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any,
+def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Axes,
                    growth: Mapping[str, float] | None = None, options: Any = None) -> optax.GradientTransformation:
     """Return the optimizer for parameters with logical names `axes` (a tree of tuples, structured like the parameters).
 
@@ -65,6 +67,6 @@ def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Any,
     return made if c.moment_dtype == "float32" else moments.rounded(made, c.moment_dtype, axes)
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: PyTree) -> jax.Array:
     """Return the Euclidean norm over all leaves, in float32."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.sharding.rules import Axes
 from jaxtrain.train_step.optimizers.matrices import Dimensions, by_path
 from jaxtrain.train_step.optimizers.optimizer_parts import OptimizerParts
+from jaxtrain.train_step.state import Params
 
 SMALLEST = 128  # the shorter side of the smallest matrix that is factored
 THRESHOLD = 1.0  # the largest root mean square of an update
@@ -34,7 +36,7 @@ def adafactor(parts: OptimizerParts) -> optax.GradientTransformation:
     return parts.scaled_by(scale_by_adafactor(parts.axes))
 
 
-def scale_by_adafactor(axes: Any) -> optax.GradientTransformation:
+def scale_by_adafactor(axes: Axes) -> optax.GradientTransformation:
     """Return Adafactor without a step size of its own, for parameters with logical names `axes`."""
     dimensions = {path: Dimensions.of(names) for path, names in by_path(axes).items()}
 
@@ -42,7 +44,7 @@ def scale_by_adafactor(axes: Any) -> optax.GradientTransformation:
         sides = dimensions[path].rows, dimensions[path].columns
         return all(side and math.prod(x.shape[i] for i in side) >= SMALLEST for side in sides)
 
-    def init(params: Any) -> AdafactorState:
+    def init(params: Params) -> AdafactorState:
         flat, treedef = jax.tree_util.tree_flatten_with_path(params)
 
         def zeros(x, over=()):
@@ -53,7 +55,7 @@ def scale_by_adafactor(axes: Any) -> optax.GradientTransformation:
         full = [None if is_factored(path, x) else zeros(x) for path, x in flat]
         return AdafactorState(jnp.zeros((), jnp.int32), *map(treedef.unflatten, (rows, columns, full)))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdafactorState]:
+    def update(updates: optax.Updates, state: Any, params: Params = None) -> tuple[optax.Updates, AdafactorState]:
         count = state.count + 1
         weight = count.astype(jnp.float32) ** -DECAY
         flat, treedef = jax.tree_util.tree_flatten_with_path(updates)

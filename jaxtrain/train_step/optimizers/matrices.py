@@ -1,9 +1,12 @@
 """The parameters that are matrices, and the dimensions that are their sides, by the parameters' logical names."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
+
+from jaxtrain.base.annotations import PyTree
+from jaxtrain.sharding.rules import Axes, Names
 
 _STACKED = ("layers", "every_layer", "experts", "every_expert")  # each has a matrix, or a vector, of its own
 
@@ -33,11 +36,11 @@ def is_matrix(names: tuple) -> bool:
     return "norm" not in names and sum(name not in ("head_dim", *_STACKED) for name in names) > 1
 
 
-def map_names(function: Any, axes: Any) -> Any:
+def map_names(function: Callable[[Names], object], axes: Axes) -> PyTree:
     """Return the tree of what `function` makes of the logical names of each parameter."""
     return jax.tree.map(function, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def by_path(axes: Any) -> dict[Any, Any]:
+def by_path(axes: Axes) -> dict[tuple, Names]:
     """Return the logical names of each parameter by its path, as `tree_flatten_with_path` has it."""
     return dict(jax.tree_util.tree_flatten_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))[0])

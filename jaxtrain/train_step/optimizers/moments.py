@@ -17,8 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
+from jaxtrain.sharding.rules import Axes
 from jaxtrain.train_step.optimizers.matrices import by_path, is_matrix
+from jaxtrain.train_step.state import Params
 
 BLOCK = 128
 CODES = {jnp.dtype(jnp.int8): 127, jnp.dtype(jnp.uint8): 255}  # the code of the largest magnitude
@@ -33,7 +36,7 @@ class RoundedState(NamedTuple):
     inner: Any  # the optimizer's own state
 
 
-def rounded(optimizer: optax.GradientTransformation, dtype: str, axes: Any) -> optax.GradientTransformation:
+def rounded(optimizer: optax.GradientTransformation, dtype: str, axes: Axes) -> optax.GradientTransformation:
     """Return the optimizer with its moments of matrices at rest in `dtype`, "bfloat16" or "int8".
 
     Args:
@@ -49,7 +52,7 @@ def rounded(optimizer: optax.GradientTransformation, dtype: str, axes: Any) -> o
         squares = any(getattr(key, "name", "") == "nu" for key in path)  # optax's name: they have no sign
         return jnp.dtype(jnp.bfloat16 if dtype == "bfloat16" else jnp.uint8 if squares else jnp.int8)
 
-    def init(params: Any) -> RoundedState:
+    def init(params: Params) -> RoundedState:
         flat, treedef = jax.tree_util.tree_flatten_with_path(optimizer.init(params))
         kinds = [resting(path, x) for path, x in flat]
         scales = [jnp.zeros((*x.shape[:-1], -(-x.shape[-1] // BLOCK)), jnp.float32) if kind in CODES else None
@@ -58,7 +61,8 @@ def rounded(optimizer: optax.GradientTransformation, dtype: str, axes: Any) -> o
         zero = jnp.zeros((), jnp.int32)
         return RoundedState(zero, zero, treedef.unflatten(scales), treedef.unflatten(inner))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, RoundedState]:
+    def update(updates: optax.Updates, state: Any,
+               params: Params = None) -> tuple[optax.Updates, RoundedState]:
         steps, inner = optimizer.update(updates, in_float32(state), params)
         flat, treedef = jax.tree_util.tree_flatten_with_path(inner)
         seed, done = _mixed(state.count.astype(jnp.uint32)), []
@@ -75,7 +79,7 @@ def rounded(optimizer: optax.GradientTransformation, dtype: str, axes: Any) -> o
     return optax.GradientTransformation(init, update)
 
 
-def in_float32(state: RoundedState) -> Any:
+def in_float32(state: RoundedState) -> optax.OptState:
     """Return the optimizer's own state, with its moments in float32."""
     leaves, treedef = jax.tree.flatten(state.inner)
     scales = treedef.flatten_up_to(state.scales)
@@ -89,7 +93,7 @@ def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((words >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
-def to_codes(x: jax.Array, dtype: Any, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def to_codes(x: jax.Array, dtype: DTypeLike, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the 8-bit codes of `x`, of which the mean over random `bits` is `x`, and the scales of its blocks."""
     most, blocks = CODES[jnp.dtype(dtype)], _in_blocks(x)
     scale = jnp.abs(blocks).max(-1)

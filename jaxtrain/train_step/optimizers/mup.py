@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxtrain.sharding.rules import Axes
 from jaxtrain.train_step.optimizers.matrices import Dimensions, by_path
 from jaxtrain.train_step.optimizers.muon import muon_dimensions
 
@@ -46,7 +47,7 @@ def initial_factor(names: tuple) -> float:
     return 1 / inputs if outputs == 1 else inputs**-0.5
 
 
-def scale_by_width(optimizer: str, axes: Any, growth: Growth) -> list[optax.GradientTransformation]:
+def scale_by_width(optimizer: str, axes: Axes, growth: Growth) -> list[optax.GradientTransformation]:
     """Return what multiplies the steps of an optimizer, for parameters with logical names `axes`; [] for the base."""
     if all(times == 1 for times in growth.values()):
         return []

@@ -7,21 +7,23 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxtrain.base.annotations import PyTree
+from jaxtrain.train_step.state import Params
 
 NAME = "outer"  # in a state's extras
 DUE = -1  # of a run that was stopped, or saved, before it had offered what it should have, or before that was an entry
 
 
-def begin(kept: Sequence[str]) -> Callable[[Any], dict[str, Any]]:
+def begin(kept: Sequence[str]) -> Callable[[Params], dict[str, PyTree]]:
     """Return a function that makes the state from the parameters at step 0.
 
     `kept`: names of what is kept for every parameter besides its value; all of it begins at zero.
     """
-    def of(params: Any) -> dict[str, Any]:
+    def of(params: Params) -> dict[str, PyTree]:
         zeros = {name: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params) for name in kept}
         own = jax.tree.map(lambda p: jnp.copy(p.astype(jnp.float32)), params)
         return {"params": own, "position": jnp.zeros((), jnp.int32), "open": jnp.zeros((), jnp.int32), **zeros}

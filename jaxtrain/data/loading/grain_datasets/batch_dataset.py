@@ -10,6 +10,7 @@ from typing import Any
 import grain
 from grain.experimental import ThreadPrefetchIterDataset
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.data.loading.batch_source import BatchSource, of_process
 
 
@@ -28,7 +29,7 @@ class BatchDataset(grain.MapDataset):
         """Return the number of batches; without an end, as many as a dataset of Grain's own that is repeated."""
         return sys.maxsize if self.batch_source.num_batches is None else self.batch_source.num_batches
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice) -> Any:
         """Return the batch of this step, or the dataset of these steps."""
         return self.slice(index) if isinstance(index, slice) else of_process(self.batch_source, index, self._rows)
 
@@ -39,7 +40,7 @@ class BatchDataset(grain.MapDataset):
         return getattr(self.__dict__["batch_source"], name)
 
 
-def placed_ahead(batches: BatchDataset, start: int, stop: int, place: Callable[[int, Any], Any], depth: int,
+def placed_ahead(batches: BatchDataset, start: int, stop: int, place: Callable[[int, PyTree], PyTree], depth: int,
                  workers: int = 0) -> grain.DatasetIterator:
     """Return Grain's iterator of `place(step, batch)` of these steps, in order, which has begun to prepare the first.
 

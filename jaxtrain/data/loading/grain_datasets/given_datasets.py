@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 from jaxtrain.base import arguments
+from jaxtrain.base.annotations import JsonObject
 from jaxtrain.data.loading.batch_function import BatchFunction
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
@@ -72,14 +73,14 @@ class IterDatasetBatches(BatchFunction):
         raise UserError("data.workers", "a grain.IterDataset is read in order", "leave it out, and give the dataset "
                         "workers of its own by mp_prefetch(grain.MultiprocessingOptions(num_workers=4))")
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self, step: int) -> JsonObject:
         """Return the state of the iterator before the batch of this step, which must have been read lately."""
         with self._lock:
             if self._iterator is None:
                 self._at(0)
             return json.loads(self._now() if step == self._next else self._states[step])
 
-    def restore(self, step: int, state: dict[str, Any]) -> None:
+    def restore(self, step: int, state: JsonObject) -> None:
         """Go on with the batch of this step, by the state that a checkpoint has."""
         with self._lock:
             self._at(0)  # of which the shape and the arrays are asked for

@@ -5,10 +5,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.data.loading.batch_source import BatchSource, of_process
 
 
-class prefetch(Iterator[tuple[int, Any, float]]):
+class prefetch(Iterator[tuple[int, PyTree, float]]):
     """Iterate over `(step, place(step, batch), seconds waited)`; Grain prepares batches up to `depth` steps ahead.
 
     Exactly the steps from `start` to `stop` are read and placed, in order; an error in either is raised here, at its
@@ -17,8 +18,8 @@ class prefetch(Iterator[tuple[int, Any, float]]):
     thread-local settings, such as JAX's mesh context, do not apply there.
     """
 
-    def __init__(self, batches: BatchSource, start: int, stop: int, place: Callable[[int, Any], Any], depth: int, *,
-                 rows: Mapping[int, Sequence[int]] | None = None, workers: int = 0):
+    def __init__(self, batches: BatchSource, start: int, stop: int, place: Callable[[int, PyTree], PyTree], depth: int,
+                 *, rows: Mapping[int, Sequence[int]] | None = None, workers: int = 0):
         """Read nothing yet.
 
         Args:
@@ -29,7 +30,7 @@ class prefetch(Iterator[tuple[int, Any, float]]):
         self._next, self._stop, self._first, self._closed = start, stop, True, False
         self._placed: Any = None  # Grain's iterator
 
-    def __next__(self) -> tuple[int, Any, float]:
+    def __next__(self) -> tuple[int, PyTree, float]:
         began, step = time.perf_counter(), self._next
         if self._closed:
             raise RuntimeError("it is closed")
