@@ -40,6 +40,7 @@ _NAMES = {
     "cpus_per_process": "cpus_per_task", "image": "container", "value_loss": "vf_coef vf_coeff value_coef",
     "gae_lambda": "lam", "value_clip": "cliprange_value", "reference": "precompute_ref_log_probs",
     "dpo": "sigmoid", "licence": "license",
+    "diloco": "islands", "rl": "reinforce",
     "expert": "ep expert_parallel", "full": "everything nothing_saveable", "adamw": "adam adam_w",
 }
 SYNONYMS = {other: name for name, others in _NAMES.items() for other in others.split()}
@@ -52,7 +53,7 @@ SYNONYMS |= dict.fromkeys(
     "optimizer.warmup_steps takes a fraction of the run's steps, too, such as 0.03")
 SYNONYMS |= dict.fromkeys(
     ("ppo", "grpo", "rloo", "gspo"),
-    "learning from rewards is set by the reinforce keys, see docs/reinforce.md")
+    "learning from rewards is set by the rl keys, see docs/rl.md")
 SYNONYMS |= dict.fromkeys(
     ("epochs", "num_epochs", "num_train_epochs", "max_epochs"),
     "train.epochs is the length of a run in passes over its data; data.mixture.NAME.epochs limits one source of a "

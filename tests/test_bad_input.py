@@ -65,8 +65,8 @@ MISTAKES = {
     "fewer than no steps": ("train.steps=-5", "train.steps: -5 is negative; give 0 or more"),
     "no section": ("steps=3", "steps: there is no such key; did you mean 'train.steps'?"),
     "neither section nor key": ("xyz.q=3", "xyz.q: there is no such key; known: checkpoint, compression, data, "
-                                "evaluation, islands, lora, mesh, model, observe, optimizer, pipeline, preference, "
-                                "reinforce, resilience, sparsity, train"),
+                                "diloco, evaluation, lora, mesh, model, observe, optimizer, pipeline, preference, "
+                                "resilience, rl, sparsity, train"),
     "a word for a mesh": ("mesh=foo", "mesh: it is a section, not a key; give mesh.KEY=VALUE, mesh=auto or mesh=hsdp"),
     "a section for a key": ("model=3", "model: it is a section, not a key; give model.KEY=VALUE"),
     "text for a number": ("model.num_layers=many", "model.num_layers: 'many' is not a whole number; give a "

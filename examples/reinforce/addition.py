@@ -1,4 +1,4 @@
-"""Sums of two digits: a verifiable task for `reinforce.reward`, and text to begin with that is right at times.
+"""Sums of two digits: a verifiable task for `rl.reward`, and text to begin with that is right at times.
 
     python examples/reinforce/addition.py FOLDER
 

@@ -1,4 +1,4 @@
-"""A scorer for `reinforce.reward=http://127.0.0.1:PORT/`, in Python's standard library: sums of two digits, as before.
+"""A scorer for `rl.reward=http://127.0.0.1:PORT/`, in Python's standard library: sums of two digits, as before.
 
     python examples/reinforce/scorer.py PORT
 """

@@ -30,8 +30,8 @@ def measured(source: str, overrides: dict[str, str], steps: int, warmup: int = 5
 
     config = load_config(source, overrides)
     processes.agree(config)
-    if config.reinforce.prompts:
-        raise UserError("reinforce.prompts", "a bench has no answers of the model to train on", "train some steps with "
+    if config.rl.prompts:
+        raise UserError("rl.prompts", "a bench has no answers of the model to train on", "train some steps with "
                         "jaxtrain.main: metrics.jsonl has rollout_s, reward_s and step_time_s of each")
     if config.preference.reference == "precomputed":
         raise UserError("preference.reference", "a bench does not compute the reference's numbers before its steps",

@@ -28,8 +28,8 @@ def main(argv: list[str] | None) -> None:
     if flags.workdir and not Path(flags.workdir).is_dir():
         raise UserError("--workdir", f"{flags.workdir} is not a folder", "give the workdir of a run, or leave it out")
     whole = load_config(flags.config, overrides)
-    if whole.reinforce.prompts:
-        raise UserError("reinforce.prompts", "batches are made of the answers of the model as it trains",
+    if whole.rl.prompts:
+        raise UserError("rl.prompts", "batches are made of the answers of the model as it trains",
                         "read WORKDIR/rollouts/STEP.jsonl of a run, which has them")
     config = whole.data
     corpus = load_corpus(config)

@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dollars", type=float,
                       help="with --scaling: the same for a budget in dollars, at the first layout's speed")
     made.add_argument("--link", type=float, metavar="GBIT",
-                      help="with islands.count: gigabits per second between islands, to show which mode is fastest")
+                      help="with diloco.count: gigabits per second between islands, to show which mode is fastest")
     made.add_argument("--slowest", type=float, default=1, metavar="TIMES",
                       help="with --link: how many times slower than the others the slowest island is; default: 1")
     add_json(made, "print a JSON object for each layout, the fastest first")
@@ -136,9 +136,9 @@ def _config_of(flags: argparse.Namespace, overrides: dict[str, str]) -> "Config"
             raise UserError(f"--{name}", f"{value} is too few", "give 1 or more")
     asked = {"data.global_batch_size": flags.global_batch_size, "data.seq_len": flags.seq_len}
     config = change(config, {key: value for key, value in asked.items() if value})
-    if flags.link is not None and (flags.link <= 0 or not config.islands.count):
+    if flags.link is not None and (flags.link <= 0 or not config.diloco.count):
         raise UserError("--link", "it is the rate of a link between islands, and above 0",
-                        "set islands.count too, or leave it out")
+                        "set diloco.count too, or leave it out")
     if not 1 <= flags.slowest < math.inf or (flags.slowest > 1 and flags.link is None):
         raise UserError("--slowest", "it is not a factor of 1 or more",
                         "give --link too, or leave it out")

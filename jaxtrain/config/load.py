@@ -15,7 +15,7 @@ from jaxtrain.config.family import config_class, config_classes, names
 from jaxtrain.config.field_checks import within_bounds
 from jaxtrain.config.schema import AXES, Config, TrainConfig, length_given_twice
 from jaxtrain.config.sections import plug_in_sections
-from jaxtrain.config.sections.removed_keys import without_removed
+from jaxtrain.config.sections.earlier_keys import as_named_now
 from jaxtrain.errors import UserError, nearest
 
 
@@ -54,7 +54,7 @@ def _run(file: Path, variant: str) -> Any:
     """Return what this file says, or its get_config; reports whatever it raises in one line, since it is user code."""
     try:
         if file.suffix == ".json":
-            return without_removed(json.loads(file.read_bytes()))
+            return as_named_now(json.loads(file.read_bytes()))
         get_config = runpy.run_path(str(file)).get("get_config")
         if get_config is None:
             raise UserError("--config", f"{file} has no get_config function", "define get_config(variant=None)")

@@ -32,8 +32,8 @@ TRACKERS = Kind("tracker", "jaxtrain.trackers", "observe.trackers", {
     "mlflow": "jaxtrain.observe.trackers.mlflow:Service",
     "trackio": "jaxtrain.observe.trackers.trackio:Service",
 }, accepts=lambda part: isinstance(part, type) and hasattr(part, "log") and hasattr(part, "imports"))
-# Of reinforcement learning: what scores answers. `reinforce.reward` also takes what is no name.
-ENVIRONMENTS = Kind("environment", "jaxtrain.environments", "reinforce.reward",
+# Of reinforcement learning: what scores answers. `rl.reward` also takes what is no name.
+ENVIRONMENTS = Kind("environment", "jaxtrain.environments", "rl.reward",
                     alternative="write FILE.py:FUNCTION, model:WORKDIR or a URL")
 
 

@@ -12,12 +12,12 @@ from jaxtrain.config import part_tables, remat_policies
 from jaxtrain.config.family import config_class
 from jaxtrain.config.field_checks import at_most, bounded, choice, derive, each_of, number
 from jaxtrain.config.model_config import ModelConfig
-from jaxtrain.config.sections import compression_keys, island_keys, sparsity_keys, tuning_keys
+from jaxtrain.config.sections import compression_keys, diloco_keys, sparsity_keys, tuning_keys
 from jaxtrain.config.sections.compression_keys import CompressionConfig
-from jaxtrain.config.sections.island_keys import IslandsConfig
+from jaxtrain.config.sections.diloco_keys import DilocoConfig
 from jaxtrain.config.sections.observe_keys import ObserveConfig
 from jaxtrain.config.sections.sparsity_keys import SparsityConfig
-from jaxtrain.config.sections.tuning_keys import EvaluationConfig, LoraConfig, PreferenceConfig, ReinforceConfig
+from jaxtrain.config.sections.tuning_keys import EvaluationConfig, LoraConfig, PreferenceConfig, RLConfig
 from jaxtrain.errors import UserError
 from jaxtrain.redaction import redacted
 
@@ -204,7 +204,7 @@ class TrainConfig:
     # dtype of computation. auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, with the matmuls of layers in
     # 8 bits
     precision: str = choice("auto", "auto", *PRECISIONS)
-    objective: str = ""  # the objective; "": that of the family, of preference.loss or of reinforce.prompts
+    objective: str = ""  # the objective; "": that of the family, of preference.loss or of rl.prompts
     # attention kernel; auto: chosen by device, dtype and shapes (docs/training.md)
     attention: str = choice("auto", "auto", "xla", "cudnn", "mosaic", "splash")
     # before compiling, refuse a run that will not fit in device memory according to the planner
@@ -342,14 +342,14 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-    reinforce: ReinforceConfig = field(default_factory=ReinforceConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
-    islands: IslandsConfig = field(default_factory=IslandsConfig)
+    diloco: DilocoConfig = field(default_factory=DilocoConfig)
     plug_ins: dict[str, Any] = field(default_factory=dict, hash=False)  # options of other packages' parts, by name
 
     def __post_init__(self):
@@ -369,13 +369,13 @@ class Config:
             raise UserError("optimizer.warmup_steps", f"{self.optimizer.warmup_steps} exceeds "
                             f"train.steps={self.train.steps}", "warm up for fewer steps")
         self._check_kind()
-        for key in ("preference.loss", "reinforce.prompts"):
+        for key in ("preference.loss", "rl.prompts"):
             if self.train.objective and attrgetter(key)(self):
                 raise UserError("train.objective", f"{key} asks for another objective", "leave out one of them")
-        if self.data.workers and (self.reinforce.prompts or self.preference.reference == "precomputed"):
+        if self.data.workers and (self.rl.prompts or self.preference.reference == "precomputed"):
             raise UserError("data.workers", "batches hold what the model says of them, in the process that trains it",
                             "leave it out")
-        for section in (tuning_keys, compression_keys, sparsity_keys, island_keys):
+        for section in (tuning_keys, compression_keys, sparsity_keys, diloco_keys):
             section.check(self)
 
     def _check_kind(self):
@@ -391,7 +391,7 @@ class Config:
         packing, rows = ROWS[self.model.rows_of]
         if self.data.packing != packing:
             raise UserError("data.packing", f"{self.model.name} has {rows} in a row", f"set data.packing={packing}")
-        of_text = ("train.sample_tokens lora.rank preference.loss reinforce.prompts islands.count data.mixture "
+        of_text = ("train.sample_tokens lora.rank preference.loss rl.prompts diloco.count data.mixture "
                    "data.stages data.cross_document_attention evaluation.tasks")
         for key in (*of_text.split(), *["data.corrupt"] * (self.data.corrupt != "fail")):
             if attrgetter(key)(self):
@@ -400,7 +400,7 @@ class Config:
     @property
     def scalar_head(self) -> str:
         """The name of the head that the model has for rewards or values; "" without one."""
-        return "reward_head" if self.preference.reward_head else "value_head" if self.reinforce.value_head else ""
+        return "reward_head" if self.preference.reward_head else "value_head" if self.rl.value_head else ""
 
     def to_dict(self) -> dict[str, JsonObject]:
         """Plain nested dicts, as written to `config.json`: without the credentials in URLs."""

@@ -30,8 +30,8 @@ EXTENSIONS = {
     "train.init_from": "jaxtrain.hub.initial_params:InitialParams",
     "train.init_encoder_from": "jaxtrain.hub.initial_params:InitialParams",
     "preference.reference": "jaxtrain.tuning.reference_sums:PrecomputedReference",
-    "reinforce.prompts": "jaxtrain.tuning.rollouts:OwnAnswers",
-    "islands.count": "jaxtrain.islands.joining:Joining",
+    "rl.prompts": "jaxtrain.tuning.rollouts:OwnAnswers",
+    "diloco.count": "jaxtrain.diloco.joining:Joining",
 }
 Kind = TypeVar("Kind", bound=Extension)
 

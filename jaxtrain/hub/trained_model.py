@@ -17,6 +17,7 @@ from jaxtrain.config import hub_names
 from jaxtrain.config.family import config_class, config_of, family, names
 from jaxtrain.config.load import make_config
 from jaxtrain.config.schema import ROWS
+from jaxtrain.config.sections.earlier_keys import as_named_now
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
@@ -42,7 +43,7 @@ def sections_of(folder: str | Path, text: bool = False, published: bool = True) 
     path = Path(folder) / hf_config.FILE
     if not Path(folder).is_dir():
         raise _no_folder(Path(folder))
-    found = user_json(path, dict, "WORKDIR", "give the workdir of a run")
+    found = as_named_now(user_json(path, dict, "WORKDIR", "give the workdir of a run"))
     if found is None and adapter_files.is_adapter_folder(folder):
         sections = hf_config.starting_config(f"{adapter_files.base_of(folder)}")
         return sections | {"lora": adapter_files.keys(folder, config_of(sections["model"]))}

@@ -24,10 +24,10 @@ class GraniteConfig(BiasedConfig):
     """Granite."""
 
     name: str = "granite"
-    embedding_multiplier: float = number(1.0, above=0)  # of token embeddings
-    # of attention scores, in place of 1 / sqrt(head_dim)
+    embedding_multiplier: float = number(1.0, above=0)  # factor of token embeddings
+    # factor of attention scores, in place of 1 / sqrt(head_dim)
     attention_multiplier: float = number(1.0, above=0)
-    residual_multiplier: float = number(1.0, above=0)  # of what attention and the MLP add
+    residual_multiplier: float = number(1.0, above=0)  # factor of what attention and the MLP add
     logits_scaling: float = number(1.0, above=0)  # divisor of logits
 
 

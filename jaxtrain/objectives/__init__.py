@@ -7,7 +7,7 @@ ASKED = {
     "preference.loss=reward": "jaxtrain.objectives.reward_model:RewardModel",
     "preference.loss=kto": "jaxtrain.objectives.kto:Kto",
     "preference.loss": "jaxtrain.objectives.preference:Preference",
-    "reinforce.prompts": "jaxtrain.objectives.policy_gradient:PolicyGradient",
+    "rl.prompts": "jaxtrain.objectives.policy_gradient:PolicyGradient",
 }
 
 __all__ = ["ASKED", "MakeObjective", "Objective"]

@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import DataConfig, MeshConfig, TrainConfig
-from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig, ReinforceConfig
+from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig, RLConfig
 from jaxtrain.data.loading.batch_spec import Declared
 from jaxtrain.objectives.objective import of_sections
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments, WithReference, summed_over_rows
@@ -35,15 +35,15 @@ VALUE_METRICS = ("value_loss", "value_clipped")  # likewise, with a value head
 class PolicyGradient(WithReference):
     """The clipped policy-gradient loss of answers with advantages."""
 
-    settings: ReinforceConfig
+    settings: RLConfig
 
     @of_sections
     @classmethod
     def of(cls, skeleton: Skeleton, *, model: ModelConfig, train: TrainConfig, data: DataConfig, mesh: MeshConfig,
-           lora: LoraConfig, preference: PreferenceConfig, reinforce: ReinforceConfig) -> "PolicyGradient":
+           lora: LoraConfig, preference: PreferenceConfig, rl: RLConfig) -> "PolicyGradient":
         """Return the objective that these sections of a config describe."""
-        return cls(**cls.fields_of(skeleton, reinforce.kl > 0, model=model, train=train, data=data, mesh=mesh,
-                                   lora=lora, preference=preference), settings=reinforce)
+        return cls(**cls.fields_of(skeleton, rl.kl > 0, model=model, train=train, data=data, mesh=mesh,
+                                   lora=lora, preference=preference), settings=rl)
 
     @property
     def batch_spec(self) -> Declared:
@@ -101,7 +101,7 @@ class PolicyGradient(WithReference):
                 **self.router_metrics(sums)}
 
 
-def _of_rows(c: ReinforceConfig, batch: Batch, segments: Segments) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _of_rows(c: RLConfig, batch: Batch, segments: Segments) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return one device's share of the loss and of the metrics, summed over its tokens."""
     learnt_BT, advantages_BT = batch["learnt"], batch["advantages"]
     log_ratio_BT = jnp.where(learnt_BT > 0, batch["policy"] - batch["sampled"], 0)
@@ -137,7 +137,7 @@ def _generated(batch: Batch, segments: Segments) -> jax.Array:
     return ((first_BT > 0) & (counted_BT >= first_BT)).astype(jnp.float32)
 
 
-def _value_loss(c: ReinforceConfig, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _value_loss(c: RLConfig, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return half the squared error of each token's value, and what is measured of it."""
     returns_BT, moved_BT = batch["returns"], batch["expected"] - batch["values"]
     error_BT, near_BT = batch["expected"] - returns_BT, jnp.clip(moved_BT, -c.value_clip, c.value_clip)

@@ -1,7 +1,7 @@
 """The memory that a device needs while a run answers prompts, as reinforcement learning does between its steps.
 
 The programs are those that answer, traced for the target like the step: so grouped heads, windows and latent caches are
-counted as the model has them. Prompts are taken as long as `data.seq_len` and `reinforce.max_new_tokens` allow, since a
+counted as the model has them. Prompts are taken as long as `data.seq_len` and `rl.max_new_tokens` allow, since a
 plan reads no prompts. The training state stays on the device meanwhile. Answers that wait for their step are kept by
 the hosts.
 """
@@ -54,10 +54,10 @@ class Phase:
 
 def judge_of(config: Config, target: Target, devices: int) -> Run | None:
     """Return the reward model that rests beside a run; None: there is none, or it is not on this machine."""
-    if not config.reinforce.reward.startswith(PREFIX):
+    if not config.rl.reward.startswith(PREFIX):
         return None
     with contextlib.suppress(UserError):  # which the run itself will raise
-        return reward_model(config.reinforce.reward, devices, target.described)[0]
+        return reward_model(config.rl.reward, devices, target.described)[0]
     return None
 
 
@@ -76,7 +76,7 @@ def phases(run: Run, on: Mesh | None = None, judge: Run | None = None) -> Iterat
         on: the devices to compile for, where the mesh of the run is abstract.
         judge: the reward model, for its program too.
     """
-    c, programs, params, copy = run.config.reinforce, decoding.programs(run), abstract_model(run), None
+    c, programs, params, copy = run.config.rl, decoding.programs(run), abstract_model(run), None
     numbers = jax.tree.map(np.asarray, Sampling().numbers() | {"known": np.int32(0)})
     with programs.context():
         whole = jax.eval_shape(programs.laid_out, params)

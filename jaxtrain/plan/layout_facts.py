@@ -44,8 +44,8 @@ def between_islands(config: Any, guess: Estimate, link: float, slowest: float) -
 
     run = build(guess.config, devices=guess.devices, platform=guess.target.described)
     size = sum(leaf.size for leaf in jax.tree.leaves(run.abstract.params))
-    rate, progress = link * 1e9 / 8, island_time.progress_bytes(config.islands, run.abstract.params, run.layout.axes)
-    found, at_port = (island_time.modes(config.islands, guess.seconds, size, rate, progress=progress, port=port,
+    rate, progress = link * 1e9 / 8, island_time.progress_bytes(config.diloco, run.abstract.params, run.layout.axes)
+    found, at_port = (island_time.modes(config.diloco, guess.seconds, size, rate, progress=progress, port=port,
                                         slowest=slowest) for port in (math.inf, rate))
     return island_time.table(found, at_port, rate)
 

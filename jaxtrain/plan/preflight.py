@@ -13,7 +13,7 @@ from jaxtrain.errors import UserError, say
 from jaxtrain.plan import targets
 from jaxtrain.plan.targets import gigabytes, in_gigabytes
 from jaxtrain.run import Run, abstract_model, identity
-from jaxtrain.sharding.mesh import islands_of
+from jaxtrain.sharding.mesh import slices_of
 from jaxtrain.train_step.report import total
 
 if TYPE_CHECKING:  # the planner is imported where something is planned: few runs on CPU need it
@@ -34,7 +34,7 @@ def resolve(config: Config, devices: Any, *, own_parts: bool = False) -> Config:
         if isinstance(devices, int):
             raise UserError("mesh.hsdp", "it is not known how devices that are not here are grouped into nodes",
                             "set mesh.data and mesh.fsdp")
-        nodes = islands_of(devices)[0]
+        nodes = slices_of(devices)[0]
         if 1 < len(devices) == nodes:
             raise UserError("mesh.hsdp", "each process has one device, so it is not known which devices share a node",
                             "start one process per node, or set mesh.data and mesh.fsdp")
@@ -106,7 +106,7 @@ def check(run: Run) -> str:
     what = (f"{in_gigabytes(guess.bytes)} of a device's {in_gigabytes(target.room)}, {in_gigabytes(size)} of it "
             f"{part}")
     if phase and guess.memory.total() <= target.room:
-        raise UserError("reinforce.prompts", f"answering {config.data.global_batch_size} prompts at once would take "
+        raise UserError("rl.prompts", f"answering {config.data.global_batch_size} prompts at once would take "
                         f"about {what}", room_for_answers(guess))
     if guess.bytes > _MISTAKE * target.room:
         rows, seq_len = config.data.global_batch_size, config.data.seq_len

@@ -126,7 +126,7 @@ class _Looker:
         once = self.at({**keys, "train.accumulation": 1})
         if once is None or once.estimate.fits:
             return once
-        if once.estimate.worst[0] and self.found.config.reinforce.gather_weights and GATHER not in keys:
+        if once.estimate.worst[0] and self.found.config.rl.gather_weights and GATHER not in keys:
             choice = self.smallest(mesh, offload, {**(more or {}), GATHER: False})
             if choice and choice.estimate.fits:
                 return choice

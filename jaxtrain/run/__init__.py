@@ -338,7 +338,7 @@ class Run:
         if c.data.workers:
             from jaxtrain.data.loading.grain_datasets.workers import ForWorkers
 
-            found = ForWorkers(c.model, c.data, c.islands, self._arrays, found)
+            found = ForWorkers(c.model, c.data, c.diloco, self._arrays, found)
         return found
 
     @cached_property
@@ -352,7 +352,7 @@ class Run:
     def _configured(self, split: str) -> Any:
         """The batches of a split that the config describes."""
         c = self.config
-        return configured_batches(c.model, c.data, c.islands, self.corpus, self._arrays, split)
+        return configured_batches(c.model, c.data, c.diloco, self.corpus, self._arrays, split)
 
     @property
     def _arrays(self) -> Mapping[str, Array]:

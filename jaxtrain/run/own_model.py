@@ -30,7 +30,7 @@ _COUNT = {
     "train": {"steps", "epochs", "accumulation", "precision", "ema_decay", "log_every", "progress"},
     "checkpoint": {"every", "keep", "keep_every", "best", "verify", "mtbf_hours", "mirror",
                    "local_checkpoint_every", "local_dir"},
-    "resilience": None, "observe": None, "islands": None,  # all of them
+    "resilience": None, "observe": None, "diloco": None,  # all of them
 }
 # Those that count as well where the batches are made of the config's text.
 _OF_TEXT = {

@@ -16,6 +16,7 @@ import jax
 from jaxtrain.base.annotations import Json, JsonMapping, JsonObject
 from jaxtrain.config import data_stages
 from jaxtrain.config.schema import Config, DataConfig, hash_of
+from jaxtrain.config.sections.earlier_keys import as_named_now
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files import atomic_files, bounded_files
 from jaxtrain.files.bounded_files import Form
@@ -28,8 +29,8 @@ _FREE: dict[str, Set[str] | None] = {
     "evaluation": None,  # all of their keys
     # The same text elsewhere is the same data: the manifest's hash tells. Rows that are not lost stay where they were.
     "data": {"cache_dir", "cache_bytes", "corrupt", "prefetch", "source", "workers"},
-    "optimizer": {"zero_stage", "offload"}, "reinforce": {"reward_timeout_s"},
-    "islands": {"meeting", "keys", "max_age", "snapshot_every"},
+    "optimizer": {"zero_stage", "offload"}, "rl": {"reward_timeout_s"},
+    "diloco": {"meeting", "keys", "max_age", "snapshot_every"},
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
               "eval_batches", "patience", "sample_tokens", "progress", "check_memory", "expert_exchange",
               "grouped_matmul", "expert_buffer", "deterministic", "compiler_options",
@@ -135,6 +136,7 @@ def check_workdir(workdir: str | Path, config: Config, manifests: Mapping[str, s
     started, recorded = _read(workdir / "config.json", {str: dict}), _read(workdir / "run.json", _RUN)
     if saved and not (started and recorded):
         started, recorded = saved.get("config", started), recorded or saved
+    started = as_named_now(started)
     current = config.to_dict() if keys is None else keys
     changed, allowed = _changes(workdir, started, current, config, done, may_change, "optimizer" in (parts or {}))
     before = recorded_parts(workdir, saved)  # None: a workdir of an earlier commit does not tell

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.checkpoint import verify
+from jaxtrain.config.sections.earlier_keys import as_named_now
 from jaxtrain.distributed import run_processes
 from jaxtrain.errors import UserError
 from jaxtrain.files.bounded_files import user_json
@@ -104,8 +105,8 @@ class RecordedRun:
 
     def look(self) -> None:
         """Read what is new."""
-        self.config: dict[str, dict[str, Any]] = redacted(user_json(
-            self.workdir / "config.json", {str: dict}, "WORKDIR", _FIX) or {})
+        self.config: dict[str, dict[str, Any]] = as_named_now(redacted(user_json(
+            self.workdir / "config.json", {str: dict}, "WORKDIR", _FIX) or {}))
         self.run: dict[str, Any] = redacted(user_json(self.workdir / "run.json", dict, "WORKDIR", _FIX) or {})
         if self._metrics.shrunk():  # a run that resumes takes lines back
             self.steps, self.evaluations = Columns(), Columns()

@@ -17,6 +17,7 @@ from jaxtrain.checkpoint import step_folders, verify
 from jaxtrain.checkpoint.retention import best_of, dispensable
 from jaxtrain.checkpoint.step_folders import FETCHING
 from jaxtrain.config.part_tables import TRACKERS
+from jaxtrain.config.sections.earlier_keys import as_named_now
 from jaxtrain.distributed import run_processes
 from jaxtrain.distributed.run_lock import locked
 from jaxtrain.errors import UserError
@@ -192,7 +193,7 @@ def _origins(workdir: Path) -> Iterator[tuple[str, int]]:
     """
     said = _json(workdir / "run.json")
     config = _json(workdir / "config.json")
-    reward, parts = config.get("reinforce", {}), said.get("own_parts", {})
+    reward, parts = as_named_now(config).get("rl", {}), said.get("own_parts", {})
     named = [(one["workdir"], one["step"]) for one in _within(said) if isinstance(one, dict)
              and isinstance(one.get("workdir"), str) and isinstance(one.get("step"), int)]
     for text in (one.removeprefix(_MODEL) for one in _within(config) if isinstance(one, str)):

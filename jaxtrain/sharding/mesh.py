@@ -79,16 +79,16 @@ def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 def _ordered(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
     from jax.experimental import mesh_utils
 
-    islands, by_process = islands_of(devices)
-    if islands == 1:
+    slices, by_process = slices_of(devices)
+    if slices == 1:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    between = split_over_islands(sizes, islands)
+    between = split_over_slices(sizes, slices)
     within = tuple(size // outer for size, outer in zip(sizes, between, strict=True))
     return mesh_utils.create_hybrid_device_mesh(
         within, between, devices, process_is_granule=by_process, allow_split_physical_axes=True)
 
 
-def islands_of(devices: Sequence[jax.Device]) -> tuple[int, bool]:
+def slices_of(devices: Sequence[jax.Device]) -> tuple[int, bool]:
     """Return how many slices, or hosts of GPUs, have fast links inside and slow ones between; and if these are hosts.
     """
     slices, hosts = ({getattr(device, name, 0) for device in devices} for name in ("slice_index", "process_index"))
@@ -97,13 +97,13 @@ def islands_of(devices: Sequence[jax.Device]) -> tuple[int, bool]:
     return len(hosts), True  # NVLink inside a host, the network between
 
 
-def split_over_islands(sizes: Sequence[int], islands: int) -> tuple[int, ...]:
+def split_over_slices(sizes: Sequence[int], slices: int) -> tuple[int, ...]:
     """Return how much of each axis crosses the slow network between slices (or hosts), slow axes first."""
     between = []
     for size in sizes:
-        between.append(math.gcd(size, islands))
-        islands //= between[-1]
-    if islands > 1:
-        raise UserError("mesh", f"its axes cannot be laid over the slices: a factor of {islands} remains",
+        between.append(math.gcd(size, slices))
+        slices //= between[-1]
+    if slices > 1:
+        raise UserError("mesh", f"its axes cannot be laid over the slices: a factor of {slices} remains",
                         "make the product of data, fsdp and stage a multiple of the number of slices")
     return tuple(between)

@@ -59,13 +59,13 @@ class RemoteRewards:
     @classmethod
     def of(cls, config: Config) -> "RemoteRewards":
         """Return the scorer that a config names; all tries of a request must end before the run counts as hung."""
-        limit, longest = config.reinforce.reward_timeout_s, config.resilience.hang_floor
+        limit, longest = config.rl.reward_timeout_s, config.resilience.hang_floor
         tries = TRIES * limit + PAUSE_S * (2 ** (TRIES - 1) - 1)
         if config.resilience.hang_factor and tries > longest:
-            raise UserError("reinforce.reward_timeout_s", f"{TRIES} tries of {limit:g} s take longer than resilience."
+            raise UserError("rl.reward_timeout_s", f"{TRIES} tries of {limit:g} s take longer than resilience."
                             f"hang_floor={longest:g} s, after which a run counts as hung",
                             f"set resilience.hang_floor={2 * tries:.0f}, or allow less time")
-        return cls(config.reinforce.reward, limit)
+        return cls(config.rl.reward, limit)
 
     def __call__(self, answers: Sequence[str], records: Sequence[JsonMapping]) -> list[float]:
         """Return the reward of each answer to a prompt, given the prompt's record."""
@@ -109,7 +109,7 @@ class RemoteRewards:
                 cause = getattr(error, "reason", error)
                 why = f"does not answer ({str(cause) or type(cause).__name__})"
         raise UserError(KEY, f"{self.url} {why}, in {TRIES} tries of at most {self.timeout_s:g} s",
-                        "check that the scorer is up, or raise reinforce.reward_timeout_s")
+                        "check that the scorer is up, or raise rl.reward_timeout_s")
 
     def _posted(self, content: bytes) -> bytes:
         parts = urllib.parse.urlsplit(self.url)

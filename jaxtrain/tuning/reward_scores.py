@@ -14,7 +14,7 @@ from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.run import Run
 from jaxtrain.tuning.rewards import KEY
 
-PREFIX = "model:"  # of a `reinforce.reward` that names a workdir
+PREFIX = "model:"  # of a `rl.reward` that names a workdir
 
 
 def reward_model(named: str, count: int = 0, platform: str = "") -> tuple[Run, Path, int | None]:

@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.config.part_tables import ENVIRONMENTS
-from jaxtrain.config.sections.tuning_keys import ReinforceConfig
+from jaxtrain.config.sections.tuning_keys import RLConfig
 from jaxtrain.errors import UserError
 
 Reward = Callable[[str, Mapping[str, Any]], float]  # of an answer, given the prompt's record
-KEY = "reinforce.reward"
+KEY = "rl.reward"
 
 
 def load_reward(named: str, options: Any = None) -> Reward:
@@ -53,7 +53,7 @@ def rewards_of(reward: Reward, answers: Sequence[str], records: Sequence[JsonMap
     return found
 
 
-def advantages_of(c: ReinforceConfig, rewards: Sequence[float]) -> np.ndarray:
+def advantages_of(c: RLConfig, rewards: Sequence[float]) -> np.ndarray:
     """Return how much better each answer is than others to its prompt; groups follow each other."""
     by_group = np.asarray(rewards, np.float64).reshape(-1, c.group_size)
     total = by_group.sum(1, keepdims=True)

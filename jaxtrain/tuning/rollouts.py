@@ -1,7 +1,7 @@
 """Answers of the model that is trained to prompts, as the batches of its steps.
 
 The batch of a step is a function of the step and of the state that answers, the one before the step or, with
-`reinforce.staleness`, an earlier one: a run that resumes makes the same answers, or reads those that a state before its
+`rl.staleness`, an earlier one: a run that resumes makes the same answers, or reads those that a state before its
 checkpoint made. The answers of a step are written before it, and so before any checkpoint that depends on them. One
 answer is a row, behind its prompt.
 """
@@ -52,7 +52,7 @@ FOLDER = "rollouts"  # of a workdir
 
 def on_answers(run: Run, workdir: str | Path | None = None) -> "Rollouts":
     """Return answers of a run's own, as its data. `workdir`: where the answers of each step are kept."""
-    c = run.config.reinforce
+    c = run.config.rl
     tokenizer, chat = _words(run, workdir)
     folder = None if workdir is None else Path(workdir) / FOLDER
     reward = (RewardScores.of(c.reward, tokenizer, _recorded(workdir)) if c.reward.startswith(PREFIX) else
@@ -100,7 +100,7 @@ def read_prompts(path: str) -> list[JsonObject]:
     try:
         lines = read(Path(path), LARGE).decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError("reinforce.prompts", f"{path} cannot be read ({error})", "give a file of JSON lines") from error
+        raise UserError("rl.prompts", f"{path} cannot be read ({error})", "give a file of JSON lines") from error
     found = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -111,16 +111,16 @@ def read_prompts(path: str) -> list[JsonObject]:
                 raise ValueError
             json.dumps(found[-1], ensure_ascii=False).encode()  # not half of a character
         except ValueError:
-            raise UserError("reinforce.prompts", f"line {number} of {path} has no prompt",
+            raise UserError("rl.prompts", f"line {number} of {path} has no prompt",
                             'write lines such as {"prompt": "1+2=", "sum": 3}') from None
     if not found:
-        raise UserError("reinforce.prompts", f"{path} has no prompts", 'write lines such as {"prompt": "1+2="}')
+        raise UserError("rl.prompts", f"{path} has no prompts", 'write lines such as {"prompt": "1+2="}')
     return found
 
 
 @dataclass
 class Round:
-    """The answers that one step, or several with `reinforce.reuse`, are trained on."""
+    """The answers that one step, or several with `rl.reuse`, are trained on."""
 
     numbers: list[int]  # of each answer's prompt
     answers: list[Generated]
@@ -145,10 +145,10 @@ class Rollouts:
         """
         self.run, self.records, self.reward, self.tokenizer, self.folder = run, records, reward, tokenizer, folder
         config = run.config
-        self.settings, self.seq_len, self.seed = config.reinforce, config.data.seq_len, config.data.seed
-        self.temperature, self.mask_truncated = config.reinforce.temperature, config.reinforce.mask_truncated
+        self.settings, self.seq_len, self.seed = config.rl, config.data.seq_len, config.data.seed
+        self.temperature, self.mask_truncated = config.rl.temperature, config.rl.mask_truncated
         self.count = config.data.global_batch_size  # of answers in a step
-        self.reuse, self.staleness = config.reinforce.reuse, config.reinforce.staleness  # steps
+        self.reuse, self.staleness = config.rl.reuse, config.rl.staleness  # steps
         self.groups = self.count // self.settings.group_size
         self.order = Order(len(records), self.seed)
         self.chat = chat and chat.identity()  # kept with the run
@@ -167,7 +167,7 @@ class Rollouts:
         if isinstance(prompt, str):
             return prompt_ids(self.tokenizer, prompt)
         if chat is None:
-            raise UserError("reinforce.prompts", "one is a list of messages, and the model has no chat template",
+            raise UserError("rl.prompts", "one is a list of messages, and the model has no chat template",
                             "give texts, or begin with a model that has one")
         return chat.prompt(prompt)
 
@@ -175,10 +175,10 @@ class Rollouts:
         room = self.seq_len - self.settings.max_new_tokens
         for record, prompt in zip(self.records, self.prompts, strict=True):
             if not prompt:
-                raise UserError("reinforce.prompts", "one is empty", "remove it, or begin it with a line's end")
+                raise UserError("rl.prompts", "one is empty", "remove it, or begin it with a line's end")
             if len(prompt) > room:
-                raise UserError("reinforce.prompts", f"{str(record['prompt'])[:40]!r} has {len(prompt)} tokens, and "
-                                f"data.seq_len less reinforce.max_new_tokens leaves {room}",
+                raise UserError("rl.prompts", f"{str(record['prompt'])[:40]!r} has {len(prompt)} tokens, and "
+                                f"data.seq_len less rl.max_new_tokens leaves {room}",
                                 "raise data.seq_len, or remove it")
 
     def see(self, step: int, state: TrainState) -> None:
@@ -281,7 +281,7 @@ class Rollouts:
         """Return the state with weights as decoding uses them, in a copy that lives while the model answers."""
         import jax
 
-        if not self.run.config.reinforce.gather_weights:
+        if not self.run.config.rl.gather_weights:
             return state
         began, params = time.perf_counter(), partition.without(state.all_params, self.run.objective.frozen_axes)
         copy = jax.block_until_ready(decoding(self.run).laid_out(params))
@@ -377,18 +377,18 @@ class Rollouts:
             found = [kind(**{key: line[key] for key in line if key not in ("prompt", "policy_step")})
                      for line in lines]
         except (OSError, ValueError, TypeError) as error:
-            raise UserError("reinforce", f"{path} is not as the run wrote it ({error})", fix) from error
+            raise UserError("rl", f"{path} is not as the run wrote it ({error})", fix) from error
         if len(found) != self.count or len(rewards) not in (0, self.count):
-            raise UserError("reinforce", f"{path} has {len(found)} answers and {len(rewards)} rewards instead of "
+            raise UserError("rl", f"{path} has {len(found)} answers and {len(rewards)} rewards instead of "
                             f"{self.count}", fix)
         if [line["prompt"] for line in lines] != [self.records[n]["prompt"] for n in numbers]:
-            raise UserError("reinforce", f"{path} has answers to other prompts", fix)
+            raise UserError("rl", f"{path} has answers to other prompts", fix)
         return Round(numbers, found, made, rewards or None)
 
 
 @dataclass(frozen=True)
 class OwnAnswers(Extension):
-    """A run that trains on its own answers (`reinforce.prompts`)."""
+    """A run that trains on its own answers (`rl.prompts`)."""
 
     answers: Rollouts | None = None  # of a run that is built
     planned = "jaxtrain.plan.answering:planned"

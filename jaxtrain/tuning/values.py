@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxtrain.config.sections.tuning_keys import ReinforceConfig
+from jaxtrain.config.sections.tuning_keys import RLConfig
 from jaxtrain.hub import scoring
 from jaxtrain.hub.generate import Generated
 from jaxtrain.train_step import partition
@@ -39,7 +39,7 @@ def valued(run: "Run", state: "TrainState", prompts: Sequence[list[int]],
             for prompt, answer, values_T in zip(prompts, answers, found, strict=True)]
 
 
-def known_of(c: ReinforceConfig, rewards: Sequence[float],
+def known_of(c: RLConfig, rewards: Sequence[float],
              answers: Sequence[Generated]) -> list[dict[str, np.ndarray]]:
     """Return the advantages of the tokens of each answer; of one with values these too, and the returns they are to be.
     """
@@ -55,7 +55,7 @@ def known_of(c: ReinforceConfig, rewards: Sequence[float],
             for own, each in zip(found, values, strict=True)]
 
 
-def _advantages(c: ReinforceConfig, reward: float, values_T: np.ndarray) -> np.ndarray:
+def _advantages(c: RLConfig, reward: float, values_T: np.ndarray) -> np.ndarray:
     """Return the advantage of each token of an answer."""
     errors_T = c.gamma * np.append(values_T[1:], 0) - values_T
     errors_T[-1] += reward

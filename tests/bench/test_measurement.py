@@ -124,8 +124,8 @@ def test_rows_of_several_lengths_are_measured_and_not_traced(flags, capsys):
 def test_answers_of_the_model_are_not_measured(flags, capsys):
     keys = {"prompts": "a", "reward": "b", "group_size": 2, "max_new_tokens": 8}
     assert bench_command.main([*flags, "--config.train.eval_every=0",
-                       *(f"--config.reinforce.{key}={value}" for key, value in keys.items())]) == 2
-    assert "reinforce.prompts: a bench has no answers of the model to train on; train" in capsys.readouterr().err
+                       *(f"--config.rl.{key}={value}" for key, value in keys.items())]) == 2
+    assert "rl.prompts: a bench has no answers of the model to train on; train" in capsys.readouterr().err
 
 
 def test_numbers_computed_beforehand_are_not_measured(flags, capsys):

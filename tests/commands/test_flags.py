@@ -41,11 +41,11 @@ FIRST = {  # what a command is about comes first
     "CONFIG": "train launch inspect plan bench coordinates",
     "WORKDIR": "generate transcribe evaluate export top report goodput profile scaling elastic runs-show runs-compare "
                "runs-tag runs-reproduce checkpoint-list checkpoint-verify checkpoint-restore-to jobs-show jobs-logs "
-               "jobs-why jobs-pause jobs-resume jobs-cancel jobs-requeue adapters-export islands-status",
+               "jobs-why jobs-pause jobs-resume jobs-cancel jobs-requeue adapters-export diloco-status",
     "WORKDIR STEP [WORKDIR2] STEP": "checkpoint-diff",
     "MODEL": "merge adapters-merge", "CORPUS": "publish croissant", "ROOT": "runs-list runs-gc jobs-list",
     "SWEEP": "sweep", "FOLDER": "adapters-list", "STORE": "adapters-add",
-    "": "supervise prepare train_tokenizer dashboards calibrate schedules doctor islands-keys islands-serve "
+    "": "supervise prepare train_tokenizer dashboards calibrate schedules doctor diloco-keys diloco-serve "
         "prepare_sequences-audio prepare_sequences-events prepare_sequences-pictures",
 }
 READ_BY_SCRIPTS = ("runs-list runs-show runs-compare runs-gc checkpoint-list goodput adapters-list jobs-list jobs-show "

@@ -98,11 +98,11 @@ def test_the_objective_weighs_late_tokens_more(tmp_path, documented):
 
 
 def test_an_environment_scores_answers(tmp_path, documented):
-    keys = {"reinforce.prompts": "prompts.jsonl", "reinforce.reward": "digits", "digits.wanted": "12",
-            "reinforce.max_new_tokens": 8}
+    keys = {"rl.prompts": "prompts.jsonl", "rl.reward": "digits", "digits.wanted": "12",
+            "rl.max_new_tokens": 8}
     reward = rewards.load_reward("digits", config(tmp_path, **keys).plug_ins["digits"])
     assert rewards.rewards_of(reward, ["12", "1a", "03", ""], [{}] * 4) == [1.0, 0.5, 0.0, 0.0]
-    with pytest.raises(jt.UserError, match=r"reinforce\.reward: there is no environment 'digit'; did you mean 'dig"):
+    with pytest.raises(jt.UserError, match=r"rl\.reward: there is no environment 'digit'; did you mean 'dig"):
         rewards.load_reward("digit")
 
 
@@ -181,8 +181,8 @@ def test_the_example_is_installed_and_trains_with_all_parts_at_once(tmp_path, fo
 @pytest.mark.slow
 def test_a_run_learns_from_an_environment(tmp_path, example):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a number:"}\n{"prompt": "another:"}\n')
-    asked = config(tmp_path, **{"reinforce.prompts": f"{tmp_path}/prompts.jsonl", "reinforce.reward": "digits",
-                                "digits.wanted": "abcdefgh", "reinforce.max_new_tokens": 6,
+    asked = config(tmp_path, **{"rl.prompts": f"{tmp_path}/prompts.jsonl", "rl.reward": "digits",
+                                "digits.wanted": "abcdefgh", "rl.max_new_tokens": 6,
                                 "optimizer.schedule": "inverse_root", **MESH})
     jt.train(asked, tmp_path / "run")
     answers = [json.loads(line) for path in (tmp_path / "run" / "rollouts").glob("*.jsonl")

@@ -17,7 +17,7 @@ from jaxtrain.config.load import diff, load_config, make_config, with_steps
 from jaxtrain.config.model_config import Experts
 from jaxtrain.config.schema import Config
 from jaxtrain.config.sections import plug_in_sections
-from jaxtrain.config.sections.removed_keys import REMOVED
+from jaxtrain.config.sections.earlier_keys import REMOVED
 from jaxtrain.errors import UserError
 from jaxtrain.sharding.mesh import AXES
 
@@ -256,7 +256,7 @@ def test_a_mixture_is_set_key_by_key_from_words_and_from_python():
 
 
 def test_the_config_of_an_older_run_means_the_same():
-    """`older_config.json` is what a run of configs/gpt.py:tiny wrote before `reinforce.staleness` was a key.
+    """`older_config.json` is what a run of configs/gpt.py:tiny wrote before `rl.staleness` was a key.
 
     It has keys that were removed since, at the defaults that they had.
     """

@@ -53,9 +53,9 @@ def test_it_shows_the_rows_of_a_step(tmp_path, monkeypatch, capsys):
         assert words in capsys.readouterr().err
     assert main([*keys, "--split=eval", "--step=100"]) == 2
     capsys.readouterr()
-    assert main([*keys, "--config.reinforce.prompts=a", "--config.reinforce.reward=b", "--config.train.eval_every=0",
-                 "--config.reinforce.group_size=3", "--config.reinforce.max_new_tokens=8"]) == 2
-    assert capsys.readouterr().err == ("reinforce.prompts: batches are made of the answers of the model as it trains; "
+    assert main([*keys, "--config.rl.prompts=a", "--config.rl.reward=b", "--config.train.eval_every=0",
+                 "--config.rl.group_size=3", "--config.rl.max_new_tokens=8"]) == 2
+    assert capsys.readouterr().err == ("rl.prompts: batches are made of the answers of the model as it trains; "
                                        "read WORKDIR/rollouts/STEP.jsonl of a run, which has them\n")
 
 

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
+from jaxtrain.diloco.outer_log import _Journal
 from jaxtrain.files.append_log import AppendLog
-from jaxtrain.islands.outer_log import _Journal
 from jaxtrain.observe.events import events
 from jaxtrain.observe.ledger import Ledger
 from jaxtrain.observe.metrics import _JsonLines

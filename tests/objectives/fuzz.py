@@ -51,12 +51,12 @@ def draw_case(rng: random.Random, devices: int) -> dict[str, Any]:
             keys["preference.reference"] = rng.choice(("copy", "precomputed"))
         smooth = {"preference.label_smoothing": 0.2} if loss in ("dpo", "robust", "simpo") else {}
         return keys | smooth | {"preference.beta": rng.choice((0.1, 0.5))}
-    critic = {"reinforce.baseline": "value", "reinforce.value_loss": rng.choice((0.1, 1.0)),
-              "reinforce.value_clip": rng.choice((0.0, 0.2))} if rng.random() < 0.5 else {}
-    critic |= {"reinforce.temperature": own.choice((0.6, 1.5))} if own.random() < 0.3 else {}
-    return keys | critic | {"reinforce.prompts": "prompts.jsonl", "reinforce.reward": "reward.py:reward",
-                   "reinforce.max_new_tokens": 5, "reinforce.loss": rng.choice(("dapo", "grpo", "dr_grpo")),
-                   "reinforce.ratio": rng.choice(("token", "sequence")), "reinforce.kl": rng.choice((0.0, 0.1))}
+    critic = {"rl.baseline": "value", "rl.value_loss": rng.choice((0.1, 1.0)),
+              "rl.value_clip": rng.choice((0.0, 0.2))} if rng.random() < 0.5 else {}
+    critic |= {"rl.temperature": own.choice((0.6, 1.5))} if own.random() < 0.3 else {}
+    return keys | critic | {"rl.prompts": "prompts.jsonl", "rl.reward": "reward.py:reward",
+                   "rl.max_new_tokens": 5, "rl.loss": rng.choice(("dapo", "grpo", "dr_grpo")),
+                   "rl.ratio": rng.choice(("token", "sequence")), "rl.kl": rng.choice((0.0, 0.1))}
 
 
 @functools.lru_cache(maxsize=16)
@@ -94,11 +94,11 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     devices = int(np.prod([value for key, value in keys.items() if key.startswith("mesh.") and type(value) is int]))
     run = builder.build(config, devices=jax.devices()[:devices])
     plain, settings = (plain_preference, config.preference) if config.preference.loss else (
-        plain_policy_gradient, config.reinforce)
+        plain_policy_gradient, config.rl)
     by, loss_of = 1.1, plain.loss
     if config.preference.loss == "kto":  # of which a policy has to be less certain to be far from the reference
         plain, by, loss_of = plain_kto, 0.8, functools.partial(plain_kto.loss, parts=config.train.accumulation)
-    batch = plain.batch(rows=ROWS, seq=SEQ, **({"values": True} if config.reinforce.value_head else {}))
+    batch = plain.batch(rows=ROWS, seq=SEQ, **({"values": True} if config.rl.value_head else {}))
     begun = _begun(config.model, config.lora, tuple(config.lora.targets), config.scalar_head)
     trained = partition.like(begun, run.layout.axes)
     policy, rest = jax.tree.map(lambda a: a * np.float32(by), trained), partition.without(begun, trained)
@@ -125,7 +125,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
 
     precision = keys["train.precision"]
     # Terms of both signs cancel in gradients of policies, on one device too, so that rounding weighs more.
-    by_cancelling = 2 if precision == "float32" or config.reinforce.prompts else 1
+    by_cancelling = 2 if precision == "float32" or config.rl.prompts else 1
     floor, tolerance = (1e-3 if precision == "float32" else 3e-2) * norm, TOLERANCE[precision]
     size = max(abs(float(loss)), 0.1)  # policy gradients may add up to nothing
     off = {"loss": abs(float(metrics["loss"]) - float(loss)) / size, "value": abs(float(value) - float(loss)) / size,

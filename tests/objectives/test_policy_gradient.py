@@ -12,32 +12,32 @@ from tests.objectives import plain_policy_gradient as plain
 from tests.objectives import tuned
 from tests.tiers import slow_if
 
-KEYS = dict(reinforce__prompts="prompts.jsonl", reinforce__reward="reward.py:reward", reinforce__max_new_tokens=5,
-            reinforce__kl=0.1, data__global_batch_size=8)  # the formula goes from answer to answer
-CRITIC = dict(reinforce__baseline="value", reinforce__value_loss=0.7)
+KEYS = dict(rl__prompts="prompts.jsonl", rl__reward="reward.py:reward", rl__max_new_tokens=5,
+            rl__kl=0.1, data__global_batch_size=8)  # the formula goes from answer to answer
+CRITIC = dict(rl__baseline="value", rl__value_loss=0.7)
 CASES = {
-    "fsdp x tensor, dapo": ("llama", dict(mesh=(1, 2, 2), reinforce__mask_truncated=True)),
-    "one device, grpo": ("gpt2", dict(reinforce__loss="grpo", reinforce__clip_high=0.0, reinforce__temperature=0.7)),
+    "fsdp x tensor, dapo": ("llama", dict(mesh=(1, 2, 2), rl__mask_truncated=True)),
+    "one device, grpo": ("gpt2", dict(rl__loss="grpo", rl__clip_high=0.0, rl__temperature=0.7)),
     "all axes, dr_grpo": ("gpt2", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2,
-                                       reinforce__loss="dr_grpo")),
-    "ring, sequence ratios": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, reinforce__ratio="sequence",
-                                            reinforce__clip=0.05, reinforce__clip_high=0.07, reinforce__loss="grpo")),
-    "1f1b, context": ("llama", dict(mesh=(1, 2, 1), mesh__stage=2, mesh__context=2, reinforce__ratio="sequence",
-                                    reinforce__loss="grpo")),
+                                       rl__loss="dr_grpo")),
+    "ring, sequence ratios": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, rl__ratio="sequence",
+                                            rl__clip=0.05, rl__clip_high=0.07, rl__loss="grpo")),
+    "1f1b, context": ("llama", dict(mesh=(1, 2, 1), mesh__stage=2, mesh__context=2, rl__ratio="sequence",
+                                    rl__loss="grpo")),
     "zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1", lora__rank=3)),
     "experts, without a reference": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3,
-                                                     reinforce__kl=0.0)),
+                                                     rl__kl=0.0)),
     "critic, fsdp x tensor": ("llama", dict(mesh=(1, 2, 2), **CRITIC)),
     "critic, all axes, without clipping": ("gpt2", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2,
-                                                        reinforce__loss="dr_grpo", **(CRITIC | {
-                                                            "reinforce__value_clip": 0.0}))),
-    "critic, ring": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, reinforce__loss="grpo", **CRITIC)),
+                                                        rl__loss="dr_grpo", **(CRITIC | {
+                                                            "rl__value_clip": 0.0}))),
+    "critic, ring": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, rl__loss="grpo", **CRITIC)),
     "critic, 1f1b, context": ("llama", dict(mesh=(1, 2, 1), mesh__stage=2, mesh__context=2,
-                                            reinforce__mask_truncated=True, **CRITIC)),
+                                            rl__mask_truncated=True, **CRITIC)),
     "critic, zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1",
                                                     lora__rank=3, **CRITIC)),
     "critic, part of the layers": ("gpt2", dict(mesh=(1, 2, 1), train__trainable=["blocks/*attention*"], **CRITIC)),
-    "critic, experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, reinforce__kl=0.0, **CRITIC)),
+    "critic, experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, rl__kl=0.0, **CRITIC)),
 }
 # The others have losses and meshes that are in these, too, with or without a critic; adapters are in test_lora.py.
 SLOW = ("1f1b, context", "critic, all axes, without clipping")
@@ -56,19 +56,19 @@ def test_loss_and_gradients_are_those_of_the_formula(name):
     family, keys = CASES[name]
     run = build(family, **(KEYS | keys))
     c = run.config
-    batch = plain.batch(rows=8, values=c.reinforce.value_head)
+    batch = plain.batch(rows=8, values=c.rl.value_head)
     generated = batch["weights"].sum()
-    if c.reinforce.mask_truncated:
+    if c.rl.mask_truncated:
         batch["weights"][batch["segments"] == 2] = 0
         assert 0 < batch["weights"].sum() < generated
-    metrics, means = tuned.check(run, lambda policy, before: plain.loss(c.reinforce, c.model, policy, before, batch),
+    metrics, means = tuned.check(run, lambda policy, before: plain.loss(c.rl, c.model, policy, before, batch),
                               batch)
-    if c.reinforce.kl:
+    if c.rl.kl:
         assert float(metrics["kl"]) == pytest.approx(float(means["kl"]), rel=1e-4)
-    if c.reinforce.value_head:
+    if c.rl.value_head:
         assert "value_head" in run.abstract.params and "value_head" not in run.abstract.frozen.get("reference", {})
         assert float(metrics["value_loss"]) == pytest.approx(float(means["value_loss"]), rel=1e-4)
-        assert (0.1 < float(metrics["value_clipped"]) < 0.9) == (c.reinforce.value_clip > 0)
+        assert (0.1 < float(metrics["value_clipped"]) < 0.9) == (c.rl.value_clip > 0)
     assert 0.1 < float(metrics["clipped"]) < 0.9, "the case says nothing about clipping"
     assert float(metrics["reward"]) == pytest.approx(batch["rewards"].sum() / batch["answers"].sum(), rel=1e-5)
     assert float(metrics["answer_tokens"]) == pytest.approx(generated / batch["answers"].sum(), rel=1e-5)

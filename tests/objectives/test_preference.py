@@ -171,8 +171,8 @@ def test_a_reward_model_gives_answers_their_rewards(corpus, rewarded):
     folder, _, _, state = rewarded
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "say 1:"}) + "\n")
     keys = text_of(corpus) | dict(train__init_from=str(folder / "base"), data__global_batch_size=8,
-                                  reinforce__prompts=str(folder / "prompts.jsonl"), reinforce__max_new_tokens=6)
-    scored = tiny(corpus, **keys, reinforce__reward=f"model:{folder}/whole")
+                                  rl__prompts=str(folder / "prompts.jsonl"), rl__max_new_tokens=6)
+    scored = tiny(corpus, **keys, rl__reward=f"model:{folder}/whole")
     run = jt.build(scored)
     run.see(0, run.init())
     batch = run.data[0]
@@ -191,8 +191,8 @@ def test_a_reward_model_gives_answers_their_rewards(corpus, rewarded):
     (folder / "resumed" / "run.json").write_text(json.dumps(began))
     with pytest.raises(jt.UserError, match=r"whole has no checkpoint of step 1 that was found good"):
         for_run(jt.build(scored), folder / "resumed")
-    with pytest.raises(jt.UserError, match=r"reinforce\.reward: .*base has no reward model; give a run of preference"):
-        jt.build(tiny(corpus, **keys, reinforce__reward=f"model:{folder}/base"))
+    with pytest.raises(jt.UserError, match=r"rl\.reward: .*base has no reward model; give a run of preference"):
+        jt.build(tiny(corpus, **keys, rl__reward=f"model:{folder}/base"))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config.sections.tuning_keys import PreferenceConfig, ReinforceConfig
+from jaxtrain.config.sections.tuning_keys import PreferenceConfig, RLConfig
 from jaxtrain.objectives import kto, policy_gradient, preference, reward_model
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments
 from jaxtrain.tuning.values import Valued, known_of
@@ -74,7 +74,7 @@ def test_kto(name):
 def test_policy_gradients(name):
     keys = dict(TRUTH["policy_gradient"][name]["keys"])
     mask = MASK & ~np.isin(np.arange(len(MASK)), keys.pop("truncated", []))[:, None]
-    settings = ReinforceConfig(prompts="a", reward="b", max_new_tokens=20, **keys)
+    settings = RLConfig(prompts="a", reward="b", max_new_tokens=20, **keys)
     learnt = jnp.asarray(mask, jnp.float32)
 
     def mean(policy):
@@ -90,7 +90,7 @@ def test_policy_gradients(name):
 @pytest.mark.parametrize("name", TRUTH["ppo"])
 def test_critics(name):
     truth, (before, now) = TRUTH["ppo"][name], values(2 * PAIRS)
-    settings = ReinforceConfig(prompts="a", reward="b", baseline="value", clip_high=0.0, **truth["keys"])
+    settings = RLConfig(prompts="a", reward="b", baseline="value", clip_high=0.0, **truth["keys"])
     answers = [Valued("", (), None, "stop", values=tuple(row[there])) for row, there in zip(before, MASK, strict=True)]
     known = known_of(settings, ADVANTAGES, answers)  # these are the rewards
     found = {key: np.zeros(MASK.shape) for key in ("advantages", "returns")}

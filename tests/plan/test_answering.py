@@ -32,7 +32,7 @@ GPT, GROUPED, WINDOWS, LATENT = ("gpt.py:tiny", "llama3_1b.py:tiny", "gemma3_1b.
 
 def learning(config, **keys):
     """A run of 32 answers of at most 24 tokens behind at most 40 of a prompt."""
-    usual = {"mesh.fsdp": 1, "data.seq_len": 64, "data.global_batch_size": 32, "reinforce.max_new_tokens": 24,
+    usual = {"mesh.fsdp": 1, "data.seq_len": 64, "data.global_batch_size": 32, "rl.max_new_tokens": 24,
              "train.accumulation": 1, **bench_plan.LEARNING}
     return jt.load_config(f"configs/{config}", usual | {key.replace("__", "."): value for key, value in keys.items()})
 
@@ -60,8 +60,8 @@ def test_the_cache_is_that_of_the_formula(config, mesh):
 @pytest.mark.slow
 def test_the_copy_is_the_model_as_it_computes_and_the_state_stays():
     """Whole over `fsdp` in bfloat16, beside weights, moments and the first policy."""
-    keys = {"mesh__fsdp": 4, "mesh__tensor": 2, "reinforce__kl": 0.1, "reinforce__baseline": "value",
-            "reinforce__gather_weights": True}
+    keys = {"mesh__fsdp": 4, "mesh__tensor": 2, "rl__kl": 0.1, "rl__baseline": "value",
+            "rl__gather_weights": True}
     guess = estimate(learning(GROUPED, **keys), targets.TARGETS["h200"], 8)
     assert list(guess.answering) == [LAYING_OUT, PROMPTS, DECODING, VALUES]
     weights = guess.answering[DECODING]["parameters"]
@@ -80,7 +80,7 @@ def test_answers_that_do_not_fit_say_what_makes_room():
     """Fewer of them at once: the rows of a device are a power of two, and groups stay whole."""
     def guess(room, group_size=8):
         config = learning(GROUPED, mesh__fsdp=4, mesh__tensor=2, data__global_batch_size=120,
-                          reinforce__group_size=group_size)
+                          rl__group_size=group_size)
         return Estimate(config, small(room), 8, Counter(gradients=30), Time(Counter(), Counter()), Counter(), 0, 1.0, {
             PROMPTS: Counter(parameters=50), DECODING: Counter({"parameters": 20, CACHE: 70, LOGITS: 10})})
 
@@ -90,7 +90,7 @@ def test_answers_that_do_not_fit_say_what_makes_room():
     assert answers_at_once(guess(29)) == "data.global_batch_size=8"
     assert answers_at_once(guess(29, group_size=12)) == answers_at_once(guess(20)) == ""
     assert room_for_answers(guess(60)) == "use data.global_batch_size=64, for fewer answers at once"
-    assert room_for_answers(guess(20)) == "use more devices, a smaller model or a smaller reinforce.max_new_tokens"
+    assert room_for_answers(guess(20)) == "use more devices, a smaller model or a smaller rl.max_new_tokens"
     found = search.Found(guess(60).config, guess(60).target, 8)
     assert found.why(search.Choice({"mesh.fsdp": 4}, guess(60))) == (
         "1e-07 of 6e-08 GB while answering (decoding); key-value cache 7e-08 GB; data.global_batch_size=64 would fit")
@@ -101,21 +101,21 @@ def test_weights_are_not_gathered_where_their_copy_does_not_fit(monkeypatch):
     """A search, --explain and the check before a run all take it into account."""
     keys = {"mesh__fsdp": 8, "data__global_batch_size": 16, "data__seq_len": 32, "train__remat": "full",
             "model__num_layers": 8, "model__embed_dim": 512, "model__mlp_dim": 2048}
-    config = learning(GROUPED, reinforce__gather_weights=True, **keys)
+    config = learning(GROUPED, rl__gather_weights=True, **keys)
     copied = estimate(config, targets.TARGETS["h200"], 8)
     rests = estimate(learning(GROUPED, **keys), targets.TARGETS["h200"], 8)
     assert copied.worst[0] == LAYING_OUT and rests.bytes < 0.85 * copied.bytes
     target = small((rests.bytes + 9 * copied.bytes) / 10)
     tight = dataclasses.replace(copied, target=target)
     assert "time of a step, without making the answers that it is trained on: " in explained(tight)
-    assert "answers do not fit: use reinforce.gather_weights=False, with which it takes" in explained(tight)
+    assert "answers do not fit: use rl.gather_weights=False, with which it takes" in explained(tight)
     nearest = search.beside(config, target, 8)
-    assert nearest.estimate.fits and not nearest.estimate.config.reinforce.gather_weights
+    assert nearest.estimate.fits and not nearest.estimate.config.rl.gather_weights
     assert "gather_weights=False" in f"{nearest}"
     target = small(copied.bytes / preflight.SURELY / 1.01)
     monkeypatch.setattr(targets, "here", lambda devices=None: target)
-    with pytest.raises(jt.UserError, match=r"reinforce.prompts: answering 16 prompts at once would take about .* GB of "
-                       r"a device's .* GB, .* GB of it weights laid out; use reinforce.gather_weights=False"):
+    with pytest.raises(jt.UserError, match=r"rl.prompts: answering 16 prompts at once would take about .* GB of "
+                       r"a device's .* GB, .* GB of it weights laid out; use rl.gather_weights=False"):
         preflight.check(build(config))
 
 
@@ -127,7 +127,7 @@ def test_weights_are_not_gathered_where_their_copy_does_not_fit(monkeypatch):
 def test_near_what_the_compiler_of_cpus_says(config, mesh, gathered):
     """The models have a width at which products, rather than their smallest parts, decide."""
     wider = {"model__embed_dim": 256, "model__mlp_dim": 1024, "model__num_layers": 4}
-    config = learning(config, reinforce__gather_weights=gathered, data__global_batch_size=128,
+    config = learning(config, rl__gather_weights=gathered, data__global_batch_size=128,
                       **wider, **{f"mesh__{axis}": size for axis, size in mesh.items()})
     devices = math.prod(mesh.values())
     guess = estimate(config, targets.TARGETS["cpu"], devices).answering
@@ -163,7 +163,7 @@ def test_a_reward_model_rests_beside_the_run(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(judge.to_dict()))
     target = targets.TARGETS["h200"]
     alone, beside, elsewhere = (estimate(learning(GPT, mesh__fsdp=8, **keys), target, 8) for keys in (
-        {}, {"reinforce__reward": f"model:{tmp_path}"}, {"reinforce__reward": f"model:{tmp_path / 'gone'}"}))
+        {}, {"rl__reward": f"model:{tmp_path}"}, {"rl__reward": f"model:{tmp_path / 'gone'}"}))
     c = judge.model
     heads = c.num_heads + c.num_kv_heads
     size = 4 / 8 * (c.embed_dim * (c.vocab_size + 1 + 1) + c.num_layers * (

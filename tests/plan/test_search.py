@@ -259,7 +259,7 @@ def test_a_check_can_be_turned_off(monkeypatch):
     (["--target=h100x8", "--precisions=float32,bflot16"], "bflot16 is not a precision; did you mean 'bfloat16'?"),
     (["--target=h100x8", "--link=1"], "--link: it is the rate of a link between islands, and above 0"),
     (["--target=h100x8", "--slowest=3"], "--slowest: it is not a factor of 1 or more"),
-    (["--target=h100x8", "--config.islands.count=2", "--link=1", "--slowest=nan"], "--slowest: it is not a factor"),
+    (["--target=h100x8", "--config.diloco.count=2", "--link=1", "--slowest=nan"], "--slowest: it is not a factor"),
     (["--target=h100x8", "--precisions=float32", "--explain"], "--explain keeps the config's precision"),
 ])
 def test_mistakes_are_one_line(words, said, capsys):
@@ -280,7 +280,7 @@ def test_a_plan_for_scripts(capsys):
 def test_a_slow_island_changes_which_mode_is_fastest(slowest, first, capsys):
     keys = dict(count=8, fragments=2, overlap=5, compression="int4")
     main(["--config=configs/gpt.py:124m", "--target=h100x8", "--explain", "--link=1", f"--slowest={slowest}",
-          *(f"--config.islands.{key}={value}" for key, value in keys.items())])
+          *(f"--config.diloco.{key}={value}" for key, value in keys.items())])
     told = capsys.readouterr().out.partition("by links of 1 Gbit/s")[2].splitlines()
     assert told[1].split()[0] == first
 

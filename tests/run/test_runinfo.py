@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxtrain.config.load import load_config, make_config
-from jaxtrain.config.sections.removed_keys import REMOVED
+from jaxtrain.config.sections.earlier_keys import REMOVED
 from jaxtrain.errors import UserError
 from jaxtrain.run.runinfo import MAY_CHANGE, check_workdir, make_workdir, write_run_files
 from tests.odd_files import ODD, WRONG, device, fifo, folder, in_time, text

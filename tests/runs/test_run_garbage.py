@@ -99,7 +99,7 @@ def test_checkpoints_with_which_other_runs_began_stay(tmp_path):
 def test_they_stay_wherever_they_were_said_to_be(tmp_path, place):
     """Relative to another folder, on another mount, as a reward model, or deep in what is recorded."""
     make(tmp_path / "base", checkpoints=(1, 2, 3, 4))
-    make(tmp_path / "tuned", config={"reinforce": {"reward": place, "more": [{"x": f"{place}@1"}]}}, run={
+    make(tmp_path / "tuned", config={"rl": {"reward": place, "more": [{"x": f"{place}@1"}]}}, run={
         "init_from": {"folder": "x", "base": {"workdir": place.removeprefix("model:"), "step": 2}},
         "own_parts": {"data": {"identity": {"reward_model": {"step": 3, "fingerprint": "x"}}}}})
     assert found(tmp_path) == ([] if place.startswith("model:") else ["base/checkpoints/3"])

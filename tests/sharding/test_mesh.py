@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import jaxtrain as jt
-from jaxtrain.sharding.mesh import AXES, _ordered, axis_sizes, make_mesh, split_over_islands, with_auto_axes
+from jaxtrain.sharding.mesh import AXES, _ordered, axis_sizes, make_mesh, split_over_slices, with_auto_axes
 
 
 def test_a_mesh_has_all_axes_and_is_explicit():
@@ -70,13 +70,13 @@ def test_tensor_joins_neighbours_and_data_the_most_distant():
     ((8, 1, 1, 1, 1, 1), 1, (1, 1, 1, 1, 1, 1)),
 ])
 def test_the_slow_axes_cross_between_islands(sizes, islands, between):
-    assert split_over_islands(sizes, islands) == between
+    assert split_over_slices(sizes, islands) == between
     assert math.prod(between) == islands
 
 
 def test_axes_that_cannot_be_laid_over_the_islands_are_refused():
     with pytest.raises(jt.UserError, match="a factor of 3 remains"):
-        split_over_islands((8, 1, 1, 1, 1, 2), 3)
+        split_over_slices((8, 1, 1, 1, 1, 2), 3)
 
 
 @dataclass(frozen=True)

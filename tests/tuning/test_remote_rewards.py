@@ -137,8 +137,8 @@ def test_a_request_has_a_time_limit(pauses, begin, again):
             over.set()
     assert pauses == [1, 2, 4] and "secret" not in said
     place = redacted(f"http://me:secret@{place}?sig=secret")
-    assert said == (f"reinforce.reward: {place} does not answer (timed out), in 4 tries of at most 0.1 s; check that "
-                    "the scorer is up, or raise reinforce.reward_timeout_s")
+    assert said == (f"rl.reward: {place} does not answer (timed out), in 4 tries of at most 0.1 s; check that "
+                    "the scorer is up, or raise rl.reward_timeout_s")
 
 
 def test_a_scorer_that_is_down(pauses):
@@ -171,7 +171,7 @@ def test_answers_of_another_form_are_told_in_one_line(pauses, status, body, mess
 
     with scorer(answer) as (place, asked):
         said = refusal(f"http://{place}")
-    assert said.replace(f"http://{place}", "URL").startswith(f"reinforce.reward: {message}")
+    assert said.replace(f"http://{place}", "URL").startswith(f"rl.reward: {message}")
     assert len(asked) == 1 and pauses == []
 
 
@@ -187,16 +187,16 @@ def test_answers_of_another_form_are_told_in_one_line(pauses, status, body, mess
 ])
 def test_a_url_is_checked_when_the_run_is_built(files, url, message):  # noqa: F811
     with pytest.raises(jt.UserError) as caught:
-        jt.build(config(files, reinforce__reward=url))
-    assert str(caught.value).startswith(f"reinforce.reward: {message}")
+        jt.build(config(files, rl__reward=url))
+    assert str(caught.value).startswith(f"rl.reward: {message}")
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    (dict(reinforce__reward_timeout_s=5.0), "reinforce.reward_timeout_s: it is read with reinforce.reward=URL only"),
-    (dict(reinforce__reward="http://h/", reinforce__reward_timeout_s=0.0), "reinforce.reward_timeout_s: 0.0 is "),
-    (dict(reinforce__reward="http://h/", reinforce__reward_timeout_s=3601.0), "reinforce.reward_timeout_s: 3601.0"),
-    (dict(reinforce__reward="http://h/", reinforce__reward_timeout_s=30.0),
-     "reinforce.reward_timeout_s: 4 tries of 30 s take longer than resilience.hang_floor=120 s, after which a run "
+    (dict(rl__reward_timeout_s=5.0), "rl.reward_timeout_s: it is read with rl.reward=URL only"),
+    (dict(rl__reward="http://h/", rl__reward_timeout_s=0.0), "rl.reward_timeout_s: 0.0 is "),
+    (dict(rl__reward="http://h/", rl__reward_timeout_s=3601.0), "rl.reward_timeout_s: 3601.0"),
+    (dict(rl__reward="http://h/", rl__reward_timeout_s=30.0),
+     "rl.reward_timeout_s: 4 tries of 30 s take longer than resilience.hang_floor=120 s, after which a run "
      "counts as hung; set resilience.hang_floor=254, or allow less time"),
 ])
 def test_the_time_limit_is_checked(files, keys, message):  # noqa: F811
@@ -225,12 +225,12 @@ def test_a_run_learns_from_a_scorer_as_from_a_function_and_goes_on(files, tmp_pa
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     want = jt.train(config(files), tmp_path / "function")
     with scorer() as (place, asked):
-        keys = dict(reinforce__reward=f"http://me:s3cret@{place}")
+        keys = dict(rl__reward=f"http://me:s3cret@{place}")
         jt.train(config(files, **keys), tmp_path / "scorer")
         shutil.rmtree(tmp_path / "scorer" / "checkpoints" / "6")
-        with pytest.raises(jt.UserError, match=r"holds a run with reinforce\.reward=http://\*\*\*@127"):
-            jt.train(config(files, reinforce__reward=f"http://me:s3cret@{place}/x"), tmp_path / "scorer")
-        keys = dict(reinforce__reward=f"http://me:s3cret2@{place}", reinforce__reward_timeout_s=25.0)
+        with pytest.raises(jt.UserError, match=r"holds a run with rl\.reward=http://\*\*\*@127"):
+            jt.train(config(files, rl__reward=f"http://me:s3cret@{place}/x"), tmp_path / "scorer")
+        keys = dict(rl__reward=f"http://me:s3cret2@{place}", rl__reward_timeout_s=25.0)
         found = jt.train(config(files, **keys), tmp_path / "scorer")
     assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (want, found))))
     assert len(asked) == 9

@@ -53,13 +53,13 @@ def config(files, reward="even", **keys):
     return reference.tiny("llama", **(dict(
         model__vocab_size=264, model__max_seq_len=32, data__seq_len=20, data__global_batch_size=8, mesh__data=2,
         mesh__tensor=2, train__steps=6, train__progress=False, optimizer__warmup_steps=0, checkpoint__every=3,
-        reinforce__prompts=str(files / "prompts.jsonl"), reinforce__reward=f"{files / 'reward.py'}:{reward}",
-        reinforce__group_size=4, reinforce__max_new_tokens=6) | keys))
+        rl__prompts=str(files / "prompts.jsonl"), rl__reward=f"{files / 'reward.py'}:{reward}",
+        rl__group_size=4, rl__max_new_tokens=6) | keys))
 
 
 @pytest.mark.slow
 def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files):
-    run = jt.build(config(files, reinforce__temperature=0.7))
+    run = jt.build(config(files, rl__temperature=0.7))
     state = run.init()
     with pytest.raises(jt.UserError, match=r"batch: that of step 3 is made of the model's answers at step 3; call"):
         run.data[3]
@@ -96,9 +96,9 @@ def test_rows_hold_answers_behind_their_prompts_as_the_policy_sampled_them(files
 
 def test_the_config_of_fine_tuning_is_one_of_rollouts(files):
     """Its packing and its evaluations, which are of a corpus, stop nothing: there are none."""
-    keys = {f"reinforce.{name}": f"{files}/{of}" for name, of in (("prompts", "prompts.jsonl"),
+    keys = {f"rl.{name}": f"{files}/{of}" for name, of in (("prompts", "prompts.jsonl"),
                                                                   ("reward", "reward.py:even"))}
-    keys["reinforce.max_new_tokens"] = 4
+    keys["rl.max_new_tokens"] = 4
     run = jt.build(jt.load_config(Path(__file__).parents[2] / "configs/finetune.py", keys))
     assert run.config.data.packing == "best_fit" and run.config.train.eval_every and run.eval_batches is None
 
@@ -118,7 +118,7 @@ def made(files, **keys):
     run.see(0, state := run.init())
     found = run.data[0]
     held = sum(w.nbytes // (2 if "tensor" in f"{w.sharding.spec}" else 1) for w in jax.tree.leaves(state.params))
-    assert run.data.pop_fields().get("layout_bytes") == (held if run.config.reinforce.gather_weights else None)
+    assert run.data.pop_fields().get("layout_bytes") == (held if run.config.rl.gather_weights else None)
     return found
 
 
@@ -129,7 +129,7 @@ def made_by_rows_alone(files):
 
 
 @pytest.mark.parametrize("keys", [
-    *slow(dict(mesh__data=1, mesh__fsdp=2, mesh__stage=2, mesh__tensor=2, reinforce__gather_weights=True)),
+    *slow(dict(mesh__data=1, mesh__fsdp=2, mesh__stage=2, mesh__tensor=2, rl__gather_weights=True)),
     # test_values.py has all three axes without a layout for decoding.
     *exhaustive(dict(mesh__data=1, mesh__fsdp=2), dict(mesh__data=2, mesh__stage=2))], ids=str)
 def test_any_mesh_makes_the_same_batch(files, made_by_rows_alone, keys):
@@ -148,7 +148,7 @@ def read(workdir):
 @pytest.mark.exhaustive  # test_values.py and test_staleness.py go on from answers, the one with reuse
 @pytest.mark.parametrize("reuse", [1, 2])
 def test_a_run_that_goes_on_makes_the_same_answers_and_learns(files, tmp_path, reuse):
-    keys = dict(reinforce__reuse=reuse, reinforce__kl=0.01, train__steps=8, optimizer__learning_rate=3e-3)
+    keys = dict(rl__reuse=reuse, rl__kl=0.01, train__steps=8, optimizer__learning_rate=3e-3)
     whole = jt.train(config(files, **keys), tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     for step in (6, 8):  # 3 is within the two steps that share answers
@@ -174,33 +174,33 @@ def test_a_run_that_goes_on_makes_the_same_answers_and_learns(files, tmp_path, r
 
 
 def test_advantages():
-    from jaxtrain.config.sections.tuning_keys import ReinforceConfig
+    from jaxtrain.config.sections.tuning_keys import RLConfig
     from jaxtrain.tuning.rewards import advantages_of
 
     keys = dict(prompts="a", reward="b", group_size=3)
     rewards = [0, 1, 2, 5, 5, 5]
-    plain = advantages_of(ReinforceConfig(**keys, scale="none"), rewards)
+    plain = advantages_of(RLConfig(**keys, scale="none"), rewards)
     np.testing.assert_allclose(plain, [-1, 0, 1, 0, 0, 0])
-    others = advantages_of(ReinforceConfig(**keys, scale="none", baseline="others"), rewards)
+    others = advantages_of(RLConfig(**keys, scale="none", baseline="others"), rewards)
     np.testing.assert_allclose(others, [-1.5, 0, 1.5, 0, 0, 0])
-    batch = advantages_of(ReinforceConfig(**keys, scale="batch"), rewards)
+    batch = advantages_of(RLConfig(**keys, scale="batch"), rewards)
     np.testing.assert_allclose(batch, plain / (np.std(rewards, ddof=1) + 1e-4))
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    (dict(reinforce__reward=""), "reinforce.reward: it is missing, and reinforcement learning needs both; give FILE"),
-    (dict(reinforce__reward="x.py"), "reinforce.reward: 'x.py' names no function of a file; write FILE.py:FUNC"),
-    (dict(reinforce__reward="model:none"), "reinforce.reward: none is not the workdir of a run with checkpoints; "),
-    (dict(reinforce__reward="x.py:f"), "reinforce.reward: there is no file x.py; check the name"),
-    (dict(reward="odd"), "reinforce.reward: FILES/reward.py has no function 'odd'; check the name"),
-    (dict(reinforce__prompts="none.jsonl"), "reinforce.prompts: none.jsonl cannot be read "),
-    (dict(reinforce__group_size=3), "data.global_batch_size: 8 answers are not whole groups of reinforce.group_size"),
-    (dict(reinforce__group_size=1), "reinforce.group_size: 1 answers cannot be compared with each other; give 2 or"),
-    (dict(reinforce__staleness=-1), "reinforce.staleness: -1 is negative; give 0 or more"),
-    (dict(reinforce__max_new_tokens=20), "reinforce.max_new_tokens: 20 leaves no room for a prompt in data.seq_len=20"),
-    (dict(reinforce__max_new_tokens=14), "reinforce.prompts: 'say x1:' has 7 tokens, and data.seq_len less "),
+    (dict(rl__reward=""), "rl.reward: it is missing, and reinforcement learning needs both; give FILE"),
+    (dict(rl__reward="x.py"), "rl.reward: 'x.py' names no function of a file; write FILE.py:FUNC"),
+    (dict(rl__reward="model:none"), "rl.reward: none is not the workdir of a run with checkpoints; "),
+    (dict(rl__reward="x.py:f"), "rl.reward: there is no file x.py; check the name"),
+    (dict(reward="odd"), "rl.reward: FILES/reward.py has no function 'odd'; check the name"),
+    (dict(rl__prompts="none.jsonl"), "rl.prompts: none.jsonl cannot be read "),
+    (dict(rl__group_size=3), "data.global_batch_size: 8 answers are not whole groups of rl.group_size"),
+    (dict(rl__group_size=1), "rl.group_size: 1 answers cannot be compared with each other; give 2 or"),
+    (dict(rl__staleness=-1), "rl.staleness: -1 is negative; give 0 or more"),
+    (dict(rl__max_new_tokens=20), "rl.max_new_tokens: 20 leaves no room for a prompt in data.seq_len=20"),
+    (dict(rl__max_new_tokens=14), "rl.prompts: 'say x1:' has 7 tokens, and data.seq_len less "),
     (dict(data__packing="bucket"), "data.packing: batches are made of the model's own answers; leave it out"),
-    (dict(train__epochs=2, train__steps=0), "train.epochs: a run on its own answers to reinforce.prompts makes its "
+    (dict(train__epochs=2, train__steps=0), "train.epochs: a run on its own answers to rl.prompts makes its "
      "data as it goes, so that they have no length; give train.steps"),
     (dict(preference__loss="dpo", data__packing="pairs"), "preference.loss: a run learns from preferences or from "),
 ])
@@ -222,16 +222,16 @@ def test_rewards_that_are_none_are_told_in_one_line(files, monkeypatch, reward, 
     data.see(0, None)
     with pytest.raises(jt.UserError) as refusal:
         data[0]
-    assert f"{refusal.value}".startswith(f"reinforce.reward: {message}")
+    assert f"{refusal.value}".startswith(f"rl.reward: {message}")
 
 
 def test_lines_without_a_prompt_are_refused(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"promt": "b"}\n')
-    with pytest.raises(jt.UserError, match=r"reinforce\.prompts: line 3 of .* has no prompt; write lines such as"):
+    with pytest.raises(jt.UserError, match=r"rl\.prompts: line 3 of .* has no prompt; write lines such as"):
         rollouts.read_prompts(str(path))
     path.write_text("\n")
-    with pytest.raises(jt.UserError, match=r"reinforce\.prompts: .* has no prompts; write lines such as"):
+    with pytest.raises(jt.UserError, match=r"rl\.prompts: .* has no prompts; write lines such as"):
         rollouts.read_prompts(str(path))
 
 
@@ -251,7 +251,7 @@ def test_a_model_that_answers_through_a_template_ends_with_its_turn_and_keeps_it
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert prepare.main([f"--input={tmp_path}/chat.jsonl", f"--tokenizer={tmp_path}/tokenizer.json",
                          "--chat_template=chatml", f"--output={tmp_path}/corpus"]) == 0
-    base = dict(reinforce__prompts="", reinforce__reward="", reinforce__group_size=8, reinforce__max_new_tokens=64,
+    base = dict(rl__prompts="", rl__reward="", rl__group_size=8, rl__max_new_tokens=64,
                 model__vocab_size=280, data__source=str(tmp_path / "corpus"), data__packing="best_fit",
                 model__max_seq_len=64, data__seq_len=64, data__eval_fraction=0.1)
     jt.train(config(files, **base), tmp_path / "base")
@@ -259,9 +259,9 @@ def test_a_model_that_answers_through_a_template_ends_with_its_turn_and_keeps_it
     prompts = [{"prompt": text, "number": 1}, {"prompt": [{"role": "user", "content": "say 1"}], "number": 1}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
     (tmp_path / "reward.py").write_text("def any(answer, record):\n    return len(answer)\n")
-    keys = dict(reinforce__prompts=str(tmp_path / "prompts.jsonl"), model__max_seq_len=64, data__seq_len=64,
-                reinforce__reward=f"{tmp_path / 'reward.py'}:any", train__init_from=str(tmp_path / "base"),
-                reinforce__max_new_tokens=24, train__steps=2, model__vocab_size=280,
+    keys = dict(rl__prompts=str(tmp_path / "prompts.jsonl"), model__max_seq_len=64, data__seq_len=64,
+                rl__reward=f"{tmp_path / 'reward.py'}:any", train__init_from=str(tmp_path / "base"),
+                rl__max_new_tokens=24, train__steps=2, model__vocab_size=280,
                 checkpoint__every=1)
     run = jt.build(config(files, **keys))
     assert run.data.prompts[0] == run.data.prompts[1] == prompt_ids(run.data.tokenizer, text)

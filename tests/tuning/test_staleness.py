@@ -70,9 +70,9 @@ def trained(data, start, stop):
     (0, 1, [0, 1, 2, 3, 4, 5]), (2, 1, [0, 0, 0, 1, 2, 3]), (3, 2, [0, 0, 0, 0, 1, 1]),
     *slow((1, 2, [0, 0, 1, 1, 3, 3])), *exhaustive((1, 1, [0, 0, 1, 2, 3, 4]), (0, 2, [0, 0, 2, 2, 4, 4]))])
 def test_the_state_before_so_many_steps_answers(built, answers, staleness, reuse, states):
-    found = trained(begun(built(reinforce__staleness=staleness, reinforce__reuse=reuse)), 0, 6)
+    found = trained(begun(built(rl__staleness=staleness, rl__reuse=reuse)), 0, 6)
     assert [state for state, _ in found] == states
-    plain = begun(built(reinforce__reuse=reuse))  # the answers to the prompts of the same steps, at once
+    plain = begun(built(rl__reuse=reuse))  # the answers to the prompts of the same steps, at once
     for step, (state, batch) in enumerate(found):
         plain.forget()
         plain.see(step - step % reuse, state)
@@ -84,7 +84,7 @@ def test_the_state_before_so_many_steps_answers(built, answers, staleness, reuse
 @pytest.mark.parametrize("left", ["read", "scored", "answered", "nothing of later states", "all of a longer run"])
 @pytest.mark.parametrize("reuse", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_run_that_goes_on_reads_what_earlier_states_answered(built, answers, tmp_path, left, reuse):
-    run = built(reinforce__staleness=2, reinforce__reuse=reuse)
+    run = built(rl__staleness=2, rl__reuse=reuse)
     whole = trained(begun(run, tmp_path), 0, 6)
     kept = {path: path.read_text() for path in sorted(tmp_path.iterdir())}
     for path in [] if left.startswith("all") else kept:
@@ -104,14 +104,14 @@ def test_a_run_that_goes_on_reads_what_earlier_states_answered(built, answers, t
 
 
 def test_what_is_missing_or_damaged(built, answers, tmp_path, capsys):
-    run, folder = built(reinforce__staleness=2), tmp_path / "rollouts"
+    run, folder = built(rl__staleness=2), tmp_path / "rollouts"
     trained(begun(run, folder), 0, 4)
     text = (folder / "6.jsonl").read_text()
     for content, message in (("{\n", "is not as the run wrote it ("),
                              ("\n".join(text.split("\n")[1:]), "has 7 answers"),
                              (text.replace('"say', '"tell', 1), "has answers to other prompts")):
         (folder / "6.jsonl").write_text(content)
-        with pytest.raises(jt.UserError, match=r"reinforce: .*/6\.jsonl") as refusal:
+        with pytest.raises(jt.UserError, match=r"rl: .*/6\.jsonl") as refusal:
             trained(begun(run, folder), 4, 5)
         assert message in str(refusal.value) and "bring it back, or delete it: the model that goes on answers" in str(
             refusal.value)
@@ -127,7 +127,7 @@ def test_what_is_missing_or_damaged(built, answers, tmp_path, capsys):
 
 def test_steps_go_on_while_a_reward_is_outstanding(built, answers):
     """The scorer returns nothing before two steps more were made than without staleness."""
-    run, may, asked = built(reinforce__staleness=2), threading.Event(), []
+    run, may, asked = built(rl__staleness=2), threading.Event(), []
 
     def score(answer, record):
         asked.append(threading.current_thread().name)
@@ -144,10 +144,10 @@ def test_steps_go_on_while_a_reward_is_outstanding(built, answers):
 
 
 def test_an_error_of_the_reward_comes_at_the_step_that_needs_it(built, answers):
-    data = begun(built(reinforce__staleness=1), score=lambda answer, record: {"0": 1.0}[answer])
+    data = begun(built(rl__staleness=1), score=lambda answer, record: {"0": 1.0}[answer])
     trained(data, 0, 2)
     data.see(2, 2)
-    with pytest.raises(jt.UserError, match=r"reinforce.reward: it fails on the answer '1' \(KeyError: '1'\); let it"):
+    with pytest.raises(jt.UserError, match=r"rl.reward: it fails on the answer '1' \(KeyError: '1'\); let it"):
         data[2]
     quits = PendingRewards(lambda answers, records: exit(3))
     quits.ask(0, [], [])
@@ -198,10 +198,10 @@ def test_a_function_is_not_called_while_a_thread_that_was_left_behind_is_in_it(m
 
 def test_answers_behind_the_last_step_are_kept_and_not_scored(built, answers, tmp_path):
     """A run that is given more steps reads them."""
-    trained(begun(built(reinforce__staleness=2, train__steps=4), tmp_path), 0, 4)
+    trained(begun(built(rl__staleness=2, train__steps=4), tmp_path), 0, 4)
     rewarded = {int(path.stem): '"reward"' in path.read_text() for path in tmp_path.iterdir()}
     assert rewarded == {1: True, 2: True, 3: True, 4: True, 5: False, 6: False}
-    trained(begun(built(reinforce__staleness=2), tmp_path), 4, 6)
+    trained(begun(built(rl__staleness=2), tmp_path), 4, 6)
     assert '"reward"' in (tmp_path / "6.jsonl").read_text()
 
 
@@ -216,7 +216,7 @@ def test_several_threads_score_the_answers_of_several_steps_at_once():
 
 @pytest.mark.slow
 def test_training_equals_steps_on_answers_of_earlier_states_and_goes_on(files, tmp_path):  # noqa: F811
-    keys = dict(train__steps=6, checkpoint__every=3, optimizer__learning_rate=3e-3, reinforce__kl=0.01)
+    keys = dict(train__steps=6, checkpoint__every=3, optimizer__learning_rate=3e-3, rl__kl=0.01)
     run = jt.build(config(files, **keys))  # makes answers without staleness, and is told them by hand
     state, batches = run.init(), {}
     for step in range(6):
@@ -225,7 +225,7 @@ def test_training_equals_steps_on_answers_of_earlier_states_and_goes_on(files, t
             run.see(later, state)
             batches[later] = run.data[later]
         state, metrics = run.step(state, batches[step])
-    whole = jt.train(config(files, **keys, reinforce__staleness=2), tmp_path / "whole")
+    whole = jt.train(config(files, **keys, rl__staleness=2), tmp_path / "whole")
     assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole, state))))
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert [line["staleness"] for line in lines] == [0, 1, 2, 2, 2, 2]
@@ -237,10 +237,10 @@ def test_training_equals_steps_on_answers_of_earlier_states_and_goes_on(files, t
     for path in (tmp_path / "parts" / "rollouts").iterdir():
         if int(path.stem) > 5:  # of states after step 3
             path.unlink()
-    parts = jt.train(config(files, **keys, reinforce__staleness=2), tmp_path / "parts")
+    parts = jt.train(config(files, **keys, rl__staleness=2), tmp_path / "parts")
     assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole, parts))))
-    with pytest.raises(jt.UserError, match=r"--workdir: .* holds a run with reinforce.staleness=2, this config has 1"):
-        jt.train(config(files, **keys, reinforce__staleness=1), tmp_path / "parts")
+    with pytest.raises(jt.UserError, match=r"--workdir: .* holds a run with rl.staleness=2, this config has 1"):
+        jt.train(config(files, **keys, rl__staleness=1), tmp_path / "parts")
 
 
 @pytest.mark.parametrize("begins", [*slow("with one process"), *exhaustive("with two")])
@@ -254,9 +254,9 @@ def of(answer, record):
 """)
     keys = {"model.num_layers": 1, "model.embed_dim": 32, "model.max_seq_len": 32, "data.seq_len": 20, "train.steps": 4,
             "data.global_batch_size": 8, "train.eval_every": 0, "checkpoint.every": 2, "mesh.data": 1, "mesh.fsdp": 2,
-            "mesh.tensor": 2, "reinforce.group_size": 4, "reinforce.max_new_tokens": 6, "reinforce.staleness": 1,
-            "reinforce.gather_weights": True, "reinforce.prompts": files / "prompts.jsonl",
-            "reinforce.reward": f"{tmp_path / 'reward.py'}:of"}
+            "mesh.tensor": 2, "rl.group_size": 4, "rl.max_new_tokens": 6, "rl.staleness": 1,
+            "rl.gather_weights": True, "rl.prompts": files / "prompts.jsonl",
+            "rl.reward": f"{tmp_path / 'reward.py'}:of"}
     flags = [f"--config={ROOT}/configs/gpt.py:tiny", *(f"--config.{key}={value}" for key, value in keys.items())]
     assert main([*flags, f"--workdir={tmp_path / 'one'}"]) == 0
 

@@ -11,7 +11,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.commands import export
 from jaxtrain.commands import generate as generate_command
-from jaxtrain.config.sections.tuning_keys import ReinforceConfig
+from jaxtrain.config.sections.tuning_keys import RLConfig
 from jaxtrain.hub import trained_model
 from jaxtrain.hub.adapters import adapter_commands
 from jaxtrain.hub.generate import Generated
@@ -22,7 +22,7 @@ from tests.tuning.test_rollouts import config, files, on_four  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("cache")  # programs are compiled once
 KEYS = dict(prompts="a", reward="b", baseline="value")
-CRITIC = dict(reinforce__baseline="value", reinforce__group_size=1)
+CRITIC = dict(rl__baseline="value", rl__group_size=1)
 
 
 @pytest.mark.parametrize(("gamma", "mix"), [(1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.8, 0.0)])
@@ -41,14 +41,14 @@ def test_advantages_are_means_of_what_was_found_after_any_number_of_tokens(gamma
     plain = np.array(plain)
     values = np.concatenate([answer.values for answer in answers])
     for scale, want in (("none", plain), ("group", (plain - plain.mean()) / np.sqrt(plain.var(ddof=1) + 1e-8))):
-        c = ReinforceConfig(**KEYS, scale=scale, gamma=gamma, gae_lambda=mix)
+        c = RLConfig(**KEYS, scale=scale, gamma=gamma, gae_lambda=mix)
         found = known_of(c, rewards, answers)
         assert [len(one["advantages"]) for one in found] == [5, 1, 3]
         for name, all_of_it in (("advantages", want), ("returns", plain + values), ("values", values)):
             np.testing.assert_allclose(np.concatenate([one[name] for one in found]), all_of_it, rtol=1e-9, atol=1e-12)
-    alone, = known_of(ReinforceConfig(**KEYS), [2.0], [replace(answers[1], values=(0.5,))])
+    alone, = known_of(RLConfig(**KEYS), [2.0], [replace(answers[1], values=(0.5,))])
     assert alone["advantages"].tolist() == [0] and alone["returns"].tolist() == [2]
-    assert "returns" not in known_of(ReinforceConfig(prompts="a", reward="b", group_size=2), [1, 2], [
+    assert "returns" not in known_of(RLConfig(prompts="a", reward="b", group_size=2), [1, 2], [
         Generated("", (), None, "stop")] * 2)[0]
 
 
@@ -64,7 +64,7 @@ def test_rows_hold_the_values_of_the_state_that_made_the_answers_on_any_mesh(fil
     made = []
     for devices, mesh in ((4, dict(mesh__data=2, mesh__tensor=2)),
                           (8, dict(mesh__data=1, mesh__fsdp=2, mesh__stage=2, mesh__tensor=2))):
-        run = jt.build(config(files, **mesh, **CRITIC, reinforce__scale="none", reinforce__kl=0.1),
+        run = jt.build(config(files, **mesh, **CRITIC, rl__scale="none", rl__kl=0.1),
                        devices=jax.local_devices()[:devices])
         state = run.init()
         assert not np.asarray(state.params["value_head"]["kernel"]).any()
@@ -91,10 +91,10 @@ def test_rows_hold_the_values_of_the_state_that_made_the_answers_on_any_mesh(fil
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_reads_its_values_and_others_begin_with_or_without_its_head(files, tmp_path):  # noqa: F811
-    plain = dict(reinforce__prompts="", reinforce__reward="", reinforce__group_size=8, reinforce__max_new_tokens=64,
+    plain = dict(rl__prompts="", rl__reward="", rl__group_size=8, rl__max_new_tokens=64,
                  data__source=str(files / "reward.py"))
     base = jt.train(config(files, **plain, train__steps=2), tmp_path / "base")
-    keys = dict(**CRITIC, lora__rank=2, reinforce__reuse=2, reinforce__kl=0.01, reinforce__gamma=0.9,
+    keys = dict(**CRITIC, lora__rank=2, rl__reuse=2, rl__kl=0.01, rl__gamma=0.9,
                 optimizer__learning_rate=3e-3, train__init_from=str(tmp_path / "base"))
     whole = jt.train(config(files, **keys), tmp_path / "whole")
     parts = jt.train(config(files, **keys), resumed(tmp_path / "whole", tmp_path / "parts", last=6))  # from step 3
@@ -110,7 +110,7 @@ def test_a_run_that_goes_on_reads_its_values_and_others_begin_with_or_without_it
     short = tmp_path / "short"
     resumed(tmp_path / "whole", short, last=6)
     (short / "rollouts/3.jsonl").write_text("".join(json.dumps({**one, "values": None}) + "\n" for one in kept))
-    with pytest.raises(jt.UserError, match=r"reinforce: .*3\.jsonl is not as the run wrote it"):
+    with pytest.raises(jt.UserError, match=r"rl: .*3\.jsonl is not as the run wrote it"):
         jt.train(config(files, **keys), short)
 
     def begun(**other):
@@ -118,8 +118,8 @@ def test_a_run_that_goes_on_reads_its_values_and_others_begin_with_or_without_it
 
     same = lambda a, b: jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (a, b))))  # noqa: E731
     model = {key: value for key, value in whole.all_params.items() if key != "reference"}
-    assert same(begun(reinforce__kl=0.0).all_params, model)
-    without = dict(reinforce__baseline="mean", reinforce__group_size=4, reinforce__gamma=1.0, reinforce__kl=0.0)
+    assert same(begun(rl__kl=0.0).all_params, model)
+    without = dict(rl__baseline="mean", rl__group_size=4, rl__gamma=1.0, rl__kl=0.0)
     assert same(begun(**without).all_params, without_heads(model))
 
     # What is published of it is a language model, or its adapters.
@@ -135,10 +135,10 @@ def test_a_run_that_goes_on_reads_its_values_and_others_begin_with_or_without_it
 
 def test_what_a_critic_needs_is_told_in_one_line(files):  # noqa: F811
     for keys, message in (
-            (dict(reinforce__gamma=0.9), "reinforce.gamma: it is read with reinforce.baseline=value only; set that"),
-            (dict(**CRITIC, reinforce__gae_lambda=1.5), r"reinforce.gae_lambda: 1.5 is not in [0, 1]; try 0.95 or 1"),
-            (dict(**CRITIC, reinforce__value_loss=0.0), "reinforce.value_loss: 0.0 is not positive; give a number abo"),
-            (CRITIC | dict(reinforce__group_size=0), "reinforce.group_size: 0 answers cannot be compared with each ")):
+            (dict(rl__gamma=0.9), "rl.gamma: it is read with rl.baseline=value only; set that"),
+            (dict(**CRITIC, rl__gae_lambda=1.5), r"rl.gae_lambda: 1.5 is not in [0, 1]; try 0.95 or 1"),
+            (dict(**CRITIC, rl__value_loss=0.0), "rl.value_loss: 0.0 is not positive; give a number abo"),
+            (CRITIC | dict(rl__group_size=0), "rl.group_size: 0 answers cannot be compared with each ")):
         with pytest.raises(jt.UserError) as refusal:
             config(files, **keys)
         assert f"{refusal.value}".startswith(message)

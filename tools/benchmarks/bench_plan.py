@@ -78,7 +78,7 @@ TPU = [  # where attention keeps all scores of a layer: rows of 4,096
 ]
 CASES = [*H200, *QLORA, *TPU]
 ANSWERS_KEPT = KEPT.with_name("compiled_answers.jsonl")
-LEARNING = {"reinforce.prompts": "prompts.jsonl", "reinforce.reward": "reward.py:reward", "train.eval_every": 0,
+LEARNING = {"rl.prompts": "prompts.jsonl", "rl.reward": "reward.py:reward", "train.eval_every": 0,
             "train.sample_tokens": 0, "checkpoint.best": ""}
 
 
@@ -87,8 +87,8 @@ def answers(name: str, config: str, target: str, devices: int, rows: int, seq_le
     found = [case(f"{name}{how}", config, target, devices, rows, seq_len, remat="full", **keys)
              for how in ("", " gathered")]
     for gather, one in enumerate(found):
-        one["overrides"] |= LEARNING | {"reinforce.max_new_tokens": seq_len // 2,
-                                        "reinforce.gather_weights": bool(gather)}
+        one["overrides"] |= LEARNING | {"rl.max_new_tokens": seq_len // 2,
+                                        "rl.gather_weights": bool(gather)}
     return found
 
 

@@ -30,7 +30,7 @@ from jaxtrain.tuning.rollouts import Rollouts
 
 STALENESS, SERIES = (0, 1, 2), 5
 KEYS = {"model.num_layers": 4, "data.seq_len": 48, "data.global_batch_size": 64, "train.eval_every": 0,
-        "reinforce.max_new_tokens": 32, "reinforce.reward": "none.py:none", "train.steps": 2**20}
+        "rl.max_new_tokens": 32, "rl.reward": "none.py:none", "train.steps": 2**20}
 
 
 class Steps:
@@ -74,7 +74,7 @@ def built(records: list, overrides: dict, folder: str):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     (Path(folder) / "none.py").write_text("def none(answer, record):\n    return 0.0\n")
     return jt.build(load_config("configs/gpt.py:tiny", KEYS | overrides | {
-        "reinforce.prompts": f"{path}", "reinforce.reward": f"{folder}/none.py:none"}))
+        "rl.prompts": f"{path}", "rl.reward": f"{folder}/none.py:none"}))
 
 
 def main() -> None:
@@ -86,7 +86,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         overrides = overrides_of(words, vars(flags))
         if flags.gather:
-            runs = [Steps(built(records, overrides | {"reinforce.gather_weights": on}, folder), records)
+            runs = [Steps(built(records, overrides | {"rl.gather_weights": on}, folder), records)
                     for on in (False, True)]
             found = []
 

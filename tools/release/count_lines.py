@@ -19,7 +19,7 @@ LEARNING = """
     __init__ main commands/train errors redaction builder run/__init__ run/identity run/shapes run/model_loss
     run/made_of_sections run/validation run/rule_checks extensions/__init__
     config/schema config/family config/decoder_config config/model_config config/field_checks config/load
-    config/sections/tuning_keys config/sections/observe_keys config/sections/island_keys
+    config/sections/tuning_keys config/sections/observe_keys config/sections/diloco_keys
     config/sections/compression_keys config/sections/sparsity_keys
     sharding/rules sharding/mesh sharding/products
     models/make_model models/decoder models/layers models/attention/self_attention models/gpt2 models/trained_parameters

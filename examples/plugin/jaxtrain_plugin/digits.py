@@ -10,5 +10,5 @@ class Digits:
     wanted: str = "0123456789"  # the characters that are rewarded
 
     def __call__(self, answer, record):
-        """Return the reward of an answer to the prompt of a record, a line of `reinforce.prompts`."""
+        """Return the reward of an answer to the prompt of a record, a line of `rl.prompts`."""
         return sum(letter in self.wanted for letter in answer) / max(1, len(answer))

@@ -41,7 +41,7 @@ def check(config: Any) -> None:
     if not config.compression.method:
         return
     for key, value, reason in (
-            ("reinforce.prompts", config.reinforce.prompts, "rewards are compared over the whole batch"),
+            ("rl.prompts", config.rl.prompts, "rewards are compared over the whole batch"),
             ("preference.loss", config.preference.loss == "kto", "kto compares answers of the whole batch"),
             ("optimizer.zero_stage", config.optimizer.zero_stage > (2 if config.compression.method == "exact" else 0),
              "what is spread over data crosses it whole")):

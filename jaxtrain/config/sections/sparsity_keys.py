@@ -38,8 +38,8 @@ def check(config: Any) -> None:
     if c.targets and config.train.ema_decay:
         raise UserError("train.ema_decay", "an average of weights whose zeros move has fewer of them",
                         "leave it out, or sparsity.targets")
-    if c.targets and config.islands.count:
-        raise UserError("islands.count", "a mean over islands has fewer zeros than the weights of each",
+    if c.targets and config.diloco.count:
+        raise UserError("diloco.count", "a mean over islands has fewer zeros than the weights of each",
                         "leave it out, or sparsity.targets")
     if c.targets and c.start > config.train.steps and not config.train.epochs:
         raise UserError("sparsity.start", f"{c.start} is behind train.steps={config.train.steps}, so that no weight "

@@ -91,8 +91,8 @@ REINFORCE_LOSSES = ("dapo", "grpo", "dr_grpo")
 
 
 @dataclass(frozen=True)
-class ReinforceConfig:
-    """Reinforcement learning from rewards for the model's own answers (docs/reinforce.md); off by default."""
+class RLConfig:
+    """Reinforcement learning from rewards for the model's own answers (docs/rl.md); off by default."""
 
     prompts: str = ""  # file of JSON lines with a "prompt" each; "": no reinforcement learning
     # reward function as FILE.py:FUNCTION(answer, record), reward model as model:WORKDIR, a scoring service's URL, or
@@ -132,17 +132,17 @@ class ReinforceConfig:
     kl: float = number(0.0, least=0)  # coefficient of the KL divergence from the initial policy; 0: no KL penalty
 
     def __post_init__(self):
-        bounded(self, "reinforce")
-        _unread(self, "reinforce", self.prompts or self.reward, "prompts", " ".join(
+        bounded(self, "rl")
+        _unread(self, "rl", self.prompts or self.reward, "prompts", " ".join(
             field.name for field in fields(self) if field.name not in ("prompts", "reward")))
-        _unread(self, "reinforce", "://" in self.reward, "reward=URL", "reward_timeout_s")
-        _unread(self, "reinforce", self.value_head, "baseline=value", "gamma gae_lambda value_loss value_clip")
+        _unread(self, "rl", "://" in self.reward, "reward=URL", "reward_timeout_s")
+        _unread(self, "rl", self.value_head, "baseline=value", "gamma gae_lambda value_loss value_clip")
         if self.group_size < (1 if self.value_head else 2):
-            raise UserError("reinforce.group_size", f"{self.group_size} answers cannot be compared with each other",
-                            "give 2 or more, such as 8, or 1 with reinforce.baseline=value")
+            raise UserError("rl.group_size", f"{self.group_size} answers cannot be compared with each other",
+                            "give 2 or more, such as 8, or 1 with rl.baseline=value")
         if bool(self.prompts) != bool(self.reward):
             missing = "reward" if self.prompts else "prompts"
-            raise UserError(f"reinforce.{missing}", "it is missing, and reinforcement learning needs both",
+            raise UserError(f"rl.{missing}", "it is missing, and reinforcement learning needs both",
                             "give FILE.py:FUNCTION" if self.prompts else "give a file of JSON lines")
 
     @property
@@ -180,7 +180,7 @@ def _unread(section: Any, name: str, on: Any, key: str, others: str) -> None:
 def tuned_from_nothing(config: Any) -> str:
     """Return the key that tunes a model, of a config that names none to begin with; "" of any other config."""
     keys = {"lora.rank": config.lora.rank, "preference.loss": config.preference.loss,
-            "reinforce.prompts": config.reinforce.prompts}
+            "rl.prompts": config.rl.prompts}
     return "" if config.train.init_from else next((key for key, value in keys.items() if value), "")
 
 
@@ -214,8 +214,8 @@ def check(config: Any) -> None:
     if packing in ("pairs", "answers") and not loss:
         raise UserError("data.packing", f"{packing} hold rejected answers too, which next-token prediction would learn",
                         f"set preference.loss, such as {'dpo' if packing == 'pairs' else 'kto'}")
-    _check_reinforce(config)
-    if config.evaluation.tasks and (config.reinforce.prompts or loss == "reward"):
+    _check_rl(config)
+    if config.evaluation.tasks and (config.rl.prompts or loss == "reward"):
         raise UserError("evaluation.tasks", "a reward model has no logits" if loss else "a run on its own answers has "
                         "no evaluations", "leave them out" if loss else "use jaxtrain evaluate --watch")
     for key, value in (("data.cross_document_attention", config.data.cross_document_attention),
@@ -225,20 +225,20 @@ def check(config: Any) -> None:
             raise UserError(key, f"preference.loss={loss} does not support it", "leave it out")
 
 
-def _check_reinforce(config: Any) -> None:
-    c, data, train = config.reinforce, config.data, config.train
+def _check_rl(config: Any) -> None:
+    c, data, train = config.rl, config.data, config.train
     if not c.prompts:
         return
     if config.preference.loss:
         raise UserError("preference.loss", "a run learns from preferences or from rewards", "leave out one of them")
     if train.epochs:
-        raise UserError("train.epochs", "a run on its own answers to reinforce.prompts makes its data as it goes, so "
+        raise UserError("train.epochs", "a run on its own answers to rl.prompts makes its data as it goes, so "
                         "that they have no length", "give train.steps")
     if data.global_batch_size % c.group_size:
         raise UserError("data.global_batch_size", f"{data.global_batch_size} answers are not whole groups of "
-                        f"reinforce.group_size={c.group_size}", f"make it a multiple of {c.group_size}")
+                        f"rl.group_size={c.group_size}", f"make it a multiple of {c.group_size}")
     if c.max_new_tokens >= data.seq_len:
-        raise UserError("reinforce.max_new_tokens", f"{c.max_new_tokens} leaves no room for a prompt in data.seq_len="
+        raise UserError("rl.max_new_tokens", f"{c.max_new_tokens} leaves no room for a prompt in data.seq_len="
                         f"{data.seq_len}", "raise data.seq_len, or ask for shorter answers")
     for key, value, wanted in (
             ("data.cross_document_attention", data.cross_document_attention, False), ("train.z_loss", train.z_loss, 0),

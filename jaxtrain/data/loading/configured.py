@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import DataConfig
-from jaxtrain.config.sections.island_keys import IslandsConfig
+from jaxtrain.config.sections.diloco_keys import DilocoConfig
 from jaxtrain.data.loading.batch_spec import Array
 
 
@@ -20,7 +20,7 @@ def configured_corpus(model: ModelConfig, data: DataConfig) -> Any:
     return load_corpus(data)
 
 
-def configured_batches(model: ModelConfig, data: DataConfig, islands: IslandsConfig, corpus: Any,
+def configured_batches(model: ModelConfig, data: DataConfig, diloco: DilocoConfig, corpus: Any,
                        arrays: Mapping[str, Array], split: str = "train") -> Any:
     """Return the batches of a split by step; `arrays`: those that the model reads. None: the split is empty."""
     train = split == "train"
@@ -40,8 +40,8 @@ def configured_batches(model: ModelConfig, data: DataConfig, islands: IslandsCon
 
     if not train:
         return eval_batches(data, corpus)
-    if islands.count:
+    if diloco.count:
         from jaxtrain.data.loading.island_part import island_batches
 
-        return island_batches(data, corpus, islands.index, islands.count)
+        return island_batches(data, corpus, diloco.index, diloco.count)
     return train_batches(data, corpus)

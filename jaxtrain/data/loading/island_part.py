@@ -63,6 +63,6 @@ def island_batches(config: DataConfig, corpus: Corpus, index: int, count: int) -
     """Return the training batches of an island, whose own size is what the config says."""
     if config.stages or config.packing == "bucket":
         key = "stages" if config.stages else "packing"
-        raise UserError(f"data.{key}", "islands divide batches of one shape only", "leave it out, or islands.count")
+        raise UserError(f"data.{key}", "islands divide batches of one shape only", "leave it out, or diloco.count")
     whole = replace(config, global_batch_size=count * config.global_batch_size)
     return IslandPart(train_batches(whole, corpus), index, count)

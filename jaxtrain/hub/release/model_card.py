@@ -16,7 +16,7 @@ from jaxtrain.files.bounded_files import json_lines, user_json
 FILE = "README.md"
 # Keys whose values are names of files, which tell of the machine and mean nothing elsewhere.
 _PLACES = ("data.source", "data.mixture", "data.cache_dir", "data.tokenizer", "data.stages", "train.init_from",
-           "train.init_encoder_from", "reinforce.prompts", "reinforce.reward")
+           "train.init_encoder_from", "rl.prompts", "rl.reward")
 _FIX = "bring the run's records back"
 
 
@@ -190,7 +190,7 @@ def _gates(record: JsonMapping) -> str:
 
 
 def _configuration(sections: JsonMapping) -> str:
-    told = ("model", "data", "optimizer", "train", "lora", "preference", "reinforce")
+    told = ("model", "data", "optimizer", "train", "lora", "preference", "rl")
     kept = {name: {key: value for key, value in sections[name].items() if f"{name}.{key}" not in _PLACES}
             for name in told if sections.get(name)}
     return f"## Configuration\n\n```json\n{json.dumps(kept, indent=1, default=str)}\n```"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxtrain.base.annotations import PyTree
-from jaxtrain.config.sections.island_keys import IslandsConfig
+from jaxtrain.config.sections.diloco_keys import DilocoConfig
 from jaxtrain.parallel.compression import codecs
 from jaxtrain.sharding.rules import Axes
 
@@ -34,7 +34,7 @@ class Mode:
     received: float
 
 
-def progress_bytes(islands: IslandsConfig, params: PyTree, axes: Axes) -> float:
+def progress_bytes(diloco: DilocoConfig, params: PyTree, axes: Axes) -> float:
     """Return the bytes of an island's progress as it is compressed, without headers.
 
     Args:
@@ -42,19 +42,19 @@ def progress_bytes(islands: IslandsConfig, params: PyTree, axes: Axes) -> float:
         axes: their logical names.
     """
     leaves, structure = jax.tree.flatten(params)
-    if islands.compression != codecs.PowerSGD.name:
-        return BYTES[islands.compression] * sum(leaf.size for leaf in leaves)
+    if diloco.compression != codecs.PowerSGD.name:
+        return BYTES[diloco.compression] * sum(leaf.size for leaf in leaves)
     names = [None] * len(leaves) if axes is None else structure.flatten_up_to(axes)
-    return sum(codecs.for_parameter(islands.compression, {"rank": islands.rank}, name, leaf.shape).size(leaf.shape)
+    return sum(codecs.for_parameter(diloco.compression, {"rank": diloco.rank}, name, leaf.shape).size(leaf.shape)
                for name, leaf in zip(names, leaves, strict=True))
 
 
-def modes(islands: IslandsConfig, step: float, parameters: int, link: float, *, progress: float | None = None,
+def modes(diloco: DilocoConfig, step: float, parameters: int, link: float, *, progress: float | None = None,
           port: float = math.inf, latency: float = 0.05, slowest: float = 1.0) -> list[Mode]:
     """Return what a step takes in each mode, the fastest first.
 
     Args:
-        islands: the config's section: how many there are, how often they talk, and how what they send is compressed.
+        diloco: the config's section: how many there are, how often they talk, and how what they send is compressed.
         step: seconds of an island's step by itself.
         parameters: that are trained.
         link: bytes a second, each way, of an island to the others.
@@ -63,38 +63,38 @@ def modes(islands: IslandsConfig, step: float, parameters: int, link: float, *, 
         latency: seconds of a way there and back.
         slowest: how many times as long the slowest island takes for a step.
     """
-    others, apart = islands.count - 1, replace(islands, mode="sync", overlap=0, blend=IslandsConfig.blend, fragments=1,
-                                               age_decay=IslandsConfig.age_decay, pull=IslandsConfig.pull)
-    ring = 2 * others / islands.count * 4 * parameters
+    others, apart = diloco.count - 1, replace(diloco, mode="sync", overlap=0, blend=DilocoConfig.blend, fragments=1,
+                                               age_decay=DilocoConfig.age_decay, pull=DilocoConfig.pull)
+    ring = 2 * others / diloco.count * 4 * parameters
     talk = ring / link + 2 * others * latency / 2
     found = [Mode("synchronous", step * slowest + max(0.0, talk - BACKWARD * step), ring, ring)]
 
-    size = BYTES[islands.compression] * parameters if progress is None else progress
+    size = BYTES[diloco.compression] * parameters if progress is None else progress
 
-    def add(name: str, section: IslandsConfig, pace: float) -> None:
+    def add(name: str, section: DilocoConfig, pace: float) -> None:
         found.append(_exchanging(name, section, step * pace, size, 4 * parameters, link, port, latency))
 
     add("DiLoCo", apart, slowest)
     if others:
-        add("gossip", replace(apart, mode="gossip", overlap=islands.overlap), slowest)
-    if islands.overlap or islands.fragments > 1:
-        add("streaming", replace(apart, overlap=islands.overlap, fragments=islands.fragments), slowest)
-    pace = islands.count / (others + 1 / slowest)  # harmonic mean of the islands' steps
+        add("gossip", replace(apart, mode="gossip", overlap=diloco.overlap), slowest)
+    if diloco.overlap or diloco.fragments > 1:
+        add("streaming", replace(apart, overlap=diloco.overlap, fragments=diloco.fragments), slowest)
+    pace = diloco.count / (others + 1 / slowest)  # harmonic mean of the islands' steps
     add("asynchronous", replace(apart, mode="async"), pace)
     return sorted(found, key=lambda mode: mode.seconds)
 
 
-def _exchanging(name: str, islands: IslandsConfig, step: float, size: float, whole: float, link: float, port: float,
+def _exchanging(name: str, diloco: DilocoConfig, step: float, size: float, whole: float, link: float, port: float,
                 latency: float) -> Mode:
-    received = size * (islands.count - 1)
-    if islands.mode == "gossip":  # one partner's, and the outer parameters in float32 with it
+    received = size * (diloco.count - 1)
+    if diloco.mode == "gossip":  # one partner's, and the outer parameters in float32 with it
         received = size = size + whole
-    crowd = 1 if islands.mode == "async" else islands.count  # so many at the port at once
+    crowd = 1 if diloco.mode == "async" else diloco.count  # so many at the port at once
     byte_s = max(1 / link, crowd / port)
-    offered, answered = (part / islands.fragments * byte_s for part in (size, received))
-    exposed = max(0.0, offered + answered + TRIPS * latency - islands.overlap * step)
-    seconds = max(step + exposed / islands.interval, islands.count * max(size, received) / port / islands.every)
-    return Mode(name, seconds, size / islands.every, received / islands.every)
+    offered, answered = (part / diloco.fragments * byte_s for part in (size, received))
+    exposed = max(0.0, offered + answered + TRIPS * latency - diloco.overlap * step)
+    seconds = max(step + exposed / diloco.interval, diloco.count * max(size, received) / port / diloco.every)
+    return Mode(name, seconds, size / diloco.every, received / diloco.every)
 
 
 def table(found: list[Mode], at_port: list[Mode], link: float) -> str:

@@ -132,7 +132,7 @@ def _memory(found: Found, top: int) -> list[str]:
                    ("Activations, gradients and buffers", "State, kept between steps"),
                    lambda size: f"{gigabytes(size)} GB")
     unfit = f", then the {len(large)} smallest that do not" if large else ""
-    answers = " and of each phase of answering" if found.config.reinforce.prompts else ""
+    answers = " and of each phase of answering" if found.config.rl.prompts else ""
     return ["<h2>Where the memory of a device goes</h2>", paragraph(
         f"At the worst moment of a step{answers}: the first {len(best)} that fit{unfit}."),
         chart(bars, look, limits if found.target.usable < 1 else limits[1:])]

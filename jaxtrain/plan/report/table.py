@@ -122,7 +122,7 @@ def table(found: Found, top: int = 10, tokens: float = 1e12) -> str:
             lines.append(_row(f"{number}{'*' if id(choice) in pareto else ''}", str(choice), gigabytes(e.bytes),
                               f"{e.seconds:.3g} s", f"{e.tokens_per_second:,.0f}", e.mfu_said,
                               f"{e.days(tokens):,.1f}", f"${e.cost(tokens):,.0f}"))
-        without = ", without the time in which answers are made" if found.config.reinforce.prompts else ""
+        without = ", without the time in which answers are made" if found.config.rl.prompts else ""
         lines += ["", f"days and cost: of {tokens:.3g} tokens, at ${found.target.price:g} a device and hour{without}. "
                   "*: no other is both faster and smaller. The first:", "", f"  {keys(found, found.fitting[0])}", "",
                   explained(found.fitting[0].estimate)]

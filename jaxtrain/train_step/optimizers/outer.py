@@ -1,4 +1,4 @@
-"""The state of the outer optimizer of islands, an entry of a state's `extras` (jaxtrain/islands has what changes it).
+"""The state of the outer optimizer of islands, an entry of a state's `extras` (jaxtrain/diloco has what changes it).
 
     params      the outer parameters: those that all islands agree on
     position    the number of the last entry of the log that is in them

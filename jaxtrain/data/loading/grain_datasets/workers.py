@@ -15,7 +15,7 @@ from absl import flags
 
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import DataConfig
-from jaxtrain.config.sections.island_keys import IslandsConfig
+from jaxtrain.config.sections.diloco_keys import DilocoConfig
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.data.loading.batch_spec import Array
 from jaxtrain.data.loading.configured import configured_batches, configured_corpus
@@ -40,12 +40,12 @@ def read_flags() -> None:
 class ForWorkers:
     """A batch source that a worker process makes anew from the config, rather than receive what this one has read."""
 
-    def __init__(self, model: ModelConfig, data: DataConfig, islands: IslandsConfig, arrays: Mapping[str, Array],
+    def __init__(self, model: ModelConfig, data: DataConfig, diloco: DilocoConfig, arrays: Mapping[str, Array],
                  source: BatchSource | None = None):
         """`source`: the config's batches, where they are made already."""
-        self._sections, self._arrays = (model, data, islands), arrays
+        self._sections, self._arrays = (model, data, diloco), arrays
         self._source = source if source is not None else configured_batches(
-            model, data, islands, configured_corpus(model, data), arrays)
+            model, data, diloco, configured_corpus(model, data), arrays)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_source"], name)
