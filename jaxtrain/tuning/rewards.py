@@ -18,7 +18,7 @@ KEY = "rl.reward"
 
 def load_reward(named: str, options: Any = None) -> Reward:
     """Return the function that FILE.py:FUNCTION names, or the environment of another package with these options."""
-    if ":" not in named:
+    if ":" not in named and not named.endswith(".py"):
         return ENVIRONMENTS.made(named, options)
     file, _, name = named.rpartition(":")
     if not file.endswith(".py") or not name:

@@ -156,7 +156,7 @@ def test_spec_augment_is_a_function_of_seed_step_and_row(corpus):
     (dict(model__end=400), "model.end: 400 is not a token below model.vocab_size=320; give ids of the tokenizer"),
     (dict(model__prefix=[]), "model.prefix: 0 tokens in sequences of model.max_seq_len=8; give the"),
     (dict(data__seq_len=128), "data.seq_len: 128 exceeds model.audio_positions=32; lower it or raise model.audio_pos"),
-    (dict(model__ctc_weight=2.0), "model.ctc_weight: 2.0 is a share above 1; give one such as 0.3"),
+    (dict(model__ctc_weight=2.0), "model.ctc_weight: 2.0 is not in [0, 1]; give a share such as 0.3"),
     (dict(model__audio_chunks_back=2), "model.audio_chunks_back: it is read with model.audio_chunk only; set that"),
     (dict(data__seq_len=32, data__crop=True, data__buckets=[]), "data.seq_len: "),
     (dict(mesh__context=2, model__max_seq_len=6), "model.max_seq_len: the 6 tokens of the decoder in 4 parts: that do"),

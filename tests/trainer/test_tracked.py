@@ -114,7 +114,7 @@ def test_how_a_run_ends(flags, tmp_path, ends, status):
 
 
 @pytest.mark.parametrize(("keys", "refused"), [
-    (["observe.trackers=wandbb"], "observe.trackers: 'wandbb' is not supported; did you mean 'wandb'?\n"),
+    (["observe.trackers=wandbb"], "observe.trackers: there is no tracker 'wandbb'; did you mean 'wandb'?\n"),
     (["observe.trackers=wandb,wandb"], "observe.trackers: it names a tracker twice; name each once\n"),
     (["observe.histograms=weight"], "observe.histograms: 'weight' is not supported; did you mean 'weights'?\n"),
     (["observe.histograms_every=2"], "observe.histograms_every: there is no tracker to show them; name one in "
