@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from jaxtrain.observe.trackers.tracker import Tracker
     from jaxtrain.run import Extension, Run
     from jaxtrain.runs.report.figures import plot
+    from jaxtrain.sharding.activations import constrain
+    from jaxtrain.sharding.axis_rules import Rules, rules
     from jaxtrain.sharding.mesh import make_mesh
-    from jaxtrain.sharding.rules import Rules, constrain, rules
     from jaxtrain.train_step.standalone import TrainStep, Weighted, make_train_step
     from jaxtrain.train_step.state import TrainState
     from jaxtrain.trainer.loop import train
@@ -61,8 +62,9 @@ _NAMES = {  # module: what it gives
     "observe.trackers.tracker": ["Tracker"],
     "run": ["Extension", "Run"],
     "runs.report.figures": ["plot"],
+    "sharding.activations": ["constrain"],
+    "sharding.axis_rules": ["Rules", "rules"],
     "sharding.mesh": ["make_mesh"],
-    "sharding.rules": ["Rules", "constrain", "rules"],
     "train_step.standalone": ["TrainStep", "Weighted", "make_train_step"],
     "train_step.state": ["TrainState"],
     "trainer.loop": ["train"],

@@ -23,7 +23,7 @@ from jaxtrain.run import Extension, Run, for_run
 from jaxtrain.run.made_of_sections import configured
 from jaxtrain.run.own_model import Given
 from jaxtrain.sharding import pictures
-from jaxtrain.sharding.rules import AnyMesh, Axes
+from jaxtrain.sharding.axis_rules import AnyMesh, Axes
 
 
 def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, platform: str = "",

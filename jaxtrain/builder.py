@@ -24,9 +24,9 @@ from jaxtrain.objectives import MakeObjective, Objective
 from jaxtrain.run import Extension, Parts, Run, rule_checks, shapes_of, validation
 from jaxtrain.run.made_of_sections import configured, made_objective
 from jaxtrain.run.model_loss import ModelLoss, Schedules
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import axis_rules, mesh_context
+from jaxtrain.sharding.axis_rules import AnyMesh, Rules
 from jaxtrain.sharding.mesh import AXES, check_mesh, make_mesh
-from jaxtrain.sharding.rules import AnyMesh, Rules
 from jaxtrain.train_step import optimizers, partition, precision
 from jaxtrain.train_step.settings import StepSettings
 from jaxtrain.train_step.sharded_step import ShardedStep
@@ -60,7 +60,7 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     _check_given(config, mesh, optimizer, data)
     mesh = mesh or _mesh(config, devices)
     rules, classes = _rules(config), extensions.asked(config)
-    kind = sharding.platform_of(mesh, platform)
+    kind = mesh_context.platform_of(mesh, platform)
     compute = precision.resolve(config.train.precision, kind)
 
     def checked(config: Config, rules: Rules) -> Schedules | None:
@@ -160,11 +160,11 @@ def _mesh(config: Config, devices: Any) -> AnyMesh:
 
 
 def _rules(config: Config) -> Rules:
-    unknown = [name for name in config.mesh.overrides if name not in sharding.CONFIG_KEYS]
+    unknown = [name for name in config.mesh.overrides if name not in axis_rules.CONFIG_KEYS]
     if unknown:
         raise UserError(f"mesh.overrides.{unknown[0]}", "no model has this logical axis",
-                        nearest(unknown[0], sharding.CONFIG_KEYS))
-    rules = sharding.rules(config.mesh.rules, **config.mesh.overrides)
+                        nearest(unknown[0], axis_rules.CONFIG_KEYS))
+    rules = axis_rules.rules(config.mesh.rules, **config.mesh.overrides)
     rule_checks.agree(config, rules)
     return rules
 
@@ -205,7 +205,7 @@ def _warn_of_waste(goal: Objective, params: Params, shardings: Any, schedule: "S
                       f"stages x {schedule.chunks} chunks empty", stacklevel=3)
     both = [(leaf, where) for key in parts.stacks for leaf, where in zip(
         jax.tree.leaves(parts.lift(params)[key]), jax.tree.leaves(parts.lift(shardings)[key]), strict=True)]
-    whole = [leaf for leaf, where in both if not any("stage" in sharding.axes_of(entry) for entry in where.spec)]
+    whole = [leaf for leaf, where in both if not any("stage" in axis_rules.axes_of(entry) for entry in where.spec)]
     share = sum(leaf.size for leaf in whole) / sum(leaf.size for leaf, _ in both)
     if share > 0.1:
         warnings.warn(f"mesh.stage: {stages} divides neither the layers nor another dimension of {share:.0%} of their "

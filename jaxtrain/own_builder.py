@@ -14,8 +14,8 @@ from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
 from jaxtrain.run import Extension, Parts, Run, shapes_of
 from jaxtrain.run.own_model import Given, OwnModel, OwnObjective, refuse_vain_keys
-from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.rules import AnyMesh
+from jaxtrain.sharding import axis_rules
+from jaxtrain.sharding.axis_rules import AnyMesh
 from jaxtrain.train_step.standalone import TrainStep, make_train_step
 from jaxtrain.train_step.state import Layout, TrainState
 
@@ -27,7 +27,7 @@ def build(config: Config, own: Given, mesh: AnyMesh, optimizer: optax.GradientTr
     t, o = config.train, config.optimizer
     assert own.loss_fn and optimizer
     alone = make_train_step(
-        own.loss_fn, optimizer, mesh=mesh, rules=sharding.rules(config.mesh.rules, **config.mesh.overrides),
+        own.loss_fn, optimizer, mesh=mesh, rules=axis_rules.rules(config.mesh.rules, **config.mesh.overrides),
         axes=own.axes, accumulation=t.accumulation, clip_norm=o.clip_norm, precision=t.precision,
         zero_stage=o.zero_stage, gather=own.gather, seed=t.seed if own.with_key else None)
     first = data.shape(0) if data is not None else (config.data.global_batch_size, config.data.seq_len)

@@ -186,7 +186,7 @@ def anys(source: str) -> int:
 
 
 def test_signatures_say_what_they_take():
-    """`Any` becomes rarer: base/annotations, train_step/state and sharding/rules have names for what has no class."""
+    """`Any` becomes rarer: base/annotations, train_step/state and sharding/axis_rules have names for what has no class."""
     assert anys("def f(a: int, *b: Any, c: dict[str, Any] = {}) -> list[Any]: ...") == 3
     assert sum(anys(path.read_text()) for path in PACKAGE.rglob("*.py")) <= ANY
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxtrain.base.annotations import AnyArray, PyTree
 from jaxtrain.errors import UserError
-from jaxtrain.sharding.rules import Axes, Names
+from jaxtrain.sharding.axis_rules import Axes, Names
 
 
 @dataclass(frozen=True)

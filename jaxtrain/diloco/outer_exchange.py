@@ -36,7 +36,7 @@ from jaxtrain.diloco.outer_replica import OuterReplica
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.extensions import ema
 from jaxtrain.run import Stopped
-from jaxtrain.sharding.rules import Axes
+from jaxtrain.sharding.axis_rules import Axes
 from jaxtrain.train_step.optimizers.outer import DUE, NAME
 from jaxtrain.train_step.state import TrainState
 

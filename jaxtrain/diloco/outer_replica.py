@@ -21,7 +21,7 @@ from jaxtrain.diloco.meeting import Entry, Offer, Trimmed
 from jaxtrain.diloco.outer_optimizer import OuterOptimizer
 from jaxtrain.diloco.payload import make_payload
 from jaxtrain.errors import UserError, say
-from jaxtrain.sharding.rules import Axes
+from jaxtrain.sharding.axis_rules import Axes
 
 
 class OuterReplica:

@@ -15,7 +15,7 @@ from jaxtrain.config.sections.diloco_keys import LOSSY, DilocoConfig
 from jaxtrain.errors import UserError
 from jaxtrain.parallel.compression import codecs, payload_bytes
 from jaxtrain.parallel.compression.codecs import Codec, Payload, PowerSGD, Shape
-from jaxtrain.sharding.rules import Names
+from jaxtrain.sharding.axis_rules import Names
 
 ROUNDS = 2  # of power iteration for an offer
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from jaxtrain.parallel.compression.compressed_gradients import NAME, CompressedGradients, refused
 from jaxtrain.run import Extension, Parts
 from jaxtrain.run.validation import Refusal
-from jaxtrain.sharding.rules import Shardings
+from jaxtrain.sharding.axis_rules import Shardings
 from jaxtrain.train_step.gradients import StateGradient
 from jaxtrain.train_step.state import Extras, Layout
 

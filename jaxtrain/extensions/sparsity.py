@@ -24,8 +24,8 @@ from jaxtrain.errors import UserError, nearest
 from jaxtrain.models.experts.moe import MATRICES, MoE
 from jaxtrain.models.layers import Linear
 from jaxtrain.run import Extension, Parts
-from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.rules import Shardings
+from jaxtrain.sharding import activations, axis_rules
+from jaxtrain.sharding.axis_rules import Shardings
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Extras, Layout, Params, Skeleton, TrainState
 
@@ -121,9 +121,9 @@ def _kernels(model: Skeleton) -> dict[str, tuple[str, int]]:
 def _check(path: str, shape: tuple[int, ...], dimension: int, where: NamedSharding) -> None:
     """Refuse a kernel whose neighbouring inputs are not together on one device."""
     spec = (*where.spec, *(None,) * (len(shape) - len(where.spec)))
-    pieces = sharding.shards(spec[dimension], where.mesh)
+    pieces = axis_rules.shards(spec[dimension], where.mesh)
     if shape[dimension] // pieces % GROUP:
-        over = f", split over {'+'.join(sharding.axes_of(spec[dimension]))}," if pieces > 1 else ""
+        over = f", split over {'+'.join(axis_rules.axes_of(spec[dimension]))}," if pieces > 1 else ""
         raise UserError("sparsity.targets", f"the {shape[dimension]} inputs of {path}{over} are not groups of {GROUP} "
                         f"on {'each device' if pieces > 1 else 'a device'}", "leave it out, or change its size or the "
                         "mesh")
@@ -142,8 +142,8 @@ def largest(x: jax.Array, dimension: int) -> jax.Array:
 def _on_devices(f: Callable[[jax.Array, int], jax.Array]) -> Callable[[jax.Array, int], jax.Array]:
     """Return `f` of what each device holds of an array."""
     def of(x, dimension):
-        if sharding.activation_spec() is None:
+        if activations.activation_spec() is None:
             return f(x, dimension)
         spec = jax.typeof(x).sharding.spec
-        return sharding.manual_region(lambda x: f(x, dimension), spec, spec)(x)
+        return activations.manual_region(lambda x: f(x, dimension), spec, spec)(x)
     return of

@@ -17,8 +17,8 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.run import Extension, Parts
 from jaxtrain.run.validation import Refusal
+from jaxtrain.sharding.axis_rules import Axes
 from jaxtrain.sharding.host_memory import HOST, fetched
-from jaxtrain.sharding.rules import Axes
 from jaxtrain.train_step import optimizers
 from jaxtrain.train_step.hooks import MakeUpdate, Update
 from jaxtrain.train_step.state import Layout

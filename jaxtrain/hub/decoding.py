@@ -30,7 +30,7 @@ from jaxtrain.models.attention.kv_cache import CACHE, Cache, in_place
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.make_model import make_model
 from jaxtrain.parallel.expert_options import ExpertOptions
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, axis_rules, mesh_context
 from jaxtrain.sharding.mesh import AXES
 from jaxtrain.train_step.state import Params, Skeleton
 
@@ -56,7 +56,7 @@ def programs(run: "Run") -> "Decoding":
     model = Skeleton.of(nnx.eval_shape(
         lambda: make_model(c, how, run.config.lora, scalar_head=run.config.scalar_head,
                            rngs=nnx.Rngs(params=jax.random.key(0)))))
-    rules = sharding.Rules({**run.sharded.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"),
+    rules = axis_rules.Rules({**run.sharded.rules.table, "batch": tuple(axis for axis in AXES if axis != "tensor"),
                             "seq": (), "block_seq": ()})
     return Decoding(run, model, rules)
 
@@ -67,12 +67,12 @@ class Decoding:
 
     run: "Run"
     model: Skeleton
-    rules: sharding.Rules
+    rules: axis_rules.Rules
 
     @property
     def rows(self) -> int:
         """The number of rows is a multiple of this: the number of parts that the mesh cuts a batch into."""
-        return sharding.shards(self.rules.spec(("batch",))[0], self.run.mesh)
+        return axis_rules.shards(self.rules.spec(("batch",))[0], self.run.mesh)
 
     def rows_for(self, texts: int) -> int:
         """Return how many rows a batch of this many texts has."""
@@ -80,11 +80,11 @@ class Decoding:
 
     def context(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the programs are traced."""
-        return sharding.use(self.run.mesh, self.rules, self.run.sharded.settings.platform)
+        return mesh_context.use(self.run.mesh, self.rules, self.run.sharded.settings.platform)
 
     def placement(self, dimensions: int) -> P:
         """Return how an array of this many dimensions is spread over the mesh by its first one."""
-        return sharding.without_trivial_axes(self.rules.spec(("batch", *[None] * (dimensions - 1))), self.run.mesh)
+        return axis_rules.without_trivial_axes(self.rules.spec(("batch", *[None] * (dimensions - 1))), self.run.mesh)
 
     def laid_out(self, params: Params) -> Params:
         """Return the parameters as they compute: cast, and whole over the axes that would be gathered for each token.
@@ -183,7 +183,7 @@ class Decoding:
     def lay_out_program(self):
         """The compiled function that lays out one array for decoding; its arguments: the array and its dtype."""
         def whole(w, dtype):
-            kept = (tuple(axis for axis in sharding.axes_of(part) if axis in ("tensor", "expert"))
+            kept = (tuple(axis for axis in axis_rules.axes_of(part) if axis in ("tensor", "expert"))
                     for part in jax.typeof(w).sharding.spec)
             return jax.reshard(w.astype(dtype), P(*kept))
 
@@ -271,15 +271,15 @@ class Decoding:
         return model.finish(x_BTD), aux
 
     def _logits(self, model: Decoder, x_B1D: jax.Array) -> jax.Array:
-        head_DV = sharding.gather(model.head(), "embed", "vocab")
+        head_DV = activations.gather(model.head(), "embed", "vocab")
         logits_BV = jnp.einsum("btd,dv->bv", x_B1D, head_DV, preferred_element_type=jnp.float32,
-                               out_sharding=sharding.activation_spec("batch", "act_vocab"))
-        return sharding.constrain(logits_BV, "batch", None)
+                               out_sharding=activations.activation_spec("batch", "act_vocab"))
+        return activations.constrain(logits_BV, "batch", None)
 
     def _by_row(self, f: Callable[[PyTree, PyTree], PyTree], rows: PyTree, shared: PyTree = None) -> PyTree:
         """Apply a function of each row alone, and of what all rows share: every device computes its own."""
-        spec = sharding.activation_spec("batch")
-        return sharding.manual_region(f, in_specs=(spec, P()), out_specs=spec)(rows, shared)
+        spec = activations.activation_spec("batch")
+        return activations.manual_region(f, in_specs=(spec, P()), out_specs=spec)(rows, shared)
 
 
 def bucket(size: int) -> int:
@@ -292,7 +292,7 @@ def _layers_apart() -> bool:
 
     There XLA copies what a layer has out of a stack before it multiplies by it, and so moves three times as many bytes.
     """
-    return sharding.platform() == "cpu"
+    return mesh_context.platform() == "cpu"
 
 
 def _apart(stacks: dict[str, PyTree]) -> dict[str, PyTree]:

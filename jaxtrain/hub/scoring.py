@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.hub.decoding import Decoding, decoding
 from jaxtrain.models import lora
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, axis_rules
 from jaxtrain.train_step.state import Params
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Scorer:
     @functools.cached_property
     def _score(self):
         return self._program(lambda model, x_BTD, targets_BT: _of_targets(
-            x_BTD, sharding.gather(model.head(), "embed", "vocab"), targets_BT))
+            x_BTD, activations.gather(model.head(), "embed", "vocab"), targets_BT))
 
     @functools.cached_property
     def readouts_program(self):
@@ -127,7 +127,7 @@ class Scorer:
         def run(params, tokens_BT, targets_BT, lengths_B, chosen_BR=None):
             model = self.programs.model_of(params)
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-            positions_BT = sharding.constrain(positions_BT, "batch", None)
+            positions_BT = activations.constrain(positions_BT, "batch", None)
             segments_BT = (positions_BT < lengths_B[:, None]).astype(jnp.int32)
             longest = self.programs.run.config.model.max_seq_len - 1  # padding may lie behind it
             with lora.choosing(chosen_BR):
@@ -139,8 +139,8 @@ class Scorer:
 
 def _of_targets(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return targets' log-probabilities, and whether each has the largest logit; logits exist for one row at a time."""
-    rows, vocab = sharding.split_by("batch"), sharding.split_by("act_vocab")
-    axes = sharding.axes_of(vocab)
+    rows, vocab = activations.split_by("batch"), activations.split_by("act_vocab")
+    axes = axis_rules.axes_of(vocab)
     total, largest = (partial(f, axis_name=axes) if axes else lambda x: x for f in (lax.psum, lax.pmax))
 
     def local(x_BTD, head_DV, targets_BT):
@@ -157,5 +157,5 @@ def _of_targets(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array) -> 
 
         return lax.map(row, (x_BTD, targets_BT))
 
-    return sharding.manual_region(local, in_specs=(P(rows, None, None), P(None, vocab), P(rows, None)),
+    return activations.manual_region(local, in_specs=(P(rows, None, None), P(None, vocab), P(rows, None)),
                                   out_specs=P(rows, None))(x_BTD, head_DV, targets_BT)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, axis_rules, mesh_context
 
 F32 = jnp.float32
 
@@ -92,23 +92,23 @@ _summed.defvjp(_forward, _backward)
 def run_head(x, head, targets, weights, teacher, options, gradients) -> tuple[jax.Array, ...]:
     """Return sums over tokens (with z-loss and without), then the gradients of the former, then each token's loss."""
     local = partial(_local, options=options, gradients=gradients)
-    if sharding.activation_spec() is None:
+    if activations.activation_spec() is None:
         return local(x, targets, weights, (head, *teacher[1:]), teacher[:1])
-    batch, seq, vocab = map(sharding.split_by, ("batch", "seq", "act_vocab"))
-    batch_axes, vocab_axes = sharding.axes_of(batch) + sharding.axes_of(seq), sharding.axes_of(vocab)
+    batch, seq, vocab = map(activations.split_by, ("batch", "seq", "act_vocab"))
+    batch_axes, vocab_axes = axis_rules.axes_of(batch) + axis_rules.axes_of(seq), axis_rules.axes_of(vocab)
     tokens, x_spec = P(batch, seq), P(batch, seq, None)
 
     def spec_of(head):
         """Return the layout at rest, if the devices that split the batch can gather it among themselves."""
         rows, columns = jax.typeof(head).sharding.spec
-        at_rest = set(sharding.axes_of(rows)) <= set(batch_axes) and columns == vocab
+        at_rest = set(axis_rules.axes_of(rows)) <= set(batch_axes) and columns == vocab
         return P(rows if at_rest else None, vocab)
 
     heads = (head, *teacher[1:])  # the teacher's too, if there is one
     specs = [*map(spec_of, heads)]
-    sums_2, *more = sharding.manual_region(
+    sums_2, *more = activations.manual_region(
         partial(local, batch_axes=batch_axes, vocab_axes=vocab_axes,
-                row_axes=[sharding.axes_of(spec[0]) for spec in specs]),
+                row_axes=[axis_rules.axes_of(spec[0]) for spec in specs]),
         in_specs=(x_spec, tokens, tokens, tuple(specs), (x_spec,) * len(teacher[:1])),
         out_specs=(P(), x_spec, specs[0], tokens) if gradients else (P(), tokens),
     )(x, targets, weights, tuple(map(jax.reshard, heads, specs)), teacher[:1])
@@ -120,7 +120,7 @@ def run_head(x, head, targets, weights, teacher, options, gradients) -> tuple[ja
 def _statistics(logits_NV: jax.Array, hit_NV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return each token's largest logit, the sum of the exponentials below it, and the logit of its target."""
     wanted_NV = jnp.where(hit_NV, logits_NV, 0)
-    if sharding.platform() == "cpu":  # a reduction of several values at once is slower there
+    if mesh_context.platform() == "cpu":  # a reduction of several values at once is slower there
         top_N = logits_NV.max(-1)
         return top_N, jnp.exp(logits_NV - top_N[:, None]).sum(-1), wanted_NV.sum(-1)
 

@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 _NEVER = -1e30  # a log-probability; -inf would make gradients NaN
 
@@ -27,15 +27,15 @@ def ctc_loss(logits_BSV: jax.Array, lengths_B: jax.Array, tokens_BU: jax.Array, 
         counts_B: how many of those are not padding.
         blank: the token that stands for none.
     """
-    rows = sharding.activation_spec("batch", None, None)
+    rows = activations.activation_spec("batch", None, None)
     if rows is None:
         return _ctc_loss(logits_BSV, lengths_B, tokens_BU, counts_B, blank)
     by_row = jax.P(rows[0])
-    return sharding.manual_region(
+    return activations.manual_region(
         partial(_ctc_loss, blank=blank), in_specs=(rows, by_row, jax.P(rows[0], None), by_row),
         out_specs=by_row,
-    )(sharding.constrain(logits_BSV, "batch", None, None), sharding.constrain(lengths_B, "batch"),
-      sharding.constrain(tokens_BU, "batch", None), sharding.constrain(counts_B, "batch"))
+    )(activations.constrain(logits_BSV, "batch", None, None), activations.constrain(lengths_B, "batch"),
+      activations.constrain(tokens_BU, "batch", None), activations.constrain(counts_B, "batch"))
 
 
 def _ctc_loss(logits_BSV, lengths_B, tokens_BU, counts_B, blank):

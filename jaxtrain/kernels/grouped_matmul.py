@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxtrain.errors import UserError
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import mesh_context
 
 INTERPRET: Any = None  # tests: parameters of Pallas's interpreter, with which the kernels run anywhere
 ROWS, DIMENSION = 128, 64  # what the number of rows and the dimensions of weights must be multiples of
@@ -95,7 +95,7 @@ def _refusal(dtype: jnp.dtype, rows: int, *dimensions: int) -> str:
     odd = next((size for size in dimensions if size % DIMENSION), 0)
     reasons = {
         "it runs on NVIDIA GPUs of compute capability 9 (H100, H200) only":
-            not INTERPRET and not 9 <= sharding.compute_capability() < 10,
+            not INTERPRET and not 9 <= mesh_context.compute_capability() < 10,
         f"it needs JAX 0.11 or newer, and this is {jax.__version__}": jax.__version_info__ < (0, 11),
         f"it computes in bfloat16 or float16, not {dtype}":
             not INTERPRET and dtype.itemsize > 1 and dtype not in (jnp.bfloat16, jnp.float16),

@@ -19,7 +19,7 @@ from jaxtrain.models.heads.scalar_head import ScalarHead
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.rematerialization import cut, layers_at_once, wraps
 from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 if TYPE_CHECKING:
     from jaxtrain.parallel.pipeline.stage_placement import Slots
@@ -52,7 +52,7 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, segments_BT, angles,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
-        h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
+        h = activations.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
         y_BTD, aux = self.attention(h, segments_BT, angles, cache)
         x_BTD = checkpoint_name(x_BTD + y_BTD, "dots")  # kept in place of the product that was added
         y_BTD, routed = self.feed_forward(self.mlp_norm(x_BTD), segments_BT)
@@ -62,7 +62,7 @@ class Block(nnx.Module):
         """Return what the MLP or the experts make of a normalised activation, and what experts report of their load."""
         if getattr(self.mlp, "routes", False):
             return self.mlp(h_BTD, segments_BT)
-        return self.mlp(sharding.enter(h_BTD, INSIDE, shared_by=("act_mlp",))), {}
+        return self.mlp(activations.enter(h_BTD, INSIDE, shared_by=("act_mlp",))), {}
 
 
 class Decoder(nnx.Module):
@@ -122,7 +122,7 @@ class Decoder(nnx.Module):
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the last norm."""
-        return sharding.constrain(self.norm(x_BTD), *INSIDE)
+        return activations.constrain(self.norm(x_BTD), *INSIDE)
 
     def look_ahead(self, x_BTD: jax.Array, next_BT: jax.Array, segments_BT: jax.Array | None,
                    positions_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -148,9 +148,9 @@ class Decoder(nnx.Module):
                  positions_BT: jax.Array | None = None) -> jax.Array:
         """Return float32 logits for every token, for inspection and sampling."""
         x_BTD = self.hidden(tokens_BT, segments_BT, positions_BT)
-        head_DV = sharding.gather(self.head(), "embed", "vocab")
+        head_DV = activations.gather(self.head(), "embed", "vocab")
         return jnp.einsum("btd,dv->btv", x_BTD, head_DV, preferred_element_type=jnp.float32,
-                          out_sharding=sharding.activation_spec("batch", "seq", "act_vocab"))
+                          out_sharding=activations.activation_spec("batch", "seq", "act_vocab"))
 
 
 def _totals(aux: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -21,9 +21,8 @@ from jaxtrain.models import training_noise
 from jaxtrain.models.attention.kv_cache import Aux, Cache
 from jaxtrain.models.rematerialization import Wrap
 from jaxtrain.parallel.vocab import lookup
-from jaxtrain.sharding import products
-from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.rules import Names
+from jaxtrain.sharding import activations, products
+from jaxtrain.sharding.axis_rules import Names
 from jaxtrain.train_step import quantization
 from jaxtrain.train_step.optimizers import mup
 
@@ -74,24 +73,24 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel, bias = self.kernel.get_value(), self.bias
-        bias = None if bias is None else sharding.gather(bias[...], *self.bias_axes)
+        bias = None if bias is None else activations.gather(bias[...], *self.bias_axes)
         adapter = self.adapter
         if adapter is None or adapter.magnitude is None:
             y = self.multiply(x, kernel, bias)
             return self.named(y if adapter is None else y + adapter(x))
         y = self.named(self.multiply(x, kernel, None) + adapter(x))
-        return sharding.with_bias((y * adapter.lengths(self.in_use(kernel, jnp.float32))).astype(y.dtype), bias)
+        return activations.with_bias((y * adapter.lengths(self.in_use(kernel, jnp.float32))).astype(y.dtype), bias)
 
     def multiply(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         """Return input times weight, plus bias, in the way that the kernel and the precision ask for."""
         if self.scales is not None:
-            return sharding.with_bias(products.multiply_at_rest(
+            return activations.with_bias(products.multiply_at_rest(
                 self.product, x, partial(self.wide, x.dtype), kernel, self.scales.get_value()), bias)
         if hasattr(kernel, "multiplied"):  # it has a way of its own, as `Deferred` does
             y = kernel.multiplied(self.product, x)
             return y if bias is None else y + bias
         if products.is_fp8():
-            return sharding.with_bias(products.multiply(self.product, x, kernel), bias)
+            return activations.with_bias(products.multiply(self.product, x, kernel), bias)
         return self.product(x, kernel, bias)
 
     def named(self, y: jax.Array) -> jax.Array:
@@ -107,7 +106,7 @@ class Linear(nnx.Module):
         """Return the weight as it is in use, without an adapter; from few bits it becomes this `dtype`."""
         if self.scales is not None:
             return self.wide(dtype, kernel, self.scales.get_value())
-        return sharding.gather(kernel.weight if hasattr(kernel, "multiplied") else kernel, *self.axes)
+        return activations.gather(kernel.weight if hasattr(kernel, "multiplied") else kernel, *self.axes)
 
     def quantize(self, kind: str) -> None:
         """Keep the kernel in 8 or 4 bits from now on, in blocks along a dimension that `tensor` does not split."""
@@ -122,12 +121,12 @@ class Linear(nnx.Module):
 
     def wide(self, dtype: DTypeLike, values: jax.Array, scales: jax.Array) -> jax.Array:
         """Return the weight in use that a kernel in 8 or 4 bits stands for, which is gathered in these bits."""
-        values, scales = (sharding.gather(x, *self.axes) for x in (values, scales))
+        values, scales = (activations.gather(x, *self.axes) for x in (values, scales))
         return quantization.dequantize(values, scales, dtype)
 
     def product(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         """Return input times weight, plus bias."""
-        return sharding.einsum(self.equation, x, kernel, self.axes, self.out, bias)
+        return activations.einsum(self.equation, x, kernel, self.axes, self.out, bias)
 
 
 class LayerNorm(nnx.Module):
@@ -139,8 +138,8 @@ class LayerNorm(nnx.Module):
         self.bias = param(rngs, (dim,), ("norm",), std=0)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale, bias = (sharding.gather(p[...], "norm") for p in (self.scale, self.bias))
-        return sharding.by_row(lambda x: layer_norm(x, scale, bias, self.eps), x)
+        scale, bias = (activations.gather(p[...], "norm") for p in (self.scale, self.bias))
+        return activations.by_row(lambda x: layer_norm(x, scale, bias, self.eps), x)
 
 
 class RMSNorm(nnx.Module):
@@ -151,8 +150,8 @@ class RMSNorm(nnx.Module):
         self.scale = param(rngs, (dim,), (axis,), std=0, value=1.0)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = sharding.gather(self.scale[...], self.axis)
-        return sharding.by_row(lambda x: rms_norm(x, scale, self.eps), x)
+        scale = activations.gather(self.scale[...], self.axis)
+        return activations.by_row(lambda x: rms_norm(x, scale, self.eps), x)
 
 
 class GeluMLP(nnx.Module):
@@ -242,10 +241,10 @@ class LearnedPositions(nnx.Module):
 
 def positioned(weights: jax.Array, positions_BT: jax.Array) -> jax.Array:
     """Return the vector of each position, of a table laid out as at rest."""
-    table = sharding.gather(weights, "positions", "embed").astype(jnp.float32)  # rows' gradients are summed so, too
-    spec = sharding.activation_spec(*INSIDE)
+    table = activations.gather(weights, "positions", "embed").astype(jnp.float32)  # rows' gradients are summed so, too
+    spec = activations.activation_spec(*INSIDE)
     rows = table[positions_BT] if spec is None else table.at[positions_BT].get(out_sharding=spec)
-    return sharding.constrain(rows.astype(weights.dtype), *RESIDUAL)
+    return activations.constrain(rows.astype(weights.dtype), *RESIDUAL)
 
 
 class Stack(nnx.Module):

@@ -33,7 +33,7 @@ from jaxtrain.models import training_noise
 from jaxtrain.models.experts.moe import MATRICES, MoE
 from jaxtrain.models.layers import Linear, param
 from jaxtrain.parallel.experts import Adapted
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Params
 
@@ -87,9 +87,9 @@ class Adapter(nnx.Module):
         self.start_up = param(rngs, (*lead, c.rank, *outer), (*layers, *self.up_axes), std=0) if starts else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = sharding.leave_reduced(x)
+        x = activations.leave_reduced(x)
         if len(self.down_axes) == 2 and self.down_axes[0] == "embed":  # inputs between blocks may be split over `seq`
-            x = sharding.constrain(x, "batch", "seq", "act_embed")
+            x = activations.constrain(x, "batch", "seq", "act_embed")
         x = training_noise.dropout(x, self.dropout, self.path)
         y = self._multiply(x, self.down, self.up)
         if self.start_down is not None:
@@ -97,10 +97,10 @@ class Adapter(nnx.Module):
         return y * self.scale if _CHOSEN.get() is None else y
 
     def _multiply(self, x: jax.Array, down: nnx.Param, up: Any) -> jax.Array:
-        x_BTR = sharding.einsum(self.down_equation, x, down.get_value(), self.down_axes, ("batch", "seq", None))
+        x_BTR = activations.einsum(self.down_equation, x, down.get_value(), self.down_axes, ("batch", "seq", None))
         if (chosen_BR := _CHOSEN.get()) is not None:
             x_BTR = (x_BTR * chosen_BR[:, None]).astype(x_BTR.dtype)
-        return sharding.einsum(self.up_equation, x_BTR, up.get_value(), self.up_axes, self.out)
+        return activations.einsum(self.up_equation, x_BTR, up.get_value(), self.up_axes, self.out)
 
     def adapted(self, weight: jax.Array) -> jax.Array:
         """Return the layer's weight, in the layout of its use, with the adapter."""
@@ -120,13 +120,13 @@ class Adapter(nnx.Module):
         own = weight.astype(jnp.float32)
         both = own + self.product(down, up).astype(jnp.float32)
         ratio = jnp.sqrt(jnp.square(own).sum(self.summed) / jnp.maximum(jnp.square(both).sum(self.summed), 1e-30))
-        return sharding.gather(self.magnitude.get_value(), *self.norm_axes) * ratio
+        return activations.gather(self.magnitude.get_value(), *self.norm_axes) * ratio
 
     def product(self, down: jax.Array, up: jax.Array) -> jax.Array:
         """Return what the adapter adds to the layer's weight, in the layout of its use."""
-        down, up = sharding.gather(down, *self.down_axes), sharding.gather(up, *self.up_axes)
+        down, up = activations.gather(down, *self.down_axes), activations.gather(up, *self.up_axes)
         names = (*self.down_axes[:-1], *self.up_axes[1:])
-        spec = None if sharding.activation_spec() is None else sharding.gathered_spec(*names)
+        spec = None if activations.activation_spec() is None else activations.gathered_spec(*names)
         return jnp.einsum(self.equation, down, up, out_sharding=spec) * self.scale
 
 

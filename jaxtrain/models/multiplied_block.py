@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.models.attention.kv_cache import Cache
 from jaxtrain.models.decoder import Block
 from jaxtrain.models.layers import INSIDE
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 
 class MultipliedBlock(Block):
@@ -21,7 +21,7 @@ class MultipliedBlock(Block):
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any,
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
-        h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
+        h = activations.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
         y_BTD, aux = self.attention(h, segments_BT, angles, cache)
         x_BTD = checkpoint_name(x_BTD + (y_BTD * self.factor).astype(x_BTD.dtype), "dots")
         y_BTD, routed = self.feed_forward(self.mlp_norm(x_BTD), segments_BT)

@@ -21,7 +21,7 @@ from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Compute
 from jaxtrain.models.layers import INSIDE, MultipliedEmbed, SwiGLU, param
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 Angles = tuple[jax.Array, jax.Array]
 
@@ -42,8 +42,8 @@ class ShiftedRMSNorm(nnx.Module):
         self.scale = param(rngs, (dim,), (axis,), std=0)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = 1 + sharding.gather(self.scale[...], self.axis).astype(jnp.float32)
-        return sharding.by_row(lambda x: rms_norm(x, scale, self.eps), x)
+        scale = 1 + activations.gather(self.scale[...], self.axis).astype(jnp.float32)
+        return activations.by_row(lambda x: rms_norm(x, scale, self.eps), x)
 
 
 class GeGLU(SwiGLU):
@@ -103,8 +103,8 @@ class SandwichBlock(nnx.Module):
     def __call__(self, x_BTD: jax.Array, segments_BT, angles, *layer: jax.Array,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Apply the block; `layer` is its number, where attention reads it."""
-        h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
+        h = activations.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
         h, aux = self.attention(h, segments_BT, angles, *layer, cache=cache)
         x_BTD = x_BTD + self.attention_out_norm(h)
-        h = sharding.enter(self.mlp_norm(x_BTD), INSIDE, shared_by=("act_mlp",))
+        h = activations.enter(self.mlp_norm(x_BTD), INSIDE, shared_by=("act_mlp",))
         return x_BTD + self.mlp_out_norm(self.mlp(h)), aux

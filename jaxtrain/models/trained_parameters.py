@@ -6,7 +6,7 @@ from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import TrainConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.models.heads.scalar_head import is_head
-from jaxtrain.sharding.rules import Axes
+from jaxtrain.sharding.axis_rules import Axes
 from jaxtrain.train_step import partition
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 BITS = "noise"  # of each token, in a batch
 AMPLITUDE = "embedding_noise"  # of the noise on each token's embedding, in a batch
@@ -71,7 +71,7 @@ def on_embeddings(x_BTD: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array
     """Return the embeddings with noise, if the batch asks for it."""
     if AMPLITUDE not in batch:
         return x_BTD
-    bits_BT, amplitude_BT = (sharding.constrain(batch[name], "batch", "block_seq") for name in (BITS, AMPLITUDE))
+    bits_BT, amplitude_BT = (activations.constrain(batch[name], "batch", "block_seq") for name in (BITS, AMPLITUDE))
     noise_BTD = 2 * _uniform(bits_BT, "embed", x_BTD) - 1
     return x_BTD + (noise_BTD * amplitude_BT[..., None]).astype(x_BTD.dtype)
 

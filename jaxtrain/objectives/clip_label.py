@@ -16,7 +16,7 @@ from jaxtrain.objectives.next_token import stacks
 from jaxtrain.objectives.objective import OfTheModelAlone, of_sections, without_z_loss
 from jaxtrain.parallel.cut_rows import arrange, row_copies
 from jaxtrain.parallel.pipeline.parts import Parts
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 from jaxtrain.train_step.state import Batch, Params, Skeleton
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class ClipLabel(OfTheModelAlone):
     def pipeline_parts(self) -> Parts:
         """Embeddings of frames, layers, and the cross-entropy of labels."""
         def prepare(params: Params, batch: Batch) -> tuple[Params, Batch]:
-            there_BT = sharding.constrain(batch["weights"], "batch", None)
+            there_BT = activations.constrain(batch["weights"], "batch", None)
             positions_BT = jnp.broadcast_to(jnp.arange(there_BT.shape[1]), there_BT.shape)
             rows = arrange({"features": batch["features"], "weights": there_BT, "positions": positions_BT})
             return params, batch | rows | {"frames": there_BT.sum(1)}

@@ -25,7 +25,7 @@ from jaxtrain.objectives.objective import OfTheModelAlone, of_sections, without_
 from jaxtrain.parallel.all_pairs import all_pairs, count_matched
 from jaxtrain.parallel.cut_rows import whole_rows
 from jaxtrain.parallel.pipeline.parts import Parts
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Batch, Params, Skeleton
 
@@ -109,7 +109,7 @@ class Contrastive(OfTheModelAlone):
         model = self.model.merge(params)
         x_BSE, y_BSE = model.finish(x, batch)
         similarity_B2 = jnp.broadcast_to(jnp.stack(model.similarity()), (len(x_BSE), 2))
-        return {"x": x_BSE, "y": y_BSE, "similarity": sharding.constrain(similarity_B2, "batch", None)}
+        return {"x": x_BSE, "y": y_BSE, "similarity": activations.constrain(similarity_B2, "batch", None)}
 
     def _compared(self, found: dict[str, jax.Array], batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The summed loss of all pairs, and sums for the metrics."""
@@ -117,7 +117,7 @@ class Contrastive(OfTheModelAlone):
         x_BSE, y_BSE, there_BS = (jnp.pad(a, ((0, 0), (0, places - a.shape[1]), (0, 0))[:a.ndim])
                                   for a in (found["x"], found["y"], batch["weights"]))
         # All rows have the same ones; those of the first are read, so that their gradient counts once.
-        first_B1 = sharding.constrain(jnp.arange(len(x_BSE)) == 0, "batch")[:, None]
+        first_B1 = activations.constrain(jnp.arange(len(x_BSE)) == 0, "batch")[:, None]
         scale, bias = jnp.where(first_B1, found["similarity"], 0).sum(0)
         total = all_pairs("softmax" if self.shape.name == "clip" else "sigmoid", x_BSE, y_BSE, there_BS, (scale, bias))
         sums = {"scale": pairs * scale, "bias": pairs * bias}

@@ -20,7 +20,7 @@ from jaxtrain.kernels.cross_entropy import distillation_loss
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.make_model import make_model
 from jaxtrain.objectives.next_token import NextToken
-from jaxtrain.sharding.rules import on_every_stage
+from jaxtrain.sharding.axis_rules import on_every_stage
 from jaxtrain.train_step.state import Batch, Params, Skeleton
 
 TEACHER = "teacher"  # the key of its parameters among the frozen ones

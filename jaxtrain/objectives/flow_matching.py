@@ -21,7 +21,7 @@ from jaxtrain.objectives.contrastive import patches_spec
 from jaxtrain.objectives.objective import OfTheModelAlone, of_sections, without_z_loss
 from jaxtrain.parallel.cut_rows import arrange
 from jaxtrain.parallel.pipeline.parts import Parts
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Batch, Metrics, Params, Skeleton
 
@@ -90,7 +90,7 @@ class FlowMatching(OfTheModelAlone):
 
     def _begin(self, params: Params, batch: Batch) -> jax.Array:
         """Embeddings of patches on their way from noise to pictures."""
-        pictures_BT, times_BS = batch["pictures"], sharding.constrain(batch["times"], "batch", None)
+        pictures_BT, times_BS = batch["pictures"], activations.constrain(batch["times"], "batch", None)
         own_BTS = pictures_BT[..., None] == jnp.arange(1, times_BS.shape[1] + 1)
         time_BT1 = (own_BTS * times_BS[:, None, :]).sum(-1)[..., None]
         picture_BTP, noise_BTP = self._ends(batch)
@@ -117,9 +117,9 @@ def _there(batch: Batch) -> jax.Array:
 def noise(draws_BT: jax.Array, values: int) -> jax.Array:
     """Return standard normal numbers for each patch, made of its number."""
     made = jax.vmap(jax.vmap(lambda draw: jax.random.normal(jax.random.key(draw), (values,))))
-    if (spec := sharding.activation_spec("batch", "seq")) is None:
+    if (spec := activations.activation_spec("batch", "seq")) is None:
         return made(draws_BT)
-    return sharding.manual_region(made, in_specs=spec, out_specs=jax.P(*spec, None))(draws_BT)
+    return activations.manual_region(made, in_specs=spec, out_specs=jax.P(*spec, None))(draws_BT)
 
 
 def sample(model: Any, labels: Sequence[int], rows: int, columns: int, *, steps: int = 50, seed: int = 0) -> np.ndarray:

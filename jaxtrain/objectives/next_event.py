@@ -17,7 +17,7 @@ from jaxtrain.models.modalities.event_transformer import ELAPSED, log_time
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.objectives.objective import of_sections
 from jaxtrain.parallel.cut_rows import arrange
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Batch, Params, Skeleton
 
@@ -91,8 +91,8 @@ class NextEvent(NextToken):
 
 def _is_likeliest(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     """Return whether no other id has a higher logit than the target. All logits exist at once, as in no step."""
-    logits_BTV = jnp.einsum("btd,dv->btv", x_BTD, sharding.gather(head_DV, "embed", "vocab"),
+    logits_BTV = jnp.einsum("btd,dv->btv", x_BTD, activations.gather(head_DV, "embed", "vocab"),
                             preferred_element_type=jnp.float32,
-                            out_sharding=sharding.activation_spec("batch", "seq", "act_vocab"))
+                            out_sharding=activations.activation_spec("batch", "seq", "act_vocab"))
     hit_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
     return jnp.where(hit_BTV, logits_BTV, 0).sum(-1) >= logits_BTV.max(-1)

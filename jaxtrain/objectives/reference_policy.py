@@ -30,7 +30,7 @@ from jaxtrain.models.make_model import make_model
 from jaxtrain.models.trained_parameters import is_frozen
 from jaxtrain.objectives.next_token import NextToken
 from jaxtrain.parallel.cut_rows import arrange
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, axis_rules
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Batch, Params, Skeleton
 
@@ -129,7 +129,8 @@ class WithReference(NextToken):
         """The reference's logical names. Its layers are not a stage's own: the policy's layers are."""
         if self.reference is None or self.precomputed:
             return {}
-        return {REFERENCE: jax.tree.map(sharding.on_every_stage, self.trained, is_leaf=lambda x: isinstance(x, tuple))}
+        return {REFERENCE: jax.tree.map(
+            axis_rules.on_every_stage, self.trained, is_leaf=lambda x: isinstance(x, tuple))}
 
     def frozen_metadata(self, key: str) -> dict:
         """Return the metadata of what it is a copy of."""
@@ -146,10 +147,10 @@ class WithReference(NextToken):
 
 def _on_all_stages(weight: jax.Array) -> jax.Array:
     """Gather a weight over the stages of a pipeline."""
-    if sharding.activation_spec() is None:
+    if activations.activation_spec() is None:
         return weight
     spec = jax.typeof(weight).sharding.spec
-    kept = [tuple(axis for axis in sharding.axes_of(entry) if axis != "stage") or None for entry in spec]
+    kept = [tuple(axis for axis in axis_rules.axes_of(entry) if axis != "stage") or None for entry in spec]
     return jax.reshard(weight, P(*kept))
 
 
@@ -187,12 +188,12 @@ class Segments:
 
 def sums_by_row(x_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
     """Return the sum of each segment [B, S], whole on every device."""
-    if sharding.activation_spec() is None:
+    if activations.activation_spec() is None:
         return Segments(segments_BT, ()).sums(x_BT)
-    rows, tokens = sharding.split_by("batch"), sharding.split_by("seq")
-    local = sharding.manual_region(lambda x, s: Segments(s, sharding.axes_over("seq")).sums(x),
+    rows, tokens = activations.split_by("batch"), activations.split_by("seq")
+    local = activations.manual_region(lambda x, s: Segments(s, activations.axes_over("seq")).sums(x),
                                    in_specs=P(rows, tokens), out_specs=P(rows, None))
-    return sharding.constrain(local(x_BT, segments_BT), None, None)
+    return activations.constrain(local(x_BT, segments_BT), None, None)
 
 
 def summed_over_rows(f: Callable[..., PyTree], batch: Mapping[str, jax.Array]) -> PyTree:
@@ -201,13 +202,13 @@ def summed_over_rows(f: Callable[..., PyTree], batch: Mapping[str, jax.Array]) -
     `f` returns its device's share: devices that share rows each give an equal part of what is said of whole segments.
     In a pipeline the sum is that of its device's part of the batch, as of every loss there.
     """
-    if sharding.activation_spec() is None:
+    if activations.activation_spec() is None:
         return f(batch, Segments(batch["segments"], ()))
-    rows, tokens = sharding.split_by("batch"), sharding.split_by("seq")
-    free = sharding.axes_of(rows) + sharding.axes_of(tokens)
+    rows, tokens = activations.split_by("batch"), activations.split_by("seq")
+    free = axis_rules.axes_of(rows) + axis_rules.axes_of(tokens)
 
     def local(batch):
-        sums = f(batch, Segments(batch["segments"], sharding.axes_over("seq")))
+        sums = f(batch, Segments(batch["segments"], activations.axes_over("seq")))
         return jax.tree.map(lambda x: lax.psum(x, free) if free else x, sums)
 
-    return sharding.manual_region(local, in_specs=(P(rows, tokens),), out_specs=P())(dict(batch))
+    return activations.manual_region(local, in_specs=(P(rows, tokens),), out_specs=P())(dict(batch))

@@ -24,7 +24,7 @@ from jaxtrain.objectives.next_token import NextToken, stacks
 from jaxtrain.objectives.objective import of_sections
 from jaxtrain.parallel.cut_rows import arrange, row_copies, whole_rows
 from jaxtrain.parallel.pipeline.parts import Parts
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Batch, Params, Skeleton
 
@@ -80,7 +80,7 @@ class Transcription(NextToken):
         """The model's own parameters; frames and tokens as the devices of a row share them, transcripts whole."""
         params = partition.like(params, self.model.params())
         model, batch = self.model.merge(params), {
-            key: sharding.constrain(x, "batch", *(None,) * (x.ndim - 1)) for key, x in batch.items()}
+            key: activations.constrain(x, "batch", *(None,) * (x.ndim - 1)) for key, x in batch.items()}
         tokens_BT, targets_BT, weights_BT = rows_of(batch, self.audio)
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         rows = arrange({"tokens": tokens_BT, "targets": targets_BT, "weights": weights_BT, "positions": positions_BT})
@@ -119,7 +119,7 @@ def rows_of(batch: Mapping[str, jax.Array], c: WhisperConfig) -> tuple[jax.Array
     """
     spoken_BN, there_BN = batch["target"], batch["target_weights"]
     rows, first = spoken_BN.shape[0], len(c.prefix)
-    prefix_BP = sharding.constrain(jnp.broadcast_to(jnp.asarray(c.prefix, jnp.int32), (rows, first)), "batch", None)
+    prefix_BP = activations.constrain(jnp.broadcast_to(jnp.asarray(c.prefix, jnp.int32), (rows, first)), "batch", None)
     tokens_BT = jnp.concatenate([prefix_BP, spoken_BN], 1)
     # The end token comes where the transcript's own weight ends.
     ends_BT = jnp.arange(tokens_BT.shape[1])[None] == first - 1 + there_BN.sum(1, keepdims=True).astype(jnp.int32)
@@ -131,6 +131,6 @@ def rows_of(batch: Mapping[str, jax.Array], c: WhisperConfig) -> tuple[jax.Array
 
 def ctc_logits(model: Any, memory_BSD: jax.Array) -> jax.Array:
     """Return float32 logits of each position of the encoder."""
-    head_DV = sharding.gather(model.ctc.head(), "embed", "vocab")
+    head_DV = activations.gather(model.ctc.head(), "embed", "vocab")
     return jnp.einsum("bsd,dv->bsv", memory_BSD, head_DV, preferred_element_type=jnp.float32,
-                      out_sharding=sharding.activation_spec("batch", "seq", "act_vocab"))
+                      out_sharding=activations.activation_spec("batch", "seq", "act_vocab"))

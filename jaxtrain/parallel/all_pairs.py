@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.base.annotations import PyTree
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 Axes = tuple[str, ...]
 Similarity = tuple[jax.Array, jax.Array]  # what products of vectors are multiplied by, and what is added then
@@ -38,19 +38,19 @@ def count_matched(x_BSE: jax.Array, y_BSE: jax.Array, there_BS: jax.Array, label
 def _region(f: Callable, x_BSE: jax.Array, y_BSE: jax.Array, there_BS: jax.Array, more: PyTree) -> jax.Array:
     """Return the sum over devices of `f(axes, x_ME, y_ME, there_M, more)` of their parts."""
     def local(x, y, there, more):
-        axes = tuple(dict.fromkeys((*sharding.axes_over("batch"), *sharding.axes_over("block_seq"))))
+        axes = tuple(dict.fromkeys((*activations.axes_over("batch"), *activations.axes_over("block_seq"))))
         parts = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]), there.reshape(-1)
         more = jax.tree.map(lambda a: a if a.ndim == 0 else a.reshape(-1), more)
         total = f(axes, *parts, more)
         return lax.psum(total, axes) if axes else total
 
-    spec = sharding.activation_spec("batch", "block_seq")
+    spec = activations.activation_spec("batch", "block_seq")
     if spec is None:
         return local(x_BSE, y_BSE, there_BS, more)
-    placed = (sharding.constrain(a, *(("batch", "block_seq", None)[:a.ndim])) for a in (x_BSE, y_BSE, there_BS))
+    placed = (activations.constrain(a, *(("batch", "block_seq", None)[:a.ndim])) for a in (x_BSE, y_BSE, there_BS))
     specs = jax.tree.map(lambda a: jax.P(*spec[:a.ndim]), more)
-    more = jax.tree.map(lambda a: sharding.constrain(a, *(("batch", "block_seq")[:a.ndim])), more)
-    return sharding.manual_region(local, in_specs=(spec, spec, spec, specs), out_specs=jax.P())(*placed, more)
+    more = jax.tree.map(lambda a: activations.constrain(a, *(("batch", "block_seq")[:a.ndim])), more)
+    return activations.manual_region(local, in_specs=(spec, spec, spec, specs), out_specs=jax.P())(*placed, more)
 
 
 def _around(body: Callable, here: PyTree, passing: PyTree, axes: Axes) -> tuple[PyTree, PyTree]:

@@ -30,7 +30,7 @@ from jaxtrain.kernels.attention import by_device, choose_backend, sinks
 from jaxtrain.parallel import tiles
 from jaxtrain.parallel.cut_rows import AXIS, balanced_order, choose_strategy, size
 from jaxtrain.parallel.tiles import Tokens, merge
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, axis_rules, mesh_context
 
 F32 = jnp.float32
 GATHERED = 2**15  # tokens whose keys and values `gather` holds at a time
@@ -48,17 +48,17 @@ def _everywhere(n: int, tokens: int) -> jax.Array:
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, *, window: int,
            strategy: str, backend: str = "auto", sinks_H: jax.Array | None = None) -> jax.Array:
     """Compute `models.attention.attend` for a sequence in balanced order."""
-    n, heads, mesh = size(), sharding.split_by("act_heads"), jax.sharding.get_abstract_mesh()
-    split, G = sharding.shards(heads, mesh), k_BSGK.shape[2]
-    if heads != sharding.split_by("act_kv_heads"):
+    n, heads, mesh = size(), activations.split_by("act_heads"), jax.sharding.get_abstract_mesh()
+    split, G = axis_rules.shards(heads, mesh), k_BSGK.shape[2]
+    if heads != activations.split_by("act_kv_heads"):
         repeats = math.lcm(G, split) // G
         # Fewer key/value heads than devices: repeated just enough that every device gets those its queries attend to.
-        k_BSGK, v_BSGK = (sharding.constrain(jnp.repeat(x, repeats, axis=2), "batch", "seq", "act_heads",
+        k_BSGK, v_BSGK = (activations.constrain(jnp.repeat(x, repeats, axis=2), "batch", "seq", "act_heads",
                                              "act_head_dim") for x in (k_BSGK, v_BSGK))
     # Within a pipeline the axis is already manual.
-    stages = 1 if AXIS in sharding.free_axes(mesh) else mesh.shape["stage"]
+    stages = 1 if AXIS in axis_rules.free_axes(mesh) else mesh.shape["stage"]
     strategy = choose_strategy(strategy, stages)
-    backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], strategy,
+    backend = choose_backend(backend, mesh_context.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], strategy,
                              packed=segments_BT is not None, sinks=sinks_H is not None)
     if strategy != "ulysses":
         return _attend(strategy, window, q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H)
@@ -71,9 +71,9 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT:
 
 def _specs(strategy: str) -> tuple[P, P]:
     """Return the specs of arrays by head and of arrays by token, inside a strategy's manual region."""
-    batch, seq, heads = map(sharding.split_by, ("batch", "seq", "act_heads"))
+    batch, seq, heads = map(activations.split_by, ("batch", "seq", "act_heads"))
     if strategy == "ulysses":
-        return P(batch, None, (*sharding.axes_of(heads), *sharding.axes_of(seq))), P(batch, None)
+        return P(batch, None, (*axis_rules.axes_of(heads), *axis_rules.axes_of(seq))), P(batch, None)
     return P(batch, seq, heads), P(batch, seq)
 
 
@@ -92,7 +92,7 @@ def _forward(strategy, window, q, k, v, segments, sinks_H):
         return out.astype(q.dtype), lse
 
     specs = (heads, heads, heads, tokens, P(heads[2]))
-    out, lse = sharding.manual_region(local, in_specs=specs, out_specs=(heads, heads))(q, k, v, segments, sinks_H)
+    out, lse = activations.manual_region(local, in_specs=specs, out_specs=(heads, heads))(q, k, v, segments, sinks_H)
     # With both of these saved, no rematerialization policy recomputes attention.
     out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
     return out, (q, k, v, segments, out, lse, sinks_H)
@@ -107,7 +107,7 @@ def _backward(strategy, window, saved, dout):
         return tuple(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
 
     specs, (*saved, sinks_H) = (heads, heads, heads, tokens, heads, heads, heads), saved
-    grads = sharding.manual_region(local, in_specs=specs, out_specs=(heads, heads, heads))(*saved, dout)
+    grads = activations.manual_region(local, in_specs=specs, out_specs=(heads, heads, heads))(*saved, dout)
     if sinks_H is None:
         return *grads, None, None
     *_, out, lse = saved
@@ -248,7 +248,7 @@ def _fewer_heads(repeats: int, x: jax.Array) -> jax.Array:
         x = lax.all_to_all(jnp.repeat(x, repeats, axis=2), AXIS, split_axis=2, concat_axis=1, tiled=True)
         return _chunks(x, np.argsort(_chunks_of(lax.axis_size(AXIS))))
 
-    return sharding.manual_region(exchange, in_specs=_specs("")[0], out_specs=_specs("ulysses")[0])(x)
+    return activations.manual_region(exchange, in_specs=_specs("")[0], out_specs=_specs("ulysses")[0])(x)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -259,7 +259,7 @@ def _fewer_tokens(repeats: int, x: jax.Array) -> jax.Array:
         x = lax.all_to_all(x, AXIS, split_axis=1, concat_axis=2, tiled=True)
         return x.reshape(*x.shape[:2], -1, repeats, x.shape[3]).sum(3) if repeats > 1 else x
 
-    return sharding.manual_region(exchange, in_specs=_specs("ulysses")[0], out_specs=_specs("")[0])(x)
+    return activations.manual_region(exchange, in_specs=_specs("ulysses")[0], out_specs=_specs("")[0])(x)
 
 
 _fewer_heads.defvjp(lambda repeats, x: (_fewer_heads(repeats, x), None), lambda repeats, _, g: (
@@ -271,7 +271,7 @@ _fewer_tokens.defvjp(lambda repeats, x: (_fewer_tokens(repeats, x), None), lambd
 def _whole(x_BT: jax.Array) -> jax.Array:
     def gather(x):
         return _chunks(_all(x), np.argsort(_chunks_of(lax.axis_size(AXIS))))
-    return sharding.manual_region(gather, in_specs=_specs("")[1], out_specs=_specs("ulysses")[1])(x_BT)
+    return activations.manual_region(gather, in_specs=_specs("")[1], out_specs=_specs("ulysses")[1])(x_BT)
 
 
 def _own_heads(x_H: jax.Array) -> jax.Array:
@@ -279,7 +279,7 @@ def _own_heads(x_H: jax.Array) -> jax.Array:
     def part(x_H):
         own = len(x_H) // lax.axis_size(AXIS)
         return lax.dynamic_slice_in_dim(x_H, lax.axis_index(AXIS) * own, own)
-    return sharding.manual_region(part, in_specs=P(_specs("")[0][2]), out_specs=P(_specs("ulysses")[0][2]))(x_H)
+    return activations.manual_region(part, in_specs=P(_specs("")[0][2]), out_specs=P(_specs("ulysses")[0][2]))(x_H)
 
 
 def _chunks_of(n: int) -> np.ndarray:

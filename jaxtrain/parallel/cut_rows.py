@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, axis_rules, mesh_context
 
 AXIS = "context"
 
@@ -20,8 +20,8 @@ def size() -> int:
 
     Taken from the mesh, since specs omit manual axes.
     """
-    here = sharding.current()
-    if here is None or not sharding.is_explicit(here[0]) or AXIS not in here[1]["seq"]:
+    here = mesh_context.current()
+    if here is None or not mesh_context.is_explicit(here[0]) or AXIS not in here[1]["seq"]:
         return 1
     return here[0].shape[AXIS]
 
@@ -41,15 +41,15 @@ def arrange(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Put arrays [B, T, ...] into balanced order, sharded over `context`; batches arrive whole, so nothing is sent."""
     n = size()
     if n == 1:
-        return {key: sharding.constrain(x, "batch", "seq", *(None,) * (x.ndim - 2)) for key, x in batch.items()}
+        return {key: activations.constrain(x, "batch", "seq", *(None,) * (x.ndim - 2)) for key, x in batch.items()}
 
     def own(x_BT):
         chunks, i = x_BT.reshape(len(x_BT), 2 * n, -1, *x_BT.shape[2:]), lax.axis_index(AXIS)
         return jnp.concatenate([chunks[:, i], chunks[:, 2 * n - 1 - i]], 1)
 
-    rows = sharding.split_by("batch")
-    held = sharding.manual_region(own, in_specs=P(rows, None), out_specs=P(rows, sharding.split_by("seq")))
-    return {key: held(sharding.constrain(x, "batch", *(None,) * (x.ndim - 1))) for key, x in batch.items()}
+    rows = activations.split_by("batch")
+    held = activations.manual_region(own, in_specs=P(rows, None), out_specs=P(rows, activations.split_by("seq")))
+    return {key: held(activations.constrain(x, "batch", *(None,) * (x.ndim - 1))) for key, x in batch.items()}
 
 
 def balanced_order(device: jax.Array | int, n: int, tokens: int) -> jax.Array:
@@ -62,8 +62,8 @@ def whole_rows(x: jax.Array, *names: str | None) -> jax.Array:
     """Gather an array [B, T, ...] over the devices that share a row; `names` are those of its further dimensions."""
     if inside := _around():  # manual over the others, too: JAX 0.10 cannot lower its gradient among them
         spec = jax.typeof(x).sharding.spec
-        x = sharding.manual_region(lambda x: lax.all_gather(x, inside, axis=1, tiled=True), spec, spec)(x)
-    return sharding.constrain(x, "batch", None, *names)
+        x = activations.manual_region(lambda x: lax.all_gather(x, inside, axis=1, tiled=True), spec, spec)(x)
+    return activations.constrain(x, "batch", None, *names)
 
 
 def row_copies() -> int:
@@ -75,4 +75,4 @@ def row_copies() -> int:
 def _around() -> tuple[str, ...]:
     """Return the axes that split a row and that a surrounding pipeline has made manual."""
     mesh = jax.sharding.get_abstract_mesh()
-    return tuple(axis for axis in sharding.axes_over("seq") if axis not in sharding.free_axes(mesh))
+    return tuple(axis for axis in activations.axes_over("seq") if axis not in axis_rules.free_axes(mesh))

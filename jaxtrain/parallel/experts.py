@@ -38,8 +38,7 @@ from jaxtrain.kernels.grouped_matmul import (
     grouped_matmul_gradients,
 )
 from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
-from jaxtrain.sharding import products
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, axis_rules, mesh_context, products
 from jaxtrain.sharding.products import Factor, Rounded
 from jaxtrain.train_step import precision
 
@@ -61,15 +60,15 @@ Weight = Factor | Adapted
 OVERFLOW = "experts_overflow"  # scope of the passes that an even load does not need
 
 
-def check(model: ModelConfig, train: TrainConfig, mesh: sharding.AnyMesh, rules: sharding.Rules, dtype: jnp.dtype,
+def check(model: ModelConfig, train: TrainConfig, mesh: axis_rules.AnyMesh, rules: axis_rules.Rules, dtype: jnp.dtype,
           platform: str) -> None:
     """Raise a UserError if experts cannot be computed on a mesh in the way that a config asks for."""
     ragged = train.expert_exchange == "ragged" and mesh.shape["expert"] > 1
-    if ragged and sharding.platform_of(mesh, platform) == "cpu":
+    if ragged and mesh_context.platform_of(mesh, platform) == "cpu":
         raise UserError("train.expert_exchange", "XLA for CPU has no ragged all-to-all", "use auto")
-    with sharding.use(mesh, rules, platform):
+    with mesh_context.use(mesh, rules, platform):
         if model.experts.num:
-            width = model.experts.mlp_dim // sharding.shards(rules["act_expert_mlp"], mesh)
+            width = model.experts.mlp_dim // axis_rules.shards(rules["act_expert_mlp"], mesh)
             choose_backend(train.grouped_matmul, dtype, 0, model.embed_dim, width)
 
 
@@ -83,7 +82,7 @@ def masks(model: ModelConfig, train: TrainConfig, mesh: Mapping[str, int], platf
     dtype = precision.dtype_of(precision.resolve(train.precision, platform))
     asked = "xla" if train.grouped_matmul == "xla" else "auto"
     width = model.experts.mlp_dim // mesh.get("tensor", 1)
-    with sharding.use(jax.sharding.AbstractMesh((), ()), sharding.rules(), platform):
+    with mesh_context.use(jax.sharding.AbstractMesh((), ()), axis_rules.rules(), platform):
         return choose_backend(asked, dtype, 0, model.embed_dim, width) == "xla"
 
 
@@ -123,7 +122,7 @@ def choose_exchange(asked: str, devices: int, choices: int) -> str:
     """Return the exchange that `train.expert_exchange` means here."""
     if devices == 1:
         return "one"
-    fewer = sharding.platform() != "cpu" and choices < devices  # else gathering all tokens moves no more
+    fewer = mesh_context.platform() != "cpu" and choices < devices  # else gathering all tokens moves no more
     return ("ragged" if fewer else "gather") if asked == "auto" else asked
 
 
@@ -161,7 +160,7 @@ class _Passes:
             mine = self._mine(routes["sizes_PE"])
         passes = -(-mine.sum() // self.rows)
         # All devices that may meet in a collective make the same number of passes.
-        axes = tuple({axis: 0 for name in ("batch", "seq", "experts") for axis in sharding.axes_over(name)})
+        axes = tuple({axis: 0 for name in ("batch", "seq", "experts") for axis in activations.axes_over(name)})
         return routes | {"passes": lax.pmax(passes, axes) if axes else passes}
 
     def _mine(self, sizes_PE: jax.Array) -> jax.Array:
@@ -226,7 +225,7 @@ class _Passes:
 
     def _narrow(self, weight: Adapted) -> tuple[jax.Array, jax.Array]:
         """Return both matrices of an adapter, with zeros up to a rank that the kernels of GPUs take."""
-        more = -weight.down.shape[-1] % DIMENSION if sharding.platform() == "gpu" else 0
+        more = -weight.down.shape[-1] % DIMENSION if mesh_context.platform() == "gpu" else 0
         return jnp.pad(weight.down, ((0, 0), (0, 0), (0, more))), jnp.pad(weight.up, ((0, 0), (0, more), (0, 0)))
 
     def _both(self, at: "_Route", x_RD: Factor, gate_LDF: Weight, up_LDF: Weight,
@@ -234,7 +233,7 @@ class _Passes:
         """Return the gate and up of each row, with their biases."""
         gate_RF, up_RF = (self.product(x_RD, w_LDF, at.sizes) for w_LDF in (gate_LDF, up_LDF))
         if biases:
-            gate_RF, up_RF = (sharding.with_bias(a_RF, at.of_expert(bias_LF)) for a_RF, bias_LF in zip(
+            gate_RF, up_RF = (activations.with_bias(a_RF, at.of_expert(bias_LF)) for a_RF, bias_LF in zip(
                 (gate_RF, up_RF), biases, strict=True))
         return gate_RF, up_RF
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.rules import SpecEntry
+from jaxtrain.sharding import activations, axis_rules
+from jaxtrain.sharding.axis_rules import SpecEntry
 
 
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
@@ -24,31 +24,31 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
     `table_VD` is laid out as at rest.
     """
-    spec = None if sharding.activation_spec() is None else jax.typeof(table_VD).sharding.spec
+    spec = None if activations.activation_spec() is None else jax.typeof(table_VD).sharding.spec
     return _lookup(table_VD, tokens_BT.astype(jnp.int32), (table_VD.shape[0], table_VD.dtype, spec))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _lookup(table_VD: jax.Array, tokens_BT: jax.Array, at_rest: tuple[int, Any, P | None]) -> jax.Array:
-    out = sharding.activation_spec("batch", "block_seq", "act_embed")
+    out = activations.activation_spec("batch", "block_seq", "act_embed")
     if out is None:
         return table_VD[tokens_BT]
-    table_VD = sharding.gather(table_VD, "vocab", "embed")
-    axes, tokens_spec = sharding.split_by("act_vocab"), P(*map(sharding.split_by, ("batch", "seq")))
+    table_VD = activations.gather(table_VD, "vocab", "embed")
+    axes, tokens_spec = activations.split_by("act_vocab"), P(*map(activations.split_by, ("batch", "seq")))
     if axes is None:
-        whole = sharding.activation_spec("batch", "seq", "act_embed")
-        return sharding.constrain(table_VD.at[tokens_BT].get(out_sharding=whole), "batch", "block_seq", "act_embed")
+        whole = activations.activation_spec("batch", "seq", "act_embed")
+        return activations.constrain(table_VD.at[tokens_BT].get(out_sharding=whole), "batch", "block_seq", "act_embed")
     # Sum and split in one collective, directly into the layout between blocks.
-    scatter_sequence = sharding.axes_of(out[1]) == (*sharding.axes_of(tokens_spec[1]), *sharding.axes_of(axes))
+    scatter_sequence = axis_rules.axes_of(out[1]) == (*axis_rules.axes_of(tokens_spec[1]), *axis_rules.axes_of(axes))
 
     def local(table, tokens):
         rows, mine = _own_rows(tokens, axes, table.shape[0])
         x = jnp.where(mine[..., None], table[jnp.where(mine, rows, 0)], 0)
         return lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True) if scatter_sequence else lax.psum(x, axes)
 
-    x = sharding.manual_region(local, in_specs=(P(axes, None), tokens_spec),
+    x = activations.manual_region(local, in_specs=(P(axes, None), tokens_spec),
                                out_specs=out if scatter_sequence else P(*tokens_spec, None))(table_VD, tokens_BT)
-    return x if scatter_sequence else sharding.constrain(x, "batch", "block_seq", "act_embed")
+    return x if scatter_sequence else activations.constrain(x, "batch", "block_seq", "act_embed")
 
 
 def _forward(table_VD, tokens_BT, at_rest) -> tuple[jax.Array, jax.Array]:
@@ -59,11 +59,11 @@ def _backward(at_rest, tokens_BT, dx_BTD) -> tuple[jax.Array, None]:
     vocab, dtype, spec = at_rest
     if spec is None:
         return _summed_rows(dx_BTD, tokens_BT, vocab).astype(dtype), None
-    batch, seq, axes = map(sharding.split_by, ("batch", "seq", "act_vocab"))
-    batch_axes, vocab_axes = sharding.axes_of(batch) + sharding.axes_of(seq), sharding.axes_of(axes)
-    held = vocab // sharding.shards(axes, jax.sharding.get_abstract_mesh())
+    batch, seq, axes = map(activations.split_by, ("batch", "seq", "act_vocab"))
+    batch_axes, vocab_axes = axis_rules.axes_of(batch) + axis_rules.axes_of(seq), axis_rules.axes_of(axes)
+    held = vocab // axis_rules.shards(axes, jax.sharding.get_abstract_mesh())
     # The devices that split the batch can scatter the sum among themselves if they split the table, too.
-    column_axes = sharding.axes_of(spec[1]) if set(sharding.axes_of(spec[1])) <= set(batch_axes) else ()
+    column_axes = axis_rules.axes_of(spec[1]) if set(axis_rules.axes_of(spec[1])) <= set(batch_axes) else ()
     others = tuple(axis for axis in batch_axes if axis not in column_axes)
 
     def local(dx, tokens):
@@ -73,9 +73,9 @@ def _backward(at_rest, tokens_BT, dx_BTD) -> tuple[jax.Array, None]:
             d = lax.psum_scatter(d, column_axes, scatter_dimension=1, tiled=True)
         return lax.psum(d, others) if others else d
 
-    dtable_VD = sharding.manual_region(
+    dtable_VD = activations.manual_region(
         local, in_specs=(P(batch, seq, None), P(batch, seq)), out_specs=P(axes, column_axes or None),
-    )(sharding.constrain(dx_BTD, "batch", "seq", "act_embed"), sharding.constrain(tokens_BT, "batch", "seq"))
+    )(activations.constrain(dx_BTD, "batch", "seq", "act_embed"), activations.constrain(tokens_BT, "batch", "seq"))
     return jax.reshard(dtable_VD, spec), None
 
 

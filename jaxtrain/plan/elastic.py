@@ -149,11 +149,11 @@ def _build(config: Config, devices: int) -> None:
 
 def batch_shards(config: Config, sizes: Sizes) -> int:
     """Return into how many parts these axes cut a batch."""
-    from jaxtrain.sharding import rules as sharding
+    from jaxtrain.sharding import axis_rules
     from jaxtrain.sharding.mesh import make_mesh
 
-    rules = sharding.rules(config.mesh.rules, **config.mesh.overrides)
-    return sharding.shards(rules.batch, make_mesh(*sizes, devices=math.prod(sizes)))
+    rules = axis_rules.rules(config.mesh.rules, **config.mesh.overrides)
+    return axis_rules.shards(rules.batch, make_mesh(*sizes, devices=math.prod(sizes)))
 
 
 def sizes_of(config: Config) -> Sizes:

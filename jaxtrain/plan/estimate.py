@@ -19,7 +19,7 @@ from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace import kernels, reader
 from jaxtrain.plan.trace.program import Block
 from jaxtrain.run import shapes_of
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import axis_rules
 from jaxtrain.sharding.mesh import axis_sizes
 from jaxtrain.train_step.report import in_hosts, total
 
@@ -97,7 +97,7 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
         run = build(traceable, devices=devices, platform=target.described)
         traced = run.sharded.trace(shapes_of(run).abstract())
     sizes = dict(run.mesh.shape)
-    filled = experts.filled(config.model.experts, sharding.shards(run.sharded.rules["experts"], run.mesh),
+    filled = experts.filled(config.model.experts, axis_rules.shards(run.sharded.rules["experts"], run.mesh),
                             config.train.expert_buffer)
     block = reader.read(traced.jaxpr, sizes, target.platform, target.rings, filled, config.model.windows)
     state = len(jax.tree.leaves(run.abstract))

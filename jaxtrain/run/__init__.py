@@ -30,7 +30,7 @@ from jaxtrain.observe.own_parts import describe_objective
 from jaxtrain.run.model_loss import ModelLoss, Schedules
 from jaxtrain.run.shapes import DeclaredShapes, Shapes
 from jaxtrain.run.validation import Refusal
-from jaxtrain.sharding.rules import AnyMesh
+from jaxtrain.sharding.axis_rules import AnyMesh
 from jaxtrain.train_step import given_params, partition, precision
 from jaxtrain.train_step.hooks import StepHooks, extras_of
 from jaxtrain.train_step.sharded_step import ShardedStep

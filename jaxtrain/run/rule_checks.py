@@ -7,8 +7,8 @@ import jax
 from jaxtrain.config.remat_policies import PRESETS, policies
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, nearest
-from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.rules import AnyMesh, Axes, Rules
+from jaxtrain.sharding import axis_rules
+from jaxtrain.sharding.axis_rules import AnyMesh, Axes, Rules
 
 
 def activations_divide(config: Config, rules: Rules, mesh: AnyMesh) -> None:
@@ -19,12 +19,12 @@ def activations_divide(config: Config, rules: Rules, mesh: AnyMesh) -> None:
              "act_expert_mlp": c.experts.mlp_dim,
              "act_head_dim": c.head_dim, "act_vocab": c.vocabulary}
     for name, length in sizes.items():
-        spec = sharding.without_trivial_axes(rules.spec((name,)), mesh)
-        sharding.check_divides((name,), (length,), spec, mesh, "an activation")
-    context = sharding.shards(rules["seq"], mesh)
+        spec = axis_rules.without_trivial_axes(rules.spec((name,)), mesh)
+        axis_rules.check_divides((name,), (length,), spec, mesh, "an activation")
+    context = axis_rules.shards(rules["seq"], mesh)
     for key, length, what, looks_back in c.other_rows(config.data.seq_len):
         cut = 2 * context if looks_back and context > 1 else context
-        parts = math.lcm(sharding.shards(rules["block_seq"], mesh), cut)
+        parts = math.lcm(axis_rules.shards(rules["block_seq"], mesh), cut)
         if length % parts:
             raise UserError(key, f"the {length} {what} in {parts} parts: that does not divide over mesh axes context "
                             "and tensor", f"make their number a multiple of {parts}, or change the mesh")
@@ -63,7 +63,7 @@ def agree(config: Config, rules: Rules) -> None:
 
 def are_used(config: Config, axes: Axes) -> None:
     """Check that the model has every dimension that an overridden rule or a policy of rematerialization names."""
-    used = set(sharding.ACTIVATION_NAMES)
+    used = set(axis_rules.ACTIVATION_NAMES)
     for names in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)):
         used.update(names)
     kept = {name for policy, _ in policies(config.train.remat, config.model.stacked_layers)
@@ -71,7 +71,7 @@ def are_used(config: Config, axes: Axes) -> None:
     if unknown := sorted(kept - used - {"attention", "dots"}):
         raise UserError("train.remat", f"unknown policy {unknown[0]!r}; it is neither a preset nor an axis of model "
                         f"{config.model.name!r}",
-                        nearest(unknown[0], used.difference(sharding.ACTIVATION_NAMES).union(PRESETS)))
+                        nearest(unknown[0], used.difference(axis_rules.ACTIVATION_NAMES).union(PRESETS)))
     for name in config.mesh.overrides:
         if name not in used:
             raise UserError(f"mesh.overrides.{name}", f"model {config.model.name!r} has no such axis",

@@ -1,7 +1,7 @@
 """Checks of config combinations that cannot work: one table, evaluated before tracing, shown in docs/parallelism.md.
 
 Each row names the key, says when and why it is refused, and what is the nearest that works. There is also one general
-rule, in `sharding.check_divides`: a size must be divisible by the mesh axes that shard it.
+rule, in `axis_rules.check_divides`: a size must be divisible by the mesh axes that shard it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.attention import choose_backend
 from jaxtrain.parallel.cut_rows import choose_strategy
-from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.rules import AnyMesh, Rules
+from jaxtrain.sharding import axis_rules, mesh_context
+from jaxtrain.sharding.axis_rules import AnyMesh, Rules
 from jaxtrain.train_step.precision import dtype_of
 
 if TYPE_CHECKING:
@@ -35,17 +35,17 @@ class Layout:
     @cached_property
     def shards(self) -> int:
         """The number of pieces into which a batch is cut."""
-        return sharding.shards(self.rules.batch, self.mesh)
+        return axis_rules.shards(self.rules.batch, self.mesh)
 
     @cached_property
     def context(self) -> int:
         """The number of pieces into which a sequence is cut."""
-        return sharding.shards(self.rules["seq"], self.mesh)
+        return axis_rules.shards(self.rules["seq"], self.mesh)
 
     @cached_property
     def heads(self) -> int:
         """The number of attention heads on a device."""
-        return self.config.model.num_heads // sharding.shards(self.rules["act_heads"], self.mesh)
+        return self.config.model.num_heads // axis_rules.shards(self.rules["act_heads"], self.mesh)
 
     @cached_property
     def rows(self) -> int:
@@ -174,17 +174,17 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
     if stages > 1:
         from jaxtrain.parallel.pipeline.pipeline import count_microbatches
 
-        rows = config.data.global_batch_size // config.train.accumulation // sharding.shards(rules.batch, mesh)
+        rows = config.data.global_batch_size // config.train.accumulation // axis_rules.shards(rules.batch, mesh)
         microbatches = count_microbatches(config.pipeline, stages, rows)
     check(config, mesh, rules, microbatches, refusals)
-    context, family = sharding.shards(rules["seq"], mesh), type(config.model)
+    context, family = axis_rules.shards(rules["seq"], mesh), type(config.model)
     if not config.model.rows_cut and context > 1:
         more = f", or give {family.__name__} rows_cut = True if its model takes them in the order of parallel.context"
         raise UserError("mesh.context", f"{config.model.name} attends to later tokens too, and its rows are not cut",
                         f"set mesh.context=1{more * (family.rows_cut is ModelConfig.rows_cut)}")
-    dtype, kind = dtype_of(precision), sharding.platform_of(mesh, platform).partition(":")[0]
+    dtype, kind = dtype_of(precision), mesh_context.platform_of(mesh, platform).partition(":")[0]
     strategy = choose_strategy(config.mesh.context_strategy, stages, context)
-    with sharding.use(mesh, rules, platform):
+    with mesh_context.use(mesh, rules, platform):
         for queries, keys, head_dim, causal in config.model.attentions(config.data.seq_len):
             # What looks both ways has all keys of a row on each device, where a mesh splits it.
             choose_backend(config.train.attention, kind, dtype, queries, head_dim, strategy if causal else "",

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxtrain.pages.page_parts import facts, fragment, html_table
 from jaxtrain.pages.picture import Cell, Picture, grid
-from jaxtrain.sharding.rules import AnyMesh, SpecEntry
+from jaxtrain.sharding.axis_rules import AnyMesh, SpecEntry
 
 MOST, WIDE = 512, 16  # cells that are drawn, the others are counted; and those of a row where there is one axis
 Part = tuple[tuple[int, int], ...]  # where it begins and ends in each dimension

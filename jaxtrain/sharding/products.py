@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]  # input, weight -> output; linear in each of them
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -63,7 +63,7 @@ class Rounded:
         # XLA would hand over the float32 that `x` was cast from: another number, and an array of twice the size.
         x = jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, jnp.finfo(x.dtype).nmant)
         most = float(jnp.finfo(dtype).max)
-        scale = checkpoint_name(jnp.maximum(sharding.peak(x).astype(jnp.float32) / most, _LEAST), "dots")
+        scale = checkpoint_name(jnp.maximum(activations.peak(x).astype(jnp.float32) / most, _LEAST), "dots")
         # A quotient above `most` by a rounding error would become infinite or NaN.
         return cls(jnp.clip(x.astype(jnp.float32) / scale, -most, most).astype(dtype), scale, x.dtype)
 

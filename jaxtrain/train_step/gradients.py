@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.base.annotations import PyTree
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, axis_rules, mesh_context
 from jaxtrain.train_step import partition
 from jaxtrain.train_step import precision as precisions
 from jaxtrain.train_step.state import Layout, Params, TrainState
@@ -36,13 +36,13 @@ def make_gradient(loss: WeightedLoss, layout: Layout, *, accumulation: int = 1, 
             and frozen parameters.
         seed: the loss takes a key besides, which follows from it, the step and the micro-batch.
     """
-    explicit = sharding.is_explicit(layout.mesh)
+    explicit = mesh_context.is_explicit(layout.mesh)
 
     def place(tree, shardings):
         if not explicit:
             return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
         mesh = jax.sharding.get_abstract_mesh()  # of which an axis may be manual, over which others sum
-        return jax.tree.map(lambda x, s: jax.reshard(x, sharding.without_trivial_axes(s.spec, mesh)), tree, shardings)
+        return jax.tree.map(lambda x, s: jax.reshard(x, axis_rules.without_trivial_axes(s.spec, mesh)), tree, shardings)
 
     def computing(params, like):
         return precisions.cast(params, precision, None if dtypes is None else partition.like(dtypes, like))
@@ -73,7 +73,7 @@ def make_gradient(loss: WeightedLoss, layout: Layout, *, accumulation: int = 1, 
         zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), layout.gradients)
         # Cast once, and not for each micro-batch.
         params, frozen = computing(params, params), computing(frozen, frozen)
-        micro_batches = jax.tree.map(lambda x: sharding.micro_batches(x, accumulation), batch)
+        micro_batches = jax.tree.map(lambda x: activations.micro_batches(x, accumulation), batch)
         first = jax.tree.map(lambda x: x[0], micro_batches)
         sums = jax.eval_shape(lambda: gradient(params, frozen, first, scale, *key)[0])
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.base.annotations import PyTree
-from jaxtrain.sharding.rules import Shardings
+from jaxtrain.sharding.axis_rules import Shardings
 from jaxtrain.train_step.gradients import StateGradient
 from jaxtrain.train_step.state import Extras, Layout, Metrics, Params, TrainState
 

@@ -7,8 +7,8 @@ import jax
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.schema import ModelConfig
+from jaxtrain.sharding.axis_rules import SpecEntry
 from jaxtrain.sharding.host_memory import HOST
-from jaxtrain.sharding.rules import SpecEntry
 from jaxtrain.train_step.optimizers.matrices import is_matrix
 from jaxtrain.train_step.quantized_kernels import as_floats
 from jaxtrain.train_step.state import Layout, TrainState

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import optax
 
-from jaxtrain.sharding.rules import AnyMesh, Rules
+from jaxtrain.sharding.axis_rules import AnyMesh, Rules
 from jaxtrain.train_step.compiler_options import Options
 
 

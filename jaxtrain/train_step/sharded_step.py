@@ -17,9 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError, tell
-from jaxtrain.sharding import products
-from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.rules import AnyMesh, Rules
+from jaxtrain.sharding import mesh_context, products
+from jaxtrain.sharding.axis_rules import AnyMesh, Rules
 from jaxtrain.train_step import partition, precision
 from jaxtrain.train_step.compiler_options import compiled, compiler_options
 from jaxtrain.train_step.gradients import LossSums, StateGradient
@@ -211,7 +210,8 @@ class ShardedStep:
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """Trace what is in this block for the mesh, under the rules and the precision of matrix products."""
-        with (sharding.use(self.mesh, self.rules, self.settings.platform), matmul_precision(self.settings.precision),
+        with (mesh_context.use(self.mesh, self.rules, self.settings.platform),
+              matmul_precision(self.settings.precision),
               products.in_fp8(self.settings.precision == "fp8")):
             yield
 

@@ -25,9 +25,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtrain.base import arguments
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError, nearest
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import axis_rules, mesh_context
+from jaxtrain.sharding.axis_rules import AnyMesh, Axes, Names, Rules, Shardings
 from jaxtrain.sharding.mesh import AXES, check_mesh, with_auto_axes
-from jaxtrain.sharding.rules import AnyMesh, Axes, Names, Rules, Shardings
 from jaxtrain.train_step import given_params
 from jaxtrain.train_step import precision as precisions
 from jaxtrain.train_step.compiler_options import Options
@@ -120,7 +120,8 @@ def make_train_step(
         arguments.is_mapping("compiler_options", compiler_options, 'give a dict such as {"xla_option": True}')
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "abstract"
     settings = StepSettings(
-        optimizer=optimizer, mesh=with_auto_axes(mesh), rules=rules or sharding.rules(), accumulation=int(accumulation),
+        optimizer=optimizer, mesh=with_auto_axes(mesh), rules=rules or axis_rules.rules(),
+        accumulation=int(accumulation),
         clip_norm=clip_norm, precision=precisions.resolve(precision, platform), zero_stage=zero_stage, seed=seed,
         compiler_options=compiler_options or {})
     return TrainStep(OwnLoss(loss_fn, axes, gather), settings)
@@ -155,7 +156,7 @@ class TrainStep:
         c = self.settings
         finish = partial(initial_state, optimizer=c.optimizer, loss_scaling=c.precision == "float16",
                          extras=extras_of(self.sharded.hooks))
-        with sharding.use(c.mesh, c.rules), nnx.use_eager_sharding(False):
+        with mesh_context.use(c.mesh, c.rules), nnx.use_eager_sharding(False):
             if _is_function(x):
                 return jax.jit(lambda: finish(_parameters(x())), out_shardings=self.layout.state)()
             shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)

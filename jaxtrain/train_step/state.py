@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import axis_rules
+from jaxtrain.sharding.axis_rules import AnyMesh, Axes, Names, Rules, Shardings
 from jaxtrain.sharding.host_memory import HOST
-from jaxtrain.sharding.rules import AnyMesh, Axes, Names, Rules, Shardings
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.precision import LossScale
 from jaxtrain.train_step.quantized_kernels import SCALES
@@ -127,7 +127,7 @@ class Layout:
 
     def batch(self, ndim: int) -> NamedSharding:
         """Return the sharding of a batch array whose first dimension is the example."""
-        spec = sharding.without_trivial_axes(P(self.rules.batch), self.mesh)
+        spec = axis_rules.without_trivial_axes(P(self.rules.batch), self.mesh)
         return NamedSharding(self.mesh, P(*spec, *(None,) * (ndim - 1)))
 
     @property
@@ -138,7 +138,7 @@ class Layout:
     @property
     def batch_shards(self) -> int:
         """Into how many pieces a batch is cut."""
-        return sharding.shards(self.rules.batch, self.mesh)
+        return axis_rules.shards(self.rules.batch, self.mesh)
 
 
 def abstract_state(params: Params, optimizer: optax.GradientTransformation, loss_scaling: bool,
@@ -173,20 +173,20 @@ def make_layout(abstract: TrainState, axes: Axes, rules: Rules, mesh: AnyMesh, z
         found = [_parameter(path, leaf, name, rules, mesh) for (path, leaf), name in zip(flat, names, strict=True)]
         if pipeline:  # what is not a stage's own is not on every stage either, at rest
             # Layers that all stages compute are taken one by one.
-            found = [sharding.spread(s, leaf.shape, "stage", first=int("every_layer" in (name or ())))
+            found = [axis_rules.spread(s, leaf.shape, "stage", first=int("every_layer" in (name or ())))
                      for s, (_, leaf), name in zip(found, flat, names, strict=True)]
         return flat, treedef, names, found
 
     flat, treedef, names, base = at_rest(abstract.params, axes)
     frozen_flat, frozen_treedef, frozen_names, frozen = at_rest(abstract.frozen, frozen_axes or {})
     if zero_stage >= 3:
-        frozen = [sharding.spread(s, leaf.shape, first=int(not {"layers", "every_layer"}.isdisjoint(name or ())))
+        frozen = [axis_rules.spread(s, leaf.shape, first=int(not {"layers", "every_layer"}.isdisjoint(name or ())))
                   for s, (_, leaf), name in zip(frozen, frozen_flat, frozen_names, strict=True)]
     # Layers are taken from their stack one by one: of parameters always, of the optimizer's state if it is elsewhere.
-    split = [sharding.spread(s, leaf.shape, first=int("layers" in (name or ())))
+    split = [axis_rules.spread(s, leaf.shape, first=int("layers" in (name or ())))
              for s, (_, leaf), name in zip(base, flat, names, strict=True)]
     layerwise = layerwise or offload
-    wide = split if layerwise else [sharding.spread(s, leaf.shape) for s, (_, leaf) in zip(base, flat, strict=True)]
+    wide = split if layerwise else [axis_rules.spread(s, leaf.shape) for s, (_, leaf) in zip(base, flat, strict=True)]
     by_path = {path: (leaf.shape, wide[i] if zero_stage >= 1 else base[i]) for i, (path, leaf) in enumerate(flat)}
 
     def optimizer_leaf(path, leaf):
@@ -236,11 +236,11 @@ def _parameter(path, leaf, names: Names | None, rules: Rules, mesh: AnyMesh) -> 
     what = jax.tree_util.keystr(path, simple=True, separator="/")
     if names is not None and what.endswith(f"/{SCALES}"):  # few blocks need not divide as the dimension does
         spec = (*rules.spec(names), *(None,) * len(names))
-        names = tuple(name if size % sharding.shards(entry, mesh) == 0 else None
+        names = tuple(name if size % axis_rules.shards(entry, mesh) == 0 else None
                       for name, size, entry in zip(names, leaf.shape, spec, strict=False))
     if names is not None:
-        return sharding.parameter_sharding(names, leaf.shape, rules, mesh, what)
-    return sharding.spread(NamedSharding(mesh, P(*(None,) * len(leaf.shape))), leaf.shape, axis="fsdp")
+        return axis_rules.parameter_sharding(names, leaf.shape, rules, mesh, what)
+    return axis_rules.spread(NamedSharding(mesh, P(*(None,) * len(leaf.shape))), leaf.shape, axis="fsdp")
 
 
 def _like(shape, owner_shape, owner: NamedSharding, mesh: AnyMesh) -> NamedSharding:
@@ -251,5 +251,5 @@ def _like(shape, owner_shape, owner: NamedSharding, mesh: AnyMesh) -> NamedShard
     else:
         rest = iter(zip(owner_shape, spec, strict=True))
         entries = [next((entry for owner_size, entry in rest if owner_size == size), None) for size in shape]
-    return NamedSharding(mesh, P(*(entry if size % sharding.shards(entry, mesh) == 0 else None
+    return NamedSharding(mesh, P(*(entry if size % axis_rules.shards(entry, mesh) == 0 else None
                                    for size, entry in zip(shape, entries, strict=True))))

@@ -9,7 +9,7 @@ import optax
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import mesh_context
 from jaxtrain.train_step.gradients import LossSums, StateGradient
 from jaxtrain.train_step.hooks import StepHooks, Verdict
 from jaxtrain.train_step.optimizers import global_norm
@@ -30,7 +30,7 @@ def make_step(gradient: StateGradient, settings: StepSettings, layout: Layout, *
     """
     clip_norm, schedule = settings.clip_norm, settings.schedule
     ruled = jax.tree.map(bool, updates if updates is not None else jax.tree.map(lambda _: "", layout.state.params))
-    explicit = sharding.is_explicit(layout.mesh)
+    explicit = mesh_context.is_explicit(layout.mesh)
 
     def updating(optimizer, shardings):
         def update(params, opt_state, grads, factors, taken):

@@ -6,7 +6,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.bench import compare, contenders
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import mesh_context
 from tests.tiers import exhaustive, slow
 
 STEPS = 200
@@ -69,7 +69,7 @@ def gradients(run):
         total, weight, _ = run.objective.loss(params, run.sharded.place(batch))
         return total / weight
 
-    with sharding.use(run.mesh, run.sharded.rules):
+    with mesh_context.use(run.mesh, run.sharded.rules):
         placed = jax.tree.map(lambda p, like: jax.device_put(p, like.sharding), params, run.abstract.params)
         return params, batch, jax.device_get(jax.jit(jax.grad(mean))(placed))
 

@@ -260,7 +260,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
 
     import jaxtrain as jt
     from jaxtrain.models.lora import scale
-    from jaxtrain.sharding import rules as sharding
+    from jaxtrain.sharding import mesh_context
     from jaxtrain.train_step import partition
     from tests.numerics import reference
     from tests.numerics.plain_lora import merged
@@ -309,7 +309,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
                *(p["ahead"]["block"]["mlp"]["router"]["bias"][None] for _ in range("ahead" in p))]
         off["router bias"] = float(np.abs(np.concatenate(new) - bias).max())
     if keys.get("evaluate"):
-        with sharding.use(run.mesh, run.sharded.rules):
+        with mesh_context.use(run.mesh, run.sharded.rules):
             lowered = jax.jit(run.sharded.evaluation).lower(run.abstract.all_params, shapes_of(run).abstract())
         at_rest = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, run.abstract.all_params)
         total, weight = lowered.compile(reference.QUICKLY)(at_rest, run.sharded.place(batch))

@@ -225,14 +225,14 @@ def logits_error(case: dict[str, Any], folder: Path) -> float:
 
     import jaxtrain as jt
     from jaxtrain.hub.weights import published_weights
-    from jaxtrain.sharding import rules as sharding
+    from jaxtrain.sharding import mesh_context
     from tests.hub import published
 
     published.write(folder, case | {"config": case["given"]})
     run = jt.build(jt.make_config({"model": model_section(folder), "data": {"seq_len": 8}, "mesh": {"data": 1}}),
                    devices=jax.devices()[:1])
     params = published_weights.load(folder, run.config.model, run.abstract.params)
-    with sharding.use(run.mesh, run.sharded.rules):
+    with mesh_context.use(run.mesh, run.sharded.rules):
         found = np.asarray(jax.jit(lambda p: run.model.merge(p)(published.TOKENS))(params)).reshape(-1)
     wanted = np.asarray(case["logits"])
     return float(np.abs(found - wanted).max() / np.abs(wanted).max())

@@ -15,7 +15,7 @@ from jaxtrain.builder import build
 from jaxtrain.config.load import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, mesh_context
 from jaxtrain.trainer.loop import train
 from tests.tiers import exhaustive, slow, slow_if
 
@@ -65,7 +65,7 @@ def test_a_stage_of_longer_rows_trains_as_a_plain_loop_would(keys, straight):
             model = run.model.merge(params)
             x = model.begin(batch["tokens"], batch["positions"])
             x, _ = model.through(x, batch["segments"], batch["positions"], None)
-            logits = jnp.einsum("btd,dv->btv", model.finish(x), sharding.gather(model.head(), "embed", "vocab"))
+            logits = jnp.einsum("btd,dv->btv", model.finish(x), activations.gather(model.head(), "embed", "vocab"))
             entropy = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
             return (entropy * batch["weights"]).sum() / batch["weights"].sum()
         return jax.value_and_grad(mean)(params)
@@ -73,7 +73,7 @@ def test_a_stage_of_longer_rows_trains_as_a_plain_loop_would(keys, straight):
     for line, step in zip(lines(straight[1]), range(8), strict=True):
         batch = run.batch(step)
         assert batch["tokens"].shape == ((16, 16) if step < 4 else (4, 64))
-        with sharding.use(run.mesh, run.sharded.rules):
+        with mesh_context.use(run.mesh, run.sharded.rules):
             value, grads = plain(params, batch)
         assert line["loss"] == pytest.approx(float(value), rel=1e-5) and line["tokens"] == 256 * (step + 1)
         norm = optax.tree.norm(grads)

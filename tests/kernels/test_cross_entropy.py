@@ -10,7 +10,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import UserError
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, mesh_context
 
 B, T, D, V = 8, 8, 16, 64
 MESHES = {"one": {}, "batch": dict(data=4, fsdp=2), "vocab": dict(tensor=8), "both": dict(data=2, fsdp=2, tensor=2)}
@@ -39,12 +39,12 @@ def plain(z_loss):
 
 def place(arrays, head):
     names = [("batch", "seq", "act_embed"), head, ("batch", "seq"), ("batch", "seq")]
-    return [sharding.constrain(jnp.asarray(a), *n) for a, n in zip(arrays, names, strict=True)]
+    return [activations.constrain(jnp.asarray(a), *n) for a, n in zip(arrays, names, strict=True)]
 
 
 def value_and_grad(arrays, mesh, head=("embed", "vocab"), platform="cpu", **keys):
     mesh, rules = jt.make_mesh(**mesh), jt.rules("fsdp_tp")
-    with sharding.use(mesh, rules), sharding.use(mesh.abstract_mesh, rules, platform):
+    with mesh_context.use(mesh, rules), mesh_context.use(mesh.abstract_mesh, rules, platform):
         x, head, targets, weights = place(arrays, head)
 
         def f(x, head, weights):

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtrain as jt
 from jaxtrain.kernels import grouped_matmul as kernels
 from jaxtrain.kernels.grouped_matmul import grouped_matmul
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import axis_rules, mesh_context
 from tests.kernels.interpreted import needs_mosaic
 from tests.tiers import slow_if
 
@@ -118,7 +118,7 @@ H100, A100 = "cuda:9", "cuda:8"
 
 
 def chosen(asked, platform, dtype=jnp.bfloat16, rows=128, dimensions=(64, 192)):
-    with sharding.use(jt.make_mesh(devices=1), sharding.rules(), platform):
+    with mesh_context.use(jt.make_mesh(devices=1), axis_rules.rules(), platform):
         return kernels.choose_backend(asked, jnp.dtype(dtype), rows, *dimensions)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.models.heads.multi_token_prediction import with_second_targets
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import mesh_context
 from tests.composition import fuzz
 from tests.numerics import reference
 from tests.tiers import slow_if
@@ -45,7 +45,7 @@ def test_targets_that_are_ignored_may_be_negative():
         run = reference.build("llama", mesh, model__mtp_loss_weight=0.3)
         ahead = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.02, np.float32), run.abstract.params["ahead"])
         params = jax.device_put(reference.initial("llama") | {"ahead": ahead}, run.layout.state.params)
-        with sharding.use(run.mesh, run.sharded.rules):
+        with mesh_context.use(run.mesh, run.sharded.rules):
             values.append(float(jax.jit(run.objective.loss)(params, run.sharded.place(batch))[0]))
     assert values[0] == pytest.approx(values[1], rel=1e-6)
 

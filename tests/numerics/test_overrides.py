@@ -5,7 +5,7 @@ import functools
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.sharding.rules import CONFIG_KEYS
+from jaxtrain.sharding.axis_rules import CONFIG_KEYS
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.parallel.all_pairs import all_pairs, count_matched
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import axis_rules, mesh_context
 from jaxtrain.sharding.mesh import make_mesh
 
 ROWS, SLOTS, WIDTH = 8, 8, 6
@@ -36,7 +36,7 @@ def plain(kind, x, y, there, scale, bias):
 
 def on_mesh(axes):
     size = int(np.prod(list(axes.values()) or [1]))
-    return make_mesh(**({"data": 1} | axes), devices=jax.devices()[:size]), sharding.rules()
+    return make_mesh(**({"data": 1} | axes), devices=jax.devices()[:size]), axis_rules.rules()
 
 
 @pytest.mark.parametrize("mesh", [
@@ -46,7 +46,7 @@ def test_loss_and_gradients_are_those_of_the_whole_matrix(kind, mesh):
     x, y, there, labels, scale, bias = made()
     want, grads = jax.value_and_grad(
         lambda x, y, scale, bias: plain(kind, x, y, there, scale, bias), (0, 1, 2, 3))(x, y, scale, bias)
-    with sharding.use(*on_mesh(MESHES[mesh])):
+    with mesh_context.use(*on_mesh(MESHES[mesh])):
         gradient = jax.jit(jax.value_and_grad(
             lambda x, y, s, b: all_pairs(kind, x, y, there, (s, b)), (0, 1, 2, 3))).lower(x, y, scale, bias).compile()
         got, found = gradient(x, y, scale, bias)

@@ -21,7 +21,7 @@ from jaxtrain.kernels import attention as kernels
 from jaxtrain.models.attention.self_attention import attend
 from jaxtrain.parallel import context, cut_rows, tiles
 from jaxtrain.plan import hlo
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, mesh_context
 from tests.numerics import reference
 from tests.tiers import slow_if
 
@@ -71,12 +71,12 @@ def spread(rules, **sizes):
     mesh, turn = mesh_of(**sizes), order(sizes["context"], T)
 
     def place(x, names):
-        with sharding.use(mesh, rules):
-            spec = sharding.activation_spec(*names)
+        with mesh_context.use(mesh, rules):
+            spec = activations.activation_spec(*names)
         return jax.device_put(x[:, turn], NamedSharding(mesh, spec))
 
     def run(f, *args):
-        with sharding.use(mesh, rules):
+        with mesh_context.use(mesh, rules):
             return jax.jit(f).lower(*args).compile(compiler_options=reference.QUICKLY)(*args)
 
     return run, place, lambda x: np.asarray(x)[:, np.argsort(turn)]
@@ -129,7 +129,7 @@ def test_bfloat16_loses_no_more_than_rounding(strategy):
     half = [place(x.astype(jnp.bfloat16), HEADS) for x in (q, k, v, pull)]
     f, args = functools.partial(gradients, context=strategy), (*half, place(segments, HEADS[:2]))
     got = run(f, *args)
-    with sharding.use(mesh_of(context=4), jt.rules()):
+    with mesh_context.use(mesh_of(context=4), jt.rules()):
         products = {eqn.outvars[0].aval.dtype for eqn in equations(jax.make_jaxpr(f)(*args).jaxpr)
                     if eqn.primitive.name == "dot_general"}
     assert products == {jnp.dtype(jnp.float32)}, "a product is rounded before it is summed"
@@ -197,7 +197,7 @@ def test_a_model_has_the_loss_and_gradients_of_one_device(family, mesh, n, strat
         total, weight, _ = run.objective.loss(params, batch)
         return total / weight
 
-    with sharding.use(run.mesh, run.sharded.rules):
+    with mesh_context.use(run.mesh, run.sharded.rules):
         compiled = jax.jit(jax.value_and_grad(mean)).lower(params, placed).compile(
             compiler_options=reference.QUICKLY)
     loss, grads = compiled(params, placed)
@@ -237,7 +237,7 @@ def test_evaluation_has_the_loss_of_one_device():
 def test_a_batch_is_arranged_without_a_word_between_devices():
     mesh, n = mesh_of(data=2, context=4), 4
     x = np.arange(B * T).reshape(B, T).astype(np.int32)
-    with sharding.use(mesh, jt.rules()):
+    with mesh_context.use(mesh, jt.rules()):
         placed = jax.device_put({"tokens": x}, NamedSharding(mesh, P("data", None)))
         compiled = jax.jit(cut_rows.arrange).lower(placed).compile()
         got = compiled(placed)["tokens"]
@@ -288,7 +288,7 @@ def attention(strategy, n, tokens, heads=8, kv_heads=2, head_dim=64, gradient=Tr
 
 def temporary(strategy, n, tokens):
     mesh, f, args = attention(strategy, n, tokens)
-    with sharding.use(mesh, jt.rules()):
+    with mesh_context.use(mesh, jt.rules()):
         return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
@@ -343,7 +343,7 @@ def flops(jaxpr):
 def test_each_hop_of_the_ring_multiplies_half_a_block_on_every_device(n, gradient):
     tokens, heads, width = 256, 8, 64
     mesh, f, args = attention("ring", n, tokens, gradient=gradient)
-    with sharding.use(mesh, jt.rules()):
+    with mesh_context.use(mesh, jt.rules()):
         got = flops(jax.make_jaxpr(f)(*args).jaxpr)
     block = 2 * heads * (tokens // n) ** 2 * width  # one matmul of all queries with all keys of a device
     assert got == (2 + 5 * gradient) * (1 + (n - 1) / 2) * block
@@ -364,7 +364,7 @@ def said(strategy, n, layers=2, tokens=64, heads=8, kv_heads=2, width=16):
             return attend(x, k, v, segments_BT=segments, context=strategy), None
         return jnp.square(lax.scan(layer, x, length=layers)[0]).sum()
 
-    with sharding.use(mesh, jt.rules()):
+    with mesh_context.use(mesh, jt.rules()):
         found = hlo.collectives(jax.jit(jax.grad(stack)).lower(x, segments).compile().as_text())
     block = 2 * tokens // n * kv_heads * width * 4  # keys and values of one device
     kept = 2 * tokens // n * (heads + math.lcm(kv_heads, n)) * width * 4

@@ -9,7 +9,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.parallel.vocab import lookup
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, mesh_context
 
 B, T, D, V = 8, 512, 16, 64
 MESHES = {"none": None, "one": {}, "batch": dict(data=2, fsdp=4), "vocab": dict(tensor=8),
@@ -36,10 +36,10 @@ def test_rows_and_the_gradient_of_the_table(mesh, dtype):
         rows, pull = jax.vjp(lambda table: lookup(table, tokens), table)
         gradient, = pull(dx)
     else:
-        with sharding.use(jt.make_mesh(**MESHES[mesh]), jt.rules("fsdp_tp")):
-            table_VD = sharding.constrain(table, "vocab", "embed")
-            tokens_BT = sharding.constrain(tokens, "batch", "seq")
-            dx_BTD = sharding.constrain(dx, "batch", "block_seq", "act_embed")
+        with mesh_context.use(jt.make_mesh(**MESHES[mesh]), jt.rules("fsdp_tp")):
+            table_VD = activations.constrain(table, "vocab", "embed")
+            tokens_BT = activations.constrain(tokens, "batch", "seq")
+            dx_BTD = activations.constrain(dx, "batch", "block_seq", "act_embed")
 
             @jax.jit
             def both(table, tokens, dx):
@@ -67,8 +67,8 @@ def test_ids_of_any_dtype_and_from_the_end(mesh):
             found, pull = jax.vjp(rows, table)
             gradient, = pull(jnp.ones_like(found))
         else:
-            with sharding.use(jt.make_mesh(**MESHES[mesh]), jt.rules("fsdp_tp")):
-                found, pull = jax.vjp(rows, sharding.constrain(table, "vocab", "embed"))
+            with mesh_context.use(jt.make_mesh(**MESHES[mesh]), jt.rules("fsdp_tp")):
+                found, pull = jax.vjp(rows, activations.constrain(table, "vocab", "embed"))
                 gradient, = pull(jnp.ones_like(found))
         assert (np.asarray(found) == np.asarray(table[5])).all()
         assert np.asarray(gradient).sum(1).nonzero()[0].tolist() == [5] and np.asarray(gradient)[5, 0] == 2 * B

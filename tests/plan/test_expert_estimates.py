@@ -15,7 +15,7 @@ from jaxtrain.plan.cost import rough
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import TARGETS
 from jaxtrain.plan.trace import kernels, reader
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import axis_rules, mesh_context
 from jaxtrain.sharding.mesh import AXES
 from tests.kernels.interpreted import needs_mosaic
 from tests.tiers import slow_if
@@ -44,7 +44,7 @@ def test_hopper_computes_the_rows_that_are_in_groups():
 
     rows, weights, sizes = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
         ((ROWS, WIDTH), jnp.bfloat16), ((COUNT, WIDTH, WIDER), jnp.bfloat16), ((COUNT,), jnp.int32)))
-    with kernels.stand_ins(), sharding.use(jt.make_mesh(devices=1), sharding.rules(), "cuda:9"):
+    with kernels.stand_ins(), mesh_context.use(jt.make_mesh(devices=1), axis_rules.rules(), "cuda:9"):
         traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(rows, weights, sizes)
     block = reader.read(traced, dict.fromkeys(AXES, 1), "cuda")
     assert [op.flops for op, _ in block.all() if op.flops] == [ONE / 4] * 3

@@ -20,7 +20,7 @@ STEP = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
 FileNames
 1 "/somewhere/jaxtrain/models/layers.py"
-2 "/somewhere/jaxtrain/sharding/rules.py"
+2 "/somewhere/jaxtrain/sharding/axis_rules.py"
 
 FunctionNames
 1 "f"

@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.rules import parameter_sharding, spread, without_trivial_axes
+from jaxtrain.sharding import activations, mesh_context
+from jaxtrain.sharding.axis_rules import parameter_sharding, spread, without_trivial_axes
 
 CUBE = dict(data=2, fsdp=2, tensor=2)
 
@@ -103,17 +103,17 @@ def test_zero_spreads_over_data_what_it_can(shape, spec, want):
 
 def test_outside_a_mesh_models_run_as_they_are():
     x = jnp.ones((4, 2))
-    assert sharding.constrain(x, "batch", "act_embed") is x and sharding.gather(x, "embed", "mlp") is x
-    assert sharding.activation_spec("batch") is None and sharding.current() is None
+    assert activations.constrain(x, "batch", "act_embed") is x and activations.gather(x, "embed", "mlp") is x
+    assert activations.activation_spec("batch") is None and mesh_context.current() is None
 
 
 def test_constrain_lays_out_and_refuses_what_does_not_divide():
-    with sharding.use(jt.make_mesh(**CUBE), jt.rules("fsdp_tp")):
+    with mesh_context.use(jt.make_mesh(**CUBE), jt.rules("fsdp_tp")):
         x = jax.jit(lambda x: jt.constrain(x, "batch", "block_seq", "act_embed"))(jnp.ones((8, 4, 2)))
         assert x.sharding.spec == P(("data", "fsdp"), "tensor", None)
         with pytest.raises(jt.UserError, match=r"data\.seq_len"):
             jt.constrain(jnp.ones((8, 3, 2)), "batch", "block_seq", "act_embed")
-    assert sharding.current() is None, "the mesh is left behind"
+    assert mesh_context.current() is None, "the mesh is left behind"
 
 
 def test_importing_a_module_does_not_hide_the_function_of_its_name():
@@ -127,7 +127,7 @@ def test_the_largest_magnitude_of_16_bits_is_reduced_in_float32():
     """XLA for CPUs aborts the process where it promotes a maximum of 16 bits inside of a partly manual region."""
     mesh = jt.make_mesh(data=2, tensor=4)
 
-    largest = jax.jit(jax.shard_map(lambda x: sharding.peak(x)[None], mesh=mesh, in_specs=P("tensor"),
+    largest = jax.jit(jax.shard_map(lambda x: activations.peak(x)[None], mesh=mesh, in_specs=P("tensor"),
                                     out_specs=P("tensor"), axis_names={"tensor"}))
     x = jnp.arange(-8, 8, dtype=jnp.bfloat16)
     with jax.set_mesh(mesh):

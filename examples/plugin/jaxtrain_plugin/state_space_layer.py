@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, RMSNorm, param
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 HEADS = ("batch", "seq", "act_heads", "act_head_dim")
 
@@ -34,10 +34,10 @@ class StateSpaceLayer(nnx.Module):
             raise UserError("model.name", "state_space generates no text yet", "set train.sample_tokens=0")
         if segments_BT is None:
             segments_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32)
-        u_BTD = sharding.constrain(self.norm(x_BTD), *INSIDE)
-        x_BTHK = jax.nn.silu(convolved(self.x(u_BTD), sharding.gather(self.conv[...], None, "heads", "head_dim"),
+        u_BTD = activations.constrain(self.norm(x_BTD), *INSIDE)
+        x_BTHK = jax.nn.silu(convolved(self.x(u_BTD), activations.gather(self.conv[...], None, "heads", "head_dim"),
                                        segments_BT))
-        decay_H, skip_H = (sharding.gather(p[...], "heads").astype(jnp.float32) for p in (self.decay, self.skip))
+        decay_H, skip_H = (activations.gather(p[...], "heads").astype(jnp.float32) for p in (self.decay, self.skip))
         y_BTHK = state_space(x_BTHK, jax.nn.softplus(self.dt(u_BTD).astype(jnp.float32)), -jnp.exp(decay_H),
                              self.write(u_BTD), self.read(u_BTD), segments_BT) + x_BTHK * skip_H[:, None]
         return x_BTD + self.out((y_BTHK * jax.nn.silu(self.gate(u_BTD))).astype(x_BTD.dtype)), {}

@@ -35,7 +35,7 @@ from jaxtrain.hub.weights.mxfp4 import Packed
 from jaxtrain.hub.weights.safetensors_files import Tensor
 from jaxtrain.models import lora
 from jaxtrain.models.heads import scalar_head
-from jaxtrain.sharding.rules import axes_of
+from jaxtrain.sharding.axis_rules import axes_of
 from jaxtrain.train_step import quantization
 from jaxtrain.train_step.quantized_kernels import KERNEL, SCALES, as_floats
 from jaxtrain.train_step.state import Params

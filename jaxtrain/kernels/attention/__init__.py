@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.attention import xla_attention
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, mesh_context
 
 HEADS = ("batch", "seq", "act_heads", "act_head_dim")
 KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
@@ -51,26 +51,26 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
             to check its numbers).
     """
     others = (key_segments_BS is not None or k_BSGK.shape[1] != q_BTHK.shape[1]
-              or (not causal and bool(sharding.axes_over("seq"))))
+              or (not causal and bool(activations.axes_over("seq"))))
     packed = segments_BT is not None and (causal or segments_BT.dtype != bool)
     window = window if causal else BOTH_WAYS
-    backend = choose_backend(backend, sharding.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3],
+    backend = choose_backend(backend, mesh_context.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3],
                              soft_cap=soft_cap, packed=packed, sinks=sinks_H is not None,
                              key_len=k_BSGK.shape[1] if others else 0)
     repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
-    by_group = backend == "xla" and not causal and repeats > 1 and bool(sharding.axes_over("seq"))
-    if by_group or sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
+    by_group = backend == "xla" and not causal and repeats > 1 and bool(activations.axes_over("seq"))
+    if by_group or activations.split_by("act_heads") != activations.split_by("act_kv_heads"):
         # Fewer key/value heads than devices: each device takes those that its query heads attend to. And in plain
         # operations a group's queries are one sequence, which cannot be where a mesh splits the sequence.
         along = None if others else "seq"
-        k_BSGK, v_BSGK = (sharding.constrain(_repeated(x, repeats), "batch", along, *HEADS[2:])
+        k_BSGK, v_BSGK = (activations.constrain(_repeated(x, repeats), "batch", along, *HEADS[2:])
                           for x in (k_BSGK, v_BSGK))
     if backend == "xla":
         out_BTHK = xla_attention.attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H,
                                            key_segments_BS)
         return checkpoint_name(out_BTHK, "attention")
-    heads, rows = sharding.activation_spec(*HEADS), sharding.activation_spec("batch", "seq")
-    keys = (sharding.activation_spec("batch", None, *HEADS[2:]), sharding.activation_spec("batch", None))
+    heads, rows = activations.activation_spec(*HEADS), activations.activation_spec("batch", "seq")
+    keys = (activations.activation_spec("batch", None, *HEADS[2:]), activations.activation_spec("batch", None))
     # The kernels name what policies keep themselves.
     return by_device(backend, heads, rows, window, soft_cap, keys if others else ())(
         q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H, *(key_segments_BS,) * others)
@@ -98,7 +98,7 @@ def by_device(backend: str, heads: jax.P | None, rows: jax.P | None, window: int
 
     key_heads = keys[0] if keys else heads
     specs = (heads, key_heads, key_heads, rows, heads and jax.P(heads[2]), *keys[1:])
-    return local if heads is None else sharding.manual_region(local, in_specs=specs, out_specs=heads)
+    return local if heads is None else activations.manual_region(local, in_specs=specs, out_specs=heads)
 
 
 def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, strategy: str = "",

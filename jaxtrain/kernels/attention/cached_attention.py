@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.kernels.functions import softmax
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 HEADS = ("batch", None, "act_heads", "act_head_dim")
 ENTRY = ("batch", "act_kv_heads", None, "act_head_dim")
@@ -22,17 +22,17 @@ def attend(q_B1HK: jax.Array, k_BG1K: jax.Array, v_BG1K: jax.Array, k_BGSK: jax.
            visible_BS: jax.Array, scale: float, sinks_H: jax.Array | None = None) -> jax.Array:
     """Return attention [B, 1, H, K] of a token over the visible slots and itself; scores are multiplied by `scale`."""
     names = SHARED if k_BGSK.shape[1] == 1 else ENTRY
-    if names == ENTRY and sharding.split_by("act_heads") != sharding.split_by("act_kv_heads"):
+    if names == ENTRY and activations.split_by("act_heads") != activations.split_by("act_kv_heads"):
         repeats, names = q_B1HK.shape[2] // k_BGSK.shape[1], ("batch", "act_heads", None, "act_head_dim")
-        k_BG1K, v_BG1K, k_BGSK, v_BGSK = (sharding.constrain(jnp.repeat(x, repeats, axis=1), *names)
+        k_BG1K, v_BG1K, k_BGSK, v_BGSK = (activations.constrain(jnp.repeat(x, repeats, axis=1), *names)
                                           for x in (k_BG1K, v_BG1K, k_BGSK, v_BGSK))
-    heads, entry = sharding.activation_spec(*HEADS), sharding.activation_spec(*names)
+    heads, entry = activations.activation_spec(*HEADS), activations.activation_spec(*names)
     if heads is None:
         return _attend(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, visible_BS, sinks_H, scale=scale)
-    return sharding.manual_region(
+    return activations.manual_region(
         partial(_attend, scale=scale),
-        in_specs=(heads, *[entry] * 4, sharding.activation_spec("batch", None), jax.P(heads[2])), out_specs=heads,
-    )(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, sharding.constrain(visible_BS, "batch", None), sinks_H)
+        in_specs=(heads, *[entry] * 4, activations.activation_spec("batch", None), jax.P(heads[2])), out_specs=heads,
+    )(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, activations.constrain(visible_BS, "batch", None), sinks_H)
 
 
 def _attend(q_B1HK, k_BG1K, v_BG1K, k_BGSK, v_BGSK, visible_BS, sinks_H, *, scale):

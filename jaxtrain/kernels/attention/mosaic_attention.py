@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.attention import sinks
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import mesh_context
 
 INTERPRET: Any = None  # tests: parameters of Pallas's interpreter, with which the kernels run anywhere
 BLOCK = 128  # queries or keys of a block of threads: sequences are padded to a multiple
@@ -32,7 +32,7 @@ LN2 = math.log(2)  # the kernels' exponentials have the base 2, and so has their
 
 def refusal(platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, soft_cap: float) -> str:
     """Return why it cannot compute this; "" if it can."""
-    here = platform in ("gpu", "cuda") and 9 <= sharding.compute_capability() < 10
+    here = platform in ("gpu", "cuda") and 9 <= mesh_context.compute_capability() < 10
     reasons = {
         "it runs on NVIDIA GPUs of compute capability 9 (H100, H200) only": not INTERPRET and not here,
         "CUDA 12.8 and 12.9.0 are known to compile causal kernels wrongly": here and 12080 <= _cuda_version() < 12091,

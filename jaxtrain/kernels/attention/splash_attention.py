@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import mesh_context
 
 LANES = 128  # of a TPU's registers: sequences are padded to a multiple
 LONGEST = 2**17
@@ -42,7 +42,7 @@ def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_
     (B, T, H, K), S = q_BTHK.shape, k_BSGK.shape[1]
     q_BHTK, k_BGSK, v_BGSK = (jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, -x.shape[1] % LANES), (0, 0)))
                               for x in (q_BTHK * K**-0.5, k_BSGK, v_BSGK))
-    kernel = _kernel(q_BHTK.shape[2], k_BGSK.shape[2], H, window, soft_cap, sharding.platform() == "cpu")
+    kernel = _kernel(q_BHTK.shape[2], k_BGSK.shape[2], H, window, soft_cap, mesh_context.platform() == "cpu")
     if sinks_H is not None:  # in the dtype of their gradient, which the kernel's backward pass returns in that of q
         kernel = functools.partial(kernel, sinks=sinks_H.astype(q_BTHK.dtype))
     with jax.named_scope(f"window_{window}"):  # by this name jaxtrain.plan knows what the kernels compute

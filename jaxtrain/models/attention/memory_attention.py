@@ -15,7 +15,7 @@ from jaxtrain.kernels.functions import softmax
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache, kept
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.parallel.cut_rows import whole_rows
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 
 @jax.named_scope("attention")
@@ -38,7 +38,7 @@ def _attend(q_BTHK: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array | 
     if visible is not None:
         scores += jnp.where(visible[:, None] if visible.ndim == 2 else visible, 0.0, -1e30)[:, None]
     weights = softmax(scores).astype(v.dtype)
-    out = jnp.einsum(f"bhts,{order}->bthk", weights, v, out_sharding=sharding.activation_spec(*HEADS))
+    out = jnp.einsum(f"bhts,{order}->bthk", weights, v, out_sharding=activations.activation_spec(*HEADS))
     return checkpoint_name(out, "attention")
 
 

@@ -17,7 +17,7 @@ from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache, entry
 from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.attention.self_attention import attend
 from jaxtrain.models.layers import RESIDUAL, Linear, RMSNorm
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 LATENT = ("batch", "seq", None)
 
@@ -67,7 +67,7 @@ class LatentAttention(nnx.Module):
         Queries are projected to the latents' space and sums of latents to values, so that no latent is projected up.
         """
         up_LHK, up_LHV = jnp.split(self.kv.matrix(q_BTHK.dtype), [self.head_dim], axis=-1)
-        spec = sharding.activation_spec(*HEADS)
+        spec = activations.activation_spec(*HEADS)
         q_BTHL = jnp.einsum("bthk,lhk->bthl", q_BTHK, up_LHK, out_sharding=spec)
         q = jnp.concatenate([q_BTHL, q_BTHR], axis=-1)
         own = _entry(kv_BTL, Rotary.rotate(k_BTR[:, :, None], angles))

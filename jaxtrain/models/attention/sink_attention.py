@@ -12,7 +12,7 @@ from jaxtrain.models.attention.rotary import Rotary
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Compute
 from jaxtrain.models.layers import param
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 
 class SinkAttention(Attention):
@@ -31,7 +31,7 @@ class SinkAttention(Attention):
         q, k, v = self.project(x_BTD)
         cos, sin, layer = angles
         q, k = Rotary.rotate(q, (cos, sin)), Rotary.rotate(k, (cos, sin))
-        everywhere, sinks_H = (layer + 1) % self.global_every == 0, sharding.gather(self.sinks[...], "heads")
+        everywhere, sinks_H = (layer + 1) % self.global_every == 0, activations.gather(self.sinks[...], "heads")
         if cache is not None and cache.entries is not None:
             return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window), sinks_H)
         out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, sinks_H=sinks_H,

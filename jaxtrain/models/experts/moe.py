@@ -22,8 +22,7 @@ from jaxtrain.models.layers import INSIDE, RESIDUAL, SwiGLU, param
 from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
 from jaxtrain.parallel.experts import Activation, through_experts
 from jaxtrain.parallel.rows import Row
-from jaxtrain.sharding import products
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, products
 
 WIDEN = ("experts", "expert_embed", "expert_mlp")
 NARROW = ("experts", "expert_mlp", "expert_embed")
@@ -69,7 +68,7 @@ class MoE(nnx.Module):
         """Apply the layer in the layout between blocks; also return each row's penalty [B] and sums [B, parts, ...]."""
         y_BTD, aux = self.routed(x_BTD, segments_BT)
         if self.shared is not None:
-            y_BTD += self.shared(sharding.enter(x_BTD, INSIDE, shared_by=("act_mlp",)))
+            y_BTD += self.shared(activations.enter(x_BTD, INSIDE, shared_by=("act_mlp",)))
         return y_BTD, aux
 
     def routed(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -78,17 +77,18 @@ class MoE(nnx.Module):
         named, weights, scales = self._weights(), {}, {}
         for name, (weight, axes) in named.items():
             if name in MATRICES and products.is_fp8():
-                weights[name], scales[name] = products.sent(weight[...], lambda w, axes=axes: sharding.gather(w, *axes))
+                weights[name], scales[name] = products.sent(
+                    weight[...], lambda w, axes=axes: activations.gather(w, *axes))
             else:
-                weights[name] = sharding.gather(weight[...], *axes)
-        if sharding.activation_spec() is None:
+                weights[name] = activations.gather(weight[...], *axes)
+        if activations.activation_spec() is None:
             return self._local(x_BTD, real_BT, weights, scales)
-        real_BT = sharding.constrain(real_BT, "batch", "seq")
-        between, (batch, seq) = sharding.activation_spec(*RESIDUAL), map(sharding.split_by, ("batch", "seq"))
+        real_BT = activations.constrain(real_BT, "batch", "seq")
+        between, (batch, seq) = activations.activation_spec(*RESIDUAL), map(activations.split_by, ("batch", "seq"))
         sums = dict.fromkeys(("tokens", "kept", "entropy", "balance"), P(batch, seq)) | {"load": P(batch, seq, None)}
-        return sharding.manual_region(
+        return activations.manual_region(
             self._local,
-            in_specs=(between, P(batch, seq), {name: sharding.gathered_spec(*named[name][1]) for name in named},
+            in_specs=(between, P(batch, seq), {name: activations.gathered_spec(*named[name][1]) for name in named},
                       dict.fromkeys(scales, P())),
             out_specs=(between, {"penalty": P(batch)} | sums))(x_BTD, real_BT, weights, scales)
 
@@ -105,7 +105,7 @@ class MoE(nnx.Module):
     def _local(self, x_BTD, real_BT, w, scales) -> tuple[jax.Array, Aux]:
         """Process one device's tokens: split over `tensor` on entry and exit, gathered over it in between."""
         c = self.experts
-        tensor, row = sharding.axes_over("act_expert_mlp"), Row(sharding.axes_over("seq"))
+        tensor, row = activations.axes_over("act_expert_mlp"), Row(activations.axes_over("seq"))
         split = tensor if x_BTD.shape[1] < real_BT.shape[1] else ()  # between blocks
         x_BTD = lax.all_gather(x_BTD, split, axis=1, tiled=True) if split else x_BTD
         B, T, D = x_BTD.shape
@@ -117,7 +117,7 @@ class MoE(nnx.Module):
         w = w | {name: products.Rounded(w[name], scale, w[name].dtype) for name, scale in scales.items()}
         w |= {} if self.adapter is None else self.adapter.adapted(w)
         y_ND = through_experts(x_ND, experts_NK, weights_NK, kept_NK, w["gate"], w["up"], w["down"], biases,
-                               axis=sharding.axes_over("experts"), options=self.options,
+                               axis=activations.axes_over("experts"), options=self.options,
                                limit=most if c.capacity_factor else None, activation=self.activation)
         y_BTD = y_ND.reshape(B, T, D)
         if split:
@@ -125,7 +125,7 @@ class MoE(nnx.Module):
         elif tensor:
             y_BTD = lax.psum(y_BTD, tensor)
         if "down_bias" in w:
-            y_BTD = sharding.with_bias(y_BTD, _down_bias(routing, w["down_bias"], split))
+            y_BTD = activations.with_bias(y_BTD, _down_bias(routing, w["down_bias"], split))
         parts = {name: total[:, None] for name, total in routing.sums_B.items()}
         return y_BTD, {"penalty": routing.penalty_B, **parts}
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, RMSNorm
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 
 class MTPHead(nnx.Module):
@@ -39,7 +39,7 @@ class MTPHead(nnx.Module):
 
         x_BTD = self.this(self.norm_this(x_BTD)) + self.next(self.norm_next(next_BTD))
         x_BTD, aux = apply(x_BTD, weights)
-        return sharding.constrain(self.norm(x_BTD), *INSIDE), aux
+        return activations.constrain(self.norm(x_BTD), *INSIDE), aux
 
 
 def with_second_targets(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.models.layers import param
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 from jaxtrain.train_step.optimizers import mup
 from jaxtrain.train_step.state import Params
 
@@ -27,7 +27,7 @@ class ScalarHead(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Return a number for each token's activation [B, T]."""
-        y_BT1 = sharding.einsum("btd,dr->btr", x_BTD, self.kernel[...], ("embed", None), ("batch", "seq", None))
+        y_BT1 = activations.einsum("btd,dr->btr", x_BTD, self.kernel[...], ("embed", None), ("batch", "seq", None))
         return y_BT1[..., 0]
 
 

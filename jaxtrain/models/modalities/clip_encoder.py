@@ -18,7 +18,7 @@ from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, RMSNorm, Stack, Swi
 from jaxtrain.models.rematerialization import cut, wraps
 from jaxtrain.parallel.cut_rows import whole_rows
 from jaxtrain.parallel.pipeline.stage_placement import Slots
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 BANDS = 80  # of the features of prepare_sequences audio
 
@@ -56,12 +56,12 @@ class ClipEncoder(nnx.Module):
     def through(self, x_BTD: jax.Array, weights_BT: jax.Array, positions_BT: jax.Array,
                 slots: Mapping[str, Slots] | None = None) -> jax.Array:
         """Apply all layers, or those in the `slots` of a stage, to frames at these positions of their clips."""
-        angles = self.rotary.angles(sharding.constrain(positions_BT, "batch", "seq"))
+        angles = self.rotary.angles(activations.constrain(positions_BT, "batch", "seq"))
         return self.blocks(x_BTD, weights_BT > 0, angles, slots=(slots or {}).get("blocks"))[0]
 
     def finish(self, x_BTD: jax.Array, weights_BT: jax.Array, frames_B: jax.Array) -> jax.Array:
         """Return the logits of clips of this many frames from what the last layer returns, on all devices of a row."""
-        x_BTD = sharding.constrain(self.norm(x_BTD), *INSIDE)
-        logits_BTL = sharding.einsum("btd,dl->btl", x_BTD, self.labels[...], ("embed", None), ("batch", "seq", None))
+        x_BTD = activations.constrain(self.norm(x_BTD), *INSIDE)
+        logits_BTL = activations.einsum("btd,dl->btl", x_BTD, self.labels[...], ("embed", None), ("batch", "seq", None))
         logits_BTL = whole_rows(logits_BTL * weights_BT[..., None], None)
         return logits_BTL.sum(1) / jnp.maximum(frames_B, 1)[:, None]

@@ -37,7 +37,7 @@ from jaxtrain.models.layers import (
     positioned,
 )
 from jaxtrain.models.rematerialization import wraps
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 if TYPE_CHECKING:
     from jaxtrain.parallel.pipeline.stage_placement import Slots
@@ -67,7 +67,7 @@ class EncoderBlock(nnx.Module):
     def __call__(self, x_BSD: jax.Array, visible: jax.Array | None,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Return the activations; with a cache, also the keys and values that the next chunk attends to."""
-        h, told = sharding.enter(self.attention_norm(x_BSD), INSIDE, shared_by=self.attention.shared_by), {}
+        h, told = activations.enter(self.attention_norm(x_BSD), INSIDE, shared_by=self.attention.shared_by), {}
         if cache is None:
             y_BSD, _ = self.attention(h, h, visible)
         else:
@@ -89,12 +89,12 @@ class DecoderBlock(nnx.Module):
     def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array | None, visible_BS: jax.Array | None,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Return the activations; with a cache, also its new entries under `own` and `memory`."""
-        h = sharding.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
+        h = activations.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
         y_BTD, own = self.attention(h, None, None, cache and cache.of("own"))
         x_BTD += y_BTD
-        h = sharding.enter(self.memory_norm(x_BTD), INSIDE, shared_by=("act_heads",))
+        h = activations.enter(self.memory_norm(x_BTD), INSIDE, shared_by=("act_heads",))
         if memory_BSD is not None:
-            memory_BSD = sharding.enter(memory_BSD, INSIDE, shared_by=("act_kv_heads",))
+            memory_BSD = activations.enter(memory_BSD, INSIDE, shared_by=("act_kv_heads",))
         y_BTD, seen = self.memory(h, memory_BSD, visible_BS, cache and cache.of("memory"))
         told = {} if cache is None else {CACHE: {"own": own[CACHE], "memory": seen[CACHE]}}
         return _with_mlp(self, x_BTD + y_BTD), told
@@ -143,9 +143,9 @@ class Whisper(nnx.Module):
         if count > (most := self.audio_positions[...].shape[0]):
             raise UserError("model.audio_positions", f"{count} positions of audio are more than its {most}",
                             "cut the audio into chunks, such as of 30 seconds")
-        x_BMC = sharding.constrain(features_BMC, "batch", None, None)
-        all_BM = sharding.constrain(jnp.ones((rows, length), bool), "batch", None)
-        kept_BM = heard_BM = all_BM if valid_BM is None else sharding.constrain(valid_BM != 0, "batch", None)
+        x_BMC = activations.constrain(features_BMC, "batch", None, None)
+        all_BM = activations.constrain(jnp.ones((rows, length), bool), "batch", None)
+        kept_BM = heard_BM = all_BM if valid_BM is None else activations.constrain(valid_BM != 0, "batch", None)
         if not self.masks:
             x_BMC, kept_BM = silent_after(x_BMC, kept_BM), all_BM
 
@@ -153,16 +153,16 @@ class Whisper(nnx.Module):
             around = [(0, 0), (2, 2 * count + 1 - length), *[(0, 0)] * (x.ndim - 2)]
             x = jnp.pad(x, around)
             x = jnp.stack([x[:, n:n + 2 * count - 1:2] for n in range(READ)], 2)
-            return sharding.constrain(x, "batch", "seq", *(None,) * (x.ndim - 2))
+            return activations.constrain(x, "batch", "seq", *(None,) * (x.ndim - 2))
 
         at_BS = jnp.broadcast_to(jnp.arange(count), (rows, count))
         return {"frames": five(x_BMC * kept_BM[..., None].astype(x_BMC.dtype)), "there": five(kept_BM),
-                "audio_at": sharding.constrain(at_BS, "batch", "seq"), "heard": heard_BM[:, ::2]}
+                "audio_at": activations.constrain(at_BS, "batch", "seq"), "heard": heard_BM[:, ::2]}
 
     def begin(self, audio: Mapping[str, jax.Array]) -> jax.Array:
         """Return the encoder's first activations of what `windows` returned."""
-        x_BS5C = sharding.constrain(audio["frames"], "batch", "block_seq", None, None)
-        there_BS5 = sharding.constrain(audio["there"], "batch", "block_seq", None).astype(x_BS5C.dtype)
+        x_BS5C = activations.constrain(audio["frames"], "batch", "block_seq", None, None)
+        there_BS5 = activations.constrain(audio["there"], "batch", "block_seq", None).astype(x_BS5C.dtype)
 
         def inner(x_BS5C: jax.Array) -> jax.Array:
             return jnp.stack([self.first(x_BS5C[:, :, n:n + WIDTH]) * there_BS5[:, :, n + 1, None]
@@ -182,7 +182,7 @@ class Whisper(nnx.Module):
 
     def memory(self, x_BSD: jax.Array) -> jax.Array:
         """Return what the decoder attends to, of the encoder's last activations."""
-        return sharding.constrain(self.encoder_norm(x_BSD), *INSIDE)
+        return activations.constrain(self.encoder_norm(x_BSD), *INSIDE)
 
     def begin_stream(self, first_B1C: jax.Array) -> dict[str, PyTree]:
         """Return the state of an encoder that attends by chunks, before the first chunk, given the very first frame.
@@ -259,7 +259,7 @@ class Whisper(nnx.Module):
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the last norm."""
-        return sharding.constrain(self.norm(x_BTD), *INSIDE)
+        return activations.constrain(self.norm(x_BTD), *INSIDE)
 
     def head(self) -> jax.Array:
         """Return the output projection w_DV, laid out as at rest: the embedding table."""
@@ -267,9 +267,9 @@ class Whisper(nnx.Module):
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return float32 logits of final activations."""
-        head_DV = sharding.gather(self.head(), "embed", "vocab")
+        head_DV = activations.gather(self.head(), "embed", "vocab")
         return jnp.einsum("btd,dv->btv", x_BTD, head_DV, preferred_element_type=jnp.float32,
-                          out_sharding=sharding.activation_spec("batch", "seq", "act_vocab"))
+                          out_sharding=activations.activation_spec("batch", "seq", "act_vocab"))
 
     def __call__(self, features_BMC: jax.Array, tokens_BT: jax.Array, valid_BM: jax.Array | None = None) -> jax.Array:
         """Return float32 logits for every token."""
@@ -309,5 +309,5 @@ def _out_std(layers: int) -> float:
 
 
 def _with_mlp(block: Any, x_BTD: jax.Array) -> jax.Array:
-    h = sharding.enter(block.mlp_norm(x_BTD), INSIDE, shared_by=("act_mlp",))
+    h = activations.enter(block.mlp_norm(x_BTD), INSIDE, shared_by=("act_mlp",))
     return x_BTD + block.mlp(h)

@@ -17,7 +17,7 @@ from jaxtrain.kernels.functions import gelu
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear
 from jaxtrain.models.vision.vit import Vit
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, axis_rules
 
 
 class Connector(nnx.Module):
@@ -29,7 +29,7 @@ class Connector(nnx.Module):
         self.down = Linear("btf,fd->btd", (dim, dim), ("mlp", "embed"), RESIDUAL, bias=True, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(gelu(self.up(sharding.constrain(x_BTD, *INSIDE))))
+        return self.down(gelu(self.up(activations.constrain(x_BTD, *INSIDE))))
 
 
 def with_pictures(model: Any, c: PictureConfig, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
@@ -38,7 +38,7 @@ def with_pictures(model: Any, c: PictureConfig, compute: Compute, *, rngs: nnx.R
     model.connector = Connector(c.picture_embed_dim, c.embed_dim, rngs=rngs)
     for _, weight in nnx.iter_graph(model.picture):  # its layers are not a pipeline stage's own
         if isinstance(weight, nnx.Param):
-            weight.set_metadata(axes=sharding.on_every_stage(weight.get_metadata()["axes"]))
+            weight.set_metadata(axes=axis_rules.on_every_stage(weight.get_metadata()["axes"]))
     return model
 
 
@@ -46,13 +46,13 @@ def embedded(model: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Return the embeddings of the tokens of a batch, and those of patches in the places of patches."""
     text_BTD = model.begin(batch["tokens"], batch["positions"])
     seen_BTD = model.connector(model.picture(batch["patches"], batch["pictures"], batch["places"]))
-    is_patch_BT1 = sharding.constrain((batch["pictures"] > 0)[..., None], "batch", "block_seq", None)
+    is_patch_BT1 = activations.constrain((batch["pictures"] > 0)[..., None], "batch", "block_seq", None)
     return jnp.where(is_patch_BT1, seen_BTD, text_BTD)
 
 
 def logits(model: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Return the float32 logits of what follows each token, to look at and to sample from."""
     x_BTD, _ = model.through(embedded(model, batch), batch["segments"], batch["positions"])
-    return jnp.einsum("btd,dv->btv", model.finish(x_BTD), sharding.gather(model.head(), "embed", "vocab"),
+    return jnp.einsum("btd,dv->btv", model.finish(x_BTD), activations.gather(model.head(), "embed", "vocab"),
                       preferred_element_type=jnp.float32,
-                      out_sharding=sharding.activation_spec("batch", "seq", "act_vocab"))
+                      out_sharding=activations.activation_spec("batch", "seq", "act_vocab"))

@@ -20,7 +20,7 @@ from jaxtrain.models.vision import pooling
 from jaxtrain.models.vision.encoder import Encoder
 from jaxtrain.models.vision.vit import Vit
 from jaxtrain.parallel.cut_rows import arrange
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 if TYPE_CHECKING:
     from jaxtrain.parallel.pipeline.stage_placement import Slots
@@ -54,7 +54,7 @@ class DualEncoder(nnx.Module):
     def arranged(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Return a batch as the devices that share a row share it."""
         tokens = {key: batch[key] for key in ("tokens", "segments", "positions")}
-        split = {key: sharding.constrain(x, "batch", "seq", *(None,) * (x.ndim - 2)) for key, x in batch.items()
+        split = {key: activations.constrain(x, "batch", "seq", *(None,) * (x.ndim - 2)) for key, x in batch.items()
                  if key in ("patches", "pictures", "places", *tokens)}
         # Causal attention takes tokens in the order that evens out its work.
         return dict(batch) | split | (arrange(tokens) if self.is_clip else {})

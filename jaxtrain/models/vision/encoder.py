@@ -13,7 +13,7 @@ from jaxtrain.models.decoder import Block, Compute
 from jaxtrain.models.layers import INSIDE, GeluMLP, LayerNorm, Stack
 from jaxtrain.models.rematerialization import cut, wraps
 from jaxtrain.parallel.pipeline.stage_placement import Slots
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 GELUS = {"tanh": gelu, "exact": exact_gelu, "quick": quick_gelu}  # by `model.gelu`
 
@@ -53,4 +53,4 @@ class Encoder(nnx.Module):
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the last norm."""
-        return sharding.constrain(self.norm(x_BTD), *INSIDE)
+        return activations.constrain(self.norm(x_BTD), *INSIDE)

@@ -15,7 +15,7 @@ from jaxtrain.config.vision_keys import PictureFlowConfig
 from jaxtrain.models.decoder import Compute
 from jaxtrain.models.layers import RESIDUAL, Linear, param
 from jaxtrain.models.vision.vit import Vit
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 FREQUENCIES = np.exp(np.linspace(0, np.log(1000), 64)).astype(np.float32)  # of the sines of a time from 0 to 1
 _PLACES = ("batch", None, "act_embed")
@@ -38,16 +38,16 @@ class PictureFlow(nnx.Module):
                  labels_BS: jax.Array) -> jax.Array:
         """Return the velocity of each value of each patch."""
         x_BTD = self.begin(noisy_BTP, pictures_BT, places_BT2, times_BS, labels_BS)
-        return self.finish(self.picture.encoder.through(x_BTD, sharding.constrain(pictures_BT, "batch", "seq")))
+        return self.finish(self.picture.encoder.through(x_BTD, activations.constrain(pictures_BT, "batch", "seq")))
 
     def begin(self, noisy_BTP: jax.Array, pictures_BT: jax.Array, places_BT2: jax.Array, times_BS: jax.Array,
               labels_BS: jax.Array) -> jax.Array:
         """Return the embeddings of patches."""
-        given_BSD = self.given(*(sharding.constrain(x, "batch", None) for x in (times_BS, labels_BS)))
-        pictures_BT = sharding.constrain(pictures_BT, "batch", "seq")
+        given_BSD = self.given(*(activations.constrain(x, "batch", None) for x in (times_BS, labels_BS)))
+        pictures_BT = activations.constrain(pictures_BT, "batch", "seq")
         own_BTS = (pictures_BT[..., None] == jnp.arange(1, times_BS.shape[1] + 1)).astype(given_BSD.dtype)
         x_BTD = self.picture.begin(noisy_BTP, places_BT2, pictures_BT)
-        return x_BTD + sharding.constrain(jnp.einsum("bts,bsd->btd", own_BTS, given_BSD), *RESIDUAL)
+        return x_BTD + activations.constrain(jnp.einsum("bts,bsd->btd", own_BTS, given_BSD), *RESIDUAL)
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """Return the velocities from what the last layer returns."""
@@ -55,7 +55,7 @@ class PictureFlow(nnx.Module):
 
     def given(self, times_BS: jax.Array, labels_BS: jax.Array) -> jax.Array:
         """Return what a picture's patches have in common."""
-        table = sharding.gather(self.labels[...], None, "embed")
+        table = activations.gather(self.labels[...], None, "embed")
         angle_BSF = times_BS[..., None] * FREQUENCIES
         waves_BSF = jnp.concatenate([jnp.sin(angle_BSF), jnp.cos(angle_BSF)], -1).astype(table.dtype)
         hits_BSL = (labels_BS[..., None] == jnp.arange(len(table))).astype(table.dtype)

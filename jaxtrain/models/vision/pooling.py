@@ -14,12 +14,12 @@ from jaxtrain.kernels.functions import softmax
 from jaxtrain.models.layers import INSIDE, RESIDUAL, GeluMLP, LayerNorm, Linear, param
 from jaxtrain.models.vision.encoder import GELUS
 from jaxtrain.parallel.cut_rows import whole_rows
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, axis_rules
 
 
 def slots(count: int) -> int:
     """Return the number of places for this many segments: the devices that share a row divide it."""
-    parts = sharding.shards(sharding.split_by("block_seq"), jax.sharding.get_abstract_mesh())
+    parts = axis_rules.shards(activations.split_by("block_seq"), jax.sharding.get_abstract_mesh())
     return -(-count // parts) * parts
 
 
@@ -51,7 +51,7 @@ def chosen(x_BTD: jax.Array, segments_BT: jax.Array, is_it_BT: jax.Array, count:
 def _weighted(weights_BST: jax.Array, x_BTD: jax.Array) -> jax.Array:
     x_BTD = whole_rows(x_BTD, "act_embed")
     y_BSD = jnp.einsum("bst,btd->bsd", weights_BST, x_BTD, preferred_element_type=jnp.float32)
-    return sharding.constrain(y_BSD.astype(x_BTD.dtype), *RESIDUAL)
+    return activations.constrain(y_BSD.astype(x_BTD.dtype), *RESIDUAL)
 
 
 class AttentionPool(nnx.Module):
@@ -75,18 +75,18 @@ class AttentionPool(nnx.Module):
         k_BTHK, v_BTHK = (whole_rows(project(x_BTD), "act_heads", "act_head_dim") for project in (self.k, self.v))
         query_HK = self._query() * k_BTHK.shape[-1] ** -0.5
         scores_BHT = jnp.einsum("hk,bthk->bht", query_HK, k_BTHK, preferred_element_type=jnp.float32,
-                                out_sharding=sharding.activation_spec("batch", "act_heads", None))
+                                out_sharding=activations.activation_spec("batch", "act_heads", None))
         mask_BST = jnp.where(members(segments_BT, count), 0.0, -1e30)
         weights_BHST = softmax(scores_BHT[:, :, None] + mask_BST[:, None]).astype(v_BTHK.dtype)
         y_BSHK = jnp.einsum("bhst,bthk->bshk", weights_BHST, v_BTHK)
-        y_BSD = self.out(sharding.constrain(y_BSHK, "batch", "seq", "act_heads", "act_head_dim"))
-        return y_BSD + self.mlp(sharding.constrain(self.norm(y_BSD), *INSIDE))
+        y_BSD = self.out(activations.constrain(y_BSHK, "batch", "seq", "act_heads", "act_head_dim"))
+        return y_BSD + self.mlp(activations.constrain(self.norm(y_BSD), *INSIDE))
 
     def _query(self) -> jax.Array:
         """Return the query of each head."""
         if self.q is None:
-            return sharding.gather(self.query[...], "heads", "head_dim")
-        query_D = sharding.gather(self.query[...], "embed")
+            return activations.gather(self.query[...], "heads", "head_dim")
+        query_D = activations.gather(self.query[...], "embed")
         assert self.q.bias is not None
-        kernel_DHK, bias_HK = self.q.matrix(query_D.dtype), sharding.gather(self.q.bias[...], *self.q.bias_axes)
+        kernel_DHK, bias_HK = self.q.matrix(query_D.dtype), activations.gather(self.q.bias[...], *self.q.bias_axes)
         return jnp.einsum("d,dhk->hk", query_D, kernel_DHK) + bias_HK

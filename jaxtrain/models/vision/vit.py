@@ -18,7 +18,7 @@ from jaxtrain.models.decoder import Compute
 from jaxtrain.models.layers import INSIDE, RESIDUAL, LayerNorm, LearnedPositions, Linear, param
 from jaxtrain.models.vision.encoder import Encoder
 from jaxtrain.parallel.cut_rows import whole_rows
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 
 
 class Grid(nnx.Module):
@@ -36,10 +36,10 @@ class Grid(nnx.Module):
         if self.class_at is not None:
             is_class_BT1 = (places_BT2[..., :1] == self.class_at).astype(jnp.float32)
             weights_BTN = jnp.concatenate([is_class_BT1, weights_BTN * (1 - is_class_BT1)], -1)
-        table = sharding.gather(self.table[...], "positions", "embed")
+        table = activations.gather(self.table[...], "positions", "embed")
         x_BTD = jnp.einsum("btn,nd->btd", weights_BTN, table.astype(jnp.float32), precision="highest",
-                           out_sharding=sharding.activation_spec(*INSIDE))
-        return sharding.constrain(x_BTD.astype(table.dtype), *RESIDUAL)
+                           out_sharding=activations.activation_spec(*INSIDE))
+        return activations.constrain(x_BTD.astype(table.dtype), *RESIDUAL)
 
     def _sizes(self, places_BT2: jax.Array, pictures_BT: jax.Array) -> jax.Array:
         """Return how many patches high and wide each patch's picture is."""
@@ -88,8 +88,8 @@ class Vit(nnx.Module):
 
     def begin(self, values_BTP: jax.Array, places_BT2: jax.Array, pictures_BT: jax.Array) -> jax.Array:
         """Return the embeddings of patches' values, which are about between -1 and 1, with those of their places."""
-        places_BT2 = sharding.constrain(places_BT2.astype(jnp.int32), "batch", "seq", None)
-        values_BTP = sharding.constrain(values_BTP, "batch", "seq", None)
+        places_BT2 = activations.constrain(places_BT2.astype(jnp.int32), "batch", "seq", None)
+        values_BTP = activations.constrain(values_BTP, "batch", "seq", None)
         if self.grid is None:
             assert self.down is not None and self.across is not None
             x_BTD = self.embed(values_BTP.astype(self.down.table[...].dtype))
@@ -97,14 +97,14 @@ class Vit(nnx.Module):
         x_BTD = self.embed(values_BTP.astype(self.grid.table[...].dtype))
         if self.token is None or self.first_norm is None or self.class_at is None:
             return x_BTD + self.grid(places_BT2, pictures_BT)
-        is_class_BT1 = sharding.constrain(places_BT2[..., :1] == self.class_at, "batch", "block_seq", None)
-        token_BTD = sharding.constrain(jnp.broadcast_to(sharding.gather(self.token[...], "embed"), x_BTD.shape),
+        is_class_BT1 = activations.constrain(places_BT2[..., :1] == self.class_at, "batch", "block_seq", None)
+        token_BTD = activations.constrain(jnp.broadcast_to(activations.gather(self.token[...], "embed"), x_BTD.shape),
                                        *RESIDUAL)
         return self.first_norm(jnp.where(is_class_BT1, token_BTD, x_BTD) + self.grid(places_BT2, pictures_BT))
 
     def __call__(self, patches_BTP: jax.Array, pictures_BT: jax.Array, places_BT2: jax.Array) -> jax.Array:
         """Return the normalized activation of each patch; what is given is that of `seen`."""
-        pictures_BT = sharding.constrain(pictures_BT, "batch", "seq")
+        pictures_BT = activations.constrain(pictures_BT, "batch", "seq")
         return self.encoder(self.seen(patches_BTP, pictures_BT, places_BT2), pictures_BT)
 
     def seen(self, patches_BTP: jax.Array, pictures_BT: jax.Array, places_BT2: jax.Array) -> jax.Array:
@@ -115,7 +115,7 @@ class Vit(nnx.Module):
             pictures_BT: the number of each patch's picture in the row, from 1 on; 0: padding.
             places_BT2: the row and the column of each patch in its picture.
         """
-        pictures_BT, x_BTP = sharding.constrain(pictures_BT, "batch", "seq"), patches_BTP.astype(jnp.float32)
+        pictures_BT, x_BTP = activations.constrain(pictures_BT, "batch", "seq"), patches_BTP.astype(jnp.float32)
         mean_P, std_P = (np.tile(np.array(x, np.float32), x_BTP.shape[-1] // len(x)) for x in (self.mean, self.std))
         x_BTP = x_BTP / 127.5 - 1 if {*self.mean, *self.std} == {127.5} else (x_BTP - mean_P) / std_P
         return self.begin(x_BTP, places_BT2, pictures_BT)

@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.sections.compression_keys import CompressionConfig
 from jaxtrain.parallel.compression import codecs, exchange
-from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.rules import AnyMesh, Rules, Shardings
+from jaxtrain.sharding import activations, axis_rules
+from jaxtrain.sharding.axis_rules import AnyMesh, Rules, Shardings
 from jaxtrain.train_step.gradients import LossSums, StateGradient
 from jaxtrain.train_step.state import Layout, Params, TrainState
 
@@ -38,7 +38,7 @@ def refused(settings: CompressionConfig, mesh: AnyMesh, rules: Rules) -> tuple[s
     if not (method := settings.method):
         return None
     axis = settings.axis
-    split = sorted(name for name in sharding.PARAMETER_NAMES if axis in rules[name])
+    split = sorted(name for name in axis_rules.PARAMETER_NAMES if axis in rules[name])
     if mesh.shape["stage"] > 1:
         return f"a pipeline (mesh.stage={mesh.shape['stage']}) sums its gradients by itself", "set mesh.stage=1"
     if axis not in rules.batch:
@@ -82,7 +82,7 @@ class CompressedGradients:
         def where(leaf, at_rest):
             for axis in self.layout.rules.batch:
                 if axis in self.inside:
-                    at_rest = sharding.spread(at_rest, leaf.shape, axis)
+                    at_rest = axis_rules.spread(at_rest, leaf.shape, axis)
             return at_rest
         return jax.tree.map(where, self.params, self.layout.gradients)
 
@@ -96,7 +96,7 @@ class CompressedGradients:
         for leaf, where, axes, rule in zip(*map(jax.tree.leaves, (self.params, self.crossing)), names, rules,
                                            strict=True):
             entries = (*where.spec, *(None,) * (len(leaf.shape) - len(where.spec)))
-            shape = tuple(size // sharding.shards(entry, self.layout.mesh)
+            shape = tuple(size // axis_rules.shards(entry, self.layout.mesh)
                           for size, entry in zip(leaf.shape, entries, strict=True))
             found.append((codecs.for_parameter("exact" if rule else c.method, settings, axes, shape), shape))
         return found
@@ -142,7 +142,7 @@ class CompressedGradients:
             sums, grads = gradient(state, batch)
             grads = jax.tree.map(lambda g, where: jax.reshard(g, where.spec), grads, self.crossing)
             specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (sums, grads, remembered))
-            sums, grads, remembered = sharding.manual_region(self._exchanged, specs, specs)(sums, grads, remembered)
+            sums, grads, remembered = activations.manual_region(self._exchanged, specs, specs)(sums, grads, remembered)
             grads = jax.tree.map(lambda g, where: jax.reshard(g, where.spec), grads, self.layout.gradients)
             return sums, grads, remembered
 
@@ -173,12 +173,12 @@ class CompressedGradients:
             specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, apart)
             whole = jax.tree.map(lambda spec: P(*spec[1:]), specs[0]), jax.tree.map(
                 lambda where: where.spec, self.layout.gradients)
-            return sharding.manual_region(add, specs, whole)(*apart)
+            return activations.manual_region(add, specs, whole)(*apart)
 
         return of_state
 
     def _sum(self, g: jax.Array, spec: P) -> jax.Array:
-        at = [d for d, entry in enumerate(spec) if self.axis in sharding.axes_of(entry)]
+        at = [d for d, entry in enumerate(spec) if self.axis in axis_rules.axes_of(entry)]
         return lax.psum_scatter(g, self.axis, scatter_dimension=at[0], tiled=True) if at else lax.psum(g, self.axis)
 
     def _exchanged(self, sums: LossSums, grads: Params, remembered: PyTree) -> tuple[LossSums, Params, PyTree]:

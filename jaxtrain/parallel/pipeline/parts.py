@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.base.annotations import PyTree
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Batch, Params
 
@@ -90,4 +90,4 @@ def lower(tree: Params) -> Params:
 
 def whole(tree: PyTree) -> PyTree:
     """Return arrays of rows whole on the devices that share rows."""
-    return jax.tree.map(lambda x: sharding.constrain(x, "batch", *(None,) * (x.ndim - 1)), tree)
+    return jax.tree.map(lambda x: activations.constrain(x, "batch", *(None,) * (x.ndim - 1)), tree)

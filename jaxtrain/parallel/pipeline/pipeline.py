@@ -25,8 +25,8 @@ from jaxtrain.parallel import schedules
 from jaxtrain.parallel.pipeline.parts import Parts, Sums, lower
 from jaxtrain.parallel.pipeline.stage import Stage
 from jaxtrain.parallel.schedules import Schedule
-from jaxtrain.sharding import rules as sharding
-from jaxtrain.sharding.rules import SpecEntry
+from jaxtrain.sharding import activations, axis_rules
+from jaxtrain.sharding.axis_rules import SpecEntry
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Batch, Params
 
@@ -62,7 +62,7 @@ class Pipeline:
     parts: Parts
     schedule: Schedule
     evaluation: Schedule  # forward only
-    rules: sharding.Rules
+    rules: axis_rules.Rules
     axes: Any  # logical names of the trained parameters
     frozen_axes: Any  # logical names of the frozen parameters
     at_rest: Any  # partition specs of the gradients
@@ -82,7 +82,7 @@ class Pipeline:
             loss, pull, sums = jax.vjp(lambda outputs: parts.together(outputs, batch), outputs, has_aux=True)
             all_of_it, parts = (loss, sums), parts.towards(_PULL)
             # Each of the devices that share a row has its outputs, and so this part of their gradient.
-            seed /= sharding.shards(self.rules["seq"], jax.sharding.get_abstract_mesh())
+            seed /= axis_rules.shards(self.rules["seq"], jax.sharding.get_abstract_mesh())
             rows = batch | {_PULL: pull(jnp.ones_like(loss))[0]}
         ends, sums, layers, outer = self._run(parts, self.schedule, partition.like(given, params),
                                               partition.without(given, params), rows, seed)
@@ -119,7 +119,7 @@ class Pipeline:
         trained, plans = in_use(parts.lift(params))
         frozen, frozen_plans = in_use(parts.lift(frozen))
         layer_plan, outer_plan = plans
-        batch = jax.tree.map(partial(sharding.micro_batches, parts=schedule.microbatches), batch)
+        batch = jax.tree.map(partial(activations.micro_batches, parts=schedule.microbatches), batch)
         different = _token_axes(self.rules)
 
         def on_device(trained, frozen, batch, seed):
@@ -147,7 +147,7 @@ class Pipeline:
             on_device, axis_names=set(MANUAL), check_vma=False,
             in_specs=(*(jax.tree.map(lambda plan: plan.manual_in_use, part) for part in (plans, frozen_plans)),
                       by_array, P()),
-            out_specs=(P(None, _manual(sharding.split_by("batch"))) if parts.together else P(), P("stage"),
+            out_specs=(P(None, _manual(activations.split_by("batch"))) if parts.together else P(), P("stage"),
                        *(outs if "B" in schedule.kinds else ({}, {}))))(trained, frozen, batch, seed)
         last = list(parts.stacks)[-1]
         sums = jax.tree.map(lambda x: placement.from_stages(last, x, P(*(None,) * (x.ndim - 2))), sums)
@@ -172,13 +172,14 @@ class _Plan:
     sum: tuple[str, ...]  # the axes that the gradient is only summed over
 
     @classmethod
-    def of(cls, rules: sharding.Rules, stacked: bool, names: sharding.Names) -> "_Plan":
+    def of(cls, rules: axis_rules.Rules, stacked: bool, names: axis_rules.Names) -> "_Plan":
         mesh, names = jax.sharding.get_abstract_mesh(), names[1:] if stacked else names
-        in_use, at_rest = (sharding.without_trivial_axes(rules.spec(names, gathered=gathered), mesh)
+        in_use, at_rest = (axis_rules.without_trivial_axes(rules.spec(names, gathered=gathered), mesh)
                            for gathered in (True, False))
-        kept = [sharding.axes_of(entry) for entry in in_use]
+        kept = [axis_rules.axes_of(entry) for entry in in_use]
         # A dimension that tensor splits in use is not scattered here: the pieces would be in another order.
-        scatter = tuple(() if "tensor" in mine else tuple(axis for axis in sharding.axes_of(entry) if axis not in mine)
+        scatter = tuple(() if "tensor" in mine else tuple(
+            axis for axis in axis_rules.axes_of(entry) if axis not in mine)
                         for mine, entry in zip(kept, at_rest, strict=True))
         done = {axis for axes in (*kept, *scatter) for axis in axes}
         different = _token_axes(rules) if stacked else (*_token_axes(rules), "stage")
@@ -208,7 +209,7 @@ class _Plan:
         return grad[None] if self.stacked else grad
 
 
-def _token_axes(rules: sharding.Rules) -> tuple[str, ...]:
+def _token_axes(rules: axis_rules.Rules) -> tuple[str, ...]:
     """Return the manual axes whose devices see different tokens (`tensor`, if a rule names it, is in the types)."""
     return tuple(axis for axis in MANUAL if axis in rules.tokens)
 
@@ -220,11 +221,11 @@ def _reduced(grad: jax.Array, plan: _Plan) -> jax.Array:
 def _island(f: Callable[[jax.Array], jax.Array], x: jax.Array, new: int = 0) -> jax.Array:
     """Apply `f` where `tensor` is manual too; it may add a leading dimension."""
     spec = jax.typeof(x).sharding.spec
-    return sharding.manual_region(f, (spec,), P(*(None,) * new, *spec))(x)
+    return activations.manual_region(f, (spec,), P(*(None,) * new, *spec))(x)
 
 
 def _joined(x: jax.Array) -> jax.Array:
-    """Undo `sharding.micro_batches`."""
+    """Undo `activations.micro_batches`."""
     _, batch, *rest = jax.typeof(x).sharding.spec
     return jax.lax.reshape(jnp.moveaxis(x, 0, 1), (x.shape[0] * x.shape[1], *x.shape[2:]), out_sharding=P(batch, *rest))
 
@@ -235,4 +236,4 @@ def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def _manual(entry: SpecEntry, more: tuple[str, ...] = ()) -> tuple[str, ...] | None:
     """Return the manual axes in one entry of a spec, plus `more`."""
-    return (*(axis for axis in sharding.axes_of(entry) if axis in MANUAL), *more) or None
+    return (*(axis for axis in axis_rules.axes_of(entry) if axis in MANUAL), *more) or None

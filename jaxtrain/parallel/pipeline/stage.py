@@ -13,7 +13,7 @@ from jaxtrain.parallel.pipeline.deferred import Deferred, Ledger, Path, put, tak
 from jaxtrain.parallel.pipeline.parts import Parts, Sums, lower, whole
 from jaxtrain.parallel.pipeline.stage_placement import Slots
 from jaxtrain.parallel.schedules import Column, Hop, Schedule, table
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import Batch, Params
 
@@ -226,7 +226,7 @@ class Stage:
         """Return zeros shaped like the activations passed between chunks."""
         weights, micro = pick(self.layers, 0), pick(self.batch, 0)
         x = jax.eval_shape(lambda: self.parts.begin(self.all_of(0, weights, self.outer), micro))
-        return jax.tree.map(lambda x: sharding.constrain(
+        return jax.tree.map(lambda x: activations.constrain(
             jnp.zeros(x.shape, x.dtype), "batch", "block_seq", "act_embed"), x)
 
 

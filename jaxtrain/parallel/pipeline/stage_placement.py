@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.schedules import Position
-from jaxtrain.sharding.rules import SpecEntry, axes_of
+from jaxtrain.sharding.axis_rules import SpecEntry, axes_of
 
 
 @dataclass(frozen=True)

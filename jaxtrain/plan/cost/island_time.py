@@ -16,7 +16,7 @@ import jax
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.sections.diloco_keys import DilocoConfig
 from jaxtrain.parallel.compression import codecs
-from jaxtrain.sharding.rules import Axes
+from jaxtrain.sharding.axis_rules import Axes
 
 BYTES = {"none": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64, "top_k": 0.01 * 6,
          "random_k": 0.01 * 4}  # of a parameter

@@ -10,7 +10,7 @@ import optax
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.config import part_tables
 from jaxtrain.config.schema import OptimizerConfig
-from jaxtrain.sharding.rules import Axes
+from jaxtrain.sharding.axis_rules import Axes
 from jaxtrain.train_step.optimizers import moments, mup
 from jaxtrain.train_step.optimizers.optimizer_parts import OptimizerParts
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.sharding.rules import Axes
+from jaxtrain.sharding.axis_rules import Axes
 from jaxtrain.train_step.optimizers.matrices import Dimensions, by_path
 from jaxtrain.train_step.optimizers.optimizer_parts import OptimizerParts
 from jaxtrain.train_step.state import Params

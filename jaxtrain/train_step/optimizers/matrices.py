@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxtrain.base.annotations import PyTree
-from jaxtrain.sharding.rules import Axes, Names
+from jaxtrain.sharding.axis_rules import Axes, Names
 
 _STACKED = ("layers", "every_layer", "experts", "every_expert")  # each has a matrix, or a vector, of its own
 

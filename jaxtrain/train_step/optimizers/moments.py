@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from jaxtrain.sharding.rules import Axes
+from jaxtrain.sharding.axis_rules import Axes
 from jaxtrain.train_step.optimizers.matrices import by_path, is_matrix
 from jaxtrain.train_step.state import Params
 

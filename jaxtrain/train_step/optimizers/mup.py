@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxtrain.sharding.rules import Axes
+from jaxtrain.sharding.axis_rules import Axes
 from jaxtrain.train_step.optimizers.matrices import Dimensions, by_path
 from jaxtrain.train_step.optimizers.muon import muon_dimensions
 

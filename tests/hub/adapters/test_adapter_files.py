@@ -21,7 +21,7 @@ from jaxtrain.hub.adapters import adapter_files, adapter_merge
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.models import lora
 from jaxtrain.run import abstract_model
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import mesh_context
 from tests.hub import published
 from tests.hub.adapters import published_adapters
 from tests.hub.adapters.published_adapters import loaded, truth, written
@@ -36,7 +36,7 @@ COMPUTED = [pytest.param(each.values[0], marks=pytest.mark.exhaustive) if each.v
 
 
 def logits_of(run, params) -> np.ndarray:
-    with sharding.use(run.mesh, run.sharded.rules):
+    with mesh_context.use(run.mesh, run.sharded.rules):
         return np.asarray(jax.jit(lambda params: run.model.merge(params)(jnp.asarray(published.TOKENS)))(params))
 
 

@@ -16,7 +16,7 @@ from jaxtrain.hub.speech import speech_model, transcribe
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.kernels.log_mel import log_mel
 from jaxtrain.run import abstract_model
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, mesh_context
 from tests.hub import published
 from tests.hub.speech import tiny_whisper as tiny
 from tests.tiers import exhaustive, slow
@@ -50,12 +50,12 @@ def test_numbers_and_bytes_are_those_of_transformers(folder, tmp_path, mesh):
     @jax.jit
     def passed(params, features, tokens):
         model = run.model.merge(params)
-        memory = model.encode(sharding.constrain(features, "batch", None, None))
-        x, _ = model.decode(sharding.constrain(tokens, "batch", None), memory)
+        memory = model.encode(activations.constrain(features, "batch", None, None))
+        x, _ = model.decode(activations.constrain(tokens, "batch", None), memory)
         return memory, model.logits(x)
 
     if not mesh:
-        with sharding.use(run.mesh, run.sharded.rules):
+        with mesh_context.use(run.mesh, run.sharded.rules):
             memory, logits = passed(params, jnp.asarray(tiny.FEATURES), jnp.asarray(tiny.TOKENS))
         assert close("memory", memory) and close("logits", logits)
     published_weights.save(params, run.config.model, tmp_path, np.float32, 10**9)

@@ -25,7 +25,7 @@ from jaxtrain.hub.initial_params import ENCODER
 from jaxtrain.hub.release import exported_tokenizer
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.run import abstract_model
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import mesh_context
 from jaxtrain.train_step import partition
 from tests.hub import published
 from tests.hub.towers import tiny_towers as tiny
@@ -85,7 +85,7 @@ def test_embeddings_loss_gradients_and_bytes_are_those_of_transformers(name, mes
         model = run.model.merge(partition.like(params, run.model.params()))
         return jax.value_and_grad(loss)(params), model(batch)
 
-    with sharding.use(run.mesh, run.sharded.rules):
+    with mesh_context.use(run.mesh, run.sharded.rules):
         (loss, gradients), (pictures, texts) = both(params, run.sharded.place(batch))
         seen = both(params, run.sharded.place(others))[1][0]
     for found, which, numbers in ((pictures, "pictures", order), (texts, "texts", order), (seen, "others", mixed)):

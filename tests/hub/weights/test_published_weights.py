@@ -15,7 +15,7 @@ from jaxtrain.hf.hf_config import model_section
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.models.lora import without_adapters
 from jaxtrain.run import abstract_model
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, mesh_context
 from tests.hub import published
 from tests.numerics import plain_lora
 from tests.tiers import slow_if
@@ -52,13 +52,13 @@ def test_logits_and_all_gradients_are_those_of_transformers(name, mesh, tmp_path
     @jax.jit
     def both(params):
         def loss(params):
-            logits = sharding.constrain(run.model.merge(params)(sharding.constrain(tokens, "batch", "seq")),
+            logits = activations.constrain(run.model.merge(params)(activations.constrain(tokens, "batch", "seq")),
                                         None, None, None)
             named = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1)
             return -named.mean(), logits
         return jax.value_and_grad(loss, has_aux=True)(params)
 
-    with sharding.use(run.mesh, run.sharded.rules):
+    with mesh_context.use(run.mesh, run.sharded.rules):
         (loss, logits), gradients = both(params)
     wanted = np.asarray(case["logits"]).reshape(logits.shape)
     assert np.abs(logits - wanted).max() < 1e-5 * np.abs(wanted).max()

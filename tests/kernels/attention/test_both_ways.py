@@ -19,7 +19,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.kernels import attention
 from jaxtrain.plan import instructions, targets
 from jaxtrain.plan.compiler import devices_of
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import axis_rules, mesh_context
 from tests.kernels.interpreted import needs_mosaic
 
 SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
@@ -168,7 +168,7 @@ def test_auto_takes_what_can(platform, shape, keys, choice):
 @needs_mosaic
 def test_mosaic_is_for_packed_rows_of_their_own_keys():
     def choose(asked, **keys):
-        with sharding.use(jt.make_mesh(devices=1), sharding.rules(), "cuda:9"):
+        with mesh_context.use(jt.make_mesh(devices=1), axis_rules.rules(), "cuda:9"):
             return attention.choose_backend(asked, "cuda", BF16, 1024, **keys)
 
     assert choose("auto", head_dim=72, packed=True) == "mosaic"
@@ -189,8 +189,8 @@ def compiled(target, backend, T, S, K, packed, monkeypatch):
     except UserError as missing:
         pytest.skip(f"{missing}")
     platform = targets.TARGETS[target].platform
-    monkeypatch.setattr(sharding, "platform", lambda: platform)
-    monkeypatch.setattr(sharding, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(mesh_context, "platform", lambda: platform)
+    monkeypatch.setattr(mesh_context, "compute_capability", lambda: 9.0)
     if platform == "cuda":
         from jax._src.cudnn import fused_attention_stablehlo as wheel
 

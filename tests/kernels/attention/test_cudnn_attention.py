@@ -21,7 +21,7 @@ from jaxtrain.models.rematerialization import wrap
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import change, estimate
 from jaxtrain.run import shapes_of
-from jaxtrain.sharding import rules
+from jaxtrain.sharding import mesh_context
 
 ONCE = ("attention", "attention_and_dots", "none")
 B, T, H, K, LAYERS = 2, 64, 4, 64, 3
@@ -30,7 +30,7 @@ B, T, H, K, LAYERS = 2, 64, 4, 64, 3
 @pytest.fixture
 def cudnn(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91800)
-    monkeypatch.setattr(rules, "platform", lambda: "cuda")
+    monkeypatch.setattr(mesh_context, "platform", lambda: "cuda")
 
 
 def step(policy):

@@ -24,7 +24,7 @@ from jaxtrain.plan import instructions, targets
 from jaxtrain.plan.compiler import devices_of
 from jaxtrain.plan.estimate import change, estimate
 from jaxtrain.plan.trace import kernels as costs
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, axis_rules, mesh_context
 from tests.kernels.interpreted import needs_mosaic
 
 SLOW = pytest.mark.slow
@@ -157,8 +157,8 @@ H100, LONG = "cuda:9", 16_384
 
 
 def chosen(asked, platform, dtype=BF16, seq_len=4096, head_dim=128, strategy="", packed=True, soft_cap=0.0):
-    with sharding.use(jt.make_mesh(devices=1), sharding.rules(), platform):
-        return attention.choose_backend(asked, sharding.platform(), dtype, seq_len, head_dim, strategy, soft_cap,
+    with mesh_context.use(jt.make_mesh(devices=1), axis_rules.rules(), platform):
+        return attention.choose_backend(asked, mesh_context.platform(), dtype, seq_len, head_dim, strategy, soft_cap,
                                         packed)
 
 
@@ -215,7 +215,7 @@ B, T, H, K = 2, 256, 4, 64
 def layers(policy):
     """Return the gradient of a stack of three layers of attention."""
     def layer(x, segments):
-        q = sharding.constrain(x * 1.5, *attention.HEADS)
+        q = activations.constrain(x * 1.5, *attention.HEADS)
         return attention.attend(q, q, q, segments_BT=segments, backend="mosaic")
 
     def loss(x, segments):
@@ -236,9 +236,9 @@ def test_what_policies_compute_again(policy, forwards):
                 yield from equations(inner)
 
     mesh = jt.make_mesh(data=2, tensor=2, devices=4)
-    with sharding.use(mesh, jt.rules("fsdp_tp"), H100):
+    with mesh_context.use(mesh, jt.rules("fsdp_tp"), H100):
         x = jax.ShapeDtypeStruct((B, T, H, K), BF16, sharding=jax.sharding.NamedSharding(
-            mesh, sharding.activation_spec(*attention.HEADS)))
+            mesh, activations.activation_spec(*attention.HEADS)))
         segments = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, jax.P("data")))
         with costs.stand_ins():
             traced = jax.jit(layers(policy)).trace(x, segments)

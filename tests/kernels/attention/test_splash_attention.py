@@ -19,7 +19,7 @@ from jaxtrain.kernels import attention
 from jaxtrain.kernels.attention import splash_attention
 from jaxtrain.kernels.attention.splash_attention import block_of
 from jaxtrain.models.rematerialization import wrap
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, mesh_context
 from tests.numerics import reference
 
 SLOW = pytest.mark.slow
@@ -155,15 +155,15 @@ def test_what_policies_compute_again(policy, forwards):
     mesh, rules = jt.make_mesh(data=2, tensor=2, devices=jax.devices()[:4]), jt.rules("fsdp_tp")
 
     def layer(x, segments):
-        q = sharding.constrain(x * 1.5, *attention.HEADS)
+        q = activations.constrain(x * 1.5, *attention.HEADS)
         return attention.attend(q, q, q, segments_BT=segments, backend="splash")
 
     def loss(x, segments):
         kept = wrap(remat_policies.policy(policy))(layer)
         return jax.lax.scan(lambda x, _: (kept(x, segments), None), x, length=3)[0].astype(jnp.float32).sum()
 
-    with sharding.use(mesh.abstract_mesh, rules, "tpu"):
-        at = jax.sharding.NamedSharding(mesh, sharding.activation_spec(*attention.HEADS))
+    with mesh_context.use(mesh.abstract_mesh, rules, "tpu"):
+        at = jax.sharding.NamedSharding(mesh, activations.activation_spec(*attention.HEADS))
         x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16, sharding=at)
         segments = jax.ShapeDtypeStruct((2, 256), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, jax.P("data")))
         found = Counter(kernels(jax.jit(jax.grad(loss)).trace(x, segments).jaxpr.jaxpr))

@@ -12,8 +12,7 @@ from jax import lax
 
 import jaxtrain as jt
 from jaxtrain.parallel.experts import through_experts
-from jaxtrain.sharding import products
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import axis_rules, mesh_context, products
 from jaxtrain.train_step.state import Skeleton
 from tests.models.experts.test_moe import CONFIGS, close, emulated, gradients, in_order, initial, inputs, layer, placed
 
@@ -98,8 +97,8 @@ def test_any_mesh_gives_the_numbers_of_one_device(name, exchange, sizes, monkeyp
     """A scale is that of all rows on all devices."""
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
     want, module = alone(name), Skeleton.of(layer(CONFIGS[name], exchange, 0.0))
-    rules, mesh = sharding.rules(), jt.make_mesh(**sizes)
-    with sharding.use(mesh, rules), products.in_fp8(True):
+    rules, mesh = axis_rules.rules(), jt.make_mesh(**sizes)
+    with mesh_context.use(mesh, rules), products.in_fp8(True):
         lowered = jax.jit(gradients(module)).lower(*placed(module, mesh, rules))
         close(in_order(lowered.compile()(*placed(module, mesh, rules)), mesh), want, tolerance=1e-3)
     # Tokens cross as one byte for each number, and so does what comes back to them, where it is sent.
@@ -112,6 +111,6 @@ def test_any_mesh_gives_the_numbers_of_one_device(name, exchange, sizes, monkeyp
 def test_rows_that_the_buffer_does_not_hold_take_further_passes():
     """Each with a scale for its rows of what is between two products; tokens and what comes back have one for all."""
     want, module = alone("softmax"), Skeleton.of(layer(CONFIGS["softmax"], "gather", 0.3))
-    rules, mesh = sharding.rules(), jt.make_mesh(expert=2)
-    with sharding.use(mesh, rules), products.in_fp8(True):
+    rules, mesh = axis_rules.rules(), jt.make_mesh(expert=2)
+    with mesh_context.use(mesh, rules), products.in_fp8(True):
         close(in_order(jax.jit(gradients(module))(*placed(module, mesh, rules)), mesh), want, tolerance=0.1)

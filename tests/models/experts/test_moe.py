@@ -21,7 +21,7 @@ from jaxtrain.parallel.expert_options import ExpertOptions
 from jaxtrain.parallel.experts import OVERFLOW
 from jaxtrain.plan import hlo
 from jaxtrain.run import shapes_of
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import activations, axis_rules, mesh_context
 from jaxtrain.train_step import optimizers, precision
 from jaxtrain.train_step.state import Skeleton
 from tests.numerics import plain_experts, reference
@@ -102,7 +102,7 @@ def in_order(result, mesh):
 def placed(module, mesh, rules, params=None, arguments=None):
     """Parameters and inputs as they lie at rest and between blocks."""
     def put(value, *names):
-        return jax.device_put(value, jax.NamedSharding(mesh, sharding.without_trivial_axes(rules.spec(names), mesh)))
+        return jax.device_put(value, jax.NamedSharding(mesh, axis_rules.without_trivial_axes(rules.spec(names), mesh)))
     params = jax.tree.map(lambda value, names: put(value, *names), params or initial(module), module.axes())
     x, segments, pull, weight = (a[:, order(mesh)] for a in arguments or inputs())
     between = "batch", "block_seq", None
@@ -113,9 +113,9 @@ def placed(module, mesh, rules, params=None, arguments=None):
     case if case in QUICK else pytest.param(*case, marks=slow_if(case in SLOW_ONES))
     for case in itertools.product(CONFIGS, MESHES)])
 def test_any_mesh_gives_the_numbers_of_one_device(name, mesh):
-    want, module, rules = alone(name), Skeleton.of(layer(CONFIGS[name])), sharding.rules()
+    want, module, rules = alone(name), Skeleton.of(layer(CONFIGS[name])), axis_rules.rules()
     mesh = jt.make_mesh(**MESHES[mesh])
-    with sharding.use(mesh, rules):
+    with mesh_context.use(mesh, rules):
         close(in_order(jax.jit(gradients(module))(*placed(module, mesh, rules)), mesh), want)
 
 
@@ -133,7 +133,7 @@ def test_biases_and_the_clamped_activation_are_those_of_the_plain_layer():
 def only(specs, axes):
     """Specs less all other axes."""
     def one(spec):
-        kept = [tuple(axis for axis in sharding.axes_of(entry) if axis in axes) for entry in spec]
+        kept = [tuple(axis for axis in axis_rules.axes_of(entry) if axis in axes) for entry in spec]
         return P(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
     return jax.tree.map(one, specs, is_leaf=lambda spec: isinstance(spec, P))
 
@@ -144,7 +144,7 @@ def only(specs, axes):
 def test_inside_a_pipeline(name, axis):
     """Manual over all axes but `tensor`, on one stage only, in a branch that the others do not take."""
     sizes = {"stage": 2, "expert": 2, axis: 2}
-    module, rules, mesh = Skeleton.of(layer(CONFIGS[name])), sharding.rules(), jt.make_mesh(**sizes)
+    module, rules, mesh = Skeleton.of(layer(CONFIGS[name])), axis_rules.rules(), jt.make_mesh(**sizes)
     in_use = jax.tree.map(lambda names: rules.spec(names, gathered=True), module.axes(),
                           is_leaf=lambda names: isinstance(names, tuple))
     rows = P(("data", "fsdp", "expert"), "context")
@@ -156,12 +156,12 @@ def test_inside_a_pipeline(name, axis):
         def nothing(arguments):
             return jax.tree.map(jnp.zeros_like, alone(name)[0]), jax.tree.map(jnp.zeros_like, arguments[:2])
         result = lax.cond(lax.axis_index("stage") == 1, lambda a: gradients(module)(*a), nothing, arguments)
-        return sharding.manual_region(add_up, (only(results, free),), only(results, free))(result)
+        return activations.manual_region(add_up, (only(results, free),), only(results, free))(result)
 
     def add_up(result):
         """Over the devices that hold parts of the same thing."""
         def one(x, spec):
-            split = {axis for entry in spec for axis in sharding.axes_of(entry)}
+            split = {axis for entry in spec for axis in axis_rules.axes_of(entry)}
             return lax.psum(x, tuple(axis for axis in MANUAL if axis not in split))
         return jax.tree.map(one, result, results)
 
@@ -169,9 +169,9 @@ def test_inside_a_pipeline(name, axis):
     used, free = (tuple(axis for axis in axes if axis in sizes) for axes in (MANUAL, ("tensor",)))
     run = jax.shard_map(step, in_specs=only(arguments, used), out_specs=only(results, used),
                         axis_names=set(MANUAL), check_vma=False)
-    with sharding.use(mesh, rules):
+    with mesh_context.use(mesh, rules):
         params, *rest = placed(module, mesh, rules)
-        params = jax.tree.map(lambda value, spec: jax.reshard(value, sharding.without_trivial_axes(spec, mesh)),
+        params = jax.tree.map(lambda value, spec: jax.reshard(value, axis_rules.without_trivial_axes(spec, mesh)),
                               params, in_use)
         close(in_order(jax.jit(run)(params, *rest), mesh), alone(name))
 
@@ -196,8 +196,8 @@ def test_the_ragged_exchange_gives_the_same_numbers(name, sizes, monkeypatch):
     called = []
     monkeypatch.setattr(lax, "ragged_all_to_all", lambda *a, **k: called.append(1) or emulated(*a, **k))
     want = alone(name)
-    module, rules, mesh = Skeleton.of(layer(CONFIGS[name], "ragged")), sharding.rules(), jt.make_mesh(**sizes)
-    with sharding.use(mesh, rules):
+    module, rules, mesh = Skeleton.of(layer(CONFIGS[name], "ragged")), axis_rules.rules(), jt.make_mesh(**sizes)
+    with mesh_context.use(mesh, rules):
         close(in_order(jax.jit(gradients(module))(*placed(module, mesh, rules)), mesh), want)
     assert called
 
@@ -206,7 +206,7 @@ def test_the_ragged_exchange_gives_the_same_numbers(name, sizes, monkeypatch):
 def test_the_ragged_exchange_lowers_where_it_exists(platform):
     run = jt.build(reference.tiny("mixtral", mesh__expert=8, train__expert_exchange="ragged"), devices=8)
     step = jax.jit(jax.grad(lambda params, batch: run.objective.loss(params, batch)[0]))
-    with sharding.use(run.mesh, run.sharded.rules):
+    with mesh_context.use(run.mesh, run.sharded.rules):
         traced = step.trace(run.abstract.params, shapes_of(run).abstract())
         lowered = traced.lower(lowering_platforms=(platform,)).as_text()
     assert lowered.count("ragged_all_to_all") >= 4  # there and back, and the same for gradients
@@ -246,9 +246,9 @@ def test_nothing_is_dropped_when_all_tokens_want_the_same_device(sizes, exchange
     assert totals["load"].tolist() == [real, real, 0, 0, 0, 0, 0, 0] and totals["kept"] == 2 * real
     plain, *_ = plain_experts.experts(SOFTMAX, params, arguments[0], arguments[1])
     close(jax.jit(lambda p, x, s: module.merge(p)(x, s)[0])(params, *arguments[:2]), plain)
-    rules, mesh = sharding.rules(), jt.make_mesh(**sizes)
+    rules, mesh = axis_rules.rules(), jt.make_mesh(**sizes)
     rigged_module = Skeleton.of(layer(SOFTMAX, exchange))
-    with sharding.use(mesh, rules):
+    with mesh_context.use(mesh, rules):
         result = jax.jit(gradients(rigged_module))(*placed(rigged_module, mesh, rules, params, arguments))
         close(in_order(result, mesh), want)
 
@@ -265,9 +265,9 @@ def test_nothing_is_dropped_when_all_tokens_want_the_same_device(sizes, exchange
 def test_rows_that_the_buffer_does_not_hold_take_further_passes(name, exchange, sizes, buffer, monkeypatch):
     """Value, totals and all gradients are those of one pass; 0.3 needs at least four passes, 0 has room for all."""
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
-    want, rules, mesh = alone(name), sharding.rules(), jt.make_mesh(**sizes)
+    want, rules, mesh = alone(name), axis_rules.rules(), jt.make_mesh(**sizes)
     module = Skeleton.of(layer(CONFIGS[name], exchange, buffer))
-    with sharding.use(mesh, rules):
+    with mesh_context.use(mesh, rules):
         step = jax.jit(gradients(module)).lower(*placed(module, mesh, rules))
         assert (OVERFLOW in step.as_text(debug_info=True)) == (buffer == 0.3) or buffer == 1
         close(in_order(step.compile()(*placed(module, mesh, rules)), mesh), want)
@@ -286,8 +286,8 @@ def test_a_full_expert_drops_the_latest_tokens_of_a_row(factor, sizes):
         for token in row:
             kept += (token & (room > 0)).sum()
             room -= token
-    rules, mesh = sharding.rules(), jt.make_mesh(**sizes)
-    with sharding.use(mesh, rules):
+    rules, mesh = axis_rules.rules(), jt.make_mesh(**sizes)
+    with mesh_context.use(mesh, rules):
         totals = jax.jit(gradients(module))(*placed(module, mesh, rules))[0][1]
     assert int(totals["kept"]) == kept and int(totals["load"].sum()) == hit.sum()
     assert (kept < hit.sum()) == (factor < 3), "the case proves little"

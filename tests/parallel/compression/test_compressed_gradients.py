@@ -13,7 +13,7 @@ from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.parallel.compression import codecs, exchange
 from jaxtrain.parallel.compression.compressed_gradients import NAME, CompressedGradients
 from jaxtrain.plan import hlo
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import mesh_context
 from jaxtrain.train_step.hooks import extras_of
 from tests.numerics import reference
 from tests.objectives import plain_vision
@@ -226,7 +226,7 @@ def test_what_one_peer_cannot_send_stops_all():
         return (jnp.ones(()), jnp.ones(()), {}), grads
 
     weights = jax.ShapeDtypeStruct((ROWS, 16), np.float32, sharding=run.layout.batch(2))
-    with sharding.use(run.mesh, run.sharded.rules):
+    with mesh_context.use(run.mesh, run.sharded.rules):
         step = jax.jit(lambda state, batch: compressed(run).of(gradient)(state, batch)[1]["embed"]["table"])
         step = step.lower(replace(run.abstract, opt_state=()), {"weights": weights}).compile()
     state = replace(jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), run.abstract),

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jaxtrain.run import shapes_of
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import mesh_context
 from tests.numerics import reference
 
 ROWS, LAYERS = 3, 8  # rows of one micro-batch: 48 tokens, a size that no weight has
@@ -23,7 +23,7 @@ def branches(schedule):
     """The run, and for F, B (and W) the program that a stage executes at a tick that has it."""
     run = reference.build("gpt2", mesh__stage=2, model__num_layers=LAYERS, pipeline__schedule=schedule,
                           pipeline__microbatches=4, data__global_batch_size=4 * ROWS)
-    with sharding.use(run.mesh, run.sharded.rules):
+    with mesh_context.use(run.mesh, run.sharded.rules):
         pipeline = run.sharded.computation.pipeline(run.objective, run.schedules)
         step = jax.jit(lambda params, batch: pipeline.gradient(params, {}, batch, 1.0))
         jaxpr = step.trace(run.abstract.params, shapes_of(run).abstract()).jaxpr

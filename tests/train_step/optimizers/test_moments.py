@@ -14,7 +14,7 @@ from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.main import main
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import TARGETS
-from jaxtrain.sharding import rules as sharding
+from jaxtrain.sharding import mesh_context
 from jaxtrain.train_step.optimizers import moments
 from jaxtrain.train_step.step import make_step
 from tests.numerics import reference
@@ -73,7 +73,7 @@ def after_three_updates(name, dtype, mesh, **keys):
     step = make_step(lambda state, grads: ((jnp.ones(()), jnp.ones(()), {}), grads),
                      replace(run.sharded.settings, clip_norm=0.0, schedule=None), run.layout, hooks=run.sharded.hooks,
                      updates=run.sharded.computation.updates)
-    with sharding.use(run.mesh, run.sharded.rules):
+    with mesh_context.use(run.mesh, run.sharded.rules):
         step = jax.jit(step, out_shardings=(run.layout.state, None))
         state = reference.start_from(run, drawn(run, 0))
         for n in range(1, 4):
