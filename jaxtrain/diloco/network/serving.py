@@ -28,7 +28,7 @@ def serve(folder: str, policy: Policy, address: str | None = None, keys: str | N
         largest: the most bytes of an update.
     """
     if not address and not store:
-        raise UserError("islands serve", "islands cannot reach it", "give --address=HOST:PORT, --store=DIR or both")
+        raise UserError("diloco serve", "islands cannot reach it", "give --address=HOST:PORT, --store=DIR or both")
     if address and not keys:
         raise UserError("--keys", "it is missing", "make certificates by jaxtrain diloco keys and give their folder")
     tls = certificates.context(keys, certificates.COORDINATOR) if keys and address else None
@@ -67,7 +67,7 @@ def status(folder: str) -> str:
     """Return the state of the log in a folder as text."""
     path = Path(folder) / "journal.jsonl"
     if not path.exists():
-        raise UserError("WORKDIR", f"{folder} has no log of islands", "give the --workdir of islands serve")
+        raise UserError("WORKDIR", f"{folder} has no log of islands", "give the --workdir of diloco serve")
     records, _ = read_journal(path)
     log = Coordinator(Policy(), records)
     times = [record["time"] for record in records if "entry" in record]

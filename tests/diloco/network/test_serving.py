@@ -29,7 +29,7 @@ def test_status_shows_a_log(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["serve", "--workdir=log"], "islands serve: islands cannot reach it; give --address"),
+    (["serve", "--workdir=log"], "diloco serve: islands cannot reach it; give --address"),
     (["serve", "--workdir=log", "--address=127.0.0.1:0"], "--keys: it is missing; make certificates by"),
     (["serve", "--workdir=log", "--address=127.0.0.1:0", "--keys=none"], "--keys: none/ca.pem is not there; make"),
     (["serve", "--workdir=log", "--store=s", "--quorum=3"], "--quorum: 3 is not between 1 and --islands=1"),
