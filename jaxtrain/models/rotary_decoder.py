@@ -20,14 +20,16 @@ Part = Callable[[float, nnx.Rngs], nnx.Module]  # (deviation of the weights of i
 
 
 def grouped_query(c: RotaryConfig, compute: Compute, kind: Callable[..., nnx.Module] = Attention, *,
-                  qk_norm: Callable[..., nnx.Module] | None = None, **how: Any) -> Part:
+                  qk_norm: Callable[..., nnx.Module] | None = None,
+                  k_norm: Callable[..., nnx.Module] | None = None, **how: Any) -> Part:
     """Return what makes the attention of a layer: one of this kind, with these options of `Attention`.
 
-    `qk_norm`: makes the norm of queries, and that of keys.
+    `qk_norm`: makes the norm of queries, and that of keys; `k_norm`: that of keys where it differs.
     """
     def attention(out_std: float, rngs: nnx.Rngs) -> nnx.Module:
         return kind(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
-                    qk_norm=partial(qk_norm, rngs=rngs) if qk_norm else None, backend=compute.attention,
+                    qk_norm=partial(qk_norm, rngs=rngs) if qk_norm else None,
+                    k_norm=partial(k_norm, rngs=rngs) if k_norm else None, backend=compute.attention,
                     context=compute.context, rngs=rngs, **how)
 
     return attention

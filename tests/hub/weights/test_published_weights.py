@@ -39,7 +39,7 @@ def loaded(folder, **mesh):
 
 # Those without a reference of their own in tests/numerics, on a mesh too.
 ON_A_MESH = ("llama_biased", "arcee", "smollm3", "granite", "seed_oss", "ernie4_5", "phi3_partial", "glm4", "glm4_moe",
-             "dots1")
+             "dots1", "olmo2")
 
 
 @pytest.mark.parametrize(("name", "mesh"), [pytest.param(*one.values, {}, marks=one.marks) for one in ALL] + [
