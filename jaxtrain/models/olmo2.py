@@ -1,8 +1,9 @@
 """OLMo 2: Llama's blocks with norms behind attention and MLP, and of all heads together (arXiv 2501.00656)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.family import Family
@@ -25,13 +26,21 @@ class Olmo2Config(RotaryConfig):
 
 def olmo2(c: Olmo2Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build an OLMo 2 decoder."""
+    from jaxtrain.models.attention.self_attention import Attention
+
+    return post_norm(c, compute, Attention, rngs=rngs)
+
+
+def post_norm(c: RotaryConfig, compute: "Compute", kind: Callable[..., "nnx.Module"], *, rngs: "nnx.Rngs",
+              **how: Any) -> "Decoder":
+    """Build a decoder with OLMo's norms, of attention of this kind; `how`: what else `rotary_decoder` is told."""
     from jaxtrain.models.post_norm_layers import AllHeadsRMSNorm, PostNormBlock
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
 
     attention = grouped_query(
-        c, compute, qk_norm=partial(AllHeadsRMSNorm, c.num_heads, c.head_dim, c.norm_eps),
+        c, compute, kind, qk_norm=partial(AllHeadsRMSNorm, c.num_heads, c.head_dim, c.norm_eps),
         k_norm=partial(AllHeadsRMSNorm, c.num_kv_heads, c.head_dim, c.norm_eps, axis="kv_heads"))
-    return rotary_decoder(c, compute, attention, kind=PostNormBlock, rngs=rngs)
+    return rotary_decoder(c, compute, attention, kind=PostNormBlock, rngs=rngs, **how)
 
 
 def _write(c: Olmo2Config) -> Keys:

@@ -16,10 +16,11 @@ from jaxtrain.sharding import rules as sharding
 class PostNormBlock(Block):
     """A residual block, of which attention and the MLP are normalised before they are added, and read `x` itself."""
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any,
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any, *layer: jax.Array,
                  cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+        """Apply the block; `layer` is its number, where attention reads it."""
         h = sharding.enter(x_BTD, INSIDE, shared_by=self.attention.shared_by)
-        y_BTD, aux = self.attention(h, segments_BT, angles, cache)
+        y_BTD, aux = self.attention(h, segments_BT, angles, *layer, cache=cache)
         x_BTD = checkpoint_name(x_BTD + self.attention_norm(y_BTD), "dots")
         y_BTD, routed = self.feed_forward(x_BTD, segments_BT)
         return x_BTD + self.mlp_norm(y_BTD), aux | routed
