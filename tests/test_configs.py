@@ -46,6 +46,7 @@ def test_short_and_told(file):
     ("llama3_8b.py", {}, 8_030_261_248),
     ("llama3_70b.py", {}, 70_553_706_496),
     ("llama3_405b.py", {}, 405_853_388_800),
+    ("olmo2_7b.py", {}, 7_298_617_344),
     ("mixtral_8x7b.py", {"mesh.expert": 1}, 46_702_792_704),
     ("qwen3_30b_a3b.py", {"mesh.expert": 1}, 30_532_122_624),
     ("gpt_oss_20b.py", {"mesh.expert": 1}, 20_914_757_184),

@@ -78,7 +78,7 @@ def small(command: str, workdirs: Path) -> tuple[list[str], dict[str, str]]:
         words = [re.sub(r"^(--config=.*\.py)$", r"\1:tiny", word) for word in words] + ["--steps=2", "--warmup=1"]
         words = [re.sub(r"^(train\.unroll=1),0$", r"\1", word) for word in words]  # each value is a process
     words = [re.sub(r"^(--widths=\d+),.*,(\d+)$", r"\1,\2", word) for word in words]  # the slope is between these
-    if words[2] == "jaxtrain.main" or words[2:4] == ["jaxtrain", "supervise"]:
+    if words[2:3] == ["jaxtrain.main"] or words[2:4] == ["jaxtrain", "supervise"]:
         where = [i for i, word in enumerate(words) if word.startswith("--config=")]
         for i in where:
             if not words[i].endswith(":tiny"):

@@ -17,6 +17,11 @@ QKV_BIASES = [Entry(f"attention/{name}/bias", f"self_attn.{name}_proj.bias", "(h
 QK_NORMS = [Entry(f"attention/{name}_norm/scale", f"self_attn.{name}_norm.weight") for name in "qk"]
 NORMS = [Entry("attention_norm/scale", "input_layernorm.weight"),
          Entry("mlp_norm/scale", "post_attention_layernorm.weight")]
+# Norms of all heads together.
+ALL_HEADS_QK_NORMS = [replace(entry, layout="(hk)->hk") for entry in QK_NORMS]
+# Norms after attention and the MLP only.
+POST_NORMS = [Entry("attention_norm/scale", "post_attention_layernorm.weight"),
+              Entry("mlp_norm/scale", "post_feedforward_layernorm.weight")]
 # Norms before and after attention and the MLP.
 SANDWICH_NORMS = [Entry("attention_norm/scale", "input_layernorm.weight"),
                   Entry("attention_out_norm/scale", "post_attention_layernorm.weight"),

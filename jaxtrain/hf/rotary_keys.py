@@ -109,6 +109,35 @@ def gemma_layers(known: Keys, refuse: Refuse) -> Keys:
             "rope_factor": float(far["factor"]) if ways[0] == "linear" else 1.0}
 
 
+def olmo_layers(known: Keys, refuse: Refuse) -> Keys:
+    """Return OLMo 3's keys of local and global layers and their rotary positions, of which only global ones scale."""
+    both, older = known.get("rope_parameters"), known.get("rope_scaling")
+    newer = both or {}
+    for key in (FULL, SLIDING):
+        if not isinstance(newer.get(key), dict | None):
+            raise refuse("rope_parameters", f"cannot be read: its {key} is not an object")
+    if newer.keys() - {FULL, SLIDING}:
+        raise refuse("rope_parameters", f"cannot be read: it is not made of {FULL} and {SLIDING}")
+    if older is not None and both is not None and newer.get(FULL) is None:
+        raise refuse("rope_scaling", f"cannot be expressed: it changes rope_parameters, which has no {FULL}")
+    base = defaults.table()["olmo3"]["theta"]  # a file's rope_theta is that of global layers alone
+    far = {"rope_theta": known.get("rope_theta", base)} | (newer.get(FULL) or {}) | (older or {})
+    near = {"rope_theta": base} | (newer.get(SLIDING) or {})
+    if _way(near, "rope_parameters", refuse) != "default":
+        raise refuse("rope_parameters", "cannot be expressed: only rotary positions of global layers are scaled")
+    without = {key: value for key, value in known.items() if key not in ("rope_scaling", "rope_theta")}
+    return {"global_every": global_every(known, 4, refuse), "local_rope_theta": float(near["rope_theta"])} | rotary(
+        "olmo3", without | {"rope_parameters": far}, refuse)
+
+
+def published_olmo_layers(c: RotaryConfig, local_theta: float) -> Keys:
+    """Return OLMo 3's keys of rotary positions in a config.json."""
+    far = published_rotary(c)
+    return {"rope_parameters": {
+        FULL: {"rope_type": "default", "rope_theta": far["rope_theta"]} | (far["rope_scaling"] or {}),
+        SLIDING: {"rope_type": "default", "rope_theta": local_theta}}}
+
+
 def published_rotary(c: RotaryConfig) -> Keys:
     """Return the keys of rotary positions in a config.json."""
     plain = {"rope_theta": c.rope_theta, "rope_scaling": None}

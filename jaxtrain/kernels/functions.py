@@ -97,13 +97,14 @@ layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 @jax.custom_vjp
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Normalize to mean square 1 over the last axis, then apply scale."""
+    """Normalize to mean square 1 over the last axes, as many as scale has, then apply scale."""
     return _rms_norm_forward(x, scale, eps)[0]
 
 
 def _rms_norm_forward(x, scale, eps):
     y = x.astype(F32)
-    inverse = checkpoint_name(jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps), "dots")
+    square = jnp.square(y).mean(_last(scale), keepdims=True)
+    inverse = checkpoint_name(jax.lax.rsqrt(square + eps), "dots")
     return (y * inverse * scale).astype(x.dtype), (x, inverse, scale)
 
 
@@ -111,8 +112,12 @@ def _rms_norm_backward(saved, dy):
     x, inverse, scale = saved
     dy, unit = dy.astype(F32), x.astype(F32) * inverse
     pull = dy * scale
-    dx = inverse * (pull - unit * (pull * unit).mean(-1, keepdims=True))
-    return dx.astype(x.dtype), (dy * unit).sum(tuple(range(x.ndim - 1))).astype(scale.dtype), None
+    dx = inverse * (pull - unit * (pull * unit).mean(_last(scale), keepdims=True))
+    return dx.astype(x.dtype), (dy * unit).sum(tuple(range(x.ndim - scale.ndim))).astype(scale.dtype), None
+
+
+def _last(scale: jax.Array) -> tuple[int, ...]:
+    return tuple(range(-scale.ndim, 0))
 
 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)

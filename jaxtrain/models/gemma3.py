@@ -4,6 +4,7 @@ Norms multiply by 1 + scale, embeddings are multiplied by the square root of the
 normalised.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -54,24 +55,23 @@ class Gemma3Config(DecoderConfig):
 
 def gemma3(c: Gemma3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Return a decoder in the style of Gemma 3."""
+    from jaxtrain.models.attention.local_or_global import BothRotaries, LocalOrGlobalAttention
     from jaxtrain.models.attention.rotary import Rotary, frequencies
     from jaxtrain.models.decoder import Decoder
     from jaxtrain.models.layers import Head
-    from jaxtrain.models.sandwich_layers import (
-        BothRotaries,
-        GeGLU,
-        LocalOrGlobalAttention,
-        SandwichBlock,
-        ShiftedRMSNorm,
-        scaled_embed,
-    )
+    from jaxtrain.models.rotary_decoder import grouped_query
+    from jaxtrain.models.sandwich_layers import GeGLU, SandwichBlock, ShiftedRMSNorm, scaled_embed
 
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
+    attention = grouped_query(  # which itself divides by sqrt(head_dim)
+        c, compute, partial(LocalOrGlobalAttention, c.global_every,
+                            query_factor=math.sqrt(c.head_dim / c.query_scale)),
+        qk_norm=partial(ShiftedRMSNorm, c.head_dim, c.norm_eps, axis="head_dim"))
 
     def block(rngs: "nnx.Rngs") -> "SandwichBlock":
         return SandwichBlock(
             partial(ShiftedRMSNorm, c.embed_dim, c.norm_eps, rngs=rngs),
-            partial(LocalOrGlobalAttention, c, compute, out_std, c.global_every, c.query_scale, rngs=rngs),
+            partial(attention, out_std, rngs),
             partial(GeGLU, c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs))
 
     rotary = BothRotaries(Rotary(frequencies(c.head_dim, c.local_rope_theta)),

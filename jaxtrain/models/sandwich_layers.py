@@ -1,29 +1,17 @@
-"""The layers of Gemma's models: scaled embeddings, shifted norms, and local and global attention by turns.
-
-All layers of a stack have parameters of the same shapes: a layer learns from its number whether it is local, with a
-sliding window and the small rotary base, or global.
-"""
+"""The layers of Gemma's models: scaled embeddings, shifted norms, and norms before and after attention and the MLP."""
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.kernels.functions import gelu, rms_norm
-from jaxtrain.models.attention.attention_by_layer import attend_by_layer
-from jaxtrain.models.attention.kv_cache import Aux, Cache, attend_cached, kept
-from jaxtrain.models.attention.rotary import Rotary
-from jaxtrain.models.attention.self_attention import Attention
-from jaxtrain.models.decoder import Compute
+from jaxtrain.models.attention.kv_cache import Aux, Cache
 from jaxtrain.models.layers import INSIDE, MultipliedEmbed, SwiGLU, param
 from jaxtrain.sharding import activations
-
-Angles = tuple[jax.Array, jax.Array]
 
 
 def scaled_embed(vocab: int, dim: int, base: int = 0, *, rngs: nnx.Rngs) -> MultipliedEmbed:
@@ -51,45 +39,6 @@ class GeGLU(SwiGLU):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return self.down(gelu(self.gate(x_BTD)) * self.up(x_BTD))
-
-
-class BothRotaries:
-    """The rotary positions of local and of global layers."""
-
-    def __init__(self, local: Rotary, everywhere: Rotary):
-        self.local, self.everywhere = local, everywhere
-
-    def angles(self, positions_BT: jax.Array) -> tuple[Angles, Angles]:
-        """Return the angles of local layers, and those of global ones."""
-        return self.local.angles(positions_BT), self.everywhere.angles(positions_BT)
-
-
-class LocalOrGlobalAttention(Attention):
-    """Grouped-query self-attention with normalised queries and keys; the number of the layer says whether it is local.
-    """
-
-    def __init__(self, c: DecoderConfig, compute: Compute, out_std: float, global_every: int, query_scale: int, *,
-                 rngs: nnx.Rngs):
-        """Divide scores by the square root of `query_scale`; every `global_every`-th layer is global."""
-        super().__init__(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
-                         backend=compute.attention, context=compute.context, rngs=rngs,
-                         qk_norm=partial(ShiftedRMSNorm, c.head_dim, c.norm_eps, axis="head_dim", rngs=rngs))
-        self.global_every = global_every
-        self.query_factor = math.sqrt(c.head_dim / query_scale)  # attention itself divides by sqrt(head_dim)
-
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: tuple[Angles, Angles],
-                 layer: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Aux]:
-        q, k, v = self.project(x_BTD)
-        everywhere = (layer + 1) % self.global_every == 0
-        turn = jax.tree.map(lambda near, far: jnp.where(everywhere, far, near), *angles)
-        q, k = Rotary.rotate(q, turn), Rotary.rotate(k, turn)
-        if self.query_factor != 1:
-            q = (q * self.query_factor).astype(q.dtype)
-        if cache is not None and cache.entries is not None:
-            return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window))
-        out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
-                              context=self.context)
-        return self.out(out), kept(cache, k, v)
 
 
 class SandwichBlock(nnx.Module):

@@ -31,8 +31,8 @@ from tests.hub import published, published_truth
 
 TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gemma3", "deepseek_v3",
          "gpt_oss", "arcee", "smollm3", "granite", "seed_oss", "ernie4_5", "phi3", "glm4", "glm4_moe", "dots1",
-         "whisper", "siglip", "siglip_text_model", "siglip_vision_model", "clip", "clip_text_model",
-         "clip_vision_model")
+         "olmo2", "olmo3", "exaone4", "whisper", "siglip", "siglip_text_model", "siglip_vision_model", "clip",
+         "clip_text_model", "clip_vision_model")
 
 
 def table() -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _positions(c: Any) -> dict[str, Any]:
     rotary = getattr(there, f"{_CLASSES[kind]}RotaryEmbedding")(c)
     if kind == "gemma3_text":
         named = {name: [getattr(rotary, f"{name}_inv_freq"), getattr(rotary, f"{name}_attention_scaling")]
-                 for name in {*c.layer_types}}
+                 for name in sorted({*c.layer_types})}
         return {"scores": c.query_pre_attn_scalar, "turns": {
             name: [*map(float, freq), float(scale)] for name, (freq, scale) in named.items()}}
     found: dict[str, Any] = {"turns": [*map(float, rotary.inv_freq), float(rotary.attention_scaling)]}

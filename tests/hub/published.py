@@ -74,6 +74,15 @@ CASES = {  # name: (model type, what transformers is given)
     "glm4": ("glm4", _SIZES | {"head_dim": 8, "pad_token_id": 0}),
     "glm4_moe": ("glm4_moe", _SIZES | _ROUTED | {"head_dim": 8, "attention_bias": True, "use_qk_norm": True}),
     "dots1": ("dots1", _SIZES | _ROUTED | {"head_dim": 6, "max_window_layers": 0, "sliding_window": 5}),
+    "olmo2": ("olmo2", _SIZES | {"pad_token_id": 0}),
+    "olmo3": ("olmo3", _SIZES | {
+        "head_dim": 8, "num_hidden_layers": 3, "sliding_window": 5, "pad_token_id": 0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}}),
+    "exaone4": ("exaone4", _SIZES | {"head_dim": 6, "num_hidden_layers": 3, "sliding_window": 5,
+                                     "sliding_window_pattern": 2, "pad_token_id": 0}),
+    "exaone4_full": ("exaone4", _SIZES | {"sliding_window": None, "layer_types": ["full_attention"] * 2,
+                                          "pad_token_id": 0}),
     "deepseek_v3_plain": ("deepseek_v3", _SIZES | _LATENT | {"q_lora_rank": None}),
 }
 

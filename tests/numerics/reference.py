@@ -35,6 +35,8 @@ FAMILIES = {
                   global_first=1),
     "gemma3": dict(name="gemma3", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, window=5, global_every=2,
                    rope_theta=400.0, local_rope_theta=50.0, rope_factor=2.0, query_scale=9),
+    "olmo2": dict(name="olmo2", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, tied_embeddings=False,
+                  rope_theta=100.0),
     "gpt2_untied": dict(name="gpt2", num_heads=8, tied_embeddings=False, window=6),
 }
 
@@ -228,8 +230,8 @@ def router(c, p):
 def block(c, w, x, b, told, window):
     """One layer; one with experts appends to `told` each row's penalty, and its excess of load per expert."""
     gpt2, eps, a, m = c.name == "gpt2", c.norm_eps, w["attention"], w["mlp"]
-    norm = layer_norm if gpt2 else rms_norm
-    h = norm(w["attention_norm"], x, eps)
+    norm, behind = layer_norm if gpt2 else rms_norm, c.name == "olmo2"
+    h = x if behind else norm(w["attention_norm"], x, eps)
     latent = c.name == "deepseek_v3"
     if latent:
         q, k, v = plain_experts.latent_qkv(c, a, h, b["positions"], rms_norm, rotate)
@@ -237,12 +239,14 @@ def block(c, w, x, b, told, window):
         q, k, v = (jnp.tensordot(h, a[n]["kernel"], 1) + a[n].get("bias", 0) for n in "qkv")
     if c.name in ("qwen3", "qwen3_moe"):
         q, k = rms_norm(a["q_norm"], q, eps), rms_norm(a["k_norm"], k, eps)
+    if behind:
+        q, k = all_heads_norm(a["q_norm"], q, eps), all_heads_norm(a["k_norm"], k, eps)
     if not gpt2 and not latent:
         q, k = (rotate(y, b["positions"], *plain_rotary.frequencies(c, c.head_dim)) for y in (q, k))
     heads = attention(q * plain_mup.scores(c), k, v, b["segments"], window, a.get("sinks"))
-    y = jnp.tensordot(heads, a["out"]["kernel"], 2)
-    x = x + y + a["out"].get("bias", 0)
-    h = norm(w["mlp_norm"], x, eps)
+    y = jnp.tensordot(heads, a["out"]["kernel"], 2) + a["out"].get("bias", 0)
+    x = x + (norm(w["attention_norm"], y, eps) if behind else y)
+    h = x if behind else norm(w["mlp_norm"], x, eps)
     if gpt2:
         u = h @ m["up"]["kernel"] + m["up"]["bias"]
         u = 0.5 * u * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
@@ -251,7 +255,13 @@ def block(c, w, x, b, told, window):
         y, *tells = plain_experts.experts(c, m, h, b["segments"])
         told.append(tells)
         return x + y
-    return x + plain_experts.silu_mlp(*(m[n]["kernel"] for n in ("gate", "up", "down")), h)
+    y = plain_experts.silu_mlp(*(m[n]["kernel"] for n in ("gate", "up", "down")), h)
+    return x + (norm(w["mlp_norm"], y, eps) if behind else y)
+
+
+def all_heads_norm(p, x, eps):
+    """x [B, T, H, K]: all heads of a token are normalised together."""
+    return rms_norm({"scale": p["scale"].reshape(-1)}, x.reshape(*x.shape[:2], -1), eps).reshape(x.shape)
 
 
 def gemma3_norm(p, x, eps):

@@ -15,7 +15,8 @@ import pytest
 from tests.numerics import reference
 from tests.tiers import exhaustive, slow, slow_if
 
-DEALT = tuple(family for family in reference.FAMILIES if family != "qwen2")  # which has some meshes of its own
+# The others have some meshes of their own.
+DEALT = tuple(family for family in reference.FAMILIES if family not in ("qwen2", "olmo2"))
 REMAT = ("none", "full", "dots", "attention", "attention_and_dots")
 
 
@@ -111,6 +112,13 @@ def test_one_device_gives_the_numbers_of_the_plain_model(family):
                 ((1, 1, 2), dict(mesh__stage=2, mesh__context=2, pipeline__schedule="zb_h1")))], ids=str)
 def test_biases_of_queries_keys_and_values_on_a_mesh(mesh, keys):
     reference.check(reference.build("qwen2", mesh, **keys), "qwen2", FEW)
+
+
+@pytest.mark.parametrize(("mesh", "keys"), [
+    *slow(((2, 2, 2), dict(train__remat="dots")), ((1, 1, 8), dict(train__accumulation=2))),
+    *exhaustive(((1, 1, 2), dict(mesh__stage=2, mesh__context=2, pipeline__schedule="zb_h1")))], ids=str)
+def test_norms_of_all_heads_together_on_a_mesh_that_splits_them(mesh, keys):
+    reference.check(reference.build("olmo2", mesh, **keys), "olmo2", FEW)
 
 
 @pytest.mark.parametrize(("cases", "number", "least"), [

@@ -51,9 +51,16 @@ class Attention(nnx.Module):
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, out_std: float, rngs: nnx.Rngs,
                  qkv_bias: bool = False, k_bias: bool = True, out_bias: bool = False,
-                 qk_norm: Callable[[], nnx.Module] | None = None, window: int = 0, causal: bool = True,
-                 score_factor: float = 1.0, backend: str = "auto", context: str = "auto"):
-        """`score_factor`: of scores, beside 1 / sqrt(head_dim); `make_model` multiplies it by that of muP."""
+                 qk_norm: Callable[[], nnx.Module] | None = None, k_norm: Callable[[], nnx.Module] | None = None,
+                 window: int = 0, causal: bool = True, score_factor: float = 1.0, backend: str = "auto",
+                 context: str = "auto"):
+        """Make the projections, and the norms where there are any.
+
+        Args:
+            qk_norm: makes the norm of queries, and that of keys.
+            k_norm: makes that of keys where it differs from that of queries.
+            score_factor: of scores, beside 1 / sqrt(head_dim); `make_model` multiplies it by that of muP.
+        """
         self.score_factor = score_factor
         self.window, self.causal, self.backend, self.context = window, causal, backend, context
         kv = (dim, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), KV_HEADS
@@ -65,7 +72,7 @@ class Attention(nnx.Module):
                           bias=out_bias, std=out_std, rngs=rngs)
 
         # Assigned once: NNX decides at the first assignment whether an attribute holds parameters.
-        self.q_norm, self.k_norm = (qk_norm(), qk_norm()) if qk_norm else (None, None)
+        self.q_norm, self.k_norm = (qk_norm(), (k_norm or qk_norm)()) if qk_norm else (None, None)
 
     def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries and keys, normalised if the model does that, and values."""

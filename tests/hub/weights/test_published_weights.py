@@ -39,11 +39,11 @@ def loaded(folder, **mesh):
 
 # Those without a reference of their own in tests/numerics, on a mesh too.
 ON_A_MESH = ("llama_biased", "arcee", "smollm3", "granite", "seed_oss", "ernie4_5", "phi3_partial", "glm4", "glm4_moe",
-             "dots1")
+             "dots1", "olmo2", "olmo3", "exaone4")
 
 
 @pytest.mark.parametrize(("name", "mesh"), [pytest.param(*one.values, {}, marks=one.marks) for one in ALL] + [
-    pytest.param(name, {"fsdp": 2, "tensor": 2}, marks=SLOW) for name in ON_A_MESH])
+    pytest.param(name, {"fsdp": 2, "tensor": 2}, marks=SLOW) for name in ON_A_MESH], ids=str)
 def test_logits_and_all_gradients_are_those_of_transformers(name, mesh, tmp_path):
     case = published.truth()[name]
     run, params = loaded(published.write(tmp_path / "in", case), **mesh)
@@ -82,7 +82,7 @@ MESHES = [pytest.param(name, {"fsdp": 4, "tensor": 2}, marks=() if name in QUICK
         ("llama", {"stage": 2, "fsdp": 2, "tensor": 2}), ("deepseek_v3", {"expert": 4, "tensor": 2}))]
 
 
-@pytest.mark.parametrize(("name", "mesh"), MESHES)
+@pytest.mark.parametrize(("name", "mesh"), MESHES, ids=str)
 def test_what_is_exported_has_the_same_bytes_from_any_mesh(name, mesh, tmp_path):
     folder = published.write(tmp_path / "in", published.truth()[name])
     out = tmp_path / "out"

@@ -1,0 +1,50 @@
+"""Local and global attention by turns: local layers have a sliding window and rotary positions of their own.
+
+All layers of a stack have parameters of the same shapes: a layer learns from its number which kind it is.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.models.attention.attention_by_layer import attend_by_layer
+from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
+from jaxtrain.models.attention.rotary import Rotary
+from jaxtrain.models.attention.self_attention import Attention
+
+Angles = tuple[jax.Array, jax.Array]
+
+
+class BothRotaries:
+    """The rotary positions of local and of global layers."""
+
+    def __init__(self, local: Rotary, everywhere: Rotary):
+        self.local, self.everywhere = local, everywhere
+
+    def angles(self, positions_BT: jax.Array) -> tuple[Angles, Angles]:
+        """Return the angles of local layers, and those of global ones."""
+        return self.local.angles(positions_BT), self.everywhere.angles(positions_BT)
+
+
+class LocalOrGlobalAttention(Attention):
+    """Grouped-query self-attention; the number of the layer says whether it is local."""
+
+    def __init__(self, global_every: int, *args: Any, query_factor: float = 1.0, **how: Any):
+        """Make every `global_every`-th layer global; `query_factor`: of queries, after their rotation."""
+        super().__init__(*args, **how)
+        self.global_every, self.query_factor = global_every, query_factor
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: tuple[Angles, Angles],
+                 layer: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
+        q, k, v = self.project(x_BTD)
+        everywhere = (layer + 1) % self.global_every == 0
+        turn = jax.tree.map(lambda near, far: jnp.where(everywhere, far, near), *angles)
+        q, k = Rotary.rotate(q, turn), Rotary.rotate(k, turn)
+        if self.query_factor != 1:
+            q = (q * self.query_factor).astype(q.dtype)
+        if cache is not None and cache.entries is not None:
+            return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window))
+        out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
+                              context=self.context)
+        return self.out(out), kept(cache, k, v)
