@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain import main
 from jaxtrain.checkpoint import CheckpointManager, full_disk, manager, step_folders, verify
 from jaxtrain.checkpoint.orbax.async_saver import AsyncSaver
 from jaxtrain.checkpoint.orbax.barrier import Barrier
 from jaxtrain.checkpoint.orbax.orbax_logging import orbax
+from jaxtrain.commands import train
 from jaxtrain.distributed import exit_codes, processes
 from jaxtrain.errors import UserError
 from jaxtrain.observe import Constants, MetricsWriter
@@ -123,9 +123,9 @@ def test_a_failure_of_one_process_while_a_save_begins_is_one_sentence(tmp_path, 
     assert failed.value.alone and failed.value.__suppress_context__
     monkeypatch.setattr(processes, "processes", lambda: 2)
     monkeypatch.setattr(processes.os, "_exit", sys.exit)
-    monkeypatch.setattr(main, "run", lambda *_: (_ for _ in ()).throw(failed.value))
+    monkeypatch.setattr(train, "run", lambda *_: (_ for _ in ()).throw(failed.value))
     with pytest.raises(SystemExit) as end:
-        main.main(["--config=configs/gpt.py"])
+        train.main(["--config=configs/gpt.py"])
     assert end.value.code == exit_codes.RESTART and capfd.readouterr().err == f"{failed.value}\n"
 
 
