@@ -41,8 +41,8 @@ def test_another_name_is_refused(harness, names, include, message):
 
 def test_neither_the_harness_nor_jax_is_imported_to_refuse_one(tmp_path):
     pytest.importorskip("lm_eval")
-    code = ("import sys\nfrom jaxtrain.hub import evaluate_tasks\n"
-            f"status = evaluate_tasks.main(['{tmp_path}', '--tasks=no_such_task_anywhere'])\n"
+    code = ("import sys\nfrom jaxtrain.commands import evaluate\n"
+            f"status = evaluate.main(['{tmp_path}', '--tasks=no_such_task_anywhere'])\n"
             "print(status, sorted({'jax', 'lm_eval', 'torch'} & {*sys.modules}))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.stdout == "2 []\n" and "there is no task 'no_such_task_anywhere'" in done.stderr
