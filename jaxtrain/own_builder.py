@@ -1,7 +1,7 @@
 """A run of a model and loss function of the user's: `build(config, model=..., loss_fn=..., optimizer=..., data=...)`.
 
-The config says how it is trained: mesh, train, checkpoint and resilience; and, without `data=`, on what text: the
-section data. What describes a model or an optimizer of ours does not count, and is refused where it was set.
+The sections mesh, train, checkpoint and resilience of the config apply, and data where no `data=` is given. Keys of a
+model or an optimizer from jaxtrain have no effect here, so a config that sets one is refused.
 """
 
 from collections.abc import Sequence

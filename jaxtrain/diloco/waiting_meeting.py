@@ -1,4 +1,4 @@
-"""A meeting whose calls come back every second, answered or not, so that an island can stop while nobody answers."""
+"""Calls to the meeting place on a thread, polled every second, so that an island can be stopped while it waits."""
 
 import threading
 from collections.abc import Sequence

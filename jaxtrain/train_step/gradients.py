@@ -1,4 +1,9 @@
-"""The gradient of a batch from a loss and a state: compute dtypes, loss scaling, gradient accumulation."""
+"""The gradient of a batch from a loss and a state: compute dtypes, loss scaling, gradient accumulation.
+
+Where gradients are averaged over devices: nowhere by an explicit all-reduce. The loss is a sum over the whole batch,
+divided by its weight, so XLA adds the all-reduce, or reduce-scatter, of the mean gradient over the axes that shard the
+batch. Only `compression` (extensions/compression.py) and `mesh=hsdp` sum gradients in code of their own.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The training state and its triad: abstract shapes, shardings, sharded initial values.
+"""The training state: its abstract shapes, its shardings, and its initial values, made sharded.
 
 Modules are NNX at rest. They are split once, here; from then on parameters are a plain nested dict with string keys.
 """

@@ -65,7 +65,7 @@ class Session:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Give checks and saves more time than a step; what they account for is theirs to say."""
+        """Give checks and saves more time than a step; they enter their seconds in the ledger themselves."""
         with self.watchdog.phase("save"), self.traces.span("save"):
             yield
 
