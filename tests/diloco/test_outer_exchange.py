@@ -244,7 +244,7 @@ def test_one_that_is_late_and_stopped_offers_again_what_it_would_have(mode, over
             state = two.after(here, state, stopping=lambda step: True)
             left = outer_state(state)
             assert (left["open"], left["position"]) == (outer.DUE, 2 if call == "content" else 3)
-            two = Exchange(two.islands, found.runs[1].abstract, found.runs[1].layout.axes, found.meeting)
+            two = Exchange(two.diloco, found.runs[1].abstract, found.runs[1].layout.axes, found.meeting)
             state = two.begin(here, state)
         else:
             state = two.finish(here, state)

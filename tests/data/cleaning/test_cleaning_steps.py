@@ -180,7 +180,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, kills):
         rounds += (output / "manifest.json").exists()  # it was too fast for us: another one
     for number in range(rounds + 1):
         output = tmp_path / f"out{number}"
-        assert main([*command[3:], f"--output={output}"]) == 0
+        assert main([*command[4:], f"--output={output}"]) == 0
         assert tree(output) == tree(want.path)
 
 
