@@ -93,7 +93,8 @@ def layer(c: DenseConfig, experts: bool) -> list[Entry]:
     return [*decoder_tensors.ATTENTION, *decoder_tensors.NORMS, *decoder_tensors.swiglu()]
 
 
-def _layer(c: LlamaConfig, experts: bool) -> list[Entry]:
+def biased_layer(c: LlamaConfig, experts: bool) -> list[Entry]:
+    """Return the entries of a layer with the biases that a config has."""
     return [*layer(c, experts), *decoder_tensors.biases(c.attention_bias, c.attention_bias, c.mlp_bias)]
 
 
@@ -109,7 +110,7 @@ def written(c: RotaryConfig) -> Keys:
 
 BIAS_KEYS = {name: name for name in ("attention_bias", "mlp_bias")}
 FAMILY = Family(
-    LlamaConfig, llama, tensors=decoder_tensors.decoder(_layer),
+    LlamaConfig, llama, tensors=decoder_tensors.decoder(biased_layer),
     hf=(HFConfig("llama", "LlamaForCausalLM", COMMON | BIAS_KEYS, fixed={"hidden_act": SILU},
                  read=partial(_read, "llama"), write=written, describes=lambda c: not c.window),
         HFConfig("mistral", "MistralForCausalLM", COMMON, read=partial(_read, "mistral"), write=written)))

@@ -7,7 +7,7 @@ from jaxtrain.config.family import Family
 from jaxtrain.config.vision_keys import PictureConfig
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors
-from jaxtrain.models.llama import DenseConfig, dense, layer
+from jaxtrain.models.llama import LlamaConfig, biased_layer, llama
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class VisionLanguageConfig(PictureConfig, DenseConfig):
+class VisionLanguageConfig(PictureConfig, LlamaConfig):
     """A vision-language model: a Llama decoder of text and images, with an image encoder and a connector."""
 
     name: str = "vision_language"
@@ -39,9 +39,9 @@ def vision_language(c: VisionLanguageConfig, compute: "Compute", *, rngs: "nnx.R
     """Build a Llama decoder with an encoder of pictures."""
     from jaxtrain.models.vision.connector import with_pictures
 
-    return with_pictures(dense(c, compute, rngs=rngs), c, compute, rngs=rngs)
+    return with_pictures(llama(c, compute, rngs=rngs), c, compute, rngs=rngs)
 
 
 # There is no published format of the whole; the decoder may begin with that of a published Llama.
 FAMILY = Family(VisionLanguageConfig, vision_language, objective="jaxtrain.objectives.captioning:Captioning",
-                tensors=decoder_tensors.decoder(layer))
+                tensors=decoder_tensors.decoder(biased_layer))

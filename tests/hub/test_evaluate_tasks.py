@@ -161,7 +161,7 @@ def test_every_kind_of_task_gives_what_the_logits_say(workdir, tasks, capsys):
 def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, tasks, tmp_path, capsys, monkeypatch):
     """The run's trackers get each result once."""
     backend, copy = Backend(), tmp_path / "copy"
-    monkeypatch.setattr(trackers, "made", lambda name: Fake(backend))
+    monkeypatch.setattr(trackers, "made", lambda name, options: Fake(backend))
     monkeypatch.setattr(trackers, "check", lambda names: None)
     shutil.copytree(workdir, copy, ignore=shutil.ignore_patterns("evaluations"))
     folder, run = copy / "evaluations", json.loads((copy / "run.json").read_text())["run"]
@@ -189,7 +189,7 @@ def test_a_watcher_evaluates_what_is_there_and_ends_with_the_last_step(workdir, 
             shutil.rmtree(copy / "checkpoints" / "10")
         evaluate(flags, overrides, tasks, step)
 
-    monkeypatch.setattr(evaluate_tasks, "_evaluate", asked)
+    monkeypatch.setattr(evaluate_tasks, "evaluate", asked)
     assert evaluate_command.main([*words, "--tasks=go_on"]) == 0
     assert "the checkpoint of step 10 was deleted before it was read" in capsys.readouterr().err
     assert "go_on" in json.loads(newest.read_text())["results"], "others' results count as done"
@@ -233,7 +233,7 @@ def test_a_run_asks_as_its_config_says(workdir, tasks, monkeypatch):
 
     def answers(self, model):
         assert self.names == ["choose", "roll"]
-        assert evaluate_tasks._asked(self.flags) == {
+        assert evaluate_tasks._asked(self.settings) == {
             "tasks": "choose,roll", "num_fewshot": 2, "limit": 3, "gen_kwargs": None, "chat": True, "seed": 0}
         assert model == ((run, "state", "words"), {"chat": ("run", config.to_dict(), "words", ""), "batch_size": 7,
                                                         "folder": "run"})

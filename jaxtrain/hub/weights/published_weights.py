@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -231,8 +232,8 @@ def names(entry: Entry, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, 
 def published_shape(entry: Entry, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of each tensor that holds a parameter of this shape."""
     sizes = _sizes(entry, shape[_stacked(entry):])
-    first, *others = (math.prod(sizes[letter] for letter in group) for group in _groups(entry))
-    return (first if entry.rows is None else entry.rows[1], *others)
+    shape = [math.prod(sizes[letter] for letter in group) for group in _groups(entry)]
+    return tuple(shape) if entry.rows is None else (entry.rows[1], *shape[1:])
 
 
 def _stacked(entry: Entry) -> int:
@@ -266,10 +267,10 @@ def _as_ours(tensor: np.ndarray, entry: Entry, shape: Sequence[int]) -> np.ndarr
     return x if entry.cut is None else x.reshape(shape)
 
 
-def _rows(entry: Entry, sizes: Mapping[str, int]) -> slice:
+def _rows(entry: Entry, sizes: Mapping[str, int]) -> slice | EllipsisType:
     """Return where a parameter is along its tensor's first dimension."""
     if entry.rows is None:
-        return slice(None)
+        return ...
     return slice(entry.rows[0], entry.rows[0] + math.prod(sizes[letter] for letter in _groups(entry)[0]))
 
 
