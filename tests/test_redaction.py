@@ -209,9 +209,9 @@ def test_no_run_however_it_fails_writes_or_says_a_password(vault, tmp_path, monk
     attempt(0, "list", f"{tmp_path}/work", given=(), do=checkpoint, words="give the whole URL again as --mirror=URL")
     attempt(0, "list", f"{tmp_path}/work", f"--mirror={MIRROR}", given=(), do=checkpoint, words="local")
     attempt(0, "restore-to", f"{tmp_path}/work", "2", given=(), do=checkpoint, words="--mirror=URL); this matters")
-    attempt(2, str(vault / "corpus"), f"vault://u:{SECRETS[0]}@store/corpus2", given=(), do=publish.main,
+    attempt(2, str(vault / "corpus"), f"--output=vault://u:{SECRETS[0]}@store/corpus2", given=(), do=publish.main,
             words="another corpus")
-    attempt(0, str(vault / "corpus"), f"vault://u:{SECRETS[0]}@store/corpus3", given=(), do=publish.main,
+    attempt(0, str(vault / "corpus"), f"--output=vault://u:{SECRETS[0]}@store/corpus3", given=(), do=publish.main,
             words="complete")
     attempt(2, "--step=1", f"--config.data.source={SOURCE}/none", do=inspect, given=common[:1], words="has no manifest")
     attempt(2, f"--input={SOURCE}/none", f"--output={tmp_path}/prepared", given=(), do=prepare_command)

@@ -178,7 +178,7 @@ def test_a_model_as_wide_as_its_base_is_the_same_program():
     same = {"model__mup_base": {"embed_dim": own.embed_dim, "num_heads": own.num_heads}}
     texts = [reference.build("gpt2", **keys).lower().as_text() for keys in ({}, same)]
     assert texts[0] == texts[1]
-    init = [reference.build("gpt2", **keys).compiled_init.lower(0).as_text() for keys in ({}, same)]
+    init = [reference.build("gpt2", **keys)._compiled_init.lower(0).as_text() for keys in ({}, same)]
     assert init[0] == init[1]
 
 
