@@ -195,7 +195,7 @@ def adapter_entries(model: ModelConfig, paths: Mapping[str, AnyArray], blocks: b
         if entry.rows is not None or entry.part[1] not in (1, 3):
             raise UserError("model.name", f"{model.name} is published with {entry.theirs.rpartition('.')[0]} in place "
                             "of several of our layers, and adapters of such cannot be written in PEFT's format",
-                            "merge them into the weights: jaxtrain export --merge")
+                            "export the model with the adapters added to its weights: jaxtrain export")
         outer, inner = re.findall(r"\(\w+\)|\w", entry.layout.split("->")[0])
         outer, inner = (inner, outer) if is_turned(model) else (outer, inner)
         ours = entry.layout.split("->")[1]

@@ -26,7 +26,6 @@ KV_HEADS = ("batch", "seq", "act_kv_heads", "act_head_dim")
 BACKENDS = ("xla", "cudnn", "mosaic", "splash")
 _GPU = ("mosaic", "cudnn")
 _KERNELS = {"gpu": _GPU, "cuda": _GPU, "tpu": ("splash",)}  # of which auto chooses the first that can
-_PADDING = {"mosaic": 128, "splash": 128}  # to a multiple of this many tokens
 
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
@@ -120,7 +119,8 @@ def choose_backend(asked: str, platform: str, dtype: jnp.dtype, seq_len: int, he
 
     if asked == "auto":
         shortest = min(seq_len, key_len or seq_len)
-        able = [name for name in _KERNELS.get(platform, ()) if shortest >= _PADDING.get(name, 0) and not reason(name)]
+        able = [name for name in _KERNELS.get(platform, ())
+                if shortest >= backend_module(name).PADDING and not reason(name)]
         if not packed and "cudnn" in able and "mosaic" in able:
             able.remove("mosaic")
         return next(iter(able), "xla")

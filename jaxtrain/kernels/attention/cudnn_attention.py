@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
 
+PADDING = 0  # of sequences: none
+
 
 def refusal(platform: str, dtype: jnp.dtype, seq_len: int, head_dim: int, soft_cap: float) -> str:
     """Return why it cannot compute this; "" if it can."""

@@ -26,6 +26,7 @@ from jaxtrain.sharding import mesh_context
 
 INTERPRET: Any = None  # tests: parameters of Pallas's interpreter, with which the kernels run anywhere
 BLOCK = 128  # queries or keys of a block of threads: sequences are padded to a multiple
+PADDING = BLOCK  # of sequences, to a multiple; `auto` leaves shorter ones to another backend
 NARROWEST, WIDTHS = 64, (64, 128)  # of heads, which are padded to one of these widths
 LN2 = math.log(2)  # the kernels' exponentials have the base 2, and so has their log-sum-exp
 

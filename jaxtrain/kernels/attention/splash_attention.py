@@ -18,6 +18,7 @@ from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
 from jaxtrain.sharding import mesh_context
 
 LANES = 128  # of a TPU's registers: sequences are padded to a multiple
+PADDING = LANES  # of sequences, to a multiple; `auto` leaves shorter ones to another backend
 LONGEST = 2**17
 NOBODY = -1  # the segment of these
 FUSED = 4  # blocks of keys up to which one backward kernel is used, which writes dq once for each of them

@@ -12,6 +12,7 @@ import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.family import entries
 from jaxtrain.hf.hf_config import model_section
+from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.models.lora import without_adapters
 from jaxtrain.run import abstract_model
@@ -115,6 +116,25 @@ def test_adapters_of_experts_are_added_to_what_is_exported(name, tmp_path):
     wanted = plain_lora.merged(jax.device_get(params), 3.0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), jax.device_get(found), wanted)
     assert "adapter" in params["blocks"]["layer"]["mlp"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["phi3", "glm4"])
+def test_adapters_of_fused_matrices_are_added_to_what_is_exported_and_no_adapters_of_their_own(name, tmp_path):
+    folder = published.write(tmp_path / "in", published.truth()[name])
+    run = jt.build(jt.make_config({
+        "model": model_section(folder), "data": {"seq_len": 8}, "mesh": {"data": 1},
+        "lora": {"rank": 2, "alpha": 6.0}}), devices=jax.devices()[:1])
+    params = jax.device_put(plain_lora.at_random(jax.device_get(run.init().all_params)), jax.tree.map(
+        lambda leaf: leaf.sharding, abstract_model(run)))
+    (tmp_path / "out").mkdir()
+    published_weights.save(params, run.config.model, tmp_path / "out", np.float32, 10**6, run.config.lora)
+    plain = built(folder, data=1)
+    found = published_weights.load(tmp_path / "out", plain.config.model, plain.abstract.params)
+    wanted = plain_lora.merged(jax.device_get(params), 3.0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), jax.device_get(found), wanted)
+    with pytest.raises(jt.UserError, match="in place of several of our layers, and adapters of such cannot be written"):
+        adapter_files.adapter_entries(run.config.model, flatten(params), True)
 
 
 def test_any_slice_is_that_of_the_whole(tmp_path):
