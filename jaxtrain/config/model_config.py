@@ -155,6 +155,11 @@ class ModelConfig:
         return Experts()
 
     @property
+    def period(self) -> int:
+        """The number of layers, after the dense ones, after which kinds of layers repeat: those of a stack's entry."""
+        return self.experts.every
+
+    @property
     def rough_size(self) -> int:
         """A number of parameters of the order of the model's, from its sizes alone."""
         layer = self.num_heads * self.head_dim + max(self.mlp_dim, self.experts.mlp_dim * self.experts.num)
@@ -164,7 +169,7 @@ class ModelConfig:
     def stacked_layers(self) -> int:
         """The number of stacked layers; layers with experts are stacked with the dense ones before them."""
         dense = self.experts.dense_layers
-        return dense + (self.num_layers - dense) // self.experts.every
+        return dense + (self.num_layers - dense) // self.period
 
     @property
     def staged_layers(self) -> int:

@@ -101,12 +101,12 @@ def in_stack(stack: str, numbers: range, at: str, layer: list[Entry]) -> list[En
 
 def stacks(c: Any) -> list[tuple[str, range, bool]]:
     """Return the path of each stack of layers, the published numbers of its layers, and whether they have experts."""
-    every, dense = c.experts.every, c.experts.dense_layers
+    every, dense, period = c.experts.every, c.experts.dense_layers, c.period
     first = [("first_blocks/layer", range(dense), False)] if dense else []
-    if every == 1:
+    if period == 1:
         return [*first, ("blocks/layer", range(dense, c.num_layers), c.experts.num > 0)]
-    return [*first, *((f"blocks/layer/layer_{n}", range(dense + n, c.num_layers, every), n == every - 1)
-                      for n in range(every))]
+    return [*first, *((f"blocks/layer/layer_{n}", range(dense + n, c.num_layers, period),
+                       c.experts.num > 0 and (n + 1) % every == 0) for n in range(period))]
 
 
 def pair(ours: str, theirs: str, layout: str = "d->d", bias: str = "d->d", weight: str = "scale") -> list[Entry]:

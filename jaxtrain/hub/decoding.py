@@ -26,7 +26,7 @@ from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.decoder_config import RoutedConfig
 from jaxtrain.hub.sampling import Sampling, choose, penalized
 from jaxtrain.models import lora
-from jaxtrain.models.attention.kv_cache import CACHE, Cache, in_place
+from jaxtrain.models.attention.kv_cache import CACHE, Cache, in_place, slots_of, with_slots
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.make_model import make_model
 from jaxtrain.parallel.expert_options import ExpertOptions
@@ -200,8 +200,8 @@ class Decoding:
         x_BPD, aux = self._through(model, prompts_BP, (at_BP >= 0).astype(jnp.int32), jnp.maximum(at_BP, 0), Cache(),
                                     chosen_BR)
         rows, width = prompts_BP.shape
-        entries = jax.tree.map(lambda kept: jnp.pad(kept, [(0, 0)] * (kept.ndim - 2) + [(0, slots - width), (0, 0)]),
-                               aux[CACHE])
+        entries = with_slots(lambda kept: jnp.pad(kept, [(0, 0)] * (kept.ndim - 2) + [(0, slots - width), (0, 0)]),
+                             aux[CACHE])
         vocab = self.run.config.model.vocabulary
         seen_BV = self._by_row(lambda rows, _: jax.vmap(
             lambda ids, real: jnp.zeros(vocab, bool).at[ids].max(real))(*rows), (prompts_BP, at_BP >= 0))
@@ -219,10 +219,10 @@ class Decoding:
     @functools.cached_property
     def _refill(self):
         def refill(params, state, prompts_RP, begins_R, done_R, chosen_R, source_B):
-            slots = jax.tree.leaves(state["entries"])[0].shape[-2]
+            slots = slots_of(state["entries"])
             new = self._prefilled(params, prompts_RP, begins_R, done_R, chosen_R, slots, state["tokens"].shape[1])
             later = state["slot"] - new["slot"]
-            entries = jax.tree.map(lambda kept: jnp.roll(kept, later, -2), new["entries"])
+            entries = with_slots(lambda kept: jnp.roll(kept, later, -2), new["entries"])
             rows = {name: new[name] for name in (*ROWS, "begins", "chosen")} | {"begins": new["begins"] + later}
             return state | jax.tree.map(partial(_taken, source_B), {name: state[name] for name in rows}, rows) | {
                 "entries": jax.tree.map(partial(_taken, source_B, axis=0 if _layers_apart() else -4), state["entries"],

@@ -30,7 +30,7 @@ def arcee(c: ArceeConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
 
     attention = grouped_query(c, compute, qkv_bias=c.attention_bias, out_bias=c.attention_bias)
     mlp = partial(SquaredReLU, c.embed_dim, c.mlp_dim, bias=c.mlp_bias)
-    return rotary_decoder(c, compute, attention, mlp=lambda std, rngs: mlp(out_std=std, rngs=rngs), rngs=rngs)
+    return rotary_decoder(c, compute, attention, mlp=mlp, rngs=rngs)
 
 
 def _layer(c: ArceeConfig, experts: bool) -> list[Entry]:

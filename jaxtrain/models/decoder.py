@@ -46,14 +46,21 @@ class Compute:
 class Block(nnx.Module):
     """A pre-norm residual block: attention, then an MLP or experts."""
 
-    def __init__(self, attention_norm: nnx.Module, attention: Any, mlp_norm: nnx.Module, mlp: nnx.Module):
-        self.attention_norm, self.attention = attention_norm, attention
-        self.mlp_norm, self.mlp = mlp_norm, mlp
+    def __init__(self, norm: Callable[[], nnx.Module], attention: Callable[[], Any], mlp: Callable[[], nnx.Module]):
+        """Make the parts of what makes a norm, attention, and the MLP or experts."""
+        self.attention_norm, self.attention = norm(), attention()
+        self.mlp_norm, self.mlp = norm(), mlp()
 
-    def __call__(self, x_BTD: jax.Array, segments_BT, angles,
+    @property
+    def numbered(self) -> bool:
+        """Whether attention reads the number of the layer."""
+        return getattr(self.attention, "numbered", False)
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any, *layer: jax.Array,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
+        """Apply the block; `layer` is its number, where attention reads it."""
         h = activations.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
-        y_BTD, aux = self.attention(h, segments_BT, angles, cache)
+        y_BTD, aux = self.attention(h, segments_BT, angles, *layer, cache=cache)
         x_BTD = checkpoint_name(x_BTD + y_BTD, "dots")  # kept in place of the product that was added
         y_BTD, routed = self.feed_forward(self.mlp_norm(x_BTD), segments_BT)
         return x_BTD + y_BTD, aux | routed
@@ -77,17 +84,17 @@ class Decoder(nnx.Module):
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
                  rotary: Any = None, head: Head | None = None,
                  first: Callable[[nnx.Rngs], nnx.Module] | None = None, num_first: int = 0,
-                 ahead: Callable[[nnx.Rngs], MTPHead] | None = None, numbered: bool = False, grouped: bool = False):
+                 ahead: Callable[[nnx.Rngs], MTPHead] | None = None, grouped: bool = False):
         """Stack `num_first` layers like `first`, then the rest like `block`.
 
-        `numbered`: those are called with their number as the last argument; `grouped`: each is a `Group` of layers.
+        `grouped`: each of those is a `Group` of layers.
         """
         self.embed, self.positions, self.rotary = embed, positions, rotary
-        stack = partial(Stack, unroll=compute.unroll, numbered=numbered, rngs=rngs)
+        stack = partial(Stack, unroll=compute.unroll, rngs=rngs)
         kept = wraps("none" if grouped else compute.remat, num_layers, compute.unroll)
 
         self.first_blocks = stack(first, num_first, remat=cut(kept, 0, num_first)) if first and num_first else None
-        self.blocks = stack(block, num_layers - num_first, remat=cut(kept, num_first, num_layers))
+        self.blocks = stack(block, num_layers - num_first, first=num_first, remat=cut(kept, num_first, num_layers))
         self.norm, self.output = norm, head
         self.ahead = ahead(rngs) if ahead else None
 

@@ -52,7 +52,7 @@ def exaone4(c: Exaone4Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decod
     turns = Rotary(*scaled_frequencies(c, c.head_dim))
     attention = grouped_query(c, compute, kind, qk_norm=partial(RMSNorm, c.head_dim, c.norm_eps, axis="head_dim"))
     return rotary_decoder(
-        c, compute, attention, kind=PostNormBlock, numbered=c.window > 0,
+        c, compute, attention, block=PostNormBlock,
         rotary=BothRotaries(turns, Rotary(np.zeros(c.head_dim // 2))) if c.window else turns, rngs=rngs)
 
 

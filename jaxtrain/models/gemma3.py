@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from jaxtrain.models.decoder import Compute, Decoder
-    from jaxtrain.models.sandwich_layers import SandwichBlock
 
 
 @dataclass(frozen=True)
@@ -57,30 +56,19 @@ def gemma3(c: Gemma3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder
     """Return a decoder in the style of Gemma 3."""
     from jaxtrain.models.attention.local_or_global import BothRotaries, LocalOrGlobalAttention
     from jaxtrain.models.attention.rotary import Rotary, frequencies
-    from jaxtrain.models.decoder import Decoder
-    from jaxtrain.models.layers import Head
-    from jaxtrain.models.rotary_decoder import grouped_query
+    from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
     from jaxtrain.models.sandwich_layers import GeGLU, SandwichBlock, ShiftedRMSNorm, scaled_embed
 
-    out_std = 0.02 / (2 * c.num_layers) ** 0.5
     attention = grouped_query(  # which itself divides by sqrt(head_dim)
         c, compute, partial(LocalOrGlobalAttention, c.global_every,
                             query_factor=math.sqrt(c.head_dim / c.query_scale)),
         qk_norm=partial(ShiftedRMSNorm, c.head_dim, c.norm_eps, axis="head_dim"))
-
-    def block(rngs: "nnx.Rngs") -> "SandwichBlock":
-        return SandwichBlock(
-            partial(ShiftedRMSNorm, c.embed_dim, c.norm_eps, rngs=rngs),
-            partial(attention, out_std, rngs),
-            partial(GeGLU, c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs))
-
     rotary = BothRotaries(Rotary(frequencies(c.head_dim, c.local_rope_theta)),
                           Rotary(frequencies(c.head_dim, c.rope_theta) / c.rope_factor))
-    return Decoder(
-        scaled_embed(c.vocab_size, c.embed_dim, c.mup_base.get("embed_dim", 0), rngs=rngs), block, c.num_layers,
-        ShiftedRMSNorm(c.embed_dim, c.norm_eps, rngs=rngs), rotary=rotary,
-        head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs), numbered=True,
-        compute=compute, rngs=rngs)
+    return rotary_decoder(
+        c, compute, attention, mlp=partial(GeGLU, c.embed_dim, c.mlp_dim), block=SandwichBlock, norm=ShiftedRMSNorm,
+        embed=scaled_embed(c.vocab_size, c.embed_dim, c.mup_base.get("embed_dim", 0), rngs=rngs), rotary=rotary,
+        rngs=rngs)
 
 
 def _write(c: Gemma3Config) -> Keys:

@@ -31,7 +31,7 @@ def glm4(c: Glm4Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     from jaxtrain.models.sandwich_layers import SandwichBlock
 
     attention = grouped_query(c, compute, qkv_bias=c.attention_bias)
-    return rotary_decoder(c, compute, attention, block_of=SandwichBlock, rngs=rngs)
+    return rotary_decoder(c, compute, attention, block=SandwichBlock, rngs=rngs)
 
 
 def _write(c: Glm4Config) -> Keys:

@@ -1,6 +1,7 @@
 """GPT-2: learned positions, LayerNorm, GELU, biases everywhere, tied head (Radford et al., 2019)."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxtrain.config.decoder_config import DecoderConfig
@@ -29,11 +30,10 @@ def gpt2(c: Gpt2Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
 
     def block(rngs: "nnx.Rngs") -> "Block":
         return Block(
-            LayerNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-            Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, qkv_bias=True, out_bias=True,
-                      out_std=out_std, window=c.window, backend=compute.attention, context=compute.context, rngs=rngs),
-            LayerNorm(c.embed_dim, c.norm_eps, rngs=rngs),
-            GeluMLP(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
+            partial(LayerNorm, c.embed_dim, c.norm_eps, rngs=rngs),
+            partial(Attention, c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, qkv_bias=True, out_bias=True,
+                    out_std=out_std, window=c.window, backend=compute.attention, context=compute.context, rngs=rngs),
+            partial(GeluMLP, c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs),
         )
 
     return Decoder(

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from jaxtrain.models.decoder import Compute, Decoder
-    from jaxtrain.models.layer_groups import NumberedBlock
-    from jaxtrain.models.layers import RMSNorm
 
 
 @dataclass(frozen=True)
@@ -49,30 +47,14 @@ class GptOssConfig(RoutedConfig):
 
 def gpt_oss(c: GptOssConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Return a decoder in the style of gpt-oss."""
-    from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
     from jaxtrain.models.attention.sink_attention import SinkAttention
-    from jaxtrain.models.decoder import Decoder
     from jaxtrain.models.experts.clamped_swiglu import clamped_swiglu
-    from jaxtrain.models.experts.moe import MoE
-    from jaxtrain.models.layer_groups import NumberedBlock
-    from jaxtrain.models.layers import Embed, Head, RMSNorm
+    from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder, routed
 
-    out_std = 0.02 / (2 * c.num_layers) ** 0.5
     activation = partial(clamped_swiglu, limit=c.swiglu_limit, alpha=c.swiglu_alpha)
-
-    def norm(rngs: "nnx.Rngs") -> "RMSNorm":
-        return RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs)
-
-    def block(rngs: "nnx.Rngs") -> "NumberedBlock":
-        return NumberedBlock(norm(rngs), SinkAttention(c, compute, out_std, c.global_every, rngs=rngs), norm(rngs),
-                             MoE(c, out_std=out_std, options=compute.experts, biased=True, activation=activation,
-                                 rngs=rngs))
-
-    return Decoder(
-        Embed(c.vocab_size, c.embed_dim, rngs=rngs), block, c.num_layers, norm(rngs),
-        rotary=Rotary(*scaled_frequencies(c, c.head_dim)),
-        head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs), numbered=True,
-        compute=compute, rngs=rngs)
+    attention = grouped_query(c, compute, partial(SinkAttention, c.global_every), qkv_bias=True, out_bias=True)
+    return rotary_decoder(c, compute, attention, experts=routed(c, compute, biased=True, activation=activation),
+                          rngs=rngs)
 
 
 # Where a file has no rope_parameters.

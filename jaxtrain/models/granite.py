@@ -40,7 +40,7 @@ def granite(c: GraniteConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decod
     attention = grouped_query(c, compute, qkv_bias=c.attention_bias, out_bias=c.attention_bias,
                               score_factor=c.attention_multiplier * c.head_dim**0.5)
     model = rotary_decoder(
-        c, compute, attention, kind=partial(MultipliedBlock, c.residual_multiplier),
+        c, compute, attention, block=partial(MultipliedBlock, c.residual_multiplier),
         embed=MultipliedEmbed(c.vocab_size, c.embed_dim, c.embedding_multiplier, rngs=rngs), mlp_bias=c.mlp_bias,
         rngs=rngs)
     model.logit_factor = 1 / c.logits_scaling

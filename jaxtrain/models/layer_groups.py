@@ -1,16 +1,17 @@
-"""Layers that differ, in a stack that is scanned: groups of them, and blocks that are told their number."""
+"""Layers that differ, in a stack that is scanned: groups of them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
-from jaxtrain.models.decoder import Block
 
 
 class Group(nnx.Module):
-    """Layers that differ, applied in turn: what is stacked where only every n-th layer has experts."""
+    """Layers that differ, applied in turn: one entry of a stack, of a model whose layers repeat with a period."""
 
     def __init__(self, layers: Sequence[Callable[[nnx.Rngs], nnx.Module]], remat: Callable[[Callable], Callable],
                  rngs: nnx.Rngs):
@@ -18,24 +19,26 @@ class Group(nnx.Module):
         for name, layer in zip(self.names, layers, strict=True):
             setattr(self, name, layer(rngs))
 
-    def __call__(self, x_BTD: jax.Array, segments_BT, angles,
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
-        aux, entries = {}, {}
+        reports, entries = [], {}
         for name in self.names:
             graphdef, weights = nnx.split(getattr(self, name))
 
             @self.remat
             def apply(x, weights, graphdef=graphdef, name=name):
-                return nnx.merge(graphdef, weights)(x, segments_BT, angles, cache and cache.of(name))
+                held = {} if cache is None else {"cache": cache.of(name)}
+                return nnx.merge(graphdef, weights)(x, segments_BT, angles, **held)
 
-            x_BTD, aux = apply(x_BTD, weights)  # the last layer has experts, which report something
+            x_BTD, aux = apply(x_BTD, weights)
             entries[name] = aux.pop(CACHE, None)
-        return x_BTD, aux if cache is None else aux | {CACHE: entries}
+            reports += [aux] if aux else []
+        return x_BTD, _together(reports) | ({} if cache is None else {CACHE: entries})
 
 
-class NumberedBlock(Block):
-    """A block whose attention reads the number of the layer."""
-
-    def __call__(self, x_BTD: jax.Array, segments_BT, angles, layer,
-                 cache: Cache | None = None) -> tuple[jax.Array, Aux]:
-        return super().__call__(x_BTD, segments_BT, (*angles, layer), cache)
+def _together(reports: list[Aux]) -> Aux:
+    """Return what the layers with experts report: penalties of rows summed, and other sums of each layer."""
+    if len(reports) < 2:
+        return dict(*reports)
+    return {name: sum(each) if name == "penalty" else jnp.stack(each, 2)
+            for name, each in ((name, [aux[name] for aux in reports]) for name in reports[0])}

@@ -256,11 +256,12 @@ class Stack(nnx.Module):
     """
 
     def __init__(self, layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs,
-                 remat: Sequence[tuple[Wrap, int]] = (), unroll: int = 1, numbered: bool = False):
-        """`numbered`: each layer is called with its number as the last argument."""
-        self.remat, self.unroll, self.num_layers, self.numbered = tuple(remat), unroll, num_layers, numbered
+                 remat: Sequence[tuple[Wrap, int]] = (), unroll: int = 1, first: int = 0):
+        """`first`: the number of the first layer; layers that are `numbered` are called with theirs as well."""
+        self.remat, self.unroll, self.num_layers, self.first = tuple(remat), unroll, num_layers, first
         keys = jax.random.split(rngs.params(), num_layers)
         self.layer = nnx.vmap(lambda key: layer(nnx.Rngs(params=key)))(keys)
+        self.numbered = getattr(self.layer, "numbered", False)
         for _, weight in nnx.iter_graph(self.layer):
             if isinstance(weight, nnx.Param):
                 weight.set_metadata(axes=("layers", *weight.get_metadata()["axes"]))
@@ -275,8 +276,9 @@ class Stack(nnx.Module):
 
         def layer(x, weights, number, entries):
             held = {} if cache is None else {"cache": replace(cache, entries=entries)}
+            own = (number + self.first if self.first else number,) if self.numbered else ()
             with training_noise.in_layer(0 if number is None else number):
-                return nnx.merge(graphdef, weights)(x, *args, *((number,) if self.numbered else ()), **held)
+                return nnx.merge(graphdef, weights)(x, *args, *own, **held)
 
         def step(apply, x, given):
             weights, number, there, entries = given

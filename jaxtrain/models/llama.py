@@ -80,7 +80,7 @@ def dense(c: DenseConfig, compute: "Compute", *, rngs: "nnx.Rngs", qk_norm: bool
         kind = partial(LateWindowAttention, c.global_first)
     norm = partial(RMSNorm, c.head_dim, c.norm_eps, axis="head_dim") if qk_norm else None
     attention = grouped_query(c, compute, kind, qk_norm=norm, qkv_bias=qkv_bias, out_bias=out_bias)
-    return rotary_decoder(c, compute, attention, numbered=c.global_first > 0, mlp_bias=mlp_bias, rngs=rngs)
+    return rotary_decoder(c, compute, attention, mlp_bias=mlp_bias, rngs=rngs)
 
 
 def llama(c: LlamaConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":

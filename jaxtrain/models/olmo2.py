@@ -40,7 +40,7 @@ def post_norm(c: RotaryConfig, compute: "Compute", kind: Callable[..., "nnx.Modu
     attention = grouped_query(
         c, compute, kind, qk_norm=partial(AllHeadsRMSNorm, c.num_heads, c.head_dim, c.norm_eps),
         k_norm=partial(AllHeadsRMSNorm, c.num_kv_heads, c.head_dim, c.norm_eps, axis="kv_heads"))
-    return rotary_decoder(c, compute, attention, kind=PostNormBlock, rngs=rngs, **how)
+    return rotary_decoder(c, compute, attention, block=PostNormBlock, rngs=rngs, **how)
 
 
 def _write(c: Olmo2Config) -> Keys:

@@ -43,8 +43,7 @@ def olmo3(c: Olmo3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
 
     rotary = BothRotaries(Rotary(frequencies(c.head_dim, c.local_rope_theta)),
                           Rotary(*scaled_frequencies(c, c.head_dim)))
-    return post_norm(c, compute, partial(LocalOrGlobalAttention, c.global_every), rotary=rotary, numbered=True,
-                     rngs=rngs)
+    return post_norm(c, compute, partial(LocalOrGlobalAttention, c.global_every), rotary=rotary, rngs=rngs)
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:

@@ -7,7 +7,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.functions import rms_norm
-from jaxtrain.models.attention.kv_cache import Cache
+from jaxtrain.models.attention.kv_cache import Aux, Cache
 from jaxtrain.models.decoder import Block
 from jaxtrain.models.layers import INSIDE, param
 from jaxtrain.sharding import activations
@@ -17,8 +17,7 @@ class PostNormBlock(Block):
     """A residual block, of which attention and the MLP are normalised before they are added, and read `x` itself."""
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any, *layer: jax.Array,
-                 cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
-        """Apply the block; `layer` is its number, where attention reads it."""
+                 cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         h = activations.enter(x_BTD, INSIDE, shared_by=self.attention.shared_by)
         y_BTD, aux = self.attention(h, segments_BT, angles, *layer, cache=cache)
         x_BTD = checkpoint_name(x_BTD + self.attention_norm(y_BTD), "dots")

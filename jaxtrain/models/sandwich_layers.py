@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxtrain.kernels.functions import gelu, rms_norm
 from jaxtrain.models.attention.kv_cache import Aux, Cache
+from jaxtrain.models.decoder import Block
 from jaxtrain.models.layers import INSIDE, MultipliedEmbed, SwiGLU, param
 from jaxtrain.sharding import activations
 
@@ -41,19 +42,17 @@ class GeGLU(SwiGLU):
         return self.down(gelu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
-class SandwichBlock(nnx.Module):
+class SandwichBlock(Block):
     """Attention, then an MLP; each is normalised before and after, and added to what came in."""
 
     def __init__(self, norm: Callable[[], nnx.Module], attention: Callable[[], Any], mlp: Callable[[], nnx.Module]):
-        self.attention_norm, self.attention = norm(), attention()
-        self.attention_out_norm, self.mlp_norm = norm(), norm()
-        self.mlp, self.mlp_out_norm = mlp(), norm()
+        super().__init__(norm, attention, mlp)
+        self.attention_out_norm, self.mlp_out_norm = norm(), norm()
 
-    def __call__(self, x_BTD: jax.Array, segments_BT, angles, *layer: jax.Array,
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any, *layer: jax.Array,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
-        """Apply the block; `layer` is its number, where attention reads it."""
         h = activations.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
         h, aux = self.attention(h, segments_BT, angles, *layer, cache=cache)
         x_BTD = x_BTD + self.attention_out_norm(h)
-        h = activations.enter(self.mlp_norm(x_BTD), INSIDE, shared_by=("act_mlp",))
-        return x_BTD + self.mlp_out_norm(self.mlp(h)), aux
+        h, routed = self.feed_forward(self.mlp_norm(x_BTD), segments_BT)
+        return x_BTD + self.mlp_out_norm(h), aux | routed

@@ -34,7 +34,7 @@ def smollm3(c: SmolLM3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decod
 
     kind = partial(AttentionWithoutRope, c.no_rope_every) if c.no_rope_every else Attention
     attention = grouped_query(c, compute, kind, qkv_bias=c.attention_bias, out_bias=c.attention_bias)
-    return rotary_decoder(c, compute, attention, mlp_bias=c.mlp_bias, numbered=c.no_rope_every > 0, rngs=rngs)
+    return rotary_decoder(c, compute, attention, mlp_bias=c.mlp_bias, rngs=rngs)
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:

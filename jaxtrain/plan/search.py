@@ -171,7 +171,7 @@ class _Looker:
         others what `larger` keeps; None where all layers have one policy, or there would be no such layer.
         """
         layers, room = self.found.config.model.stacked_layers, self.found.target.room
-        one_policy = fits.mesh["mesh.stage"] > 1 or self.found.config.model.experts.every > 1
+        one_policy = fits.mesh["mesh.stage"] > 1 or self.found.config.model.period > 1
         if one_policy or fits.overrides.get("optimizer.offload") != larger.overrides.get("optimizer.offload"):
             return None
         most, least = (choice.estimate.memory.total() for choice in (larger, fits))

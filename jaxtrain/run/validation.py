@@ -143,8 +143,8 @@ TABLE = (
             lambda a: "use 'gather'" if a.mesh.shape["stage"] > 1 else "use 'ring'",
             {"mesh.context": 2, "mesh.tensor": 4, "mesh.context_strategy": "ulysses"},
             {"mesh.context_strategy": "ring"}),
-    Refusal("train.remat", "several policies of rematerialization in a pipeline, or with experts in every n-th layer",
-            lambda a: "," in a.config.train.remat and (a.mesh.shape["stage"] > 1 or a.config.model.experts.every > 1),
+    Refusal("train.remat", "several policies of rematerialization in a pipeline, or with layers in groups",
+            lambda a: "," in a.config.train.remat and (a.mesh.shape["stage"] > 1 or a.config.model.period > 1),
             lambda a: f"mesh.stage={a.mesh.shape['stage']} gives every stage layers of all policies"
                       if a.mesh.shape["stage"] > 1 else "layers are stacked in groups, which have one policy",
             lambda a: f"use one policy, such as {a.config.train.remat.partition(':')[0]}",

@@ -9,6 +9,7 @@ import jaxtrain as jt
 from jaxtrain.config.family import config_class, config_of
 from jaxtrain.hf.hf_config import config_json, model_section
 from tests.hub import published
+from tests.hub.cases import CASES
 from tests.numerics import reference
 
 
@@ -17,11 +18,11 @@ def section(folder, config) -> dict:
     return model_section(folder)
 
 
-@pytest.mark.parametrize("name", published.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_what_is_written_says_what_was_read(name, tmp_path):
     """Both ways of writing it are read: that of transformers 5, and the older one, in which ours is written."""
-    kind, given = published.CASES[name]
-    newer = section(tmp_path, published.truth()[name]["config"])
+    kind, given = CASES[name]
+    newer = section(tmp_path, published.truth(name)["config"])
     older = section(tmp_path, given | {"model_type": kind})
     model = config_of(newer)
     assert model == config_of(older)
@@ -55,7 +56,7 @@ def test_what_is_written_says_what_was_read(name, tmp_path):
 ])
 def test_what_cannot_be_expressed_is_refused_by_name(name, changes, reason, tmp_path):
     with pytest.raises(jt.UserError) as refusal:
-        section(tmp_path, published.truth()[name]["config"] | changes)
+        section(tmp_path, published.truth(name)["config"] | changes)
     assert f"{refusal.value}".startswith(f"{tmp_path / 'config.json'}: ") and reason in f"{refusal.value}"
 
 
@@ -77,14 +78,14 @@ def test_what_cannot_be_expressed_is_refused_by_name(name, changes, reason, tmp_
       "rope_theta": 150_000.0, "head_dim": 64, "num_kv_heads": 8}),
 ])
 def test_what_is_left_out_has_the_default_of_its_type(name, left_out, expected, tmp_path):
-    config = {key: value for key, value in published.truth()[name]["config"].items() if key not in left_out}
+    config = {key: value for key, value in published.truth(name)["config"].items() if key not in left_out}
     found = section(tmp_path, config)
     assert {key: found[key] for key in expected} == expected
 
 
 def test_a_base_of_rotary_positions_may_exceed_32_bits(tmp_path):
     """Accept the base of a model for a million tokens."""
-    config = published.truth()["llama"]["config"]
+    config = published.truth("llama")["config"]
     assert section(tmp_path, {key: value for key, value in config.items() if not key.startswith("rope_")} | {
         "rope_theta": 3580165449.0})["rope_theta"] == 3580165449.0
     with pytest.raises(jt.UserError, match=r"rope_theta=1e[+]?300 is not a number up to"):
@@ -117,7 +118,7 @@ NESTED = (*ODD, {"rope_type": "linear"}, {"rope_type": "yarn", "factor": "a"}, {
 @pytest.mark.parametrize("name", ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in (
     "gpt2", "llama_yarn", "qwen3_window", "qwen3_moe_sparse", "deepseek_v3", "gpt_oss"))])
 def test_no_value_of_a_wrong_kind_ends_in_a_traceback(name, tmp_path):
-    config = published.truth()[name]["config"]
+    config = published.truth(name)["config"]
     damaged = [{"model_type": "gemma3", "text_config": value} for value in ODD]
     for key in {*config, "rope_scaling", "rope_parameters", "layer_types"}:
         damaged += [{other: value for other, value in config.items() if other != key}]
@@ -147,7 +148,7 @@ def test_ntk_scaling_is_published_as_another_base():
 
 
 def test_weights_that_are_not_safetensors_are_not_passed_over(tmp_path):
-    section(tmp_path, published.truth()["llama"]["config"])
+    section(tmp_path, published.truth("llama")["config"])
     assert jt.load_config(f"hf:{tmp_path}").train.init_from == f"{tmp_path}"  # refused there
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(jt.UserError, match=r"are not safetensors but pytorch_model.bin; save them as safetensors"):

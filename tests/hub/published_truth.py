@@ -1,7 +1,7 @@
 """Compute with Hugging Face's transformers tiny published models, for the tests of import and export.
 
-    python -m tests.hub.published_truth            # writes tests/hub/published_truth.json
-    python -m tests.hub.published_truth NAME ...   # adds these cases to it
+    python -m tests.hub.published_truth            # writes all of tests/hub/published_truth/
+    python -m tests.hub.published_truth NAME ...   # writes these cases
     python -m tests.hub.published_truth --exports  # loads what jaxtrain exports, and compares logits and rewards
 
 Needs torch and transformers, which the tests do not: the logits, the shapes of all tensors as they are on disk, and of
@@ -22,6 +22,7 @@ import transformers
 
 from jaxtrain.hub.weights import safetensors_files
 from tests.hub import published
+from tests.hub.cases import CASES
 
 
 def torch_model(folder: Path, kind: Any = transformers.AutoModelForCausalLM) -> Any:
@@ -128,21 +129,27 @@ def main() -> int:
     parser.add_argument("--exports", action="store_true")
     args = parser.parse_args()
     if args.exports:
-        errors = {name: exported(name, case) for name, case in published.truth().items()}
-        errors |= {f"{name}, rewards": rewarded(case) for name, case in published.truth().items()
-                   if has_rewards(case["config"]["model_type"])}
-        print(*(f"{name:27} {error:.1e}" for name, error in errors.items()), sep="\n")
-        return int(max(errors.values()) > 1e-6)
-    cases = published.truth() if args.names else {}
-    for name in args.names or published.CASES:
-        kind, keys = published.CASES[name]
+        return exports(args.names or list(CASES))
+    by = {"transformers": transformers.__version__, "torch": torch.__version__}
+    for name in args.names or CASES:
+        kind, keys = CASES[name]
         with tempfile.TemporaryDirectory() as a, tempfile.TemporaryDirectory() as b, tempfile.TemporaryDirectory() as c:
             case = made(kind, keys, Path(a))
-            cases[name] = case | computed(published.write(Path(b), case), Path(c))
-        print(name, len(case["tensors"]), "tensors, loss", cases[name]["loss"])
-    by = {"transformers": transformers.__version__, "torch": torch.__version__}
-    published.TRUTH.write_text(json.dumps({"made_by": by, "cases": cases}, separators=(",", ":")) + "\n")
+            case |= computed(published.write(Path(b), case), Path(c))
+        (published.TRUTH / f"{name}.json").write_text(json.dumps({"made_by": by} | case, separators=(",", ":")) + "\n")
+        print(name, len(case["tensors"]), "tensors, loss", case["loss"])
     return 0
+
+
+def exports(names: list[str]) -> int:
+    """Load what jaxtrain exports of these cases, print the errors, and return 1 if one is large."""
+    errors = {}
+    for name in names:
+        errors[name] = exported(name, case := published.truth(name))
+        if has_rewards(case["config"]["model_type"]):
+            errors[f"{name}, rewards"] = rewarded(case)
+    print(*(f"{name:27} {error:.1e}" for name, error in errors.items()), sep="\n")
+    return int(max(errors.values()) > 1e-6)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ CASE = "llama_head_dim"
 
 def variant(folder: Path, seed: int, name: str = CASE, dtype=np.float32, **config) -> Path:
     """A model of a case, moved away from its weights by what follows from a seed; 0: not at all."""
-    case = published.truth()[name]
+    case = published.truth(name)
     published.write(folder, case | {"config": case["config"] | config})
     rng = np.random.default_rng(seed)
     changed = {name: tensor.view() + np.float32(0.1 * bool(seed)) * rng.standard_normal(tensor.shape).astype("float32")

@@ -15,7 +15,7 @@ ROWS = 24  # of the published vocabulary
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return published.write(tmp_path_factory.mktemp("published") / "in", published.truth()["llama"])
+    return published.write(tmp_path_factory.mktemp("published") / "in", published.truth("llama"))
 
 
 def begun(source, model, vocab_size: int, **keys):

@@ -1,5 +1,8 @@
 """The key-value cache of generation: what attention keeps of earlier tokens, so that a step computes one token only.
 
+Layers without attention keep a state in their place, which is as large however long the text is: arrays [B, ?, ?, ?]
+under `STATE`, of which a step returns the next ones.
+
 An entry is an array [B, G, S, K] of one layer; entries of all layers are stacked and scanned like parameters. Rows are
 aligned at their last token: all of a batch write to the same slot, and a row's text begins at its own. Slots are
 counted on without end, and slot n is kept at n modulo S: S is the room for one text, however many a row has one after
@@ -17,6 +20,7 @@ from jaxtrain.base.annotations import PyTree
 from jaxtrain.kernels.attention import cached_attention
 
 CACHE = "cache"  # the auxiliary value under which a layer returns its keys and values of the tokens that it was given
+STATE = "state"  # the key of entries that have no slots
 Aux = dict[str, Any]  # the auxiliary values of a layer, or stacked of several: penalties, sums, entries of a cache
 
 
@@ -57,8 +61,24 @@ class Cache:
         slot = self.slot
         assert slot is not None
         new = in_place(new) if self.in_place else new
-        return jax.tree.map(lambda before, one: jax.lax.dynamic_update_slice_in_dim(
+        return with_slots(lambda before, one: jax.lax.dynamic_update_slice_in_dim(
             before, one, slot % before.shape[-2], axis=-2), self.entries, new)
+
+
+def with_slots(f: Callable[..., jax.Array], entries: PyTree, *others: PyTree) -> PyTree:
+    """Apply a function to the entries that have slots; of those that have none, return the last tree's."""
+    return jax.tree_util.tree_map_with_path(lambda path, *each: f(*each) if _has_slots(path) else each[-1], entries,
+                                            *others)
+
+
+def slots_of(entries: PyTree) -> int:
+    """Return how many slots the entries have; 0: none has any."""
+    leaves = jax.tree_util.tree_leaves_with_path(entries)
+    return next((leaf.shape[-2] for path, leaf in leaves if _has_slots(path)), 0)
+
+
+def _has_slots(path: tuple[Any, ...]) -> bool:
+    return all(getattr(key, "key", None) != STATE for key in path)
 
 
 def in_place(entries: PyTree) -> PyTree:
@@ -67,7 +87,7 @@ def in_place(entries: PyTree) -> PyTree:
     In float32, which it multiplies: anything else would be converted at every token. Without the dimension of heads if
     there is one: XLA multiplies without it, and so would copy the entries.
     """
-    return jax.tree.map(lambda kept: (kept[:, 0] if kept.shape[1] == 1 else kept).astype(jnp.float32), entries)
+    return with_slots(lambda kept: (kept[:, 0] if kept.shape[1] == 1 else kept).astype(jnp.float32), entries)
 
 
 def entry(x_BTGK: jax.Array) -> jax.Array:

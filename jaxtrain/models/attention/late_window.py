@@ -7,24 +7,25 @@ import jax.numpy as jnp
 
 from jaxtrain.models.attention.attention_by_layer import attend_by_layer
 from jaxtrain.models.attention.kv_cache import Aux, Cache, attend_cached, kept
-from jaxtrain.models.attention.rotary import Rotary
+from jaxtrain.models.attention.rotary import Angles, Rotary
 from jaxtrain.models.attention.self_attention import Attention
 
 
 class LateWindowAttention(Attention):
     """Grouped-query self-attention; the number of the layer says whether it has a window."""
 
+    numbered = True
+
     def __init__(self, first: int, *args: Any, **how: Any):
         """`first`: so many layers have none."""
         super().__init__(*args, **how)
         self.first = first
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any = None,
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Angles, layer: jax.Array,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
-        """Apply attention; `angles` are cosine, sine, and the number of the layer."""
+        """Apply attention; `layer` is its number."""
         q, k, v = self.project(x_BTD)
-        cos, sin, layer = angles
-        q, k = Rotary.rotate(q, (cos, sin)), Rotary.rotate(k, (cos, sin))
+        q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
         everywhere = layer < self.first
         if cache is not None and cache.entries is not None:
             return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window))

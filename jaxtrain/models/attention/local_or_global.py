@@ -10,10 +10,8 @@ import jax.numpy as jnp
 
 from jaxtrain.models.attention.attention_by_layer import attend_by_layer
 from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
-from jaxtrain.models.attention.rotary import Rotary
+from jaxtrain.models.attention.rotary import Angles, Rotary
 from jaxtrain.models.attention.self_attention import Attention
-
-Angles = tuple[jax.Array, jax.Array]
 
 
 class BothRotaries:
@@ -29,6 +27,8 @@ class BothRotaries:
 
 class LocalOrGlobalAttention(Attention):
     """Grouped-query self-attention; the number of the layer says whether it is local."""
+
+    numbered = True
 
     def __init__(self, global_every: int, *args: Any, query_factor: float = 1.0, **how: Any):
         """Make every `global_every`-th layer global; `query_factor`: of queries, after their rotation."""

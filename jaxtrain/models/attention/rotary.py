@@ -15,6 +15,8 @@ import numpy as np
 
 from jaxtrain.config.decoder_config import RotaryConfig
 
+Angles = tuple[jax.Array, jax.Array]  # cosine and sine of positions
+
 
 def frequencies(width: int, theta: float) -> np.ndarray:
     """Return the angle of each pair per position, in radians: theta^(-2i/width) (RoFormer, arXiv 2104.09864)."""
@@ -83,7 +85,7 @@ class Rotary:
         self.frequency = tuple(frequency.tolist())  # plain numbers: part of the program, not of the state
         self.factor = factor
 
-    def angles(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def angles(self, positions_BT: jax.Array) -> Angles:
         """Return cosine and sine [B, T, 1, K/2], computed once for all layers."""
         angle = positions_BT[..., None, None].astype(jnp.float32) * np.asarray(self.frequency, np.float32)
         if self.factor == 1:
@@ -91,7 +93,7 @@ class Rotary:
         return jnp.cos(angle) * self.factor, jnp.sin(angle) * self.factor
 
     @staticmethod
-    def rotate(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def rotate(x_BTHK: jax.Array, angles: Angles) -> jax.Array:
         """Rotate queries or keys by their positions; only the first entries of a head, where there are fewer angles."""
         cos, sin = angles
         width = 2 * cos.shape[-1]

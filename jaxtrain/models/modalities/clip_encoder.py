@@ -31,10 +31,10 @@ class ClipEncoder(nnx.Module):
         norm = partial(RMSNorm, c.embed_dim, c.norm_eps)
 
         def block(rngs: nnx.Rngs) -> Block:
-            attention = Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, causal=False,
-                                  backend=compute.attention, rngs=rngs)
-            return Block(norm(rngs=rngs), attention, norm(rngs=rngs),
-                         SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs))
+            attention = partial(Attention, c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std,
+                                causal=False, backend=compute.attention, rngs=rngs)
+            return Block(partial(norm, rngs=rngs), attention,
+                         partial(SwiGLU, c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs))
 
         self.project = Linear("btn,nd->btd", (BANDS, c.embed_dim), (None, "embed"), RESIDUAL, bias=True, rngs=rngs)
         self.blocks = Stack(block, c.num_layers, unroll=compute.unroll, rngs=rngs,

@@ -7,6 +7,7 @@ Shape suffixes: B users, T events, D embedding, N numbers and sines.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -64,9 +65,10 @@ def event_transformer(c: EventsConfig, compute: Compute, *, rngs: nnx.Rngs) -> D
         return RMSNorm(c.embed_dim, c.norm_eps, rngs=rngs)
 
     def block(rngs: nnx.Rngs) -> Block:
-        attention = Attention(c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std, window=c.window,
-                              backend=compute.attention, context=compute.context, rngs=rngs)
-        return Block(norm(rngs), attention, norm(rngs), SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs))
+        attention = partial(Attention, c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim, out_std=out_std,
+                            window=c.window, backend=compute.attention, context=compute.context, rngs=rngs)
+        mlp = partial(SwiGLU, c.embed_dim, c.mlp_dim, out_std=out_std, rngs=rngs)
+        return Block(partial(norm, rngs), attention, mlp)
 
     model = Decoder(EventEmbed(c, rngs=rngs), block, c.num_layers, norm(rngs),
                     rotary=Rotary(frequencies(c.head_dim, c.rope_theta)),

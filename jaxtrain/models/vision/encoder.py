@@ -3,6 +3,8 @@
 Shape suffixes: B batch, T sequence, D embedding.
 """
 
+from functools import partial
+
 import jax
 from flax import nnx
 
@@ -32,11 +34,11 @@ class Encoder(nnx.Module):
         out_std = 0.02 / (2 * layers) ** 0.5
 
         def block(rngs: nnx.Rngs) -> Block:
-            mlp = GELUS[kind]
-            return Block(LayerNorm(dim, eps, rngs=rngs),
-                         Attention(dim, heads, heads, dim // heads, qkv_bias=True, out_bias=True, out_std=out_std,
-                                   causal=causal, backend=compute.attention, context=compute.context, rngs=rngs),
-                         LayerNorm(dim, eps, rngs=rngs), GeluMLP(dim, mlp_dim, out_std=out_std, rngs=rngs, kind=mlp))
+            return Block(partial(LayerNorm, dim, eps, rngs=rngs),
+                         partial(Attention, dim, heads, heads, dim // heads, qkv_bias=True, out_bias=True,
+                                 out_std=out_std, causal=causal, backend=compute.attention, context=compute.context,
+                                 rngs=rngs),
+                         partial(GeluMLP, dim, mlp_dim, out_std=out_std, rngs=rngs, kind=GELUS[kind]))
 
         remat = cut(wraps(compute.remat, layers, compute.unroll), 0, layers)
         self.blocks = Stack(block, layers, remat=remat, unroll=compute.unroll, rngs=rngs)

@@ -73,14 +73,14 @@ def main() -> int:
     cases = {}
     for name, (base_name, keys) in published_adapters.CASES.items():
         with tempfile.TemporaryDirectory() as folder:
-            base = published.write(Path(folder) / "base", published.truth()[base_name])
+            base = published.write(Path(folder) / "base", published.truth(base_name))
             case = made(base, keys, Path(folder) / "made")
             adapters = published_adapters.write(Path(folder) / "adapters", case)
             cases[name] = case | {"logits": [float(f"{x:.9g}") for x in logits_of(base, adapters)]}
         print(name, len(case["tensors"]), "tensors")
     with tempfile.TemporaryDirectory() as folder:
         base_name, keys = published_adapters.PRINCIPAL
-        starts = principal(published.write(Path(folder), published.truth()[base_name]), keys)
+        starts = principal(published.write(Path(folder), published.truth(base_name)), keys)
     by = {"peft": peft.__version__, "torch": torch.__version__}
     published_adapters.TRUTH.write_text(json.dumps({"made_by": by, "cases": cases, "principal": starts},
                                                    separators=(",", ":")) + "\n")

@@ -49,7 +49,7 @@ def write(folder: Path, case: dict) -> Path:
 
 def written(folder: Path, name: str) -> tuple[Path, Path]:
     """Write the model and the adapters of a case; return both folders."""
-    base = published.write(folder / "base", published.truth()[CASES[name][0]])
+    base = published.write(folder / "base", published.truth(CASES[name][0]))
     return base, write(folder / "adapters", truth()[name])
 
 

@@ -114,7 +114,7 @@ def test_several_adapters_are_added_each_times_its_weight(tmp_path):
 
 def test_adapters_of_another_model_of_the_same_shape_are_told(tmp_path, capsys):
     base, folder = written(tmp_path, "llama")
-    other = published.write(tmp_path / "other", published.truth()["llama_head_dim"])
+    other = published.write(tmp_path / "other", published.truth("llama_head_dim"))
     for where, told in ((base, False), (other, True)):
         adapter_merge.merge(where, [(folder, 1.0)], tmp_path / f"from {where.name}")
         assert ("warning: the adapters in" in capsys.readouterr().err) is told
@@ -123,7 +123,7 @@ def test_adapters_of_another_model_of_the_same_shape_are_told(tmp_path, capsys):
 
 
 def test_a_multimodal_folder_keeps_its_names_and_a_column_of_zeros_gives_numbers(tmp_path):
-    case, prefix = published.truth()["llama"], "model.language_model."
+    case, prefix = published.truth("llama"), "model.language_model."
     base, folder = tmp_path / "base", published_adapters.write(tmp_path / "adapters", truth()["llama, dora"])
     published.write(base, case)
     tensors = {name: np.array(tensor.view()) for name, tensor in safetensors_files.tensors_of(base).items()}
@@ -213,7 +213,7 @@ def test_one_adapter_for_queries_keys_and_values_is_refused_where_each_has_its_o
     case = truth()["gpt2"]
     fused = {name: [6 if size == 2 else size for size in shape] if "c_attn" in name else shape
              for name, shape in case["tensors"].items()}
-    base = published.write(tmp_path / "base", published.truth()["gpt2"])
+    base = published.write(tmp_path / "base", published.truth("gpt2"))
     folder = published_adapters.write(tmp_path / "adapters", case | {"tensors": fused})
     keys = adapter_files.keys(folder, trained_model.model_of(trained_model.sections_of(base), {}, "data").config.model)
     run = jt.build(jt.make_config({"model": trained_model.sections_of(base)["model"], "data": {"seq_len": 8},
@@ -232,7 +232,7 @@ def test_one_adapter_for_queries_keys_and_values_is_refused_where_each_has_its_o
                                       for name, shape in case["tensors"].items()}}, "of the shape ["),
 ])
 def test_adapters_of_another_model_are_not_merged(tmp_path, change, message):
-    base = published.write(tmp_path / "base", published.truth()["llama_head_dim"])
+    base = published.write(tmp_path / "base", published.truth("llama_head_dim"))
     folder = published_adapters.write(tmp_path / "adapters", change(truth()["llama"]))
     with pytest.raises(jt.UserError) as refusal:
         adapter_merge.merge(base, [(folder, 1.0)], tmp_path / "out", "float32")
@@ -246,7 +246,7 @@ def test_adapters_of_another_model_are_not_merged(tmp_path, change, message):
     ({"use_dora": False}, lambda _: True, r"layers.0.mlp.down_proj has DoRA, and by use_dora=False")])
 def test_dora_of_some_layers_alone_is_refused(tmp_path, said, kept, message):
     case = truth()["llama, dora"]
-    base = published.write(tmp_path / "base", published.truth()["llama"])
+    base = published.write(tmp_path / "base", published.truth("llama"))
     folder = published_adapters.write(tmp_path / "adapters", {
         "config": case["config"] | said, "tensors": {name: x for name, x in case["tensors"].items() if kept(name)}})
     for attempt in (lambda: jt.load_model(folder),

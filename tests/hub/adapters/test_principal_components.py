@@ -25,7 +25,7 @@ from tests.numerics import plain_lora
 
 def built(folder, train__frozen_dtype="", train__trainable=(), **keys):
     base, adapters = published_adapters.PRINCIPAL
-    published.write(folder, published.truth()[base])
+    published.write(folder, published.truth(base))
     config = {"model": model_section(folder), "data": {"seq_len": 8, "global_batch_size": 8},
               "train": {"init_from": f"{folder}", "frozen_dtype": train__frozen_dtype,
                                                           "trainable": [*train__trainable]},

@@ -207,7 +207,7 @@ def test_a_model_that_has_no_format_is_not_published():
 @pytest.mark.parametrize("name", [pytest.param("siglip", marks=pytest.mark.slow),
                                   pytest.param("clip", marks=pytest.mark.exhaustive)])
 def test_a_decoder_begins_with_a_published_encoder_and_a_published_decoder(name, tmp_path):
-    folder, llama = write(tmp_path / "in", name), published.write(tmp_path / "llama", published.truth()["llama"])
+    folder, llama = write(tmp_path / "in", name), published.write(tmp_path / "llama", published.truth("llama"))
     section = model_section(folder)
     model = model_section(llama) | {key: section[key] for key in ENCODER} | {"name": "vision_language"}
     train = {"init_from": str(llama), "init_encoder_from": str(folder), "freeze": ["picture/*"]}

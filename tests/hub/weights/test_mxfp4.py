@@ -13,8 +13,9 @@ from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.hf.hf_config import model_section
 from jaxtrain.hub.weights import mxfp4, published_weights, safetensors_files
 from tests.hub import published
+from tests.hub.cases import CASES
 
-CONFIG = published.CASES["gpt_oss"][1] | {
+CONFIG = CASES["gpt_oss"][1] | {
     "hidden_size": 64, "intermediate_size": 32, "model_type": "gpt_oss", "num_local_experts": 4,
     "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
 

@@ -1,4 +1,4 @@
-"""Published weights: the logits and gradients that transformers computes, and the same bytes on the way back."""
+"""Published weights: adapters, parts of tensors, what is refused, and files."""
 
 import json
 from functools import partial
@@ -16,94 +16,16 @@ from jaxtrain.hub.adapters import adapter_files
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.models.lora import without_adapters
 from jaxtrain.run import abstract_model
-from jaxtrain.sharding import activations, mesh_context
 from tests.hub import published
+from tests.hub.published_models import built, loaded
 from tests.numerics import plain_lora
-from tests.tiers import slow_if
-
-SLOW = pytest.mark.slow
-QUICK = ("llama_head_dim",)
-ALL = [pytest.param(name, marks=() if name in QUICK else SLOW) for name in published.CASES]
-
-
-def built(folder, **mesh) -> jt.Run:
-    config = {"model": model_section(folder), "data": {"seq_len": 8, "global_batch_size": 8},
-              "mesh": mesh or {"data": 1}}
-    devices = jax.devices()[:int(np.prod([*mesh.values()]))]
-    return jt.build(jt.make_config(config), devices=devices)
-
-
-def loaded(folder, **mesh):
-    run = built(folder, **mesh)
-    return run, published_weights.load(folder, run.config.model, run.abstract.params)
-
-
-# Those without a reference of their own in tests/numerics, on a mesh too.
-ON_A_MESH = ("llama_biased", "arcee", "smollm3", "granite", "seed_oss", "ernie4_5", "phi3_partial", "glm4", "glm4_moe",
-             "dots1", "olmo2", "olmo3", "exaone4")
-
-
-@pytest.mark.parametrize(("name", "mesh"), [pytest.param(*one.values, {}, marks=one.marks) for one in ALL] + [
-    pytest.param(name, {"fsdp": 2, "tensor": 2}, marks=SLOW) for name in ON_A_MESH], ids=str)
-def test_logits_and_all_gradients_are_those_of_transformers(name, mesh, tmp_path):
-    case = published.truth()[name]
-    run, params = loaded(published.write(tmp_path / "in", case), **mesh)
-    tokens = jnp.asarray(published.TOKENS)
-
-    @jax.jit
-    def both(params):
-        def loss(params):
-            logits = activations.constrain(run.model.merge(params)(activations.constrain(tokens, "batch", "seq")),
-                                        None, None, None)
-            named = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1)
-            return -named.mean(), logits
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    with mesh_context.use(run.mesh, run.sharded.rules):
-        (loss, logits), gradients = both(params)
-    wanted = np.asarray(case["logits"]).reshape(logits.shape)
-    assert np.abs(logits - wanted).max() < 1e-5 * np.abs(wanted).max()
-    assert float(loss) == pytest.approx(case["loss"], rel=1e-5)
-    (tmp_path / "gradients").mkdir()
-    published_weights.save(gradients, run.config.model, tmp_path / "gradients", np.float32, 10**6)
-    found = {name: published.projections(name, tensor.view())
-             for name, tensor in safetensors_files.tensors_of(tmp_path / "gradients").items()}
-    assert found.keys() - case["gradients"].keys() <= {n for n in found if n.endswith("e_score_correction_bias")}
-    for name, wanted in case["gradients"].items():  # a projection is about as large as the norm
-        assert np.abs(np.subtract(found[name], wanted)).max() <= 1e-4 * max(wanted[0], 1e-6), name
-
-
-# Cases whose tensors are those of another one: they differ in what is computed.
-SAME_TENSORS = ("llama_llama3", "llama_linear", "llama_yarn", "mistral", "qwen3_window", "gemma3_scaled")
-MESHES = [pytest.param(name, {"fsdp": 4, "tensor": 2}, marks=() if name in QUICK else slow_if(
-    name not in SAME_TENSORS)) for name in published.CASES] + [
-    pytest.param(name, mesh, marks=SLOW) for name, mesh in (
-        ("mixtral", {"expert": 4, "tensor": 2}), ("mixtral", {"stage": 2, "expert": 2, "fsdp": 2}),
-        ("qwen3_moe_sparse", {"stage": 2, "expert": 2, "tensor": 2}), ("gpt_oss", {"expert": 2, "fsdp": 4}),
-        ("llama", {"stage": 2, "fsdp": 2, "tensor": 2}), ("deepseek_v3", {"expert": 4, "tensor": 2}))]
-
-
-@pytest.mark.parametrize(("name", "mesh"), MESHES, ids=str)
-def test_what_is_exported_has_the_same_bytes_from_any_mesh(name, mesh, tmp_path):
-    folder = published.write(tmp_path / "in", published.truth()[name])
-    out = tmp_path / "out"
-    out.mkdir()
-    run, params = loaded(folder, **mesh)
-    assert all(leaf.sharding == wanted.sharding for leaf, wanted in
-               zip(jax.tree.leaves(params), jax.tree.leaves(run.abstract.params), strict=True))
-    published_weights.save(params, run.config.model, out, np.float32, 4000)
-    before, after = map(safetensors_files.tensors_of, (folder, out))
-    assert len(list(out.glob("*.safetensors"))) > 1
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert np.array_equal(tensor.view(), after[name].view()), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_adapters_of_experts_are_added_to_what_is_exported(name, tmp_path):
     """Both forms are tested: tensors that hold one expert, and tensors that hold all of them."""
-    folder = published.write(tmp_path / "in", published.truth()[name])
+    folder = published.write(tmp_path / "in", published.truth(name))
     config = {"model": model_section(folder), "data": {"seq_len": 8}, "mesh": {"data": 1},
               "lora": {"rank": 2, "alpha": 6.0, "experts": True}}
     run = jt.build(jt.make_config(config), devices=jax.devices()[:1])
@@ -121,7 +43,7 @@ def test_adapters_of_experts_are_added_to_what_is_exported(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["phi3", "glm4"])
 def test_adapters_of_fused_matrices_are_added_to_what_is_exported_and_no_adapters_of_their_own(name, tmp_path):
-    folder = published.write(tmp_path / "in", published.truth()[name])
+    folder = published.write(tmp_path / "in", published.truth(name))
     run = jt.build(jt.make_config({
         "model": model_section(folder), "data": {"seq_len": 8}, "mesh": {"data": 1},
         "lora": {"rank": 2, "alpha": 6.0}}), devices=jax.devices()[:1])
@@ -141,7 +63,7 @@ def test_any_slice_is_that_of_the_whole(tmp_path):
     """Parameters have every kind of layout: stacked, split into heads, fused, transposed, and with rotary pairs."""
     rng = np.random.default_rng(0)
     for name in ("gpt2", "deepseek_v3"):
-        run = built(folder := published.write(tmp_path / name, published.truth()[name]))
+        run = built(folder := published.write(tmp_path / name, published.truth(name)))
         tensors = safetensors_files.tensors_of(folder)
         known = {entry.ours: entry for entry in entries(run.config.model)}
         for path, leaf in flatten(run.abstract.params).items():
@@ -155,7 +77,7 @@ def test_any_slice_is_that_of_the_whole(tmp_path):
 @pytest.mark.slow
 def test_a_host_holds_no_more_than_a_part_of_a_shard(tmp_path, monkeypatch):
     """Whatever dimension the parts are of, the array is the same, and nothing larger is read for it at once."""
-    folder = published.write(tmp_path, published.truth()["mixtral"])
+    folder = published.write(tmp_path, published.truth("mixtral"))
     run = jt.build(jt.make_config({"model": model_section(folder), "data": {"seq_len": 8, "global_batch_size": 8},
                                    "mesh": {"fsdp": 2, "expert": 2, "data": 1, "tensor": 2},
                                    "lora": {"rank": 1, "quantize": "nf4"}}))
@@ -191,7 +113,7 @@ def test_a_host_holds_no_more_than_a_part_of_a_shard(tmp_path, monkeypatch):
     ({"model.mtp_loss_weight": 0.1}, "no published tensor holds the parameter ahead/"),
 ])
 def test_weights_of_another_model_are_refused_by_name(tmp_path, changes, reason):
-    folder = published.write(tmp_path, published.truth()["llama"])
+    folder = published.write(tmp_path, published.truth("llama"))
     config = jt.make_config({"model": model_section(folder), "data": {"seq_len": 8}, "mesh": {"data": 1}}, changes)
     run = jt.build(config, devices=jax.devices()[:1])
     with pytest.raises(jt.UserError) as refusal:
@@ -200,7 +122,7 @@ def test_weights_of_another_model_are_refused_by_name(tmp_path, changes, reason)
 
 
 def test_a_tensor_that_is_left_over_is_refused_by_name(tmp_path):
-    case = published.truth()["llama"]
+    case = published.truth("llama")
     more = dict(case, tensors=case["tensors"] | {"model.layers.0.self_attn.sinks": [4]})
     with pytest.raises(jt.UserError, match=r"it has model.layers.0.self_attn.sinks, for which model.name=llama has no"):
         loaded(published.write(tmp_path, more))
@@ -208,14 +130,14 @@ def test_a_tensor_that_is_left_over_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["", "language_model.model.", "model.language_model."])
 def test_names_may_lack_the_prefix_or_have_that_of_a_multimodal_model(tmp_path, prefix):
-    case = published.truth()["llama_head_dim"]
+    case = published.truth("llama_head_dim")
     renamed = {name.replace("model.", prefix): shape for name, shape in case["tensors"].items()}
     loaded(published.write(tmp_path, dict(case, tensors=renamed)))
 
 
 def test_what_is_published_in_float32_stays_so(tmp_path):
     """The bias that evens out expert load has steps that bfloat16 would lose."""
-    run, params = loaded(published.write(tmp_path / "in", published.truth()["deepseek_v3_plain"]))
+    run, params = loaded(published.write(tmp_path / "in", published.truth("deepseek_v3_plain")))
     params["blocks"]["layer"]["mlp"]["router"]["bias"] += 1e-3 / 7
     (tmp_path / "out").mkdir()
     published_weights.save(params, run.config.model, tmp_path / "out", jnp.dtype("bfloat16"), 10**6)
@@ -230,7 +152,7 @@ def test_what_is_published_in_float32_stays_so(tmp_path):
 @pytest.mark.parametrize(("name", "table"), [("gpt2", "transformer.wte.weight"),
                                              ("llama_head_dim", "model.embed_tokens.weight")])
 def test_a_tied_head_may_be_repeated_and_not_differ(name, table, tmp_path):
-    case, plain = published.truth()[name], published.weight
+    case, plain = published.truth(name), published.weight
     more = dict(case, tensors=case["tensors"] | {"lm_head.weight": case["tensors"][table]})
 
     def repeated(name, shape, last=0):
@@ -246,7 +168,7 @@ def test_a_tied_head_may_be_repeated_and_not_differ(name, table, tmp_path):
 
 
 def test_a_tensor_is_in_the_file_that_the_index_says(tmp_path):
-    run, params = loaded(published.write(tmp_path, published.truth()["llama_head_dim"]))
+    run, params = loaded(published.write(tmp_path, published.truth("llama_head_dim")))
     files = published_weights.save(params, run.config.model, tmp_path, np.float32, 4000)
     (tmp_path / safetensors_files.SINGLE).unlink()
     index = json.loads((tmp_path / safetensors_files.INDEX).read_text())

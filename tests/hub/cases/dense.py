@@ -1,0 +1,45 @@
+"""Decoders without experts."""
+
+from typing import Any
+
+from tests.hub.cases.sizes import SIZES
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what transformers is given)
+    "gpt2": ("gpt2", {"vocab_size": 24, "n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": 16}),
+    "llama": ("llama", SIZES), "llama_head_dim": ("llama", SIZES | {"head_dim": 6, "tie_word_embeddings": True}),
+    "llama_llama3": ("llama", SIZES | {"rope_scaling": {
+        "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8}}),
+    "llama_linear": ("llama", SIZES | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "llama_yarn": ("llama", SIZES | {"head_dim": 8, "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}}),
+    "mistral": ("mistral", SIZES | {"sliding_window": 5}),
+    "qwen2": ("qwen2", SIZES), "qwen3": ("qwen3", SIZES | {"head_dim": 6}),
+    "qwen3_window": ("qwen3", SIZES | {"head_dim": 6, "use_sliding_window": True, "sliding_window": 5,
+                                        "max_window_layers": 1, "num_hidden_layers": 3}),
+    "gemma3": ("gemma3_text", SIZES | {
+        "head_dim": 6, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 9,
+        "num_hidden_layers": 3, "rope_local_base_freq": 50.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}),
+    "gemma3_scaled": ("gemma3_text", SIZES | {
+        "head_dim": 6, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 6,
+        "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "llama_biased": ("llama", SIZES | {"attention_bias": True, "mlp_bias": True}),
+    "arcee": ("arcee", SIZES | {"attention_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", SIZES | {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "granite": ("granite", SIZES | {"embedding_multiplier": 6.0, "attention_multiplier": 0.3,
+                                     "residual_multiplier": 0.22, "logits_scaling": 4.0, "mlp_bias": True}),
+    "seed_oss": ("seed_oss", SIZES | {"head_dim": 6, "attention_out_bias": True, "pad_token_id": 0}),
+    "ernie4_5": ("ernie4_5", SIZES | {"head_dim": 6, "use_bias": True}),
+    "phi3": ("phi3", SIZES | {"sliding_window": 5, "pad_token_id": 0}),
+    "phi3_partial": ("phi3", SIZES | {"hidden_size": 32, "partial_rotary_factor": 0.75, "pad_token_id": 0}),
+    "glm4": ("glm4", SIZES | {"head_dim": 8, "pad_token_id": 0}),
+    "olmo2": ("olmo2", SIZES | {"pad_token_id": 0}),
+    "olmo3": ("olmo3", SIZES | {
+        "head_dim": 8, "num_hidden_layers": 3, "sliding_window": 5, "pad_token_id": 0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}}),
+    "exaone4": ("exaone4", SIZES | {"head_dim": 6, "num_hidden_layers": 3, "sliding_window": 5,
+                                     "sliding_window_pattern": 2, "pad_token_id": 0}),
+    "exaone4_full": ("exaone4", SIZES | {"sliding_window": None, "layer_types": ["full_attention"] * 2,
+                                          "pad_token_id": 0}),
+}

@@ -1,0 +1,14 @@
+"""Keys that the tiny models of many types share."""
+
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 20, "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "rope_theta": 100.0,
+    "tie_word_embeddings": False}
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_hidden_layers": 3,
+    "norm_topk_prob": True}
+LATENT = ROUTED | {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+                   "v_head_dim": 8, "rms_norm_eps": 1e-6}

@@ -1,0 +1,43 @@
+"""Every published type: logits, loss and all gradients as transformers computes them, and the same bytes back.
+
+Each case is tested on a mesh of 8 devices that is drawn by its name, and exhaustively on all that it can have.
+"""
+
+import zlib
+
+import pytest
+
+from jaxtrain.config.family import config_of
+from jaxtrain.hf.hf_config import model_section
+from tests.hub import published, published_models
+from tests.hub.cases import CASES
+from tests.tiers import exhaustive, slow
+
+QUICK = ("llama_head_dim",)  # on one device
+WITHOUT_STAGES = ({"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
+WITH_EXPERTS = ({"expert": 4, "tensor": 2}, {"fsdp": 2, "expert": 2, "tensor": 2})
+OTHERS = ({"fsdp": 2, "context": 2, "tensor": 2}, {"stage": 2, "fsdp": 2, "tensor": 2})
+
+
+def meshes(name: str, folder) -> list[dict[str, int]]:
+    """Return the meshes that a case is proved on, the first one by its name."""
+    model = config_of(model_section(published.write(folder, published.truth(name))))
+    first = [mesh for mesh in (WITH_EXPERTS if model.experts.num else WITHOUT_STAGES)
+             if model.experts.num % mesh.get("expert", 1) == 0]
+    turn = zlib.crc32(name.encode()) % len(first)
+    return [*first[turn:], *first[:turn], *OTHERS]
+
+
+def check(found: published_models.Errors) -> None:
+    assert found.loss < 1e-5 and found.gradients < 1e-4, found
+    assert found.logits is None or found.logits < 1e-5, found
+    assert not found.other_bytes, found
+
+
+@pytest.mark.parametrize(("name", "nth"), [
+    *((name, None) for name in QUICK), *slow(*((name, 0) for name in CASES)),
+    *slow(*((name, -1 - n % 2) for n, name in enumerate(CASES) if n % 4 == 0)),
+    *exhaustive(*((name, n) for name in CASES for n in (1, -1, -2)))])
+def test_logits_and_all_gradients_are_those_of_transformers_and_bytes_the_same(name, nth, tmp_path):
+    mesh = {} if nth is None else meshes(name, tmp_path / "shape")[nth]
+    check(published_models.errors(name, tmp_path, mesh))
