@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import MeshConfig, TrainConfig
 from jaxtrain.errors import UserError
@@ -56,7 +57,7 @@ class Block(nnx.Module):
         """Whether attention reads the number of the layer."""
         return getattr(self.attention, "numbered", False)
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any, *layer: jax.Array,
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: PyTree, *layer: jax.Array,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         """Apply the block; `layer` is its number, where attention reads it."""
         h = activations.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)

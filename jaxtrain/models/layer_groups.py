@@ -1,12 +1,12 @@
 """Layers that differ, in a stack that is scanned: groups of them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 
 
@@ -19,7 +19,7 @@ class Group(nnx.Module):
         for name, layer in zip(self.names, layers, strict=True):
             setattr(self, name, layer(rngs))
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any,
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: PyTree,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         reports, entries = [], {}
         for name in self.names:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.models.attention.kv_cache import Aux, Cache
 from jaxtrain.models.decoder import Block
 from jaxtrain.models.layers import INSIDE
@@ -19,7 +20,7 @@ class MultipliedBlock(Block):
         super().__init__(*parts)
         self.factor = factor
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any, *layer: jax.Array,
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: PyTree, *layer: jax.Array,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         h = activations.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
         y_BTD, aux = self.attention(h, segments_BT, angles, *layer, cache=cache)

@@ -1,11 +1,11 @@
 """The layers of OLMo's models: norms after attention and the MLP, and of all heads together."""
 
-from typing import Any
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.kernels.functions import rms_norm
 from jaxtrain.models.attention.kv_cache import Aux, Cache
 from jaxtrain.models.decoder import Block
@@ -16,7 +16,7 @@ from jaxtrain.sharding import activations
 class PostNormBlock(Block):
     """A residual block, of which attention and the MLP are normalised before they are added, and read `x` itself."""
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any, *layer: jax.Array,
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: PyTree, *layer: jax.Array,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         h = activations.enter(x_BTD, INSIDE, shared_by=self.attention.shared_by)
         y_BTD, aux = self.attention(h, segments_BT, angles, *layer, cache=cache)

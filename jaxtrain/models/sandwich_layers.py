@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.kernels.functions import gelu, rms_norm
 from jaxtrain.models.attention.kv_cache import Aux, Cache
 from jaxtrain.models.decoder import Block
@@ -49,7 +50,7 @@ class SandwichBlock(Block):
         super().__init__(norm, attention, mlp)
         self.attention_out_norm, self.mlp_out_norm = norm(), norm()
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any, *layer: jax.Array,
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: PyTree, *layer: jax.Array,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         h = activations.enter(self.attention_norm(x_BTD), INSIDE, shared_by=self.attention.shared_by)
         h, aux = self.attention(h, segments_BT, angles, *layer, cache=cache)

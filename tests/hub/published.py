@@ -32,7 +32,7 @@ def projections(name: str, tensor: np.ndarray) -> list[float]:
 
 
 def truth(name: str) -> dict:
-    """What transformers makes of a case: config.json, shapes of tensors, logits, loss, gradients."""
+    """The truth of a case by transformers: config.json, shapes of tensors, logits, loss, gradients."""
     return json.loads((TRUTH / f"{name}.json").read_text())
 
 

@@ -58,7 +58,7 @@ def value_and_grad(run: jt.Run, params: Params) -> tuple[float, Params]:
 
 @dataclass(frozen=True)
 class Errors:
-    """How far a model is from what transformers computes."""
+    """The distances between a model here and in transformers."""
 
     loss: float
     gradients: float  # the worst tensor's, relative to its norm
