@@ -4,9 +4,9 @@ A chunk of tokens maps the state [K, V] that it begins with to the one that it e
 before any state is (Martin and Cundy, 2018; arXiv 1709.04057). A scan applies those of a part of a row one by one.
 
 Where `context` cuts rows, each part composes its maps into one, all parts' maps are gathered, and every device applies
-those before its own parts (as LASP-2 does for linear attention; Sun et al., 2025; arXiv 2502.07563): one exchange, whose
-size does not depend on the length of the rows, and nobody waits for the part before. The backward pass does the same in
-the other direction, with the transposed maps.
+those before its own parts (as LASP-2 does for linear attention; Sun et al., 2025; arXiv 2502.07563): one exchange,
+whose size does not depend on the length of the rows, and no part waits for the one before. The backward pass does the
+same in the other direction, with the transposed maps.
 
 Shape suffixes: N chunks, P parts of a row, B batch, H heads, C tokens of a chunk, K and V the sides of a state, X is K
 or 1.

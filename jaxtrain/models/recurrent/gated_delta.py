@@ -1,7 +1,7 @@
 """The gated delta rule (Gated DeltaNet; Yang, Kautz and Hatamizadeh, 2024; arXiv 2412.06464), in chunks of 64 tokens.
 
-A head's state S [K, V] maps keys to values. A token lets it decay, and replaces what it holds for the token's key by the
-token's value, as far as beta says:
+A head's state S [K, V] maps keys to values. A token lets it decay, and replaces what it holds for the token's key by
+the token's value, as far as beta says:
 
     S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - k_t^T exp(g_t) S_(t-1)),    y_t = q_t^T S_t
 
@@ -19,7 +19,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.models.recurrent import chunk_states, chunks
+from jaxtrain.models.recurrent import chunk_states, chunks, unit_triangular
 from jaxtrain.models.recurrent import sequence_parts as parts
 
 F32 = jnp.float32
@@ -71,9 +71,8 @@ def _rows(products, n, q, k, v, g, beta, segments_BT, state):
     qk, kk = products(q, k, g)
     decayed = chunks.since_start(g) * within.from_before
     # What the tokens would write to an empty state, and what they read of the one before the chunk.
-    new, read = jnp.split(jax.lax.linalg.triangular_solve(
-        beta * kk * within.pairs, beta * jnp.concatenate([v, k * decayed], -1), left_side=True, lower=True,
-        unit_diagonal=True), [V], -1)
+    new, read = jnp.split(unit_triangular.solve(
+        beta * kk * within.pairs, beta * jnp.concatenate([v, k * decayed], -1)), [V], -1)
     write = k * chunks.until_end(g) * within.to_end
     maps = chunk_states.ChunkMaps(chunks.whole(g) * within.through,
                                   jnp.einsum("...ck,...cv->...kv", write, new), read, write)

@@ -14,7 +14,6 @@ from jax import lax
 from jaxtrain.models.recurrent import gated_delta, kimi_delta, short_convolution, state_space
 
 B, T, H, K, V, W = 2, 304, 4, 8, 12, 4
-PROMPT = 290
 HEADS, GROUPS = ("batch", "seq", "act_heads", None), ("batch", "seq", None, None)
 BY_HEAD, STATE = HEADS[:3], ("batch", "act_heads", None, None)
 
@@ -46,7 +45,7 @@ def _window(state, x, kernel, bias):
     return state[:, 1:], (state * kernel).sum(1) + bias
 
 
-def _convolve(x, kernel, bias, segments, state):
+def _convolve(x, kernel, bias, segments=None, state=None):
     return short_convolution.short_convolution(x, kernel, bias, segments, state, channels=HEADS[2:])
 
 
@@ -70,7 +69,10 @@ def drawn(name):
     where meshes cut it; the second is one document, which forgets little.
     """
     rng = np.random.default_rng(7)
-    normal = lambda *shape: rng.normal(size=shape)
+
+    def normal(*shape):
+        return rng.normal(size=shape)
+
     keys = normal(B, T, 2, K)
     decay = -np.exp(3 * normal(B, T, H, K) - 1) * np.array([1, 1e-3])[:, None, None, None]
     steps = np.exp(normal(B, T, H)) * np.array([1, 1e-3])[:, None, None]
@@ -90,7 +92,7 @@ def drawn(name):
 
 def by_token(mixer, arrays, segments, state):
     """Return y and the last state, token by token."""
-    cut = [names[:2] == ("batch", "seq") for names in mixer.names]
+    cut = [names[1:2] == ("seq",) for names in mixer.names]
 
     def token(state, at):
         goes_on, *given = at
@@ -124,6 +126,17 @@ def truth(name):
 def whole(name):
     """Return the mixer as a function of arrays, segments and state."""
     return lambda arrays, segments, state: MIXERS[name].whole(*arrays, segments, state)
+
+
+def single(tree):
+    """Return arrays as mixers get them: in float32."""
+    return jax.tree.map(lambda x: x.astype(np.float32 if x.dtype == np.float64 else np.int32), tree)
+
+
+def tokens(name, arrays, part):
+    """Return some tokens of a mixer's arrays."""
+    return tuple(x[:, part] if names[1:2] == ("seq",) else x
+                 for x, names in zip(arrays, MIXERS[name].names, strict=True))
 
 
 def worst(got, want):
