@@ -47,29 +47,28 @@ def states(n: int, maps: ChunkMaps, initial_BHKV: jax.Array) -> tuple[jax.Array,
 
 def _forward(n, maps, initial):
     if n == 1:
-        move, first = None, initial
+        move = None
+        last, begins = lax.scan(_next, initial, maps)
     else:
         move, added = _composed(maps)
         last, firsts = lax.scan(_apply, initial, (parts.gather(n, move), parts.gather(n, added)))
-        move, first = checkpoint_name(move, SAVED), parts.own(n, firsts)
-    end, begins = lax.scan(_next, first, maps)
+        move, (_, begins) = checkpoint_name(move, SAVED), lax.scan(_next, parts.own(n, firsts), maps)
     begins = checkpoint_name(begins, SAVED)
-    return (begins, end if n == 1 else last), (maps, begins, move)
+    return (begins, last), (maps, begins, move)
 
 
 def _backward(n, saved, gradients):
     (maps, begins, move), (dbegins, dlast) = saved, gradients
     if n == 1:
-        end = dlast
+        dinitial, dends = lax.scan(_before, dlast, (maps, dbegins), reverse=True)
     else:
-        moves = jnp.swapaxes(move, -1, -2) if move.ndim == dlast.ndim else move
+        back = jnp.swapaxes(move, -1, -2) if move.ndim == dlast.ndim else move
         own, _ = lax.scan(_before, jnp.zeros_like(begins[0]), (maps, dbegins), reverse=True)
-        dinitial, ends = lax.scan(_apply, lax.psum(dlast, AXIS), (parts.gather(n, moves), parts.gather(n, own)),
+        dinitial, ends = lax.scan(_apply, lax.psum(dlast, AXIS), (parts.gather(n, back), parts.gather(n, own)),
                                   reverse=True)
-        # All devices begin with the same: only one of them counts.
-        dinitial, end = jnp.where(lax.axis_index(AXIS) == 0, dinitial, 0), parts.own(n, ends)
-    dfirst, dends = lax.scan(_before, end, (maps, dbegins), reverse=True)
-    return _gradients(maps, begins, dends), dfirst if n == 1 else dinitial
+        dinitial = jnp.where(lax.axis_index(AXIS) == 0, dinitial, 0)  # the sum over devices, which all have the same
+        _, dends = lax.scan(_before, parts.own(n, ends), (maps, dbegins), reverse=True)
+    return _gradients(maps, begins, dends), dinitial
 
 
 states.defvjp(_forward, _backward)

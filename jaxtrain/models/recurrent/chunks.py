@@ -32,7 +32,7 @@ def join(x_NBHC: jax.Array, tokens: int) -> jax.Array:
 
 
 class Documents(NamedTuple):
-    """What a chunk's tokens may exchange, as 0.0 or 1.0, for all heads alike (H is 1)."""
+    """Masks of 0.0 and 1.0 for what passes between the tokens of a chunk and its states; H is 1, for all heads."""
 
     pairs: jax.Array  # [N, B, H, C, C]: a token and an earlier one, or itself, of its document
     from_before: jax.Array  # [N, B, H, C, 1]: the state before the chunk is of the token's document

@@ -43,9 +43,10 @@ def _convolve(n, x, kernel_W, bias, segments_BT, state_BW):
     starts, last_starts = parts.with_tokens_before(n, parts.document_starts(n, rows, segments_BT), width - 1,
                                                    jnp.zeros(held.shape[:2], bool))
     documents, last_documents = jnp.cumsum(starts, 1), jnp.cumsum(last_starts, 1)
-    y = sum(kernel_W[w].astype(F32) * _visible(long, documents, slice(w, w + rows.shape[1]), documents[:, width - 1:])
-            for w in range(width))
-    y = y if bias is None else y + bias.astype(F32)
+    y = jnp.zeros_like(rows) if bias is None else jnp.broadcast_to(bias.astype(F32), rows.shape)
+    for w in range(width):
+        tokens = slice(w, w + rows.shape[1])
+        y += kernel_W[w].astype(F32) * _visible(long, documents, tokens, documents[:, width - 1:])
     last = _visible(last, last_documents, slice(None), last_documents[:, -1:])
     return parts.together(n, y).astype(x.dtype), last.astype(x.dtype)
 

@@ -1,8 +1,8 @@
 """Systems with a lower triangular matrix of ones on the diagonal, solved by products of matrices alone.
 
 A triangular solve goes row by row. With the inverses A' and D' of two blocks, that of [[A, 0], [C, D]] is
-[[A', 0], [-D' C A', D']], so blocks of 2, 4, ... rows need products alone, which accelerators are made for. On CPUs, too,
-a batch of small systems is solved sooner than by LAPACK, whose threads get in the way of XLA's.
+[[A', 0], [-D' C A', D']], so blocks of 2, 4, ... rows need products alone, which accelerators are made for. On CPUs
+they are quicker as well: the threads of LAPACK's solve get in the way of XLA's.
 """
 
 import jax
