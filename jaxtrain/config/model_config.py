@@ -22,15 +22,24 @@ class Experts:
     dense_layers: int = 0  # first layers without experts
     every: int = 1  # after those, every N-th layer has experts
     shared: int = 0  # experts that process every token
+    shared_mlp_dim: int = 0  # width of the MLP that they form; 0: `shared` times `mlp_dim`
+    shared_gated: bool = False  # what they return is multiplied by the sigmoid of a logit of each token
     score: str = "softmax"  # or "sigmoid": the function that makes scores of the router's logits
     normalized: bool = True  # the weights of a token's experts sum to 1
     scale: float = 1.0  # of these weights
     groups: int = 1
     groups_used: int = 1
+    group_best: int = 2  # a group's score is the sum of so many of its best experts'
+    weighted_inputs: bool = False  # weights multiply what experts are given, not what they return
     capacity_factor: float = 0.0
     balance_loss: float = 0.0
     z_loss: float = 0.0
     bias_rate: float = 0.0
+
+    @property
+    def shared_width(self) -> int:
+        """The width of the MLP that the shared experts form together; 0: there are none."""
+        return self.shared_mlp_dim or self.shared * self.mlp_dim
 
 
 @dataclass(frozen=True)

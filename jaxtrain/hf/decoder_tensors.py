@@ -62,16 +62,17 @@ def biases(qkv: bool = False, out: bool = False, mlp: bool = False) -> list[Entr
             *[Entry(f"mlp/{name}/bias", f"mlp.{name}_proj.bias") for name in ("gate", "up", "down")] * mlp]
 
 
-def experts(c: Any, block: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> list[
-        Entry]:
+def experts(c: Any, block: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), *,
+            router: str = "gate.weight", bias: str = "gate.e_score_correction_bias",
+            shared: str = "shared_experts") -> list[Entry]:
     """Return the entries of a layer's router and experts, of which each has its own tensors."""
-    found = [Entry("mlp/router/kernel", f"{block}.gate.weight", "ed->de")]
+    found = [Entry("mlp/router/kernel", f"{block}.{router}", "ed->de")]
     if c.experts.bias_rate:
-        found += [Entry("mlp/router/bias", f"{block}.gate.e_score_correction_bias", float32=True)]
+        found += [Entry("mlp/router/bias", f"{block}.{bias}", float32=True)]
     for ours, name in zip(("gate", "up", "down"), names, strict=True):
         found += [Entry(f"mlp/{ours}", f"{block}.experts.{{expert}}.{name}.weight",
                         "df->fd" if ours == "down" else "fd->df", experts=c.experts.num)]
-    return found + (swiglu("mlp/shared", "mlp.shared_experts") if c.experts.shared else [])
+    return found + (swiglu("mlp/shared", f"{block}.{shared}") if c.experts.shared_width else [])
 
 
 def decoder(layer: Callable[[Any, bool], list[Entry]], **options: Any) -> HFTensors:

@@ -4,26 +4,27 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import number
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
-from jaxtrain.models.llama import BIAS_KEYS, BiasedConfig
+from jaxtrain.models.llama import BIAS_KEYS
 
 if TYPE_CHECKING:
     from flax import nnx
 
     from jaxtrain.models.decoder import Compute, Decoder
 
-_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
 @dataclass(frozen=True)
-class GraniteConfig(BiasedConfig):
-    """Granite."""
+class MultipliedConfig(RotaryConfig):
+    """Multipliers of the parts of a decoder, and biases of attention."""
 
-    name: str = "granite"
+    attention_bias: bool = False  # whether queries, keys, values and what attention returns have biases
     embedding_multiplier: float = number(1.0, above=0)  # factor of token embeddings
     # factor of attention scores, in place of 1 / sqrt(head_dim)
     attention_multiplier: float = number(1.0, above=0)
@@ -31,8 +32,21 @@ class GraniteConfig(BiasedConfig):
     logits_scaling: float = number(1.0, above=0)  # divisor of logits
 
 
+@dataclass(frozen=True)
+class GraniteConfig(MultipliedConfig):
+    """Granite."""
+
+    name: str = "granite"
+    mlp_bias: bool = False  # whether the matrices of the MLP have biases
+
+
 def granite(c: GraniteConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build a Granite decoder."""
+    return multiplied(c, compute, mlp_bias=c.mlp_bias, rngs=rngs)
+
+
+def multiplied(c: MultipliedConfig, compute: "Compute", *, mlp_bias: bool = False, rngs: "nnx.Rngs") -> "Decoder":
+    """Build a decoder with Granite's multipliers."""
     from jaxtrain.models.layers import MultipliedEmbed
     from jaxtrain.models.multiplied_block import MultipliedBlock
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
@@ -41,7 +55,7 @@ def granite(c: GraniteConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decod
                               score_factor=c.attention_multiplier * c.head_dim**0.5)
     model = rotary_decoder(
         c, compute, attention, block=partial(MultipliedBlock, c.residual_multiplier),
-        embed=MultipliedEmbed(c.vocab_size, c.embed_dim, c.embedding_multiplier, rngs=rngs), mlp_bias=c.mlp_bias,
+        embed=MultipliedEmbed(c.vocab_size, c.embed_dim, c.embedding_multiplier, rngs=rngs), mlp_bias=mlp_bias,
         rngs=rngs)
     model.logit_factor = 1 / c.logits_scaling
     return model
@@ -54,6 +68,6 @@ def _layer(c: GraniteConfig, experts: bool) -> list[Entry]:
 
 FAMILY = Family(
     GraniteConfig, granite, tensors=decoder_tensors.decoder(_layer),
-    hf=(HFConfig("granite", "GraniteForCausalLM", COMMON | BIAS_KEYS | {key: key for key in _MULTIPLIERS},
+    hf=(HFConfig("granite", "GraniteForCausalLM", COMMON | BIAS_KEYS | {key: key for key in MULTIPLIERS},
                  fixed={"hidden_act": SILU}, read=partial(rotary, "granite"), write=published_rotary,
                  classifier=None),))

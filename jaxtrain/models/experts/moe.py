@@ -6,6 +6,7 @@ over `tensor` too, each device computes a part of their width, and the parts are
 Shape suffixes: B batch, T sequence, D embedding, E experts, F expert width, N tokens.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.model_config import Experts, ModelConfig
 from jaxtrain.kernels.functions import swiglu
 from jaxtrain.models.attention.kv_cache import Aux
+from jaxtrain.models.experts.gated_swiglu import GatedSwiGLU
 from jaxtrain.models.experts.router import Routing, capacity, route
 from jaxtrain.models.layers import INSIDE, RESIDUAL, SwiGLU, param
 from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
@@ -46,13 +48,16 @@ class Router(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Routed SwiGLU experts, or those of another activation, and shared ones. `biased`: with biases everywhere."""
+    """Routed SwiGLU experts, or those of another activation, and shared ones.
+
+    `biased`: the router and routed experts have biases; `shared_bias`: the shared ones do.
+    """
 
     adapter: Any = None  # models/lora.py gives the experts some
     routes = True  # a block that has it returns its penalty and sums, too
 
     def __init__(self, config: ModelConfig, *, out_std: float, options: ExpertOptions = DEFAULT,
-                 biased: bool = False, activation: Activation = swiglu, rngs: nnx.Rngs):
+                 biased: bool = False, shared_bias: bool = False, activation: Activation = swiglu, rngs: nnx.Rngs):
         c = config.experts
         E, D, F = c.num, config.embed_dim, c.mlp_dim
         self.experts, self.options, self.activation = c, options, activation
@@ -62,7 +67,8 @@ class MoE(nnx.Module):
         self.gate_bias, self.up_bias, self.down_bias = (
             param(rngs, (E, width), names, std=0) if biased else None
             for width, names in ((F, WIDE_BIAS), (F, WIDE_BIAS), (D, NARROW_BIAS)))
-        self.shared = SwiGLU(D, c.shared * F, out_std=out_std, rngs=rngs) if c.shared else None
+        shared = GatedSwiGLU if c.shared_gated else partial(SwiGLU, bias=shared_bias)
+        self.shared = shared(D, c.shared_width, out_std=out_std, rngs=rngs) if c.shared_width else None
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Apply the layer in the layout between blocks; also return each row's penalty [B] and sums [B, parts, ...]."""

@@ -72,7 +72,7 @@ def choose(c: Experts, scores_BTE: jax.Array) -> jax.Array:
     """Return the experts with the highest scores (ties: lowest index first), from the best groups only."""
     if c.groups > 1:
         grouped_BTGE = scores_BTE.reshape(*scores_BTE.shape[:2], c.groups, -1)
-        best_BTG = lax.top_k(grouped_BTGE, min(2, grouped_BTGE.shape[-1]))[0].sum(-1)
+        best_BTG = lax.top_k(grouped_BTGE, min(c.group_best, grouped_BTGE.shape[-1]))[0].sum(-1)
         used_BTU = lax.top_k(best_BTG, c.groups_used)[1]
         used_BTG = (used_BTU[..., None] == jnp.arange(c.groups)).any(-2)
         scores_BTE = jnp.where(used_BTG[..., None], grouped_BTGE, -jnp.inf).reshape(scores_BTE.shape)

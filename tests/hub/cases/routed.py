@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.hub.cases.sizes import LATENT, ROUTED, SIZES
+from tests.hub.cases.sizes import LATENT, MULTIPLIED, ROUTED, SIZES
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what transformers is given)
     "mixtral": ("mixtral", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
@@ -26,5 +26,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
         "layer_types": ["full_attention", "full_attention"], "rope_scaling": {"rope_type": "default"}}),
     "glm4_moe": ("glm4_moe", SIZES | ROUTED | {"head_dim": 8, "attention_bias": True, "use_qk_norm": True}),
     "dots1": ("dots1", SIZES | ROUTED | {"head_dim": 6, "max_window_layers": 0, "sliding_window": 5}),
+    "qwen2_moe": ("qwen2_moe", SIZES | {
+        "head_dim": 6, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 6,
+        "shared_expert_intermediate_size": 10, "mlp_only_layers": [0], "num_hidden_layers": 3}),
+    "qwen2_moe_sparse": ("qwen2_moe", SIZES | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "shared_expert_intermediate_size": 8,
+        "decoder_sparse_step": 2, "num_hidden_layers": 4, "norm_topk_prob": True, "qkv_bias": False,
+        "use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention"] * 4}),
+    "granitemoe": ("granitemoe", SIZES | MULTIPLIED | {
+        "head_dim": 6, "num_local_experts": 8, "num_experts_per_tok": 3, "attention_bias": True}),
+    "granitemoeshared": ("granitemoeshared", SIZES | MULTIPLIED | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 12}),
     "deepseek_v3_plain": ("deepseek_v3", SIZES | LATENT | {"q_lora_rank": None}),
 }

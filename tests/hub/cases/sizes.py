@@ -12,3 +12,5 @@ ROUTED: dict[str, Any] = {
     "norm_topk_prob": True}
 LATENT = ROUTED | {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
                    "v_head_dim": 8, "rms_norm_eps": 1e-6}
+MULTIPLIED: dict[str, Any] = {"embedding_multiplier": 6.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22,
+                              "logits_scaling": 4.0}
