@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from jaxtrain.config.layer_pattern import PatternConfig
 from jaxtrain.hf.hf_format import Entry, HFTensors
 
 REWARD_HEAD = "reward_head/kernel"
@@ -75,13 +76,17 @@ def experts(c: Any, block: str = "mlp", names: tuple[str, str, str] = ("gate_pro
     return found + (swiglu("mlp/shared", f"{block}.{shared}") if c.experts.shared_width else [])
 
 
-def decoder(layer: Callable[[Any, bool], list[Entry]], **options: Any) -> HFTensors:
-    """Return the tensors of a decoder of which `layer(config, whether it has experts)` returns those of one layer."""
+def decoder(layer: Callable[..., list[Entry]], **options: Any) -> HFTensors:
+    """Return the tensors of a decoder of which `layer(config, whether it has experts)` returns those of one layer.
+
+    Where layers are of several kinds, the letter of the layer's kind is a third argument.
+    """
     def entries(c: Any, reward_head: bool) -> list[Entry]:
         found = [Entry("embed/table", "model.embed_tokens.weight", "vd->vd"), Entry("norm/scale", "model.norm.weight"),
                  *head(c, reward_head)]
         for stack, numbers, routed in stacks(c):
-            found += in_stack(stack, numbers, "model.layers", layer(c, routed))
+            kind = (c.layer_kinds[numbers[0]],) if isinstance(c, PatternConfig) else ()
+            found += in_stack(stack, numbers, "model.layers", layer(c, routed, *kind))
         return found
 
     return HFTensors(entries, **options)
@@ -108,6 +113,11 @@ def stacks(c: Any) -> list[tuple[str, range, bool]]:
         return [*first, ("blocks/layer", range(dense, c.num_layers), c.experts.num > 0)]
     return [*first, *((f"blocks/layer/layer_{n}", range(dense + n, c.num_layers, period),
                        c.experts.num > 0 and (n + 1) % every == 0) for n in range(period))]
+
+
+def convolution(ours: str, theirs: str, rows: tuple[int, int] | None = None) -> Entry:
+    """Return the entry of a convolution over time of each channel of heads."""
+    return Entry(f"{ours}/kernel", f"{theirs}.weight", "(hk)pw->whk", rows=rows)
 
 
 def pair(ours: str, theirs: str, layout: str = "d->d", bias: str = "d->d", weight: str = "scale") -> list[Entry]:

@@ -1,5 +1,8 @@
 """The layers of published models that have an attention window, and those that have experts, to our keys and back."""
 
+from collections.abc import Mapping
+
+from jaxtrain.config.layer_pattern import repeated
 from jaxtrain.hf.hf_format import Keys, Refuse
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -69,6 +72,22 @@ def listed(known: Keys, refuse: Refuse) -> list[str]:
 def layer_types(every: int, layers: int) -> list[str]:
     """Return the kinds of layers of which every so many the last one is global."""
     return [FULL if (n + 1) % every == 0 else SLIDING for n in range(layers)]
+
+
+def pattern(known: Keys, refuse: Refuse, letters: Mapping[str, str], key: str = "layer_types") -> Keys:
+    """Return the pattern of a hybrid's layers; `letters`: of each kind, by its published name."""
+    listed = known[key]
+    if {*listed} - letters.keys():
+        raise refuse(key, f"cannot be expressed: it has other kinds of layers than {', '.join(letters)}")
+    if len(listed) != known["num_hidden_layers"]:
+        raise refuse(key, f"does not have one for each of num_hidden_layers={known['num_hidden_layers']}")
+    return {"layer_pattern": repeated("".join(letters[name] for name in listed))}
+
+
+def published_pattern(kinds: str, letters: Mapping[str, str]) -> list[str]:
+    """Return the published names of layers of these kinds."""
+    names = {letter: name for name, letter in letters.items()}
+    return [names[letter] for letter in kinds]
 
 
 def routed(known: Keys, refuse: Refuse) -> tuple[int, int]:

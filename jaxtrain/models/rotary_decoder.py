@@ -42,16 +42,17 @@ def routed(c: DecoderConfig, compute: Compute, **how: Any) -> Part:
 
 
 def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequence[Part], *, mlp: Part | None = None,
-                   experts: Part | None = None, block: Callable[..., nnx.Module] = Block,
+                   experts: Part | None = None,
+                   block: Callable[..., nnx.Module] | Sequence[Callable[..., nnx.Module]] = Block,
                    norm: Callable[..., nnx.Module] = RMSNorm, embed: Embed | None = None, rotary: Any = None,
                    mlp_bias: bool = False, rngs: nnx.Rngs) -> Decoder:
     """Build the decoder that Llama and its descendants share.
 
     Args:
-        attention: makes the attention of a layer, or several that layers have in turn.
+        attention: makes the attention of a layer, or what has its place; a sequence: of each layer.
         mlp: in place of `SwiGLU`.
         experts: in place of `MoE` without options.
-        block: makes a layer of what makes a norm, attention, and an MLP or experts.
+        block: makes a layer of what makes a norm, attention, and an MLP or experts; a sequence: for each layer.
         norm: makes the norms of layers and the last one, of a width and an epsilon.
         embed: in place of plain embeddings.
         rotary: in place of `Rotary`: what makes of positions the angles that attention is given.
@@ -62,21 +63,22 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
     experts, norm = experts or routed(c, compute), partial(norm, c.embed_dim, c.norm_eps)
 
     def layer(number: int, feed_forward: Part) -> Callable[[nnx.Rngs], nnx.Module]:
-        attend = attention[number % len(attention)] if isinstance(attention, Sequence) else attention
-        return lambda rngs: block(partial(norm, rngs=rngs), partial(attend, out_std=out_std, rngs=rngs),
-                                  partial(feed_forward, out_std=out_std, rngs=rngs))
+        attend, together = (each[number] if isinstance(each, Sequence) else each for each in (attention, block))
+        return lambda rngs: together(partial(norm, rngs=rngs), partial(attend, out_std=out_std, rngs=rngs),
+                                     partial(feed_forward, out_std=out_std, rngs=rngs))
 
     if rotary is None and isinstance(c, RotaryConfig):
         rotary = Rotary(*scaled_frequencies(c, c.rotary_width))
-    dense = layer(0, mlp)
-    period = [layer(n, experts if c.experts.num and (n + 1) % c.experts.every == 0 else mlp) for n in range(c.period)]
+    first = c.experts.dense_layers
+    period = [layer(first + n, experts if c.experts.num and (n + 1) % c.experts.every == 0 else mlp)
+              for n in range(c.period)]
     keeps = wraps(compute.remat, c.stacked_layers, compute.unroll)
     return Decoder(
         embed or Embed(c.vocab_size, c.embed_dim, rngs=rngs),
         partial(Group, period, keeps[-1][0]) if c.period > 1 else period[0], c.stacked_layers, norm(rngs=rngs),
         rotary=rotary,
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
-        first=dense, num_first=c.experts.dense_layers, grouped=c.period > 1,
+        first=layer(0, mlp), num_first=first, grouped=c.period > 1,
         ahead=(partial(MTPHead, c.embed_dim, c.norm_eps, period[-1],
                        remat=wraps(compute.remat, c.stacked_layers, 0)[-1][0]) if c.multi_token_loss else None),
         compute=compute, rngs=rngs,

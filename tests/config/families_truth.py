@@ -25,19 +25,23 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from jaxtrain.hf import defaults
+from jaxtrain.hf import defaults, hf_config
 from tests.config import families
 from tests.hub import published, published_truth
 
-TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gemma3", "deepseek_v3",
-         "gpt_oss", "arcee", "smollm3", "granite", "seed_oss", "ernie4_5", "phi3", "glm4", "glm4_moe", "dots1",
-         "olmo2", "olmo3", "exaone4", "qwen2_moe", "granitemoe", "granitemoeshared", "whisper", "siglip", "siglip_text_model", "siglip_vision_model", "clip",
-         "clip_text_model", "clip_vision_model")
+HALVES = ("siglip_text_model", "siglip_vision_model", "clip_text_model", "clip_vision_model")  # of the types of towers
+
+
+def model_types() -> list[str]:
+    """Return the types of transformers that jaxtrain reads, those that have one inside, and the halves of others."""
+    each = [published for families in hf_config.types().values() for published in families.values()]
+    kinds = dict.fromkeys([one.model_type for one in each] + [one.nested for one in each] + [*HALVES])
+    return [kind for kind in kinds if kind in transformers.CONFIG_MAPPING]
 
 
 def table() -> dict[str, Any]:
     """Return what the classes of transformers declare."""
-    return {kind: _declared(transformers.CONFIG_MAPPING[kind]) for kind in TYPES}
+    return {kind: _declared(transformers.CONFIG_MAPPING[kind]) for kind in model_types()}
 
 
 def _declared(cls: type[PreTrainedConfig]) -> dict[str, Any]:

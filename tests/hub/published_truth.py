@@ -5,14 +5,16 @@
     python -m tests.hub.published_truth --exports  # loads what jaxtrain exports, and compares logits and rewards
 
 Needs torch and transformers, which the tests do not: the logits, the shapes of all tensors as they are on disk, and of
-every gradient its norm and two projections are kept. It computes in float64, except what the models themselves compute
-in float32.
+every gradient its norm and two projections are kept. It computes in float64, also what the models themselves compute in
+float32.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +56,25 @@ def on_disk(model: Any, folder: Path, of: dict[str, torch.Tensor]) -> dict[str, 
     return {name: np.array(tensor.view()) for name, tensor in safetensors_files.tensors_of(folder).items()}
 
 
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """A context in which what a model converts to float32 becomes float64."""
+    narrow, to_narrow = torch.float32, torch.Tensor.float
+    torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double
+    try:
+        yield
+    finally:
+        torch.float32, torch.Tensor.float = narrow, to_narrow
+
+
 def computed(folder: Path, scratch: Path) -> dict[str, Any]:
     """Logits of the tokens, and the gradient of the mean cross-entropy of each next one."""
     model, tokens = torch_model(folder), torch.tensor(published.TOKENS, dtype=torch.long)
-    logits = model(tokens).logits
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
-    loss.backward()
+    with in_float64():
+        logits = model(tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]),
+                                                 tokens[:, 1:].reshape(-1))
+        loss.backward()
     of = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     buffers = dict(model.named_buffers())
     return {"logits": [float(f"{x:.9g}") for x in logits.detach().numpy().reshape(-1)], "loss": float(loss.detach()),

@@ -1,5 +1,6 @@
 """Attention with a sliding window in all layers of a stack but the first ones, as in Qwen2 and Qwen3."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ class LateWindowAttention(Attention):
         q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
         everywhere = layer < self.first
         if cache is not None and cache.entries is not None:
-            return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window))
+            return attend_cached(partial(self.returned, x_BTD), q, k, v, cache, jnp.where(everywhere, 0, self.window))
         out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
                               context=self.context)
-        return self.out(out), kept(cache, k, v)
+        return self.returned(x_BTD, out), kept(cache, k, v)

@@ -1,5 +1,6 @@
 """Attention with a sink for each head, local and global by turns, as in gpt-oss."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ class SinkAttention(Attention):
         q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
         everywhere, sinks_H = (layer + 1) % self.global_every == 0, activations.gather(self.sinks[...], "heads")
         if cache is not None and cache.entries is not None:
-            return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window), sinks_H)
+            return attend_cached(partial(self.returned, x_BTD), q, k, v, cache, jnp.where(everywhere, 0, self.window), sinks_H)
         out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, sinks_H=sinks_H,
                               backend=self.backend, context=self.context)
-        return self.out(out), kept(cache, k, v)
+        return self.returned(x_BTD, out), kept(cache, k, v)

@@ -1,0 +1,110 @@
+"""Gated DeltaNet as the mixer of a layer (arXiv 2412.06464): short convolutions, the gated delta rule, a gated norm.
+
+Shape suffixes: B batch, T sequence, D embedding, G groups of heads, H heads, K key width, V value width, W width of the
+convolutions.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtrain.kernels.attention import HEADS, KV_HEADS
+from jaxtrain.models.attention.kv_cache import CACHE, STATE, Aux, Cache
+from jaxtrain.models.layers import RESIDUAL, Linear, RMSNorm, param
+from jaxtrain.models.recurrent.gated_delta import gated_delta_rule, gated_delta_step
+from jaxtrain.models.recurrent.short_convolution import short_convolution, short_convolution_step
+from jaxtrain.sharding import activations
+
+F32 = jnp.float32
+HEAD = ("batch", "seq", "act_heads")
+
+
+class ShortConvolution(nnx.Module):
+    """A short causal convolution of each channel of heads, and its activation."""
+
+    def __init__(self, heads: int, head_dim: int, width: int, *, axis: str = "heads", rngs: nnx.Rngs):
+        """`axis`: "heads" or "kv_heads"."""
+        self.axes, self.channels = (None, axis, "head_dim"), (f"act_{axis}", None)
+        self.kernel = param(rngs, (width, heads, head_dim), self.axes, std=width**-0.5)
+
+    def __call__(self, x_BTHK: jax.Array, segments_BT: jax.Array | None,
+                 state: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Return the result for a row, or with a state for one token after it, and the next state."""
+        kernel = activations.gather(self.kernel[...], *self.axes)
+        if state is None:
+            y_BTHK, last = short_convolution(x_BTHK, kernel, None, segments_BT, channels=self.channels)
+        else:
+            y_BTHK, last = short_convolution_step(x_BTHK, kernel, None, state)
+        return jax.nn.silu(y_BTHK), last
+
+
+class Decay(nnx.Module):
+    """The logarithm of the decay of each head's state, from what a token says: -exp(rate) softplus(x + bias)."""
+
+    def __init__(self, heads: int, *, rngs: nnx.Rngs):
+        # As in Mamba-2 (arXiv 2405.21060): rates in [1, 16], steps in [0.001, 0.1]; the same numbers on every mesh.
+        order = np.random.default_rng(0).permutation(heads)
+        steps = np.geomspace(1e-3, 1e-1, heads)[order]
+        self.rate = self._numbers(np.log(np.linspace(1, 16, heads)))
+        self.bias = self._numbers(steps + np.log(-np.expm1(-steps)))
+
+    @staticmethod
+    def _numbers(values: np.ndarray) -> nnx.Param:
+        return nnx.Param(jnp.asarray(values, F32), axes=("heads",), compute_dtype="float32", update="")
+
+    def __call__(self, x_BTH: jax.Array) -> jax.Array:
+        rate_H, bias_H = (activations.gather(p[...], "heads").astype(F32) for p in (self.rate, self.bias))
+        return -jnp.exp(rate_H) * jax.nn.softplus(x_BTH.astype(F32) + bias_H)
+
+
+class GatedDeltaNet(nnx.Module):
+    """The gated delta rule of convolved queries, keys and values, in place of attention."""
+
+    shared_by = ("act_heads", "act_kv_heads")  # output dimensions of its first matmuls
+
+    def __init__(self, dim: int, key_heads: int, heads: int, key_dim: int, value_dim: int, width: int, eps: float, *,
+                 out_std: float, beta_factor: float = 1.0, rngs: nnx.Rngs):
+        """Make the projections.
+
+        Args:
+            key_heads: of queries and keys, each for several consecutive heads.
+            beta_factor: 2 lets the eigenvalues of a state's transition be negative (arXiv 2411.12537).
+        """
+        self.beta_factor, wide = beta_factor, ("heads", "head_dim")
+        keys = (dim, key_heads, key_dim), ("embed", "kv_heads", "head_dim"), KV_HEADS
+        values = (dim, heads, value_dim), ("embed", *wide), HEADS
+        self.q, self.k = (Linear("btd,dgk->btgk", *keys, rngs=rngs) for _ in range(2))
+        self.v, self.gate = (Linear("btd,dhk->bthk", *values, rngs=rngs) for _ in range(2))
+        self.beta, self.step = (Linear("btd,dh->bth", (dim, heads), ("embed", "heads"), HEAD, rngs=rngs)
+                                for _ in range(2))
+        self.q_conv, self.k_conv = (ShortConvolution(key_heads, key_dim, width, axis="kv_heads", rngs=rngs)
+                                    for _ in range(2))
+        self.v_conv = ShortConvolution(heads, value_dim, width, rngs=rngs)
+        self.decay = Decay(heads, rngs=rngs)
+        self.norm = RMSNorm(value_dim, eps, axis="head_dim", rngs=rngs)
+        self.out = Linear("bthk,hkd->btd", (heads, value_dim, dim), (*wide, "embed"), RESIDUAL, std=out_std, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: object = None,
+                 cache: Cache | None = None) -> tuple[jax.Array, Aux]:
+        held = {} if cache is None or cache.entries is None else cache.entries[STATE]
+        new = {}
+        q_BTGK, new["queries"] = self.q_conv(self.q(x_BTD), segments_BT, held.get("queries"))
+        k_BTGK, new["keys"] = self.k_conv(self.k(x_BTD), segments_BT, held.get("keys"))
+        v_BTHV, new["values"] = self.v_conv(self.v(x_BTD), segments_BT, held.get("values"))
+        g_BTH = self.decay(self.step(x_BTD))
+        beta_BTH = self.beta_factor * jax.nn.sigmoid(self.beta(x_BTD).astype(F32))
+        q_BTGK, k_BTGK = l2_normalized(q_BTGK) * q_BTGK.shape[-1]**-0.5, l2_normalized(k_BTGK)
+        if held:
+            y_BTHV, new["state"] = gated_delta_step(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, held["state"])
+        else:
+            y_BTHV, new["state"] = gated_delta_rule(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segments_BT)
+        gate_BTHV = jax.nn.silu(self.gate(x_BTD).astype(F32))
+        out = self.out((self.norm(y_BTHV) * gate_BTHV).astype(x_BTD.dtype))
+        return out, {} if cache is None else {CACHE: {STATE: new}}
+
+
+def l2_normalized(x: jax.Array, eps: float = 1e-6) -> jax.Array:
+    """Return vectors of length 1, in float32."""
+    x = x.astype(F32)
+    return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + eps)
