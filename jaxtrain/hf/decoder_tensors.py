@@ -76,6 +76,18 @@ def experts(c: Any, block: str = "mlp", names: tuple[str, str, str] = ("gate_pro
     return found + (swiglu("mlp/shared", f"{block}.{shared}") if c.experts.shared_width else [])
 
 
+def latent_attention(c: Any, paired: int = 0) -> list[Entry]:
+    """Return the entries of latent attention. `paired`: the rotary width, where pairs are neighbours in the tensors."""
+    queries = [Entry("attention/q_down/kernel", "self_attn.q_a_proj.weight", "ld->dl"),
+               Entry("attention/q_norm/scale", "self_attn.q_a_layernorm.weight"),
+               Entry("attention/q/kernel", "self_attn.q_b_proj.weight", "(hk)l->lhk", paired=paired)]
+    return [*(queries if c.q_rank else [Entry("attention/q/kernel", "self_attn.q_proj.weight", HEADS, paired=paired)]),
+            Entry("attention/kv_down/kernel", "self_attn.kv_a_proj_with_mqa.weight", "ld->dl", paired=paired),
+            Entry("attention/kv_norm/scale", "self_attn.kv_a_layernorm.weight"),
+            Entry("attention/kv/kernel", "self_attn.kv_b_proj.weight", "(hk)l->lhk"),
+            Entry("attention/out/kernel", "self_attn.o_proj.weight", OUT)]
+
+
 def decoder(layer: Callable[..., list[Entry]], **options: Any) -> HFTensors:
     """Return the tensors of a decoder of which `layer(config, whether it has experts)` returns those of one layer.
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most, derive
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors
-from jaxtrain.hf.decoder_tensors import HEADS, OUT
 from jaxtrain.hf.hf_format import BIASES, COMMON, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.rotary_keys import rotary
 from jaxtrain.models.llama import written
@@ -17,8 +17,8 @@ from jaxtrain.models.mixtral import ExpertsConfig
 if TYPE_CHECKING:
     from flax import nnx
 
-    from jaxtrain.models.attention.mla import LatentAttention
     from jaxtrain.models.decoder import Compute, Decoder
+    from jaxtrain.models.rotary_decoder import Part
 
 # Published key -> ours, of experts as other families have them, too.
 EXPERT_KEYS = {
@@ -91,16 +91,19 @@ class DeepseekV3Config(ExpertsConfig):
 
 def deepseek_v3(c: DeepseekV3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build a DeepSeek-V3 decoder."""
-    from jaxtrain.models.attention.mla import LatentAttention
-    from jaxtrain.models.attention.rotary import score_factor
     from jaxtrain.models.rotary_decoder import rotary_decoder
 
-    def attention(out_std: float, rngs: "nnx.Rngs") -> "LatentAttention":
-        return LatentAttention(c.embed_dim, c.num_heads, c.head_dim, c.rope_head_dim, c.value_head_dim, c.q_rank,
-                               c.kv_rank, c.norm_eps, out_std=out_std, window=c.window, backend=compute.attention,
-                               context=compute.context, score_factor=score_factor(c), rngs=rngs)
+    return rotary_decoder(c, compute, latent(c, compute), rngs=rngs)
 
-    return rotary_decoder(c, compute, attention, rngs=rngs)
+
+def latent(c: DeepseekV3Config, compute: "Compute", eps: float = 0.0) -> "Part":
+    """Return what makes the latent attention of a layer. `eps`: of the norms of latents, where it is not `norm_eps`."""
+    from jaxtrain.models.attention.mla import LatentAttention
+    from jaxtrain.models.attention.rotary import score_factor
+
+    return partial(LatentAttention, c.embed_dim, c.num_heads, c.head_dim, c.rope_head_dim, c.value_head_dim, c.q_rank,
+                   c.kv_rank, eps or c.norm_eps, window=c.window, backend=compute.attention, context=compute.context,
+                   score_factor=score_factor(c))
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:
@@ -115,17 +118,8 @@ def _write(c: DeepseekV3Config) -> Keys:
 
 
 def _layer(c: DeepseekV3Config, experts: bool) -> list[Entry]:
-    turn = c.rope_head_dim
-    queries = [Entry("attention/q_down/kernel", "self_attn.q_a_proj.weight", "ld->dl"),
-               Entry("attention/q_norm/scale", "self_attn.q_a_layernorm.weight"),
-               Entry("attention/q/kernel", "self_attn.q_b_proj.weight", "(hk)l->lhk", paired=turn)]
-    return [
-        *(queries if c.q_rank else [Entry("attention/q/kernel", "self_attn.q_proj.weight", HEADS, paired=turn)]),
-        Entry("attention/kv_down/kernel", "self_attn.kv_a_proj_with_mqa.weight", "ld->dl", paired=turn),
-        Entry("attention/kv_norm/scale", "self_attn.kv_a_layernorm.weight"),
-        Entry("attention/kv/kernel", "self_attn.kv_b_proj.weight", "(hk)l->lhk"),
-        Entry("attention/out/kernel", "self_attn.o_proj.weight", OUT), *decoder_tensors.NORMS,
-        *(decoder_tensors.experts(c) if experts else decoder_tensors.swiglu())]
+    return [*decoder_tensors.latent_attention(c, paired=c.rope_head_dim), *decoder_tensors.NORMS,
+            *(decoder_tensors.experts(c) if experts else decoder_tensors.swiglu())]
 
 
 FAMILY = Family(

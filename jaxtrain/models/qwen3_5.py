@@ -86,8 +86,9 @@ def qwen3_5(c: Qwen35Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decode
     return rotary_decoder(c, compute, [parts[kind] for kind in c.layer_kinds], norm=ShiftedRMSNorm, rngs=rngs)
 
 
-def _read(known: Keys, refuse: Refuse) -> Keys:
-    return pattern(given_layers(known), refuse, LETTERS) | partial_rotary("qwen3_5_text", 0.25, known, refuse)
+def read(kind: str, known: Keys, refuse: Refuse) -> Keys:
+    """Return our keys of the kinds of layers and of rotary positions."""
+    return pattern(given_layers(known), refuse, LETTERS) | partial_rotary(kind, 0.25, known, refuse)
 
 
 def given_layers(known: Keys) -> Keys:
@@ -99,39 +100,48 @@ def given_layers(known: Keys) -> Keys:
                                     for n in range(known["num_hidden_layers"])]}
 
 
-def _write(c: Qwen35Config) -> Keys:
+def write(c: Qwen35Config) -> Keys:
+    """Return the published keys of the kinds of layers and of rotary positions."""
     return published_partial_rotary(c) | {"layer_types": published_pattern(c.layer_kinds, LETTERS)}
 
 
-def delta_rest(c: DeltaConfig, at: str) -> list[Entry]:
-    """Return the entries of convolutions, decay, norm and output of Gated DeltaNet, of tensors below `at`."""
+def convolutions(c: DeltaConfig, at: str) -> list[Entry]:
+    """Return the entries of the convolutions of Gated DeltaNet, of one tensor."""
     keys, values = c.state_key_heads * c.state_key_dim, c.state_heads * c.state_value_dim
-    whole = 2 * keys + values
-    return [*(decoder_tensors.convolution(f"attention/{name}_conv", f"{at}.conv1d", (n * keys, whole))
-              for n, name in enumerate("qkv")),
-            Entry("attention/decay/rate", f"{at}.A_log"), Entry("attention/decay/bias", f"{at}.dt_bias"),
-            Entry("attention/norm/scale", f"{at}.norm.weight"), Entry("attention/out/kernel", f"{at}.out_proj.weight", OUT)]
+    return [decoder_tensors.convolution(f"attention/{name}_conv", f"{at}.conv1d", (n * keys, 2 * keys + values))
+            for n, name in enumerate("qkv")]
 
 
-GATED = [*(Entry(f"attention/{name}/kernel", "self_attn.q_proj.weight", "(hpk)d->dhk", part=(n, 2))
+def delta_rest(at: str, norm: str = "norm", out: str = "out_proj") -> list[Entry]:
+    """Return the entries of decay, norm and output of Gated DeltaNet, of tensors below `at`."""
+    return [Entry("attention/decay/rate", f"{at}.A_log"), Entry("attention/decay/bias", f"{at}.dt_bias"),
+            Entry("attention/norm/scale", f"{at}.{norm}.weight"),
+            Entry("attention/out/kernel", f"{at}.{out}.weight", OUT)]
+
+
+_GATED = [*(Entry(f"attention/{name}/kernel", "self_attn.q_proj.weight", "(hpk)d->dhk", part=(n, 2))
            for n, name in enumerate(("q", "gate"))),
          *(entry for entry in decoder_tensors.ATTENTION if "/q/" not in entry.ours)]
 
 
-def _layer(c: Qwen35Config, experts: bool, kind: str) -> list[Entry]:
-    rest = [*decoder_tensors.NORMS, *decoder_tensors.swiglu()]
+def mixer(c: Qwen35Config, kind: str) -> list[Entry]:
+    """Return the entries of attention or of Gated DeltaNet."""
     if kind == ATTENTION:
-        return [*GATED, *decoder_tensors.QK_NORMS, *rest]
+        return [*_GATED, *decoder_tensors.QK_NORMS]
     at, keys, values = "linear_attn", c.state_key_heads * c.state_key_dim, c.state_heads * c.state_value_dim
     return [*(Entry(f"attention/{name}/kernel", f"{at}.in_proj_qkv.weight", HEADS, rows=(n * keys, 2 * keys + values))
               for n, name in enumerate("qkv")),
             Entry("attention/gate/kernel", f"{at}.in_proj_z.weight", HEADS),
             *(Entry(f"attention/{ours}/kernel", f"{at}.in_proj_{name}.weight", "hd->dh")
-              for ours, name in (("beta", "b"), ("step", "a"))), *delta_rest(c, at), *rest]
+              for ours, name in (("beta", "b"), ("step", "a"))), *convolutions(c, at), *delta_rest(at)]
+
+
+def _layer(c: Qwen35Config, experts: bool, kind: str) -> list[Entry]:
+    return [*mixer(c, kind), *decoder_tensors.NORMS, *decoder_tensors.swiglu()]
 
 
 FAMILY = Family(
     Qwen35Config, qwen3_5, tensors=decoder_tensors.decoder(_layer),
     hf=(HFConfig("qwen3_5_text", "Qwen3_5ForCausalLM", COMMON | DELTA_KEYS,
-                 fixed={"attention_bias": NO, "hidden_act": SILU}, read=_read, write=_write, nested="qwen3_5",
-                 classifier="Qwen3_5TextForSequenceClassification"),))
+                 fixed={"attention_bias": NO, "hidden_act": SILU}, read=partial(read, "qwen3_5_text"), write=write,
+                 nested="qwen3_5", classifier="Qwen3_5TextForSequenceClassification"),))

@@ -67,7 +67,7 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
         return lambda rngs: together(partial(norm, rngs=rngs), partial(attend, out_std=out_std, rngs=rngs),
                                      partial(feed_forward, out_std=out_std, rngs=rngs))
 
-    if rotary is None and isinstance(c, RotaryConfig):
+    if rotary is None and isinstance(c, RotaryConfig) and c.rotary_width:
         rotary = Rotary(*scaled_frequencies(c, c.rotary_width))
     first = c.experts.dense_layers
     period = [layer(first + n, experts if c.experts.num and (n + 1) % c.experts.every == 0 else mlp)

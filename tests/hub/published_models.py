@@ -83,13 +83,17 @@ def errors(name: str, folder: Path, mesh: dict[str, int]) -> Errors:
 
 
 def gradient_errors(run: jt.Run, gradients: Params, case: dict[str, Any], out: Path) -> dict[str, float]:
-    """Return the error of every tensor's gradient, of its norm and two projections, relative to the norm."""
+    """Return the error of every tensor's gradient, of its norm and two projections, relative to the norm.
+
+    Or to a hundredth of the largest norm, where that is more: rounding is as large as what comes in.
+    """
     out.mkdir()
     published_weights.save(gradients, run.config.model, out, np.float32, 10**6)
     found = {name: published.projections(name, tensor.view())
              for name, tensor in safetensors_files.tensors_of(out).items()}
     assert found.keys() - case["gradients"].keys() <= {n for n in found if n.endswith("e_score_correction_bias")}
-    return {name: float(np.abs(np.subtract(found[name], wanted)).max() / max(wanted[0], 1e-6))
+    least = 1e-2 * max(wanted[0] for wanted in case["gradients"].values())
+    return {name: float(np.abs(np.subtract(found[name], wanted)).max() / max(wanted[0], least))
             for name, wanted in case["gradients"].items()}
 
 

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from types import EllipsisType
 from typing import Any
 
 import jax
@@ -233,7 +232,7 @@ def published_shape(entry: Entry, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of each tensor that holds a parameter of this shape."""
     sizes = _sizes(entry, shape[_stacked(entry):])
     shape = [math.prod(sizes[letter] for letter in group) for group in _groups(entry)]
-    return tuple(shape) if entry.rows is None else (entry.rows[1], *shape[1:])
+    return tuple(shape) if entry.rows is None else (entry.rows[1] * entry.stretches, *shape[1:])
 
 
 def _stacked(entry: Entry) -> int:
@@ -259,7 +258,7 @@ def _sizes(entry: Entry, shape: Sequence[int]) -> dict[str, int]:
 def _as_ours(tensor: np.ndarray, entry: Entry, shape: Sequence[int]) -> np.ndarray:
     """Return a tensor with the dimensions of one layer's parameter, of this shape; a view where it needs no copy."""
     letters, sizes = "".join(_groups(entry)), _sizes(entry, shape)
-    x = tensor[_rows(entry, sizes)].reshape([sizes[letter] for letter in letters])
+    x = _rows(tensor, entry, sizes).reshape([sizes[letter] for letter in letters])
     while "p" in letters:
         x = x[(slice(None),) * letters.index("p") + (entry.part[0],)]
         letters = letters.replace("p", "", 1)
@@ -267,11 +266,15 @@ def _as_ours(tensor: np.ndarray, entry: Entry, shape: Sequence[int]) -> np.ndarr
     return x if entry.cut is None else x.reshape(shape)
 
 
-def _rows(entry: Entry, sizes: Mapping[str, int]) -> slice | EllipsisType:
-    """Return where a parameter is along its tensor's first dimension."""
+def _rows(tensor: np.ndarray, entry: Entry, sizes: Mapping[str, int]) -> np.ndarray:
+    """Return the rows of a tensor that are a parameter's, a view: [stretches, rows, ...] where there are several."""
     if entry.rows is None:
-        return ...
-    return slice(entry.rows[0], entry.rows[0] + math.prod(sizes[letter] for letter in _groups(entry)[0]))
+        return tensor
+    begin, size = entry.rows
+    end = begin + math.prod(sizes[letter] for letter in _groups(entry)[0]) // entry.stretches
+    if entry.stretches == 1:
+        return tensor[begin:end]
+    return tensor.reshape(entry.stretches, size, *tensor.shape[1:])[:, begin:end]
 
 
 @lru_cache
@@ -296,8 +299,8 @@ def published(parts: Sequence[tuple[Entry, tuple[int, ...]]], flat: Mapping[str,
             piece = piece[..., np.argsort(_order(entry, shape[-1]))]
         piece, ours = piece if entry.cut is None else piece.reshape(entry.cut), entry.layout.split("->")[1]
         where = tuple(entry.part[0] if letter == "p" else slice(None) for letter in letters)
-        # Of a contiguous array both are views.
-        out[_rows(entry, sizes)].reshape([sizes[letter] for letter in letters])[where] = piece.transpose(
+        # Both are views: of a contiguous array, and of stretches, whose number is a dimension of its own.
+        _rows(out, entry, sizes).reshape([sizes[letter] for letter in letters])[where] = piece.transpose(
             [ours.index(letter) for letter in letters if letter != "p"])
     return out
 

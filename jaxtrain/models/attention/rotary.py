@@ -93,8 +93,13 @@ class Rotary:
         return jnp.cos(angle) * self.factor, jnp.sin(angle) * self.factor
 
     @staticmethod
-    def rotate(x_BTHK: jax.Array, angles: Angles) -> jax.Array:
-        """Rotate queries or keys by their positions; only the first entries of a head, where there are fewer angles."""
+    def rotate(x_BTHK: jax.Array, angles: Angles | None) -> jax.Array:
+        """Rotate queries or keys by their positions; only the first entries of a head, where there are fewer angles.
+
+        Without angles they stay as they are.
+        """
+        if angles is None:
+            return x_BTHK
         cos, sin = angles
         width = 2 * cos.shape[-1]
         a, b = jnp.split(x_BTHK[..., :width].astype(jnp.float32), 2, axis=-1)

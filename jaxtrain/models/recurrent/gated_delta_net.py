@@ -4,6 +4,8 @@ Shape suffixes: B batch, T sequence, D embedding, G groups of heads, H heads, K 
 convolutions.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,28 +42,31 @@ class ShortConvolution(nnx.Module):
 
 
 class Decay(nnx.Module):
-    """The logarithm of the decay of each head's state, from what a token says: -exp(rate) softplus(x + bias)."""
+    """The logarithm of the decay of states, from what a token says: -exp(rate of the head) softplus(x + bias)."""
 
-    def __init__(self, heads: int, *, rngs: nnx.Rngs):
+    def __init__(self, heads: int, *channels: int):
+        """`channels`: how many of each head decay on their own; left out, a head decays as a whole."""
         # As in Mamba-2 (arXiv 2405.21060): rates in [1, 16], steps in [0.001, 0.1]; the same numbers on every mesh.
-        order = np.random.default_rng(0).permutation(heads)
-        steps = np.geomspace(1e-3, 1e-1, heads)[order]
+        size = math.prod((heads, *channels))
+        steps = np.geomspace(1e-3, 1e-1, size)[np.random.default_rng(0).permutation(size)].reshape(heads, *channels)
+        self.axes = ("heads", "head_dim")[:steps.ndim]
         self.rate = self._numbers(np.log(np.linspace(1, 16, heads)))
         self.bias = self._numbers(steps + np.log(-np.expm1(-steps)))
 
-    @staticmethod
-    def _numbers(values: np.ndarray) -> nnx.Param:
-        return nnx.Param(jnp.asarray(values, F32), axes=("heads",), compute_dtype="float32", update="")
+    def _numbers(self, values: np.ndarray) -> nnx.Param:
+        return nnx.Param(jnp.asarray(values, F32), axes=self.axes[:values.ndim], compute_dtype="float32", update="")
 
     def __call__(self, x_BTH: jax.Array) -> jax.Array:
-        rate_H, bias_H = (activations.gather(p[...], "heads").astype(F32) for p in (self.rate, self.bias))
-        return -jnp.exp(rate_H) * jax.nn.softplus(x_BTH.astype(F32) + bias_H)
+        rate_H = activations.gather(self.rate[...], "heads").astype(F32)
+        bias = activations.gather(self.bias[...], *self.axes).astype(F32)
+        return -jnp.exp(rate_H).reshape(-1, *(1,) * (bias.ndim - 1)) * jax.nn.softplus(x_BTH.astype(F32) + bias)
 
 
 class GatedDeltaNet(nnx.Module):
     """The gated delta rule of convolved queries, keys and values, in place of attention."""
 
     shared_by = ("act_heads", "act_kv_heads")  # output dimensions of its first matmuls
+    rule, one_token = staticmethod(gated_delta_rule), staticmethod(gated_delta_step)
 
     def __init__(self, dim: int, key_heads: int, heads: int, key_dim: int, value_dim: int, width: int, eps: float, *,
                  out_std: float, beta_factor: float = 1.0, rngs: nnx.Rngs):
@@ -75,15 +80,28 @@ class GatedDeltaNet(nnx.Module):
         keys = (dim, key_heads, key_dim), ("embed", "kv_heads", "head_dim"), KV_HEADS
         values = (dim, heads, value_dim), ("embed", *wide), HEADS
         self.q, self.k = (Linear("btd,dgk->btgk", *keys, rngs=rngs) for _ in range(2))
-        self.v, self.gate = (Linear("btd,dhk->bthk", *values, rngs=rngs) for _ in range(2))
-        self.beta, self.step = (Linear("btd,dh->bth", (dim, heads), ("embed", "heads"), HEAD, rngs=rngs)
-                                for _ in range(2))
+        self.v = Linear("btd,dhk->bthk", *values, rngs=rngs)
+        self.beta = Linear("btd,dh->bth", (dim, heads), ("embed", "heads"), HEAD, rngs=rngs)
         self.q_conv, self.k_conv = (ShortConvolution(key_heads, key_dim, width, axis="kv_heads", rngs=rngs)
                                     for _ in range(2))
         self.v_conv = ShortConvolution(heads, value_dim, width, rngs=rngs)
-        self.decay = Decay(heads, rngs=rngs)
         self.norm = RMSNorm(value_dim, eps, axis="head_dim", rngs=rngs)
         self.out = Linear("bthk,hkd->btd", (heads, value_dim, dim), (*wide, "embed"), RESIDUAL, std=out_std, rngs=rngs)
+        self.make_gates(dim, heads, key_dim, value_dim, rngs)
+
+    def make_gates(self, dim: int, heads: int, key_dim: int, value_dim: int, rngs: nnx.Rngs) -> None:
+        """Make what decays and output gates are computed by."""
+        self.step = Linear("btd,dh->bth", (dim, heads), ("embed", "heads"), HEAD, rngs=rngs)
+        self.decay = Decay(heads)
+        self.gate = Linear("btd,dhk->bthk", (dim, heads, value_dim), ("embed", "heads", "head_dim"), HEADS, rngs=rngs)
+
+    def decays(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the logarithms of decays, in float32."""
+        return self.decay(self.step(x_BTD))
+
+    def gates(self, x_BTD: jax.Array) -> jax.Array:
+        """Return what the normalized output is multiplied by, in float32."""
+        return jax.nn.silu(self.gate(x_BTD).astype(F32))
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: object = None,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
@@ -92,15 +110,14 @@ class GatedDeltaNet(nnx.Module):
         q_BTGK, new["queries"] = self.q_conv(self.q(x_BTD), segments_BT, held.get("queries"))
         k_BTGK, new["keys"] = self.k_conv(self.k(x_BTD), segments_BT, held.get("keys"))
         v_BTHV, new["values"] = self.v_conv(self.v(x_BTD), segments_BT, held.get("values"))
-        g_BTH = self.decay(self.step(x_BTD))
+        g_BTH = self.decays(x_BTD)
         beta_BTH = self.beta_factor * jax.nn.sigmoid(self.beta(x_BTD).astype(F32))
         q_BTGK, k_BTGK = l2_normalized(q_BTGK) * q_BTGK.shape[-1]**-0.5, l2_normalized(k_BTGK)
         if held:
-            y_BTHV, new["state"] = gated_delta_step(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, held["state"])
+            y_BTHV, new["state"] = self.one_token(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, held["state"])
         else:
-            y_BTHV, new["state"] = gated_delta_rule(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segments_BT)
-        gate_BTHV = jax.nn.silu(self.gate(x_BTD).astype(F32))
-        out = self.out((self.norm(y_BTHV) * gate_BTHV).astype(x_BTD.dtype))
+            y_BTHV, new["state"] = self.rule(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segments_BT)
+        out = self.out((self.norm(y_BTHV) * self.gates(x_BTD)).astype(x_BTD.dtype))
         return out, {} if cache is None else {CACHE: {STATE: new}}
 
 

@@ -2,21 +2,21 @@
 """
 
 import functools
+import math
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.sharding import activations, mesh_context
 from tests.models.recurrent import over_time
-<<<<<<< HEAD
 from tests.models.recurrent.over_time import HEADS, MIXERS, B, H, K, T, V, single, tokens
-=======
-from tests.models.recurrent.over_time import MIXERS, T
->>>>>>> e1ad2f91 (wip: Qwen3.5 and the hybrid seam)
 from tests.numerics.reference import QUICKLY
 from tests.tiers import slow
 

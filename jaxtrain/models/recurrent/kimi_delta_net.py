@@ -1,0 +1,36 @@
+"""Kimi delta attention as the mixer of a layer (arXiv 2510.26692): Gated DeltaNet whose key channels decay each alone.
+
+Shape suffixes: B batch, T sequence, D embedding, H heads, K key width, V value width.
+"""
+
+import jax
+from flax import nnx
+
+from jaxtrain.kernels.attention import HEADS
+from jaxtrain.models.attention.mla import LATENT
+from jaxtrain.models.layers import Linear
+from jaxtrain.models.recurrent.gated_delta_net import F32, Decay, GatedDeltaNet
+from jaxtrain.models.recurrent.kimi_delta import kimi_delta_attention, kimi_delta_step
+
+
+class KimiDeltaNet(GatedDeltaNet):
+    """Kimi delta attention, in place of attention; decays and output gates come through a narrow projection."""
+
+    rule, one_token = staticmethod(kimi_delta_attention), staticmethod(kimi_delta_step)
+
+    def make_gates(self, dim: int, heads: int, key_dim: int, value_dim: int, rngs: nnx.Rngs) -> None:
+        """Make what decays and output gates are computed by."""
+        up = ("rank", "heads", "head_dim")
+        self.step_down, self.gate_down = (Linear(
+            "btd,dl->btl", (dim, key_dim), ("embed", "latent"), LATENT, rngs=rngs) for _ in range(2))
+        self.step = Linear("btl,lhk->bthk", (key_dim, heads, key_dim), up, HEADS, rngs=rngs)
+        self.gate = Linear("btl,lhk->bthk", (key_dim, heads, value_dim), up, HEADS, rngs=rngs)
+        self.decay = Decay(heads, key_dim)
+
+    def decays(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the logarithms of decays, in float32."""
+        return self.decay(self.step(self.step_down(x_BTD)))
+
+    def gates(self, x_BTD: jax.Array) -> jax.Array:
+        """Return what the normalized output is multiplied by, in float32."""
+        return jax.nn.sigmoid(self.gate(self.gate_down(x_BTD)).astype(F32))
