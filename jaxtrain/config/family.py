@@ -40,7 +40,16 @@ class Family:
     useful_flops: Callable[[Any, int], tuple[Callable[[str], float], float]] | None = None
 
 
-FAMILIES = Kind("model", "jaxtrain.families", "model.name", {name: f"jaxtrain.models.{name}:FAMILY" for name in ["gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss", "arcee", "smollm3", "granite", "seed_oss", "ernie4_5", "phi3", "glm4", "glm4_moe", "dots1", "olmo2", "olmo3", "exaone4", "qwen2_moe", "granitemoe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear", "events", "clips", "siglip", "clip", "vision_language", "picture_flow", "whisper"]} | {"events": "jaxtrain.models.event_sequences:FAMILY"}, accepts=lambda part: isinstance(part, Family))
+_OWN = (
+    "gpt2",
+    "llama", "qwen2", "qwen3", "arcee", "smollm3", "granite", "seed_oss", "ernie4_5", "phi3", "glm4", "olmo2", "olmo3",
+    "exaone4", "gemma3",
+    "mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "dots1", "deepseek_v3", "gpt_oss",
+    "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear",
+    "events", "clips", "siglip", "clip", "vision_language", "picture_flow", "whisper")
+_PLACES = {name: f"jaxtrain.models.{name}:FAMILY" for name in _OWN} | {
+    "events": "jaxtrain.models.event_sequences:FAMILY"}
+FAMILIES = Kind("model", "jaxtrain.families", "model.name", _PLACES, accepts=lambda part: isinstance(part, Family))
 
 
 def names() -> list[str]:

@@ -35,8 +35,8 @@ class Entry:
         part: which one of how many equal parts that the tensor holds along the dimension p of the layout.
         rows: where the parameter begins along the tensor's first dimension, and how long that is, where the tensor
             holds several parameters of unequal sizes one after the other; None: it holds the whole dimension.
-        stretches: of how many equal parts of the first dimension, one after the other, `rows` are said; the layout's first
-            letter counts them.
+        stretches: of how many equal parts of the first dimension, one after the other, `rows` are said; the layout's
+            first letter counts them.
         paired: how many of the last entries of the parameter's last dimension are rotary, whose pairs are neighbours in
             the tensor and halves apart in the parameter.
         paired_first: whether those are the first entries, not the last ones.

@@ -74,9 +74,9 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
 
 
 def _write(c: OlmoHybridConfig) -> Keys:
-    turns = published_rotary(c) | ({"rope_theta": None} if c.no_rope else {})
-    return {"layer_types": published_pattern(c.layer_kinds, LETTERS), "pad_token_id": None, "rope_parameters": {
-        "rope_type": "default", "rope_theta": turns["rope_theta"]} | (turns["rope_scaling"] or {})}
+    turns: Keys = published_rotary(c) | ({"rope_theta": None} if c.no_rope else {})
+    scaling = {"rope_type": "default", "rope_theta": turns["rope_theta"]} | (turns["rope_scaling"] or {})
+    return {"layer_types": published_pattern(c.layer_kinds, LETTERS), "pad_token_id": None, "rope_parameters": scaling}
 
 
 def _layer(c: OlmoHybridConfig, experts: bool, kind: str) -> list[Entry]:

@@ -33,7 +33,8 @@ class SinkAttention(Attention):
         q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
         everywhere, sinks_H = (layer + 1) % self.global_every == 0, activations.gather(self.sinks[...], "heads")
         if cache is not None and cache.entries is not None:
-            return attend_cached(partial(self.returned, x_BTD), q, k, v, cache, jnp.where(everywhere, 0, self.window), sinks_H)
+            window = jnp.where(everywhere, 0, self.window)
+            return attend_cached(partial(self.returned, x_BTD), q, k, v, cache, window, sinks_H)
         out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, sinks_H=sinks_H,
                               backend=self.backend, context=self.context)
         return self.returned(x_BTD, out), kept(cache, k, v)

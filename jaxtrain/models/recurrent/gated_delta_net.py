@@ -5,6 +5,8 @@ convolutions.
 """
 
 import math
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from jaxtrain.models.recurrent.short_convolution import short_convolution, short
 from jaxtrain.sharding import activations
 
 F32 = jnp.float32
+Rule = Callable[..., tuple[jax.Array, jax.Array]]  # as `gated_delta_rule`
 HEAD = ("batch", "seq", "act_heads")
 
 
@@ -66,7 +69,8 @@ class GatedDeltaNet(nnx.Module):
     """The gated delta rule of convolved queries, keys and values, in place of attention."""
 
     shared_by = ("act_heads", "act_kv_heads")  # output dimensions of its first matmuls
-    rule, one_token = staticmethod(gated_delta_rule), staticmethod(gated_delta_step)
+    rule: ClassVar[Rule] = staticmethod(gated_delta_rule)
+    one_token: ClassVar[Rule] = staticmethod(gated_delta_step)
 
     def __init__(self, dim: int, key_heads: int, heads: int, key_dim: int, value_dim: int, width: int, eps: float, *,
                  out_std: float, beta_factor: float = 1.0, rngs: nnx.Rngs):

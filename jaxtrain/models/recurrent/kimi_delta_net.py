@@ -3,20 +3,23 @@
 Shape suffixes: B batch, T sequence, D embedding, H heads, K key width, V value width.
 """
 
+from typing import ClassVar
+
 import jax
 from flax import nnx
 
 from jaxtrain.kernels.attention import HEADS
 from jaxtrain.models.attention.mla import LATENT
 from jaxtrain.models.layers import Linear
-from jaxtrain.models.recurrent.gated_delta_net import F32, Decay, GatedDeltaNet
+from jaxtrain.models.recurrent.gated_delta_net import F32, Decay, GatedDeltaNet, Rule
 from jaxtrain.models.recurrent.kimi_delta import kimi_delta_attention, kimi_delta_step
 
 
 class KimiDeltaNet(GatedDeltaNet):
     """Kimi delta attention, in place of attention; decays and output gates come through a narrow projection."""
 
-    rule, one_token = staticmethod(kimi_delta_attention), staticmethod(kimi_delta_step)
+    rule: ClassVar[Rule] = staticmethod(kimi_delta_attention)
+    one_token: ClassVar[Rule] = staticmethod(kimi_delta_step)
 
     def make_gates(self, dim: int, heads: int, key_dim: int, value_dim: int, rngs: nnx.Rngs) -> None:
         """Make what decays and output gates are computed by."""
