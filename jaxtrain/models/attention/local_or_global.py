@@ -3,6 +3,7 @@
 All layers of a stack have parameters of the same shapes: a layer learns from its number which kind it is.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,7 +45,7 @@ class LocalOrGlobalAttention(Attention):
         if self.query_factor != 1:
             q = (q * self.query_factor).astype(q.dtype)
         if cache is not None and cache.entries is not None:
-            return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window))
+            return attend_cached(partial(self.returned, x_BTD), q, k, v, cache, jnp.where(everywhere, 0, self.window))
         out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
                               context=self.context)
-        return self.out(out), kept(cache, k, v)
+        return self.returned(x_BTD, out), kept(cache, k, v)

@@ -4,6 +4,7 @@ Shape suffixes: B batch, T and S sequence, D embedding, H query heads, G key/val
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 from flax import nnx
@@ -52,14 +53,15 @@ class Attention(nnx.Module):
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, *, out_std: float, rngs: nnx.Rngs,
                  qkv_bias: bool = False, k_bias: bool = True, out_bias: bool = False,
                  qk_norm: Callable[[], nnx.Module] | None = None, k_norm: Callable[[], nnx.Module] | None = None,
-                 window: int = 0, causal: bool = True, score_factor: float = 1.0, backend: str = "auto",
-                 context: str = "auto"):
+                 window: int = 0, causal: bool = True, score_factor: float = 1.0, gated: bool = False,
+                 backend: str = "auto", context: str = "auto"):
         """Make the projections, and the norms where there are any.
 
         Args:
             qk_norm: makes the norm of queries, and that of keys.
             k_norm: makes that of keys where it differs from that of queries.
             score_factor: of scores, beside 1 / sqrt(head_dim); `make_model` multiplies it by that of muP.
+            gated: what attention found is multiplied by the sigmoid of a projection, entry by entry.
         """
         self.score_factor = score_factor
         self.window, self.causal, self.backend, self.context = window, causal, backend, context
@@ -68,6 +70,7 @@ class Attention(nnx.Module):
         self.q = Linear("btd,dhk->bthk", *q, bias=qkv_bias, rngs=rngs)
         self.k = Linear("btd,dgk->btgk", *kv, bias=qkv_bias and k_bias, rngs=rngs)
         self.v = Linear("btd,dgk->btgk", *kv, bias=qkv_bias, rngs=rngs)
+        self.gate = Linear("btd,dhk->bthk", *q, bias=qkv_bias, rngs=rngs) if gated else None
         self.out = Linear("bthk,hkd->btd", (heads, head_dim, dim), ("heads", "head_dim", "embed"), RESIDUAL,
                           bias=out_bias, std=out_std, rngs=rngs)
 
@@ -81,6 +84,12 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q if self.score_factor == 1 else (q * self.score_factor).astype(q.dtype), k, v
 
+    def returned(self, x_BTD: jax.Array, y_BTHK: jax.Array) -> jax.Array:
+        """Return what attention adds to a layer, from what it found for its input."""
+        if self.gate is not None:
+            y_BTHK = y_BTHK * jax.nn.sigmoid(self.gate(x_BTD)).astype(y_BTHK.dtype)
+        return self.out(y_BTHK)
+
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles=None,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         q, k, v = self.project(x_BTD)
@@ -89,7 +98,7 @@ class Attention(nnx.Module):
             if self.q_norm is None:  # kept in place of the products, which gradients do not need
                 q, k = checkpoint_name(q, "dots"), checkpoint_name(k, "dots")
         if cache is not None and cache.entries is not None:
-            return attend_cached(self.out, q, k, v, cache, self.window)
-        out = self.out(attend(q, k, v, segments_BT=segments_BT, window=self.window, causal=self.causal,
-                              backend=self.backend, context=self.context))
-        return out, kept(cache, k, v)
+            return attend_cached(partial(self.returned, x_BTD), q, k, v, cache, self.window)
+        y_BTHK = attend(q, k, v, segments_BT=segments_BT, window=self.window, causal=self.causal,
+                        backend=self.backend, context=self.context)
+        return self.returned(x_BTD, y_BTHK), kept(cache, k, v)
