@@ -75,6 +75,13 @@ def experts(c: Any, block: str = "mlp", names: tuple[str, str, str] = ("gate_pro
     return found + (swiglu("mlp/shared", f"{block}.{shared}") if c.experts.shared_width else [])
 
 
+def joined_experts(both: str, down: str, layouts: tuple[str, str] = ("e(pf)d->edf", "edf->efd")) -> list[Entry]:
+    """Return the entries of experts of which two tensors hold all: the gates before the matrices beside, and those back.
+    """
+    return [*(Entry(f"mlp/{name}", both, layouts[0], (n, 2)) for n, name in enumerate(("gate", "up"))),
+            Entry("mlp/down", down, layouts[1])]
+
+
 def decoder(layer: Callable[[Any, bool], list[Entry]], **options: Any) -> HFTensors:
     """Return the tensors of a decoder of which `layer(config, whether it has experts)` returns those of one layer."""
     def entries(c: Any, reward_head: bool) -> list[Entry]:

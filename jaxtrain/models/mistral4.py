@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import number
 from jaxtrain.hf import decoder_tensors, defaults
-from jaxtrain.hf.hf_format import BIASES, COMMON, HFConfig, Keys, Refuse
+from jaxtrain.hf.hf_format import BIASES, COMMON, Entry, HFConfig, Keys, Refuse
 from jaxtrain.models.deepseek_v3 import (
     EXPERT_KEYS,
     LATENT_KEYS,
@@ -72,7 +72,12 @@ def _write(c: Mistral4Config) -> Keys:
         _BETA: c.query_temperature, _LENGTH: c.rope_original_len}}
 
 
+def _layer(c: Mistral4Config, experts: bool) -> list[Entry]:
+    joined = decoder_tensors.joined_experts("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    return [one for one in latent_layer(c, experts) if not one.experts] + joined * experts
+
+
 FAMILY = Family(
-    Mistral4Config, mistral4, tensors=decoder_tensors.decoder(latent_layer),
+    Mistral4Config, mistral4, tensors=decoder_tensors.decoder(_layer),
     hf=(HFConfig("mistral4", "Mistral4ForCausalLM", COMMON | EXPERT_KEYS | LATENT_KEYS,
                  fixed=BIASES | {"rope_interleave": (True,)}, read=_read, write=_write),))

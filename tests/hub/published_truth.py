@@ -25,9 +25,8 @@ from tests.hub import published
 from tests.hub.cases import CASES
 
 
-# A class that the automatic choice does not know.
-transformers.AutoModelForCausalLM.register(transformers.Mistral4Config, transformers.Mistral4ForCausalLM)
 LIKE = {"kimi_k2": "deepseek_v3"}  # types that transformers has no class for, and those that they are
+OWN = {"mistral4": "Mistral4ForCausalLM"}  # classes that `AutoModelForCausalLM` does not know
 
 
 def torch_model(folder: Path, kind: Any = transformers.AutoModelForCausalLM) -> Any:
@@ -35,6 +34,8 @@ def torch_model(folder: Path, kind: Any = transformers.AutoModelForCausalLM) -> 
     given = json.loads((folder / "config.json").read_text())
     if given["model_type"] in LIKE:
         (folder / "config.json").write_text(json.dumps(given | {"model_type": LIKE[given["model_type"]]}))
+    if kind is transformers.AutoModelForCausalLM and given["model_type"] in OWN:
+        kind = getattr(transformers, OWN[given["model_type"]])
     model, told = kind.from_pretrained(
         folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64,
         output_loading_info=True)
@@ -45,7 +46,9 @@ def torch_model(folder: Path, kind: Any = transformers.AutoModelForCausalLM) -> 
 def made(kind: str, keys: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return what transformers writes to disk of a model of this type: its config and the shapes of its tensors."""
     config = transformers.AutoConfig.for_model(LIKE.get(kind, kind), **keys)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = getattr(transformers, OWN[kind])(config) if kind in OWN else (
+        transformers.AutoModelForCausalLM.from_config(config))
+    model.save_pretrained(folder)
     return {"config": json.loads((folder / "config.json").read_text()) | {"model_type": kind},
             "tensors": {name: t.shape for name, t in safetensors_files.tensors_of(folder).items()}}
 
