@@ -43,8 +43,8 @@ def mistral4(c: Mistral4Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Dec
 
 _BETA, _LENGTH, _PART = "llama_4_scaling_beta", "original_max_position_embeddings", "partial_rotary_factor"
 # Where a file has no rope_parameters.
-_YARN = {"rope_type": "yarn", "factor": 128.0, _LENGTH: 8192, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
-         "mscale_all_dim": 1.0, _BETA: 0.1}
+_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, _LENGTH: 8192, "beta_fast": 32.0,
+         "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, _BETA: 0.1}
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:

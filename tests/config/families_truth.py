@@ -26,12 +26,12 @@ import transformers
 from transformers import PreTrainedConfig
 
 from jaxtrain.hf import defaults
-from tests.config import families
+from tests.config import families, routed_families, routed_families_truth
 from tests.hub import published, published_truth
 
 TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gemma3", "deepseek_v3",
          "gpt_oss", "arcee", "smollm3", "granite", "seed_oss", "ernie4_5", "phi3", "glm4", "glm4_moe", "dots1",
-         "olmo2", "olmo3", "exaone4", "qwen2_moe", "granitemoe", "granitemoeshared", "deepseek_v2", "ernie4_5_moe", "minimax_m2", "afmoe", "hunyuan_v1_moe", "mistral4", "whisper", "siglip", "siglip_text_model", "siglip_vision_model", "clip",
+         "olmo2", "olmo3", "exaone4", "qwen2_moe", "granitemoe", "granitemoeshared", "deepseek_v2", "ernie4_5_moe", "minimax_m2", "afmoe", "hunyuan_v1_moe", "mistral4", "llama4_text", "llama4", "whisper", "siglip", "siglip_text_model", "siglip_vision_model", "clip",
          "clip_text_model", "clip_vision_model")
 
 
@@ -182,7 +182,8 @@ def _towers(c: Any) -> dict[str, Any]:
 
 _SHAPES = {"gemma3": lambda c: _decoder(c.text_config) | {"tied": [c.tie_word_embeddings,
                                                                   c.text_config.tie_word_embeddings]},
-           "whisper": _whisper, "siglip": _towers, "clip": _towers}
+           "whisper": _whisper, "siglip": _towers, "clip": _towers} | dict.fromkeys(
+               routed_families.KINDS, routed_families_truth.shape)
 
 
 def logits(given: dict[str, Any]) -> dict[str, Any]:

@@ -120,7 +120,8 @@ class MoE(nnx.Module):
         w |= {} if self.adapter is None else self.adapter.adapted(w)
         y_ND = through_experts(x_ND, experts_NK, weights_NK, kept_NK, w["gate"], w["up"], w["down"], biases,
                                axis=activations.axes_over("experts"), options=self.options,
-                               limit=most if c.capacity_factor else None, activation=self.activation)
+                               limit=most if c.capacity_factor else None, activation=self.activation,
+                               weighted_inputs=c.weighted_inputs)
         y_BTD = y_ND.reshape(B, T, D)
         if split:
             y_BTD = lax.psum_scatter(y_BTD, split, scatter_dimension=1, tiled=True)

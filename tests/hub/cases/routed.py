@@ -70,5 +70,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
         "q_lora_rank": 12, "n_shared_experts": 1, "pad_token_id": 0, "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 4,
             "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}}),
+    "llama4": ("llama4_text", SIZES | {
+        "head_dim": 6, "intermediate_size": 6, "intermediate_size_mlp": 20, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "num_hidden_layers": 4,
+        "no_rope_layers": [1, 0, 1, 0], "attention_chunk_size": 5, "floor_scale": 3, "attn_scale": 0.4,
+        "pad_token_id": 0}),
+    "llama4_chunks": ("llama4_text", SIZES | {
+        "head_dim": 8, "intermediate_size": 6, "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 4,
+        "no_rope_layers": [1] * 4, "attention_chunk_size": 4, "use_qk_norm": False, "attention_bias": True,
+        "pad_token_id": 0, "rope_scaling": {
+            "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8}}),
     "deepseek_v3_plain": ("deepseek_v3", SIZES | LATENT | {"q_lora_rank": None}),
 }
