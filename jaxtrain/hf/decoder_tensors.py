@@ -76,8 +76,7 @@ def experts(c: Any, block: str = "mlp", names: tuple[str, str, str] = ("gate_pro
 
 
 def joined_experts(both: str, down: str, layouts: tuple[str, str] = ("e(pf)d->edf", "edf->efd")) -> list[Entry]:
-    """Return the entries of experts of which two tensors hold all: the gates before the matrices beside, and those back.
-    """
+    """Return the entries of experts of which two tensors hold all: gates and the matrices beside, and those back."""
     return [*(Entry(f"mlp/{name}", both, layouts[0], (n, 2)) for n, name in enumerate(("gate", "up"))),
             Entry("mlp/down", down, layouts[1])]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most, derive, number
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from jaxtrain.models.attention.mla import LatentAttention
+    from jaxtrain.models.attention.query_temperature import Tempered
     from jaxtrain.models.decoder import Compute, Decoder
 
 # Published key -> ours, of experts as other families have them, too.
@@ -99,7 +100,8 @@ def deepseek_v3(c: DeepseekV3Config, compute: "Compute", *, rngs: "nnx.Rngs") ->
     return latent_decoder(c, compute, rngs=rngs)
 
 
-def latent_decoder(c: DeepseekV3Config, compute: "Compute", *, rotary: Any = None, rngs: "nnx.Rngs") -> "Decoder":
+def latent_decoder(c: DeepseekV3Config, compute: "Compute", *, rotary: "Tempered | None" = None,
+                   rngs: "nnx.Rngs") -> "Decoder":
     """Build a decoder with latent attention; with a `rotary` of its own, that gives factors of queries as well."""
     from jaxtrain.models.attention.mla import LatentAttention
     from jaxtrain.models.attention.rotary import score_factor
@@ -107,7 +109,8 @@ def latent_decoder(c: DeepseekV3Config, compute: "Compute", *, rotary: Any = Non
 
     def attention(out_std: float, rngs: "nnx.Rngs") -> "LatentAttention":
         return LatentAttention(c.embed_dim, c.num_heads, c.head_dim, c.rope_head_dim, c.value_head_dim, c.q_rank,
-                               c.kv_rank, c.latent_norm_eps or c.norm_eps, out_std=out_std, window=c.window, backend=compute.attention,
+                               c.kv_rank, c.latent_norm_eps or c.norm_eps,
+                               out_std=out_std, window=c.window, backend=compute.attention,
                                context=compute.context, score_factor=score_factor(c), tempered=rotary is not None,
                                rngs=rngs)
 

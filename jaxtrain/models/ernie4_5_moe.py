@@ -1,4 +1,4 @@
-"""ERNIE 4.5's mixtures of experts: a bias chooses among softmax scores; rotary pairs are neighbours, as in ERNIE 4.5."""
+"""ERNIE 4.5's mixtures of experts: a bias chooses among softmax scores; rotary pairs are neighbours."""
 
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
     count, every = known["num_hidden_layers"], known["moe_layer_interval"]
     start, end = (known[f"moe_layer_{name}_index"] for name in ("start", "end"))
     for key in ("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index"):
-        if known[key] is None or key == "moe_layer_interval" and every < 1:
+        if known[key] is None or (key == "moe_layer_interval" and every < 1):
             raise refuse(key, "does not say which layers have experts")
     last = count - 1 if end == -1 else end
     first, every = layer_patterns.sparse_layers(

@@ -79,8 +79,8 @@ def llama4(c: Llama4Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder
                       for turns in (True, False))
     rotary = ChunkPositions(Rotary(*scaled_frequencies(c, c.head_dim)), c.query_temperature,
                             c.query_temperature_len, ahead=1)
-    return rotary_decoder(c, compute, [turning if turns else still for turns in _turning(c.no_rope_every, c.num_layers)],
-                          rotary=rotary, rngs=rngs)
+    attention = [turning if turns else still for turns in _turning(c.no_rope_every, c.num_layers)]
+    return rotary_decoder(c, compute, attention, rotary=rotary, rngs=rngs)
 
 
 def _turning(no_rope_every: int, layers: int) -> list[int]:

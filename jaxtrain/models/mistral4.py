@@ -66,7 +66,7 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
 
 
 def _write(c: Mistral4Config) -> Keys:
-    found = {key: value for key, value in written_latents(c).items() if key != "head_dim"}
+    found = written_latents(c) | {"head_dim": c.head_dim + c.rope_head_dim}
     scaling = found.pop("rope_scaling") or {"rope_type": "yarn", "factor": 1.0}
     return found | {"pad_token_id": None, "rope_parameters": {"rope_theta": found.pop("rope_theta")} | scaling | {
         _BETA: c.query_temperature, _LENGTH: c.rope_original_len}}

@@ -1,4 +1,4 @@
-"""What transformers takes the config.json files of the routed types for; see `tests.config.families_truth`."""
+"""The shapes that transformers takes from config.json files of the routed types; see `families_truth`."""
 
 import importlib
 from typing import Any
@@ -14,7 +14,7 @@ def _first(c: Any, *names: str) -> Any:
 
 def shape(c: Any) -> dict[str, Any]:
     """Return the shape of a model, as `routed_families.shape` does."""
-    kind, heads, layers = c.model_type, c.num_attention_heads, range(c.num_hidden_layers)
+    kind, heads = c.model_type, c.num_attention_heads
     folder = kind.removesuffix("_text")
     there = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     rotary = getattr(there, f"{_CLASSES[kind]}RotaryEmbedding")(c)

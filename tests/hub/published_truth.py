@@ -24,7 +24,6 @@ from jaxtrain.hub.weights import safetensors_files
 from tests.hub import published
 from tests.hub.cases import CASES
 
-
 LIKE = {"kimi_k2": "deepseek_v3"}  # types that transformers has no class for, and those that they are
 OWN = {"mistral4": "Mistral4ForCausalLM"}  # classes that `AutoModelForCausalLM` does not know
 

@@ -29,14 +29,14 @@ class ChunkPositions(Tempered):
 class ChunkedAttention(Attention):
     """Grouped-query self-attention within chunks of `window` tokens, or to everything without rotary positions."""
 
-    def __init__(self, *args: Any, turns: bool, norm_eps: float = 0.0, **how: Any):
+    def __init__(self, *sizes: int, turns: bool, norm_eps: float = 0.0, **how: Any):
         """Make the projections.
 
         Args:
             turns: whether there are rotary positions, and chunks where there is a window.
             norm_eps: epsilon of the norm of turned queries and keys, which has no scale; 0: there is none.
         """
-        super().__init__(*args, **how)
+        super().__init__(*sizes, **how)
         self.turns, self.norm_eps = turns, norm_eps
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None,
@@ -49,7 +49,8 @@ class ChunkedAttention(Attention):
             q = (q * factor_BT11).astype(q.dtype)
         chunk = self.window if self.turns else 0
         if cache is not None and cache.entries is not None:
-            return attend_cached(partial(self.returned, x_BTD), q, k, v, cache, positions_BT % chunk + 1 if chunk else 0)
+            near = positions_BT % chunk + 1 if chunk else 0
+            return attend_cached(partial(self.returned, x_BTD), q, k, v, cache, near)
         if chunk and chunk < x_BTD.shape[1]:
             segments_BT = in_chunks(segments_BT, positions_BT, chunk)
         y_BTHK = attend(q, k, v, segments_BT=segments_BT, backend=self.backend, context=self.context)

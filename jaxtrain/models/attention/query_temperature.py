@@ -3,12 +3,10 @@
 Llama 4 has it in its layers without rotary positions, Mistral 4 in all (scalable softmax, arXiv 2501.19399).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.models.attention.rotary import Angles
+from jaxtrain.models.attention.rotary import Angles, Rotary
 
 
 class Tempered:
@@ -17,7 +15,7 @@ class Tempered:
     The factor is 1 + strength x log(1 + floor((position + ahead) / length)).
     """
 
-    def __init__(self, rotary: Any, strength: float, length: int, ahead: int = 0):
+    def __init__(self, rotary: Rotary, strength: float, length: int, ahead: int = 0):
         self.rotary, self.strength, self.length, self.ahead = rotary, strength, length, ahead
 
     def angles(self, positions_BT: jax.Array) -> tuple[Angles, jax.Array]:

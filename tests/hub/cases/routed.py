@@ -38,8 +38,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
     "granitemoeshared": ("granitemoeshared", SIZES | MULTIPLIED | {
         "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 12}),
     "kimi_k2": ("kimi_k2", SIZES | LATENT | {
-        "num_hidden_layers": 2, "n_routed_experts": 384, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
-        "routed_scaling_factor": 2.827, "q_lora_rank": 12, "rms_norm_eps": 1e-5, "rope_scaling": {
+        "num_hidden_layers": 2, "n_routed_experts": 384, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1,
+        "n_shared_experts": 1, "routed_scaling_factor": 2.827, "q_lora_rank": 12, "rms_norm_eps": 1e-5,
+        "rope_scaling": {
             "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 1.0, "beta_slow": 1.0,
             "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "deepseek_v2": ("deepseek_v2", SIZES | LATENT | {
