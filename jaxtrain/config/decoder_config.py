@@ -89,10 +89,12 @@ class RotaryConfig(DecoderConfig):
             if getattr(self, key) != default and (self.rope_scaling == 1 or self.rope_type != kind):
                 raise UserError(f"model.{key}", f"it is read with rope_type={kind} and a rope_scaling above 1 only",
                                 "set those, or leave it out")
-        for low, high in (("rope_low_freq_factor", "rope_high_freq_factor"), ("rope_beta_slow", "rope_beta_fast")):
-            if getattr(self, high) <= getattr(self, low):
-                raise UserError(f"model.{high}", f"{getattr(self, high)} is not above model.{low}="
-                                f"{getattr(self, low)}", "give a higher number")
+        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            raise UserError("model.rope_high_freq_factor", f"{self.rope_high_freq_factor} is not above "
+                            f"model.rope_low_freq_factor={self.rope_low_freq_factor}", "give a higher number")
+        if self.rope_beta_fast < self.rope_beta_slow:  # both are 1 in Kimi K2: then the ramp is a step
+            raise UserError("model.rope_beta_fast", f"{self.rope_beta_fast} is below model.rope_beta_slow="
+                            f"{self.rope_beta_slow}", "give a number that is not lower")
         if self.rope_type == "yarn" and self.rope_theta <= 1:
             raise UserError("model.rope_theta", f"yarn needs a base above 1, not {self.rope_theta}", "try 10000")
         if (self.rope_mscale > 0) != (self.rope_mscale_all_dim > 0):

@@ -76,6 +76,12 @@ def experts(c: Any, block: str = "mlp", names: tuple[str, str, str] = ("gate_pro
     return found + (swiglu("mlp/shared", f"{block}.{shared}") if c.experts.shared_width else [])
 
 
+def joined_experts(both: str, down: str, layouts: tuple[str, str] = ("e(pf)d->edf", "edf->efd")) -> list[Entry]:
+    """Return the entries of experts of which two tensors hold all: gates and the matrices beside, and those back."""
+    return [*(Entry(f"mlp/{name}", both, layouts[0], (n, 2)) for n, name in enumerate(("gate", "up"))),
+            Entry("mlp/down", down, layouts[1])]
+
+
 def latent_attention(c: Any, paired: int = 0) -> list[Entry]:
     """Return the entries of latent attention. `paired`: the rotary width, where pairs are neighbours in the tensors."""
     queries = [Entry("attention/q_down/kernel", "self_attn.q_a_proj.weight", "ld->dl"),

@@ -101,3 +101,24 @@ def routed(known: Keys, refuse: Refuse) -> tuple[int, int]:
         raise refuse("mlp_only_layers" if dense else "decoder_sparse_step", "cannot be expressed: only the first "
                      "layers may be dense, and of the others only every N-th layer can have experts")
     return first, every
+
+
+def sparse_layers(sparse: list[bool], key: str, refuse: Refuse, usual: int = 1) -> tuple[int, int]:
+    """Return the number of dense layers before those with experts, and every how many of the rest one has them.
+
+    Args:
+        sparse: which layers have experts.
+        key: of config.json, that says so.
+        usual: every how many layers one has experts, if that fits.
+    """
+    count, found = len(sparse), [n for n, one in enumerate(sparse) if one]
+    if found == list(range(usual - 1, count, usual)) and count % usual == 0:
+        return 0, usual
+    if not found:
+        raise refuse(key, "cannot be expressed: no layer has experts")
+    every = found[1] - found[0] if len(found) > 1 else 1
+    first = found[0] + 1 - every
+    if first < 0 or (count - first) % every or found != list(range(found[0], count, every)):
+        raise refuse(key, "cannot be expressed: only the first layers may be dense, and of the others only every N-th "
+                     "layer can have experts")
+    return first, every

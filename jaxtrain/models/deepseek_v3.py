@@ -1,12 +1,12 @@
 """DeepSeek-V3: latent attention, some dense layers, then experts chosen by biased sigmoid scores (arXiv 2412.19437)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxtrain.config.family import Family
-from jaxtrain.config.field_checks import at_most, derive
+from jaxtrain.config.field_checks import at_most, derive, number
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.hf_format import BIASES, COMMON, Entry, HFConfig, Keys, Refuse
@@ -17,6 +17,7 @@ from jaxtrain.models.mixtral import ExpertsConfig
 if TYPE_CHECKING:
     from flax import nnx
 
+    from jaxtrain.models.attention.query_temperature import Tempered
     from jaxtrain.models.decoder import Compute, Decoder
     from jaxtrain.models.rotary_decoder import Part
 
@@ -26,6 +27,9 @@ EXPERT_KEYS = {
     "moe_intermediate_size": "expert_mlp_dim", "n_shared_experts": "shared_experts",
     "first_k_dense_replace": "dense_layers", "n_group": "expert_groups", "topk_group": "expert_groups_used",
     "routed_scaling_factor": "router_scale", "norm_topk_prob": "normalize_router"}
+LATENT_KEYS = {"q_lora_rank": "q_rank", "kv_lora_rank": "kv_rank", "qk_nope_head_dim": "head_dim",
+               "qk_rope_head_dim": "rope_head_dim", "v_head_dim": "value_head_dim"}
+LATENT_EPS = 1e-6
 BIAS_RATE = 0.001  # of the first 14.3T tokens (arXiv 2412.19437, section 4.2); config.json does not say
 
 
@@ -41,6 +45,8 @@ class DeepseekV3Config(ExpertsConfig):
     # width of the part of a head with rotary positions, in addition to head_dim, which has none
     rope_head_dim: int = at_most(0, 2**16, least=0)
     value_head_dim: int = at_most(0, 2**16, least=0)  # width of a value head; 0: head_dim
+    # epsilon of the norms of latents, which is 1e-6 in all published models; 0: norm_eps
+    latent_norm_eps: float = number(0.0, least=0)
     latent_attention = True
     # parts of heads grow like head_dim
     widths: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -90,43 +96,56 @@ class DeepseekV3Config(ExpertsConfig):
 
 
 def deepseek_v3(c: DeepseekV3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
-    """Build a DeepSeek-V3 decoder."""
+    """Build a DeepSeek decoder."""
+    return latent_decoder(c, compute, rngs=rngs)
+
+
+def latent_decoder(c: DeepseekV3Config, compute: "Compute", *, rotary: "Tempered | None" = None,
+                   rngs: "nnx.Rngs") -> "Decoder":
+    """Build a decoder with latent attention; with a `rotary` of its own, that gives factors of queries as well."""
     from jaxtrain.models.rotary_decoder import rotary_decoder
 
-    return rotary_decoder(c, compute, latent(c, compute), rngs=rngs)
+    return rotary_decoder(c, compute, latent(c, compute, tempered=rotary is not None), rotary=rotary, rngs=rngs)
 
 
-def latent(c: DeepseekV3Config, compute: "Compute", eps: float = 0.0) -> "Part":
-    """Return what makes the latent attention of a layer. `eps`: of the norms of latents, where it is not `norm_eps`."""
+def latent(c: DeepseekV3Config, compute: "Compute", tempered: bool = False) -> "Part":
+    """Return what makes the latent attention of a layer; `tempered`: angles have factors of queries beside them."""
     from jaxtrain.models.attention.mla import LatentAttention
     from jaxtrain.models.attention.rotary import score_factor
 
     return partial(LatentAttention, c.embed_dim, c.num_heads, c.head_dim, c.rope_head_dim, c.value_head_dim, c.q_rank,
-                   c.kv_rank, eps or c.norm_eps, window=c.window, backend=compute.attention, context=compute.context,
-                   score_factor=score_factor(c))
+                   c.kv_rank, c.latent_norm_eps or c.norm_eps, window=c.window, backend=compute.attention,
+                   context=compute.context, score_factor=score_factor(c), tempered=tempered)
+
+
+def latents(kind: str, known: Keys, refuse: Refuse) -> Keys:
+    """Return our keys of latent attention and its rotary positions, of a published model of this type."""
+    if known["num_key_value_heads"] not in (None, known["num_attention_heads"]):
+        raise refuse("num_key_value_heads", "cannot be expressed: only as many as num_attention_heads can")
+    own = {} if known["rms_norm_eps"] == LATENT_EPS else {"latent_norm_eps": LATENT_EPS}
+    return own | {"num_kv_heads": 0} | rotary(kind, known, refuse)
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:
-    if known["num_key_value_heads"] not in (None, known["num_attention_heads"]):
-        raise refuse("num_key_value_heads", "cannot be expressed: only as many as num_attention_heads can")
-    return {"router": "sigmoid", "router_bias_rate": BIAS_RATE, "num_kv_heads": 0} | rotary(
-        "deepseek_v3", known, refuse)
+    return {"router": "sigmoid", "router_bias_rate": BIAS_RATE} | latents("deepseek_v3", known, refuse)
 
 
-def _write(c: DeepseekV3Config) -> Keys:
+def written_latents(c: DeepseekV3Config) -> Keys:
+    """Return the keys of config.json of latent attention and its rotary positions."""
     return written(c) | {"q_lora_rank": c.q_rank or None, "head_dim": c.rope_head_dim}
 
 
-def _layer(c: DeepseekV3Config, experts: bool) -> list[Entry]:
+def latent_layer(c: DeepseekV3Config, experts: bool) -> list[Entry]:
+    """Return the entries of a layer."""
     return [*decoder_tensors.latent_attention(c, paired=c.rope_head_dim), *decoder_tensors.NORMS,
             *(decoder_tensors.experts(c) if experts else decoder_tensors.swiglu())]
 
 
+_V3 = HFConfig(
+    "deepseek_v3", "DeepseekV3ForCausalLM", COMMON | EXPERT_KEYS | LATENT_KEYS,
+    fixed=BIASES | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
+                    "rope_interleave": (True,)}, read=_read, write=written_latents)
+# Kimi K2 is published as a type of its own, which transformers has no class for; it is exported as DeepSeek-V3.
 FAMILY = Family(
-    DeepseekV3Config, deepseek_v3, tensors=decoder_tensors.decoder(_layer, further_layers=True),
-    hf=(HFConfig("deepseek_v3", "DeepseekV3ForCausalLM", COMMON | EXPERT_KEYS | {
-        "q_lora_rank": "q_rank", "kv_lora_rank": "kv_rank", "qk_nope_head_dim": "head_dim",
-        "qk_rope_head_dim": "rope_head_dim", "v_head_dim": "value_head_dim"},
-        fixed=BIASES | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
-                        "rope_interleave": (True,), "rms_norm_eps": (1e-6,)},
-        read=_read, write=_write),))
+    DeepseekV3Config, deepseek_v3, tensors=decoder_tensors.decoder(latent_layer, further_layers=True),
+    hf=(_V3, replace(_V3, model_type="kimi_k2", like="deepseek_v3")))

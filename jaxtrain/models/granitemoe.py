@@ -27,12 +27,9 @@ class GraniteMoeConfig(RoutedConfig, MultipliedConfig):
         return replace(super().experts, shared_mlp_dim=self.shared_mlp_dim)
 
 
-# The tensors have all experts; the gates are before the matrices beside them.
-_EXPERTS = [
-    Entry("mlp/router/kernel", "block_sparse_moe.router.layer.weight", "ed->de"),
-    *(Entry(f"mlp/{name}", "block_sparse_moe.input_linear.weight", "e(pf)d->edf", (n, 2))
-      for n, name in enumerate(("gate", "up"))),
-    Entry("mlp/down", "block_sparse_moe.output_linear.weight", "edf->efd")]
+_EXPERTS = [Entry("mlp/router/kernel", "block_sparse_moe.router.layer.weight", "ed->de"),
+            *decoder_tensors.joined_experts("block_sparse_moe.input_linear.weight",
+                                            "block_sparse_moe.output_linear.weight")]
 _SHARED = [
     *(Entry(f"mlp/shared/{name}/kernel", "shared_mlp.input_linear.weight", "(pf)d->df", (n, 2))
       for n, name in enumerate(("gate", "up"))),

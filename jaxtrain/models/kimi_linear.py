@@ -13,15 +13,13 @@ from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.decoder_tensors import HEADS, OUT
 from jaxtrain.hf.hf_format import BIASES, COMMON, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.layer_patterns import FULL, pattern, published_pattern
-from jaxtrain.models.deepseek_v3 import BIAS_RATE, DeepseekV3Config, latent
+from jaxtrain.models.deepseek_v3 import BIAS_RATE, LATENT_EPS, DeepseekV3Config, latent
 from jaxtrain.models.qwen3_5 import DELTA, LETTERS, DeltaConfig
 
 if TYPE_CHECKING:
     from flax import nnx
 
     from jaxtrain.models.decoder import Compute, Decoder
-
-LATENT_EPSILON = 1e-6  # of the norms of latents, whatever `norm_eps` is
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ def kimi_linear(c: KimiLinearConfig, compute: "Compute", *, rngs: "nnx.Rngs") ->
 
     delta = partial(KimiDeltaNet, c.embed_dim, c.state_heads, c.state_heads, c.state_key_dim, c.state_key_dim,
                     c.conv_width, c.norm_eps)
-    parts = {DELTA: delta, ATTENTION: latent(c, compute, LATENT_EPSILON)}
+    parts = {DELTA: delta, ATTENTION: latent(c, compute)}
     return rotary_decoder(c, compute, [parts[kind] for kind in c.layer_kinds], rngs=rngs)
 
 
@@ -57,6 +55,7 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
         raise refuse("num_key_value_heads", "cannot be expressed: only as many as num_attention_heads can")
     return pattern(known | {"layer_types": _kinds(known, own, refuse)}, refuse, LETTERS) | widths | {
         "dense_layers": _dense(known, refuse), "router": "sigmoid", "router_bias_rate": BIAS_RATE, "num_kv_heads": 0,
+        "latent_norm_eps": 0.0 if known["rms_norm_eps"] == LATENT_EPS else LATENT_EPS,
         "state_key_heads": widths["state_heads"], "state_value_dim": widths["state_key_dim"]}
 
 

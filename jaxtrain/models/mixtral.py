@@ -14,11 +14,9 @@ from jaxtrain.models.llama import DenseConfig, dense, written
 
 
 @dataclass(frozen=True)
-class ExpertsConfig(RoutedConfig, DenseConfig):
-    """Mixtral and Qwen3-MoE: mixtures of experts."""
+class SparseConfig(RoutedConfig):
+    """Layers with and without experts, shared ones, and how tokens choose."""
 
-    name: str = "mixtral"
-    late_window = False
     # number of shared experts, which process every token; they form one MLP of their summed width
     shared_experts: int = at_most(0, 2**10, least=0)
     # number of first layers that have a dense MLP of width mlp_dim instead of experts
@@ -63,6 +61,14 @@ class ExpertsConfig(RoutedConfig, DenseConfig):
             raise UserError("model.expert_groups_used", f"{self.expert_groups_used} exceeds "
                             f"model.expert_groups={self.expert_groups}", f"use {self.expert_groups} or fewer")
         super()._check_experts()
+
+
+@dataclass(frozen=True)
+class ExpertsConfig(SparseConfig, DenseConfig):
+    """Mixtral and Qwen3-MoE: mixtures of experts."""
+
+    name: str = "mixtral"
+    late_window = False
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:

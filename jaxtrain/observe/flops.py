@@ -45,8 +45,9 @@ def flops_per_token(model: ModelConfig, matmul_params: float, seq_len: int, caus
     """
     def attended(window: int) -> float:
         window = min(window or seq_len, seq_len)
-        # Queries 0..window-1 see half a window on average, the later ones all of it.
-        return window - window**2 / (2 * seq_len) if causal and model.causal else window
+        # Queries 0..window-1 see half a window on average, the later ones all of it, or half of their own chunk.
+        growing = window if model.chunked else seq_len
+        return window - window**2 / (2 * growing) if causal and model.causal else window
 
     keys = sum(layers * attended(window) for window, layers in model.windows.items())
     if model.multi_token_loss:  # one more layer, of the kind that is not global

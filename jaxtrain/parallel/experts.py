@@ -89,10 +89,11 @@ def masks(model: ModelConfig, train: TrainConfig, mesh: Mapping[str, int], platf
 def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, kept_NK: jax.Array,
                     gate_LDF: Weight, up_LDF: Weight, down_LFD: Weight, biases: tuple[jax.Array, ...] = (), *,
                     axis: tuple[str, ...] = (), options: ExpertOptions = DEFAULT, limit: int | None = None,
-                    activation: Activation = swiglu) -> jax.Array:
+                    activation: Activation = swiglu, weighted_inputs: bool = False) -> jax.Array:
     """Return the weighted sum of each token's experts; `limit` caps the rows that a device receives from one other.
 
-    `biases` are those [L, F] of the gate and of up, if there are any. With weights in 8 bits all products are in fp8
+    `biases` are those [L, F] of the gate and of up, if there are any. With `weighted_inputs`, weights multiply what
+    experts are given, and their results are only added. With weights in 8 bits all products are in fp8
     (sharding/products.py), and tokens are sent so.
     """
     n, held = (lax.axis_size(axis) if axis else 1), len(jax.tree.leaves(gate_LDF)[0])
@@ -101,7 +102,8 @@ def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Arra
     way = choose_exchange(options.exchange, n, choices)
     experts_NK = jnp.where(kept_NK, experts_NK, n * held)  # an expert that no device holds
     how: dict[str, Any] = {"backend": options.grouped_matmul, "filled": min(even, worst)}
-    p = _Passes(how, buffer_rows(even, worst, options.buffer), worst, axis if way == "ragged" else (), held, activation)
+    p = _Passes(how, buffer_rows(even, worst, options.buffer), worst, axis if way == "ragged" else (), held, activation,
+                weighted_inputs)
     send = partial(lax.all_gather, axis_name=axis, tiled=True) if way == "gather" else lambda a: a
     x = Rounded(*products.sent(x_ND, send), x_ND.dtype) if products.is_fp8() else send(x_ND)
     experts_NK, weights_NK = send(experts_NK), send(weights_NK)
@@ -149,6 +151,7 @@ class _Passes:
     axis: tuple[str, ...]  # of the devices to which rows are sent; () if all of them are here
     held: int  # experts
     activation: Activation
+    weighted_inputs: bool = False
 
     def routes(self, experts_NK: jax.Array) -> dict[str, jax.Array]:
         """Sort assignments by expert; return what the passes read, and how many there must be."""
@@ -171,9 +174,10 @@ class _Passes:
                 biases: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Return each token's sum over those of its experts that compute in this pass, and what SwiGLU reads."""
         at = self._route(number, routes)
-        both_RF = self._both(at, at.enter(x_ND), gate_LDF, up_LDF, biases)
+        weights_R = at.weights(weights_NK)
+        both_RF = self._both(at, self._given(at.enter(x_ND), weights_R), gate_LDF, up_LDF, biases)
         # Weighted here and not after `down`, whose result then need not be kept for the backward pass.
-        act_RF = self._weighted(*both_RF, at.weights(weights_NK))
+        act_RF = self._weighted(*both_RF, weights_R)
         return at.leave(self.product(act_RF, down_LFD, at.sizes)), both_RF
 
     def backward(self, number: jax.Array | int, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
@@ -181,15 +185,19 @@ class _Passes:
                  dy_ND: Factor, both_RF: tuple[jax.Array, jax.Array] | None = None) -> tuple[PyTree, ...]:
         """Return the gradients of all arrays by `forward`, which is not computed again if it left `both_RF`."""
         at = self._route(number, routes)
-        x_RD = at.enter(x_ND)
+        token_RD, weights_R = at.enter(x_ND), at.weights(weights_NK)
+        x_RD = self._given(token_RD, weights_R)
         both_RF = both_RF or self._both(at, x_RD, gate_LDF, up_LDF, biases)
-        act_RF, back = jax.vjp(self._weighted, *both_RF, at.weights(weights_NK))
+        act_RF, back = jax.vjp(self._weighted, *both_RF, weights_R)
         dact_RF, ddown_LFD = self.gradients(act_RF, down_LFD, at.sizes, at.enter(dy_ND))
         dgate_RF, dup_RF, dweights_R = back(dact_RF)
         dx_RD, dgate_LDF = self.gradients(x_RD, gate_LDF, at.sizes, dgate_RF)
         more_RD, dup_LDF = self.gradients(x_RD, up_LDF, at.sizes, dup_RF)
         dbiases = tuple(at.by_expert(d_RF).astype(b.dtype) for d_RF, b in zip((dgate_RF, dup_RF), biases, strict=False))
-        dx_ND = products.gradient_of(x_ND, at.leave(dx_RD + more_RD))
+        dx_RD = dx_RD + more_RD
+        if self.weighted_inputs:
+            dx_RD, dweights_R = jax.vjp(self._given, products.plain(token_RD), weights_R)[1](dx_RD)
+        dx_ND = products.gradient_of(x_ND, at.leave(dx_RD))
         return dx_ND, at.weights_back(dweights_R), dgate_LDF, dup_LDF, ddown_LFD, dbiases
 
     def product(self, x_RK: Factor, weight_LKN: Weight, sizes_L: jax.Array) -> jax.Array:
@@ -237,7 +245,16 @@ class _Passes:
                 (gate_RF, up_RF), biases, strict=True))
         return gate_RF, up_RF
 
+    def _given(self, x_RD: Factor, weights_R: jax.Array) -> Factor:
+        """Return what experts are given of the tokens of rows."""
+        if not self.weighted_inputs:
+            return x_RD
+        x_RD = products.plain(x_RD)
+        return (x_RD * weights_R[:, None]).astype(x_RD.dtype)
+
     def _weighted(self, gate_RF: jax.Array, up_RF: jax.Array, weights_R: jax.Array) -> jax.Array:
+        if self.weighted_inputs:
+            return self.activation(gate_RF, up_RF)
         return (self.activation(gate_RF, up_RF) * weights_R[:, None]).astype(up_RF.dtype)
 
     def _route(self, number: jax.Array | int, routes: dict[str, jax.Array]) -> "_Route":

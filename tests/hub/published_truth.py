@@ -27,9 +27,17 @@ from jaxtrain.hub.weights import safetensors_files
 from tests.hub import published
 from tests.hub.cases import CASES
 
+LIKE = {"kimi_k2": "deepseek_v3"}  # types that transformers has no class for, and those that they are
+OWN = {"mistral4": "Mistral4ForCausalLM"}  # classes that `AutoModelForCausalLM` does not know
+
 
 def torch_model(folder: Path, kind: Any = transformers.AutoModelForCausalLM) -> Any:
     """The model in a folder, in float64."""
+    given = json.loads((folder / "config.json").read_text())
+    if given["model_type"] in LIKE:
+        (folder / "config.json").write_text(json.dumps(given | {"model_type": LIKE[given["model_type"]]}))
+    if kind is transformers.AutoModelForCausalLM and given["model_type"] in OWN:
+        kind = getattr(transformers, OWN[given["model_type"]])
     model, told = kind.from_pretrained(
         folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64,
         output_loading_info=True)
@@ -50,9 +58,11 @@ def as_published(kind: str, named: dict[str, Any]) -> dict[str, Any]:
 
 def made(kind: str, keys: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return what transformers writes to disk of a model of this type: its config and the shapes of its tensors."""
-    config = transformers.AutoConfig.for_model(kind, **keys)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return {"config": json.loads((folder / "config.json").read_text()),
+    config = transformers.AutoConfig.for_model(LIKE.get(kind, kind), **keys)
+    model = getattr(transformers, OWN[kind])(config) if kind in OWN else (
+        transformers.AutoModelForCausalLM.from_config(config))
+    model.save_pretrained(folder)
+    return {"config": json.loads((folder / "config.json").read_text()) | {"model_type": kind},
             "tensors": as_published(kind, {
                 name: t.shape for name, t in safetensors_files.tensors_of(folder).items()})}
 
@@ -90,11 +100,11 @@ def computed(folder: Path, scratch: Path) -> dict[str, Any]:
                                                  tokens[:, 1:].reshape(-1))
         loss.backward()
     of = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    buffers = dict(model.named_buffers())
+    untrained = [*dict(model.named_buffers()), *(name for name, p in model.named_parameters() if p.grad is None)]
     return {"logits": [float(f"{x:.9g}") for x in logits.detach().numpy().reshape(-1)], "loss": float(loss.detach()),
             "gradients": {name: [float(f"{x:.8g}") for x in published.projections(name, tensor)]
                           for name, tensor in on_disk(model, scratch, of).items()
-                          if not any(name.endswith(key.split(".")[-1]) for key in buffers)}}
+                          if not any(name.endswith(key.split(".")[-1]) for key in untrained)}}
 
 
 def exported(name: str, case: dict[str, Any]) -> float:
@@ -149,7 +159,7 @@ def has_rewards(kind: str) -> bool:
     """Return whether a model of this type can be published as a reward model."""
     from jaxtrain.hf.hf_config import types
 
-    return types()[kind][1].classifier is not None
+    return next(iter(types()[kind].values())).classifier is not None
 
 
 def main() -> int:

@@ -39,11 +39,14 @@ class Cache:
         return replace(self, entries=None if self.entries is None else self.entries.get(name))
 
     def visible(self, slots: int, window: jax.Array | int = 0) -> jax.Array:
-        """Return which of the earlier slots the token attends to [B, S]; `window` is a number or an array, 0: all."""
+        """Return which of the earlier slots the token attends to [B, S].
+
+        `window` is a number, or an array of one, or of one for each row [B, 1]; 0: all.
+        """
         assert self.begins_B is not None and self.slot is not None
         back_S = (self.slot - jnp.arange(slots)) % slots  # tokens ago; 0: where the token itself will be
-        near_S = (back_S > 0) & ((back_S < window) | (jnp.asarray(window) == 0))
-        return near_S[None] & (back_S[None] <= self.slot - self.begins_B[:, None])
+        near = (back_S > 0) & ((back_S < window) | (jnp.asarray(window) == 0))
+        return near & (back_S[None] <= self.slot - self.begins_B[:, None])
 
     def read(self, new: PyTree) -> tuple[PyTree, PyTree]:
         """Return the entries of a layer that its token attends to, and what the layer returns, from the token's own.

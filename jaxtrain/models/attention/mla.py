@@ -29,9 +29,11 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, dim: int, heads: int, head_dim: int, rope_dim: int, value_dim: int, q_rank: int, kv_rank: int,
                  eps: float, *, out_std: float, rngs: nnx.Rngs, window: int = 0, backend: str = "auto",
-                 context: str = "auto", score_factor: float = 1.0):
+                 context: str = "auto", score_factor: float = 1.0, tempered: bool = False):
+        """`tempered`: beside the angles there is a factor of queries at their positions, see `Tempered`."""
         self.head_dim, self.kv_rank, self.window = head_dim, kv_rank, window
         self.backend, self.context, self.score_factor = backend, context, score_factor
+        self.tempered = tempered
         up, down = ("rank", "heads", "head_dim"), ("embed", "latent")
         self.q_down = Linear("btd,dl->btl", (dim, q_rank), down, LATENT, rngs=rngs) if q_rank else None
         self.q_norm = RMSNorm(q_rank, eps, axis="latent", rngs=rngs) if q_rank else None
@@ -46,6 +48,9 @@ class LatentAttention(nnx.Module):
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         q_BTL = x_BTD if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x_BTD))
         q_BTHK, q_BTHR = jnp.split(self.q(q_BTL), [self.head_dim], axis=-1)
+        if self.tempered:
+            angles, factor_BT11 = angles
+            q_BTHK, q_BTHR = ((q * factor_BT11).astype(q.dtype) for q in (q_BTHK, q_BTHR))
         kv_BTL, k_BTR = jnp.split(self.kv_down(x_BTD), [self.kv_rank], axis=-1)
         kv_BTL = self.kv_norm(kv_BTL)
         if cache is not None and cache.entries is not None:

@@ -1,7 +1,5 @@
 """The shared expert of Qwen's mixtures: an MLP whose result each token takes a part of."""
 
-from typing import Any
-
 import jax
 from flax import nnx
 
@@ -13,8 +11,8 @@ from jaxtrain.sharding import activations
 class GatedSwiGLU(SwiGLU):
     """Llama's MLP times the sigmoid of a logit of each token, which a vector makes of its activation."""
 
-    def __init__(self, dim: int, *sizes: int, rngs: nnx.Rngs, **how: Any):
-        super().__init__(dim, *sizes, rngs=rngs, **how)
+    def __init__(self, dim: int, hidden: int, *, out_std: float, rngs: nnx.Rngs):
+        super().__init__(dim, hidden, out_std=out_std, rngs=rngs)
         self.token_gate = param(rngs, (dim, 1), ("embed", "router"))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

@@ -6,7 +6,6 @@ over `tensor` too, each device computes a part of their width, and the parts are
 Shape suffixes: B batch, T sequence, D embedding, E experts, F expert width, N tokens.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -48,16 +47,13 @@ class Router(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Routed SwiGLU experts, or those of another activation, and shared ones.
-
-    `biased`: the router and routed experts have biases; `shared_bias`: the shared ones do.
-    """
+    """Routed SwiGLU experts, or those of another activation, and shared ones. `biased`: the routed ones have biases."""
 
     adapter: Any = None  # models/lora.py gives the experts some
     routes = True  # a block that has it returns its penalty and sums, too
 
     def __init__(self, config: ModelConfig, *, out_std: float, options: ExpertOptions = DEFAULT,
-                 biased: bool = False, shared_bias: bool = False, activation: Activation = swiglu, rngs: nnx.Rngs):
+                 biased: bool = False, activation: Activation = swiglu, rngs: nnx.Rngs):
         c = config.experts
         E, D, F = c.num, config.embed_dim, c.mlp_dim
         self.experts, self.options, self.activation = c, options, activation
@@ -67,7 +63,7 @@ class MoE(nnx.Module):
         self.gate_bias, self.up_bias, self.down_bias = (
             param(rngs, (E, width), names, std=0) if biased else None
             for width, names in ((F, WIDE_BIAS), (F, WIDE_BIAS), (D, NARROW_BIAS)))
-        shared = GatedSwiGLU if c.shared_gated else partial(SwiGLU, bias=shared_bias)
+        shared = GatedSwiGLU if c.shared_gated else SwiGLU
         self.shared = shared(D, c.shared_width, out_std=out_std, rngs=rngs) if c.shared_width else None
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -124,7 +120,8 @@ class MoE(nnx.Module):
         w |= {} if self.adapter is None else self.adapter.adapted(w)
         y_ND = through_experts(x_ND, experts_NK, weights_NK, kept_NK, w["gate"], w["up"], w["down"], biases,
                                axis=activations.axes_over("experts"), options=self.options,
-                               limit=most if c.capacity_factor else None, activation=self.activation)
+                               limit=most if c.capacity_factor else None, activation=self.activation,
+                               weighted_inputs=c.weighted_inputs)
         y_BTD = y_ND.reshape(B, T, D)
         if split:
             y_BTD = lax.psum_scatter(y_BTD, split, scatter_dimension=1, tiled=True)

@@ -37,5 +37,50 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
         "head_dim": 6, "num_local_experts": 8, "num_experts_per_tok": 3, "attention_bias": True}),
     "granitemoeshared": ("granitemoeshared", SIZES | MULTIPLIED | {
         "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 12}),
+    "kimi_k2": ("kimi_k2", SIZES | LATENT | {
+        "num_hidden_layers": 2, "n_routed_experts": 384, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1,
+        "n_shared_experts": 1, "routed_scaling_factor": 2.827, "q_lora_rank": 12, "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 1.0, "beta_slow": 1.0,
+            "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek_v2": ("deepseek_v2", SIZES | LATENT | {
+        "q_lora_rank": 12, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0, "norm_topk_prob": False,
+        "rms_norm_eps": 1e-5, "num_experts_per_tok": 3, "rope_scaling": {
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 0.707, "mscale_all_dim": 0.707}}),
+    "deepseek_v2_lite": ("deepseek_v2", SIZES | LATENT | {
+        "q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 1.0, "first_k_dense_replace": 0,
+        "n_group": None, "topk_group": None, "num_hidden_layers": 2, "norm_topk_prob": False}),
+    "ernie4_5_moe": ("ernie4_5_moe", SIZES | {
+        "head_dim": 6, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 6, "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1, "num_hidden_layers": 3, "pad_token_id": 0}),
+    "ernie4_5_moe_sparse": ("ernie4_5_moe", SIZES | {
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 6, "moe_num_shared_experts": 0,
+        "moe_layer_start_index": 0, "moe_layer_interval": 2, "num_hidden_layers": 4, "pad_token_id": 0}),
+    "minimax_m2": ("minimax_m2", SIZES | {
+        "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 4, "pad_token_id": 0}),
+    "afmoe": ("afmoe", SIZES | {
+        "head_dim": 6, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 6, "num_shared_experts": 1,
+        "num_dense_layers": 1, "route_scale": 2.8, "num_hidden_layers": 4, "global_attn_every_n_layers": 2,
+        "sliding_window": 5, "mup_enabled": True}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", SIZES | {
+        "head_dim": 6, "num_experts": 8, "moe_topk": [3, 3], "attention_bias": True, "rope_scaling": {
+            "type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+            "mscale_all_dim": 1.0}}),
+    "mistral4": ("mistral4", SIZES | LATENT | {
+        "q_lora_rank": 12, "n_shared_experts": 1, "pad_token_id": 0, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 4,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}}),
+    "llama4": ("llama4_text", SIZES | {
+        "head_dim": 6, "intermediate_size": 6, "intermediate_size_mlp": 20, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "num_hidden_layers": 4,
+        "no_rope_layers": [1, 0, 1, 0], "attention_chunk_size": 5, "floor_scale": 3, "attn_scale": 0.4,
+        "pad_token_id": 0}),
+    "llama4_chunks": ("llama4_text", SIZES | {
+        "head_dim": 8, "intermediate_size": 6, "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 4,
+        "no_rope_layers": [1] * 4, "attention_chunk_size": 4, "use_qk_norm": False, "attention_bias": True,
+        "pad_token_id": 0, "rope_scaling": {
+            "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8}}),
     "deepseek_v3_plain": ("deepseek_v3", SIZES | LATENT | {"q_lora_rank": None}),
 }

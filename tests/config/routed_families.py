@@ -1,0 +1,77 @@
+"""Draws config.json files of the routed types, and what jaxtrain takes them for; see `tests.config.families`."""
+
+from typing import Any
+
+_EXPERTS = {"num_experts_per_tok": [2, 3], "moe_intermediate_size": [6], "norm_topk_prob": [True, False]}
+_LATENT = {"num_key_value_heads": [2, 4, None], "kv_lora_rank": [12], "qk_nope_head_dim": [6], "qk_rope_head_dim": [4],
+           "v_head_dim": [8], "q_lora_rank": [12, None], "n_routed_experts": [8], "n_shared_experts": [1, 2],
+           "first_k_dense_replace": [0, 1], "n_group": [4, 1, None], "topk_group": [2, 1],
+           "routed_scaling_factor": [2.5, 1.5], "rms_norm_eps": [1e-6, 1e-5]} | _EXPERTS
+_MULTIPLIED = {"embedding_multiplier": [6.0], "attention_multiplier": [0.3], "residual_multiplier": [0.22],
+               "logits_scaling": [4.0], "attention_bias": [True, False], "num_local_experts": [4],
+               "num_experts_per_tok": [2], "head_dim": [6, None]}
+# The keys that the types have beside those of shape and rotary positions, with values to draw from.
+DRAWS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": _EXPERTS | {
+        "use_sliding_window": [True, False, False], "sliding_window": [3, 5, None], "max_window_layers": [0, 1, 9],
+        "layer_types": "layers", "num_experts": [4], "shared_expert_intermediate_size": [8, 10], "qkv_bias": [False],
+        "decoder_sparse_step": [1, 2], "mlp_only_layers": [[], [0], [1], None]},
+    "granitemoe": _MULTIPLIED, "granitemoeshared": _MULTIPLIED | {"shared_intermediate_size": [0, 8]},
+    "deepseek_v2": _LATENT | {"topk_method": ["greedy", "group_limited_greedy", "noaux_tc"]},
+    "ernie4_5_moe": {
+        "head_dim": [6], "moe_num_experts": [8], "moe_k": [2, 3], "moe_intermediate_size": [6],
+        "moe_num_shared_experts": [0, 1, 2], "moe_layer_start_index": [0, 1, 2], "moe_layer_interval": [1, 2],
+        "moe_layer_end_index": [-1, 3, 2], "use_bias": [False, True]},
+    "minimax_m2": {"head_dim": [8], "num_local_experts": [8], "num_experts_per_tok": [2], "rotary_dim": [4, 8, None],
+                   "partial_rotary_factor": [0.5, 1.0]},
+    "afmoe": {
+        "head_dim": [6], "num_experts": [8], "num_experts_per_tok": [2, 3], "moe_intermediate_size": [6],
+        "num_shared_experts": [1, 2], "num_dense_layers": [0, 1], "route_scale": [2.8], "layer_types": "layers",
+        "global_attn_every_n_layers": [1, 2, 3], "sliding_window": [3, 5], "mup_enabled": [True, False],
+        "attention_bias": [False, True]},
+    "hunyuan_v1_moe": {
+        "head_dim": [6], "num_experts": [8], "moe_topk": [1, 2, [2, 2], [2, 3]], "attention_bias": [True, False],
+        "rope_scaling": [{"type": "dynamic", "alpha": 50.0, "factor": 1.0}, {"type": "dynamic", "factor": 2.0}, None]},
+    "mistral4": _LATENT | {"rope_scaling": [None], "rope_parameters": [
+        None, {"rope_type": "default"}, {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8,
+                                         "llama_4_scaling_beta": 0.3},
+        {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0,
+         "rope_theta": 30.0, "mscale": 1.0, "mscale_all_dim": 0.5, "partial_rotary_factor": 0.4}]},
+    "llama4_text": {
+        "head_dim": [6], "intermediate_size_mlp": [20], "num_local_experts": [4], "num_experts_per_tok": [1, 2],
+        "interleave_moe_layer_step": [1, 2], "moe_layers": [None, [0, 1], [1, 3]], "no_rope_layer_interval": [2, 3],
+        "no_rope_layers": [[], None, [1, 1, 1], [1, 0, 1, 0]], "attention_chunk_size": [3, 5, None],
+        "use_qk_norm": [True, False], "attention_bias": [True], "floor_scale": [4], "attn_scale": [0.3],
+        "attn_temperature_tuning": [True, False]},
+}
+KINDS = tuple(DRAWS)
+
+
+def shape(c: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the shape of a model, as `routed_families_truth.shape` does."""
+    from jaxtrain.models.attention.rotary import scaled_frequencies, score_factor
+
+    e, layers = c.experts, range(c.num_layers)
+    sparse = [n >= e.dense_layers and (n - e.dense_layers + 1) % e.every == 0 for n in layers]
+    turns, scale = scaled_frequencies(c, c.rotary_width)
+    found = {"vocab_size": c.vocab_size, "layers": c.num_layers, "width": c.embed_dim, "heads": c.num_heads,
+             "kv": c.num_kv_heads, "length": c.max_seq_len, "tied": c.tied_embeddings, "eps": c.norm_eps,
+             "head_dim": c.head_dim, "turns": [*map(float, turns), float(scale)], "experts": sparse,
+             "count": e.num, "chosen": e.per_token, "expert_mlp": e.mlp_dim, "shared": e.shared_width,
+             "groups": [e.groups, e.groups_used] if e.groups > 1 else None,
+             "weights": [e.score, e.normalized, e.scale, e.bias_rate > 0], "mlp": None if all(sparse) else c.mlp_dim,
+             "windows": _windows(c)}
+    own: dict[str, Any] = {key: getattr(c, key) for key in (
+        "qkv_bias", "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
+        "attention_bias", "scale_embeddings", "use_qk_norm", "query_temperature") if hasattr(c, key)}
+    if c.latent_attention:
+        own |= {"turning": c.rope_head_dim, "value": c.value_head_dim, "latents": [c.q_rank, c.kv_rank],
+                "scores": score_factor(c)}
+    if own.get("query_temperature"):
+        own["temperature_len"] = getattr(c, "query_temperature_len", c.rope_original_len)
+    return found | {"own": own}
+
+
+def _windows(c: Any) -> list[int]:
+    every = getattr(c, "no_rope_every" if c.name == "llama4" else "global_every", 0)
+    return [0 if every and (n + 1) % every == 0 else c.window for n in range(c.num_layers)]
