@@ -43,7 +43,8 @@ class Family:
 _OWN = (
     "gpt2",
     "llama", "qwen2", "qwen3", "arcee", "smollm3", "granite", "seed_oss", "ernie4_5", "phi3", "glm4", "olmo2", "olmo3",
-    "exaone4", "gemma3",
+    "exaone4", "gemma3", "gemma2", "cohere", "cohere2", "ministral3", "ministral", "hunyuan_v1_dense", "apertus",
+    "nanochat", "olmo", "glm", "gemma", "starcoder2", "stablelm", "helium", "nemotron",
     "mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "dots1", "deepseek_v2", "deepseek_v3",
     "gpt_oss", "ernie4_5_moe", "minimax_m2", "afmoe", "hunyuan_v1_moe", "mistral4", "llama4",
     "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear",

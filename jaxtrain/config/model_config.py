@@ -69,6 +69,7 @@ class ModelConfig:
     rows_of = "sequences"  # what such a row has: "sequences", one of them, or "pictures", several
     sinks = False  # whether attention has them
     chunked = False  # whether a window is a chunk of the row, whose tokens see one another alone
+    attention_cap = 0.0  # the soft cap of attention's scores; 0: none
     latent_attention = False  # whether keys and values are made of a latent
     compares_rows = False  # whether the loss compares each row of a batch with the others
     scaled_embeddings = False  # whether embeddings are multiplied by the square root of their width

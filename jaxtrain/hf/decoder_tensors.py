@@ -3,7 +3,7 @@
 Paths are below the layer, names below "model.layers.{layer}.".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ QKV_BIASES = [Entry(f"attention/{name}/bias", f"self_attn.{name}_proj.bias", "(h
 QK_NORMS = [Entry(f"attention/{name}_norm/scale", f"self_attn.{name}_norm.weight") for name in "qk"]
 NORMS = [Entry("attention_norm/scale", "input_layernorm.weight"),
          Entry("mlp_norm/scale", "post_attention_layernorm.weight")]
+LAST_NORM = [Entry("norm/scale", "model.norm.weight")]
 # Norms of all heads together.
 ALL_HEADS_QK_NORMS = [replace(entry, layout="(hk)->hk") for entry in QK_NORMS]
 # Norms after attention and the MLP only.
@@ -57,6 +58,13 @@ def ungated(bias: bool) -> list[Entry]:
             *[Entry(f"mlp/{name}/bias", f"mlp.{name}_proj.bias") for name in ("up", "down")] * bias]
 
 
+def neighbouring_pairs(entries: list[Entry], width: int) -> list[Entry]:
+    """Return the entries, with those of queries and keys whose first `width` numbers of a head turn with neighbours."""
+    return [replace(entry, paired=width, paired_first=True)
+            if entry.ours.startswith(("attention/q/", "attention/k/", "attention/q_norm/", "attention/k_norm/")) else
+            entry for entry in entries]
+
+
 def biases(qkv: bool = False, out: bool = False, mlp: bool = False) -> list[Entry]:
     """Return the entries of the biases that attention and a gated MLP have."""
     return [*QKV_BIASES * qkv, *[Entry("attention/out/bias", "self_attn.o_proj.bias")] * out,
@@ -94,14 +102,14 @@ def latent_attention(c: Any, paired: int = 0) -> list[Entry]:
             Entry("attention/out/kernel", "self_attn.o_proj.weight", OUT)]
 
 
-def decoder(layer: Callable[..., list[Entry]], **options: Any) -> HFTensors:
+def decoder(layer: Callable[..., list[Entry]], norm: Sequence[Entry] = LAST_NORM, **options: Any) -> HFTensors:
     """Return the tensors of a decoder of which `layer(config, whether it has experts)` returns those of one layer.
 
-    Where layers are of several kinds, the letter of the layer's kind is a third argument.
+    Where layers are of several kinds, the letter of the layer's kind is a third argument. `norm`: the entries of
+    the last norm.
     """
     def entries(c: Any, reward_head: bool) -> list[Entry]:
-        found = [Entry("embed/table", "model.embed_tokens.weight", "vd->vd"), Entry("norm/scale", "model.norm.weight"),
-                 *head(c, reward_head)]
+        found = [Entry("embed/table", "model.embed_tokens.weight", "vd->vd"), *norm, *head(c, reward_head)]
         for stack, numbers, routed in stacks(c):
             kind = (c.layer_kinds[numbers[0]],) if isinstance(c, PatternConfig) else ()
             found += in_stack(stack, numbers, "model.layers", layer(c, routed, *kind))

@@ -29,11 +29,11 @@ class HunyuanV1MoeConfig(ExpertsConfig):
 
 def hunyuan_v1_moe(c: HunyuanV1MoeConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build a decoder of one of Hunyuan's mixtures."""
-    from jaxtrain.models.attention.norm_after_rotation import NormAfterRotation
+    from jaxtrain.models.attention.norm_last import NormLastAttention
     from jaxtrain.models.layers import RMSNorm
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
 
-    attention = grouped_query(c, compute, NormAfterRotation, qkv_bias=c.attention_bias, out_bias=c.attention_bias,
+    attention = grouped_query(c, compute, NormLastAttention, qkv_bias=c.attention_bias, out_bias=c.attention_bias,
                               qk_norm=partial(RMSNorm, c.head_dim, c.norm_eps, axis="head_dim"))
     return rotary_decoder(c, compute, attention, rngs=rngs)
 

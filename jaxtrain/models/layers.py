@@ -130,38 +130,39 @@ class Linear(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Mean and variance normalization in float32, with scale and bias."""
+    """Mean and variance normalization in float32, with scale and bias or without."""
 
-    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs):
-        self.eps = eps
-        self.scale = param(rngs, (dim,), ("norm",), std=0, value=1.0)
-        self.bias = param(rngs, (dim,), ("norm",), std=0)
+    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs, scale: bool = True, bias: bool = True):
+        self.eps, self.dim = eps, dim
+        self.scale = param(rngs, (dim,), ("norm",), std=0, value=1.0) if scale else None
+        self.bias = param(rngs, (dim,), ("norm",), std=0) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale, bias = (activations.gather(p[...], "norm") for p in (self.scale, self.bias))
+        scale, bias = (jnp.full(self.dim, without) if p is None else activations.gather(p[...], "norm")
+                       for p, without in ((self.scale, 1.0), (self.bias, 0.0)))
         return activations.by_row(lambda x: layer_norm(x, scale, bias, self.eps), x)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalization in float32, with scale."""
+    """Root-mean-square normalization in float32, with scale or without."""
 
-    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs, axis: str = "norm"):
-        self.eps, self.axis = eps, axis
-        self.scale = param(rngs, (dim,), (axis,), std=0, value=1.0)
+    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs, axis: str = "norm", scale: bool = True):
+        self.eps, self.axis, self.dim = eps, axis, dim
+        self.scale = param(rngs, (dim,), (axis,), std=0, value=1.0) if scale else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = activations.gather(self.scale[...], self.axis)
+        scale = jnp.ones(self.dim) if self.scale is None else activations.gather(self.scale[...], self.axis)
         return activations.by_row(lambda x: rms_norm(x, scale, self.eps), x)
 
 
 class GeluMLP(nnx.Module):
-    """GPT-2's MLP: up, GELU (of its tanh form, or of the `kind` given), down, with biases."""
+    """GPT-2's MLP: up, GELU (of its tanh form, or of the `kind` given), down, with biases or without."""
 
     def __init__(self, dim: int, hidden: int, *, out_std: float, rngs: nnx.Rngs,
-                 kind: Callable[[jax.Array], jax.Array] = gelu):
+                 kind: Callable[[jax.Array], jax.Array] = gelu, bias: bool = True):
         self.gelu, wide = kind, ("batch", "seq", "act_mlp")
-        self.up = Linear("btd,df->btf", (dim, hidden), ("embed", "mlp"), wide, bias=True, rngs=rngs)
-        self.down = Linear("btf,fd->btd", (hidden, dim), ("mlp", "embed"), RESIDUAL, bias=True, std=out_std, rngs=rngs)
+        self.up = Linear("btd,df->btf", (dim, hidden), ("embed", "mlp"), wide, bias=bias, rngs=rngs)
+        self.down = Linear("btf,fd->btd", (hidden, dim), ("mlp", "embed"), RESIDUAL, bias=bias, std=out_std, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return self.down(self.gelu(self.up(x_BTD)))
@@ -216,6 +217,17 @@ class MultipliedEmbed(Embed):
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         x_BTD = super().__call__(tokens_BT)
         return x_BTD * jnp.asarray(self.factor, x_BTD.dtype)
+
+
+class NormedEmbed(Embed):
+    """Token embeddings, normalised."""
+
+    def __init__(self, vocab: int, dim: int, norm: nnx.Module, *, rngs: nnx.Rngs):
+        super().__init__(vocab, dim, rngs=rngs)
+        self.norm = norm
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        return self.norm(super().__call__(tokens_BT))
 
 
 class Head(nnx.Module):

@@ -5,6 +5,7 @@ Shape suffixes: B batch, T and S sequence, D embedding, H query heads, G key/val
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 from flax import nnx
@@ -20,8 +21,8 @@ from jaxtrain.parallel import cut_rows
 
 @jax.named_scope("attention")  # jaxtrain.bench attributes step time to these scope names
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
-           window: int = 0, sinks_H: jax.Array | None = None, causal: bool = True, backend: str = "auto",
-           context: str = "auto") -> jax.Array:
+           window: int = 0, sinks_H: jax.Array | None = None, soft_cap: float = 0.0, causal: bool = True,
+           backend: str = "auto", context: str = "auto") -> jax.Array:
     """Return attention over keys of the same segment: causal, of the last `window` tokens if given, or both ways.
 
     Segments that are booleans only say which tokens are not padding: each row is one text then. Where a mesh shards the
@@ -39,9 +40,9 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
         from jaxtrain.parallel.context import attend as attend_across
 
         return attend_across(q_BTHK, k_BSGK, v_BSGK, segments_BT, window=window, strategy=context, backend=backend,
-                             sinks_H=sinks_H)
+                             sinks_H=sinks_H, soft_cap=soft_cap)
     return attention.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT=segments_BT, key_segments_BS=key_segments_BS,
-                            window=window, sinks_H=sinks_H, causal=causal, backend=backend)
+                            window=window, sinks_H=sinks_H, soft_cap=soft_cap, causal=causal, backend=backend)
 
 
 class Attention(nnx.Module):
@@ -80,9 +81,20 @@ class Attention(nnx.Module):
     def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries and keys, normalised if the model does that, and values."""
         q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+        return *self.normalised(q, k), v
+
+    def normalised(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return queries and keys, normalised if the model does that; queries times the factor of scores."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return q if self.score_factor == 1 else (q * self.score_factor).astype(q.dtype), k, v
+        return q if self.score_factor == 1 else (q * self.score_factor).astype(q.dtype), k
+
+    def turn(self, q: jax.Array, k: jax.Array, angles: Any) -> tuple[jax.Array, jax.Array]:
+        """Return queries and keys, rotated by their positions."""
+        q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
+        if self.q_norm is None:  # kept in place of the products, which gradients do not need
+            q, k = checkpoint_name(q, "dots"), checkpoint_name(k, "dots")
+        return q, k
 
     def returned(self, x_BTD: jax.Array, y_BTHK: jax.Array) -> jax.Array:
         """Return what attention adds to a layer, from what it found for its input."""
@@ -94,9 +106,7 @@ class Attention(nnx.Module):
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         q, k, v = self.project(x_BTD)
         if angles is not None:
-            q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
-            if self.q_norm is None:  # kept in place of the products, which gradients do not need
-                q, k = checkpoint_name(q, "dots"), checkpoint_name(k, "dots")
+            q, k = self.turn(q, k, angles)
         if cache is not None and cache.entries is not None:
             return attend_cached(partial(self.returned, x_BTD), q, k, v, cache, self.window)
         y_BTHK = attend(q, k, v, segments_BT=segments_BT, window=self.window, causal=self.causal,
