@@ -57,7 +57,7 @@ class ModelConfig:
     text = False  # whether it is a decoder of text; else a row is a sequence of a prepared corpus
     causal = True  # whether attention looks back only
     flops_known = True  # whether each step of a row meets each matrix, so that FLOPs per step follow from parameters
-    rows_of = "sequences"  # what such a row has: "sequences", one of them, or "pictures", several
+    rows_of = "sequences"  # what such a row has: "sequences", one of them, or "images", several
     sinks = False  # whether attention has them
     latent_attention = False  # whether keys and values are made of a latent
     compares_rows = False  # whether the loss compares each row of a batch with the others

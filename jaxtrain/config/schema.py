@@ -145,7 +145,7 @@ class DataConfig:
 
 
 # What models that are not decoders of text have in a row: data.packing, and in words.
-ROWS = {"sequences": ("bucket", "one sequence of a prepared corpus"), "pictures": ("best_fit", "whole pictures")}
+ROWS = {"sequences": ("bucket", "one sequence of a prepared corpus"), "images": ("best_fit", "whole images")}
 
 
 @dataclass(frozen=True)
@@ -380,12 +380,12 @@ class Config:
 
     def _check_kind(self):
         """Refuse keys of text for models that are not decoders of it, and the other way round."""
-        pictures = self.model.rows_of == "pictures"
-        if self.data.augment and not pictures:
+        images = self.model.rows_of == "images"
+        if self.data.augment and not images:
             raise UserError("data.augment", f"{self.model.name} is not a model of images", "leave it out")
-        if self.data.crop and (self.model.text or pictures):
+        if self.data.crop and (self.model.text or images):
             raise UserError("data.crop", f"{self.model.name} has rows that hold all of a "
-                            f"{'picture' if pictures else 'text'}", "leave it out")
+                            f"{'image' if images else 'text'}", "leave it out")
         if self.model.text:
             return
         packing, rows = ROWS[self.model.rows_of]

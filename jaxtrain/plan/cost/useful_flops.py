@@ -1,8 +1,8 @@
 """The FLOPs that a row needs, forward and backward: its share of MFU, whatever rematerialization repeats.
 
 Of models that are not decoders of text a row is taken to be full, since only the data say how full it is: a row of
-patches holds `model.pictures_per_row` pictures of one size, each with a text of `model.text_len` tokens; audio and
-transcripts are as long as the config allows. That is not known of pictures among text.
+patches holds `model.images_per_row` images of one size, each with a text of `model.text_len` tokens; audio and
+transcripts are as long as the config allows. That is not known of images among text.
 """
 
 import math

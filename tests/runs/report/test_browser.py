@@ -53,7 +53,7 @@ ZOOM = """<script>{
 
 
 def browsed(address, width, dark, shot=None):
-    """The lines of the browser's console; `shot`: a picture of the page."""
+    """The lines of the browser's console; `shot`: a drawing of the page."""
     words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
              "--enable-logging=stderr", f"--window-size={max(width, 500)},2400",
              f"--blink-settings=preferredColorScheme={0 if dark else 1}",
@@ -69,7 +69,7 @@ def looked(page, folder, width, dark):
                                        f'width:{width}px;height:2400px"></iframe>')
     shot = folder / f"{width}-{'dark' if dark else 'light'}.png"
     console, _ = browsed(f"file://{folder}/frame.html", width, dark, shot)
-    assert shot.stat().st_size > 30_000, "a blank picture"
+    assert shot.stat().st_size > 30_000, "a blank drawing"
     seen = [line.removeprefix("SEEN ") for line in console if line.startswith("SEEN ")]
     return [line for line in console if not line.startswith("SEEN ")], json.loads(seen[0]) if seen else None
 
