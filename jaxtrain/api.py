@@ -14,7 +14,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
 from jaxtrain.objectives import MakeObjective
-from jaxtrain.pages.drawing import Drawing
+from jaxtrain.pages.notebook_drawing import Drawing
 from jaxtrain.parallel.schedules import drawing
 from jaxtrain.parallel.schedules.schedule import Schedule
 from jaxtrain.plan import preflight, search

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxtrain.pages.drawing import Cell, Drawing, grid
+from jaxtrain.pages.notebook_drawing import Cell, Drawing, grid
 from jaxtrain.pages.page_parts import facts, fragment, html_table
 from jaxtrain.sharding.axis_rules import AnyMesh, SpecEntry
 

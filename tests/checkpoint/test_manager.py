@@ -133,7 +133,7 @@ def test_half_written_folders_are_not_checkpoints(tmp_path, store):
 
 
 def test_arrays_that_had_another_name_are_found(tmp_path, store):
-    """Those of encoders of images, in the parameters and in what the optimizer keeps of them."""
+    """An encoder of images was `picture`, in the parameters and in what the optimizer keeps of them."""
     saved(store, 1)
     state = make_state()
 

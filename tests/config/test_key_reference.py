@@ -27,4 +27,4 @@ def test_it_has_every_key_with_a_description():
 def test_descriptions_are_whole_and_in_the_words_of_the_field():
     rows = [line.split(" | ", 2) for line in reference().splitlines() if line.startswith("| `")]
     assert unclear("\n".join(f"{key}: {text}" for key, _, text in rows)) == []
-    assert [key for key, _, text in rows if re.search(r"\bimages?\b|, \|$|^(?:of|and|but) ", text)] == []
+    assert [key for key, _, text in rows if re.search(r"\bpictures?\b|, \|$|^(?:of|and|but) ", text)] == []

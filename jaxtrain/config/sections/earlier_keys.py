@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from jaxtrain.base.annotations import JsonObject
+
 # The key, and what every run does now: what its default was.
 REMOVED = {"resilience.straggler_factor": 1.25}
 RENAMED = {"islands": "diloco", "reinforce": "rl"}  # sections
@@ -26,7 +28,7 @@ def as_named_now(sections: Any) -> Any:
             if gone and isinstance(keys, dict) else keys for section, keys in named.items()}
 
 
-def _keys(section: str, keys: dict[str, Any]) -> dict[str, Any]:
+def _keys(section: str, keys: JsonObject) -> JsonObject:
     renamed = RENAMED_KEYS.get(section, {})
     keys = {renamed.get(key, key): value for key, value in keys.items()}
     if section == "model" and isinstance(name := keys.get("name"), str):
@@ -40,6 +42,6 @@ def _pattern(pattern: str) -> str:
     return "/".join(RENAMED_PARAMETERS.get(part, part) for part in pattern.split("/"))
 
 
-def _said(sections: dict[str, Any], section: str, key: str) -> Any:
+def _said(sections: JsonObject, section: str, key: str) -> Any:
     keys = sections.get(section)
     return keys.get(key) if isinstance(keys, dict) else None

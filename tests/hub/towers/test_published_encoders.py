@@ -138,7 +138,7 @@ def test_configs_go_both_ways(name, tmp_path):
 @pytest.mark.parametrize(("name", "keys", "processor", "message"), [
     ("siglip", {"vision_config": {"vision_use_head": False}}, {}, "vision_config.vision_use_head=False cannot be expr"),
     ("siglip", {"vision_config": {"hidden_act": "relu"}}, {}, "vision_config.hidden_act='relu' cannot be expressed"),
-    ("siglip", {"text_config": {"projection_size": 8}}, {}, "text_config.projection_size=8 is not the width 24 of pic"),
+    ("siglip", {"text_config": {"projection_size": 8}}, {}, "text_config.projection_size=8 is not the width 24 of ima"),
     ("siglip", {"text_config": {"num_hidden_layers": "2"}}, {}, "text_config.num_hidden_layers='2' is not a whole"),
     ("siglip", {"text_config": 3}, {}, "text_config=3 is not an object or null"),
     ("clip", {"text_config": {"eos_token_id": 24}}, {}, "text_config, end token=24 is not a token below vocab_size"),
