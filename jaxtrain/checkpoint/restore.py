@@ -40,11 +40,7 @@ def load(folder: Path, abstract_state: PyTree, extras: Extras = MappingProxyType
     loaded, sums, missing, new, problem = {}, {}, {}, set(), ""
     try:
         with no_echoes():
-            # Without Orbax's barrier, in which the others would wait for a process that cannot read.
-            me = jax.process_index()
-            alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-            reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(
-                multiprocessing_options=alone)), multiprocessing_options=alone)
+            reader = _reader()
             saved: Any = reader.metadata(folder).item_metadata
             if saved is None or saved.state is None:
                 raise FileNotFoundError("it holds no state")
@@ -122,10 +118,7 @@ def load_params(workdir: str | Path, abstract: PyTree, step: int, averaged: bool
     ocp, problem, named, loaded, sums = orbax(), "", {}, {}, {}
     try:
         with no_echoes():
-            me = jax.process_index()
-            alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-            reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(
-                multiprocessing_options=alone)), multiprocessing_options=alone)
+            reader = _reader()
             metadata: Any = reader.metadata(folder).item_metadata
             saved = metadata.state.tree
             if averaged and not any(key.startswith("extras/ema/") for key in saved):
@@ -161,6 +154,14 @@ def load_params(workdir: str | Path, abstract: PyTree, step: int, averaged: bool
         raise unreadable(folder, f"array {wrong} has other content than when it was saved")
     leaves = [loaded[named[path]].astype(leaf.dtype) for path, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def _reader() -> Any:
+    """Return Orbax's reader without its barrier, in which the others would wait for a process that cannot read."""
+    ocp, me = orbax(), jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=alone)), multiprocessing_options=alone)
 
 
 def _entry(name: str, tree: dict[str, PyTree]) -> dict[str, str]:

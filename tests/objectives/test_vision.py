@@ -1,6 +1,5 @@
 """Models of images: loss and gradients of one image at a time on one device, on any mesh; and runs that go on."""
 
-import json
 from types import SimpleNamespace
 
 import jax
@@ -15,7 +14,7 @@ from jaxtrain.run import shapes_of
 from tests.data.prepare_sequences.drawn_images import folder_of
 from tests.numerics import reference
 from tests.objectives import plain_vision as plain
-from tests.objectives.tuned import resumed
+from tests.objectives.tuned import lines_of_same_bits
 from tests.tiers import slow_if
 
 
@@ -95,11 +94,7 @@ def test_a_run_learns_from_images_and_goes_on(kind, corpora, tmp_path):
     model |= dict(text_len=16) if kind == "siglip" else {}
     keys = dict(mesh__data=2, checkpoint__every=4, optimizer__learning_rate=3e-3,
                 train__progress=False, model__max_seq_len=48)
-    whole = jt.train(run := built(kind, 2, data, model, **keys), tmp_path / "whole")
-    parts = jt.train(run, resumed(tmp_path / "whole", tmp_path / "parts", last=8))
-    for other in (parts, jt.load_model(tmp_path / "whole")[1]):
-        assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, other.params))))
-    lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
+    lines = lines_of_same_bits(built(kind, 2, data, model, **keys), tmp_path, last=8)
     assert lines[-2]["loss"] < lines[0]["loss"]
     assert lines[-1].keys() == {"step", "eval_loss"} | ({"eval_accuracy"} if kind == "siglip" else set())
 
