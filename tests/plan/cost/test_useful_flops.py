@@ -9,6 +9,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.plan.cost import useful_flops
 from jaxtrain.plan.trace import reader
 from jaxtrain.run import shapes_of
+from jaxtrain.train_step.report import matmul_parameters
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 ONE = {"mesh.data": 1, "mesh.fsdp": 1, "train.remat": "none"}
@@ -83,3 +84,12 @@ def test_a_step_that_repeats_nothing_has_little_else(name, more):
     traced = reader.read(program, dict(run.mesh.shape), "cpu", (), 1.0, run.config.model.windows)
     useful = useful_flops.of_row(run) * run.config.data.global_batch_size
     assert 1 <= sum(op.flops * times for op, times in traced.all()) / useful < 1 + more
+
+
+@pytest.mark.parametrize("keys", [{}, {"lora__rank": 4},
+                                  {"lora__rank": 4, "lora__init": "pissa", "train__init_from": "/models/llama"}])
+def test_matrices_are_those_that_a_decoder_of_text_counts(keys):
+    """The adapters of PiSSA have frozen copies of their start, which are multiplied by, too."""
+    run = of("llama3_8b.py:tiny", **keys)
+    known = matmul_parameters(run.abstract, run.layout, run.config.model, run.objective.frozen_axes)
+    assert sum(size for _, size in useful_flops._matrices(run)) == pytest.approx(known)
