@@ -14,7 +14,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
 from jaxtrain.objectives import MakeObjective
-from jaxtrain.pages.picture import Picture
+from jaxtrain.pages.notebook_drawing import Drawing
 from jaxtrain.parallel.schedules import drawing
 from jaxtrain.parallel.schedules.schedule import Schedule
 from jaxtrain.plan import preflight, search
@@ -22,7 +22,7 @@ from jaxtrain.plan import targets as accelerators
 from jaxtrain.run import Extension, Run, for_run
 from jaxtrain.run.made_of_sections import configured
 from jaxtrain.run.own_model import Given
-from jaxtrain.sharding import pictures
+from jaxtrain.sharding import drawings
 from jaxtrain.sharding.axis_rules import AnyMesh, Axes
 
 
@@ -73,19 +73,19 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
         own=own, extended=extensions), config))
 
 
-def show(what: Any, names: Sequence[Any] = ()) -> Picture:
-    """Draw a mesh, which devices hold which part of an array, or a pipeline schedule; a notebook shows the picture.
+def show(what: Any, names: Sequence[Any] = ()) -> Drawing:
+    """Draw a mesh, which devices hold which part of an array, or a pipeline schedule; a notebook shows the drawing.
 
     Args:
         what: a mesh, an array or a shape with a sharding, or one of `run.schedules`. A run and a plan show themselves.
         names: of the array's dimensions, such as its logical axis names.
     """
     if isinstance(what, Mesh | AbstractMesh):
-        return pictures.of_mesh(what)
+        return drawings.of_mesh(what)
     if isinstance(what, Schedule):
-        return Picture(drawing.svg(what), drawing.text(what))
+        return Drawing(drawing.svg(what), drawing.text(what))
     if getattr(what, "sharding", None) is not None:
-        return pictures.of_array(what, names)
+        return drawings.of_array(what, names)
     raise UserError("what", f"{type(what).__name__} cannot be drawn",
                     "give a mesh, an array that has a sharding, or a schedule of run.schedules")
 

@@ -40,7 +40,9 @@ _NAMES = {
     "cpus_per_process": "cpus_per_task", "image": "container", "value_loss": "vf_coef vf_coeff value_coef",
     "gae_lambda": "lam", "value_clip": "cliprange_value", "reference": "precompute_ref_log_probs",
     "dpo": "sigmoid", "licence": "license",
-    "diloco": "islands", "rl": "reinforce",
+    "diloco": "islands", "rl": "reinforce", "images": "pictures", "image_flow": "picture_flow",
+    "images_per_row": "pictures_per_row", "image_field": "picture_field image_column",
+    **{f"image_{end}": f"picture_{end}" for end in ("layers", "embed_dim", "heads", "mlp_dim", "norm_eps", "size")},
     "expert": "ep expert_parallel", "full": "everything nothing_saveable", "adamw": "adam adam_w",
 }
 SYNONYMS = {other: name for name, others in _NAMES.items() for other in others.split()}

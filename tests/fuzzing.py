@@ -7,9 +7,13 @@ import sys
 import tempfile
 import threading
 import time
+import tracemalloc
+import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 GROWTH = 2**30  # bytes of memory that all cases of a test may add to this process
 Case = Callable[[random.Random, Path], str]  # makes one case in a folder, tries it and returns how it ended
@@ -32,6 +36,27 @@ def run(case: Case, cases: range, folder: Path, seconds: float = 120.0) -> Count
         assert _peak() - before < GROWTH, f"case {seed} takes {(_peak() - before) >> 20:,} MB"
         outcomes[found[0]] += 1
     return outcomes
+
+
+def with_memory(do: Callable[[], Any], watch: AbstractContextManager[Any], seconds: float) -> tuple[Any, int]:
+    """Return what `do` gave or raised on a thread of its own, and how many bytes `tracemalloc` saw it take."""
+    found: list[Any] = []
+
+    def run() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found.append(do())
+            except BaseException as error:
+                found.append(error)
+
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    with watch:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(seconds)
+    return (found or [TimeoutError("it does not end")])[0], tracemalloc.get_traced_memory()[1] - before
 
 
 def _tried(case: Case, rng: random.Random, folder: Path, found: list[str | BaseException]) -> None:

@@ -244,6 +244,16 @@ def test_the_command_itself(tmp_path):
     module = subprocess.run([sys.executable, "-m", "jaxtrain"], cwd=ROOT, capture_output=True, text=True)
     assert module.stdout == listed.stdout, module.stderr
     assert listed.returncode == 0 and "trained models:" in listed.stdout, listed.stderr
+    every = """
+from jaxtrain.commands import COMMANDS
+for name in COMMANDS:
+    try:
+        main([name, "--help"])
+    except SystemExit as ended:
+        assert not ended.code
+    assert "jax" not in sys.modules, name"""
+    helps = ran(every)
+    assert helps.returncode == 0, helps.stderr
     (tmp_path / "text").write_text("a text\n" * 9)
     (tmp_path / "own.py").write_text("def step(document):\n    return document\n")
     prepared = ran("sys.exit(main())", "prepare", "--input=text", "--output=corpus", "--filters", "own:step")

@@ -85,15 +85,15 @@ def test_spoken_words_are_prepared_trained_on_and_transcribed(printed_by):
 
 
 @pytest.mark.exhaustive  # minutes
-def test_pictures_are_captioned(printed_by):
-    printed = printed_by("pictures.py")
+def test_images_are_captioned(printed_by):
+    printed = printed_by("images.py")
     assert int(re.search(r"zero-shot accuracy: (\d+)%", printed)[1]) > 50
-    assert int(re.search(r"unseen pictures that are right: (\d+)%", printed)[1]) > 50
+    assert int(re.search(r"unseen images that are right: (\d+)%", printed)[1]) > 50
 
 
 @pytest.mark.slow
 def test_models_of_ones_own_are_trained(printed_by):
-    recognised = re.search(r"(\d+)% of unseen pictures", printed_by("own_module.py"))
+    recognised = re.search(r"(\d+)% of unseen images", printed_by("own_module.py"))
     assert int(recognised[1]) > 90
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed_by("own_pytree.py"))]
     assert len(losses) == 6 and losses[-1] < 0.02  # the noise alone is 0.01
@@ -106,7 +106,7 @@ def test_models_of_ones_own_are_short(script):
 
 
 def kinds(cell) -> list:
-    """Return what a cell shows: pictures as such, and text without its fractions, which differ between versions of JAX.
+    """Return what a cell shows: images as such, and text without its fractions, which differ between versions of JAX.
 
     A kernel may send in several pieces what is printed without a pause.
     """
@@ -143,15 +143,15 @@ def test_notebook_finds_the_configs(folder, tmp_path):
     assert execute(notebook, ROOT / folder, tmp_path).split() == [str(ROOT / "configs"), sys.executable]
 
 
-@pytest.mark.parametrize("name, pictures", [("mesh_shapes", 7), ("embed_step", 2), ("text_to_model", 1)])
-def test_notebook_is_shipped_with_its_pictures(name, pictures):
+@pytest.mark.parametrize("name, images", [("mesh_shapes", 7), ("embed_step", 2), ("text_to_model", 1)])
+def test_notebook_is_shipped_with_its_images(name, images):
     """It comes from one run from top to bottom, without warnings, and is small enough for a diff."""
     notebook = nbformat.read(NOTEBOOKS[name], as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run all cells in a new kernel"
     outputs = [output for cell in code for output in cell.outputs]
-    assert sum(bool({"image/png", "text/html"} & {*output.get("data", {})}) for output in outputs) == pictures
+    assert sum(bool({"image/png", "text/html"} & {*output.get("data", {})}) for output in outputs) == images
     assert all("data" in output or output.get("name") == "stdout" for output in outputs)
     assert all(len(output.get("data", {}).get("text/plain", "")) < 5000 for output in outputs)
     text = NOTEBOOKS[name].read_text()

@@ -10,10 +10,8 @@ import json
 import os
 import random
 import shutil
-import threading
 import traceback
 import tracemalloc
-import warnings
 from pathlib import Path
 
 import jax
@@ -31,6 +29,7 @@ from jaxtrain.observe.metrics import _JsonLines
 from jaxtrain.run import runinfo
 from jaxtrain.trainer.rollback import RolledBack, agree, apply_pending_rollback
 from tests.data.test_corpus_fuzz import MEMORY, VALUES, Watch, cut, edited, extend, flip, garbage, gone, link_loop
+from tests.fuzzing import with_memory
 from tests.odd_files import device, fifo, folder, sparse, unix_socket
 
 CONFIG = make_config({}, {"train.steps": 40})
@@ -170,25 +169,12 @@ def look(work):
 
 
 def tried(work, watch):
-    """Do all of it on a thread of its own: what it gave or raised, and how much memory it took."""
-    found = []
+    """Do all of it: what it gave or raised, and how much memory it took; only what never ends takes two minutes."""
+    def do():
+        look(work)
+        return begin(work)
 
-    def run():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                look(work)
-                found.append(begin(work))
-            except BaseException as error:
-                found.append(error)
-
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    with watch:
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(120)  # only what never ends takes as long
-    return (found or [TimeoutError("it does not end")])[0], tracemalloc.get_traced_memory()[1] - before
+    return with_memory(do, watch, 120)
 
 
 def intact(path, step):

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.base.annotations import AnyArray, JsonMapping, PyTree
 from jaxtrain.checkpoint import fingerprint, verify
 from jaxtrain.checkpoint.orbax.orbax_logging import innermost, no_echoes, orbax
-from jaxtrain.checkpoint.trees import describe, flatten
+from jaxtrain.checkpoint.trees import describe, flatten, path_in
 from jaxtrain.distributed import processes
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
@@ -40,15 +40,12 @@ def load(folder: Path, abstract_state: PyTree, extras: Extras = MappingProxyType
     loaded, sums, missing, new, problem = {}, {}, {}, set(), ""
     try:
         with no_echoes():
-            # Without Orbax's barrier, in which the others would wait for a process that cannot read.
-            me = jax.process_index()
-            alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-            reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(
-                multiprocessing_options=alone)), multiprocessing_options=alone)
+            reader = _reader()
             saved: Any = reader.metadata(folder).item_metadata
             if saved is None or saved.state is None:
                 raise FileNotFoundError("it holds no state")
             tree = saved.state.tree
+            wanted = {path_in(tree, path): leaf for path, leaf in wanted.items()}
             missing = {name: make for name, make in extras.items() if _entry(name, tree) != _entry(name, wanted)}
             new = {path for name in missing for part in (wanted, tree) for path in _entry(name, part)}
             there, known = ({path: leaf for path, leaf in part.items() if path not in new} for part in (wanted, tree))
@@ -121,10 +118,7 @@ def load_params(workdir: str | Path, abstract: PyTree, step: int, averaged: bool
     ocp, problem, named, loaded, sums = orbax(), "", {}, {}, {}
     try:
         with no_echoes():
-            me = jax.process_index()
-            alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-            reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(
-                multiprocessing_options=alone)), multiprocessing_options=alone)
+            reader = _reader()
             metadata: Any = reader.metadata(folder).item_metadata
             saved = metadata.state.tree
             if averaged and not any(key.startswith("extras/ema/") for key in saved):
@@ -132,7 +126,8 @@ def load_params(workdir: str | Path, abstract: PyTree, step: int, averaged: bool
                                 "leave it out, or train with train.ema_decay")
             for path, leaf in wanted.items():
                 kinds = "extras/ema" if averaged else "params", "frozen"
-                key = next((f"{kind}/{path}" for kind in kinds if f"{kind}/{path}" in saved), "")
+                keys = (path_in(saved, f"{kind}/{path}") for kind in kinds)
+                key = next((key for key in keys if key in saved), "")
                 if not key or tuple(saved[key].shape) != tuple(leaf.shape) or (
                         np.issubdtype(saved[key].dtype, np.integer) != np.issubdtype(leaf.dtype, np.integer)):
                     there = describe(saved[key]) if key else "missing"
@@ -159,6 +154,14 @@ def load_params(workdir: str | Path, abstract: PyTree, step: int, averaged: bool
         raise unreadable(folder, f"array {wrong} has other content than when it was saved")
     leaves = [loaded[named[path]].astype(leaf.dtype) for path, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def _reader() -> Any:
+    """Return Orbax's reader without its barrier, in which the others would wait for a process that cannot read."""
+    ocp, me = orbax(), jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=alone)), multiprocessing_options=alone)
 
 
 def _entry(name: str, tree: dict[str, PyTree]) -> dict[str, str]:

@@ -73,7 +73,7 @@ RENAMED = {"to": "output", "html": "output", "svg": "output", "png": "output", "
            "folder": "workdir", "least": "min_processes", "full": "processes", "steps": "filters", "target": "label",
            "samples": "log_samples", "tokens": "token_ids", "global_batch": "global_batch_size", "seconds": "timeout",
            "report": "all", "field": "text_field", "text_column": "text_field", "audio_column": "audio_field",
-           "special_tokens": "parse_special_tokens", "force": "overwrite"}
+           "picture_field": "image_field", "special_tokens": "parse_special_tokens", "force": "overwrite"}
 
 
 class _Help(argparse.HelpFormatter):

@@ -45,9 +45,9 @@ def main(argv: list[str] | None) -> None:
         tasks, _, options = plan_tasks(flags.input, options)
         tell(dry_run(tasks, options, flags.sample))
         return
-    picture = Path(flags.histogram).expanduser() if flags.histogram else None
-    if picture:
-        lengths.check_picture(picture)
+    drawing = Path(flags.histogram).expanduser() if flags.histogram else None
+    if drawing:
+        lengths.check_drawing(drawing)
     if flags.engine == "slurm":
         tell(_script(flags, options, sys.argv[1:] if argv is None else argv))
         return
@@ -59,8 +59,8 @@ def main(argv: list[str] | None) -> None:
         corpus = prepare(flags.input, flags.output, options, _engine(flags), say)
     tell(summary(corpus))
     tell(totals(corpus, time.monotonic() - began))
-    if picture:
-        lengths.draw(corpus, picture)
+    if drawing:
+        lengths.draw(corpus, drawing)
 
 
 def _engine(flags: argparse.Namespace) -> int | Engine:

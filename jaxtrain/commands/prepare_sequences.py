@@ -1,7 +1,7 @@
 """Prepare audio clips, tables of events or images as sequences.
 
     jaxtrain prepare_sequences audio --input=FOLDER --output=FOLDER
-    jaxtrain prepare_sequences pictures --input=FOLDER --output=FOLDER
+    jaxtrain prepare_sequences images --input=FOLDER --output=FOLDER
     jaxtrain prepare_sequences events --input=FOLDER --output=FOLDER --user=COLUMN --time=COLUMN --category COLUMN
 
 It works like `jaxtrain prepare`: the input determines tasks, each task has a ledger, and the manifest is written last.
@@ -14,7 +14,7 @@ from jaxtrain.commands.flags import Parser, add_dry_run, command, parser_of
 from jaxtrain.data.prepare import job
 from jaxtrain.data.prepare_sequences.audio import TARGETS, Audio
 from jaxtrain.data.prepare_sequences.event_streams import Events
-from jaxtrain.data.prepare_sequences.picture_patches import Pictures
+from jaxtrain.data.prepare_sequences.image_patches import Images
 from jaxtrain.data.prepare_sequences.prepare_sequences import Source, prepare_sequences, summary
 from jaxtrain.errors import UserError, tell
 from jaxtrain.files.work_progress import Line
@@ -44,9 +44,9 @@ def source_of(flags: argparse.Namespace) -> Source:
         return Audio(flags.label, flags.tokenizer, clip_hours=flags.clip_hours, mels=flags.mels,
                      audio_column=flags.audio_field, text_column=flags.text_field,
                      special_tokens=flags.parse_special_tokens, **common)
-    if flags.kind == "pictures":
-        return Pictures(flags.label, flags.tokenizer, flags.patch_size, flags.most_patches, flags.patches_per_side,
-                        flags.picture_field, flags.text_field, flags.square, flags.crop_square, **common)
+    if flags.kind == "images":
+        return Images(flags.label, flags.tokenizer, flags.patch_size, flags.most_patches, flags.patches_per_side,
+                      flags.image_field, flags.text_field, flags.square, flags.crop_square, **common)
     return Events(flags.user, flags.time, tuple(flags.category), tuple(flags.number), flags.vocab_size, **common)
 
 
@@ -85,32 +85,32 @@ Prepare tables of events as one sequence per user.
     events.add_argument("--number", nargs="+", default=[], help="columns of numbers")
     events.add_argument("--vocab_size", type=int, default=Events.vocab_size, help="maximum number of ids per category; "
                         f"default: {Events.vocab_size}")
-    pictures = kinds.add_parser("pictures", help="images, as patches", text="""\
+    images = kinds.add_parser("images", help="images, as patches", text="""\
 Prepare images from files, tar archives or Parquet as patches.
 
-    jaxtrain prepare_sequences pictures --input=FOLDER --output=FOLDER
+    jaxtrain prepare_sequences images --input=FOLDER --output=FOLDER
 """)
-    pictures.add_argument("--label", default=Pictures.target, help="label of an image: none, text, folder; "
-                          f"default: {Pictures.target}")
-    pictures.add_argument("--tokenizer", default=Pictures.tokenizer,
-                          help="tokenizer of captions: 'bytes' or a tokenizer.json; "
-                          "default: bytes")
+    images.add_argument("--label", default=Images.target, help="label of an image: none, text, folder; "
+                        f"default: {Images.target}")
+    images.add_argument("--tokenizer", default=Images.tokenizer,
+                        help="tokenizer of captions: 'bytes' or a tokenizer.json; "
+                        "default: bytes")
     for name, what in (("patch_size", "side length of a patch in pixels"),
                        ("most_patches", "maximum patches per image"),
                        ("patches_per_side", "maximum patches along the longer side")):
-        pictures.add_argument(f"--{name}", type=int, default=getattr(Pictures, name),
-                              help=f"{what}; default: {getattr(Pictures, name)}")
-    pictures.add_argument("--square", type=int, default=Pictures.square,
-                          help="side length in pixels of a square to which "
-                          "images are resized, as published encoders need it; default: keep their shapes")
-    pictures.add_argument("--crop_square", action="store_true",
-                          help="with --square: crop images to the centre, as CLIP "
-                          "does, instead of squeezing them, as SigLIP does")
-    pictures.add_argument("--picture_field", default=Pictures.picture_field, help="Parquet column with images; "
-                          f"default: {Pictures.picture_field}")
-    pictures.add_argument("--text_field", default=Pictures.text_field, help="Parquet column with captions; "
-                          f"default: {Pictures.text_field}")
-    for kind, default in ((audio, Audio), (events, Events), (pictures, Pictures)):
+        images.add_argument(f"--{name}", type=int, default=getattr(Images, name),
+                            help=f"{what}; default: {getattr(Images, name)}")
+    images.add_argument("--square", type=int, default=Images.square,
+                        help="side length in pixels of a square to which "
+                        "images are resized, as published encoders need it; default: keep their shapes")
+    images.add_argument("--crop_square", action="store_true",
+                        help="with --square: crop images to the centre, as CLIP "
+                        "does, instead of squeezing them, as SigLIP does")
+    images.add_argument("--image_field", default=Images.image_field, help="Parquet column with images; "
+                        f"default: {Images.image_field}")
+    images.add_argument("--text_field", default=Images.text_field, help="Parquet column with captions; "
+                        f"default: {Images.text_field}")
+    for kind, default in ((audio, Audio), (events, Events), (images, Images)):
         kind.add_argument("--input", nargs="+", required=True, help="files or folders")
         kind.add_argument("--output", required=True, help="folder of the corpus")
         kind.add_argument("--eval_fraction", type=float, default=default.eval_fraction,

@@ -19,21 +19,24 @@ ends, the whole line is printed again as "corrected: ...". --stream needs a mode
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.commands.flags import command, parser_of
 from jaxtrain.config.hub_names import model_folder
 from jaxtrain.errors import UserError, say, tell_text
-from jaxtrain.hub.speech.transcribe import PIPE, compared, stream, transcribe
-from jaxtrain.hub.speech.transcript_windows import Segment, text_of
+
+if TYPE_CHECKING:
+    from jaxtrain.hub.speech.transcript_windows import Segment
 
 
 @command()
 def main(argv: list[str] | None = None) -> None:
     """Parse the flags, transcribe, and print or write what was said."""
-    from jaxtrain.compile_cache import enable_compilation_cache
-
     flags = _flags(argv)
+    from jaxtrain.compile_cache import enable_compilation_cache
+    from jaxtrain.hub.speech.transcribe import compared, stream, transcribe
+    from jaxtrain.hub.speech.transcript_windows import text_of
+
     how = {"beams": flags.beams, "language": flags.language, "task": flags.task, "timestamps": flags.timestamps}
     enable_compilation_cache()
     if flags.stream:
@@ -51,8 +54,10 @@ def main(argv: list[str] | None = None) -> None:
         say(compared(found, flags.workdir, flags.english))
 
 
-def _lines(name: str, segments: list[Segment], timestamps: bool) -> list[str]:
+def _lines(name: str, segments: "list[Segment]", timestamps: bool) -> list[str]:
     """Return a file's name and transcript; with `timestamps`, a line of name, begin, end and text for each segment."""
+    from jaxtrain.hub.speech.transcript_windows import text_of
+
     if not timestamps:
         return [f"{name}\t{text_of(segments)}"]
     return [f"{name}\t{one.begin:.2f}\t{one.end:.2f}\t{one.text.strip()}" for one in segments]
@@ -86,7 +91,7 @@ def _flags(argv: list[str] | None) -> Any:
         raise UserError("--english", "it is read with --references only", "give that too, or leave it out")
     if flags.stream and flags.batch_size:
         raise UserError("--batch_size", "with --stream windows come one after the other", "leave it out")
-    if flags.references and PIPE in flags.files:
+    if flags.references and "-" in flags.files:
         raise UserError("--references", "standard input has no reference text", "name a file, or leave the flag out")
     flags.workdir = model_folder(flags.workdir)
     return flags

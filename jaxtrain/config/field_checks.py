@@ -20,6 +20,7 @@ class Limits:
     most: float | None = None
     below: float | None = None
     choices: tuple[Any, ...] = ()
+    of_steps: bool = False  # a number of steps, which a config may also give as a fraction of those of the run
     fix: str = ""  # what to do about another value, where that is not clear from the limits
 
     def check(self, key: str, value: Any) -> None:

@@ -83,11 +83,15 @@ def _downloaded(text: str, key: str, weights: bool) -> str:
         raise UserError(key, f"there is no folder {name}, and to download the model of this name needs the package "
                         "huggingface_hub", f"{install_extra('hub')}, or run {instead}") from error
     try:
-        return huggingface_hub.snapshot_download(name, revision=revision or None, ignore_patterns=_FOLDERS,
-                                                 allow_patterns=[*_SMALL, *(["*.safetensors"] if weights else [])])
+        found = huggingface_hub.snapshot_download(name, revision=revision or None, ignore_patterns=_FOLDERS,
+                                                  allow_patterns=[*_SMALL, *(["*.safetensors"] if weights else [])])
     except Exception as error:  # of the network, the server or the disk
         why, fix = _told(name, type(error).__name__, f"{error}".strip().partition("\n")[0], instead)
         raise UserError(key, why, fix) from error
+    if weights and not any(Path(found).glob("*.safetensors")):  # without a network the cache is taken as it is
+        raise UserError(key, f"{name} has no weights in safetensors in {found}, the cache of huggingface_hub, which "
+                        "may have its tokenizer alone", f"where there is a network, run {instead}")
+    return found
 
 
 def _told(name: str, kind: str, said: str, instead: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from typing import Any, get_origin, get_type_hints
 from jaxtrain.base import arguments
 from jaxtrain.base.annotations import Json, JsonObject
 from jaxtrain.config.family import config_class, config_classes, names
-from jaxtrain.config.field_checks import within_bounds
+from jaxtrain.config.field_checks import limits, within_bounds
 from jaxtrain.config.schema import AXES, Config, TrainConfig, length_given_twice
 from jaxtrain.config.sections import plug_in_sections
 from jaxtrain.config.sections.earlier_keys import as_named_now
@@ -265,8 +265,8 @@ def _literal(text: Any) -> Any:
 _MESHES = {"auto": AXES, "hsdp": ("data", "fsdp")}  # written mesh=NAME, and the axes whose sizes they choose
 _TABLES = {("mesh", "overrides"), ("train", "compiler_options"), ("model", "mup_base"), ("model", "categories")}
 _ENTRIES = {"mesh": str, "train": lambda value: value}
-_FRACTIONS = (("optimizer", "warmup_steps"), ("train", "eval_every"), ("checkpoint", "every"), ("sparsity", "start"),
-              ("sparsity", "stop"))
+_FRACTIONS = [(section, name) for section, cls in get_type_hints(Config).items()
+              for name, declared in limits(cls).items() if declared.of_steps]
 _KIND = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", dict: "a mapping",
          list: "a list"}
 

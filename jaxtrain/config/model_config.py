@@ -66,7 +66,7 @@ class ModelConfig:
     text = False  # whether it is a decoder of text; else a row is a sequence of a prepared corpus
     causal = True  # whether attention looks back only
     flops_known = True  # whether each step of a row meets each matrix, so that FLOPs per step follow from parameters
-    rows_of = "sequences"  # what such a row has: "sequences", one of them, or "pictures", several
+    rows_of = "sequences"  # what such a row has: "sequences", one of them, or "images", several
     sinks = False  # whether attention has them
     chunked = False  # whether a window is a chunk of the row, whose tokens see one another alone
     attention_cap = 0.0  # the soft cap of attention's scores; 0: none

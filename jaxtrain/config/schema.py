@@ -145,7 +145,7 @@ class DataConfig:
 
 
 # What models that are not decoders of text have in a row: data.packing, and in words.
-ROWS = {"sequences": ("bucket", "one sequence of a prepared corpus"), "pictures": ("best_fit", "whole pictures")}
+ROWS = {"sequences": ("bucket", "one sequence of a prepared corpus"), "images": ("best_fit", "whole images")}
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class OptimizerConfig:
     name: str = "adamw"  # the optimizer
     learning_rate: float = number(1e-3, above=0)  # the peak learning rate
     schedule: str = "cosine"  # how the learning rate decays after warmup
-    warmup_steps: int = number(0, least=0)  # steps of linear warmup; or a fraction of train.steps
+    warmup_steps: int = number(0, least=0, of_steps=True)  # steps of linear warmup; or a fraction of train.steps
     # with schedule=wsd, the share of the run in which the learning rate decays
     decay_fraction: float = number(0.2, above=0, most=1.0, fix="try 0.2")
     # learning rate at the end of the decay, as a fraction of learning_rate
@@ -230,7 +230,8 @@ class TrainConfig:
     # decay of an exponential moving average of the weights, which is then evaluated and saved; 0: none
     ema_decay: float = number(0.0, least=0, below=1, fix="try 0.999, or 0 for none")
     log_every: int = number(1, above=0)  # steps between lines of metrics.jsonl
-    eval_every: int = number(0, least=0)  # steps between evaluations, or a fraction of train.steps; 0: only at the end
+    # steps between evaluations, or a fraction of train.steps; 0: only at the end
+    eval_every: int = number(0, least=0, of_steps=True)
     eval_batches: int = number(8, above=0)  # number of batches in each evaluation
     # early stopping: number of consecutive evaluations without a new lowest eval_loss after which the run ends; 0: off
     patience: int = number(0, least=0)
@@ -269,7 +270,8 @@ class TrainConfig:
 class CheckpointConfig:
     """The checkpoints: when they are saved and how many are kept; the last step is always saved."""
 
-    every: int = number(500, least=0)  # steps between checkpoints, or a fraction of train.steps; 0: only at the end
+    # steps between checkpoints, or a fraction of train.steps; 0: only at the end
+    every: int = number(500, least=0, of_steps=True)
     # number of newest valid checkpoints to keep; nothing newer than these is ever deleted
     keep: int = number(2, above=0)
     keep_every: int = number(0, least=0)  # keep checkpoints at multiples of this step forever; 0: none
@@ -380,12 +382,12 @@ class Config:
 
     def _check_kind(self):
         """Refuse keys of text for models that are not decoders of it, and the other way round."""
-        pictures = self.model.rows_of == "pictures"
-        if self.data.augment and not pictures:
+        images = self.model.rows_of == "images"
+        if self.data.augment and not images:
             raise UserError("data.augment", f"{self.model.name} is not a model of images", "leave it out")
-        if self.data.crop and (self.model.text or pictures):
+        if self.data.crop and (self.model.text or images):
             raise UserError("data.crop", f"{self.model.name} has rows that hold all of a "
-                            f"{'picture' if pictures else 'text'}", "leave it out")
+                            f"{'image' if images else 'text'}", "leave it out")
         if self.model.text:
             return
         packing, rows = ROWS[self.model.rows_of]

@@ -1,4 +1,4 @@
-"""The shapes of models that read pictures: a dataclass for each with just the fields that it reads."""
+"""The shapes of models that read images: a dataclass for each with just the fields that it reads."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class PatchesConfig(ModelConfig):
     patch_size: int = at_most(16, 2**10, above=0)  # side length of a patch in pixels
     # the longest side of an image in patches; one position embedding is learned for each row and each column
     patches_per_side: int = at_most(64, 2**12, above=0)
-    pictures_per_row: int = at_most(8, 2**16, above=0)  # the most images packed into one sequence
-    rows_of = "pictures"
-    pictures_with = "labels"  # what is beside the pictures of a row: "labels", "texts" or "captions"
+    images_per_row: int = at_most(8, 2**16, above=0)  # the most images packed into one sequence
+    rows_of = "images"
+    images_with = "labels"  # what is beside the images of a row: "labels", "texts" or "captions"
     flops_known = False
 
     def __post_init__(self):
@@ -40,18 +40,18 @@ class PatchesConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class PictureConfig(PatchesConfig):
+class ImageConfig(PatchesConfig):
     """An image encoder beside a model of text."""
 
-    picture_layers: int = at_most(4, 10_000, above=0)  # number of transformer blocks in the image encoder
-    picture_embed_dim: int = at_most(128, 2**20, above=0)  # hidden size of the image encoder
-    picture_heads: int = at_most(4, 2**16, above=0)  # number of attention heads in the image encoder
-    picture_mlp_dim: int = at_most(0, 2**22)  # MLP width of the image encoder; 0: 4 x picture_embed_dim
-    picture_norm_eps: float = number(0.0, least=0)  # epsilon of the image encoder's norms; 0: norm_eps
+    image_layers: int = at_most(4, 10_000, above=0)  # number of transformer blocks in the image encoder
+    image_embed_dim: int = at_most(128, 2**20, above=0)  # hidden size of the image encoder
+    image_heads: int = at_most(4, 2**16, above=0)  # number of attention heads in the image encoder
+    image_mlp_dim: int = at_most(0, 2**22)  # MLP width of the image encoder; 0: 4 x image_embed_dim
+    image_norm_eps: float = number(0.0, least=0)  # epsilon of the image encoder's norms; 0: norm_eps
     # side length in pixels of the square images for which the image encoder learns one position embedding per patch, as
     # in published encoders; images of other shapes get interpolated ones. 0: the position embedding of a patch is the
     # sum of one for its row and one for its column
-    picture_size: int = at_most(0, 2**20, least=0)
+    image_size: int = at_most(0, 2**20, least=0)
     # a class token before the patches of each image, a norm before the first block and no bias in the patch embedding,
     # as in CLIP
     class_token: bool = False
@@ -64,26 +64,26 @@ class PictureConfig(PatchesConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if 0 < self.picture_size < self.patch_size:
-            raise UserError("model.picture_size", f"{self.picture_size} has no whole patch of {self.patch_size} pixels",
+        if 0 < self.image_size < self.patch_size:
+            raise UserError("model.image_size", f"{self.image_size} has no whole patch of {self.patch_size} pixels",
                             "give the side of an image, such as 224")
-        if self.class_token and not self.picture_size:
-            raise UserError("model.class_token", "it is read with model.picture_size only", "set that, too")
+        if self.class_token and not self.image_size:
+            raise UserError("model.class_token", "it is read with model.image_size only", "set that, too")
         for key in ("pixel_mean", "pixel_std"):
             value = getattr(self, key)
             if len(value) != CHANNELS or (key == "pixel_std" and min(value) <= 0):
                 raise UserError(f"model.{key}", f"{value} does not have {'a positive' if key == 'pixel_std' else 'a'} "
                                 f"number for each of {CHANNELS} channels", "give one such as [0.5, 0.5, 0.5]")
-        if self.picture_embed_dim % self.picture_heads:
-            raise UserError("model.picture_heads", f"{self.picture_heads} does not divide model.picture_embed_dim="
-                            f"{self.picture_embed_dim}", "choose a divisor of it")
-        derive(self, "picture_mlp_dim", 4 * self.picture_embed_dim)
-        derive(self, "picture_norm_eps", self.norm_eps)
+        if self.image_embed_dim % self.image_heads:
+            raise UserError("model.image_heads", f"{self.image_heads} does not divide model.image_embed_dim="
+                            f"{self.image_embed_dim}", "choose a divisor of it")
+        derive(self, "image_mlp_dim", 4 * self.image_embed_dim)
+        derive(self, "image_norm_eps", self.norm_eps)
 
     @property
     def grid(self) -> int:
         """The side of the table of learned positions; 0: there is no table."""
-        return self.picture_size // self.patch_size
+        return self.image_size // self.patch_size
 
     @property
     def class_at(self) -> int | None:
@@ -93,20 +93,20 @@ class PictureConfig(PatchesConfig):
     @property
     def rough_size(self) -> int:
         """A number of parameters of the order of those of both models."""
-        return super().rough_size + self.picture_layers * self.picture_embed_dim * (
-            self.picture_embed_dim + self.picture_mlp_dim)
+        return super().rough_size + self.image_layers * self.image_embed_dim * (
+            self.image_embed_dim + self.image_mlp_dim)
 
     def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:
-        """Return that of patches, which see all of their picture."""
-        return [(seq_len, 0, self.picture_embed_dim // self.picture_heads, False)]
+        """Return that of patches, which see all of their image."""
+        return [(seq_len, 0, self.image_embed_dim // self.image_heads, False)]
 
 
 @dataclass(frozen=True)
-class DualEncoderConfig(PictureConfig):
+class DualEncoderConfig(ImageConfig):
     """SigLIP and CLIP: an image encoder and a text encoder; the keys of all families set the text encoder's shape."""
 
     name: str = "siglip"
-    pictures_with = "texts"
+    images_with = "texts"
     compares_rows = True
     # size of the text embedding table: at least the size of the tokenizer's vocabulary
     vocab_size: int = at_most(320, 2**24, above=0)
@@ -130,9 +130,9 @@ class DualEncoderConfig(PictureConfig):
         if (self.pooling == "class") != self.class_token:
             raise UserError("model.pooling", f"{self.pooling!r} does not go with model.class_token={self.class_token}",
                             "set pooling=class with class_token, and another one without")
-        if self.projections == "text" and self.joint_dim != self.picture_embed_dim:
-            raise UserError("model.joint_dim", f"{self.joint_dim} differs from model.picture_embed_dim="
-                            f"{self.picture_embed_dim}, and model.projections=text maps no images", "set it to that")
+        if self.projections == "text" and self.joint_dim != self.image_embed_dim:
+            raise UserError("model.joint_dim", f"{self.joint_dim} differs from model.image_embed_dim="
+                            f"{self.image_embed_dim}, and model.projections=text maps no images", "set it to that")
         for key in ("text_begin", "text_end", "text_pad"):
             if not -1 <= getattr(self, key) < self.vocab_size:
                 raise UserError(f"model.{key}", f"{getattr(self, key)} is not a token below model.vocab_size="
@@ -148,36 +148,36 @@ class DualEncoderConfig(PictureConfig):
     @property
     def staged_layers(self) -> int:
         """The number of layers that pipeline stages share: the longer encoder's, as both are computed together."""
-        return max(self.picture_layers, self.num_layers)
+        return max(self.image_layers, self.num_layers)
 
     def other_rows(self, seq_len: int) -> list[tuple[str, int, str, bool]]:
         """Return the places of texts."""
-        count = self.pictures_per_row
+        count = self.images_per_row
         return [("model.text_len", count * self.text_len, f"places for {count} texts of a row", self.name == "clip")]
 
     def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:
-        """Return that of pictures and that of texts."""
-        texts = self.pictures_per_row * self.text_len
+        """Return that of images and that of texts."""
+        texts = self.images_per_row * self.text_len
         return [*super().attentions(seq_len), (texts, 0, self.head_dim, self.name == "clip")]
 
 
 @dataclass(frozen=True)
-class PictureFlowConfig(PatchesConfig):
+class ImageFlowConfig(PatchesConfig):
     """Flow matching: a vision transformer that generates images of a given label from noise."""
 
-    name: str = "picture_flow"
+    name: str = "image_flow"
     num_labels: int = at_most(10, 2**24, above=0)  # number of labels (classes) of images
     causal = False
     rows_cut = True
-    # The encoder of pictures is the whole model, so that the keys of every model say its shape. It has no table of
+    # The encoder of images is the whole model, so that the keys of every model say its shape. It has no table of
     # positions and no class token.
     grid = 0
     class_token = False
     gelu = "tanh"
     pixel_mean = pixel_std = (0.5,) * CHANNELS
-    picture_layers = property(lambda self: self.num_layers)
-    picture_embed_dim = property(lambda self: self.embed_dim)
-    picture_heads = property(lambda self: self.num_heads)
-    picture_mlp_dim = property(lambda self: self.mlp_dim)
-    picture_norm_eps = property(lambda self: self.norm_eps)
+    image_layers = property(lambda self: self.num_layers)
+    image_embed_dim = property(lambda self: self.embed_dim)
+    image_heads = property(lambda self: self.num_heads)
+    image_mlp_dim = property(lambda self: self.mlp_dim)
+    image_norm_eps = property(lambda self: self.norm_eps)
 

@@ -13,6 +13,7 @@ import jax
 import optax
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.config import part_tables
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.run import Extension, Parts
@@ -46,8 +47,8 @@ class UpdateByLayer(Extension):
         if own_optimizer and c.offload:
             raise UserError("optimizer.offload", "only the optimizers that a config names can be updated layer by "
                             "layer", "set it to false, or leave out optimizer=")
-        # Where blocks or matrices are computed with.
-        whole = c.moment_dtype == "int8" or (c.moment_dtype, c.name) == ("bfloat16", "muon")
+        whole = c.moment_dtype == "int8" or (c.moment_dtype == "bfloat16" and getattr(  # of blocks, or of matrices
+            part_tables.OPTIMIZERS.load(c.name), "whole_matrices", False))
         return {"offload": c.offload, "layerwise": whole and not (own_optimizer or pipeline)}
 
     @classmethod

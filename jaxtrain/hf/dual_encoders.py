@@ -17,19 +17,19 @@ from jaxtrain.hf.hf_format import Keys
 
 PREPROCESSOR = "preprocessor_config.json"
 # Keys that say how rows are made, and what preprocessor_config.json and the tokenizer say.
-UNPUBLISHED = ("pictures_per_row", "patches_per_side", "max_seq_len", "pixel_mean", "pixel_std", "text_end", "text_pad")
-# Published key -> ours, of the encoder of texts and of that of pictures.
+UNPUBLISHED = ("images_per_row", "patches_per_side", "max_seq_len", "pixel_mean", "pixel_std", "text_end", "text_pad")
+# Published key -> ours, of the encoder of texts and of that of images.
 _TEXT = {"vocab_size": "vocab_size", "hidden_size": "embed_dim", "intermediate_size": "mlp_dim",
          "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "max_position_embeddings": "text_len",
          "layer_norm_eps": "norm_eps"}
-_PICTURE = {"hidden_size": "picture_embed_dim", "intermediate_size": "picture_mlp_dim",
-            "num_hidden_layers": "picture_layers", "num_attention_heads": "picture_heads", "image_size": "picture_size",
-            "patch_size": "patch_size", "layer_norm_eps": "picture_norm_eps"}
+_IMAGE = {"hidden_size": "image_embed_dim", "intermediate_size": "image_mlp_dim",
+          "num_hidden_layers": "image_layers", "num_attention_heads": "image_heads", "image_size": "image_size",
+          "patch_size": "patch_size", "layer_norm_eps": "image_norm_eps"}
 _LIMITS = most(DualEncoderConfig)
 _GELUS = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu": "exact", "quick_gelu": "quick"}
-_PICTURES = 8  # in a row
+_IMAGES = 8  # in a row
 _BICUBIC = 3  # Pillow's number for it
-# What each model's processor does with a picture where its file does not say otherwise.
+# What each model's processor does with an image where its file does not say otherwise.
 _PROCESSORS: dict[str, Keys] = {
     "siglip": {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_center_crop": None},
     "clip": {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
@@ -45,22 +45,22 @@ def section(kind: str, given: Keys, path: Path) -> Keys:
     whole = defaults.filled(defaults.table()[kind], given, path)
     if given.get("quantization_config"):
         raise refuse("quantization_config", given["quantization_config"], "cannot be expressed: only plain weights can")
-    text, picture = (defaults.filled(
+    text, image = (defaults.filled(
         defaults.table()[f"{kind}_{half}_model"], _half(kind, given, f"{half}_config", refuse), path, f"{half}_config.")
         for half in ("text", "vision"))
     found = {}
-    for half, known, table in (("text_config", text, _TEXT), ("vision_config", picture, _PICTURE)):
+    for half, known, table in (("text_config", text, _TEXT), ("vision_config", image, _IMAGE)):
         found |= _sizes(half, known, table, refuse)
         if known["hidden_act"] not in _GELUS or known["hidden_act"] != text["hidden_act"]:
             raise refuse(f"{half}.hidden_act", known["hidden_act"], "cannot be expressed: only a GELU that both "
                          "encoders share can")
     for key, only in (("num_channels", CHANNELS), ("vision_use_head", True)):
-        if picture.get(key, only) != only:
-            raise refuse(f"vision_config.{key}", picture[key], f"cannot be expressed: only {only!r} can")
+        if image.get(key, only) != only:
+            raise refuse(f"vision_config.{key}", image[key], f"cannot be expressed: only {only!r} can")
     clip = kind == "clip"
     found |= {"name": kind, "gelu": _GELUS[text["hidden_act"]], "class_token": clip,
               "pooling": "class" if clip else "probe", "projections": "unbiased" if clip else "text"}
-    wide = picture["hidden_size"]
+    wide = image["hidden_size"]
     if clip:
         found["joint_dim"] = whole["projection_dim"]
         if found["joint_dim"] is None or not 0 < found["joint_dim"] <= _LIMITS["joint_dim"]:
@@ -68,10 +68,10 @@ def section(kind: str, given: Keys, path: Path) -> Keys:
     else:
         found["joint_dim"] = text["hidden_size"] if text["projection_size"] is None else text["projection_size"]
         if found["joint_dim"] != wide:
-            raise refuse("text_config.projection_size", found["joint_dim"], f"is not the width {wide} of pictures")
-    side = picture["image_size"] // picture["patch_size"]
-    return found | _tokens(kind, text, refuse) | {"patches_per_side": side, "pictures_per_row": _PICTURES,
-                                                  "max_seq_len": _PICTURES * (side**2 + clip)}
+            raise refuse("text_config.projection_size", found["joint_dim"], f"is not the width {wide} of images")
+    side = image["image_size"] // image["patch_size"]
+    return found | _tokens(kind, text, refuse) | {"patches_per_side": side, "images_per_row": _IMAGES,
+                                                  "max_seq_len": _IMAGES * (side**2 + clip)}
 
 
 def _sizes(half: str, known: Keys, table: Mapping[str, str], refuse: Callable[[str, Json, str], UserError]) -> Keys:
@@ -110,18 +110,18 @@ def _half(kind: str, given: Keys, name: str, refuse: Callable[[str, Json, str], 
 
 def beside(kind: str, given: Keys, folder: Path, section: Keys) -> Keys:
     """Return the keys that other files of a folder say: what is done to pixels, and the tokens that fill up texts."""
-    return pixels(kind, folder, section["picture_size"]) | fillers(kind, folder)
+    return pixels(kind, folder, section["image_size"]) | fillers(kind, folder)
 
 
-def pixels(kind: str, folder: Path, picture_size: int) -> Keys:
+def pixels(kind: str, folder: Path, image_size: int) -> Keys:
     """Return the keys of what is subtracted from pixels and what they are divided by, as the processor's file says.
 
     Raises:
-        UserError: it prepares pictures otherwise than the model reads them.
+        UserError: it prepares images otherwise than the model reads them.
     """
     path, fix = folder / PREPROCESSOR, "bring the file that belongs to the model, or leave it out"
     given = bounded_files.user_json(path, dict, "--config", fix)
-    if given is None:  # transformers 5 writes the processors of pictures and of texts into one file
+    if given is None:  # transformers 5 writes the processors of images and of texts into one file
         path = folder / "processor_config.json"
         given = (bounded_files.user_json(path, dict, "--config", fix) or {}).get("image_processor") or {}
     known: Keys = {"do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255} | _PROCESSORS[kind] | given
@@ -132,12 +132,12 @@ def pixels(kind: str, folder: Path, picture_size: int) -> Keys:
         raise UserError(f"{path}", f"rescale_factor={known['rescale_factor']} cannot be expressed: only 1/255 can", fix)
     size = known.get("crop_size" if known["do_center_crop"] else "size")
     for side in size.values() if isinstance(size, Mapping) else [size] * (size is not None):
-        if side != picture_size:
-            raise UserError(f"{path}", f"it makes pictures of {side} pixels, and the model reads those of "
-                            f"{picture_size}", fix)
+        if side != image_size:
+            raise UserError(f"{path}", f"it makes images of {side} pixels, and the model reads those of "
+                            f"{image_size}", fix)
     if known.get("resample", _BICUBIC) not in (_BICUBIC, "bicubic"):
-        warnings.warn(f"{path}: resample={known['resample']!r}, and prepare_sequences pictures resizes bicubically "
-                      f"({_BICUBIC}): pixels differ a little from those that the model was trained on, where pictures "
+        warnings.warn(f"{path}: resample={known['resample']!r}, and prepare_sequences images resizes bicubically "
+                      f"({_BICUBIC}): pixels differ a little from those that the model was trained on, where images "
                       "are not of its size already", stacklevel=2)
     found = {"pixel_mean": known["image_mean"], "pixel_std": known["image_std"]}
     for key, value in found.items():
@@ -174,14 +174,14 @@ def named_fillers(c: DualEncoderConfig, tokenizer: Keys) -> Keys:
 
 def described(c: DualEncoderConfig) -> Keys:
     """Return what config.json says of a model."""
-    if not c.picture_size:
-        raise UserError("model.picture_size", f"without it positions are those of rows and columns, which published "
+    if not c.image_size:
+        raise UserError("model.image_size", f"without it positions are those of rows and columns, which published "
                         f"{c.name} models do not have", "keep it in jaxtrain's format, or train one with the keys of "
                         "docs/vision.md")
     halves: list[Keys] = [{"model_type": f"{c.name}_{half}_model", "hidden_act": next(
         theirs for theirs, ours in _GELUS.items() if ours == c.gelu)} | {
             key: getattr(c, ours) for key, ours in table.items()}
-        for half, table in (("text", _TEXT), ("vision", _PICTURE))]
+        for half, table in (("text", _TEXT), ("vision", _IMAGE))]
     halves[0] |= {"projection_dim": c.joint_dim, "bos_token_id": c.text_begin, "eos_token_id": c.text_end} if (
         c.name == "clip") else {"projection_size": c.joint_dim, "pad_token_id": c.text_pad}
     halves[1] |= {"projection_dim": c.joint_dim} if c.name == "clip" else {}
@@ -191,9 +191,9 @@ def described(c: DualEncoderConfig) -> Keys:
 
 
 def preprocessor(c: DualEncoderConfig) -> Keys:
-    """Return what preprocessor_config.json says of the pictures that a model reads."""
-    square, clip = {"height": c.picture_size, "width": c.picture_size}, c.name == "clip"
+    """Return what preprocessor_config.json says of the images that a model reads."""
+    square, clip = {"height": c.image_size, "width": c.image_size}, c.name == "clip"
     return {"image_processor_type": "CLIPImageProcessor" if clip else "SiglipImageProcessor", "do_convert_rgb": True,
-            "do_resize": True, "resample": _BICUBIC, "size": {"shortest_edge": c.picture_size} if clip else square,
+            "do_resize": True, "resample": _BICUBIC, "size": {"shortest_edge": c.image_size} if clip else square,
             "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": list(c.pixel_mean),
             "image_std": list(c.pixel_std)} | ({"do_center_crop": True, "crop_size": square} if clip else {})

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxtrain.config.vision_keys import CHANNELS, DualEncoderConfig, PictureConfig
+from jaxtrain.config.vision_keys import CHANNELS, DualEncoderConfig, ImageConfig
 from jaxtrain.hf.decoder_tensors import HEADS, OUT, gelu_mlp, pair
 from jaxtrain.hf.hf_format import Entry
 
@@ -18,22 +18,22 @@ def _tower(ours: str, theirs: str, layers: int) -> list[Entry]:
     return [replace(entry, ours=f"{ours}/blocks/layer/{entry.ours}", layers=range(layers)) for entry in found]
 
 
-def picture_encoder(c: PictureConfig) -> list[Entry]:
-    """Return the entries of SigLIP's or CLIP's encoder of pictures."""
-    at, patch = "vision_model.embeddings", (c.patch_size, c.patch_size, CHANNELS, c.picture_embed_dim)
-    first = [Entry("picture/token", f"{at}.class_embedding"), *pair("picture/first_norm", "vision_model.pre_layrnorm")]
+def image_encoder(c: ImageConfig) -> list[Entry]:
+    """Return the entries of SigLIP's or CLIP's encoder of images."""
+    at, patch = "vision_model.embeddings", (c.patch_size, c.patch_size, CHANNELS, c.image_embed_dim)
+    first = [Entry("image/token", f"{at}.class_embedding"), *pair("image/first_norm", "vision_model.pre_layrnorm")]
     return [
-        Entry("picture/embed/kernel", f"{at}.patch_embedding.weight", "dcij->ijcd", cut=patch),
-        Entry("picture/grid/table", f"{at}.position_embedding.weight", "td->td"),
-        *(first if c.class_token else [Entry("picture/embed/bias", f"{at}.patch_embedding.bias")]),
-        *_tower("picture/encoder", "vision_model", c.picture_layers),
-        *pair("picture/encoder/norm", "vision_model.post_layernorm")]
+        Entry("image/embed/kernel", f"{at}.patch_embedding.weight", "dcij->ijcd", cut=patch),
+        Entry("image/grid/table", f"{at}.position_embedding.weight", "td->td"),
+        *(first if c.class_token else [Entry("image/embed/bias", f"{at}.patch_embedding.bias")]),
+        *_tower("image/encoder", "vision_model", c.image_layers),
+        *pair("image/encoder/norm", "vision_model.post_layernorm")]
 
 
 def dual_encoder(c: DualEncoderConfig) -> list[Entry]:
     """Return the entries of both encoders, without their heads."""
     text = "text_model"
     return [
-        *picture_encoder(c), Entry("embed/table", f"{text}.embeddings.token_embedding.weight", "vd->vd"),
+        *image_encoder(c), Entry("embed/table", f"{text}.embeddings.token_embedding.weight", "vd->vd"),
         Entry("positions/table", f"{text}.embeddings.position_embedding.weight", "td->td"),
         *_tower("text", text, c.num_layers), *pair("text/norm", f"{text}.final_layer_norm")]

@@ -174,7 +174,7 @@ def config_json(c: ModelConfig, reward_head: bool = False) -> Keys:
         found |= published.write(c)
     _check(c, published, found)
     if reward_head:
-        if published.classifier is None:
+        if published.classifier is None or not c.text:
             raise UserError("preference.loss", f"transformers has no class for a reward model of type "
                             f"{published.model_type}", "keep it in jaxtrain's format, or begin with a model of another "
                             "family, such as llama")

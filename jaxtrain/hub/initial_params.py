@@ -16,7 +16,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import Config, TrainConfig
-from jaxtrain.config.vision_keys import DualEncoderConfig, PictureConfig
+from jaxtrain.config.vision_keys import DualEncoderConfig, ImageConfig
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError, say
@@ -38,9 +38,9 @@ from jaxtrain.train_step.quantized_kernels import as_floats
 from jaxtrain.train_step.state import Params
 
 KEY, ENCODER_KEY = "train.init_from", "train.init_encoder_from"
-# The keys of an encoder of pictures that have to be those of the one that is taken over.
-ENCODER = ("patch_size", "picture_layers", "picture_embed_dim", "picture_heads", "picture_mlp_dim", "picture_norm_eps",
-           "picture_size", "class_token", "gelu", "pixel_mean", "pixel_std")
+# The keys of an encoder of images that have to be those of the one that is taken over.
+ENCODER = ("patch_size", "image_layers", "image_embed_dim", "image_heads", "image_mlp_dim", "image_norm_eps",
+           "image_size", "class_token", "gelu", "pixel_mean", "pixel_std")
 
 
 @dataclass(frozen=True)
@@ -203,22 +203,22 @@ def _check_kind(theirs: ModelConfig, run: Run) -> None:
 
 
 def _own_part(theirs: ModelConfig, run: Run, abstract: Params) -> Params:
-    """Return the abstract parameters that a model has: a decoder of text has none that see pictures."""
+    """Return the abstract parameters that a model has: a decoder of text has none that see images."""
     if run.config.model.name != "vision_language" or theirs.name == "vision_language":
         return abstract
-    return {name: x for name, x in abstract.items() if name not in ("picture", "connector")}
+    return {name: x for name, x in abstract.items() if name not in ("image", "connector")}
 
 
 def _encoder(folder: Path, step: int | None, run: Run) -> Params:
-    """Return the parameters of the encoder of pictures of another run or of a published model."""
-    abstract, model = abstract_model(run)["picture"], run.config.model
+    """Return the parameters of the encoder of images of another run or of a published model."""
+    abstract, model = abstract_model(run)["image"], run.config.model
     ours = (folder / "checkpoints").is_dir()
     if not ours and (step is not None or not _is_published(folder)):
         raise _neither(folder, ENCODER_KEY)
     section = hf_config.model_section(folder) if not ours else None
     theirs = load_config(folder / "config.json").model if section is None else config_of(section)
-    assert isinstance(model, PictureConfig)
-    if not isinstance(theirs, PictureConfig):
+    assert isinstance(model, ImageConfig)
+    if not isinstance(theirs, ImageConfig):
         raise UserError(ENCODER_KEY, f"{folder} has a model of name={theirs.name}, without an image encoder",
                         "name one of siglip, clip or vision_language")
     if other := [key for key in ENCODER if getattr(model, key) != getattr(theirs, key)]:
@@ -226,8 +226,8 @@ def _encoder(folder: Path, step: int | None, run: Run) -> Params:
                         "set " + ", ".join(f"model.{key}={getattr(theirs, key)}" for key in other))
     say(f"begins with the image encoder of {folder}")
     if section is not None:
-        return {"picture": published_weights.load_encoder(folder, theirs, abstract)}
-    return restore.load_params(folder, {"picture": abstract}, _checkpoint(folder, step, ENCODER_KEY)[0])
+        return {"image": published_weights.load_encoder(folder, theirs, abstract)}
+    return restore.load_params(folder, {"image": abstract}, _checkpoint(folder, step, ENCODER_KEY)[0])
 
 
 def _neither(folder: Path, key: str = KEY) -> UserError:

@@ -9,7 +9,6 @@ from jaxtrain.config.schema import AXES, Config
 from jaxtrain.errors import UserError
 from jaxtrain.launch.cost import target_of
 from jaxtrain.launch.job_spec import JobSpec
-from jaxtrain.sharding.mesh import axis_sizes
 
 _COUNTS = 16  # numbers of nodes from min_nodes on that are looked at, at most
 
@@ -56,6 +55,7 @@ def check_resumed(config: Config, spec: JobSpec, nodes: int) -> None:
 def _check_batch(config: Config, spec: JobSpec, each: int) -> None:
     """Refuse a number of nodes over whose devices a batch does not divide, and name those nearest to it that do."""
     from jaxtrain.plan import elastic
+    from jaxtrain.sharding.mesh import axis_sizes
 
     sizes = tuple(getattr(config.mesh, axis) for axis in AXES)
     batches = sorted({stage.batch for stage in data_stages.stages(config.data)})

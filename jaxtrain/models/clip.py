@@ -12,7 +12,7 @@ from jaxtrain.models.siglip import siglip, useful_flops
 
 def _entries(c: DualEncoderConfig, reward_head: bool) -> list[Entry]:
     return [Entry("scale", "logit_scale", "->", cut=()), Entry("text_head/kernel", "text_projection.weight", "ed->de"),
-            Entry("picture_head/kernel", "visual_projection.weight", "ed->de"), *dual_encoder(c)]
+            Entry("image_head/kernel", "visual_projection.weight", "ed->de"), *dual_encoder(c)]
 
 
 FAMILY = Family(

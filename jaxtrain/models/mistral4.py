@@ -53,7 +53,8 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
     given = _YARN if known["rope_parameters"] is None else known["rope_parameters"]
     turning, width = known["qk_rope_head_dim"], known["qk_rope_head_dim"] + known["qk_nope_head_dim"]
     for key in (_BETA, _LENGTH):
-        if defaults.misfit(given.get(key), ["float"]) or given[key] < 0:
+        value = given.get(key)
+        if defaults.misfit(value, ["float"]) or value < 0:
             raise refuse("rope_parameters", f"cannot be read: its {key} is not a number from 0 up")
     if given.get("rope_type", given.get("type")) != "yarn":
         raise refuse("rope_parameters", "cannot be expressed: its type is not yarn")

@@ -26,27 +26,27 @@ def siglip(c: DualEncoderConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Du
 
 
 def useful_flops(c: DualEncoderConfig, patches: int) -> Need:
-    """Pictures meet their encoder, and as vectors the rest; a batch's similarities, less than 0.1 %, do not count."""
-    pictures = c.pictures_per_row
-    tokens = pictures * c.text_len
+    """Images meet their encoder, and as vectors the rest; a batch's similarities, less than 0.1 %, do not count."""
+    images = c.images_per_row
+    tokens = images * c.text_len
     seen = c.text_len / 2 if c.name == "clip" else c.text_len  # by a token, on average
 
     def met(path: str) -> float:
         room = path.split("/")[0]
-        if path == "picture/embed/kernel":
+        if path == "image/embed/kernel":
             return INPUT * patches
         if path == "pool/q/kernel":
             return 0  # of one vector a batch
-        return patches if room == "picture" or path.startswith(("pool/k/", "pool/v/")) else (
-            tokens if room == "text" else pictures)
+        return patches if room == "image" or path.startswith(("pool/k/", "pool/v/")) else (
+            tokens if room == "text" else images)
 
-    pooled = attended(1, c.picture_embed_dim, patches) if c.pooling in ("attention", "probe") else 0
-    return met, (attended(c.picture_layers, c.picture_embed_dim, patches**2 / pictures) + pooled
+    pooled = attended(1, c.image_embed_dim, patches) if c.pooling in ("attention", "probe") else 0
+    return met, (attended(c.image_layers, c.image_embed_dim, patches**2 / images) + pooled
                  + attended(c.num_layers, c.embed_dim, tokens * seen))
 
 
 def _entries(c: DualEncoderConfig, reward_head: bool) -> list[Entry]:
-    head, wide = "vision_model.head", c.picture_embed_dim
+    head, wide = "vision_model.head", c.image_embed_dim
     return [
         Entry("pool/query", f"{head}.probe", "abd->abd", cut=(1, 1, wide)),
         *(entry for n, name in enumerate("qkv") for entry in (

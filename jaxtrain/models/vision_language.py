@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxtrain.config.family import Family
-from jaxtrain.config.vision_keys import PictureConfig
+from jaxtrain.config.vision_keys import ImageConfig
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.models.llama import LlamaConfig, biased_layer, llama
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class VisionLanguageConfig(PictureConfig, LlamaConfig):
+class VisionLanguageConfig(ImageConfig, LlamaConfig):
     """A vision-language model: a Llama decoder of text and images, with an image encoder and a connector."""
 
     name: str = "vision_language"
     text = False
     late_window = False
-    pictures_with = "captions"
+    images_with = "captions"
 
     def __post_init__(self):
         super().__post_init__()
@@ -31,15 +31,15 @@ class VisionLanguageConfig(PictureConfig, LlamaConfig):
                             "leave it out")
 
     def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:
-        """Return that of pictures, and that of the decoder."""
+        """Return that of images, and that of the decoder."""
         return [*super().attentions(seq_len), (seq_len, 0, self.head_dim, True)]
 
 
 def vision_language(c: VisionLanguageConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
-    """Build a Llama decoder with an encoder of pictures."""
-    from jaxtrain.models.vision.connector import with_pictures
+    """Build a Llama decoder with an encoder of images."""
+    from jaxtrain.models.vision.connector import with_images
 
-    return with_pictures(llama(c, compute, rngs=rngs), c, compute, rngs=rngs)
+    return with_images(llama(c, compute, rngs=rngs), c, compute, rngs=rngs)
 
 
 # There is no published format of the whole; the decoder may begin with that of a published Llama.

@@ -1,4 +1,4 @@
-"""Next-token prediction of the texts among pictures."""
+"""Next-token prediction of the texts among images."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,8 @@
-"""Contrastive learning: pictures and texts that belong together are to be alike, and others not.
+"""Contrastive learning: images and texts that belong together are to be alike, and others not.
 
 The other pairs of a batch are what a pair is compared with; with `train.accumulation` those of its micro-batch.
 
-Shape suffixes: B rows, S pictures of a row, T tokens.
+Shape suffixes: B rows, S images of a row, T tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def patches_spec(c: Any) -> dict[str, Array]:
     """Return the arrays of rows of patches."""
-    return {"pictures": Array(np.int32, below=c.pictures_per_row + 1),
+    return {"images": Array(np.int32, below=c.images_per_row + 1),
             "patches": Array(np.uint8, (SEQ, c.patch_values)),
             "places": Array(np.int32, (SEQ, 2), below=c.patches_per_side + (c.class_at is not None))}
 
@@ -46,7 +46,7 @@ class Contrastive(OfTheModelAlone):
 
     model: Skeleton
     shape: DualEncoderConfig
-    evaluates: bool = False  # count how many pictures are nearest to their own text
+    evaluates: bool = False  # count how many images are nearest to their own text
 
     @of_sections
     @classmethod
@@ -62,11 +62,11 @@ class Contrastive(OfTheModelAlone):
     @property
     def batch_spec(self) -> Declared:
         """Patches, texts in places of their own, and which pairs there are."""
-        texts = Array(np.int32, (self.shape.pictures_per_row * self.shape.text_len,))
+        texts = Array(np.int32, (self.shape.images_per_row * self.shape.text_len,))
         return {**patches_spec(self.shape), "tokens": replace(texts, below=self.shape.vocab_size),
-                "segments": replace(texts, below=self.shape.pictures_per_row + 1),
+                "segments": replace(texts, below=self.shape.images_per_row + 1),
                 "positions": replace(texts, below=self.shape.text_len),
-                "weights": Array(np.float32, (self.shape.pictures_per_row,))}
+                "weights": Array(np.float32, (self.shape.images_per_row,))}
 
     @property
     def evaluation(self) -> "Contrastive":
@@ -75,7 +75,7 @@ class Contrastive(OfTheModelAlone):
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:
-        """The accuracy of retrieval: how often the nearest text is the picture's own, or one equal to it."""
+        """The accuracy of retrieval: how often the nearest text is the image's own, or one equal to it."""
         return ("accuracy",)
 
     def metrics(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -90,7 +90,7 @@ class Contrastive(OfTheModelAlone):
 
     @property
     def pipeline_parts(self) -> Parts:
-        """Embeddings, the layers of both encoders, and the vectors of pictures and texts, which are then compared."""
+        """Embeddings, the layers of both encoders, and the vectors of images and texts, which are then compared."""
         def prepare(params: Params, batch: Batch) -> tuple[Params, Batch]:
             own = partition.like(params, self.model.params())
             return own, self.model.merge(own).arranged(batch)
@@ -99,7 +99,7 @@ class Contrastive(OfTheModelAlone):
                    slots: 'Mapping[str, Slots] | None') -> tuple[PyTree, jax.Array, dict[str, jax.Array]]:
             return self.model.merge(params).through(x, batch, slots), jnp.zeros(()), {}
 
-        layers = dict(zip(STACKS, (self.shape.picture_layers, self.shape.num_layers), strict=True))
+        layers = dict(zip(STACKS, (self.shape.image_layers, self.shape.num_layers), strict=True))
         return Parts(layers, prepare, lambda batch: batch["weights"].sum(),
                      lambda params, batch: self.model.merge(params).begin(batch), middle, self._vectors,
                      self._compared, side_by_side=True)

@@ -67,7 +67,7 @@ class LiveDisplay(Progress):
     def get_renderable(self) -> Group:
         """Return what is drawn now; a terminal may have become larger or smaller."""
         if self._record and self._has_room():
-            with contextlib.suppress(Exception):  # whatever a damaged log holds, a picture must not end a run
+            with contextlib.suppress(Exception):  # whatever a damaged log holds, a frame must not end a run
                 return Group(panel(self._reading(), self.console.width, rows=3))
         return Group(*self.get_renderables())
 

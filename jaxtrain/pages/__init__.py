@@ -1,1 +1,1 @@
-"""The common parts of pages, pictures and printed tables: style, tables, notebook display and words."""
+"""The common parts of pages, drawings and printed tables: style, tables, notebook display and words."""

@@ -1,6 +1,6 @@
 """Losses of all pairs of two sides of a batch that is spread over devices, without their matrix as a whole.
 
-Each device keeps its part of one side, pictures say, while the parts of the other go round; it sees a block of the
+Each device keeps its part of one side, images say, while the parts of the other go round; it sees a block of the
 matrix at a time. The backward pass sends them round once more, together with their gradients, so that what a device
 holds grows with its own part alone. The n-th of one side belongs to the n-th of the other. All of this runs inside a
 manual region.

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtrain.plan.cost.time import said
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.instructions import program
-from jaxtrain.plan.report.compiled_step import picture, roofline_table
+from jaxtrain.plan.report.compiled_step import drawing, roofline_table
 from jaxtrain.plan.source_lines import source_lines
 from jaxtrain.plan.timeline import simulate
 
@@ -81,6 +81,6 @@ def verified(guess: Estimate, roofline: bool = False, timeline: str | None = Non
         if roofline:
             lines.append(roofline_table(simulated, guess, code, source_lines(real.text)))
         if timeline:
-            Path(timeline).write_text(picture(simulated))
+            Path(timeline).write_text(drawing(simulated))
             lines.append(f"  timeline of one step: {timeline}")
     return "\n".join(lines)

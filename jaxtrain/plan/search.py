@@ -35,7 +35,7 @@ def search(config: Config, target: Target, devices: int, *, meshes_traced: int =
            precisions: Sequence[str] = (), progress: Callable[[int, int], None] = lambda done, ahead: None) -> Found:
     """Search for about a minute of one core at most: by default 16 meshes, and 4 of them in detail.
 
-    For models with experts, or of pictures or speech, it is 6 and 2, because they take up to three times as long to
+    For models with experts, or of images or speech, it is 6 and 2, because they take up to three times as long to
     trace. (The limits are numbers rather than times, so that all processes of a run decide the same.) `precisions`:
     others than the config's, each of which takes as long again. `progress` gets the number of layouts that were
     estimated, and about that of those to come.

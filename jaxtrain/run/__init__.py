@@ -372,7 +372,7 @@ class Run:
         return f"Run({name_of(self)}, {sizes})"
 
     def _repr_html_(self) -> str:
-        from jaxtrain.sharding.pictures import of_placement
+        from jaxtrain.sharding.drawings import of_placement
         from jaxtrain.train_step.report import HEAD, placements, totals
 
         said = {"model": name_of(self), **totals(self.abstract, self.layout),

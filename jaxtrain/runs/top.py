@@ -23,7 +23,7 @@ from jaxtrain.runs.recorded_run import RecordedRun
 from jaxtrain.storage import is_url
 
 RECENT = 2**22  # bytes of metrics and of events, the newest ones, that are read: some ten thousand steps
-EVERY = 1.0  # seconds between two pictures
+EVERY = 1.0  # seconds between two frames
 _SEARCH_EVERY = 10.0  # seconds between two looks for new runs below a folder
 _SHOWN = 16  # processes
 _NOTED = 100  # events, of which those that are not saves may be drawn
@@ -92,7 +92,7 @@ class Watch:
                 return
 
 
-# ------------------------------------------------------------------------------------------------------------- pictures
+# --------------------------------------------------------------------------------------------------------------- frames
 def frame(watch: Watch, width: int, height: int, now: float | None = None) -> Any:
     """Return what rich draws of the runs on a terminal of this size."""
     now = time.time() if now is None else now

@@ -179,10 +179,10 @@ def _of_data(run: Run) -> tuple[str, str, str]:
     data, corpus = run.config.data, run.corpus
     if not run.config.model.text:
         sequences: Any = corpus
-        if run.config.model.rows_of == "pictures":
-            from jaxtrain.data.loading.modalities import picture_batches
+        if run.config.model.rows_of == "images":
+            from jaxtrain.data.loading.modalities import image_batches
 
-            return *picture_batches.summary(run.batch_source, sequences), "patches"
+            return *image_batches.summary(run.batch_source, sequences), "patches"
         from jaxtrain.data.loading.modalities import sequence_batches
 
         units = {"audio": "frames", "events": "events"}

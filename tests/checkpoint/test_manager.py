@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint import CheckpointManager, verify
+from jaxtrain.checkpoint import CheckpointManager, restore, verify
 from jaxtrain.errors import UserError
 from tests.tiny import ROOT, free_address
 
@@ -130,6 +130,25 @@ def test_half_written_folders_are_not_checkpoints(tmp_path, store):
         (folder / name).mkdir(parents=True)
     (folder / "9").write_text("a file")
     assert store.latest() is None
+
+
+def test_arrays_that_had_another_name_are_found(tmp_path, store):
+    """An encoder of images was `picture`, in the parameters and in what the optimizer keeps of them."""
+    saved(store, 1)
+    state = make_state()
+
+    def named(name, one):
+        return State(one.step, {name: one.params["embed"], "rest": one.params["layers"]},
+                     {"momentum": {name: {"table": one.params["embed"]["table"] * 2}}})
+
+    store.save(2, named("picture", state), {})
+    store.wait()
+    now = named("image", state)
+    assert_same(store.restore(2, abstract(now, shardings(now, 2, 4))), now)
+    wanted = abstract(now, shardings(now, 2, 4)).params
+    assert_same(restore.load_params(tmp_path, wanted, 2), now.params)
+    with pytest.raises(UserError, match="params/image"):
+        store.restore(1, abstract(now, shardings(now, 2, 4)))
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -32,7 +32,7 @@ CONCEPTS = {
     "workers": "num_workers threads procs",
     "processes": "full nprocs", "min_processes": "least fewest",
     "num_processes": "world_size", "process_id": "rank", "coordinator": "master coordinator_address",
-    "text_field": "field text_column text_key", "audio_field": "audio_column", "picture_field": "picture_column",
+    "text_field": "field text_column text_key", "audio_field": "audio_column", "image_field": "image_column",
     "tokenizer": "tokenizer_file tokenizer_path", "vocab_size": "vocabulary",
     "filters": "cleaners", "label": "labels target_label", "depth": "max_depth", "name": "run_name title",
     "targets": "targets_file calibration", "licence_of": "license_of", "adapters": "lora loras",
@@ -46,12 +46,12 @@ FIRST = {  # what a command is about comes first
     "MODEL": "merge adapters-merge", "CORPUS": "publish croissant", "ROOT": "runs-list runs-gc jobs-list",
     "SWEEP": "sweep", "FOLDER": "adapters-list", "STORE": "adapters-add",
     "": "supervise prepare train_tokenizer dashboards calibrate schedules doctor diloco-keys diloco-serve "
-        "prepare_sequences-audio prepare_sequences-events prepare_sequences-pictures",
+        "prepare_sequences-audio prepare_sequences-events prepare_sequences-images",
 }
 READ_BY_SCRIPTS = ("runs-list runs-show runs-compare runs-gc checkpoint-list goodput adapters-list jobs-list jobs-show "
                    "plan scaling coordinates doctor generate")
 REHEARSED = ("export merge publish prepare launch sweep calibrate runs-gc checkpoint-restore-to "
-             "prepare_sequences-audio prepare_sequences-events prepare_sequences-pictures")
+             "prepare_sequences-audio prepare_sequences-events prepare_sequences-images")
 REPLACING = "export merge adapters-export adapters-merge train_tokenizer"
 
 

@@ -68,7 +68,7 @@ _TOWER = {"hidden_size": [16, 32], "intermediate_size": [20], "num_hidden_layers
           "num_attention_heads": [2, 4], "layer_norm_eps": [1e-5, 1e-6], "hidden_act": ["gelu", "gelu_pytorch_tanh"]}
 _TEXT = _TOWER | {"vocab_size": [24, 60_000], "max_position_embeddings": [8], "pad_token_id": [1, 5],
                   "eos_token_id": [2, 7], "bos_token_id": [3], "projection_size": [16, None]}
-_PICTURE = _TOWER | {"image_size": [16], "patch_size": [4, 8], "num_channels": [3]}
+_IMAGE = _TOWER | {"image_size": [16], "patch_size": [4, 8], "num_channels": [3]}
 # What decides how large a model is, and always stands in files of which logits are computed.
 _SIZES = {*_SHAPE, "n_layer", "n_embd", "n_head", "n_positions", "num_local_experts", "num_experts",
           "n_routed_experts", "moe_intermediate_size", "kv_lora_rank", "num_experts_per_tok", "n_group", "topk_group",
@@ -83,7 +83,7 @@ def drawn(kind: str, rng: np.random.Generator, small: bool = False) -> dict[str,
         return {"model_type": kind} | more | ({"text_config": text} if rng.random() < 0.9 else {})
     if kind in ("siglip", "clip"):
         halves = {half: _of(draws, rng, 0.6, set()) for half, draws in (("text_config", _TEXT),
-                                                                        ("vision_config", _PICTURE))}
+                                                                        ("vision_config", _IMAGE))}
         older = {f"{half}_dict": value for half, value in halves.items() if rng.random() < 0.1}
         return {"model_type": kind} | halves | older | ({"projection_dim": 24} if rng.random() < 0.5 else {})
     given = _of(_DRAWS[kind], rng, 0.75, _SIZES if small else set())
@@ -206,8 +206,8 @@ def _whisper(c: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def _towers(c: Any, given: dict[str, Any]) -> dict[str, Any]:
     return {"text": [c.vocab_size, c.text_len, c.embed_dim, c.mlp_dim, c.num_layers, c.num_heads, c.norm_eps],
-            "picture": [c.picture_size, c.patch_size, c.picture_embed_dim, c.picture_mlp_dim, c.picture_layers,
-                        c.picture_heads, c.picture_norm_eps],
+            "image": [c.image_size, c.patch_size, c.image_embed_dim, c.image_mlp_dim, c.image_layers,
+                      c.image_heads, c.image_norm_eps],
             "activation": {"tanh": "gelu_pytorch_tanh", "exact": "gelu", "quick": "quick_gelu"}[c.gelu],
             "joint": c.joint_dim, "end": c.text_end}
 

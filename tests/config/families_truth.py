@@ -172,13 +172,13 @@ def _whisper(c: Any) -> dict[str, Any]:
 
 
 def _towers(c: Any) -> dict[str, Any]:
-    text, picture, clip = c.text_config, c.vision_config, c.model_type == "clip"
+    text, image, clip = c.text_config, c.vision_config, c.model_type == "clip"
     common = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "layer_norm_eps")
-    assert text.hidden_act == picture.hidden_act
+    assert text.hidden_act == image.hidden_act
     joint = c.projection_dim if clip else text.projection_size
-    assert clip or joint == picture.hidden_size
+    assert clip or joint == image.hidden_size
     return {"text": [text.vocab_size, text.max_position_embeddings, *(getattr(text, key) for key in common)],
-            "picture": [picture.image_size, picture.patch_size, *(getattr(picture, key) for key in common)],
+            "image": [image.image_size, image.patch_size, *(getattr(image, key) for key in common)],
             "activation": text.hidden_act, "joint": joint,
             "end": text.vocab_size - 1 if clip and text.eos_token_id == 2 else
             text.eos_token_id if clip else text.pad_token_id}

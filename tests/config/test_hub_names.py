@@ -33,6 +33,7 @@ def hub(tmp_path, monkeypatch):
     snapshot, asked = tmp_path / "cache" / "snapshot", []
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    (snapshot / "model.safetensors").touch()
     monkeypatch.chdir(tmp_path)
 
     def download(name, **how):
@@ -61,6 +62,13 @@ def test_parameters_and_tokenizers_are_those_of_the_hub(hub):
     for name in ("Org/Tiny", "hf:Org/Tiny"):
         assert load_tokenizer(name).vocab_size == 2
     assert hub.asked == [("Org/Tiny", "main", True), ("Org/Tiny", None, False), ("Org/Tiny", None, False)]
+
+
+def test_a_cache_with_a_tokenizer_alone_has_no_model(hub):
+    (hub.snapshot / "model.safetensors").unlink()
+    with pytest.raises(jt.UserError, match=r"^--config: Org/Tiny has no weights in safetensors .+ run hf download O"):
+        jt.load_config("hf:Org/Tiny")
+    assert hub_names.tokenizer_folder("Org/Tiny") == f"{hub.snapshot}"
 
 
 def test_a_folder_here_comes_before_a_name(hub, tmp_path):

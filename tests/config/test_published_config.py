@@ -176,3 +176,11 @@ def test_a_model_whose_mup_is_in_its_weights_is_published_and_one_with_multiplie
         model = reference.tiny(family, model__mup_base=base | more, **changes).model
         with pytest.raises(jt.UserError, match=r"model.mup_base: .* cannot be published as"):
             config_json(model)
+
+
+@pytest.mark.parametrize("name", ["siglip", "clip"])
+def test_encoders_of_images_and_texts_are_published_without_a_reward_head(name, tmp_path):
+    model = config_of(section(tmp_path, {"model_type": name}))
+    assert config_json(model)["architectures"]
+    with pytest.raises(jt.UserError, match=rf"^preference\.loss: transformers has no class .+ type {name};"):
+        config_json(model, reward_head=True)

@@ -269,6 +269,21 @@ def test_the_config_of_an_older_run_means_the_same():
         assert said[section][name] == default and not hasattr(getattr(Config(), section), name)
 
 
+def test_a_run_of_images_is_read_by_the_names_of_today(tmp_path):
+    earlier = {"data": {"packing": "best_fit"}, "train": {"freeze": ["picture/*", "embed"]}}
+    (tmp_path / "config.json").write_text(json.dumps(earlier | {"model": {
+        "name": "picture_flow", "pictures_per_row": 3}}))
+    c = load_config(tmp_path / "config.json")
+    assert (c.model.name, c.model.images_per_row, list(c.train.freeze)) == ("image_flow", 3, ["image/*", "embed"])
+    (tmp_path / "config.json").write_text(json.dumps(earlier | {"model": {
+        "name": "siglip", "picture_embed_dim": 24, "picture_heads": 3}}))
+    assert load_config(tmp_path / "config.json").model.image_mlp_dim == 96
+    for keys, now in ((["model.name=picture_flow"], "image_flow"),
+                      (["model.name=siglip", "model.picture_size=8"], "image_size")):
+        with pytest.raises(UserError, match=f"did you mean '{now}'"):
+            make_config({}, dict(key.split("=") for key in keys))
+
+
 def test_a_removed_key_with_another_value_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"resilience": {"straggler_factor": 2.0}}')
     with pytest.raises(UserError, match=r"^resilience.straggler_factor: there is no such key; "):
@@ -289,7 +304,7 @@ def test_a_folder_is_not_a_config(tmp_path):
 
 _NEEDS = {"events": {"categories": {"a": 5}}, "clips": {"labels": 3}, "gpt_oss": {"num_experts": 8},
           "deepseek_v3": {"num_experts": 8, "kv_rank": 8, "rope_head_dim": 4}, "mixtral": {"num_experts": 8},
-          "clip": {"class_token": True, "picture_size": 32, "pooling": "class"}, "qwen3_moe": {"num_experts": 8}}
+          "clip": {"class_token": True, "image_size": 32, "pooling": "class"}, "qwen3_moe": {"num_experts": 8}}
 
 
 def test_no_whole_number_is_without_a_bound():

@@ -11,9 +11,7 @@ import os
 import random
 import shutil
 import sys
-import threading
 import tracemalloc
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +26,7 @@ from jaxtrain.data.loading.batches import eval_batches, packing, rows, train_bat
 from jaxtrain.data.prepare.prepare import Options, prepare
 from jaxtrain.errors import UserError
 from jaxtrain.files import atomic_files, bounded_files
+from tests.fuzzing import with_memory
 from tests.odd_files import device, fifo, folder, sparse, unix_socket
 
 MEMORY = 2**27  # bytes that one of them may take
@@ -263,24 +262,8 @@ def read(source: str, cache: Path, corrupt: str):
 
 
 def tried(source: str, cache: Path, corrupt: str, watch: Watch):
-    """Read a corpus on a thread of its own: what it gave or raised, and how much memory it took."""
-    found = []
-
-    def run():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                found.append(read(source, cache, corrupt))
-            except BaseException as error:
-                found.append(error)
-
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    with watch:
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(60)  # only a read that never ends takes as long
-    return (found or [TimeoutError("it does not end")])[0], tracemalloc.get_traced_memory()[1] - before
+    """Read a corpus: what it gave or raised, and the memory it took; only a read that never ends takes a minute."""
+    return with_memory(lambda: read(source, cache, corrupt), watch, 60)
 
 
 def same(given, want, end) -> bool:

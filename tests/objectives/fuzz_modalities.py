@@ -20,17 +20,17 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     "whisper": [dict(num_layers=2, encoder_layers=2), dict(num_layers=1, encoder_layers=3, mask_padding=False),
                 dict(num_layers=1, audio_chunk=2, audio_chunks_back=1, ctc_weight=0.0)],
     # Of published models; a class token's norm over random parameters rounds too much in float32 for clip's.
-    "siglip": [dict(num_layers=2), dict(num_layers=1, picture_layers=1, pooling="mean"), dict(
-        num_layers=1, picture_size=9, pooling="probe", projections="text", joint_dim=40, picture_norm_eps=1e-3)],
-    "clip": [dict(num_layers=2), dict(num_layers=1, picture_layers=1, pooling="attention")],
-    "vision_language": [dict(num_layers=2), dict(num_layers=3, picture_layers=1, num_kv_heads=4, tied_embeddings=True)],
-    "picture_flow": [dict(num_layers=2), dict(num_layers=1)],
+    "siglip": [dict(num_layers=2), dict(num_layers=1, image_layers=1, pooling="mean"), dict(
+        num_layers=1, image_size=9, pooling="probe", projections="text", joint_dim=40, image_norm_eps=1e-3)],
+    "clip": [dict(num_layers=2), dict(num_layers=1, image_layers=1, pooling="attention")],
+    "vision_language": [dict(num_layers=2), dict(num_layers=3, image_layers=1, num_kv_heads=4, tied_embeddings=True)],
+    "image_flow": [dict(num_layers=2), dict(num_layers=1)],
 }
-FAMILIES, CHEAP = tuple(SHAPES), ("events", "clips", "picture_flow")  # of one stack, drawn twice as often
-BOTH_WAYS = ("clips", "whisper", "siglip", "picture_flow")  # families whose encoders are what a kernel computes
-WITHOUT_VOCAB = ("clips", "picture_flow")
+FAMILIES, CHEAP = tuple(SHAPES), ("events", "clips", "image_flow")  # of one stack, drawn twice as often
+BOTH_WAYS = ("clips", "whisper", "siglip", "image_flow")  # families whose encoders are what a kernel computes
+WITHOUT_VOCAB = ("clips", "image_flow")
 FROZEN = {"events": ["embed/*"], "clips": ["project/*"], "whisper": ["encoder_blocks/*", "first/*", "second/*"],
-          "siglip": ["picture/*"], "clip": ["text/*"], "vision_language": ["picture/*"], "picture_flow": ["labels"]}
+          "siglip": ["image/*"], "clip": ["text/*"], "vision_language": ["image/*"], "image_flow": ["labels"]}
 LOSSY = ({"method": "int8", "block": 64}, {"method": "int4"}, {"method": "top_k", "ratio": 0.25},
          {"method": "random_k", "ratio": 0.25}, {"method": "power_sgd", "rank": 2})
 
@@ -79,7 +79,7 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
 
 def remats(keys: dict[str, Any], shape: dict[str, Any]) -> list[str]:
     """Policies by name, and by layer where all stacks have several layers and none is cut into stages."""
-    several = keys["mesh.stage"] == 1 and shape["num_layers"] > 1 and shape.get("picture_layers", 2) > 1
+    several = keys["mesh.stage"] == 1 and shape["num_layers"] > 1 and shape.get("image_layers", 2) > 1
     by_layer = ["full:1,attention_and_dots", "attention:1,none", "dots:1,heads@host"]
     return ["full", "dots", "attention", "attention_and_dots", "heads@host", "attention+mlp", *by_layer * several]
 

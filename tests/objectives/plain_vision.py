@@ -1,6 +1,6 @@
-"""Encoders of pictures and texts in plain float32 `jnp`: a row for each picture or text alone, and the papers' losses.
+"""Encoders of images and texts in plain float32 `jnp`: a row for each image or text alone, and the papers' losses.
 
-Shape suffixes: N pictures, T patches of the largest one (or tokens of the longest text), D embedding.
+Shape suffixes: N images, T patches of the largest one (or tokens of the longest text), D embedding.
 """
 
 import math
@@ -14,17 +14,17 @@ from tests.numerics.reference import layer_norm, rms_norm, rotate, softmax
 
 PATCH = 2
 SHAPE = dict(num_layers=2, embed_dim=32, num_heads=8, max_seq_len=32, patch_size=PATCH, patches_per_side=6,
-             pictures_per_row=3)
-ENCODER = dict(picture_layers=2, picture_embed_dim=40, picture_heads=8)
+             images_per_row=3)
+ENCODER = dict(image_layers=2, image_embed_dim=40, image_heads=8)
 DUAL = SHAPE | ENCODER | dict(vocab_size=64, text_len=4, joint_dim=24)
 PUBLISHED = {  # the parts of published models
-    "siglip": dict(picture_size=9, pooling="probe", projections="text", joint_dim=40, picture_norm_eps=1e-3),
-    "clip": dict(picture_size=7, class_token=True, pooling="class", projections="unbiased", gelu="quick",
+    "siglip": dict(image_size=9, pooling="probe", projections="text", joint_dim=40, image_norm_eps=1e-3),
+    "clip": dict(image_size=7, class_token=True, pooling="class", projections="unbiased", gelu="quick",
                  pixel_mean=[0.4, 0.5, 0.6], pixel_std=[0.2, 0.3, 0.4]),
-    "vision_language": dict(picture_size=8, class_token=True, gelu="exact", picture_norm_eps=1e-3)}
+    "vision_language": dict(image_size=8, class_token=True, gelu="exact", image_norm_eps=1e-3)}
 MODELS = {"siglip": DUAL, "clip": DUAL | dict(pooling="mean"),
           "vision_language": SHAPE | ENCODER | dict(vocab_size=64, num_kv_heads=8, mlp_dim=48, tied_embeddings=False),
-          "picture_flow": SHAPE | dict(num_labels=5)}
+          "image_flow": SHAPE | dict(num_labels=5)}
 
 
 def config(kind, data=None, model=None, **keys) -> jt.Config:
@@ -41,7 +41,7 @@ def loss(c, p, batch):
     """The mean loss of a family."""
     if c.name in ("siglip", "clip"):
         return contrastive(c, p, batch)[0]
-    return {"vision_language": captioning, "picture_flow": flow}[c.name](c, p, batch)
+    return {"vision_language": captioning, "image_flow": flow}[c.name](c, p, batch)
 
 
 def gelu(x):
@@ -112,12 +112,12 @@ def vit(c, p, one):
         x = jnp.tensordot(values.astype(np.float32), p["embed"]["kernel"], 1)
         x = (jnp.where(is_class(c, one)[..., None], p["token"], x) if c.class_token else x + p["embed"]["bias"])
         x = x + jnp.einsum("ntk,kd->ntd", stretched(c, one), p["grid"]["table"], precision="highest")
-        x = layer_norm(p["first_norm"], x, c.picture_norm_eps) if c.class_token else x
-    return encoder(p["encoder"], x, one["there"], c.picture_norm_eps, kind=c.gelu)
+        x = layer_norm(p["first_norm"], x, c.image_norm_eps) if c.class_token else x
+    return encoder(p["encoder"], x, one["there"], c.image_norm_eps, kind=c.gelu)
 
 
 def attention_pool(c, p, x_NTD, there_NT):
-    k, v, eps = linear(p["k"], x_NTD), linear(p["v"], x_NTD), c.picture_norm_eps
+    k, v, eps = linear(p["k"], x_NTD), linear(p["v"], x_NTD), c.image_norm_eps
     query = linear(p["q"], p["query"]) if c.pooling == "probe" else p["query"]
     scores = jnp.einsum("hk,njhk->nhj", query, k) / np.sqrt(k.shape[-1])
     weights = softmax(jnp.where(there_NT[:, None], scores, -1e30))
@@ -126,7 +126,7 @@ def attention_pool(c, p, x_NTD, there_NT):
 
 
 def head(c, p, x):
-    """The map from an encoder to what pictures and texts are compared by."""
+    """The map from an encoder to what images and texts are compared by."""
     return x if p is None else jnp.tensordot(x, p["kernel"], 1) if c.projections == "unbiased" else linear(p, x)
 
 
@@ -135,7 +135,7 @@ def unit(x):
 
 
 def alone(batch, numbers, names):
-    """The pictures or texts that `numbers` counts in each row, each in a row of its own, and what of it is there."""
+    """The images or texts that `numbers` counts in each row, each in a row of its own, and what of it is there."""
     found = [np.flatnonzero(row == number) + at * len(row) for at, row in enumerate(batch[numbers])
              for number in range(1, row.max() + 1)]
     at = np.zeros((len(found), max(map(len, found))), int)
@@ -145,14 +145,14 @@ def alone(batch, numbers, names):
     return {name: x[at] for name, x in flat.items()} | {"there": there}
 
 
-def picture(c, p, one):
-    x, there = vit(c, p["picture"], one), one["there"]
+def image(c, p, one):
+    x, there = vit(c, p["image"], one), one["there"]
     if c.pooling in ("attention", "probe"):
         pooled = attention_pool(c, p["pool"], x, there)
     else:
         kept = is_class(c, one) if c.pooling == "class" else there
         pooled = (x * kept[..., None]).sum(1) / kept.sum(1, keepdims=True)
-    return unit(head(c, p.get("picture_head"), pooled))
+    return unit(head(c, p.get("image_head"), pooled))
 
 
 def text(c, p, one):
@@ -162,9 +162,9 @@ def text(c, p, one):
 
 
 def contrastive(c, p, batch):
-    """The mean loss over pairs, and how often a picture is nearest to a text like its own."""
+    """The mean loss over pairs, and how often an image is nearest to a text like its own."""
     texts = alone(batch, "segments", ["tokens"])
-    x, y = picture(c, p, alone(batch, "pictures", ["patches", "places"])), text(c, p, texts)
+    x, y = image(c, p, alone(batch, "images", ["patches", "places"])), text(c, p, texts)
     logits = jnp.exp(p["scale"][0]) * x @ y.T + (p["bias"][0] if c.name == "siglip" else 0)
     words = np.where(texts["there"], texts["tokens"], -1)
     right = (words[:, None] == words[None]).all(-1)
@@ -178,8 +178,8 @@ def contrastive(c, p, batch):
 def captioning(c, p, batch):
     """The mean cross-entropy over tokens of texts."""
     one = alone(batch, "segments", list(batch))
-    seen = one | {"there": (one["pictures"] > 0) & one["there"]}
-    patches = vit(c, p["picture"], seen)
+    seen = one | {"there": (one["images"] > 0) & one["there"]}
+    patches = vit(c, p["image"], seen)
     patches = linear(p["connector"]["down"], gelu(linear(p["connector"]["up"], patches)))
     x = jnp.where(seen["there"][..., None], patches, p["embed"]["table"][one["tokens"]])
     logits = llama(c, p, x)
@@ -209,8 +209,8 @@ def llama(c, p, x):
 
 def flow(c, p, batch):
     """The mean over patches of the squared error of the velocity."""
-    one = alone(batch, "pictures", ["patches", "places", "draws"])
-    chosen = np.arange(1, batch["times"].shape[1] + 1) <= batch["pictures"].max(1)[:, None]
+    one = alone(batch, "images", ["patches", "places", "draws"])
+    chosen = np.arange(1, batch["times"].shape[1] + 1) <= batch["images"].max(1)[:, None]
     t, label = batch["times"][chosen][:, None], batch["labels"][chosen]
     frequencies = np.float32(np.exp(np.linspace(0, np.log(1000), 64)))
     x = one["patches"].astype(np.float32) / 127.5 - 1
@@ -219,17 +219,17 @@ def flow(c, p, batch):
     waves = linear(p["up"], jnp.concatenate([jnp.sin(t * frequencies), jnp.cos(t * frequencies)], -1))
     given = linear(p["down"], waves / (1 + jnp.exp(-waves))) + p["labels"][label]
     noisy = (1 - t[..., None]) * noise + t[..., None] * x
-    h = begin(p["picture"], noisy, one["places"]) + given[:, None]
-    h = encoder(p["picture"]["encoder"], h, one["there"], c.norm_eps)
+    h = begin(p["image"], noisy, one["places"]) + given[:, None]
+    h = encoder(p["image"]["encoder"], h, one["there"], c.norm_eps)
     errors = ((linear(p["velocity"], h) - (x - noise)) ** 2).mean(-1)
     return (errors * one["there"]).sum() / one["there"].sum()
 
 
 # ------------------------------------------------------------------------------------------------------- batches
-def rows_of_pictures(rng, rows, length, most, class_at=None):
-    """Rows of pictures of any shape, one of them empty except for padding; `class_at` as in PictureRows."""
+def rows_of_images(rng, rows, length, most, class_at=None):
+    """Rows of images of any shape, one of them empty except for padding; `class_at` as in ImageRows."""
     made = {"patches": rng.integers(0, 256, (rows, length, PATCH**2 * 3)).astype(np.uint8),
-            "pictures": np.zeros((rows, length), np.int32), "places": np.zeros((rows, length, 2), np.int32)}
+            "images": np.zeros((rows, length), np.int32), "places": np.zeros((rows, length, 2), np.int32)}
     for row in range(1, rows):
         at = 0
         for number in range(1, most + 1):
@@ -238,7 +238,7 @@ def rows_of_pictures(rng, rows, length, most, class_at=None):
             if at + len(own) > length:
                 break
             here = slice(at, at + len(own))
-            made["pictures"][row, here], made["places"][row, here] = number, own
+            made["images"][row, here], made["places"][row, here] = number, own
             at += len(own)
     return made
 
@@ -247,9 +247,9 @@ def batch(kind, rows=8, length=16, most=3, text_len=4, vocab=64, labels=5, seed=
     """A batch of a family of models."""
     rng, (kind, _, published) = np.random.default_rng(seed), kind.partition(" ")
     with_class = published and PUBLISHED[kind].get("class_token")
-    made = rows_of_pictures(rng, rows, length, most, SHAPE["patches_per_side"] if with_class else None)
-    there = np.arange(1, most + 1) <= made["pictures"].max(1)[:, None]
-    if kind == "picture_flow":
+    made = rows_of_images(rng, rows, length, most, SHAPE["patches_per_side"] if with_class else None)
+    there = np.arange(1, most + 1) <= made["images"].max(1)[:, None]
+    if kind == "image_flow":
         return made | {"labels": rng.integers(0, labels, (rows, most)).astype(np.int32),
                        "weights": there.astype(np.float32),
                        "times": rng.random((rows, most), np.float32),
@@ -267,15 +267,15 @@ def batch(kind, rows=8, length=16, most=3, text_len=4, vocab=64, labels=5, seed=
 
 
 def captions(made, rng, vocab):
-    """Sequences of a picture and a text each, of which no two are in one place."""
-    rows, length = made["pictures"].shape
+    """Sequences of an image and a text each, of which no two are in one place."""
+    rows, length = made["images"].shape
     out = {name: np.zeros_like(x) for name, x in made.items()}
     out |= {name: np.zeros((rows, length), np.int32) for name in ("tokens", "targets", "segments", "positions")}
     out["weights"] = np.zeros((rows, length), np.float32)
     for row in range(rows):
         at = 0
-        for number in range(1, made["pictures"][row].max() + 1):
-            own = made["pictures"][row] == number
+        for number in range(1, made["images"][row].max() + 1):
+            own = made["images"][row] == number
             patches, words = own.sum(), rng.integers(1, 4)
             if at + patches + words > length:
                 break

@@ -1,7 +1,6 @@
 """Clips: loss, gradients and accuracy of the plain formula on any mesh; runs over what `prepare_sequences` wrote."""
 
 import dataclasses
-import json
 import math
 
 import jax
@@ -19,7 +18,7 @@ from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
 from jaxtrain.objectives.clip_label import ClipLabel
 from tests.numerics import reference
 from tests.objectives import plain_clips as plain
-from tests.objectives.tuned import resumed
+from tests.objectives.tuned import lines_of_same_bits
 
 
 @pytest.mark.parametrize("mesh", [
@@ -82,11 +81,7 @@ def test_a_run_learns_and_goes_on_with_the_same_bits(cache, tmp_path):
     config = plain.config(data__source=str(corpus.path), data__global_batch_size=8, data__buckets=[8, 16],
                           mesh__context=2, train__steps=12, train__progress=False, checkpoint__every=6)
     run = jt.build(config, devices=jax.devices()[:2])
-    whole = jt.train(run, tmp_path / "whole")
-    parts = jt.train(run, resumed(tmp_path / "whole", tmp_path / "parts", last=12))
-    for other in (parts, jt.load_model(tmp_path / "whole")[1]):
-        assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, other.params))))
-    lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
+    lines = lines_of_same_bits(run, tmp_path, last=12)
     assert lines[-1].keys() == {"step", "eval_loss", "eval_accuracy"} and lines[-1]["eval_accuracy"] == 1
     assert lines[-1]["eval_loss"] < lines[0]["loss"]
 

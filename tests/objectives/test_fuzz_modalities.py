@@ -31,7 +31,7 @@ def test_a_drawn_case_has_the_numbers_of_the_formulas(seed):
     ("siglip", {"mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2, "mesh.context_strategy": "ring"}),
     ("whisper", {"mesh.data": 2, "mesh.tensor": 2, "train.accumulation": 2}),
     ("clips", {"mesh.fsdp": 2, "mesh.tensor": 2, "train.remat": "attention"}),
-    ("picture_flow", {"mesh.context": 4, "train.remat": "full"})])
+    ("image_flow", {"mesh.context": 4, "train.remat": "full"})])
 def test_kernels_have_the_numbers_of_the_formulas(family, keys):
     given = {f"mesh.{axis}": 1 for axis in fuzz_modalities.AXES} | {
         "family": family, "batch": 0, "train.precision": "float32", "optimizer.name": "adamw", "mesh.rules": "fsdp_tp",
@@ -43,7 +43,7 @@ def test_kernels_have_the_numbers_of_the_formulas(family, keys):
 @pytest.mark.exhaustive
 def test_a_gradient_that_is_off_by_a_thousandth_fails(monkeypatch):
     truth, keys = fuzz_modalities.truth, fuzz_modalities.draw(random.Random(1032), 8)
-    assert keys["family"] == "picture_flow" and keys["train.precision"] == "float32"
+    assert keys["family"] == "image_flow" and keys["train.precision"] == "float32"
 
     def off(*args):
         params, loss, grads = truth(*args)

@@ -1,7 +1,6 @@
 """Events: loss, gradients and metrics of plain formulas on any mesh; and runs by a config over a prepared corpus."""
 
 import functools
-import json
 import math
 
 import jax
@@ -22,7 +21,7 @@ from jaxtrain.plan.targets import parse
 from jaxtrain.sharding.mesh import AXES
 from tests.numerics import reference
 from tests.objectives import plain_events as plain
-from tests.objectives.tuned import resumed
+from tests.objectives.tuned import lines_of_same_bits
 from tests.tiers import slow_if
 
 CASES = {
@@ -91,11 +90,7 @@ def test_a_run_learns_and_goes_on_with_the_same_bits(corpus, cache, tmp_path):
     config = of(corpus, data__buckets=[8, 16], train__steps=12, train__progress=False, checkpoint__every=6,
                 mesh__tensor=2)
     run = jt.build(config, devices=jax.devices()[:2])
-    whole = jt.train(run, tmp_path / "whole")
-    parts = jt.train(run, resumed(tmp_path / "whole", tmp_path / "parts", last=12))
-    for other in (parts, jt.load_model(tmp_path / "whole")[1]):
-        assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, other.params))))
-    lines = [json.loads(line) for line in tmp_path.joinpath("whole/metrics.jsonl").read_text().splitlines()]
+    lines = lines_of_same_bits(run, tmp_path, last=12)
     assert lines[-1].keys() == {"step", "eval_loss", "eval_accuracy", "eval_perplexity", "eval_time_error"}
     assert lines[-1]["eval_loss"] < lines[0]["cross_entropy"] and lines[-2]["loss"] < lines[0]["loss"]
     assert {shape[1] for shape in run.train_batches.shapes_of(0, 12)} == {8, 16}

@@ -1,5 +1,6 @@
 """A tuning objective's first step on any mesh, against a formula on one device in float32; and runs that go on."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.data.loading.batch_function import BatchFunction
 from jaxtrain.models.lora import scale
 from jaxtrain.train_step import partition
@@ -65,3 +67,12 @@ def resumed(whole, parts, last):
     shutil.copytree(whole, parts)
     shutil.rmtree(parts / "checkpoints" / str(last))
     return parts
+
+
+def lines_of_same_bits(run, folder, last):
+    """Train in a folder, go on from the checkpoint before the `last`: the same bits; return what metrics.jsonl has."""
+    whole = jt.train(run, folder / "whole")
+    parts = jt.train(run, resumed(folder / "whole", folder / "parts", last))
+    for other in (parts, jt.load_model(folder / "whole")[1]):
+        assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (whole.params, other.params))))
+    return [json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()]

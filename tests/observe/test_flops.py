@@ -109,7 +109,7 @@ def test_device_peak(kind, tera):
     assert device_peak(kind) == (tera and tera * 1e12)
 
 
-OTHERS = ("siglip_b16.py:tiny", "vision_language.py:tiny", "picture_flow.py:tiny", "whisper.py:words")
+OTHERS = ("siglip_b16.py:tiny", "vision_language.py:tiny", "image_flow.py:tiny", "whisper.py:words")
 
 
 @pytest.mark.parametrize("name", OTHERS)

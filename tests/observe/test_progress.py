@@ -150,7 +150,7 @@ def test_a_long_run_keeps_few_losses(terminal, monkeypatch):
     assert display._losses[-1] > 70
 
 
-def test_a_picture_never_ends_a_run(terminal, monkeypatch):
+def test_a_drawing_never_ends_a_run(terminal, monkeypatch):
     from jaxtrain.observe import live_display
 
     def fails(*_, **__):

@@ -1,4 +1,4 @@
-"""The picture of a run, on terminals of several widths."""
+"""The drawing of a run, on terminals of several widths."""
 
 import io
 import math
@@ -68,7 +68,7 @@ def test_figures_are_those_that_are_known():
     assert [age(seconds) for seconds in (-5, 61, 150, 7300, 300_000)] == ["0 s", "61 s", "2 min", "2 h", "3 d"]
 
 
-def test_a_picture_takes_milliseconds():
+def test_a_drawing_takes_milliseconds():
     """The run has ten thousand losses; the limit is for a machine that others use, too."""
     reading = Reading("runs/big", 7, 50_000, "running", "", np.linspace(5, 2, 10_000), figures_of(LINE))
     drawn(reading, 120)

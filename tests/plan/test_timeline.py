@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtrain.plan.instructions import program
-from jaxtrain.plan.report.compiled_step import picture
+from jaxtrain.plan.report.compiled_step import drawing
 from jaxtrain.plan.source_lines import source_lines
 from jaxtrain.plan.targets import TARGETS
 from jaxtrain.plan.timeline import simulate
@@ -139,8 +139,8 @@ def test_the_line_is_the_model_s_and_not_a_helper_s():
     assert source_lines(text)(program(text).instructions["after"]) == "models/layers.py:41"
 
 
-def test_the_picture_has_a_panel_for_each_loop():
-    drawn = picture(timeline(STEP.replace("BESIDE", BESIDE)))
+def test_the_drawing_has_a_panel_for_each_loop():
+    drawn = drawing(timeline(STEP.replace("BESIDE", BESIDE)))
     assert drawn.startswith("<svg") and "body: 3 times" in drawn and "all-gather over fsdp" in drawn
 
 

@@ -47,7 +47,7 @@ APART, TILES = "its keys are those of the queries' own tokens", "mesh.context_st
 
 @pytest.mark.parametrize(("kind", "backend", "keys", "why"), [
     ("whisper", "mosaic", {}, APART), ("whisper", "splash", {}, ""), ("whisper", "splash", RING, TILES),
-    ("siglip", "mosaic", {}, ""), ("siglip", "mosaic", RING, APART), ("picture_flow", "mosaic", RING, APART),
+    ("siglip", "mosaic", {}, ""), ("siglip", "mosaic", RING, APART), ("image_flow", "mosaic", RING, APART),
     ("siglip", "splash", RING, ""), ("clip", "splash", RING, TILES), ("vision_language", "splash", RING, TILES)])
 def test_a_kernel_that_a_family_cannot_take_is_refused_before_anything_is_traced(kind, backend, keys, why, monkeypatch):
     """Other keys than the queries' own have no mosaic kernel; tiles are those of causal attention alone."""

@@ -68,7 +68,7 @@ def test_many_runs(tmp_path, width, capsys):
     assert "live" in drawn([live, tmp_path / "stopped"], width)
     assert top_command.main([f"{tmp_path}", "--once"]) == 0 and "live" in capsys.readouterr().out
     assert top_command.main([f"{tmp_path / 'stopped'}"]) == 0
-    assert "╭" in capsys.readouterr().out, "no terminal: one picture"
+    assert "╭" in capsys.readouterr().out, "no terminal: one drawing"
     assert top_command.main([f"{tmp_path / 'stopped' / 'ledger'}"]) == 2
     assert "there is no run in" in capsys.readouterr().err
     assert top_command.main(["s3://me:key@bucket/runs"]) == 2 and capsys.readouterr().err == (
@@ -136,7 +136,7 @@ def test_a_terminal(tmp_path, tmp_path_factory, cache, forked):
 
 
 def watched(workdir, end):
-    """Watch it in a terminal, and end that after three pictures; return the exit status and what was shown."""
+    """Watch it in a terminal, and end that after three drawings; return the exit status and what was shown."""
     main, inside = pty.openpty()
     watching = subprocess.Popen(
         [sys.executable, "-m", "jaxtrain", "top", workdir], cwd=ROOT, stdin=inside, stdout=inside, stderr=inside,

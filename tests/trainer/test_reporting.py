@@ -81,5 +81,5 @@ def test_many_epochs_are_warned_of(epochs, sources):
 
 
 @pytest.mark.parametrize("run", [{"data": "answers to prompts"}, {"text": False}])
-def test_many_epochs_of_prompts_or_pictures_are_usual(run):
+def test_many_epochs_of_prompts_or_images_are_usual(run):
     assert many_epochs(make_run(epochs={"": 90.0}, **run)) == []

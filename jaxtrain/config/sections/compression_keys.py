@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxtrain.config.field_checks import at_most, bounded, choice, number
+from jaxtrain.config.sections.tuning_keys import OF_ANSWERS
 from jaxtrain.errors import UserError
 
 # The keys that each method reads, besides the axis.
@@ -42,7 +43,8 @@ def check(config: Any) -> None:
         return
     for key, value, reason in (
             ("rl.prompts", config.rl.prompts, "rewards are compared over the whole batch"),
-            ("preference.loss", config.preference.loss == "kto", "kto compares answers of the whole batch"),
+            ("preference.loss", config.preference.loss in OF_ANSWERS,
+             f"{config.preference.loss} compares answers of the whole batch"),
             ("optimizer.zero_stage", config.optimizer.zero_stage > (2 if config.compression.method == "exact" else 0),
              "what is spread over data crosses it whole")):
         if value:

@@ -13,9 +13,11 @@ class SparsityConfig:
 
     # linear layers to prune, as paths with wildcards; []: none
     targets: list[str] = field(default_factory=list, hash=False)
-    start: int = number(1, above=0)  # the step after which weights are sparse; or a fraction of train.steps
+    # the step after which weights are sparse; or a fraction of train.steps
+    start: int = number(1, above=0, of_steps=True)
     every: int = number(100, above=0)  # steps between updates of the mask
-    stop: int = number(0, least=0)  # the last step at which the mask is updated; or a fraction of train.steps; 0: start
+    # the last step at which the mask is updated; or a fraction of train.steps; 0: start
+    stop: int = number(0, least=0, of_steps=True)
     decay: float = number(0.0, least=0)  # SR-STE: decay of masked weights, added to their gradient
 
     def __post_init__(self):

@@ -13,6 +13,7 @@ PREFERENCE_LOSSES = {"dpo": "beta label_smoothing rpo_alpha reference",
                      "apo_down": "beta rpo_alpha reference", "simpo": "beta label_smoothing margin",
                      "orpo": "beta", "reward": "margin center",
                      "kto": "beta desirable_weight undesirable_weight reference"}
+OF_ANSWERS = ("kto",)  # the losses of labelled answers and not of pairs, which compare those of the whole batch
 
 
 @dataclass(frozen=True)
@@ -207,13 +208,13 @@ def check(config: Any) -> None:
         if value and not config.model.text:
             raise UserError(key, f"model.name={config.model.name} is not a model of text alone", "leave it out")
     loss, packing = config.preference.loss, config.data.packing
-    wanted, kind = ("answers", "answers with labels") if loss == "kto" else ("pairs", "preferences")
+    wanted, kind = ("answers", "answers with labels") if loss in OF_ANSWERS else ("pairs", "preferences")
     if loss and packing != wanted:
         raise UserError("preference.loss", f"{loss} needs rows of whole {wanted}, not data.packing={packing}",
                         f"set data.packing={wanted} and data.source to a corpus of {kind}")
     if packing in ("pairs", "answers") and not loss:
         raise UserError("data.packing", f"{packing} hold rejected answers too, which next-token prediction would learn",
-                        f"set preference.loss, such as {'dpo' if packing == 'pairs' else 'kto'}")
+                        f"set preference.loss, such as {'dpo' if packing == 'pairs' else OF_ANSWERS[0]}")
     _check_rl(config)
     if config.evaluation.tasks and (config.rl.prompts or loss == "reward"):
         raise UserError("evaluation.tasks", "a reward model has no logits" if loss else "a run on its own answers has "

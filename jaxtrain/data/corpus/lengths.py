@@ -1,4 +1,4 @@
-"""A histogram of the document lengths of a corpus, by powers of two, as text and as a picture."""
+"""A histogram of the document lengths of a corpus, by powers of two, as text and as a drawing."""
 
 import importlib
 from pathlib import Path
@@ -30,8 +30,8 @@ def histogram(corpus: Corpus) -> str:
                                                 for i, count in enumerate(found) if count])
 
 
-def check_picture(path: Path) -> None:
-    """Raise a UserError if `draw` could not write this picture, so that a long job fails before it starts."""
+def check_drawing(path: Path) -> None:
+    """Raise a UserError if `draw` could not write this drawing, so that a long job fails before it starts."""
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError as error:

@@ -24,12 +24,12 @@ def configured_batches(model: ModelConfig, data: DataConfig, diloco: DilocoConfi
                        arrays: Mapping[str, Array], split: str = "train") -> Any:
     """Return the batches of a split by step; `arrays`: those that the model reads. None: the split is empty."""
     train = split == "train"
-    if model.rows_of == "pictures":
+    if model.rows_of == "images":
         from jaxtrain.config.vision_keys import PatchesConfig
-        from jaxtrain.data.loading.modalities.picture_batches import picture_batches
+        from jaxtrain.data.loading.modalities.image_batches import image_batches
 
         assert isinstance(model, PatchesConfig)
-        return picture_batches(model, data, corpus, split)
+        return image_batches(model, data, corpus, split)
     if not model.text:
         from jaxtrain.data.loading.modalities.sequence_batches import sequence_batches
         from jaxtrain.data.loading.modalities.spec_augment import augmented

@@ -6,7 +6,7 @@ from jaxtrain import storage
 from jaxtrain.data.formats.inputs import Piece
 from jaxtrain.errors import UserError
 
-TEXT_BYTES = 2**24  # of the text of a clip or a picture
+TEXT_BYTES = 2**24  # of the text of a clip or an image
 TEXT_TOO_LARGE = f"a text of more than {TEXT_BYTES:,} bytes"
 
 def with_texts(pieces: Sequence[Piece], has_text: Callable[[str], bool], what: str) -> list[tuple[Piece, ...]]:

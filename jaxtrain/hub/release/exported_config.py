@@ -75,7 +75,7 @@ def _essence(described: Keys) -> Keys:
 
 
 def _of_text(said: Keys) -> Keys:
-    """Return what a config.json says of a model that generates text, without the encoder of pictures around it."""
+    """Return what a config.json says of a model that generates text, without the encoder of images around it."""
     inner = said.get("text_config")
     if said.get("model_type") != "gemma3" or not isinstance(inner, dict):
         return said

@@ -86,7 +86,7 @@ def _kind(sections: JsonMapping) -> tuple[str, str, str]:
     """Return what the hub calls a model's task, how the end of its class in transformers reads, and what it is."""
     name = sections.get("model", {}).get("name")
     if name in ("siglip", "clip"):
-        return "zero-shot-image-classification", "", "pair of encoders of pictures and texts"
+        return "zero-shot-image-classification", "", "pair of encoders of images and texts"
     if name == "whisper":
         return "automatic-speech-recognition", "ForSpeechSeq2Seq", "model of speech"
     if _is_reward_model(sections):

@@ -25,10 +25,10 @@ from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.family import entries, family
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig
-from jaxtrain.config.vision_keys import PictureConfig
+from jaxtrain.config.vision_keys import ImageConfig
 from jaxtrain.errors import UserError
 from jaxtrain.files.work_progress import Work
-from jaxtrain.hf.encoder_tensors import picture_encoder
+from jaxtrain.hf.encoder_tensors import image_encoder
 from jaxtrain.hf.hf_format import Entry
 from jaxtrain.hub.weights import mxfp4, safetensors_files
 from jaxtrain.hub.weights.mxfp4 import Packed
@@ -82,12 +82,12 @@ def load(folder: str | Path, model: ModelConfig, abstract: Params) -> Params:
     return _all_placed(abstract, readers)
 
 
-def load_encoder(folder: str | Path, model: PictureConfig, abstract: Params) -> Params:
-    """Return the encoder of pictures in a folder that has SigLIP or CLIP, as `abstract` says; like `load`."""
-    known = {entry.ours: entry for entry in picture_encoder(model)}
-    inside = {"picture": abstract}
+def load_encoder(folder: str | Path, model: ImageConfig, abstract: Params) -> Params:
+    """Return the encoder of images in a folder that has SigLIP or CLIP, as `abstract` says; like `load`."""
+    known = {entry.ours: entry for entry in image_encoder(model)}
+    inside = {"image": abstract}
     readers = readers_of(folder, safetensors_files.tensors_of(folder), known, flatten(inside), set())
-    return _all_placed(inside, readers)["picture"]
+    return _all_placed(inside, readers)["image"]
 
 
 def _all_placed(abstract: Params, readers: Mapping[str, Callable[..., np.ndarray]]) -> Params:

@@ -10,7 +10,6 @@ from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.config.load import make_config, read_config
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.launch.sweep.sweep_file import Sweep
-from jaxtrain.run import shapes_of
 
 _USUAL = ("loss", "cross_entropy", "perplexity", "grad_norm", "eval_loss", "eval_perplexity", "eval_bits_per_byte",
           "eval_loss_ema")  # of most runs
@@ -34,6 +33,7 @@ def metrics_of(values: JsonMapping, overrides: JsonMapping) -> list[str]:
     import jax
 
     from jaxtrain.builder import build
+    from jaxtrain.run import shapes_of
 
     overrides = {key: value for key, value in overrides.items() if not key.startswith("mesh.")}
     run = build(make_config({**values, "mesh": {}}, overrides), devices=jax.devices()[:1])

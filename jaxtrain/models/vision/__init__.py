@@ -1,1 +1,1 @@
-"""Encoders of pictures, and models that have one."""
+"""Encoders of images, and models that have one."""

@@ -1,6 +1,6 @@
-"""Pictures for a decoder: an encoder makes a vector of each patch, and a connector a token's embedding of it.
+"""Images for a decoder: an encoder makes a vector of each patch, and a connector a token's embedding of it.
 
-A patch takes a token's place in the row, so that pictures may be anywhere in it. Tokens see the patches before them.
+A patch takes a token's place in the row, so that images may be anywhere in it. Tokens see the patches before them.
 
 Shape suffixes: B batch, T sequence, D embedding.
 """
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.vision_keys import PictureConfig
+from jaxtrain.config.vision_keys import ImageConfig
 from jaxtrain.kernels.functions import gelu
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear
@@ -32,11 +32,11 @@ class Connector(nnx.Module):
         return self.down(gelu(self.up(activations.constrain(x_BTD, *INSIDE))))
 
 
-def with_pictures(model: Any, c: PictureConfig, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
-    """Return a decoder with a `picture` encoder and a `connector`."""
-    model.picture = Vit(c, compute, rngs=rngs)
-    model.connector = Connector(c.picture_embed_dim, c.embed_dim, rngs=rngs)
-    for _, weight in nnx.iter_graph(model.picture):  # its layers are not a pipeline stage's own
+def with_images(model: Any, c: ImageConfig, compute: Compute, *, rngs: nnx.Rngs) -> Decoder:
+    """Return a decoder with a `image` encoder and a `connector`."""
+    model.image = Vit(c, compute, rngs=rngs)
+    model.connector = Connector(c.image_embed_dim, c.embed_dim, rngs=rngs)
+    for _, weight in nnx.iter_graph(model.image):  # its layers are not a pipeline stage's own
         if isinstance(weight, nnx.Param):
             weight.set_metadata(axes=axis_rules.on_every_stage(weight.get_metadata()["axes"]))
     return model
@@ -45,8 +45,8 @@ def with_pictures(model: Any, c: PictureConfig, compute: Compute, *, rngs: nnx.R
 def embedded(model: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Return the embeddings of the tokens of a batch, and those of patches in the places of patches."""
     text_BTD = model.begin(batch["tokens"], batch["positions"])
-    seen_BTD = model.connector(model.picture(batch["patches"], batch["pictures"], batch["places"]))
-    is_patch_BT1 = activations.constrain((batch["pictures"] > 0)[..., None], "batch", "block_seq", None)
+    seen_BTD = model.connector(model.image(batch["patches"], batch["images"], batch["places"]))
+    is_patch_BT1 = activations.constrain((batch["images"] > 0)[..., None], "batch", "block_seq", None)
     return jnp.where(is_patch_BT1, seen_BTD, text_BTD)
 
 

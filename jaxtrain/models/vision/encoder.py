@@ -1,4 +1,4 @@
-"""A transformer whose tokens see all tokens of their segment: the body of encoders of pictures and of texts.
+"""A transformer whose tokens see all tokens of their segment: the body of encoders of images and of texts.
 
 Shape suffixes: B batch, T sequence, D embedding.
 """

@@ -55,7 +55,7 @@ def _weighted(weights_BST: jax.Array, x_BTD: jax.Array) -> jax.Array:
 
 
 class AttentionPool(nnx.Module):
-    """A learned query that attends to each segment, then an MLP, as at the end of SigLIP's encoder of pictures."""
+    """A learned query that attends to each segment, then an MLP, as at the end of SigLIP's encoder of images."""
 
     def __init__(self, dim: int, heads: int, mlp_dim: int, eps: float, *, rngs: nnx.Rngs, kind: str = "tanh",
                  projected: bool = False):

@@ -1,10 +1,10 @@
-"""A vision transformer over packed patches: a row holds the patches of several pictures of any sizes.
+"""A vision transformer over packed patches: a row holds the patches of several images of any sizes.
 
-Patches see those of their own picture only. Their positions are a vector for the row plus one for the column within
+Patches see those of their own image only. Their positions are a vector for the row plus one for the column within
 it, so that any height and width up to the largest can be met (NaViT, arXiv 2307.06304; ViT, arXiv 2010.11929); or, as
-in published encoders, the values at their places of a table that is stretched over the picture.
+in published encoders, the values at their places of a table that is stretched over the image.
 
-Shape suffixes: B batch, T patches of a row, S pictures of a row, P values of a patch, D embedding, N places of the
+Shape suffixes: B batch, T patches of a row, S images of a row, P values of a patch, D embedding, N places of the
 table.
 """
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.config.vision_keys import PictureConfig
+from jaxtrain.config.vision_keys import ImageConfig
 from jaxtrain.models.decoder import Compute
 from jaxtrain.models.layers import INSIDE, RESIDUAL, LayerNorm, LearnedPositions, Linear, param
 from jaxtrain.models.vision.encoder import Encoder
@@ -22,15 +22,15 @@ from jaxtrain.sharding import activations
 
 
 class Grid(nnx.Module):
-    """A table of positions of square pictures, between whose places cubic curves are drawn for all others."""
+    """A table of positions of square images, between whose places cubic curves are drawn for all others."""
 
-    def __init__(self, c: PictureConfig, *, rngs: nnx.Rngs):
-        self.side, self.count, self.class_at = c.grid, c.pictures_per_row, c.class_at
-        self.table = param(rngs, (c.grid**2 + c.class_token, c.picture_embed_dim), ("positions", "embed"), std=0.01)
+    def __init__(self, c: ImageConfig, *, rngs: nnx.Rngs):
+        self.side, self.count, self.class_at = c.grid, c.images_per_row, c.class_at
+        self.table = param(rngs, (c.grid**2 + c.class_token, c.image_embed_dim), ("positions", "embed"), std=0.01)
 
-    def __call__(self, places_BT2: jax.Array, pictures_BT: jax.Array) -> jax.Array:
+    def __call__(self, places_BT2: jax.Array, images_BT: jax.Array) -> jax.Array:
         """Return the position of each patch."""
-        sizes_BT2 = self._sizes(places_BT2, pictures_BT)
+        sizes_BT2 = self._sizes(places_BT2, images_BT)
         down_BTR, across_BTC = (_cubic(places_BT2[..., i], sizes_BT2[..., i], self.side) for i in (0, 1))
         weights_BTN = (down_BTR[..., :, None] * across_BTC[..., None, :]).reshape(*places_BT2.shape[:2], -1)
         if self.class_at is not None:
@@ -41,14 +41,14 @@ class Grid(nnx.Module):
                            out_sharding=activations.activation_spec(*INSIDE))
         return activations.constrain(x_BTD.astype(table.dtype), *RESIDUAL)
 
-    def _sizes(self, places_BT2: jax.Array, pictures_BT: jax.Array) -> jax.Array:
-        """Return how many patches high and wide each patch's picture is."""
+    def _sizes(self, places_BT2: jax.Array, images_BT: jax.Array) -> jax.Array:
+        """Return how many patches high and wide each patch's image is."""
         numbers_S = jnp.arange(1, self.count + 1)
         places_BT2 = places_BT2 + 1 if self.class_at is None else jnp.where(
             places_BT2[..., :1] == self.class_at, 0, places_BT2 + 1)
-        own_BTS1 = (whole_rows(pictures_BT)[..., None] == numbers_S)[..., None]
+        own_BTS1 = (whole_rows(images_BT)[..., None] == numbers_S)[..., None]
         largest_BS2 = jnp.where(own_BTS1, whole_rows(places_BT2, None)[:, :, None], 0).max(1)
-        own_BTS = (pictures_BT[..., None] == numbers_S).astype(jnp.float32)
+        own_BTS = (images_BT[..., None] == numbers_S).astype(jnp.float32)
         return jnp.einsum("bts,bsi->bti", own_BTS, largest_BS2.astype(jnp.float32), precision="highest")
 
 
@@ -72,8 +72,8 @@ def _cubic(at_BT: jax.Array, size_BT: jax.Array, side: int) -> jax.Array:
 class Vit(nnx.Module):
     """Patches to one vector each."""
 
-    def __init__(self, c: PictureConfig, compute: Compute, *, rngs: nnx.Rngs):
-        dim = c.picture_embed_dim
+    def __init__(self, c: ImageConfig, compute: Compute, *, rngs: nnx.Rngs):
+        dim = c.image_embed_dim
         self.class_at = c.class_at
         self.mean, self.std = (tuple(255 * x for x in each) for each in (c.pixel_mean, c.pixel_std))  # of each channel
         self.embed = Linear("btp,pd->btd", (c.patch_values, dim), (None, "embed"), RESIDUAL, bias=not c.class_token,
@@ -82,11 +82,11 @@ class Vit(nnx.Module):
         self.down, self.across = (None if c.grid else LearnedPositions(c.patches_per_side, dim, rngs=rngs)
                                   for _ in range(2))
         self.token = param(rngs, (dim,), ("embed",)) if c.class_token else None
-        self.first_norm = LayerNorm(dim, c.picture_norm_eps, rngs=rngs) if c.class_token else None
-        self.encoder = Encoder(dim, c.picture_layers, c.picture_heads, c.picture_mlp_dim, c.picture_norm_eps,
+        self.first_norm = LayerNorm(dim, c.image_norm_eps, rngs=rngs) if c.class_token else None
+        self.encoder = Encoder(dim, c.image_layers, c.image_heads, c.image_mlp_dim, c.image_norm_eps,
                                compute=compute, rngs=rngs, kind=c.gelu)
 
-    def begin(self, values_BTP: jax.Array, places_BT2: jax.Array, pictures_BT: jax.Array) -> jax.Array:
+    def begin(self, values_BTP: jax.Array, places_BT2: jax.Array, images_BT: jax.Array) -> jax.Array:
         """Return the embeddings of patches' values, which are about between -1 and 1, with those of their places."""
         places_BT2 = activations.constrain(places_BT2.astype(jnp.int32), "batch", "seq", None)
         values_BTP = activations.constrain(values_BTP, "batch", "seq", None)
@@ -96,26 +96,26 @@ class Vit(nnx.Module):
             return x_BTD + self.down(places_BT2[..., 0]) + self.across(places_BT2[..., 1])
         x_BTD = self.embed(values_BTP.astype(self.grid.table[...].dtype))
         if self.token is None or self.first_norm is None or self.class_at is None:
-            return x_BTD + self.grid(places_BT2, pictures_BT)
+            return x_BTD + self.grid(places_BT2, images_BT)
         is_class_BT1 = activations.constrain(places_BT2[..., :1] == self.class_at, "batch", "block_seq", None)
         token_BTD = activations.constrain(jnp.broadcast_to(activations.gather(self.token[...], "embed"), x_BTD.shape),
                                        *RESIDUAL)
-        return self.first_norm(jnp.where(is_class_BT1, token_BTD, x_BTD) + self.grid(places_BT2, pictures_BT))
+        return self.first_norm(jnp.where(is_class_BT1, token_BTD, x_BTD) + self.grid(places_BT2, images_BT))
 
-    def __call__(self, patches_BTP: jax.Array, pictures_BT: jax.Array, places_BT2: jax.Array) -> jax.Array:
+    def __call__(self, patches_BTP: jax.Array, images_BT: jax.Array, places_BT2: jax.Array) -> jax.Array:
         """Return the normalized activation of each patch; what is given is that of `seen`."""
-        pictures_BT = activations.constrain(pictures_BT, "batch", "seq")
-        return self.encoder(self.seen(patches_BTP, pictures_BT, places_BT2), pictures_BT)
+        images_BT = activations.constrain(images_BT, "batch", "seq")
+        return self.encoder(self.seen(patches_BTP, images_BT, places_BT2), images_BT)
 
-    def seen(self, patches_BTP: jax.Array, pictures_BT: jax.Array, places_BT2: jax.Array) -> jax.Array:
+    def seen(self, patches_BTP: jax.Array, images_BT: jax.Array, places_BT2: jax.Array) -> jax.Array:
         """Return the embedding of each patch.
 
         Args:
             patches_BTP: 8-bit values.
-            pictures_BT: the number of each patch's picture in the row, from 1 on; 0: padding.
-            places_BT2: the row and the column of each patch in its picture.
+            images_BT: the number of each patch's image in the row, from 1 on; 0: padding.
+            places_BT2: the row and the column of each patch in its image.
         """
-        pictures_BT, x_BTP = activations.constrain(pictures_BT, "batch", "seq"), patches_BTP.astype(jnp.float32)
+        images_BT, x_BTP = activations.constrain(images_BT, "batch", "seq"), patches_BTP.astype(jnp.float32)
         mean_P, std_P = (np.tile(np.array(x, np.float32), x_BTP.shape[-1] // len(x)) for x in (self.mean, self.std))
         x_BTP = x_BTP / 127.5 - 1 if {*self.mean, *self.std} == {127.5} else (x_BTP - mean_P) / std_P
-        return self.begin(x_BTP, places_BT2, pictures_BT)
+        return self.begin(x_BTP, places_BT2, images_BT)

@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxtrain.errors import UserError, install_extra
 from jaxtrain.parallel.schedules.schedule import Op, Schedule
 
-# A 256-color background for the terminal, a fill for pictures; later chunks are darker.
+# A 256-color background for the terminal, a fill for drawings; later chunks are darker.
 TERMINAL = {"F": (153, 75, 33), "B": (157, 114, 71), "W": (223, 215, 178)}
 FILL = {"F": ("#a6cee3", "#5b9bc8", "#2f6f9f"), "B": ("#b2df8a", "#7cbf4f", "#4f8f2a"),
         "W": ("#fddbae", "#f7b26a", "#d98a35")}

@@ -1,8 +1,8 @@
 """The FLOPs that a row needs, forward and backward: its share of MFU, whatever rematerialization repeats.
 
 Of models that are not decoders of text a row is taken to be full, since only the data say how full it is: a row of
-patches holds `model.pictures_per_row` pictures of one size, each with a text of `model.text_len` tokens; audio and
-transcripts are as long as the config allows. That is not known of pictures among text.
+patches holds `model.images_per_row` images of one size, each with a text of `model.text_len` tokens; audio and
+transcripts are as long as the config allows. That is not known of images among text.
 """
 
 import math
@@ -12,11 +12,13 @@ import jax
 
 from jaxtrain.config.family import family
 from jaxtrain.config.schema import Config
+from jaxtrain.models import lora
 from jaxtrain.observe.flops import flops_per_token
 from jaxtrain.run import Run
 from jaxtrain.train_step.quantized_kernels import as_floats
 from jaxtrain.train_step.report import matmul_parameters
 
+_MATRICES = ("/kernel", *(f"/{lora.NAME}/{matrix}" for matrix in ("down", "up", *lora.STARTS)))
 FROZEN = 2 / 3  # of a matrix's FLOPs: the matrix itself has no gradient
 
 
@@ -38,5 +40,5 @@ def _matrices(run: Run) -> Iterator[tuple[str, float]]:
         for keys, leaf in jax.tree_util.tree_flatten_with_path(as_floats(tree))[0]:
             path = jax.tree_util.keystr(keys, simple=True, separator="/")
             is_head = path == "embed/table" and run.config.model.ties_head
-            if leaf.ndim > 1 and (is_head or path.endswith(("/kernel", "/adapter/down", "/adapter/up"))):
+            if leaf.ndim > 1 and (is_head or path.endswith(_MATRICES)):
                 yield path, share * math.prod(leaf.shape)

@@ -1,4 +1,4 @@
-"""Say what a compiled step costs by the simulated timeline: kinds of operations, the costliest ones, and a picture."""
+"""Say what a compiled step costs by the simulated timeline: kinds of operations, the costliest ones, and a drawing."""
 
 from collections.abc import Callable
 from html import escape
@@ -37,7 +37,7 @@ def mfu(timeline: Timeline, guess: Estimate) -> float:
     return guess.useful / timeline.seconds / guess.target.peak["bfloat16"]
 
 
-def picture(timeline: Timeline) -> str:
+def drawing(timeline: Timeline) -> str:
     """Return the timeline as SVG: one panel for the program and one for each loop, to scale, with a lane a stream."""
     panels, top = [], 30
     for loop in sorted(timeline.loops, key=lambda loop: -loop.times * loop.seconds):

@@ -1,10 +1,11 @@
 """Write a plan as one self-contained page: the best layout, why it wins, the ranking, and where memory and time go."""
 
+import shlex
 from collections import Counter
 from html import escape
 from pathlib import Path
 
-from jaxtrain.config.load import load_config
+from jaxtrain.config.load import diff, load_config
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.pages.page_parts import document, facts, fragment, html_table, paragraph
@@ -12,10 +13,9 @@ from jaxtrain.plan.cost.time import said
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.report import scaling
 from jaxtrain.plan.report.bars import Bar, Look, chart
-from jaxtrain.plan.report.command import command
 from jaxtrain.plan.report.curves import curves
 from jaxtrain.plan.report.reasons import duration, reasons
-from jaxtrain.plan.report.table import Found, keys, shown
+from jaxtrain.plan.report.table import Choice, Found, keys, shown
 from jaxtrain.plan.targets import gigabytes
 
 HIDDEN = "hidden: the same collective, at no cost"
@@ -176,3 +176,13 @@ def _others(found: Found) -> list[str]:
 
 def _some(seconds: float) -> str:
     return duration(seconds) if seconds else "0"
+
+
+def command(choice: Choice, source: str, base: Config) -> str:
+    """Return the command that trains with exactly this layout; `base` is the config that `source` alone gives.
+
+    Every key that differs is in it: those of the layout, and those that were given to the planner.
+    """
+    changed = diff(choice.estimate.config, base)
+    words = [f"--config={source}", *(f"--config.{key}={value}" for key, (value, _) in changed.items())]
+    return " ".join(["python -m jaxtrain.main", *map(shlex.quote, words)])

@@ -60,7 +60,7 @@ class Plot:
     """Curves of runs that a notebook shows, without the network; `figure` is Plotly's, to change or to save."""
 
     figure: "Figure"
-    text: str  # the same where there are no pictures
+    text: str  # the same where there are no drawings
 
     def __repr__(self) -> str:
         return self.text

@@ -62,8 +62,9 @@ def make_optimizer(c: OptimizerConfig, schedule: optax.Schedule, axes: Axes,
         growth: how many times as wide each logical axis is as where the learning rate was found (`model.mup_base`).
         options: those of an optimizer of another package.
     """
-    by_width = mup.scale_by_width(c.name, axes, growth or {})
-    made = part_tables.OPTIMIZERS.made(c.name, options)(OptimizerParts(c, axes, schedule, by_width))
+    optimizer = part_tables.OPTIMIZERS.made(c.name, options)
+    by_width = mup.scale_by_width(getattr(optimizer, "step_factor", mup.adam_step), axes, growth or {})
+    made = optimizer(OptimizerParts(c, axes, schedule, by_width))
     return made if c.moment_dtype == "float32" else moments.rounded(made, c.moment_dtype, axes)
 
 

@@ -1,17 +1,30 @@
 """Muon (Jordan et al., kellerjordan.github.io/posts/muon) for hidden matrices, and Adam for all other parameters.
 
-optax's own would correct the momentum's bias, and would give Nesterov's momentum to Adam.
+optax's own would correct the momentum's bias, and would give Nesterov's momentum to Adam. With muP the rule for the
+matrices is that of the spectral norm (Yang, Simon and Bernstein, arXiv 2310.17813): that of a step grows as
+sqrt(outputs / inputs).
 """
 
+import math
 from typing import Any
 
 import jax
 import optax
 
+from jaxtrain.train_step.optimizers import mup
 from jaxtrain.train_step.optimizers.matrices import Dimensions, is_matrix, map_names
-from jaxtrain.train_step.optimizers.optimizer_parts import OptimizerParts
+from jaxtrain.train_step.optimizers.optimizer_parts import Growth, OptimizerParts, rules
 
 
+def _step_factor(names: tuple, shape: tuple[int, ...], growth: Growth) -> float:
+    if muon_dimensions(names) is None:
+        return mup.adam_step(names, shape, growth)
+    inputs, outputs = mup.fans(names, growth)
+    rows, columns = mup.sides(names, shape)  # steps have the spectral norm 0.2 sqrt(larger side)
+    return math.sqrt(outputs / inputs * max(rows / inputs, columns / outputs) / max(rows, columns))
+
+
+@rules(_step_factor, whole_matrices=True)
 def muon(parts: OptimizerParts) -> optax.GradientTransformation:
     """Return Muon."""
     c, axes = parts.optimizer, parts.axes

@@ -10,13 +10,13 @@ and the outputs of a parameter are as there, and by which of the two grow at all
 | output head, routers     | 1 / inputs        | 1 / inputs            | 1 / inputs         |
 
 A tied embedding table counts as embeddings, and logits are divided by the width (table 8). Attention's scores have one
-more factor, 1 / sqrt(head_dim) relative to the base. For the matrices that Muon orthogonalizes the rule is that of the
-spectral norm (Yang, Simon and Bernstein, arXiv 2310.17813): that of a step grows as sqrt(outputs / inputs).
+more factor, 1 / sqrt(head_dim) relative to the base. An optimizer with another rule than Adam's has it with it
+(`optimizer_parts.rules`).
 """
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -25,9 +25,8 @@ import optax
 
 from jaxtrain.sharding.axis_rules import Axes
 from jaxtrain.train_step.optimizers.matrices import Dimensions, by_path
-from jaxtrain.train_step.optimizers.muon import muon_dimensions
+from jaxtrain.train_step.optimizers.optimizer_parts import Growth, StepFactor
 
-Growth = Mapping[str, float]  # of each logical axis; those that it lacks have the same size in all widths
 _GROWTH: ContextVar[Growth | None] = ContextVar("growth", default=None)
 
 
@@ -43,40 +42,34 @@ def growing(growth: Growth) -> Iterator[None]:
 
 def initial_factor(names: tuple) -> float:
     """Return what the initial deviation of a parameter with these logical names is multiplied by."""
-    inputs, outputs = _fans(names, _GROWTH.get() or {})
+    inputs, outputs = fans(names, _GROWTH.get() or {})
     return 1 / inputs if outputs == 1 else inputs**-0.5
 
 
-def scale_by_width(optimizer: str, axes: Axes, growth: Growth) -> list[optax.GradientTransformation]:
-    """Return what multiplies the steps of an optimizer, for parameters with logical names `axes`; [] for the base."""
+def scale_by_width(step_factor: StepFactor, axes: Axes, growth: Growth) -> list[optax.GradientTransformation]:
+    """Return what multiplies an optimizer's steps, for parameters with logical names `axes`; [] for the base."""
     if all(times == 1 for times in growth.values()):
         return []
     names = by_path(axes)
 
     def one(path, step):
-        factor = step_factor(optimizer, names[path], step.shape, growth)
+        factor = step_factor(names[path], step.shape, growth)
         return step if factor == 1 else step * factor
     return [optax.stateless(lambda steps, params: jax.tree_util.tree_map_with_path(one, steps))]
 
 
-def step_factor(optimizer: str, names: tuple, shape: tuple[int, ...], growth: Growth) -> float:
-    """Return what the steps of a parameter with these logical names are multiplied by."""
-    inputs, outputs = _fans(names, growth)
-    if optimizer == "sgd":
-        return outputs / inputs
-    if optimizer == "muon" and muon_dimensions(names) is not None:
-        # Its steps have the spectral norm 0.2 sqrt(larger side).
-        rows, columns = _sides(names, shape)
-        return math.sqrt(outputs / inputs * max(rows / inputs, columns / outputs) / max(rows, columns))
-    return 1 / inputs
+def adam_step(names: tuple, shape: tuple[int, ...], growth: Growth) -> float:
+    """Return what the steps of Adam, of a parameter with these logical names, are multiplied by; Lion's likewise."""
+    return 1 / fans(names, growth)[0]
 
 
-def _fans(names: tuple, growth: Growth) -> tuple[float, float]:
+def fans(names: tuple, growth: Growth) -> tuple[float, float]:
     """Return how many times as many inputs and outputs a parameter has as in the base; a vector has outputs only."""
-    return _sides(names, [growth.get(name, 1.0) for name in names])
+    return sides(names, [growth.get(name, 1.0) for name in names])
 
 
-def _sides(names: tuple, sizes: Any) -> tuple[float, float]:
+def sides(names: tuple, sizes: Any) -> tuple[float, float]:
+    """Return the product of these sizes of a parameter's dimensions over its inputs, and over its outputs."""
     found = Dimensions.of(names)
     columns = found.columns or tuple(i for i in range(len(names)) if i not in found.stacked)
     inputs, outputs = (math.prod(sizes[i] for i in side) for side in (found.rows, columns))

@@ -1,12 +1,32 @@
 """The parts that every optimizer is made of, which a function of each optimizer puts together."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import optax
 
 from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.train_step.optimizers.matrices import is_matrix, map_names
+
+Growth = Mapping[str, float]  # how many times as wide as in muP's base each logical axis is; those that it lacks: once
+StepFactor = Callable[[tuple, tuple[int, ...], Growth], float]  # from a parameter's logical names and its shape
+
+
+Optimizer = TypeVar("Optimizer")
+
+
+def rules(step_factor: StepFactor, *, whole_matrices: bool = False) -> Callable[[Optimizer], Optimizer]:
+    """Return a decorator of an optimizer that another rule of muP than Adam's holds for.
+
+    Args:
+        step_factor: what its steps are multiplied by in a model that is wider than the base.
+        whole_matrices: it computes with a whole matrix, not with each element by itself.
+    """
+    def with_rules(optimizer: Optimizer) -> Optimizer:
+        vars(optimizer).update(step_factor=step_factor, whole_matrices=whole_matrices)
+        return optimizer
+    return with_rules
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Lengths of documents, as text and as a picture."""
+"""Lengths of documents, as text and as a drawing."""
 
 import struct
 import sys
@@ -31,7 +31,7 @@ def test_no_documents(tmp_path):
     assert "no documents" in lengths.histogram(replace(corpus, train=corpus.eval))
 
 
-def test_the_picture(tmp_path, source):
+def test_the_drawing(tmp_path, source):
     path = tmp_path / "lengths.png"
     command = [f"--input={source}", f"--output={tmp_path / 'out'}", f"--histogram={path}"]
     assert main(command) == 0
@@ -41,7 +41,7 @@ def test_the_picture(tmp_path, source):
     assert main(command) == 0 and path.exists()  # of a corpus that is there already
 
 
-def test_a_picture_that_cannot_be_drawn_is_told_before_the_work(tmp_path, source, capsys, monkeypatch):
+def test_a_drawing_that_cannot_be_drawn_is_told_before_the_work(tmp_path, source, capsys, monkeypatch):
     command = [f"--input={source}", f"--output={tmp_path / 'out'}"]
     for path in (tmp_path / "no/a.png", tmp_path):
         assert main([*command, f"--histogram={path}"]) == 2

@@ -1,4 +1,4 @@
-"""Damaged and forged archives of clips, pictures and records: each is read, or refused in one line."""
+"""Damaged and forged archives of clips, images and records: each is read, or refused in one line."""
 
 import gzip
 import io
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.data.formats import inputs
-from jaxtrain.data.prepare_sequences import audio, picture_patches
+from jaxtrain.data.prepare_sequences import audio, image_patches
 from jaxtrain.errors import UserError
 from tests import fuzzing
 from tests.data.formats.test_tar_members import forged, info
@@ -32,8 +32,8 @@ def wave(rng: random.Random) -> bytes:
     return b"RIFF" + whole + head + bytes([2, 0, 16, 0]) + b"data" + data + bytes(32000)
 
 
-def picture(rng: random.Random) -> bytes:
-    """A picture, whose header may claim any size."""
+def image(rng: random.Random) -> bytes:
+    """An image, whose header may claim any size."""
     image = pytest.importorskip("PIL.Image")
     out = io.BytesIO()
     image.fromarray(np.zeros((20, 20, 3), np.uint8)).save(out, rng.choice(["png", "bmp", "gif", "jpeg"]))
@@ -45,13 +45,13 @@ def picture(rng: random.Random) -> bytes:
 
 
 def archive(rng: random.Random) -> bytes:
-    """A tar of clips, pictures and texts, with members that lie."""
+    """A tar of clips, images and texts, with members that lie."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=rng.choice([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT,
                                                                 tarfile.PAX_FORMAT])) as tar:
         for n in range(rng.randrange(6)):
             name, content = rng.choice([
-                (f"{n}.wav", wave(rng)), (f"{n}.png", picture(rng)), (f"{n // 2}.txt", b"said")])
+                (f"{n}.wav", wave(rng)), (f"{n}.png", image(rng)), (f"{n // 2}.txt", b"said")])
             name = rng.choice(["", "../", "/", "a" * 150 + "/"]) + name if tar.format != tarfile.USTAR_FORMAT else name
             keys = {"pax_headers": rng.choice(PAX)} if rng.random() < 0.3 else {}
             tar.addfile(info(name, len(content), **keys), io.BytesIO(content))
@@ -95,12 +95,12 @@ def damaged(rng: random.Random, path: Path) -> None:
 
 
 def all_of(path: Path, rng: random.Random) -> int:
-    """Return how many clips, pictures or records were read."""
+    """Return how many clips, images or records were read."""
     if path.suffix != ".tar":
         with inputs.readable(str(path)):
             return sum(isinstance(one, inputs.Text) for part in inputs.find_pieces(str(path), 2**26)
                        for one in inputs.read(part, "text", most=2**20))
-    source: Callable = rng.choice([audio.Audio, picture_patches.Pictures])
+    source: Callable = rng.choice([audio.Audio, image_patches.Images])
     source = source(target=rng.choice(["none", "text"]))
     return sum(1 for task in source.find_tasks([str(path)]) for _ in source.read(0, task, path.parent, {}))
 

@@ -16,17 +16,18 @@ from jaxtrain.data.corpus.sequences import Column, Sequences, SequenceShard
 from jaxtrain.data.loading.batch_spec import SEQ, Array
 from jaxtrain.data.loading.batches import eval_batches, train_batches
 from jaxtrain.data.loading.island_part import island_batches
-from jaxtrain.data.loading.modalities.picture_batches import PictureBatches
+from jaxtrain.data.loading.modalities.image_batches import ImageBatches
 from jaxtrain.data.loading.modalities.sequence_batches import sequence_batches
 from jaxtrain.data.loading.modalities.spec_augment import augmented
 from jaxtrain.data.loading.skipped_batches import SkippedBatches, remaining
-from jaxtrain.data.packing.picture_rows import CaptionedPictures, LabelledPictures, PairedPictures
+from jaxtrain.data.packing.image_rows import CaptionedImages, LabelledImages, PairedImages
 from jaxtrain.data.tokenizers.tokenizer import ByteTokenizer
 
 FAR = 10**6 + 3
 STAGES = [{"from_step": 5, "seq_len": 8, "global_batch_size": 16}, {"from_step": 9, "weights": {"a": 1, "b": 3}},
           {"from_step": 12, "new_epoch": True}]
 MIXTURE = {"a": {"source": "a", "weight": 2}, "b": {"source": "b", "weight": 1}}
+EARLIER = {"images": "pictures"}  # arrays that had another name when these digests were taken
 DIGESTS = {
     "concat": "94a8dc6bf34a6873",
     "concat, masked": "0d116ebfcd7bc564",
@@ -46,10 +47,10 @@ DIGESTS = {
     "island": "9e9e9c4bd2584e8a",
     "skipped": "c3fe30684f050e72",
     "speech": "8f7f1a5d75a6e1ef",
-    "pictures": "b44d299ab408bc22",
-    "pictures, augmented": "e4d45ea66011b426",
-    "pictures, captioned": "7517f55fc4a5c444",
-    "pictures, paired": "bd2bc2d93928b942",
+    "images": "b44d299ab408bc22",
+    "images, augmented": "e4d45ea66011b426",
+    "images, captioned": "7517f55fc4a5c444",
+    "images, paired": "bd2bc2d93928b942",
 }
 
 
@@ -103,8 +104,8 @@ def speech():
     return augmented(batches, WhisperConfig(time_masks=2, mel_masks=1), seed=3)
 
 
-def pictures(kind=LabelledPictures, *more, **keys) -> PictureBatches:
-    """Rows of up to three pictures of whole patches, 2 x 2 pixels each."""
+def images(kind=LabelledImages, *more, **keys) -> ImageBatches:
+    """Rows of up to three images of whole patches, 2 x 2 pixels each."""
     rng, columns = np.random.RandomState(5), {
         "patches": Column("uint8", (12,)), "places": Column("int32", (2,)), "label": Column("int32", per="sequence"),
         "target": Column("int32", per="own")}
@@ -116,7 +117,7 @@ def pictures(kind=LabelledPictures, *more, **keys) -> PictureBatches:
              "target": rng.randint(0, 99, texts.sum()).astype(np.int32)}
     offsets = {"steps": np.cumsum([0, *sizes.prod(1)]), "target": np.cumsum([0, *texts])}
     rows = kind(Sequences(columns, (SequenceShard(drawn, offsets),)), 32, 3, *more)
-    return PictureBatches(rows, global_batch_size=4, seed=3, **keys)
+    return ImageBatches(rows, global_batch_size=4, seed=3, **keys)
 
 
 CASES = {
@@ -139,10 +140,10 @@ CASES = {
     "island": lambda: island_batches(config(), corpus(), 1, 3),
     "skipped": lambda: remaining(train_batches(config(), corpus()), SkippedBatches((2, 3, 7))),
     "speech": speech,
-    "pictures": pictures,
-    "pictures, augmented": lambda: pictures(augment=("flip", "crop", "colour"), noise=True),
-    "pictures, captioned": lambda: pictures(CaptionedPictures, 99, augment=("flip",)),
-    "pictures, paired": lambda: pictures(PairedPictures, 6),
+    "images": images,
+    "images, augmented": lambda: images(augment=("flip", "crop", "colour"), noise=True),
+    "images, captioned": lambda: images(CaptionedImages, 99, augment=("flip",)),
+    "images, paired": lambda: images(PairedImages, 6),
 }
 
 
@@ -153,9 +154,9 @@ def digest(batches) -> str:
         if end is not None and step >= end:
             continue
         for batch in (batches[step], batches.rows(step, [2, 1])):
-            for name in sorted(batch):
+            for earlier, name in sorted((EARLIER.get(name, name), name) for name in batch):
                 column = np.ascontiguousarray(batch[name])
-                found.update(f"{name} {column.dtype.str} {column.shape}".encode() + column.tobytes())
+                found.update(f"{earlier} {column.dtype.str} {column.shape}".encode() + column.tobytes())
         found.update(f"{batches.shape(step)} {batches.tokens(step)} {batches.epochs(step)}".encode())
     found.update(f"{end} {batches.shapes_of(0, 16)}".encode())
     return found.hexdigest()[:16]

@@ -158,10 +158,10 @@ def test_a_model_that_does_not_read_audio_is_refused(workdir, capsys):
     assert capsys.readouterr().err == "WORKDIR: its model is gpt2, which does not read audio; give one of whisper\n"
 
 
-def test_a_workdir_of_speech_is_opened_and_one_of_pictures_is_not(tmp_path):
-    for name in ("whisper", "picture_flow"):
+def test_a_workdir_of_speech_is_opened_and_one_of_images_is_not(tmp_path):
+    for name in ("whisper", "image_flow"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model": {"name": name}}))
     assert trained_model.sections_of(tmp_path / "whisper") == {"model": {"name": "whisper"}}
-    with pytest.raises(jt.UserError, match=r"^WORKDIR: it trained picture_flow, which is not a decoder of text"):
-        trained_model.sections_of(tmp_path / "picture_flow")
+    with pytest.raises(jt.UserError, match=r"^WORKDIR: it trained image_flow, which is not a decoder of text"):
+        trained_model.sections_of(tmp_path / "image_flow")

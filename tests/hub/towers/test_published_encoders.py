@@ -13,13 +13,13 @@ import tokenizers
 import jaxtrain as jt
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.family import config_class
-from jaxtrain.data.packing.picture_rows import PairedPictures
-from jaxtrain.data.prepare_sequences.picture_patches import to_patches
+from jaxtrain.data.packing.image_rows import PairedImages
+from jaxtrain.data.prepare_sequences.image_patches import to_patches
 from jaxtrain.data.tokenizers import tokenizer_folder
 from jaxtrain.data.tokenizers.tokenizer import load_tokenizer
 from jaxtrain.hf import dual_encoders
 from jaxtrain.hf.dual_encoders import PREPROCESSOR, preprocessor
-from jaxtrain.hf.encoder_tensors import picture_encoder
+from jaxtrain.hf.encoder_tensors import image_encoder
 from jaxtrain.hf.hf_config import config_json, model_section, starting_config
 from jaxtrain.hub.initial_params import ENCODER
 from jaxtrain.hub.release import exported_tokenizer
@@ -47,20 +47,20 @@ class Known(list):
 
 
 def rows(c, which):
-    """Two rows of two pictures each, and which pictures they hold."""
+    """Two rows of two images each, and which images they hold."""
     found = Known()
-    for picture, text in zip(tiny.PICTURES[which], tiny.TEXTS, strict=True):
-        patches, places = to_patches(picture, 2)
+    for image, text in zip(tiny.IMAGES[which], tiny.TEXTS, strict=True):
+        patches, places = to_patches(image, 2)
         found.append({"patches": patches, "places": places, "target": np.array(text)})
     at = c.patches_per_side if c.class_token else None
-    made = PairedPictures(found, 44, c.pictures_per_row, c.text_len, c.text_begin, c.text_end, c.text_pad, class_at=at)
+    made = PairedImages(found, 44, c.images_per_row, c.text_len, c.text_begin, c.text_end, c.text_pad, class_at=at)
     batch = {name: np.stack([made[i][name] for i in range(2)]) for name in made[0]}
     return batch, [number for row in made.rows for number in row]
 
 
 def built(folder, devices=1, **mesh):
     config = starting_config(f"{folder}")
-    config["model"] |= {"pictures_per_row": 2, "max_seq_len": 48, "patches_per_side": 6}
+    config["model"] |= {"images_per_row": 2, "max_seq_len": 48, "patches_per_side": 6}
     config = config | {"data": config["data"] | {"seq_len": 44, "global_batch_size": 2}, "mesh": mesh or {"data": 1}}
     return jt.build(jt.make_config(config), devices=jax.devices()[:devices])
 
@@ -86,9 +86,9 @@ def test_embeddings_loss_gradients_and_bytes_are_those_of_transformers(name, mes
         return jax.value_and_grad(loss)(params), model(batch)
 
     with mesh_context.use(run.mesh, run.sharded.rules):
-        (loss, gradients), (pictures, texts) = both(params, run.sharded.place(batch))
+        (loss, gradients), (images, texts) = both(params, run.sharded.place(batch))
         seen = both(params, run.sharded.place(others))[1][0]
-    for found, which, numbers in ((pictures, "pictures", order), (texts, "texts", order), (seen, "others", mixed)):
+    for found, which, numbers in ((images, "images", order), (texts, "texts", order), (seen, "others", mixed)):
         wanted = np.reshape(truth[which], (4, -1))[numbers]
         assert np.abs(np.asarray(found)[:, :2].reshape(4, -1) - wanted).max() < 1e-5, which
     assert float(loss) == pytest.approx(truth["loss"], rel=1e-5)
@@ -112,7 +112,7 @@ def test_configs_go_both_ways(name, tmp_path):
     kind, size = name.partition("_")[0], tiny.CONFIGS[name]["vision_config"]["image_size"]
     mean, std = tiny.mean_and_std(kind)
     tokens = {"text_end": 1, "text_pad": 1} if kind == "siglip" else {"text_begin": 22, "text_end": 23}
-    expected = {"picture_size": size, "pixel_mean": mean, "pixel_std": std, "patches_per_side": 4,
+    expected = {"image_size": size, "pixel_mean": mean, "pixel_std": std, "patches_per_side": 4,
                 "max_seq_len": 8 * (16 + (kind == "clip")), **tokens}
     assert {key: section[key] for key in expected} == expected
     model = config_class(kind)(**section)
@@ -123,7 +123,7 @@ def test_configs_go_both_ways(name, tmp_path):
     (tmp_path / "out" / PREPROCESSOR).write_text(json.dumps(preprocessor(model) | {"image_mean": [0.1, 0.2, 0.3]}))
     assert model_section(tmp_path / "out") == section | {"pixel_mean": [0.1, 0.2, 0.3]}
     (tmp_path / "out" / PREPROCESSOR).write_text(json.dumps(preprocessor(model) | {"resample": 2}))
-    with pytest.warns(UserWarning, match=r"resample=2, and prepare_sequences pictures resizes bicubically \(3\)"):
+    with pytest.warns(UserWarning, match=r"resample=2, and prepare_sequences images resizes bicubically \(3\)"):
         assert model_section(tmp_path / "out") == section
     (tmp_path / "out" / PREPROCESSOR).write_text(json.dumps(preprocessor(model) | {"image_mean": [0.1, 0.2, 0.3]}))
     both = {"image_processor": json.loads((tmp_path / "out" / PREPROCESSOR).read_text())}
@@ -138,14 +138,14 @@ def test_configs_go_both_ways(name, tmp_path):
 @pytest.mark.parametrize(("name", "keys", "processor", "message"), [
     ("siglip", {"vision_config": {"vision_use_head": False}}, {}, "vision_config.vision_use_head=False cannot be expr"),
     ("siglip", {"vision_config": {"hidden_act": "relu"}}, {}, "vision_config.hidden_act='relu' cannot be expressed"),
-    ("siglip", {"text_config": {"projection_size": 8}}, {}, "text_config.projection_size=8 is not the width 24 of pic"),
+    ("siglip", {"text_config": {"projection_size": 8}}, {}, "text_config.projection_size=8 is not the width 24 of ima"),
     ("siglip", {"text_config": {"num_hidden_layers": "2"}}, {}, "text_config.num_hidden_layers='2' is not a whole"),
     ("siglip", {"text_config": 3}, {}, "text_config=3 is not an object or null"),
     ("clip", {"text_config": {"eos_token_id": 24}}, {}, "text_config, end token=24 is not a token below vocab_size"),
     ("clip", {"vision_config": {"num_channels": 1}}, {}, "vision_config.num_channels=1 cannot be expressed: only 3"),
     ("clip", {}, {"do_normalize": False}, "do_normalize=False cannot be expressed: only True can"),
     ("clip", {}, {"rescale_factor": 1.0}, "rescale_factor=1.0 cannot be expressed: only 1/255 can"),
-    ("clip", {}, {"crop_size": 16}, "it makes pictures of 16 pixels, and the model reads those of 8"),
+    ("clip", {}, {"crop_size": 16}, "it makes images of 16 pixels, and the model reads those of 8"),
     ("siglip", {}, {"image_mean": "half"}, "image_mean='half' is not a number for each channel"),
 ])
 def test_what_cannot_be_expressed_is_refused(name, keys, processor, message, tmp_path):
@@ -190,14 +190,14 @@ def test_weights_that_lie_are_refused(tmp_path):
     case["tensors"]["vision_model.embeddings.position_embedding.weight"] = [26, 24]
     case["tensors"]["text_model.embeddings.position_ids"] = [1, 6]  # a buffer, which old files have
     model = config_class("clip")(**model_section(published.write(tmp_path / "a", case)))
-    abstract = {"picture": {"grid": {"table": jax.ShapeDtypeStruct((17, 24), np.float32)}}}
+    abstract = {"image": {"grid": {"table": jax.ShapeDtypeStruct((17, 24), np.float32)}}}
     with pytest.raises(jt.UserError, match=r"position_embedding\.weight has the shape \[26, 24\] where the model n"):
         published_weights.load(tmp_path / "a", model, abstract)
 
 
 def test_a_model_that_has_no_format_is_not_published():
     for keys, message in (({"pooling": "mean"}, "model.pooling: 'mean' cannot be published as siglip"),
-                          ({"picture_size": 0}, "model.picture_size: without it positions are"),
+                          ({"image_size": 0}, "model.image_size: without it positions are"),
                           ({"text_begin": 3}, "model.text_begin: 3 cannot be published as siglip")):
         section = dual_encoders.section("siglip", tiny.CONFIGS["siglip"], Path("config.json"))
         with pytest.raises(jt.UserError, match=re.escape(message)):
@@ -210,12 +210,12 @@ def test_a_decoder_begins_with_a_published_encoder_and_a_published_decoder(name,
     folder, llama = write(tmp_path / "in", name), published.write(tmp_path / "llama", published.truth("llama"))
     section = model_section(folder)
     model = model_section(llama) | {key: section[key] for key in ENCODER} | {"name": "vision_language"}
-    train = {"init_from": str(llama), "init_encoder_from": str(folder), "freeze": ["picture/*"]}
+    train = {"init_from": str(llama), "init_encoder_from": str(folder), "freeze": ["image/*"]}
     sections = {"model": model, "data": {"seq_len": 16, "global_batch_size": 1, "packing": "best_fit"},
                 "mesh": {"data": 1}, "train": train}
     run = jt.build(jt.make_config(sections), devices=jax.devices()[:1])
     state = run.init()
-    for entry in picture_encoder(run.config.model):
+    for entry in image_encoder(run.config.model):
         shape = flatten(state.frozen)[entry.ours].shape
         for tensor, which in published_weights.names(entry, shape):
             found = published_weights.published([(entry, which)], flatten(state.frozen), np.float32, 0.0)

@@ -1,25 +1,25 @@
-"""A tiny SigLIP and a tiny CLIP, pictures and texts for them: for the truth and for the tests."""
+"""A tiny SigLIP and a tiny CLIP, images and texts for them: for the truth and for the tests."""
 
 import numpy as np
 
 _TEXT = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
          "max_position_embeddings": 6}
-_PICTURE = {"hidden_size": 24, "intermediate_size": 28, "num_hidden_layers": 3, "num_attention_heads": 6,
-            "image_size": 8, "patch_size": 2}
+_IMAGE = {"hidden_size": 24, "intermediate_size": 28, "num_hidden_layers": 3, "num_attention_heads": 6,
+          "image_size": 8, "patch_size": 2}
 CONFIGS = {
-    "siglip": {"text_config": _TEXT | {"projection_size": 24, "pad_token_id": 1}, "vision_config": _PICTURE},
+    "siglip": {"text_config": _TEXT | {"projection_size": 24, "pad_token_id": 1}, "vision_config": _IMAGE},
     "clip": {"text_config": _TEXT | {"projection_dim": 12, "bos_token_id": 22, "eos_token_id": 23},
-             "vision_config": _PICTURE | {"projection_dim": 12}, "projection_dim": 12},
-    # As in files that were written with other sizes and activations: a picture has pixels beyond the last whole patch.
+             "vision_config": _IMAGE | {"projection_dim": 12}, "projection_dim": 12},
+    # As in files that were written with other sizes and activations: an image has pixels beyond the last whole patch.
     "clip_exact": {"text_config": _TEXT | {"projection_dim": 12, "bos_token_id": 0, "eos_token_id": 2,
                                            "hidden_act": "gelu"},
-                   "vision_config": _PICTURE | {"projection_dim": 12, "hidden_act": "gelu", "image_size": 9},
+                   "vision_config": _IMAGE | {"projection_dim": 12, "hidden_act": "gelu", "image_size": 9},
                    "projection_dim": 12},
 }
-SQUARE, OTHERS = [(4, 4)] * 4, [(3, 5), (6, 4), (2, 2), (1, 3)]  # rows and columns of patches of pictures
+SQUARE, OTHERS = [(4, 4)] * 4, [(3, 5), (6, 4), (2, 2), (1, 3)]  # rows and columns of patches of images
 _RANDOM = np.random.default_rng(11)
-PICTURES = {shape: [_RANDOM.integers(0, 256, (2 * rows, 2 * columns, 3)).astype(np.uint8) for rows, columns in shapes]
-            for shape, shapes in (("square", SQUARE), ("others", OTHERS))}
+IMAGES = {shape: [_RANDOM.integers(0, 256, (2 * rows, 2 * columns, 3)).astype(np.uint8) for rows, columns in shapes]
+          for shape, shapes in (("square", SQUARE), ("others", OTHERS))}
 TEXTS = [[5, 7], [9], [3, 4, 8], [21, 6, 2, 11, 13, 17, 19]]  # the last one is too long
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.hub.towers.towers_truth            # writes the file
     python -m tests.hub.towers.towers_truth --exports  # loads what jaxtrain exports, and compares both embeddings
-    python -m tests.hub.towers.towers_truth --pixels   # compares pictures of --square with the published processors'
+    python -m tests.hub.towers.towers_truth --pixels   # compares images of --square with the published processors'
 
 It needs torch and transformers, and the last one Pillow; the tests need neither. It computes in float64.
 """
@@ -24,16 +24,16 @@ TO = Path(__file__).with_suffix(".json")
 
 
 def values(kind: str, pixels: np.ndarray) -> torch.Tensor:
-    """A picture as the processor gives it to the model."""
+    """An image as the processor gives it to the model."""
     mean, std = tiny.mean_and_std(kind)
     return torch.from_numpy(((pixels / 255 - mean) / std).transpose(2, 0, 1)[None])
 
 
 def inputs(name: str) -> dict[str, torch.Tensor]:
-    """The square pictures, which may have pixels beyond the last whole patch, and the texts."""
+    """The square images, which may have pixels beyond the last whole patch, and the texts."""
     kind = name.partition("_")[0]
     size = tiny.CONFIGS[name]["vision_config"]["image_size"]
-    pixels = torch.cat([values(kind, picture) for picture in tiny.PICTURES["square"]])
+    pixels = torch.cat([values(kind, image) for image in tiny.IMAGES["square"]])
     more = size - pixels.shape[-1]
     return {"pixel_values": torch.nn.functional.pad(pixels, (0, more, 0, more), value=9.0),
             "input_ids": torch.tensor([tiny.tokens(kind, ids) for ids in tiny.TEXTS])}
@@ -53,16 +53,16 @@ def rounded(tensor: torch.Tensor) -> list[float]:
 
 
 def computed(name: str) -> dict[str, Any]:
-    """Embeddings, the loss and all gradients; and embeddings of pictures of other shapes."""
+    """Embeddings, the loss and all gradients; and embeddings of images of other shapes."""
     model, kind = model_of(name), name.partition("_")[0]
     out = model(**inputs(name), return_loss=True)
     out.loss.backward()
     found = {"config": model.config.to_dict(), "shapes": {key: list(p.shape) for key, p in model.named_parameters()},
-             "pictures": rounded(out.image_embeds), "texts": rounded(out.text_embeds), "loss": out.loss.item(),
+             "images": rounded(out.image_embeds), "texts": rounded(out.text_embeds), "loss": out.loss.item(),
              "gradients": {key: [float(f"{x:.8g}") for x in published.projections(key, p.grad.numpy())]
                            for key, p in model.named_parameters()}}
-    others = [model.get_image_features(values(kind, picture), interpolate_pos_encoding=True).pooler_output
-              for picture in tiny.PICTURES["others"]]
+    others = [model.get_image_features(values(kind, image), interpolate_pos_encoding=True).pooler_output
+              for image in tiny.IMAGES["others"]]
     others = torch.nn.functional.normalize(torch.cat(others), dim=-1)
     return found | {"others": rounded(others)}
 
@@ -84,7 +84,7 @@ def exported(name: str) -> float:
         assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
         out = model(**inputs(name))
     return max(float(np.abs(np.subtract(rounded(found), truth[which])).max()) for which, found in (
-        ("pictures", out.image_embeds), ("texts", out.text_embeds)))
+        ("images", out.image_embeds), ("texts", out.text_embeds)))
 
 
 def compared() -> None:
@@ -96,7 +96,7 @@ def compared() -> None:
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     from jaxtrain.config.family import config_class
-    from jaxtrain.data.prepare_sequences.picture_patches import Pictures
+    from jaxtrain.data.prepare_sequences.image_patches import Images
     from jaxtrain.hf.dual_encoders import preprocessor, section
 
     rng = np.random.default_rng(0)
@@ -105,20 +105,20 @@ def compared() -> None:
         said = {key: value for key, value in preprocessor(model).items() if key != "image_processor_type"}
         (mean, std), differences, others = tiny.mean_and_std(kind), [], []
         processor = made(**said | {"image_mean": mean, "image_std": std})
-        source = Pictures(patch_size=model.patch_size, square=224, crop_square=kind == "clip")
+        source = Images(patch_size=model.patch_size, square=224, crop_square=kind == "clip")
         for height, width in ((480, 640), (333, 250), (100, 150), (224, 224), (1000, 301)):
             coarse = Image.fromarray(rng.integers(0, 256, (height // 8, width // 8, 3)).astype(np.uint8))
-            picture = coarse.resize((width, height), Image.Resampling.BILINEAR)
-            picture.save(content := io.BytesIO(), "png")
+            image = coarse.resize((width, height), Image.Resampling.BILINEAR)
+            image.save(content := io.BytesIO(), "png")
             ours = source._pixels(content.getvalue()).astype(float)
-            theirs = processor(picture, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
+            theirs = processor(image, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
             differences.append(np.abs((theirs * std + mean) * 255 - ours).max())
             if kind == "siglip":
-                pixels = torch.from_numpy(np.asarray(picture).copy()).permute(2, 0, 1)[None]
+                pixels = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)[None]
                 torchs = torch.nn.functional.interpolate(pixels, (224, 224), mode="bicubic", antialias=True)
                 others.append(np.abs(torchs[0].permute(1, 2, 0).numpy().astype(float) - ours).max())
         print(f"{kind}: pixels differ by at most {max(differences):.1e} of 255 from those of its processor on Pillow"
-              + (f", and by {max(others):.0f} from torch's resizing of 8-bit pictures" if others else ""))
+              + (f", and by {max(others):.0f} from torch's resizing of 8-bit images" if others else ""))
 
 
 def main() -> None:

@@ -94,7 +94,7 @@ def test_gradients_are_those_of_the_plain_simulation(method):
 
 @pytest.mark.slow
 def test_layers_of_an_encoder_that_all_stages_compute_are_matrices_of_their_own():
-    """A step of a decoder that reads pictures, whose encoder has such a stack, from plain gradients of each peer."""
+    """A step of a decoder that reads images, whose encoder has such a stack, from plain gradients of each peer."""
     run = jt.build(plain_vision.config("vision_language", mesh__data=PEERS, compression__method="power_sgd",
                                        compression__rank=2, optimizer__b1=0.0, optimizer__clip_norm=0.0),
                    devices=jax.devices()[:PEERS])

@@ -78,18 +78,18 @@ def test_there_and_back_is_exact(layers, position, mesh):
 
 
 def test_stacks_side_by_side_are_each_spread_over_all_stages():
-    parts = Parts({"picture/blocks": 3, "text/blocks": 2}, *[lambda *args: None] * 5, side_by_side=True)
+    parts = Parts({"image/blocks": 3, "text/blocks": 2}, *[lambda *args: None] * 5, side_by_side=True)
     layers = parts.placement(((0,), (1,))).layers
     assert {key: held.reshape(2, -1).tolist() for key, held in layers.items()} == {
-        "picture/blocks": [[0, 1], [2, -1]], "text/blocks": [[0], [1]]}
+        "image/blocks": [[0, 1], [2, -1]], "text/blocks": [[0], [1]]}
     one_after_the_other = replace(parts, side_by_side=False).placement(((0,), (1,))).layers
     assert one_after_the_other["text/blocks"].reshape(2, -1).tolist() == [[-1, -1], [0, 1]]
 
 
 def test_stacks_are_lifted_to_the_top_of_the_tree_and_put_back():
-    parts = Parts({"picture/blocks": 3, "text/blocks": 2}, *[lambda *args: None] * 5)
-    tree = {"picture": {"embed": 1, "blocks": {"q": 2}}, "text": {"blocks": {"q": 3}}, "scale": 4}
+    parts = Parts({"image/blocks": 3, "text/blocks": 2}, *[lambda *args: None] * 5)
+    tree = {"image": {"embed": 1, "blocks": {"q": 2}}, "text": {"blocks": {"q": 3}}, "scale": 4}
     lifted = parts.lift(tree)
-    assert lifted == {"picture": {"embed": 1}, "scale": 4, "picture/blocks": {"q": 2}, "text/blocks": {"q": 3}}
+    assert lifted == {"image": {"embed": 1}, "scale": 4, "image/blocks": {"q": 2}, "text/blocks": {"q": 3}}
     assert lower(lifted) == tree
-    assert parts.lift(frozen := {"picture": {"embed": 1}}) == frozen == lower(frozen)  # where all layers are trained
+    assert parts.lift(frozen := {"image": {"embed": 1}}) == frozen == lower(frozen)  # where all layers are trained

@@ -18,7 +18,7 @@ from jaxtrain.pages import style
 from jaxtrain.plan import search, targets
 from jaxtrain.plan.estimate import change, estimate
 from jaxtrain.plan.report import bars, html, scaling, table
-from jaxtrain.plan.report.command import command
+from jaxtrain.plan.report.html import command
 from jaxtrain.plan.report.reasons import duration, reasons
 from jaxtrain.plan.report.table import Choice, Found, shown
 

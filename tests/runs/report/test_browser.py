@@ -53,7 +53,7 @@ ZOOM = """<script>{
 
 
 def browsed(address, width, dark, shot=None):
-    """The lines of the browser's console; `shot`: a picture of the page."""
+    """The lines of the browser's console; `shot`: a drawing of the page."""
     words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
              "--enable-logging=stderr", f"--window-size={max(width, 500)},2400",
              f"--blink-settings=preferredColorScheme={0 if dark else 1}",
@@ -69,7 +69,7 @@ def looked(page, folder, width, dark):
                                        f'width:{width}px;height:2400px"></iframe>')
     shot = folder / f"{width}-{'dark' if dark else 'light'}.png"
     console, _ = browsed(f"file://{folder}/frame.html", width, dark, shot)
-    assert shot.stat().st_size > 30_000, "a blank picture"
+    assert shot.stat().st_size > 30_000, "a blank drawing"
     seen = [line.removeprefix("SEEN ") for line in console if line.startswith("SEEN ")]
     return [line for line in console if not line.startswith("SEEN ")], json.loads(seen[0]) if seen else None
 
@@ -114,11 +114,22 @@ def test_an_error_would_be_found(pages, tmp_path):
     assert any("Content Security Policy" in line and "127.0.0.1:9" in line for line in console), "it may load nothing"
 
 
-def test_a_served_page_renews_itself(tmp_path):
-    workdir = recorded(tmp_path / "run")
-    server = live_page.server(page := ReportPage([workdir]))
+def served(page):
+    """The lines of the browser's console and the document, of a page that is served."""
+    server = live_page.server(page)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
+    try:
+        return browsed(f"http://127.0.0.1:{server.server_address[1]}/", 1440, False)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_served_page_renews_itself(tmp_path):
+    workdir = recorded(tmp_path / "run")
+    page = ReportPage([workdir])
     render, asked = page.render, []
 
     def renewed(**keys):
@@ -129,12 +140,7 @@ def test_a_served_page_renews_itself(tmp_path):
         return render(**keys).replace("</body>", f"{ZOOM}</body>")
 
     page.render = renewed
-    try:
-        console, dom = browsed(f"http://127.0.0.1:{server.server_address[1]}/", 1440, False)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    console, dom = served(page)
     before, zoomed, after = json.loads(console[0].removeprefix("SEEN "))
     assert len(console) == 1 and before != zoomed == after, "the zoom is kept"
     assert any(keys["bare"] for keys in asked) and escape("news<b>") in dom and "Renewed every 5 seconds" in dom
@@ -143,9 +149,7 @@ def test_a_served_page_renews_itself(tmp_path):
 def test_a_page_served_before_the_first_step_gets_its_charts(tmp_path):
     workdir = recorded(tmp_path / "run")
     metrics = (workdir / "metrics.jsonl").rename(tmp_path / "later")
-    server = live_page.server(page := ReportPage([workdir]))
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
+    page = ReportPage([workdir])
     render = page.render
 
     def renewed(**keys):
@@ -155,10 +159,5 @@ def test_a_page_served_before_the_first_step_gets_its_charts(tmp_path):
         return render(**keys)
 
     page.render = renewed
-    try:
-        console, dom = browsed(f"http://127.0.0.1:{server.server_address[1]}/", 1440, False)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    console, dom = served(page)
     assert console == [] and 'data-chart="loss"' in dom and "No steps yet" not in dom

@@ -125,7 +125,8 @@ def test_factors_of_each_kind_of_parameter(names, initial, adamw, sgd):
     with mup.growing(growth):
         found = mup.initial_factor(names)
     assert found == initial
-    assert [mup.step_factor(name, names, (8,) * len(names), growth) for name in ("adamw", "sgd")] == [adamw, sgd]
+    factors = [mup.adam_step, OPTIMIZERS.load("sgd").step_factor]
+    assert [factor(names, (8,) * len(names), growth) for factor in factors] == [adamw, sgd]
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""Batches of what is not text: sequences of a prepared corpus, pictures, and how both are augmented."""
+"""Batches of what is not text: sequences of a prepared corpus, images, and how both are augmented."""

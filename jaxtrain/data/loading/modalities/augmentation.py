@@ -1,4 +1,4 @@
-"""Augmented pictures: flipped, cropped and coloured at random, as a pure function of the seed, the step and the row.
+"""Augmented images: flipped, cropped and coloured at random, as a pure function of the seed, the step and the row.
 
 Crops keep whole patches: those outside become padding, and the others have new places. So a row keeps its length.
 """
@@ -7,36 +7,36 @@ from collections.abc import Collection
 
 import numpy as np
 
-from jaxtrain.data.prepare_sequences.picture_patches import from_patches, to_patches
+from jaxtrain.data.prepare_sequences.image_patches import from_patches, to_patches
 
 KINDS = ("flip", "crop", "colour")
-LEAST = 0.5  # the least share of a picture's height, and of its width, that a crop keeps
+LEAST = 0.5  # the least share of an image's height, and of its width, that a crop keeps
 STRENGTH = 0.3  # by how much brightness, contrast and each channel change at most
 
 
 def augmented(row: dict[str, np.ndarray], kinds: Collection[str], seed: int, step: int, number: int,
               class_at: int | None = None) -> dict[str, np.ndarray]:
-    """Return a row whose pictures are changed in these ways.
+    """Return a row whose images are changed in these ways.
 
     Args:
-        row: patches, their pictures and places.
+        row: patches, their images and places.
         kinds: of `KINDS`.
         seed: of the data.
         step: of the batch.
         number: of the row in the batch of the step.
         class_at: the row of places that are a class token's; None: there are none.
     """
-    row = row | {name: row[name].copy() for name in ("patches", "pictures", "places")}
-    for picture in range(1, int(row["pictures"].max(initial=0)) + 1):
-        here = np.flatnonzero((row["pictures"] == picture) & (row["places"][:, 0] != class_at))
-        _augment(row, here, kinds, numbers_for(seed, step, number, picture).random(9))
+    row = row | {name: row[name].copy() for name in ("patches", "images", "places")}
+    for image in range(1, int(row["images"].max(initial=0)) + 1):
+        here = np.flatnonzero((row["images"] == image) & (row["places"][:, 0] != class_at))
+        _augment(row, here, kinds, numbers_for(seed, step, number, image).random(9))
     return row
 
 
-def numbers_for(seed: int, step: int, row: int, picture: int) -> np.random.Generator:
-    """Return the random numbers of a picture of a row, or of the whole row as picture 0."""
+def numbers_for(seed: int, step: int, row: int, image: int) -> np.random.Generator:
+    """Return the random numbers of an image of a row, or of the whole row as image 0."""
     # The first word of the counter counts the numbers drawn: were it the row's, rows would share what they draw.
-    return np.random.Generator(np.random.Philox(key=[seed, step], counter=[0, row, picture, 0]))
+    return np.random.Generator(np.random.Philox(key=[seed, step], counter=[0, row, image, 0]))
 
 
 def _augment(row: dict[str, np.ndarray], here: np.ndarray, kinds: Collection[str], chances: np.ndarray) -> None:
@@ -55,11 +55,11 @@ def _augment(row: dict[str, np.ndarray], here: np.ndarray, kinds: Collection[str
         inside = np.asarray(((places >= 0) & (places < kept)).all(1))
         row["places"][here] = np.where(np.expand_dims(inside, 1), places, 0)
         outside = here[np.logical_not(inside)]
-        row["pictures"][outside] = row["patches"][outside] = 0
+        row["images"][outside] = row["patches"][outside] = 0
 
 
 def _coloured(pixels: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Return the picture with another brightness (of each channel) and contrast, rounded to 8 bits."""
+    """Return the image with another brightness (of each channel) and contrast, rounded to 8 bits."""
     wide = pixels.astype(np.float32)
     mean = wide.mean()
     changed = ((wide - mean) * np.float32(factors[0]) + mean) * (factors[1] * factors[2:5]).astype(np.float32)

@@ -180,12 +180,12 @@ class Failing:
 
 
 def test_workers_read_the_same_batches_and_end_with_the_last():
-    """Augmented pictures; the order is that of one process, whatever the number of workers."""
-    pictures = CASES["pictures, augmented"]()
-    with prefetch(pictures, 3, 10, lambda step, batch: batch, 2, workers=2) as stream:
+    """Augmented images; the order is that of one process, whatever the number of workers."""
+    images = CASES["images, augmented"]()
+    with prefetch(images, 3, 10, lambda step, batch: batch, 2, workers=2) as stream:
         got = list(stream)
     assert [step for step, _, _ in got] == list(range(3, 10))
-    assert all(same(by_name(batch), by_name(pictures[step])) for step, batch, _ in got)
+    assert all(same(by_name(batch), by_name(images[step])) for step, batch, _ in got)
     assert not [one for one in multiprocessing.active_children() if "grain" in one.name]
 
 

@@ -1,7 +1,7 @@
-"""Rows of several pictures: their patches one after the other, and with them their texts or labels.
+"""Rows of several images: their patches one after the other, and with them their texts or labels.
 
-Pictures are placed from the largest to the smallest, each into the row where it leaves the least room. Numbers of
-pictures within a row begin at 1; 0 is padding.
+Images are placed from the largest to the smallest, each into the row where it leaves the least room. Numbers of
+images within a row begin at 1; 0 is padding.
 """
 
 import bisect
@@ -40,13 +40,13 @@ def pack(lengths: np.ndarray, room: int, most: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class PictureRows:
-    """Rows with whole pictures of a corpus; the base of those with texts or labels beside them."""
+class ImageRows:
+    """Rows with whole images of a corpus; the base of those with texts or labels beside them."""
 
     sequences: Sequences
     length: int  # of a row, in patches (or, where texts are among them, in tokens)
-    most: int  # pictures in a row
-    # Before the patches of each picture there is a place in this row for a class token; None: there is none.
+    most: int  # images in a row
+    # Before the patches of each image there is a place in this row for a class token; None: there is none.
     class_at: int | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
@@ -54,12 +54,12 @@ class PictureRows:
 
     @property
     def lengths(self) -> np.ndarray:
-        """The places that each picture takes."""
+        """The places that each image takes."""
         return self.sequences.counts() + (self.class_at is not None)
 
     @cached_property
     def rows(self) -> list[list[int]]:
-        """The numbers of the pictures in each row."""
+        """The numbers of the images in each row."""
         if len(self.lengths) and (longest := int(self.lengths.max())) > self.length:
             raise UserError("data.seq_len", f"a row of {self.length} does not hold the largest image, which takes "
                             f"{longest}", f"set it to {longest} or more, or prepare smaller images")
@@ -73,11 +73,11 @@ class PictureRows:
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         found = [self._with_class(self.sequences[number]) for number in self.rows[i]]
         shape = self.sequences.columns["patches"].shape
-        row = {"patches": np.zeros((self.length, *shape), np.uint8), "pictures": np.zeros(self.length, np.int32),
+        row = {"patches": np.zeros((self.length, *shape), np.uint8), "images": np.zeros(self.length, np.int32),
                "places": np.zeros((self.length, 2), np.int32)}
         for number, (at, one) in enumerate(zip(self.starts(found), found, strict=True), 1):
             here = slice(at, at + len(one["patches"]))
-            row["patches"][here], row["places"][here], row["pictures"][here] = one["patches"], one["places"], number
+            row["patches"][here], row["places"][here], row["images"][here] = one["patches"], one["places"], number
         return row | self.beside(found)
 
     def _with_class(self, one: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -87,7 +87,7 @@ class PictureRows:
             [np.array([[self.class_at, 0]], np.int32), one["places"].astype(np.int32)])}
 
     def starts(self, found: Sequence[dict[str, np.ndarray]]) -> list[int]:
-        """Return where the patches of each picture of a row begin."""
+        """Return where the patches of each image of a row begin."""
         return np.cumsum([0, *(len(one["patches"]) for one in found[:-1])]).tolist()
 
     def beside(self, found: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -96,8 +96,8 @@ class PictureRows:
 
 
 @dataclass(frozen=True)
-class LabelledPictures(PictureRows):
-    """Rows with a label for each picture."""
+class LabelledImages(ImageRows):
+    """Rows with a label for each image."""
 
     def beside(self, found: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """Return the labels, and which there are."""
@@ -107,8 +107,8 @@ class LabelledPictures(PictureRows):
 
 
 @dataclass(frozen=True)
-class PairedPictures(PictureRows):
-    """Rows with a text for each picture, in places of its own: `text_len` for each, of which its text has the first."""
+class PairedImages(ImageRows):
+    """Rows with a text for each image, in places of its own: `text_len` for each, of which its text has the first."""
 
     text_len: int  # what is longer loses its end
     begin: int = -1  # the token in front of each text; -1: none
@@ -126,7 +126,7 @@ class PairedPictures(PictureRows):
         return int((self.sequences.counts("target") > self.room).sum())
 
     def beside(self, found: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """Return the texts; a picture whose text is empty does not count."""
+        """Return the texts; an image whose text is empty does not count."""
         tokens, segments, positions = (np.zeros((self.most, self.text_len), np.int32) for _ in range(3))
         weights = np.zeros(self.most, np.float32)
         for n, one in enumerate(found):
@@ -144,8 +144,8 @@ class PairedPictures(PictureRows):
 
 
 @dataclass(frozen=True)
-class CaptionedPictures(PictureRows):
-    """Rows of sequences to predict: a picture's patches, each in a token's place, then its text and an end token.
+class CaptionedImages(ImageRows):
+    """Rows of sequences to predict: an image's patches, each in a token's place, then its text and an end token.
 
     Weights are 1 where the next token is one of the text or its end.
     """

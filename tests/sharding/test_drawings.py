@@ -1,4 +1,4 @@
-"""The pictures in a notebook: the device of each part of an array, meshes, schedules, runs and plans."""
+"""The drawings in a notebook: the device of each part of an array, meshes, schedules, runs and plans."""
 
 import jax
 import numpy as np
@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.sharding import pictures
+from jaxtrain.sharding import drawings
 
 
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, ("fsdp", "tensor")), P(("tensor", "data"), "fsdp"),
@@ -16,7 +16,7 @@ def test_parts_on_an_abstract_mesh_are_those_of_jax(spec):
     """Devices that are not there hold what JAX says that devices at the same places hold."""
     real = jt.make_mesh(data=2, fsdp=2, tensor=2)
     shape, there = (8, 16, 4), {device.id: place for place, device in enumerate(real.devices.flat)}
-    held = [pictures._held(jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec)))
+    held = [drawings._held(jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec)))
             for mesh in (jt.make_mesh(data=2, fsdp=2, tensor=2, devices=8), real)]
     assert held[0] == {part: sorted(there[device] for device in devices) for part, devices in held[1].items()}
 

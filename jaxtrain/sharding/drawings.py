@@ -1,4 +1,4 @@
-"""Pictures of a mesh, and of which devices hold which part of an array."""
+"""Drawings of a mesh, and of which devices hold which part of an array."""
 
 import itertools
 import math
@@ -9,15 +9,15 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from jaxtrain.pages.notebook_drawing import Cell, Drawing, grid
 from jaxtrain.pages.page_parts import facts, fragment, html_table
-from jaxtrain.pages.picture import Cell, Picture, grid
 from jaxtrain.sharding.axis_rules import AnyMesh, SpecEntry
 
 MOST, WIDE = 512, 16  # cells that are drawn, the others are counted; and those of a row where there is one axis
 Part = tuple[tuple[int, int], ...]  # where it begins and ends in each dimension
 
 
-def of_mesh(mesh: AnyMesh) -> Picture:
+def of_mesh(mesh: AnyMesh) -> Drawing:
     """Draw the devices by their places on the axes: the last axis to the right, the one before it downwards."""
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     names = " x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device"
@@ -28,7 +28,7 @@ def of_mesh(mesh: AnyMesh) -> Picture:
     cells = [Cell(f"{device}", f"process {process}" if several else "", process if several else number // first)
              for number, (device, process) in enumerate(zip(devices, processes, strict=True))]
     axes = {axis: [f"{axis} {i}" for i in range(size)] for axis, size in sizes.items()}
-    return Picture(_figure(f"Mesh: {names}", _drawn(axes, cells)), f"mesh: {names}; devices {_listed(devices)}")
+    return Drawing(_figure(f"Mesh: {names}", _drawn(axes, cells)), f"mesh: {names}; devices {_listed(devices)}")
 
 
 def of_placement(mesh: AnyMesh, said: Mapping[str, str], head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -37,7 +37,7 @@ def of_placement(mesh: AnyMesh, said: Mapping[str, str], head: Sequence[str], ro
                      html_table(head, rows, len(head) - 1)])
 
 
-def of_array(array: jax.Array | jax.ShapeDtypeStruct, names: Sequence[str | None] = ()) -> Picture:
+def of_array(array: jax.Array | jax.ShapeDtypeStruct, names: Sequence[str | None] = ()) -> Drawing:
     """Draw which devices hold which part of an array, or of its shape with a sharding; `names`: of its dimensions."""
     held = _held(array)
     ranges = [sorted({part[i] for part in held}) for i in range(len(array.shape))]
@@ -54,7 +54,7 @@ def of_array(array: jax.Array | jax.ShapeDtypeStruct, names: Sequence[str | None
     cells = [Cell(_listed(devices), f"{each:,} B", number) for number, devices in enumerate(held.values())]
     lines = [f"[{', '.join(f'{low}:{high}' for low, high in part)}] on {_listed(devices)}"
              for part, devices in itertools.islice(held.items(), MOST)]
-    return Picture(_figure(title, _drawn(split, cells)), "\n".join([title, *lines]))
+    return Drawing(_figure(title, _drawn(split, cells)), "\n".join([title, *lines]))
 
 
 def _held(array: jax.Array | jax.ShapeDtypeStruct) -> dict[Part, list[int]]:

@@ -1,9 +1,9 @@
-"""Corpora of small pictures that are made here: of plain colours, with captions or in folders that say which."""
+"""Corpora of small images that are made here: of plain colours, with captions or in folders that say which."""
 
 import numpy as np
 from PIL import Image
 
-from jaxtrain.data.prepare_sequences.picture_patches import Pictures
+from jaxtrain.data.prepare_sequences.image_patches import Images
 from jaxtrain.data.prepare_sequences.prepare_sequences import prepare_sequences
 
 COLOURS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
@@ -20,5 +20,5 @@ def folder_of(root, target, count=60):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels.astype(np.uint8)).save(path)
         path.with_suffix(".txt").write_text(f"a {name} one")
-    source = Pictures(target, patch_size=2, most_patches=24, patches_per_side=6, eval_fraction=0.15)
+    source = Images(target, patch_size=2, most_patches=24, patches_per_side=6, eval_fraction=0.15)
     return prepare_sequences([str(root / "files")], root / "corpus", source).path

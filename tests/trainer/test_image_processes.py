@@ -1,4 +1,4 @@
-"""Models of pictures with two processes of two devices: the numbers of one process of four, and its checkpoints."""
+"""Models of images with two processes of two devices: the numbers of one process of four, and its checkpoints."""
 
 import shutil
 import signal
@@ -11,7 +11,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.checkpoint import CheckpointManager
 from jaxtrain.distributed import exit_codes
-from tests.data.prepare_sequences.drawn_pictures import folder_of
+from tests.data.prepare_sequences.drawn_images import folder_of
 from tests.tiny import ROOT
 from tests.trainer.test_multiprocess import ended, told, two_processes
 
@@ -21,15 +21,15 @@ KEYS = ["model.patch_size=2", "model.patches_per_side=6", "model.num_layers=1",
         "model.embed_dim=32", "model.max_seq_len=32", "data.seq_len=32", "data.global_batch_size=4",
         'data.augment=["flip","colour"]', f"train.steps={STEPS}", "train.eval_every=0", "train.progress=false",
         "checkpoint.every=4", "checkpoint.keep=3"]
-ENCODER, BOTH = ["model.picture_layers=1", "model.picture_embed_dim=32"], ["mesh.data=2", "mesh.fsdp=2"]
-# Pictures and texts that are compared with one another go round all devices of both processes, here over `data` alone.
+ENCODER, BOTH = ["model.image_layers=1", "model.image_embed_dim=32"], ["mesh.data=2", "mesh.fsdp=2"]
+# Images and texts that are compared with one another go round all devices of both processes, here over `data` alone.
 CONFIGS = {"siglip": ("siglip_b16", "text", [*ENCODER, "model.pooling=mean", "model.text_len=16", "mesh.data=4",
                                              "mesh.fsdp=1"]),
            "vision_language": ("vision_language", "text", [*ENCODER, *BOTH]),
-           "picture_flow": ("picture_flow", "folder", BOTH)}
+           "image_flow": ("image_flow", "folder", BOTH)}
 
 
-@pytest.mark.exhaustive  # test_multiprocess.py has the same with text, and test_picture_patches.py rows of a process
+@pytest.mark.exhaustive  # test_multiprocess.py has the same with text, and test_image_patches.py rows of a process
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_two_processes_go_on_from_one_and_one_from_two(kind, tmp_path):
     """One of the two gets a signal; then one process finishes it."""

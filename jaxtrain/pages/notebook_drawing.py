@@ -1,4 +1,4 @@
-"""Objects that a notebook shows as a picture and a terminal as text."""
+"""Objects that a notebook shows as a drawing and a terminal as text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from jaxtrain.pages.page_parts import fragment
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture for a cell of a notebook, and the same in words."""
+class Drawing:
+    """A drawing for a cell of a notebook, and the same in words."""
 
     html: str
     text: str
