@@ -15,6 +15,7 @@ from jaxtrain.hub.weights import safetensors_files
 TRUTH = Path(__file__).with_name("published_truth")  # a file for each of `tests.hub.cases.CASES`
 # Without 0, the padding of Gemma, whose gradient transformers leaves out.
 TOKENS = np.random.default_rng(7).integers(1, 24, (2, 12)).astype(np.int32)
+PROMPTS, NEW = TOKENS[:, :8], 32  # what is continued, and by how many tokens
 
 
 def weight(name: str, shape) -> np.ndarray:

@@ -99,9 +99,14 @@ def computed(folder: Path, scratch: Path) -> dict[str, Any]:
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]),
                                                  tokens[:, 1:].reshape(-1))
         loss.backward()
+        prompts = torch.tensor(published.PROMPTS, dtype=torch.long)
+        model.generation_config.eos_token_id = None
+        longer = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=published.NEW,
+                                do_sample=False, pad_token_id=0)
     of = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     untrained = [*dict(model.named_buffers()), *(name for name, p in model.named_parameters() if p.grad is None)]
     return {"logits": [float(f"{x:.9g}") for x in logits.detach().numpy().reshape(-1)], "loss": float(loss.detach()),
+            "greedy": longer[:, published.PROMPTS.shape[1]:].tolist(),
             "gradients": {name: [float(f"{x:.8g}") for x in published.projections(name, tensor)]
                           for name, tensor in on_disk(model, scratch, of).items()
                           if not any(name.endswith(key.split(".")[-1]) for key in untrained)}}

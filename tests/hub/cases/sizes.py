@@ -4,7 +4,7 @@ from typing import Any
 
 SIZES: dict[str, Any] = {
     "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 20, "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "rope_theta": 100.0,
+    "intermediate_size": 20, "max_position_embeddings": 40, "rms_norm_eps": 1e-5, "rope_theta": 100.0,
     "tie_word_embeddings": False}
 ROUTED: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 2,

@@ -1,0 +1,20 @@
+"""Every published type: greedy generation with a cache says the tokens that transformers says."""
+
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from tests.hub import published, published_models
+from tests.hub.cases import CASES
+from tests.tiers import exhaustive, slow
+
+SAMPLED = [*CASES][::6]  # others are exhaustive
+
+
+@pytest.mark.parametrize("name", [*slow(*SAMPLED), *exhaustive(*(name for name in CASES if name not in SAMPLED))])
+def test_greedy_generation_is_that_of_transformers(name, tmp_path):
+    case = published.truth(name)
+    run, params = published_models.loaded(published.write(tmp_path, case))
+    found = jt.generate(run, run.with_params(params), published.PROMPTS.tolist(), max_new_tokens=published.NEW,
+                        temperature=0.0)
+    np.testing.assert_array_equal([one.tokens for one in found], case["greedy"])
