@@ -44,7 +44,8 @@ OVERRIDES = [{f"mesh.overrides.{name}": axes for name, axes in table.items()} | 
     ({"seq": "none", "block_seq": "none", "batch": "data+context+fsdp+expert"}, {"mesh.rules": "data"}),
 )]
 DENSE = ("gpt2", "gpt2", "llama", "qwen2", "qwen3", "gpt2_untied", "gemma3")
-EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "kimi_linear")
+HYBRIDS = ("qwen3_5", "kimi_linear")
 
 
 def draw(rng: random.Random, devices: int) -> dict[str, Any]:
@@ -62,6 +63,8 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         family = EXPERTS[3]
     if family == "llama" and random.Random(f"{rng.getstate()}").random() < 0.5:  # likewise
         family = "olmo2"
+    dealt = random.Random(f"hybrid {rng.getstate()}").random()  # likewise
+    family = HYBRIDS[dealt < 0.07] if dealt < 0.14 else family
     schedule = rng.choice(("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"))
     keys = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
         "family": family, "packing": rng.random() < 0.8, "data.global_batch_size": ROWS, "data.seq_len": SEQ,
@@ -90,6 +93,9 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
         keys |= {"model.window": 7, "model.global_every": rng.choice((2, 3))}
     elif not family.startswith("gpt2"):
         keys |= {"model.mtp_loss_weight": often(0.0, 0.3)}
+    if family in HYBRIDS:  # likewise; what looks ahead would be a layer of the last kind
+        keys.pop("model.mtp_loss_weight", None)
+        keys |= {"train.precision": "bfloat16"} if keys["train.precision"] == "float16" else {}
     if family == "olmo2":  # without float16: its norms of small branches make the first scale of the loss too large
         del keys["model.mtp_loss_weight"]
         keys |= {"train.precision": "bfloat16"} if keys["train.precision"] == "float16" else {}
@@ -123,7 +129,7 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
 
 def mup_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """A narrower base model in some of the cases, whose heads, latents or MLPs are in proportion or not."""
-    if rng.random() < 0.75:
+    if rng.random() < 0.75 or keys["family"] in HYBRIDS:
         return {}
     base = {"embed_dim": rng.choice((8, 20)), "num_heads": 4}
     base |= rng.choice(({}, {"head_dim": 2}, {"mlp_dim": 16}, {"num_kv_heads": 8}))
@@ -138,7 +144,8 @@ def remat_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Policies by name and by layer, in some of the cases."""
     by_name = ["attention+heads", "heads@host"]
     layers = keys["model.num_layers"] - keys.get("model.dense_layers", 0)
-    several = keys["mesh.stage"] == 1 and layers > keys.get("model.experts_every", 1)  # that a policy each is for
+    in_groups = keys["family"] in HYBRIDS or layers <= keys.get("model.experts_every", 1)
+    several = keys["mesh.stage"] == 1 and not in_groups  # layers that a policy each is for
     by_layer = ["full:1,attention_and_dots", "attention:1,none", "dots:1,heads@host"] if several else []
     return {"train.remat": rng.choice(by_name + by_layer)} if rng.random() < 0.3 else {}
 

@@ -73,13 +73,15 @@ def experts(c, m, h, segments):
 
 def latent_qkv(c, a, h, positions, rms_norm, rotate):
     """Queries, keys and values of each head, by way of the latents."""
-    latent = rms_norm(a["q_norm"], h @ a["q_down"]["kernel"], c.norm_eps) if c.q_rank else h
+    eps = c.latent_norm_eps or c.norm_eps
+    latent = rms_norm(a["q_norm"], h @ a["q_down"]["kernel"], eps) if c.q_rank else h
     q = jnp.tensordot(latent, a["q"]["kernel"], 1)
     both = h @ a["kv_down"]["kernel"]
-    kv = jnp.tensordot(rms_norm(a["kv_norm"], both[..., :c.kv_rank], c.norm_eps), a["kv"]["kernel"], 1)
-    turn = plain_rotary.frequencies(c, c.rope_head_dim)
-    shared = rotate(both[..., None, c.kv_rank:], positions, *turn)
-    plain, turned = q[..., :c.head_dim], rotate(q[..., c.head_dim:], positions, *turn)
+    kv = jnp.tensordot(rms_norm(a["kv_norm"], both[..., :c.kv_rank], eps), a["kv"]["kernel"], 1)
+    shared, plain, turned = both[..., None, c.kv_rank:], q[..., :c.head_dim], q[..., c.head_dim:]
+    if c.rotary_width:
+        turn = plain_rotary.frequencies(c, c.rope_head_dim)
+        shared, turned = (rotate(x, positions, *turn) for x in (shared, turned))
     k = jnp.concatenate([kv[..., :c.head_dim], jnp.repeat(shared, c.num_heads, axis=2)], -1)
     q = plain_rotary.score_factor(c) * jnp.concatenate([plain, turned], -1)
     return q, k, kv[..., c.head_dim:]

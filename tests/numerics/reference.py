@@ -17,7 +17,7 @@ from jaxtrain.sharding.mesh import AXES
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.hooks import extras_of
 from jaxtrain.train_step.state import TrainState
-from tests.numerics import plain_experts, plain_mup, plain_rotary
+from tests.numerics import plain_experts, plain_mixers, plain_mup, plain_rotary
 
 VOCAB, SEQ, BATCH, STEPS, LAYERS = 64, 16, 32, 20, 2
 TOLERANCE = 1e-5
@@ -55,13 +55,24 @@ EXPERTS = {
     "alternating": dict(name="qwen3_moe", num_layers=7, dense_layers=1, experts_every=3, num_kv_heads=8, head_dim=4,
                         experts_per_token=2, mlp_dim=48, router_bias_rate=0.003, balance_loss=0.01) | _EXPERTS,
 }
+# Layers with states among others. A larger epsilon: norms of small states enlarge the rounding of float32.
+HYBRIDS = {
+    "qwen3_5": dict(name="qwen3_5", num_heads=16, num_kv_heads=8, head_dim=8, mlp_dim=48, rotary_part=0.5,
+                    rope_theta=100.0, norm_eps=1e-2, layer_pattern="DA", state_heads=16, state_key_heads=8,
+                    state_key_dim=12, state_value_dim=8, conv_width=3),
+    "kimi_linear": dict(
+        name="kimi_linear", num_layers=3, dense_layers=1, mlp_dim=48, head_dim=4, rope_head_dim=2, value_head_dim=6,
+        kv_rank=24, experts_per_token=2, shared_experts=1, router="sigmoid", router_scale=2.5, balance_loss=0.01,
+        norm_eps=1e-2, layer_pattern="DDA", state_heads=8, state_key_heads=8, state_key_dim=8, state_value_dim=8,
+        conv_width=3) | _EXPERTS,
+}
 
 
 def tiny(family: str = "gpt2", **keys) -> jt.Config:
     """A config of two narrow layers; keys as on a command line, `mesh__tensor=2`, override it."""
     return jt.make_config({
         "model": dict(vocab_size=VOCAB, num_layers=LAYERS, embed_dim=32, max_seq_len=SEQ)
-                 | (FAMILIES | EXPERTS)[family],
+                 | (FAMILIES | EXPERTS | HYBRIDS)[family],
         "mesh": dict(data=1), "data": dict(seq_len=SEQ, global_batch_size=BATCH),
         "optimizer": dict(learning_rate=1e-2, warmup_steps=4, weight_decay=0.1, clip_norm=0.7, schedule="linear"),
         "train": dict(steps=STEPS),
@@ -201,7 +212,9 @@ def through(c, p, b, told):
         x = x * np.float32(np.sqrt(c.mup_base.get("embed_dim", c.embed_dim)))
     for layer in range(c.num_layers):
         w = layer_of(c, p, layer)
-        x = gemma3_block(c, w, x, b, layer) if c.name == "gemma3" else block(c, w, x, b, told, window_of(c, layer))
+        kind = c.layer_kinds[layer] if hasattr(c, "layer_kinds") else "A"
+        x = (gemma3_block(c, w, x, b, layer) if c.name == "gemma3"
+             else block(c, w, x, b, told, window_of(c, layer), kind))
     return x
 
 
@@ -212,12 +225,12 @@ def window_of(c, layer):
 
 
 def layer_of(c, p, layer):
-    """The parameters of a layer; those after the first are stacked in groups, of which the last has experts."""
+    """The parameters of a layer; those after the first are stacked in groups, of which every n-th has experts."""
     e = c.experts
-    number, within = divmod(layer - e.dense_layers, e.every)
+    number, within = divmod(layer - e.dense_layers, c.period)
     w = p["first_blocks" if number < 0 else "blocks"]["layer"]
-    w = w[f"layer_{within}"] if e.every > 1 and number >= 0 else w
-    assert ("router" in w["mlp"]) == (e.num > 0 and number >= 0 and within == e.every - 1)
+    w = w[f"layer_{within}"] if c.period > 1 and number >= 0 else w
+    assert ("router" in w["mlp"]) == (e.num > 0 and number >= 0 and (within + 1) % e.every == 0)
     return jax.tree.map(lambda a: a[layer if number < 0 else number], w)
 
 
@@ -227,24 +240,12 @@ def router(c, p):
     return (w[f"layer_{c.experts.every - 1}"] if c.experts.every > 1 else w)["mlp"]["router"]
 
 
-def block(c, w, x, b, told, window):
+def block(c, w, x, b, told, window, kind="A"):
     """One layer; one with experts appends to `told` each row's penalty, and its excess of load per expert."""
     gpt2, eps, a, m = c.name == "gpt2", c.norm_eps, w["attention"], w["mlp"]
-    norm, behind = layer_norm if gpt2 else rms_norm, c.name == "olmo2"
+    norm, behind = NORMS.get(c.name, rms_norm), c.name == "olmo2"
     h = x if behind else norm(w["attention_norm"], x, eps)
-    latent = c.name == "deepseek_v3"
-    if latent:
-        q, k, v = plain_experts.latent_qkv(c, a, h, b["positions"], rms_norm, rotate)
-    else:
-        q, k, v = (jnp.tensordot(h, a[n]["kernel"], 1) + a[n].get("bias", 0) for n in "qkv")
-    if c.name in ("qwen3", "qwen3_moe"):
-        q, k = rms_norm(a["q_norm"], q, eps), rms_norm(a["k_norm"], k, eps)
-    if behind:
-        q, k = all_heads_norm(a["q_norm"], q, eps), all_heads_norm(a["k_norm"], k, eps)
-    if not gpt2 and not latent:
-        q, k = (rotate(y, b["positions"], *plain_rotary.frequencies(c, c.head_dim)) for y in (q, k))
-    heads = attention(q * plain_mup.scores(c), k, v, b["segments"], window, a.get("sinks"))
-    y = jnp.tensordot(heads, a["out"]["kernel"], 2) + a["out"].get("bias", 0)
+    y = plain_mixers.delta_net(c, a, h, b["segments"], rms_norm) if kind == "D" else attended(c, a, h, b, window)
     x = x + (norm(w["attention_norm"], y, eps) if behind else y)
     h = x if behind else norm(w["mlp_norm"], x, eps)
     if gpt2:
@@ -257,6 +258,28 @@ def block(c, w, x, b, told, window):
         return x + y
     y = plain_experts.silu_mlp(*(m[n]["kernel"] for n in ("gate", "up", "down")), h)
     return x + (norm(w["mlp_norm"], y, eps) if behind else y)
+
+
+def attended(c, a, h, b, window):
+    """What attention makes of a normalized activation."""
+    eps, gpt2, behind, latent = c.norm_eps, c.name == "gpt2", c.name == "olmo2", c.latent_attention
+    if latent:
+        q, k, v = plain_experts.latent_qkv(c, a, h, b["positions"], rms_norm, rotate)
+    else:
+        q, k, v = (jnp.tensordot(h, a[n]["kernel"], 1) + a[n].get("bias", 0) for n in "qkv")
+    if c.name in ("qwen3", "qwen3_moe", "qwen3_5"):
+        norm = NORMS.get(c.name, rms_norm)
+        q, k = norm(a["q_norm"], q, eps), norm(a["k_norm"], k, eps)
+    if behind:
+        q, k = all_heads_norm(a["q_norm"], q, eps), all_heads_norm(a["k_norm"], k, eps)
+    if not gpt2 and not latent:
+        width = c.rotary_width
+        q, k = (jnp.concatenate([rotate(y[..., :width], b["positions"], *plain_rotary.frequencies(c, width)),
+                                 y[..., width:]], -1) for y in (q, k))
+    heads = attention(q * plain_mup.scores(c), k, v, b["segments"], window, a.get("sinks"))
+    if "gate" in a:
+        heads = heads * plain_mixers.sigmoid(jnp.tensordot(h, a["gate"]["kernel"], 1))
+    return jnp.tensordot(heads, a["out"]["kernel"], 2) + a["out"].get("bias", 0)
 
 
 def all_heads_norm(p, x, eps):
@@ -298,8 +321,10 @@ def ahead(c, p, b, x, told):
 
 
 def last_norm(c, p, x):
-    norms = {"gpt2": layer_norm, "gemma3": gemma3_norm}
-    return norms.get(c.name, rms_norm)(p["norm"], x, c.norm_eps)
+    return NORMS.get(c.name, rms_norm)(p["norm"], x, c.norm_eps)
+
+
+NORMS = {"gpt2": layer_norm, "gemma3": gemma3_norm, "qwen3_5": gemma3_norm}  # of families that have others
 
 
 def entropy(c, p, x, targets, weights, z_loss=0.0):

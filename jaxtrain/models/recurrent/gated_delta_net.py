@@ -99,6 +99,10 @@ class GatedDeltaNet(nnx.Module):
         self.decay = Decay(heads)
         self.gate = Linear("btd,dhk->bthk", (dim, heads, value_dim), ("embed", "heads", "head_dim"), HEADS, rngs=rngs)
 
+    def for_heads(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the input as the projections read it whose outputs are of heads."""
+        return x_BTD
+
     def decays(self, x_BTD: jax.Array) -> jax.Array:
         """Return the logarithms of decays, in float32."""
         return self.decay(self.step(x_BTD))
@@ -110,12 +114,12 @@ class GatedDeltaNet(nnx.Module):
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: object = None,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         held = {} if cache is None or cache.entries is None else cache.entries[STATE]
-        new = {}
-        q_BTGK, new["queries"] = self.q_conv(self.q(x_BTD), segments_BT, held.get("queries"))
-        k_BTGK, new["keys"] = self.k_conv(self.k(x_BTD), segments_BT, held.get("keys"))
-        v_BTHV, new["values"] = self.v_conv(self.v(x_BTD), segments_BT, held.get("values"))
+        new, h_BTD = {}, self.for_heads(x_BTD)
+        q_BTGK, new["queries"] = self.q_conv(self.q(h_BTD), segments_BT, held.get("queries"))
+        k_BTGK, new["keys"] = self.k_conv(self.k(h_BTD), segments_BT, held.get("keys"))
+        v_BTHV, new["values"] = self.v_conv(self.v(h_BTD), segments_BT, held.get("values"))
         g_BTH = self.decays(x_BTD)
-        beta_BTH = self.beta_factor * jax.nn.sigmoid(self.beta(x_BTD).astype(F32))
+        beta_BTH = self.beta_factor * jax.nn.sigmoid(self.beta(h_BTD).astype(F32))
         q_BTGK, k_BTGK = l2_normalized(q_BTGK) * q_BTGK.shape[-1]**-0.5, l2_normalized(k_BTGK)
         if held:
             y_BTHV, new["state"] = self.one_token(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, held["state"])

@@ -10,14 +10,16 @@ from flax import nnx
 
 from jaxtrain.kernels.attention import HEADS
 from jaxtrain.models.attention.mla import LATENT
-from jaxtrain.models.layers import Linear
+from jaxtrain.models.layers import INSIDE, Linear
 from jaxtrain.models.recurrent.gated_delta_net import F32, Decay, GatedDeltaNet, Rule
 from jaxtrain.models.recurrent.kimi_delta import kimi_delta_attention, kimi_delta_step
+from jaxtrain.sharding import activations
 
 
 class KimiDeltaNet(GatedDeltaNet):
     """Kimi delta attention, in place of attention; decays and output gates come through a narrow projection."""
 
+    shared_by = ()  # the narrow projections are replicated on all devices that split the heads
     rule: ClassVar[Rule] = staticmethod(kimi_delta_attention)
     one_token: ClassVar[Rule] = staticmethod(kimi_delta_step)
 
@@ -29,6 +31,10 @@ class KimiDeltaNet(GatedDeltaNet):
         self.step = Linear("btl,lhk->bthk", (key_dim, heads, key_dim), up, HEADS, rngs=rngs)
         self.gate = Linear("btl,lhk->bthk", (key_dim, heads, value_dim), up, HEADS, rngs=rngs)
         self.decay = Decay(heads, key_dim)
+
+    def for_heads(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the input as the projections read it whose outputs are of heads."""
+        return activations.enter(x_BTD, INSIDE, shared_by=GatedDeltaNet.shared_by)
 
     def decays(self, x_BTD: jax.Array) -> jax.Array:
         """Return the logarithms of decays, in float32."""
