@@ -44,7 +44,7 @@ FAMILIES = Kind("model", "jaxtrain.families", "model.name", {name: f"jaxtrain.mo
     "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss", "arcee", "smollm3",
     "granite", "seed_oss", "ernie4_5", "phi3", "glm4", "glm4_moe", "dots1", "olmo2", "olmo3", "exaone4", "events",
     "qwen2_moe", "granitemoe", "deepseek_v2", "ernie4_5_moe", "minimax_m2", "afmoe", "hunyuan_v1_moe",
-    "mistral4", "llama4",
+    "mistral4", "llama4", "olmoe", "flex_olmo", "glm4_moe_lite", "hy_v3", "solar_open", "exaone_moe",
     "clips", "siglip", "clip", "vision_language", "picture_flow", "whisper")} | {
         "events": "jaxtrain.models.event_sequences:FAMILY"}, accepts=lambda part: isinstance(part, Family))
 

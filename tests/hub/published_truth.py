@@ -75,7 +75,7 @@ def computed(folder: Path, scratch: Path) -> dict[str, Any]:
     return {"logits": [float(f"{x:.9g}") for x in logits.detach().numpy().reshape(-1)], "loss": float(loss.detach()),
             "gradients": {name: [float(f"{x:.8g}") for x in published.projections(name, tensor)]
                           for name, tensor in on_disk(model, scratch, of).items()
-                          if not any(name.endswith(key.split(".")[-1]) for key in untrained)}}
+                          if not any(name.endswith(key.split(".")[-1]) for key in [*untrained, "expert_bias"])}}
 
 
 def exported(name: str, case: dict[str, Any]) -> float:
