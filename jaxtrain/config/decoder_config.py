@@ -67,7 +67,7 @@ class RotaryConfig(DecoderConfig):
     # yarn: factor of cosine and sine; 0: 0.1 ln(rope_scaling) + 1, or computed from rope_mscale and rope_mscale_all_dim
     rope_attention_factor: float = number(0.0, least=0)
     rope_mscale: float = number(0.0, least=0)  # YaRN's mscale, as in DeepSeek's config.json; 0: not set
-    # YaRN's mscale_all_dim, as in DeepSeek's config.json; deepseek_v3 also scales attention scores by the square of its
+    # YaRN's mscale_all_dim, as in DeepSeek's config.json; latent attention also scales scores by the square of its
     # factor
     rope_mscale_all_dim: float = number(0.0, least=0)
 

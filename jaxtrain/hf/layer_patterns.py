@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from jaxtrain.config.layer_pattern import repeated
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.hf.hf_format import Keys, Refuse
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -132,3 +133,19 @@ def sparse_layers(sparse: list[bool], key: str, refuse: Refuse, usual: int = 1) 
         raise refuse(key, "cannot be expressed: only the first layers may be dense, and of the others only every N-th "
                      "layer can have experts")
     return first, every
+
+
+def listed_mlps(known: Keys, refuse: Refuse, dense: int = 1) -> Keys:
+    """Return our keys of layers with experts, which `mlp_layer_types` lists; `dense`: first ones without, if not."""
+    count, kinds = known["num_hidden_layers"], known["mlp_layer_types"]
+    kinds = ["dense" if n < dense else "sparse" for n in range(count)] if kinds is None else kinds
+    if len(kinds) != count or {*kinds} - {"dense", "sparse"}:
+        raise refuse("mlp_layer_types", "cannot be read: it does not say dense or sparse of each layer")
+    first, every = sparse_layers([kind == "sparse" for kind in kinds], "mlp_layer_types", refuse)
+    return {"dense_layers": first, "experts_every": every}
+
+
+def published_mlps(c: ModelConfig) -> list[str]:
+    """Return what `mlp_layer_types` says of a model."""
+    first, every = c.experts.dense_layers, c.experts.every
+    return ["sparse" if n >= first and (n + 1 - first) % every == 0 else "dense" for n in range(c.num_layers)]

@@ -29,12 +29,8 @@ class AfmoeConfig(SparseConfig):
     name: str = "afmoe"
     window: int = number(1024, above=0)  # sliding window of the local layers, in tokens
     global_every: int = number(4, above=0)  # every N-th layer is global: it uses full attention, without positions
-    scale_embeddings: bool = False  # whether embeddings are multiplied by the square root of their width
-
-    @property
-    def scaled_embeddings(self) -> bool:
-        """Whether embeddings are multiplied by the square root of their width."""
-        return self.scale_embeddings
+    # whether embeddings are multiplied by the square root of their width
+    scaled_embeddings: bool = False  # pyrefly: ignore[bad-override]
 
     @property
     def global_layers(self) -> int:
@@ -55,7 +51,7 @@ def afmoe(c: AfmoeConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     attention = grouped_query(c, compute, partial(LocalOrGlobalAttention, c.global_every), gated=True,
                               qk_norm=partial(RMSNorm, c.head_dim, c.norm_eps, axis="head_dim"))
     embed = scaled_embed(c.vocab_size, c.embed_dim, c.mup_base.get("embed_dim", 0),
-                         rngs=rngs) if c.scale_embeddings else None
+                         rngs=rngs) if c.scaled_embeddings else None
     return rotary_decoder(
         c, compute, attention, block=SandwichBlock, embed=embed, rngs=rngs,
         rotary=BothRotaries(Rotary(*scaled_frequencies(c, c.head_dim)), Rotary(np.zeros(c.head_dim // 2))))
@@ -94,6 +90,6 @@ FAMILY = Family(
     hf=(HFConfig("afmoe", "AfmoeForCausalLM", COMMON | {
         "num_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
         "moe_intermediate_size": "expert_mlp_dim", "num_shared_experts": "shared_experts",
-        "num_dense_layers": "dense_layers", "route_scale": "router_scale", "mup_enabled": "scale_embeddings"},
+        "num_dense_layers": "dense_layers", "route_scale": "router_scale", "mup_enabled": "scaled_embeddings"},
         fixed={"hidden_act": SILU, "attention_bias": NO, "score_func": ("sigmoid",), "route_norm": (True,),
                "n_group": (1, None), "topk_group": (1, None)}, read=_read, write=_write, classifier=None),))

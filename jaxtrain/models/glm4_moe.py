@@ -37,14 +37,15 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
     return {"router": "sigmoid", "router_bias_rate": BIAS_RATE} | partial_rotary("glm4_moe", 0.5, known, refuse)
 
 
-def _layer(c: Glm4MoeConfig, experts: bool) -> list[Entry]:
+def layer(c: Glm4MoeConfig, experts: bool) -> list[Entry]:
+    """Return the entries of a layer."""
     return [*decoder_tensors.ATTENTION, *decoder_tensors.biases(qkv=c.attention_bias),
             *decoder_tensors.QK_NORMS * c.use_qk_norm, *decoder_tensors.NORMS,
             *(decoder_tensors.experts(c) if experts else decoder_tensors.swiglu())]
 
 
 FAMILY = Family(
-    Glm4MoeConfig, glm4_moe, tensors=decoder_tensors.decoder(_layer, further_layers=True),
+    Glm4MoeConfig, glm4_moe, tensors=decoder_tensors.decoder(layer, further_layers=True),
     hf=(HFConfig("glm4_moe", "Glm4MoeForCausalLM",
                  COMMON | EXPERT_KEYS | {key: key for key in ("attention_bias", "use_qk_norm")},
                  fixed={"hidden_act": SILU}, read=_read, write=published_partial_rotary, classifier=None),))

@@ -47,7 +47,8 @@ PUBLISHED = {
     "down_proj": ["mlp/down", "mlp/shared/down"], "c_attn": ["attention/q", "attention/k", "attention/v"],
     "c_proj": ["attention/out", "mlp/down"], "c_fc": ["mlp/up"], "q_a_proj": ["attention/q_down"],
     "q_b_proj": ["attention/q"], "kv_a_proj_with_mqa": ["attention/kv_down"], "kv_b_proj": ["attention/kv"]}
-_MODULES = {"self_attn": "attention/", "attn": "attention/", "mlp": "mlp/", "shared_experts": "mlp/shared/"}
+_MODULES = {"self_attn": "attention/", "attn": "attention/", "mlp": "mlp/", "feed_forward": "mlp/"} | dict.fromkeys(
+    ("shared_experts", "shared_expert", "shared_mlp"), "mlp/shared/")
 _CHOSEN: ContextVar[jax.Array | None] = ContextVar("chosen", default=None)
 
 

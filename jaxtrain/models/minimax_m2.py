@@ -28,8 +28,8 @@ class MiniMaxM2Config(ExpertsConfig, PartialRotaryConfig):
     name: str = "minimax_m2"
 
 
-def minimax_m2(c: MiniMaxM2Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
-    """Build a MiniMax-M2 decoder."""
+def all_heads_normalised(c: ExpertsConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
+    """Build a decoder whose queries and keys are normalised over all heads together."""
     from jaxtrain.models.post_norm_layers import AllHeadsRMSNorm
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
 
@@ -53,7 +53,7 @@ def _layer(c: MiniMaxM2Config, experts: bool) -> list[Entry]:
 
 
 FAMILY = Family(
-    MiniMaxM2Config, minimax_m2, tensors=decoder_tensors.decoder(_layer),
+    MiniMaxM2Config, all_heads_normalised, tensors=decoder_tensors.decoder(_layer),
     hf=(HFConfig("minimax_m2", "MiniMaxM2ForCausalLM", COMMON | {
         "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
         "intermediate_size": "expert_mlp_dim"}, fixed=BIASES, read=_read, write=published_partial_rotary,

@@ -50,7 +50,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, _LENGTH: 
 def _read(known: Keys, refuse: Refuse) -> Keys:
     if known.get("rope_scaling"):
         raise refuse("rope_scaling", "cannot be expressed: this type has rope_parameters in its place")
-    given = _YARN if known["rope_parameters"] is None else known["rope_parameters"]
+    given: Keys = _YARN if known["rope_parameters"] is None else known["rope_parameters"]
     turning, width = known["qk_rope_head_dim"], known["qk_rope_head_dim"] + known["qk_nope_head_dim"]
     for key in (_BETA, _LENGTH):
         value = given.get(key)

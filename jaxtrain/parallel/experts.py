@@ -174,10 +174,9 @@ class _Passes:
                 biases: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Return each token's sum over those of its experts that compute in this pass, and what SwiGLU reads."""
         at = self._route(number, routes)
-        weights_R = at.weights(weights_NK)
-        both_RF = self._both(at, self._given(at.enter(x_ND), weights_R), gate_LDF, up_LDF, biases)
+        both_RF = self._both(at, self._given(at, at.enter(x_ND), weights_NK), gate_LDF, up_LDF, biases)
         # Weighted here and not after `down`, whose result then need not be kept for the backward pass.
-        act_RF = self._weighted(*both_RF, weights_R)
+        act_RF = self._weighted(*both_RF, at.weights(weights_NK))
         return at.leave(self.product(act_RF, down_LFD, at.sizes)), both_RF
 
     def backward(self, number: jax.Array | int, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
@@ -185,10 +184,10 @@ class _Passes:
                  dy_ND: Factor, both_RF: tuple[jax.Array, jax.Array] | None = None) -> tuple[PyTree, ...]:
         """Return the gradients of all arrays by `forward`, which is not computed again if it left `both_RF`."""
         at = self._route(number, routes)
-        token_RD, weights_R = at.enter(x_ND), at.weights(weights_NK)
-        x_RD = self._given(token_RD, weights_R)
+        token_RD = at.enter(x_ND)
+        x_RD = self._given(at, token_RD, weights_NK)
         both_RF = both_RF or self._both(at, x_RD, gate_LDF, up_LDF, biases)
-        act_RF, back = jax.vjp(self._weighted, *both_RF, weights_R)
+        act_RF, back = jax.vjp(self._weighted, *both_RF, at.weights(weights_NK))
         dact_RF, ddown_LFD = self.gradients(act_RF, down_LFD, at.sizes, at.enter(dy_ND))
         dgate_RF, dup_RF, dweights_R = back(dact_RF)
         dx_RD, dgate_LDF = self.gradients(x_RD, gate_LDF, at.sizes, dgate_RF)
@@ -196,7 +195,7 @@ class _Passes:
         dbiases = tuple(at.by_expert(d_RF).astype(b.dtype) for d_RF, b in zip((dgate_RF, dup_RF), biases, strict=False))
         dx_RD = dx_RD + more_RD
         if self.weighted_inputs:
-            dx_RD, dweights_R = jax.vjp(self._given, products.plain(token_RD), weights_R)[1](dx_RD)
+            dx_RD, dweights_R = jax.vjp(_times, products.plain(token_RD), at.weights(weights_NK))[1](dx_RD)
         dx_ND = products.gradient_of(x_ND, at.leave(dx_RD))
         return dx_ND, at.weights_back(dweights_R), dgate_LDF, dup_LDF, ddown_LFD, dbiases
 
@@ -245,12 +244,9 @@ class _Passes:
                 (gate_RF, up_RF), biases, strict=True))
         return gate_RF, up_RF
 
-    def _given(self, x_RD: Factor, weights_R: jax.Array) -> Factor:
+    def _given(self, at: "_Route", x_RD: Factor, weights_NK: jax.Array) -> Factor:
         """Return what experts are given of the tokens of rows."""
-        if not self.weighted_inputs:
-            return x_RD
-        x_RD = products.plain(x_RD)
-        return (x_RD * weights_R[:, None]).astype(x_RD.dtype)
+        return _times(products.plain(x_RD), at.weights(weights_NK)) if self.weighted_inputs else x_RD
 
     def _weighted(self, gate_RF: jax.Array, up_RF: jax.Array, weights_R: jax.Array) -> jax.Array:
         if self.weighted_inputs:
@@ -343,6 +339,10 @@ class _Route:
     def experts(self) -> jax.Array:
         """The expert of each row; one that is not there behind the last."""
         return (jnp.cumsum(self.sizes) <= jnp.arange(len(self.order))[:, None]).sum(1)
+
+
+def _times(x_RD: jax.Array, weights_R: jax.Array) -> jax.Array:
+    return (x_RD * weights_R[:, None]).astype(x_RD.dtype)
 
 
 def _sums(a_RD: jax.Array, place_NK: jax.Array) -> jax.Array:

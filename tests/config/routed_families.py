@@ -2,6 +2,7 @@
 
 from typing import Any
 
+_MLPS = [None, None, None, ["dense", "sparse"], ["sparse", "sparse", "sparse"], ["sparse", "dense", "sparse", "sparse"]]
 _EXPERTS = {"num_experts_per_tok": [2, 3], "moe_intermediate_size": [6], "norm_topk_prob": [True, False]}
 _LATENT = {"num_key_value_heads": [2, 4, None], "kv_lora_rank": [12], "qk_nope_head_dim": [6], "qk_rope_head_dim": [4],
            "v_head_dim": [8], "q_lora_rank": [12, None], "n_routed_experts": [8], "n_shared_experts": [1, 2],
@@ -43,6 +44,19 @@ DRAWS: dict[str, dict[str, Any]] = {
         "no_rope_layers": [[], None, [1, 1, 1], [1, 0, 1, 0]], "attention_chunk_size": [3, 5, None],
         "use_qk_norm": [True, False], "attention_bias": [True], "floor_scale": [4], "attn_scale": [0.3],
         "attn_temperature_tuning": [True, False]},
+    "olmoe": _EXPERTS | {"num_experts": [4], "clip_qkv": [None, None, 2.0]},
+    "flex_olmo": _EXPERTS | {"num_experts": [4], "head_dim": [6]},
+    "glm4_moe_lite": _LATENT | {"num_key_value_heads": [4, 2], "num_attention_heads": [4], "n_group": [4, 1],
+                                "mlp_layer_types": _MLPS},
+    "hy_v3": _EXPERTS | {"head_dim": [6], "num_experts": [8], "num_shared_experts": [1, 2], "attention_bias": [True],
+                         "router_scaling_factor": [2.8], "mlp_layer_types": _MLPS},
+    "solar_open": _EXPERTS | {
+        "head_dim": [6, 8], "n_routed_experts": [8], "n_shared_experts": [1, 2], "n_group": [4, 1], "topk_group": [1],
+        "routed_scaling_factor": [2.5], "attention_bias": [True, False], "partial_rotary_factor": [1.0, 0.5]},
+    "exaone_moe": _EXPERTS | {
+        "head_dim": [6], "num_experts": [8], "num_shared_experts": [1, 2], "first_k_dense_replace": [0, 1],
+        "layer_types": "layers", "sliding_window": [3, 5], "sliding_window_pattern": [2, 3], "n_group": [4, 1],
+        "topk_group": [1], "routed_scaling_factor": [2.5], "mlp_layer_types": _MLPS},
 }
 KINDS = tuple(DRAWS)
 
@@ -63,7 +77,9 @@ def shape(c: Any, given: dict[str, Any]) -> dict[str, Any]:
              "windows": _windows(c)}
     own: dict[str, Any] = {key: getattr(c, key) for key in (
         "qkv_bias", "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
-        "attention_bias", "scale_embeddings", "use_qk_norm", "query_temperature") if hasattr(c, key)}
+        "attention_bias", "use_qk_norm", "query_temperature") if hasattr(c, key)}
+    if c.name == "afmoe":
+        own["scaled_embeddings"] = c.scaled_embeddings
     if c.latent_attention:
         own |= {"turning": c.rope_head_dim, "value": c.value_head_dim, "latents": [c.q_rank, c.kv_rank],
                 "scores": score_factor(c)}

@@ -5,7 +5,12 @@ from typing import Any
 
 _CLASSES = {"qwen2_moe": "Qwen2Moe", "granitemoe": "GraniteMoe", "granitemoeshared": "GraniteMoeShared",
             "deepseek_v2": "DeepseekV2", "ernie4_5_moe": "Ernie4_5_Moe", "minimax_m2": "MiniMaxM2", "afmoe": "Afmoe",
-            "hunyuan_v1_moe": "HunYuanMoEV1", "mistral4": "Mistral4", "llama4_text": "Llama4Text"}
+            "hunyuan_v1_moe": "HunYuanMoEV1", "mistral4": "Mistral4", "llama4_text": "Llama4Text",
+            "olmoe": "Olmoe", "flex_olmo": "FlexOlmo", "glm4_moe_lite": "Glm4MoeLite", "hy_v3": "HYV3",
+            "solar_open": "SolarOpen", "exaone_moe": "ExaoneMoe"}
+_SIGMOID = ("minimax_m2", "afmoe", "llama4_text", "glm4_moe_lite", "hy_v3", "solar_open", "exaone_moe")
+_NORMALIZED = ("qwen2_moe", "mistral4", "olmoe", "flex_olmo", "glm4_moe_lite", "solar_open", "exaone_moe")
+_ONE_WIDTH = ("granitemoe", "granitemoeshared", "minimax_m2", "hunyuan_v1_moe", "llama4_text", "olmoe", "flex_olmo")
 
 
 def _first(c: Any, *names: str) -> Any:
@@ -18,19 +23,19 @@ def shape(c: Any) -> dict[str, Any]:
     folder = kind.removesuffix("_text")
     there = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     rotary = getattr(there, f"{_CLASSES[kind]}RotaryEmbedding")(c)
-    latent = kind in ("deepseek_v2", "mistral4")
+    latent = kind in ("deepseek_v2", "mistral4", "glm4_moe_lite")
     head_dim = c.qk_nope_head_dim if latent else getattr(c, "head_dim", None) or c.hidden_size // heads
     sparse = _sparse(c, kind)
     assert any(sparse)
     chosen = _first(c, "moe_k", "moe_topk", "num_experts_per_tok")
     chosen = chosen[0] if isinstance(chosen, list) and len({*chosen}) == 1 else chosen
     count = _first(c, "moe_num_experts", "n_routed_experts", "num_local_experts", "num_experts")
-    groups = [c.n_group or 1, c.topk_group or 1] if latent else [1, 1]
+    groups = [c.n_group or 1, c.topk_group or 1] if hasattr(c, "n_group") else [1, 1]
     groups = [1, 1] if kind == "deepseek_v2" and c.topk_method == "greedy" else groups
     assert kind != "deepseek_v2" or c.topk_method != "noaux_tc"
     assert type(chosen) is int and chosen <= count // groups[0] * groups[1] and heads % c.num_key_value_heads == 0
-    expert = c.intermediate_size if kind in ("granitemoe", "granitemoeshared", "minimax_m2", "hunyuan_v1_moe",
-                                             "llama4_text") else c.moe_intermediate_size
+    assert count % groups[0] == 0 and groups[1] <= groups[0] and getattr(c, "clip_qkv", None) is None
+    expert = c.intermediate_size if kind in _ONE_WIDTH else c.moe_intermediate_size
     found = {"vocab_size": c.vocab_size, "layers": c.num_hidden_layers, "width": c.hidden_size, "heads": heads,
              "kv": heads if latent else c.num_key_value_heads, "length": c.max_position_embeddings,
              "tied": bool(c.tie_word_embeddings), "eps": c.rms_norm_eps, "head_dim": head_dim,
@@ -51,6 +56,9 @@ def _sparse(c: Any, kind: str) -> list[bool]:
                 for n in layers]
     if kind == "llama4_text":
         return [n in c.moe_layers for n in layers]
+    if hasattr(c, "mlp_layer_types"):
+        assert len(c.mlp_layer_types) == c.num_hidden_layers
+        return [name == "sparse" for name in c.mlp_layer_types]
     return [n >= (_first(c, "first_k_dense_replace", "num_dense_layers") or 0) for n in layers]
 
 
@@ -63,14 +71,15 @@ def _shared(c: Any, kind: str, expert: int) -> int:
 
 
 def _weights(c: Any, kind: str) -> list[Any]:
-    sigmoid, biased = kind in ("minimax_m2", "afmoe", "llama4_text"), kind in ("minimax_m2", "afmoe", "ernie4_5_moe")
-    normalized = c.norm_topk_prob if kind in ("qwen2_moe", "mistral4") else kind not in ("deepseek_v2", "llama4_text")
+    sigmoid = kind in _SIGMOID
+    biased = (sigmoid and kind != "llama4_text") or kind == "ernie4_5_moe"
+    normalized = c.norm_topk_prob if kind in _NORMALIZED else kind not in ("deepseek_v2", "llama4_text")
     return ["sigmoid" if sigmoid else "softmax", normalized,
-            float(_first(c, "routed_scaling_factor", "route_scale") or 1.0), biased]
+            float(_first(c, "routed_scaling_factor", "route_scale", "router_scaling_factor") or 1.0), biased]
 
 
 def _windows(c: Any, kind: str) -> list[int]:
-    if kind not in ("qwen2_moe", "afmoe", "llama4_text"):
+    if kind not in ("qwen2_moe", "afmoe", "llama4_text", "exaone_moe"):
         return [0] * c.num_hidden_layers
     if kind == "llama4_text":
         assert len(c.layer_types) == len(c.no_rope_layers) == c.num_hidden_layers
@@ -83,16 +92,18 @@ def _windows(c: Any, kind: str) -> list[int]:
 def _own(c: Any, kind: str, there: Any) -> dict[str, Any]:
     own = {key: getattr(c, key) for key in ("embedding_multiplier", "attention_multiplier", "residual_multiplier",
                                             "logits_scaling") if hasattr(c, key)}
-    if kind in ("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "llama4_text"):
+    if kind in ("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "llama4_text", "hy_v3", "solar_open"):
         own["attention_bias"] = c.attention_bias
     if kind == "qwen2_moe":
         own["qkv_bias"] = c.qkv_bias
     if kind == "afmoe":
-        own["scale_embeddings"] = c.mup_enabled
+        own["scaled_embeddings"] = c.mup_enabled
     if kind == "llama4_text":
         own |= {"use_qk_norm": c.use_qk_norm, "query_temperature": c.attn_scale if c.attn_temperature_tuning else 0.0}
         own |= {"temperature_len": c.floor_scale} if own["query_temperature"] else {}
-    if kind in ("deepseek_v2", "mistral4"):
+    if kind == "solar_open":
+        own["use_qk_norm"] = False
+    if kind in ("deepseek_v2", "mistral4", "glm4_moe_lite"):
         assert c.num_attention_heads == c.num_key_value_heads
         attention = getattr(there, f"{_CLASSES[kind]}Attention")(c, 0)
         own |= {"turning": c.qk_rope_head_dim, "value": c.v_head_dim, "latents": [c.q_lora_rank or 0, c.kv_lora_rank],

@@ -109,7 +109,7 @@ def computed(folder: Path, scratch: Path) -> dict[str, Any]:
             "greedy": longer[:, published.PROMPTS.shape[1]:].tolist(),
             "gradients": {name: [float(f"{x:.8g}") for x in published.projections(name, tensor)]
                           for name, tensor in on_disk(model, scratch, of).items()
-                          if not any(name.endswith(key.split(".")[-1]) for key in untrained)}}
+                          if not any(name.endswith(key.split(".")[-1]) for key in [*untrained, "expert_bias"])}}
 
 
 def exported(name: str, case: dict[str, Any]) -> float:

@@ -82,5 +82,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
         "pad_token_id": 0, "rope_scaling": {
             "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8}}),
+    "olmoe": ("olmoe", SIZES | {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0}),
+    "flex_olmo": ("flex_olmo", SIZES | {
+        "head_dim": 6, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True, "pad_token_id": 0}),
+    "glm4_moe_lite": ("glm4_moe_lite", {key: value for key, value in (SIZES | LATENT).items() if key not in (
+        "first_k_dense_replace",)} | {"q_lora_rank": 12, "n_shared_experts": 1, "rms_norm_eps": 1e-5}),
+    "hy_v3": ("hy_v3", SIZES | {
+        "head_dim": 6, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 6, "num_shared_experts": 1,
+        "attention_bias": True, "num_hidden_layers": 3}),
+    "solar_open": ("solar_open", {key: value for key, value in (SIZES | ROUTED).items() if key not in (
+        "first_k_dense_replace",)} | {"head_dim": 6, "attention_bias": True, "num_hidden_layers": 2}),
+    "exaone_moe": ("exaone_moe", SIZES | {
+        "head_dim": 6, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "num_shared_experts": 2,
+        "n_group": 4, "topk_group": 2, "num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": 2,
+        "pad_token_id": 0}),
     "deepseek_v3_plain": ("deepseek_v3", SIZES | LATENT | {"q_lora_rank": None}),
 }
