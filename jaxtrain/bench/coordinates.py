@@ -75,7 +75,7 @@ def activations(model: Any, batch: Any) -> dict[str, PyTree]:
                 _watch(block, lambda y, name=f"layer {layers} residual": found.update({name: y}))
                 layers += 1
             x, _ = layer(x, segments, angles, *((jnp.int32(i),) if stack.numbered else ()))
-    found["logits"] = jnp.einsum("btd,dv->btv", model.finish(x), model.head(), preferred_element_type=jnp.float32)
+    found["logits"] = model.logits(model.finish(x))
     return {name: y.astype(jnp.float32) for name, y in found.items()}
 
 

@@ -59,6 +59,7 @@ class ModelConfig:
     flops_known = True  # whether each step of a row meets each matrix, so that FLOPs per step follow from parameters
     rows_of = "sequences"  # what such a row has: "sequences", one of them, or "pictures", several
     sinks = False  # whether attention has them
+    attention_cap = 0.0  # the soft cap of attention's scores; 0: none
     latent_attention = False  # whether keys and values are made of a latent
     compares_rows = False  # whether the loss compares each row of a batch with the others
     scaled_embeddings = False  # whether embeddings are multiplied by the square root of their width

@@ -20,6 +20,16 @@ def global_every(known: Keys, usual: int, refuse: Refuse) -> int:
     return every
 
 
+def window_of_some(known: Keys, refuse: Refuse, every: int) -> int:
+    """Return the window of the layers that are not global; of none of them (`every` is 1) whatever a file says."""
+    window = known["sliding_window"]
+    if window is None and every == 1:
+        return known["max_position_embeddings"]
+    if window is None or window < 1:
+        raise refuse("sliding_window", "is not a size that a window has")
+    return window
+
+
 def window_everywhere(known: Keys, refuse: Refuse, window: int | None) -> int:
     """Return the window of all layers, whatever a file calls them; 0: none."""
     if window is not None and window < 1:

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.decoder_config import RoutedConfig
 from jaxtrain.hub.sampling import Sampling, choose, penalized
+from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.models import lora
 from jaxtrain.models.attention.kv_cache import CACHE, Cache, in_place, slots_of, with_slots
 from jaxtrain.models.decoder import Compute, Decoder
@@ -274,7 +275,7 @@ class Decoding:
         head_DV = activations.gather(model.head(), "embed", "vocab")
         logits_BV = jnp.einsum("btd,dv->bv", x_B1D, head_DV, preferred_element_type=jnp.float32,
                                out_sharding=activations.activation_spec("batch", "act_vocab"))
-        return activations.constrain(logits_BV, "batch", None)
+        return activations.constrain(soft_capped(logits_BV, model.logit_cap), "batch", None)
 
     def _by_row(self, f: Callable[[PyTree, PyTree], PyTree], rows: PyTree, shared: PyTree = None) -> PyTree:
         """Apply a function of each row alone, and of what all rows share: every device computes its own."""

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.hub.decoding import Decoding, decoding
+from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.models import lora
 from jaxtrain.sharding import activations, axis_rules
 from jaxtrain.train_step.state import Params
@@ -114,7 +115,7 @@ class Scorer:
     @functools.cached_property
     def _score(self):
         return self._program(lambda model, x_BTD, targets_BT: _of_targets(
-            x_BTD, activations.gather(model.head(), "embed", "vocab"), targets_BT))
+            x_BTD, activations.gather(model.head(), "embed", "vocab"), targets_BT, model.logit_cap))
 
     @functools.cached_property
     def readouts_program(self):
@@ -137,7 +138,8 @@ class Scorer:
         return jax.jit(run)
 
 
-def _of_targets(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _of_targets(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array,
+                cap: float) -> tuple[jax.Array, jax.Array]:
     """Return targets' log-probabilities, and whether each has the largest logit; logits exist for one row at a time."""
     rows, vocab = activations.split_by("batch"), activations.split_by("act_vocab")
     axes = axis_rules.axes_of(vocab)
@@ -148,7 +150,7 @@ def _of_targets(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array) -> 
 
         def row(each):
             x_TD, target_T = each
-            logits_TV = jnp.dot(x_TD, head_DV, preferred_element_type=jnp.float32)
+            logits_TV = soft_capped(jnp.dot(x_TD, head_DV, preferred_element_type=jnp.float32), cap)
             hit_TV = (target_T - first)[:, None] == jnp.arange(logits_TV.shape[1])
             top_T = largest(logits_TV.max(-1))
             target_logit_T = total(jnp.where(hit_TV, logits_TV, 0).sum(-1))

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError
+from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.sharding import activations, axis_rules, mesh_context
 
 F32 = jnp.float32
@@ -24,36 +25,37 @@ F32 = jnp.float32
 
 @jax.named_scope("loss_head")  # jaxtrain.bench attributes step time to this name
 def cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, *,
-                  z_loss: float = 0.0, chunks: int = 0) -> jax.Array:
+                  z_loss: float = 0.0, chunks: int = 0, cap: float = 0.0) -> jax.Array:
     """Return the sum over tokens of weight x (cross-entropy + z_loss x log-partition squared), in float32.
 
     A weight of 0 ignores a token; weights have gradients too. `head_DV` may be laid out as at rest. `chunks` is into
-    how many pieces the tokens on one device are split; 0 chooses by size.
+    how many pieces the tokens on one device are split; 0 chooses by size. `cap` is the soft cap of logits; 0: none.
     """
-    return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0)[0]
+    return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0, (cap, 0.0))[0]
 
 
 @jax.named_scope("loss_head")
 def penalized_cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, *,
-                            z_loss: float, chunks: int = 0) -> tuple[jax.Array, jax.Array]:
+                            z_loss: float, chunks: int = 0, cap: float = 0.0) -> tuple[jax.Array, jax.Array]:
     """Return what `cross_entropy` returns, and the same sum without the z-loss, which has no gradient."""
-    return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0)
+    return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0, (cap, 0.0))
 
 
 @jax.named_scope("loss_head")
 def distillation_loss(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array,
                       teacher_BTC: jax.Array, teacher_head_CV: jax.Array, *, soft: float, temperature: float = 1.0,
-                      z_loss: float = 0.0, chunks: int = 0) -> tuple[jax.Array, jax.Array]:
+                      z_loss: float = 0.0, chunks: int = 0,
+                      caps: tuple[float, float] = (0.0, 0.0)) -> tuple[jax.Array, jax.Array]:
     """Return the sum over tokens of weight x ((1 - soft) x cross-entropy + soft x temperature squared x KL divergence).
 
     The second value is the sum of weight x cross-entropy alone, without the z-loss; it has no gradient.
 
     The divergence is that of the student's prediction from the teacher's, both softened by `temperature`: Hinton,
     Vinyals and Dean (arXiv 1503.02531). The teacher, whose final activations (of width C) and output projection are
-    given, gets no gradient.
+    given, gets no gradient. `caps` are the soft caps of the student's logits and of the teacher's.
     """
     teacher = jax.lax.stop_gradient((teacher_BTC, teacher_head_CV))
-    return _summed(x_BTD, head_DV, targets_BT, weights_BT, teacher, z_loss, chunks, soft, temperature)
+    return _summed(x_BTD, head_DV, targets_BT, weights_BT, teacher, z_loss, chunks, soft, temperature, caps)
 
 
 def default_chunks(tokens: int, vocab: int) -> int:
@@ -68,7 +70,7 @@ def default_chunks(tokens: int, vocab: int) -> int:
     return above if above <= 4 * wanted else next(n for n in range(wanted, 0, -1) if tokens % n == 0)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8, 9))
 def _summed(x, head, targets, weights, teacher, *options):
     sums_2, _ = run_head(x, head, targets, weights, teacher, options, gradients=False)
     return sums_2[0], sums_2[1]
@@ -80,7 +82,7 @@ def _forward(x, head, targets, weights, teacher, *options):
     return (sums_2[0], sums_2[1]), (dx, dhead, jnp.zeros((), head.dtype), dweights)
 
 
-def _backward(z_loss, chunks, soft, temperature, saved, g):
+def _backward(z_loss, chunks, soft, temperature, caps, saved, g):
     (dx, dhead, head, dweights), (g, _) = saved, g
     dweights = None if dweights is None else (g * dweights).astype(dweights.dtype)
     return (g * dx).astype(dx.dtype), (g * dhead).astype(head.dtype), None, dweights, None
@@ -136,7 +138,7 @@ def _statistics(logits_NV: jax.Array, hit_NV: jax.Array) -> tuple[jax.Array, jax
 def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_axes=(), row_axes=((), ()), *,
            options, gradients) -> tuple[jax.Array, ...]:
     """Compute one device's share: its tokens against its part of the vocabulary."""
-    z_loss, chunks, soft, temperature = options
+    z_loss, chunks, soft, temperature, (cap, teacher_cap) = options
     head_DV, *teacher_head = (lax.all_gather(w, axes, tiled=True) if axes else w
                               for w, axes in zip(heads, row_axes, strict=False))
     N, D, V = targets_BT.size, *head_DV.shape
@@ -174,15 +176,16 @@ def _local(x_BTD, targets_BT, weights_BT, heads, teacher, batch_axes=(), vocab_a
     def chunk(carry, inputs) -> tuple[tuple, PyTree]:
         sums_2, dhead_DV = carry
         x_ND, target_N, weight_N, *teacher_NC = inputs
-        logits_NV = jnp.dot(x_ND, head_DV, preferred_element_type=F32)
+        logits_NV = soft_capped(jnp.dot(x_ND, head_DV, preferred_element_type=F32), cap)
         loss_N, entropy_N, dlogits_NV = against_tokens(logits_NV, target_N, weight_N)
         for y_NC in teacher_NC:
-            teacher_NV = jnp.dot(y_NC, teacher_head[0], preferred_element_type=F32)
+            teacher_NV = soft_capped(jnp.dot(y_NC, teacher_head[0], preferred_element_type=F32), teacher_cap)
             other_N, dother_NV = against_teacher(logits_NV, teacher_NV, weight_N)
             loss_N, dlogits_NV = (1 - soft) * loss_N + soft * other_N, (1 - soft) * dlogits_NV + soft * dother_NV
         sums_2 += jnp.stack([(weight_N * loss_N).sum(), (weight_N * entropy_N).sum()])
         if not gradients:
             return (sums_2, dhead_DV), loss_N
+        dlogits_NV = dlogits_NV * (1 - jnp.square(logits_NV / cap)) if cap else dlogits_NV
         dlogits_NV = dlogits_NV.astype(x_ND.dtype)
         dx_ND = over_vocab(jnp.dot(dlogits_NV, head_DV.T, preferred_element_type=F32)).astype(x_ND.dtype)
         dhead_DV = dhead_DV + jnp.dot(x_ND.T, dlogits_NV, preferred_element_type=F32)

@@ -49,6 +49,11 @@ def _swiglu_backward(saved, dy):
 swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
 
 
+def soft_capped(x: jax.Array, cap: float) -> jax.Array:
+    """Return numbers between -cap and cap: `cap * tanh(x / cap)`; 0: they stay."""
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
 @jax.custom_vjp
 def softmax(scores: jax.Array) -> jax.Array:
     """Return the softmax over the last axis."""

@@ -14,6 +14,7 @@ from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import MeshConfig, TrainConfig
 from jaxtrain.errors import UserError
+from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.heads.multi_token_prediction import MTPHead
 from jaxtrain.models.heads.scalar_head import ScalarHead
@@ -80,6 +81,7 @@ class Decoder(nnx.Module):
     reward_head: ScalarHead | None = None  # in place of the output projection, where `make_model` gives it one
     value_head: ScalarHead | None = None  # likewise, beside the output projection
     logit_factor = 1.0  # of the output projection; `make_model` sets another
+    logit_cap = 0.0  # the soft cap of logits; 0: none
 
     def __init__(self, embed: Embed, block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, norm: nnx.Module, *,
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
@@ -155,10 +157,14 @@ class Decoder(nnx.Module):
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,
                  positions_BT: jax.Array | None = None) -> jax.Array:
         """Return float32 logits for every token, for inspection and sampling."""
-        x_BTD = self.hidden(tokens_BT, segments_BT, positions_BT)
+        return self.logits(self.hidden(tokens_BT, segments_BT, positions_BT))
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the float32 logits of final activations, all at once."""
         head_DV = activations.gather(self.head(), "embed", "vocab")
-        return jnp.einsum("btd,dv->btv", x_BTD, head_DV, preferred_element_type=jnp.float32,
-                          out_sharding=activations.activation_spec("batch", "seq", "act_vocab"))
+        return soft_capped(jnp.einsum("btd,dv->btv", x_BTD, head_DV, preferred_element_type=jnp.float32,
+                                      out_sharding=activations.activation_spec("batch", "seq", "act_vocab")),
+                           self.logit_cap)
 
 
 def _totals(aux: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -7,7 +7,7 @@ normalised.
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.family import Family
@@ -42,14 +42,19 @@ class Gemma3Config(DecoderConfig):
     def __post_init__(self):
         super().__post_init__()
         derive(self, "query_scale", self.head_dim)
-        if self.growth.get("head_dim", 1) != 1 and self.query_scale != self.head_dim:
-            raise UserError("model.query_scale", f"{self.query_scale} does not grow with heads that grow by "
-                            "model.mup_base", "leave it 0, or keep head_dim")
+        check_query_scale(self)
 
     @property
     def global_layers(self) -> int:
         """The number of layers without a window."""
         return self.num_layers // self.global_every
+
+
+def check_query_scale(c: Any) -> None:
+    """Refuse a divisor of scores that does not grow with heads that do."""
+    if c.growth.get("head_dim", 1) != 1 and c.query_scale != c.head_dim:
+        raise UserError("model.query_scale", f"{c.query_scale} does not grow with heads that grow by "
+                        "model.mup_base", "leave it 0, or keep head_dim")
 
 
 def gemma3(c: Gemma3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":

@@ -50,10 +50,11 @@ class Distillation(NextToken):
     def head_loss(self, params: Params, x_BTD: jax.Array, head_DV: jax.Array,
                   batch: Batch) -> tuple[jax.Array, jax.Array]:
         """The summed loss of final activations, against tokens and teacher, and their cross-entropy alone."""
+        student, teacher = self.model.merge(params), self.teacher.merge(params[TEACHER])
         return distillation_loss(
-            x_BTD, head_DV, batch["targets"], batch["weights"], batch[TEACHER],
-            self.teacher.merge(params[TEACHER]).head(), soft=self.soft, temperature=self.temperature,
-            z_loss=self.z_loss, chunks=self.chunks)
+            x_BTD, head_DV, batch["targets"], batch["weights"], batch[TEACHER], teacher.head(), soft=self.soft,
+            temperature=self.temperature, z_loss=self.z_loss, chunks=self.chunks,
+            caps=(student.logit_cap, teacher.logit_cap))
 
     @property
     def evaluation(self) -> NextToken:

@@ -114,7 +114,7 @@ class NextToken(OfTheModelAlone):
         if "second_targets" in batch:
             with training_noise.of(batch):
                 y_BTD, aux = model.look_ahead(x_BTD, batch["targets"], batch["segments"], batch["positions"])
-            entropy = partial(cross_entropy, z_loss=self.z_loss, chunks=self.chunks)
+            entropy = partial(cross_entropy, z_loss=self.z_loss, chunks=self.chunks, cap=model.logit_cap)
             second = entropy(y_BTD, head_DV, batch["second_targets"], batch["second_weights"])
             loss += self.mtp_loss_weight * second + _weighted(aux.get("penalty"), batch)
         return loss, {"cross_entropy": plain, "unknown_ids": _unknown_ids(batch, head_DV.shape[1])}
@@ -123,7 +123,7 @@ class NextToken(OfTheModelAlone):
                   batch: Batch) -> tuple[jax.Array, jax.Array]:
         """The summed loss of final activations, and their cross-entropy alone."""
         return penalized_cross_entropy(x_BTD, head_DV, batch["targets"], batch["weights"], z_loss=self.z_loss,
-                                       chunks=self.chunks)
+                                       chunks=self.chunks, cap=self.model.merge(params).logit_cap)
 
     @property
     def evaluation_metrics(self) -> Sequence[str]:

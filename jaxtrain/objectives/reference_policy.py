@@ -117,7 +117,8 @@ class WithReference(NextToken):
         x_BTD = model.finish(x_BTD)
         if self.temperature != 1:
             x_BTD = (x_BTD / self.temperature).astype(x_BTD.dtype)
-        return -token_cross_entropy(x_BTD, model.head(), batch["targets"], chunks=self.chunks)
+        return -token_cross_entropy(x_BTD, model.head(), batch["targets"], chunks=self.chunks,
+                                    cap=model.logit_cap / self.temperature)
 
     @property
     def temperature(self) -> float:

@@ -29,7 +29,7 @@ from jaxtrain.base.annotations import PyTree
 from jaxtrain.kernels.attention import by_device, choose_backend, sinks
 from jaxtrain.parallel import tiles
 from jaxtrain.parallel.cut_rows import AXIS, balanced_order, choose_strategy, size
-from jaxtrain.parallel.tiles import Tokens, merge
+from jaxtrain.parallel.tiles import Scoring, Tokens, merge
 from jaxtrain.sharding import activations, axis_rules, mesh_context
 
 F32 = jnp.float32
@@ -46,7 +46,8 @@ def _everywhere(n: int, tokens: int) -> jax.Array:
 
 
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None, *, window: int,
-           strategy: str, backend: str = "auto", sinks_H: jax.Array | None = None) -> jax.Array:
+           strategy: str, backend: str = "auto", sinks_H: jax.Array | None = None,
+           soft_cap: float = 0.0) -> jax.Array:
     """Compute `models.attention.attend` for a sequence in balanced order."""
     n, heads, mesh = size(), activations.split_by("act_heads"), jax.sharding.get_abstract_mesh()
     split, G = axis_rules.shards(heads, mesh), k_BSGK.shape[2]
@@ -59,11 +60,13 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT:
     stages = 1 if AXIS in axis_rules.free_axes(mesh) else mesh.shape["stage"]
     strategy = choose_strategy(strategy, stages)
     backend = choose_backend(backend, mesh_context.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], strategy,
-                             packed=segments_BT is not None, sinks=sinks_H is not None)
+                             soft_cap=soft_cap, packed=segments_BT is not None, sinks=sinks_H is not None)
+    scoring = Scoring(window, soft_cap)
     if strategy != "ulysses":
-        return _attend(strategy, window, q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H)
+        return _attend(strategy, scoring, q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H)
     repeats = math.lcm(k_BSGK.shape[2] // split, n) * split // k_BSGK.shape[2]
-    kernel = by_device(backend, *_specs("ulysses"), window) if backend != "xla" else partial(_attend, strategy, window)
+    kernel = (by_device(backend, *_specs("ulysses"), window, soft_cap) if backend != "xla" else
+              partial(_attend, strategy, scoring))
     return _fewer_tokens(1, kernel(
         _fewer_heads(1, q_BTHK), _fewer_heads(repeats, k_BSGK), _fewer_heads(repeats, v_BSGK),
         None if segments_BT is None else _whole(segments_BT), None if sinks_H is None else _own_heads(sinks_H)))
@@ -78,15 +81,15 @@ def _specs(strategy: str) -> tuple[P, P]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(strategy, window, q, k, v, segments, sinks_H):
-    return _forward(strategy, window, q, k, v, segments, sinks_H)[0]
+def _attend(strategy, scoring, q, k, v, segments, sinks_H):
+    return _forward(strategy, scoring, q, k, v, segments, sinks_H)[0]
 
 
-def _forward(strategy, window, q, k, v, segments, sinks_H):
+def _forward(strategy, scoring, q, k, v, segments, sinks_H):
     heads, tokens = _specs(strategy)
 
     def local(q, k, v, segments, sinks_H):
-        out, lse = _STRATEGIES[strategy][0](q, k, v, segments, window)
+        out, lse = _STRATEGIES[strategy][0](q, k, v, segments, scoring)
         if sinks_H is not None:  # once, after all keys are merged
             out, lse = sinks.added(out, lse, sinks_H)
         return out.astype(q.dtype), lse
@@ -98,12 +101,12 @@ def _forward(strategy, window, q, k, v, segments, sinks_H):
     return out, (q, k, v, segments, out, lse, sinks_H)
 
 
-def _backward(strategy, window, saved, dout):
+def _backward(strategy, scoring, saved, dout):
     heads, tokens = _specs(strategy)
 
     def local(q, k, v, segments, out, lse, dout):
         delta = (out.astype(F32) * dout).sum(-1)
-        grads = _STRATEGIES[strategy][1](q, k, v, segments, dout, lse, delta, window)
+        grads = _STRATEGIES[strategy][1](q, k, v, segments, dout, lse, delta, scoring)
         return tuple(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
 
     specs, (*saved, sinks_H) = (heads, heads, heads, tokens, heads, heads, heads), saved
@@ -155,18 +158,18 @@ def _put(x: PyTree, part: slice, new: PyTree) -> PyTree:
     return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, part.start, axis=1), x, new)
 
 
-def _ring_forward(q, k, v, segments, window):
+def _ring_forward(q, k, v, segments, scoring):
     n, me, T = lax.axis_size(AXIS), lax.axis_index(AXIS), q.shape[1]
     mine = _tokens(me, n, T, segments)
     following = _next((k, v, segments))
-    result = tiles.forward(q, k, v, mine, mine, window)
+    result = tiles.forward(q, k, v, mine, mine, scoring)
 
     def visit(result, block, hop):
         source, (k, v, segments) = (me - hop) % n, block
         theirs = _tokens(source, n, T, segments)
 
         def work(a, b):
-            part = tiles.forward(q[:, a], k[:, b], v[:, b], mine.part(a), theirs.part(b), window)
+            part = tiles.forward(q[:, a], k[:, b], v[:, b], mine.part(a), theirs.part(b), scoring)
             return _put(result, a, merge(_take(result, a), part))
 
         return _seen(me, source, T, work)
@@ -174,11 +177,11 @@ def _ring_forward(q, k, v, segments, window):
     return _rounds(visit, result, following)
 
 
-def _ring_backward(q, k, v, segments, dout, lse, delta, window):
+def _ring_backward(q, k, v, segments, dout, lse, delta, scoring):
     n, me, T = lax.axis_size(AXIS), lax.axis_index(AXIS), q.shape[1]
     mine = _tokens(me, n, T, segments)
     following = _next((k, v, segments))
-    dq, *dkv = tiles.backward(q, k, v, dout, lse, delta, mine, mine, window)
+    dq, *dkv = tiles.backward(q, k, v, dout, lse, delta, mine, mine, scoring)
 
     def visit(carry, block, hop):
         source, (k, v, segments) = (me - hop) % n, block
@@ -187,7 +190,7 @@ def _ring_backward(q, k, v, segments, dout, lse, delta, window):
 
         def work(a, b):
             ddq, *ddkv = tiles.backward(q[:, a], k[:, b], v[:, b], dout[:, a], lse[:, a], delta[:, a], mine.part(a),
-                                        theirs.part(b), window)
+                                        theirs.part(b), scoring)
             add = partial(jax.tree.map, jnp.add)
             return _put(dq, a, add(_take(dq, a), ddq)), _put(dkv, b, add(_take(dkv, b), ddkv))
 
@@ -206,25 +209,25 @@ def _pieces(n: int, x: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(len(x), pieces, -1, *x.shape[2:]), 1, 0), x)
 
 
-def _gather_forward(q, k, v, segments, window):
+def _gather_forward(q, k, v, segments, scoring):
     n, T = lax.axis_size(AXIS), q.shape[1]
     mine = _tokens(lax.axis_index(AXIS), n, T, segments)
 
     def visit(result, piece):
         (k, v, segments), at = _all(piece[0]), piece[1].reshape(-1)
-        return merge(result, tiles.forward(q, k, v, mine, Tokens(at, segments), window)), None
+        return merge(result, tiles.forward(q, k, v, mine, Tokens(at, segments), scoring)), None
 
     nothing = jnp.zeros((*q.shape[:-1], v.shape[-1]), F32), jnp.full(q.shape[:-1], tiles.NOTHING)
     return lax.scan(visit, nothing, (_pieces(n, (k, v, segments)), _pieces(n, _everywhere(n, n * T))))[0]
 
 
-def _gather_backward(q, k, v, segments, dout, lse, delta, window):
+def _gather_backward(q, k, v, segments, dout, lse, delta, scoring):
     n, T = lax.axis_size(AXIS), q.shape[1]
     mine = _tokens(lax.axis_index(AXIS), n, T, segments)
 
     def visit(dq, piece):
         (k, v, segments), at = _all(piece[0]), piece[1].reshape(-1)
-        ddq, *dkv = tiles.backward(q, k, v, dout, lse, delta, mine, Tokens(at, segments), window)
+        ddq, *dkv = tiles.backward(q, k, v, dout, lse, delta, mine, Tokens(at, segments), scoring)
         return dq + ddq, [lax.psum_scatter(x, AXIS, scatter_dimension=1, tiled=True) for x in dkv]
 
     dq, dkv = lax.scan(visit, jnp.zeros(q.shape, F32), (_pieces(n, (k, v, segments)),
@@ -293,14 +296,14 @@ def _chunks(x: jax.Array, order: np.ndarray) -> jax.Array:
     return jnp.concatenate([each[i] for i in order], axis=1)
 
 
-def _whole_forward(q, k, v, segments, window):
+def _whole_forward(q, k, v, segments, scoring):
     mine = Tokens(jnp.arange(q.shape[1]), segments)
-    return tiles.forward(q, k, v, mine, mine, window)
+    return tiles.forward(q, k, v, mine, mine, scoring)
 
 
-def _whole_backward(q, k, v, segments, dout, lse, delta, window):
+def _whole_backward(q, k, v, segments, dout, lse, delta, scoring):
     mine = Tokens(jnp.arange(q.shape[1]), segments)
-    return tiles.backward(q, k, v, dout, lse, delta, mine, mine, window)
+    return tiles.backward(q, k, v, dout, lse, delta, mine, mine, scoring)
 
 
 _STRATEGIES = {"ring": (_ring_forward, _ring_backward), "gather": (_gather_forward, _gather_backward),

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.kernels.functions import soft_capped
+
 F32 = jnp.float32
 SCORES = 2**24  # the most on a device at a time, over its examples and heads
 NOTHING = -1e30  # the lse of no keys: finite, so that differences are defined; merged, it has exactly zero weight
@@ -30,7 +32,14 @@ class Tokens(NamedTuple):
         return Tokens(self.at[part], None if self.segments is None else self.segments[:, part])
 
 
-def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, window: int) -> tuple[jax.Array, jax.Array]:
+class Scoring(NamedTuple):
+    """Which keys a query sees, and what its scores are made of."""
+
+    window: int = 0  # how many tokens a query looks back on; 0: all
+    soft_cap: float = 0.0  # 0: none
+
+
+def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, scoring: Scoring) -> tuple[jax.Array, jax.Array]:
     """Return out [B, T, H, K] and lse [B, T, H], both float32."""
     G, R, side = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2], _side(q_BTHK)
     tiles = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), _cut_tokens(keys, side)
@@ -42,14 +51,14 @@ def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, window: int) 
             k, v, keys = tile
 
             def more():
-                scores = _scores(q, k, queries, keys, window)
+                scores = _scores(q, k, queries, keys, scoring)
                 top = scores.max(-1)
                 weights = jnp.exp(scores - top[..., None])
                 total = weights.sum(-1)
                 out = _dot("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v) / total[..., None]
                 return merge(result, (out, top + jnp.log(total)))
 
-            return lax.cond(_meet(queries, keys, window), more, lambda: result), None
+            return lax.cond(_meet(queries, keys, scoring.window), more, lambda: result), None
 
         nothing = jnp.zeros((*q.shape[:-1], v_BSGK.shape[-1]), F32), jnp.full(q.shape[:-1], NOTHING)
         return lax.scan(add, nothing, tiles)[0]
@@ -66,7 +75,7 @@ def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tup
 
 
 def backward(q_BTHK, k_BSGK, v_BSGK, dout_BTHK, lse_BTH, delta_BTH, queries: Tokens, keys: Tokens,
-             window: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+             scoring: Scoring) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the contributions to dq, dk and dv in float32; `delta` is the sum over K of out x dout."""
     G, R, side = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2], _side(q_BTHK)
     k_tiles, v_tiles, key_tiles = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), _cut_tokens(keys, side)
@@ -79,14 +88,18 @@ def backward(q_BTHK, k_BSGK, v_BSGK, dout_BTHK, lse_BTH, delta_BTH, queries: Tok
             k, v, (dk, dv), keys = tile
 
             def more():
-                weights = jnp.exp(_scores(q, k, queries, keys, window) - lse[..., None])
+                scores = _scores(q, k, queries, keys, scoring)
+                weights = jnp.exp(scores - lse[..., None])
                 pull = _dot("bgrtk,bgsk->bgrts", dout, v) - delta[..., None]
-                dscores = (weights * pull * q.shape[-1] ** -0.5).astype(q.dtype)
+                dscores = weights * pull * q.shape[-1] ** -0.5
+                if cap := scoring.soft_cap:  # keys that are not seen have no weight
+                    dscores *= 1 - jnp.square(jnp.maximum(scores, -cap) / cap)
+                dscores = dscores.astype(q.dtype)
                 return (dq + _dot("bgrts,bgsk->bgrtk", dscores, k),
                         (dk + _dot("bgrts,bgrtk->bgsk", dscores, q),
                          dv + _dot("bgrts,bgrtk->bgsk", weights.astype(dout.dtype), dout)))
 
-            return lax.cond(_meet(queries, keys, window), more, lambda: (dq, (dk, dv)))
+            return lax.cond(_meet(queries, keys, scoring.window), more, lambda: (dq, (dk, dv)))
 
         dq, dkv = lax.scan(add, jnp.zeros(q.shape, F32), (k_tiles, v_tiles, dkv, key_tiles))
         return dkv, dq
@@ -100,15 +113,16 @@ def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a, b, preferred_element_type=F32)
 
 
-def _scores(q_BGRTK, k_BGSK, queries: Tokens, keys: Tokens, window: int) -> jax.Array:
+def _scores(q_BGRTK, k_BGSK, queries: Tokens, keys: Tokens, scoring: Scoring) -> jax.Array:
     behind_TS = queries.at[:, None] - keys.at[None, :]
     seen = behind_TS >= 0
-    if window:
-        seen &= behind_TS < window
+    if scoring.window:
+        seen &= behind_TS < scoring.window
     if queries.segments is not None and keys.segments is not None:
         same_BTS = queries.segments[:, :, None] == keys.segments[:, None, :]
         seen = (seen & same_BTS)[:, None, None]
-    return jnp.where(seen, _dot("bgrtk,bgsk->bgrts", q_BGRTK, k_BGSK) * q_BGRTK.shape[-1] ** -0.5, NOTHING)
+    scores = _dot("bgrtk,bgsk->bgrts", q_BGRTK, k_BGSK) * q_BGRTK.shape[-1] ** -0.5
+    return jnp.where(seen, soft_capped(scores, scoring.soft_cap), NOTHING)
 
 
 def _meet(queries: Tokens, keys: Tokens, window: int) -> jax.Array:

@@ -188,7 +188,7 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
         for queries, keys, head_dim, causal in config.model.attentions(config.data.seq_len):
             # What looks both ways has all keys of a row on each device, where a mesh splits it.
             choose_backend(config.train.attention, kind, dtype, queries, head_dim, strategy if causal else "",
-                           packed=True, sinks=config.model.sinks,
+                           soft_cap=config.model.attention_cap, packed=True, sinks=config.model.sinks,
                            key_len=keys or (queries if context > 1 and not causal else 0))
     if config.model.experts.num or mesh.shape["expert"] > 1:
         from jaxtrain.parallel import experts

@@ -120,7 +120,7 @@ def has_rewards(kind: str) -> bool:
     """Return whether a model of this type can be published as a reward model."""
     from jaxtrain.hf.hf_config import types
 
-    return types()[kind][1].classifier is not None
+    return next(iter(types()[kind].values())).classifier is not None
 
 
 def main() -> int:

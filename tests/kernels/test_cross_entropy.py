@@ -10,6 +10,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import UserError
+from jaxtrain.kernels.cross_entropy import distillation_loss
+from jaxtrain.kernels.token_cross_entropy import token_cross_entropy
 from jaxtrain.sharding import activations, mesh_context
 
 B, T, D, V = 8, 8, 16, 64
@@ -26,14 +28,17 @@ def inputs():
 
 
 @functools.cache
-def plain(z_loss):
+def plain(z_loss, cap=0.0):
     """Loss and gradients by x, head and weights, in float64."""
     x, head, targets, weights = (a.astype(np.float64) if a.dtype == np.float32 else a for a in inputs())
-    logits = x @ head
+    logits, slope = x @ head, 1.0
+    if cap:
+        slope = 1 - np.tanh(logits / cap)**2
+        logits = cap * np.tanh(logits / cap)
     lse = np.log(np.exp(logits).sum(-1))
     hit = targets[..., None] == np.arange(V)
     losses = lse - (logits * hit).sum(-1) + z_loss * lse**2
-    dlogits = weights[..., None] * (np.exp(logits - lse[..., None]) * (1 + 2 * z_loss * lse)[..., None] - hit)
+    dlogits = slope * weights[..., None] * (np.exp(logits - lse[..., None]) * (1 + 2 * z_loss * lse)[..., None] - hit)
     return (weights * losses).sum(), dlogits @ head.T, np.einsum("btd,btv->dv", x, dlogits), losses
 
 
@@ -66,6 +71,36 @@ def close(got, want, tolerance):
     for mesh, chunks, z_loss in itertools.product(MESHES, (0, 4), (0.0, 1e-2))])
 def test_loss_and_gradients_are_those_of_plain_log_softmax(mesh, chunks, z_loss):
     close(value_and_grad(inputs(), MESHES[mesh], chunks=chunks, z_loss=z_loss), plain(z_loss), 1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["one", pytest.param("both", marks=pytest.mark.slow)])
+def test_logits_may_have_a_soft_cap(mesh):
+    close(value_and_grad(inputs(), MESHES[mesh], chunks=4, z_loss=1e-2, cap=1.5), plain(1e-2, 1.5), 1e-5)
+
+
+def test_so_may_those_of_each_token_and_of_a_teacher():
+    x, head, targets, weights = map(jnp.asarray, inputs())
+
+    def capped(x):
+        return 1.5 * jnp.tanh(x @ head / 1.5)
+
+    def by_token(x):
+        return (weights * token_cross_entropy(x, head, targets, cap=1.5)).sum()
+
+    def soft(x):
+        return distillation_loss(x, head, targets, weights, x, head, soft=1.0, caps=(1.5, 0.5))[0]
+
+    def divergence(x):
+        p = jax.nn.log_softmax(0.5 * jnp.tanh(jax.lax.stop_gradient(x) @ head / 0.5))
+        return (weights * (jnp.exp(p) * (p - jax.nn.log_softmax(capped(x)))).sum(-1)).sum()
+
+    def plainly(x):
+        picked = jnp.take_along_axis(jax.nn.log_softmax(capped(x)), targets[..., None], -1)[..., 0]
+        return -(weights * picked).sum()
+
+    for f, g in ((by_token, plainly), (soft, divergence)):
+        for got, want in zip(jax.value_and_grad(f)(x), jax.value_and_grad(g)(x), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("mesh", MESHES)

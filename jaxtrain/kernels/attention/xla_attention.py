@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.kernels.attention import sinks
-from jaxtrain.kernels.functions import softmax
+from jaxtrain.kernels.functions import soft_capped, softmax
 
 BOTH_WAYS = -1  # in place of a window: attention that is not causal
 
@@ -39,8 +39,7 @@ def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_
     q_BGNK = (q_BTHK * K**-0.5).reshape(B, T, G, R, K).transpose(0, 2, 3, 1, 4).reshape(B, G, R * T, K)
     k_BGSK, v_BGSK = k_BSGK.transpose(0, 2, 1, 3), v_BSGK.transpose(0, 2, 1, 3)
     scores = jnp.einsum("bgnk,bgsk->bgns", q_BGNK, k_BGSK, preferred_element_type=jnp.float32)
-    if soft_cap:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = soft_capped(scores, soft_cap)
     # A large finite number masks as well as -inf where a query sees a key, and gives no NaN where it sees none.
     if (mask_BTS := visible(T, S, segments_BT, window, key_segments_BS)) is not None:
         mask_BTS = jnp.where(mask_BTS, 0.0, -1e30)

@@ -101,10 +101,11 @@ def kept(cache: Cache | None, k_BTGK: jax.Array, v_BTGK: jax.Array) -> Aux:
 
 
 def attend_cached(out: Callable[[jax.Array], jax.Array], q_B1HK: jax.Array, k_B1GK: jax.Array, v_B1GK: jax.Array,
-                  cache: Cache, window: jax.Array | int, sinks_H: jax.Array | None = None) -> tuple[jax.Array, Aux]:
+                  cache: Cache, window: jax.Array | int, sinks_H: jax.Array | None = None,
+                  soft_cap: float = 0.0) -> tuple[jax.Array, Aux]:
     """Return what a layer does for one token per row, which attends to the cache and to itself."""
     own = {"keys": entry(k_B1GK), "values": entry(v_B1GK)}
     before, new = cache.read(own)
     visible_BS = cache.visible(before["keys"].shape[-2], window)
     return out(cached_attention.attend(q_B1HK, own["keys"], own["values"], before["keys"], before["values"],
-                                       visible_BS, q_B1HK.shape[-1]**-0.5, sinks_H)), {CACHE: new}
+                                       visible_BS, q_B1HK.shape[-1]**-0.5, sinks_H, soft_cap)), {CACHE: new}

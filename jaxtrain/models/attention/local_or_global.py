@@ -30,10 +30,16 @@ class LocalOrGlobalAttention(Attention):
 
     numbered = True
 
-    def __init__(self, global_every: int, *args: Any, query_factor: float = 1.0, **how: Any):
-        """Make every `global_every`-th layer global; `query_factor`: of queries, after their rotation."""
+    def __init__(self, global_every: int, *args: Any, query_factor: float = 1.0, soft_cap: float = 0.0,
+                 **how: Any):
+        """Make every `global_every`-th layer global.
+
+        Args:
+            query_factor: of queries, after their rotation.
+            soft_cap: of scores; 0: none.
+        """
         super().__init__(*args, **how)
-        self.global_every, self.query_factor = global_every, query_factor
+        self.global_every, self.query_factor, self.soft_cap = global_every, query_factor, soft_cap
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: tuple[Angles, Angles],
                  layer: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, dict[str, Any]]:
@@ -44,7 +50,8 @@ class LocalOrGlobalAttention(Attention):
         if self.query_factor != 1:
             q = (q * self.query_factor).astype(q.dtype)
         if cache is not None and cache.entries is not None:
-            return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window))
-        out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
-                              context=self.context)
+            return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window),
+                                 soft_cap=self.soft_cap)
+        out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, soft_cap=self.soft_cap,
+                              backend=self.backend, context=self.context)
         return self.out(out), kept(cache, k, v)

@@ -19,8 +19,8 @@ from jaxtrain.parallel import cut_rows
 
 @jax.named_scope("attention")  # jaxtrain.bench attributes step time to these scope names
 def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_BT: jax.Array | None = None,
-           window: int = 0, sinks_H: jax.Array | None = None, causal: bool = True, backend: str = "auto",
-           context: str = "auto") -> jax.Array:
+           window: int = 0, sinks_H: jax.Array | None = None, soft_cap: float = 0.0, causal: bool = True,
+           backend: str = "auto", context: str = "auto") -> jax.Array:
     """Return attention over keys of the same segment: causal, of the last `window` tokens if given, or both ways.
 
     Segments that are booleans only say which tokens are not padding: each row is one text then. Where a mesh shards the
@@ -38,9 +38,9 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
         from jaxtrain.parallel.context import attend as attend_across
 
         return attend_across(q_BTHK, k_BSGK, v_BSGK, segments_BT, window=window, strategy=context, backend=backend,
-                             sinks_H=sinks_H)
+                             sinks_H=sinks_H, soft_cap=soft_cap)
     return attention.attend(q_BTHK, k_BSGK, v_BSGK, segments_BT=segments_BT, key_segments_BS=key_segments_BS,
-                            window=window, sinks_H=sinks_H, causal=causal, backend=backend)
+                            window=window, sinks_H=sinks_H, soft_cap=soft_cap, causal=causal, backend=backend)
 
 
 class Attention(nnx.Module):

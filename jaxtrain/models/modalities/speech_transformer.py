@@ -103,6 +103,7 @@ class DecoderBlock(nnx.Module):
 class Whisper(nnx.Module):
     """Frames and tokens to logits; `encode`, `decode` and `head` are separate so that no loss holds all logits."""
 
+    logit_cap = 0.0  # logits have no soft cap
     STACKS = ("encoder_blocks", "blocks")  # parameters that can be split over pipeline stages, in order
 
     def __init__(self, c: WhisperConfig, compute: Compute, *, rngs: nnx.Rngs):

@@ -53,6 +53,4 @@ def embedded(model: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
 def logits(model: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Return the float32 logits of what follows each token, to look at and to sample from."""
     x_BTD, _ = model.through(embedded(model, batch), batch["segments"], batch["positions"])
-    return jnp.einsum("btd,dv->btv", model.finish(x_BTD), activations.gather(model.head(), "embed", "vocab"),
-                      preferred_element_type=jnp.float32,
-                      out_sharding=activations.activation_spec("batch", "seq", "act_vocab"))
+    return model.logits(model.finish(x_BTD))

@@ -17,6 +17,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
     "qwen2": ("qwen2", SIZES), "qwen3": ("qwen3", SIZES | {"head_dim": 6}),
     "qwen3_window": ("qwen3", SIZES | {"head_dim": 6, "use_sliding_window": True, "sliding_window": 5,
                                         "max_window_layers": 1, "num_hidden_layers": 3}),
+    "gemma2": ("gemma2", SIZES | {
+        "head_dim": 6, "sliding_window": 5, "query_pre_attn_scalar": 9, "num_hidden_layers": 3, "rms_norm_eps": 1e-6,
+        "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.5, "tie_word_embeddings": True}),
+    "gemma2_uncapped": ("gemma2", SIZES | {
+        "head_dim": 6, "sliding_window": 5, "query_pre_attn_scalar": 6, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     "gemma3": ("gemma3_text", SIZES | {
         "head_dim": 6, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 9,
         "num_hidden_layers": 3, "rope_local_base_freq": 50.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}),
