@@ -56,6 +56,13 @@ def ungated(bias: bool) -> list[Entry]:
             *[Entry(f"mlp/{name}/bias", f"mlp.{name}_proj.bias") for name in ("up", "down")] * bias]
 
 
+def neighbouring_pairs(entries: list[Entry], width: int) -> list[Entry]:
+    """Return the entries, with those of queries and keys whose first `width` numbers of a head turn with neighbours."""
+    return [replace(entry, paired=width, paired_first=True)
+            if entry.ours.startswith(("attention/q/", "attention/k/", "attention/q_norm/", "attention/k_norm/")) else
+            entry for entry in entries]
+
+
 def biases(qkv: bool = False, out: bool = False, mlp: bool = False) -> list[Entry]:
     """Return the entries of the biases that attention and a gated MLP have."""
     return [*QKV_BIASES * qkv, *[Entry("attention/out/bias", "self_attn.o_proj.bias")] * out,

@@ -17,11 +17,12 @@ Refuse = Callable[[str, str], UserError]  # (key of config.json, why) -> the err
 NO, SILU = (False, None), ("silu", "swish")
 BIASES: dict[str, tuple] = {"attention_bias": NO, "mlp_bias": NO, "hidden_act": SILU}
 # Published key -> ours, of most decoders.
-COMMON: dict[str, str] = {
+WITHOUT_EPSILON: dict[str, str] = {
     "vocab_size": "vocab_size", "num_hidden_layers": "num_layers", "hidden_size": "embed_dim",
     "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "head_dim": "head_dim",
-    "intermediate_size": "mlp_dim", "max_position_embeddings": "max_seq_len", "rms_norm_eps": "norm_eps",
+    "intermediate_size": "mlp_dim", "max_position_embeddings": "max_seq_len",
     "tie_word_embeddings": "tied_embeddings"}
+COMMON: dict[str, str] = WITHOUT_EPSILON | {"rms_norm_eps": "norm_eps"}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """GLM-4 (0414): norms before and after attention and MLP, and rotary positions of half of each head."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,9 +39,8 @@ def _write(c: Glm4Config) -> Keys:
 
 
 def _layer(c: Glm4Config, experts: bool) -> list[Entry]:
-    turned = [replace(entry, paired=c.rotary_width, paired_first=True)
-              if entry.ours.startswith(("attention/q/", "attention/k/")) else entry
-              for entry in [*decoder_tensors.ATTENTION, *decoder_tensors.biases(qkv=c.attention_bias)]]
+    turned = decoder_tensors.neighbouring_pairs(
+        [*decoder_tensors.ATTENTION, *decoder_tensors.biases(qkv=c.attention_bias)], c.rotary_width)
     return [*turned, *decoder_tensors.fused_swiglu(), Entry("attention_norm/scale", "input_layernorm.weight"),
             Entry("attention_out_norm/scale", "post_self_attn_layernorm.weight"),
             Entry("mlp_norm/scale", "post_attention_layernorm.weight"),

@@ -130,15 +130,16 @@ class Linear(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Mean and variance normalization in float32, with scale and bias."""
+    """Mean and variance normalization in float32, with scale and bias or without."""
 
-    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs):
-        self.eps = eps
-        self.scale = param(rngs, (dim,), ("norm",), std=0, value=1.0)
-        self.bias = param(rngs, (dim,), ("norm",), std=0)
+    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs, scale: bool = True, bias: bool = True):
+        self.eps, self.dim = eps, dim
+        self.scale = param(rngs, (dim,), ("norm",), std=0, value=1.0) if scale else None
+        self.bias = param(rngs, (dim,), ("norm",), std=0) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale, bias = (activations.gather(p[...], "norm") for p in (self.scale, self.bias))
+        scale, bias = (jnp.full(self.dim, without) if p is None else activations.gather(p[...], "norm")
+                       for p, without in ((self.scale, 1.0), (self.bias, 0.0)))
         return activations.by_row(lambda x: layer_norm(x, scale, bias, self.eps), x)
 
 

@@ -29,10 +29,11 @@ from jaxtrain.hf import defaults
 from tests.config import families
 from tests.hub import published, published_truth
 
-TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "gemma3_text", "gemma3", "deepseek_v3",
+TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gemma3", "deepseek_v3",
          "gpt_oss", "arcee", "smollm3", "granite", "seed_oss", "ernie4_5", "phi3", "glm4", "glm4_moe", "dots1",
          "olmo2", "olmo3", "exaone4", "whisper", "siglip", "siglip_text_model", "siglip_vision_model", "clip",
-         "clip_text_model", "clip_vision_model")
+         "clip_text_model", "clip_vision_model",
+         "gemma2", "cohere", "cohere2")
 
 
 def table() -> dict[str, Any]:

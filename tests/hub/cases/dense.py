@@ -46,6 +46,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}}),
     "exaone4": ("exaone4", SIZES | {"head_dim": 6, "num_hidden_layers": 3, "sliding_window": 5,
                                      "sliding_window_pattern": 2, "pad_token_id": 0}),
+    "cohere": ("cohere", SIZES | {"logit_scale": 0.3, "use_qk_norm": True, "pad_token_id": 0}),
+    "cohere2": ("cohere2", SIZES | {
+        "num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 2, "logit_scale": 0.3,
+        "attention_bias": True, "layer_norm_eps": 1e-3, "head_dim": 6, "tie_word_embeddings": True,
+        "pad_token_id": 0}),
     "exaone4_full": ("exaone4", SIZES | {"sliding_window": None, "layer_types": ["full_attention"] * 2,
                                           "pad_token_id": 0}),
 }
