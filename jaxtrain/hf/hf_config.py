@@ -80,17 +80,20 @@ def model_section(folder: str | Path) -> Keys:
 
 def _text_of(given: Keys, path: Path) -> Keys:
     """Return what a config.json says of the model of text, where that is a part of it."""
-    kind = next((kind for kind, families in types().items() for published in families.values() if published.nested
-                 and published.nested == given.get("model_type")), "")
-    if not kind:
+    kinds = [kind for kind, families in types().items() for published in families.values() if published.nested
+             and published.nested == given.get("model_type")]
+    if not kinds:
         return given
     both = defaults.filled(defaults.table()[given["model_type"]], given, path)
     text = both["text_config"] or {}
+    kind = kinds[0]  # whatever it says: the class has one
+    if len(kinds) > 1 and (kind := text.get("model_type")) not in kinds:
+        raise UserError(f"{path}", f"text_config is of model_type={defaults.shown(kind)}", f"known: {', '.join(kinds)}")
     tied = defaults.filled(defaults.table()[kind], text, path, "text_config.")["tie_word_embeddings"]
     if both["tie_word_embeddings"] is not tied:
         raise UserError(f"{path}", f"tie_word_embeddings={both['tie_word_embeddings']} is {tied} in text_config",
                         "use a model that jaxtrain can express")
-    return text | {"model_type": kind}  # whatever it says: the class has one
+    return text | {"model_type": kind}
 
 
 def starting_config(folder: str) -> dict[str, Keys]:

@@ -113,4 +113,5 @@ FAMILY = Family(
     LlamaConfig, llama, tensors=decoder_tensors.decoder(biased_layer),
     hf=(HFConfig("llama", "LlamaForCausalLM", COMMON | BIAS_KEYS, fixed={"hidden_act": SILU},
                  read=partial(_read, "llama"), write=written, describes=lambda c: not c.window),
-        HFConfig("mistral", "MistralForCausalLM", COMMON, read=partial(_read, "mistral"), write=written)))
+        HFConfig("mistral", "MistralForCausalLM", COMMON, read=partial(_read, "mistral"), write=written,
+                 nested="mistral3")))

@@ -4,6 +4,7 @@ Shape suffixes: B batch, T and S sequence, D embedding, H query heads, G key/val
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
@@ -77,17 +78,26 @@ class Attention(nnx.Module):
     def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries and keys, normalised if the model does that, and values."""
         q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+        return *self.normalised(q, k), v
+
+    def normalised(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return queries and keys, normalised if the model does that; queries times the factor of scores."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return q if self.score_factor == 1 else (q * self.score_factor).astype(q.dtype), k, v
+        return q if self.score_factor == 1 else (q * self.score_factor).astype(q.dtype), k
+
+    def turn(self, q: jax.Array, k: jax.Array, angles: Any) -> tuple[jax.Array, jax.Array]:
+        """Return queries and keys, rotated by their positions."""
+        q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
+        if self.q_norm is None:  # kept in place of the products, which gradients do not need
+            q, k = checkpoint_name(q, "dots"), checkpoint_name(k, "dots")
+        return q, k
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles=None,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         q, k, v = self.project(x_BTD)
         if angles is not None:
-            q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
-            if self.q_norm is None:  # kept in place of the products, which gradients do not need
-                q, k = checkpoint_name(q, "dots"), checkpoint_name(k, "dots")
+            q, k = self.turn(q, k, angles)
         if cache is not None and cache.entries is not None:
             return attend_cached(self.out, q, k, v, cache, self.window)
         out = self.out(attend(q, k, v, segments_BT=segments_BT, window=self.window, causal=self.causal,

@@ -46,6 +46,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}}),
     "exaone4": ("exaone4", SIZES | {"head_dim": 6, "num_hidden_layers": 3, "sliding_window": 5,
                                      "sliding_window_pattern": 2, "pad_token_id": 0}),
+    "ministral3": ("ministral3", SIZES | {"head_dim": 6, "sliding_window": 9, "pad_token_id": 0, "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "mscale": 1.0,
+        "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.7}}),
+    "ministral": ("ministral", SIZES | {
+        "head_dim": 6, "num_hidden_layers": 3, "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
     "cohere": ("cohere", SIZES | {"logit_scale": 0.3, "use_qk_norm": True, "pad_token_id": 0}),
     "cohere2": ("cohere2", SIZES | {
         "num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 2, "logit_scale": 0.3,

@@ -1,0 +1,35 @@
+"""Attention of layers in one stack, of which a list says which ones have a window."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.models.attention.attention_by_layer import attend_by_layer
+from jaxtrain.models.attention.kv_cache import Aux, Cache, attend_cached, kept
+from jaxtrain.models.attention.rotary import Angles
+from jaxtrain.models.attention.self_attention import Attention
+
+
+class WindowPatternAttention(Attention):
+    """Grouped-query self-attention; the number of the layer says whether it has a window."""
+
+    numbered = True
+
+    def __init__(self, pattern: str, *args: Any, **how: Any):
+        """`pattern`: "G" for each layer without a window, "L" for one with it; it begins anew where it ends."""
+        super().__init__(*args, **how)
+        self.pattern = pattern
+
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Angles,
+                 layer: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Aux]:
+        """Apply attention; `layer` is its number."""
+        q, k, v = self.project(x_BTD)
+        q, k = self.turn(q, k, angles)
+        everywhere = jnp.asarray(np.array(list(self.pattern)) == "G")[layer % len(self.pattern)]
+        if cache is not None and cache.entries is not None:
+            return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window))
+        out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
+                              context=self.context)
+        return self.out(out), kept(cache, k, v)
