@@ -3,7 +3,7 @@
 Paths are below the layer, names below "model.layers.{layer}.".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ QKV_BIASES = [Entry(f"attention/{name}/bias", f"self_attn.{name}_proj.bias", "(h
 QK_NORMS = [Entry(f"attention/{name}_norm/scale", f"self_attn.{name}_norm.weight") for name in "qk"]
 NORMS = [Entry("attention_norm/scale", "input_layernorm.weight"),
          Entry("mlp_norm/scale", "post_attention_layernorm.weight")]
+LAST_NORM = [Entry("norm/scale", "model.norm.weight")]
 # Norms of all heads together.
 ALL_HEADS_QK_NORMS = [replace(entry, layout="(hk)->hk") for entry in QK_NORMS]
 # Norms after attention and the MLP only.
@@ -81,11 +82,14 @@ def experts(c: Any, block: str = "mlp", names: tuple[str, str, str] = ("gate_pro
     return found + (swiglu("mlp/shared", "mlp.shared_experts") if c.experts.shared else [])
 
 
-def decoder(layer: Callable[[Any, bool], list[Entry]], **options: Any) -> HFTensors:
-    """Return the tensors of a decoder of which `layer(config, whether it has experts)` returns those of one layer."""
+def decoder(layer: Callable[[Any, bool], list[Entry]], norm: Sequence[Entry] = LAST_NORM,
+            **options: Any) -> HFTensors:
+    """Return the tensors of a decoder of which `layer(config, whether it has experts)` returns those of one layer.
+
+    `norm`: those of its last norm.
+    """
     def entries(c: Any, reward_head: bool) -> list[Entry]:
-        found = [Entry("embed/table", "model.embed_tokens.weight", "vd->vd"), Entry("norm/scale", "model.norm.weight"),
-                 *head(c, reward_head)]
+        found = [Entry("embed/table", "model.embed_tokens.weight", "vd->vd"), *norm, *head(c, reward_head)]
         for stack, numbers, routed in stacks(c):
             found += in_stack(stack, numbers, "model.layers", layer(c, routed))
         return found

@@ -144,14 +144,14 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalization in float32, with scale."""
+    """Root-mean-square normalization in float32, with scale or without."""
 
-    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs, axis: str = "norm"):
-        self.eps, self.axis = eps, axis
-        self.scale = param(rngs, (dim,), (axis,), std=0, value=1.0)
+    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs, axis: str = "norm", scale: bool = True):
+        self.eps, self.axis, self.dim = eps, axis, dim
+        self.scale = param(rngs, (dim,), (axis,), std=0, value=1.0) if scale else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = activations.gather(self.scale[...], self.axis)
+        scale = jnp.ones(self.dim) if self.scale is None else activations.gather(self.scale[...], self.axis)
         return activations.by_row(lambda x: rms_norm(x, scale, self.eps), x)
 
 
@@ -217,6 +217,17 @@ class MultipliedEmbed(Embed):
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         x_BTD = super().__call__(tokens_BT)
         return x_BTD * jnp.asarray(self.factor, x_BTD.dtype)
+
+
+class NormedEmbed(Embed):
+    """Token embeddings, normalised."""
+
+    def __init__(self, vocab: int, dim: int, norm: nnx.Module, *, rngs: nnx.Rngs):
+        super().__init__(vocab, dim, rngs=rngs)
+        self.norm = norm
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        return self.norm(super().__call__(tokens_BT))
 
 
 class Head(nnx.Module):

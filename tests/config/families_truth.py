@@ -33,7 +33,8 @@ TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "
          "gpt_oss", "arcee", "smollm3", "granite", "seed_oss", "ernie4_5", "phi3", "glm4", "glm4_moe", "dots1",
          "olmo2", "olmo3", "exaone4", "whisper", "siglip", "siglip_text_model", "siglip_vision_model", "clip",
          "clip_text_model", "clip_vision_model",
-         "gemma2", "cohere", "cohere2", "ministral3", "mistral3", "ministral")
+         "gemma2", "cohere", "cohere2", "ministral3", "mistral3", "ministral", "hunyuan_v1_dense", "apertus",
+         "nanochat")
 
 
 def table() -> dict[str, Any]:

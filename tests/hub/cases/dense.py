@@ -52,6 +52,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
     "ministral": ("ministral", SIZES | {
         "head_dim": 6, "num_hidden_layers": 3, "sliding_window": 5,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
+    "hunyuan": ("hunyuan_v1_dense", SIZES | {"head_dim": 6, "attention_bias": True, "rope_scaling": {
+        "type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+        "mscale_all_dim": 1.0}}),
+    "apertus": ("apertus", SIZES | {"head_dim": 6, "attention_bias": True, "pad_token_id": 0, "rope_scaling": {
+        "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8}}),
+    "nanochat": ("nanochat", SIZES | {"head_dim": 6, "final_logit_softcapping": 0.7, "attention_bias": True,
+                                       "tie_word_embeddings": True, "pad_token_id": 0}),
     "cohere": ("cohere", SIZES | {"logit_scale": 0.3, "use_qk_norm": True, "pad_token_id": 0}),
     "cohere2": ("cohere2", SIZES | {
         "num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 2, "logit_scale": 0.3,
