@@ -49,8 +49,9 @@ class RotaryConfig(DecoderConfig):
     rope_theta: float = number(10_000.0, above=0)  # base frequency of the rotary position embedding (RoPE)
     # context extension: factor by which sequences may exceed rope_original_len; 1: no scaling
     rope_scaling: float = number(1.0, above=0)
-    # method of rope_scaling: "linear", "ntk", "llama3" or "yarn"
-    rope_type: str = choice("llama3", "linear", "ntk", "llama3", "yarn")
+    # method of rope_scaling: "linear", "ntk", "llama3" or "yarn"; "dynamic" scales nothing up to max_seq_len, as in
+    # transformers, where longer texts are scaled
+    rope_type: str = choice("llama3", "linear", "ntk", "llama3", "yarn", "dynamic")
     # llama3, yarn: the context length before it was extended by rope_scaling
     rope_original_len: int = number(8192, above=0)
     # llama3: frequencies that make fewer than this many turns within rope_original_len are scaled down by rope_scaling

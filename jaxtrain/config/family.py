@@ -44,6 +44,7 @@ FAMILIES = Kind("model", "jaxtrain.families", "model.name", {name: f"jaxtrain.mo
     "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3", "gpt_oss", "arcee", "smollm3",
     "granite", "seed_oss", "ernie4_5", "phi3", "glm4", "glm4_moe", "dots1", "olmo2", "olmo3", "exaone4", "events",
     "gemma2", "cohere", "cohere2", "ministral3", "ministral", "hunyuan_v1_dense", "apertus", "nanochat",
+    "olmo", "glm", "gemma", "starcoder2", "stablelm", "helium", "nemotron",
     "clips", "siglip", "clip", "vision_language", "picture_flow", "whisper")} | {
         "events": "jaxtrain.models.event_sequences:FAMILY"}, accepts=lambda part: isinstance(part, Family))
 

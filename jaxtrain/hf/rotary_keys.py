@@ -9,11 +9,13 @@ from jaxtrain.hf import defaults
 from jaxtrain.hf.hf_format import Keys, Refuse
 from jaxtrain.hf.layer_patterns import FULL, SLIDING, global_every
 
-_SCALINGS = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor"),
+_SCALINGS = {"linear": (), "dynamic": (), "llama3": ("low_freq_factor", "high_freq_factor"),
              "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")}
-_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+_NEEDED = {"llama3": ("factor", "low_freq_factor", "high_freq_factor")} | dict.fromkeys(
+    ("linear", "dynamic", "yarn"), ("factor",))
 _NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
             "mscale", "mscale_all_dim", "partial_rotary_factor")
+_WITHOUT_LENGTH = ("linear", "dynamic")
 _ZERO_IS_NONE = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # to transformers as well
 
 
@@ -55,7 +57,7 @@ def rotary(kind: str, known: Keys, refuse: Refuse, usual: Keys | None = None) ->
     if way == "default" or (scaling["factor"] == 1 and not scaling.get("attention_factor")):
         return found
     found |= {"rope_type": way, "rope_scaling": float(scaling["factor"])}
-    if way != "linear":
+    if way not in _WITHOUT_LENGTH:
         found["rope_original_len"] = known.get("original_max_position_embeddings") or scaling.get(
             "original_max_position_embeddings", known["max_position_embeddings"])
     if scaling.get("attention_factor") == 0:
@@ -69,8 +71,10 @@ def _way(scaling: Keys, where: str, refuse: Refuse) -> str:
     way = scaling.get("rope_type", scaling.get("type", "default"))
     if any(isinstance(value, dict) for value in scaling.values()):
         raise refuse(where, "cannot be expressed: it has parameters for each kind of layer")
+    if way == "longrope":
+        raise refuse(where, "cannot be expressed: which of longrope's factors count depends on the length of each text")
     if way not in ("default", *_SCALINGS):
-        raise refuse(where, "cannot be expressed: its type is not linear, llama3 or yarn")
+        raise refuse(where, "cannot be expressed: its type is not linear, dynamic, llama3 or yarn")
     for key in _NUMBERS:
         needed = key == "rope_theta" or key in _NEEDED.get(way, ())
         if needed and scaling.get(key) is None:
@@ -147,7 +151,7 @@ def published_rotary(c: RotaryConfig) -> Keys:
         width = c.rotary_width
         return plain | {"rope_theta": c.rope_theta * c.rope_scaling ** (width / (width - 2))}
     scaling = {"rope_type": c.rope_type, "factor": c.rope_scaling}
-    if c.rope_type != "linear":
+    if c.rope_type not in _WITHOUT_LENGTH:
         scaling["original_max_position_embeddings"] = c.rope_original_len
     zero_is_none = {key: getattr(c, f"rope_{key}") for key in _SCALINGS[c.rope_type]}
     return plain | {"rope_scaling": scaling | {key: value for key, value in zero_is_none.items()

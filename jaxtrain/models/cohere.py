@@ -54,7 +54,7 @@ def parallel(c: ParallelConfig, compute: "Compute", attention: Any, *, rotary: A
 
 def cohere(c: CohereConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build a Command R decoder."""
-    from jaxtrain.models.head_norms import HeadLayerNorm
+    from jaxtrain.models.layer_norms import HeadLayerNorm
     from jaxtrain.models.rotary_decoder import grouped_query
 
     norms = {"qk_norm": partial(HeadLayerNorm, c.num_heads, c.head_dim, c.norm_eps),

@@ -156,13 +156,13 @@ class RMSNorm(nnx.Module):
 
 
 class GeluMLP(nnx.Module):
-    """GPT-2's MLP: up, GELU (of its tanh form, or of the `kind` given), down, with biases."""
+    """GPT-2's MLP: up, GELU (of its tanh form, or of the `kind` given), down, with biases or without."""
 
     def __init__(self, dim: int, hidden: int, *, out_std: float, rngs: nnx.Rngs,
-                 kind: Callable[[jax.Array], jax.Array] = gelu):
+                 kind: Callable[[jax.Array], jax.Array] = gelu, bias: bool = True):
         self.gelu, wide = kind, ("batch", "seq", "act_mlp")
-        self.up = Linear("btd,df->btf", (dim, hidden), ("embed", "mlp"), wide, bias=True, rngs=rngs)
-        self.down = Linear("btf,fd->btd", (hidden, dim), ("mlp", "embed"), RESIDUAL, bias=True, std=out_std, rngs=rngs)
+        self.up = Linear("btd,df->btf", (dim, hidden), ("embed", "mlp"), wide, bias=bias, rngs=rngs)
+        self.down = Linear("btf,fd->btd", (hidden, dim), ("mlp", "embed"), RESIDUAL, bias=bias, std=out_std, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return self.down(self.gelu(self.up(x_BTD)))

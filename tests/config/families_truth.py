@@ -34,7 +34,7 @@ TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "
          "olmo2", "olmo3", "exaone4", "whisper", "siglip", "siglip_text_model", "siglip_vision_model", "clip",
          "clip_text_model", "clip_vision_model",
          "gemma2", "cohere", "cohere2", "ministral3", "mistral3", "ministral", "hunyuan_v1_dense", "apertus",
-         "nanochat")
+         "nanochat", "olmo", "glm", "gemma", "starcoder2", "stablelm", "helium", "nemotron")
 
 
 def table() -> dict[str, Any]:

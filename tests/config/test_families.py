@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.family import config_class
+from jaxtrain.errors import UserError
 from jaxtrain.hf import defaults
 from jaxtrain.hf.hf_config import config_json, model_section
 from tests.config import families, fuzz_published
@@ -45,6 +46,15 @@ def test_a_published_gemma_3_of_4b_is_read(tmp_path):
     model = config_class("gemma3")(**found)
     assert (model.vocab_size, model.num_heads, model.num_kv_heads, model.head_dim) == (262_208, 8, 4, 256)
     assert (model.window, model.global_every, model.rope_factor, model.rope_theta) == (1024, 6, 8.0, 1e6)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("mistral", "llama"), ("ministral3", "ministral3")])
+def test_the_language_model_of_mistral3_is_the_one_that_its_file_names(kind, name, tmp_path):
+    text = {"model_type": kind, "tie_word_embeddings": True, "num_hidden_layers": 26}
+    found = section(tmp_path, model_type="mistral3", text_config=text)
+    assert (found["name"], found["num_layers"]) == (name, 26)
+    with pytest.raises(UserError, match=r"text_config is of model_type='llama'; known: mistral, ministral3"):
+        section(tmp_path, model_type="mistral3", text_config=text | {"model_type": "llama"})
 
 
 @pytest.mark.parametrize(("family", "layers", "every"), [

@@ -26,7 +26,7 @@ def frequencies(width: int, theta: float) -> np.ndarray:
 def scaled_frequencies(c: RotaryConfig, width: int) -> tuple[np.ndarray, float]:
     """Return the frequencies as `model.rope_type` scales them, and the factor of cosine and sine (1 without YaRN)."""
     plain, factor = frequencies(width, c.rope_theta), c.rope_scaling
-    if factor == 1:
+    if factor == 1 or c.rope_type == "dynamic":  # which scales texts longer than max_seq_len
         return plain, 1.0
     if c.rope_type == "linear":  # position interpolation (arXiv 2306.15595)
         return plain / factor, 1.0

@@ -38,6 +38,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
     "ernie4_5": ("ernie4_5", SIZES | {"head_dim": 6, "use_bias": True}),
     "phi3": ("phi3", SIZES | {"sliding_window": 5, "pad_token_id": 0}),
     "phi3_partial": ("phi3", SIZES | {"hidden_size": 32, "partial_rotary_factor": 0.75, "pad_token_id": 0}),
+    "phi3_longrope": ("phi3", SIZES | {
+        "hidden_size": 32, "partial_rotary_factor": 0.75, "pad_token_id": 0, "max_position_embeddings": 64,
+        "original_max_position_embeddings": 16, "rope_scaling": {
+            "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 5.0, 9.0]}}),
+    "phi3_longrope_long": ("phi3", SIZES | {
+        "pad_token_id": 0, "original_max_position_embeddings": 8, "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0]}}),
     "glm4": ("glm4", SIZES | {"head_dim": 8, "pad_token_id": 0}),
     "olmo2": ("olmo2", SIZES | {"pad_token_id": 0}),
     "olmo3": ("olmo3", SIZES | {
@@ -60,6 +67,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
         "original_max_position_embeddings": 8}}),
     "nanochat": ("nanochat", SIZES | {"head_dim": 6, "final_logit_softcapping": 0.7, "attention_bias": True,
                                        "tie_word_embeddings": True, "pad_token_id": 0}),
+    "olmo": ("olmo", SIZES | {"head_dim": 6, "clip_qkv": 0.4, "attention_bias": True, "pad_token_id": 0}),
+    "glm": ("glm", SIZES | {"head_dim": 8, "pad_token_id": 0}),
+    "gemma": ("gemma", SIZES | {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": True}),
+    "starcoder2": ("starcoder2", SIZES | {"sliding_window": 5, "norm_epsilon": 1e-3, "head_dim": 6,
+                                           "tie_word_embeddings": True}),
+    "stablelm": ("stablelm", SIZES | {"hidden_size": 32, "partial_rotary_factor": 0.5, "use_qkv_bias": True}),
+    "stablelm_parallel": ("stablelm", SIZES | {"partial_rotary_factor": 0.5, "qk_layernorm": True,
+                                               "use_parallel_residual": True}),
+    "helium": ("helium", SIZES | {"head_dim": 4, "attention_bias": True, "mlp_bias": True, "pad_token_id": 0}),
+    "nemotron": ("nemotron", SIZES | {"head_dim": 8, "attention_bias": True, "mlp_bias": True, "norm_eps": 1e-3}),
+    "llama_dynamic": ("llama", SIZES | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
     "cohere": ("cohere", SIZES | {"logit_scale": 0.3, "use_qk_norm": True, "pad_token_id": 0}),
     "cohere2": ("cohere2", SIZES | {
         "num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 2, "logit_scale": 0.3,

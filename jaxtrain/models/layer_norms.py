@@ -1,11 +1,11 @@
-"""Norms of each head of queries and keys, with scales of its own."""
+"""LayerNorm in other forms: of each head of queries and keys, and with a scale that is added to 1."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.kernels.functions import layer_norm
-from jaxtrain.models.layers import param
+from jaxtrain.models.layers import LayerNorm, param
 from jaxtrain.sharding import activations
 
 
@@ -25,3 +25,15 @@ class HeadLayerNorm(nnx.Module):
             return (layer_norm(x.astype(jnp.float32), one_K, none_K, self.eps) * scale_HK).astype(x.dtype)
 
         return activations.by_row(scaled, x_BTHK)
+
+
+class ShiftedLayerNorm(LayerNorm):
+    """Mean and variance normalisation in float32, times 1 + scale, plus bias."""
+
+    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs):
+        super().__init__(dim, eps, rngs=rngs, scale=False)
+        self.shift = param(rngs, (dim,), ("norm",), std=0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        shift, bias = (activations.gather(p[...], "norm") for p in (self.shift, self.bias))
+        return activations.by_row(lambda x: layer_norm(x, 1 + shift.astype(jnp.float32), bias, self.eps), x)
