@@ -1,10 +1,9 @@
 """Attention whose queries are multiplied by a number that grows with their position, as in Llama 4 and Ministral 3."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.models.attention.rotary import Angles, Rotary
 from jaxtrain.models.attention.self_attention import Attention
 
@@ -24,7 +23,7 @@ class PositionScale:
 class PositionScaledAttention(Attention):
     """Grouped-query self-attention with the factor of `PositionScale`."""
 
-    def turn(self, q: jax.Array, k: jax.Array, angles: Any) -> tuple[jax.Array, jax.Array]:
+    def turn(self, q: jax.Array, k: jax.Array, angles: PyTree) -> tuple[jax.Array, jax.Array]:
         """Return queries and keys, rotated; queries times their factor."""
         angles, factor = angles
         q, k = super().turn(q, k, angles)

@@ -1,4 +1,4 @@
-"""What generation and scoring return of a model with soft caps are its capped logits, as the whole forward pass is."""
+"""Generation and scoring of a model with soft caps return what the whole forward pass does."""
 
 import jax
 import numpy as np
