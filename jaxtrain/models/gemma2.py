@@ -38,7 +38,7 @@ class Gemma2Config(RotaryConfig):
     def __post_init__(self):
         super().__post_init__()
         derive(self, "query_scale", self.head_dim)
-        check_query_scale(self)
+        check_query_scale(self, self.query_scale)
 
     @property
     def global_layers(self) -> int:

@@ -219,17 +219,6 @@ class MultipliedEmbed(Embed):
         return x_BTD * jnp.asarray(self.factor, x_BTD.dtype)
 
 
-class NormedEmbed(Embed):
-    """Token embeddings, normalised."""
-
-    def __init__(self, vocab: int, dim: int, norm: nnx.Module, *, rngs: nnx.Rngs):
-        super().__init__(vocab, dim, rngs=rngs)
-        self.norm = norm
-
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return self.norm(super().__call__(tokens_BT))
-
-
 class Head(nnx.Module):
     """A separate (untied) output projection."""
 
