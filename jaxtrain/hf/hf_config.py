@@ -88,8 +88,11 @@ def _text_of(given: Keys, path: Path) -> Keys:
     both = defaults.filled(defaults.table()[given["model_type"]], given, path)
     text = both["text_config"] or {}
     kind = kinds[0]  # whatever it says: the class has one
-    if len(kinds) > 1 and (kind := text.get("model_type")) not in kinds:
-        raise UserError(f"{path}", f"text_config is of model_type={defaults.shown(kind)}", f"known: {', '.join(kinds)}")
+    if len(kinds) > 1:
+        kind = f"{text.get('model_type')}"
+        if kind not in kinds:
+            raise UserError(f"{path}", f"text_config is of model_type={defaults.shown(kind)}",
+                            f"known: {', '.join(kinds)}")
     tied = defaults.filled(defaults.table()[kind], text, path, "text_config.")["tie_word_embeddings"]
     if both["tie_word_embeddings"] is not tied:
         raise UserError(f"{path}", f"tie_word_embeddings={both['tie_word_embeddings']} is {tied} in text_config",

@@ -5,8 +5,9 @@ Norms of queries and keys, where a model has them, are of each head, with scales
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import number
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from jaxtrain.models.decoder import Compute, Decoder
+    from jaxtrain.models.rotary_decoder import Part
 
 KEYS = WITHOUT_EPSILON | {"layer_norm_eps": "norm_eps", "logit_scale": "logit_scale",
                           "attention_bias": "attention_bias"}
@@ -25,7 +27,7 @@ KEYS = WITHOUT_EPSILON | {"layer_norm_eps": "norm_eps", "logit_scale": "logit_sc
 
 @dataclass(frozen=True)
 class ParallelConfig(RotaryConfig):
-    """What the models of Cohere share."""
+    """The keys that the models of Cohere share."""
 
     logit_scale: float = number(0.0625, above=0)  # factor of logits
     attention_bias: bool = False  # whether queries, keys, values and what attention returns have biases
@@ -39,7 +41,7 @@ class CohereConfig(ParallelConfig):
     qk_norm: bool = False  # whether queries and keys are normalised
 
 
-def parallel(c: ParallelConfig, compute: "Compute", attention: Any, *, rotary: Any = None,
+def parallel(c: ParallelConfig, compute: "Compute", attention: "Part", *, rotary: PyTree = None,
              rngs: "nnx.Rngs") -> "Decoder":
     """Build a decoder of Cohere's blocks with this attention."""
     from jaxtrain.models.layers import LayerNorm

@@ -29,6 +29,7 @@ class Gemma2Config(RotaryConfig):
     window: int = number(4096, above=0)  # sliding window of the local layers, in tokens
     global_every: int = number(2, above=0)  # every N-th layer is global: it uses full attention
     query_scale: int = number(0, least=0)  # attention scores are divided by the square root of this number; 0: head_dim
+    # pyrefly: ignore[bad-override]
     attention_cap: float = number(50.0, least=0)  # attention scores become cap x tanh(score / cap); 0: they stay
     logit_cap: float = number(30.0, least=0)  # logits become cap x tanh(logit / cap); 0: they stay
     norm_eps: float = 1e-6
@@ -37,7 +38,7 @@ class Gemma2Config(RotaryConfig):
     def __post_init__(self):
         super().__post_init__()
         derive(self, "query_scale", self.head_dim)
-        check_query_scale(self)
+        check_query_scale(self, self.query_scale)
 
     @property
     def global_layers(self) -> int:

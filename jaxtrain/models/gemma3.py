@@ -7,7 +7,7 @@ normalised.
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.family import Family
@@ -42,7 +42,7 @@ class Gemma3Config(DecoderConfig):
     def __post_init__(self):
         super().__post_init__()
         derive(self, "query_scale", self.head_dim)
-        check_query_scale(self)
+        check_query_scale(self, self.query_scale)
 
     @property
     def global_layers(self) -> int:
@@ -50,10 +50,10 @@ class Gemma3Config(DecoderConfig):
         return self.num_layers // self.global_every
 
 
-def check_query_scale(c: Any) -> None:
+def check_query_scale(c: DecoderConfig, query_scale: int) -> None:
     """Refuse a divisor of scores that does not grow with heads that do."""
-    if c.growth.get("head_dim", 1) != 1 and c.query_scale != c.head_dim:
-        raise UserError("model.query_scale", f"{c.query_scale} does not grow with heads that grow by "
+    if c.growth.get("head_dim", 1) != 1 and query_scale != c.head_dim:
+        raise UserError("model.query_scale", f"{query_scale} does not grow with heads that grow by "
                         "model.mup_base", "leave it 0, or keep head_dim")
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.kernels.functions import layer_norm
-from jaxtrain.models.layers import LayerNorm, param
+from jaxtrain.models.layers import param
 from jaxtrain.sharding import activations
 
 
@@ -27,12 +27,12 @@ class HeadLayerNorm(nnx.Module):
         return activations.by_row(scaled, x_BTHK)
 
 
-class ShiftedLayerNorm(LayerNorm):
+class ShiftedLayerNorm(nnx.Module):
     """Mean and variance normalisation in float32, times 1 + scale, plus bias."""
 
     def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs):
-        super().__init__(dim, eps, rngs=rngs, scale=False)
-        self.shift = param(rngs, (dim,), ("norm",), std=0)
+        self.eps = eps
+        self.shift, self.bias = (param(rngs, (dim,), ("norm",), std=0) for _ in range(2))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         shift, bias = (activations.gather(p[...], "norm") for p in (self.shift, self.bias))

@@ -28,7 +28,7 @@ class Ministral3Config(RotaryConfig):
 
     name: str = "ministral3"
     query_beta: float = 0.1  # queries are multiplied by 1 + query_beta x ln(1 + position // query_len)
-    query_len: int = number(16384, above=0)  # after so many positions each, that factor grows
+    query_len: int = number(16384, above=0)  # length in tokens after which the factor of queries grows, again and again
 
 
 def ministral3(c: Ministral3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":

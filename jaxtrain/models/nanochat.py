@@ -35,7 +35,8 @@ def nanochat(c: NanochatConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Dec
     """Build a nanochat decoder."""
     from jaxtrain.models.attention.norm_last import NormLastAttention
     from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
-    from jaxtrain.models.layers import NormedEmbed, RMSNorm, SquaredReLU
+    from jaxtrain.models.layers import RMSNorm, SquaredReLU
+    from jaxtrain.models.normed_embed import NormedEmbed
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
 
     norm = partial(RMSNorm, scale=False)

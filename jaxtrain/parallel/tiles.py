@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """Which keys a query sees, and what its scores are made of."""
+    """The window and the soft cap of scores."""
 
     window: int = 0  # how many tokens a query looks back on; 0: all
     soft_cap: float = 0.0  # 0: none

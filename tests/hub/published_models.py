@@ -23,7 +23,9 @@ REPEATED = np.tile(published.TOKENS, (ROWS // len(published.TOKENS), 1))  # so t
 
 def built(folder: Path, **mesh: int) -> jt.Run:
     """The run of a model on as many devices as the mesh has, in float32."""
-    config = {"model": model_section(folder), "data": {"seq_len": LENGTH, "global_batch_size": ROWS},
+    section = model_section(folder)
+    section["max_seq_len"] = max(section["max_seq_len"], LENGTH)  # of LongRoPE it is shorter as read
+    config = {"model": section, "data": {"seq_len": LENGTH, "global_batch_size": ROWS},
               "train": {"precision": "float32"}, "mesh": mesh or {"data": 1}}
     return jt.build(jt.make_config(config), devices=jax.devices()[:int(np.prod([*mesh.values()]))])
 

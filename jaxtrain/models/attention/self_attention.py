@@ -5,12 +5,12 @@ Shape suffixes: B batch, T and S sequence, D embedding, H query heads, G key/val
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.attention import HEADS, KV_HEADS
 from jaxtrain.models.attention.kv_cache import Aux, Cache, attend_cached, kept
@@ -89,7 +89,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q if self.score_factor == 1 else (q * self.score_factor).astype(q.dtype), k
 
-    def turn(self, q: jax.Array, k: jax.Array, angles: Any) -> tuple[jax.Array, jax.Array]:
+    def turn(self, q: jax.Array, k: jax.Array, angles: PyTree) -> tuple[jax.Array, jax.Array]:
         """Return queries and keys, rotated by their positions."""
         q, k = Rotary.rotate(q, angles), Rotary.rotate(k, angles)
         if self.q_norm is None:  # kept in place of the products, which gradients do not need
