@@ -54,7 +54,7 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
     turning, width = known["qk_rope_head_dim"], known["qk_rope_head_dim"] + known["qk_nope_head_dim"]
     for key in (_BETA, _LENGTH):
         value = given.get(key)
-        if defaults.misfit(value, ["float"]) or value < 0:
+        if value is None or defaults.misfit(value, ["float"]) or value < 0:
             raise refuse("rope_parameters", f"cannot be read: its {key} is not a number from 0 up")
     if given.get("rope_type", given.get("type")) != "yarn":
         raise refuse("rope_parameters", "cannot be expressed: its type is not yarn")
