@@ -49,7 +49,8 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddin
                       r"|^(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
-_TABLES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight")
+_TABLES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight",
+           "backbone.embeddings.weight")
 
 
 def load(folder: str | Path, model: ModelConfig, abstract: Params) -> Params:
