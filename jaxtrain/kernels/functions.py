@@ -49,6 +49,11 @@ def _swiglu_backward(saved, dy):
 swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
 
 
+def squared_relu(x: jax.Array) -> jax.Array:
+    """Return the square of ReLU (arXiv 2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
 @jax.custom_vjp
 def softmax(scores: jax.Array) -> jax.Array:
     """Return the softmax over the last axis."""

@@ -46,7 +46,7 @@ PART = 2**28  # bytes of a shard that a host holds at once, while they are on th
 
 # Not parameters of a language model: buffers that old versions saved, and other parts of a multimodal model.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
-                      r"|^(model\.)?(vision_tower|multi_modal_projector)\.")
+                      r"|^(model\.)?(vision_tower|multi_modal_projector)\.|^backbone\.mtp\.")
 
 
 _TABLES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight",

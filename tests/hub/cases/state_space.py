@@ -6,8 +6,19 @@ from tests.hub.cases.sizes import SIZES
 
 _MAMBA2 = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8,
            "state_size": 6, "n_groups": 2, "pad_token_id": 0}
+_NEMOTRON = SIZES | {"head_dim": 6, "mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 5, "n_groups": 2,
+                     "pad_token_id": 0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what transformers is given)
     "mamba2": ("mamba2", _MAMBA2 | {"use_bias": True, "time_step_limit": [0.02, 1.0]}),
     "mamba2_plain": ("mamba2", _MAMBA2 | {"n_groups": 1, "use_conv_bias": False, "tie_word_embeddings": True,
                                            "conv_kernel": 3}),
+    "nemotron_h": ("nemotron_h", _NEMOTRON | {"hybrid_override_pattern": "M-*M-*", "use_bias": True, "mlp_bias": True}),
+    "nemotron_h_moe": ("nemotron_h", _NEMOTRON | {
+        "hybrid_override_pattern": "ME*EME*E", "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 6, "moe_shared_expert_intermediate_size": 10, "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 2.5, "time_step_min": 0.3}),
+    "nemotron_h_latent": ("nemotron_h", _NEMOTRON | {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"] * 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 6, "moe_shared_expert_intermediate_size": 10, "moe_latent_size": 12,
+        "norm_topk_prob": False, "mlp_bias": True}),
 }
