@@ -2,12 +2,14 @@
 
 from typing import Any
 
-from tests.hub.cases.sizes import SIZES
+from tests.hub.cases.sizes import MULTIPLIED, SIZES
 
 _MAMBA2 = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8,
            "state_size": 6, "n_groups": 2, "pad_token_id": 0}
 _NEMOTRON = SIZES | {"head_dim": 6, "mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 5, "n_groups": 2,
                      "pad_token_id": 0}
+_MAMBA = SIZES | {"num_hidden_layers": 4, "mamba_n_heads": 4, "mamba_d_state": 6, "mamba_d_conv": 3,
+                  "time_step_limit": [0.1, 1.0]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what transformers is given)
     "mamba2": ("mamba2", _MAMBA2 | {"use_bias": True, "time_step_limit": [0.02, 1.0]}),
     "mamba2_plain": ("mamba2", _MAMBA2 | {"n_groups": 1, "use_conv_bias": False, "tie_word_embeddings": True,
@@ -21,4 +23,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
         "layers_block_type": ["mamba", "moe", "attention", "mlp"] * 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 6, "moe_shared_expert_intermediate_size": 10, "moe_latent_size": 12,
         "norm_topk_prob": False, "mlp_bias": True}),
+    "granitemoehybrid": ("granitemoehybrid", _MAMBA | MULTIPLIED | {
+        "num_hidden_layers": 6,
+        "layer_types": ["mamba", "attention", "mamba"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 12, "attention_bias": True, "mamba_proj_bias": True, "mamba_n_groups": 2,
+        "position_embedding_type": "rope", "pad_token_id": 0}),
+    "granitemoehybrid_dense": ("granitemoehybrid", _MAMBA | MULTIPLIED | {
+        "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 12,
+        "mamba_conv_bias": False, "position_embedding_type": "nope", "tie_word_embeddings": True, "pad_token_id": 0}),
 }
