@@ -30,13 +30,20 @@ def published_steps(c: StateSpaceConfig) -> Keys:
     return {"time_step_limit": [c.least_step, c.largest_step or math.inf]}
 
 
-def expanded(known: Keys, refuse: Refuse, expand: str, heads: str, head_dim: str) -> Keys:
+def expanded(known: Keys, refuse: Refuse, expand: str, heads: str = "mamba_n_heads",
+             head_dim: str = "mamba_d_head") -> Keys:
     """Return the width of a head, of files that say by which factor all heads are wider than the embedding."""
-    width, count, each = known[expand] * known["hidden_size"], known[heads], known[head_dim]
+    return width_of(known, refuse, expand, known[expand] * known["hidden_size"], heads, head_dim)
+
+
+def width_of(known: Keys, refuse: Refuse, key: str, width: int, heads: str = "mamba_n_heads",
+             head_dim: str = "mamba_d_head") -> Keys:
+    """Return the width of a head, where that of all heads follows from a key."""
+    count, each = known[heads], known[head_dim]
     if each == "auto":
         each = width // count if count else 0
-    if isinstance(each, str) or each * count != width or width < 1:
-        raise refuse(expand, f"cannot be expressed: {heads} times {head_dim} is not so many times hidden_size")
+    if type(each) is not int or each * count != width or width < 1:
+        raise refuse(key, f"cannot be expressed: {heads} times {head_dim} is not the width that it gives")
     return {"state_head_dim": each}
 
 

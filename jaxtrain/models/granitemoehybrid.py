@@ -69,7 +69,7 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
     if known["layer_types"] is None:
         known = known | {"layer_types": [LINEAR] * known["num_hidden_layers"]}
     found = pattern(known, refuse, LETTERS) | state_space.steps(known, refuse)
-    found |= state_space.expanded(known, refuse, "mamba_expand", "mamba_n_heads", "mamba_d_head")
+    found |= state_space.expanded(known, refuse, "mamba_expand")
     found |= {"turning": True} | rotary("granitemoehybrid", known, refuse) if (
         known["position_embedding_type"] == "rope") else {"turning": False}
     return found | _experts_read(known, refuse)

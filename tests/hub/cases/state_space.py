@@ -10,6 +10,9 @@ _NEMOTRON = SIZES | {"head_dim": 6, "mamba_num_heads": 4, "mamba_head_dim": 6, "
                      "pad_token_id": 0}
 _MAMBA = SIZES | {"num_hidden_layers": 4, "mamba_n_heads": 4, "mamba_d_state": 6, "mamba_d_conv": 3,
                   "time_step_limit": [0.1, 1.0]}
+_FALCON = {"embedding_multiplier": 5.0, "lm_head_multiplier": 0.3, "key_multiplier": 0.4,
+           "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.25,
+           "ssm_out_multiplier": 0.7, "mlp_multipliers": [0.9, 0.6], "ssm_multipliers": [0.7, 1.5, 0.8, 1.2, 0.6]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what transformers is given)
     "mamba2": ("mamba2", _MAMBA2 | {"use_bias": True, "time_step_limit": [0.02, 1.0]}),
     "mamba2_plain": ("mamba2", _MAMBA2 | {"n_groups": 1, "use_conv_bias": False, "tie_word_embeddings": True,
@@ -31,4 +34,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
     "granitemoehybrid_dense": ("granitemoehybrid", _MAMBA | MULTIPLIED | {
         "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 12,
         "mamba_conv_bias": False, "position_embedding_type": "nope", "tie_word_embeddings": True, "pad_token_id": 0}),
+    "bamba": ("bamba", _MAMBA | {"head_dim": 8, "attn_layer_indices": [1, 3], "attention_bias": True,
+                                 "mlp_bias": True, "mamba_proj_bias": True, "pad_token_id": None}),
+    "falcon_h1": ("falcon_h1", _MAMBA | _FALCON | {
+        "num_hidden_layers": 2, "mamba_d_ssm": 24, "mamba_n_groups": 2, "mamba_rms_norm": True,
+        "mamba_norm_before_gate": True, "projectors_bias": True, "mlp_bias": True, "pad_token_id": None}),
+    "falcon_h1_gate": ("falcon_h1", _MAMBA | _FALCON | {
+        "num_hidden_layers": 2, "mamba_d_ssm": 24, "mamba_proj_bias": True, "attention_bias": True,
+        "pad_token_id": None}),
 }
