@@ -46,7 +46,7 @@ _OWN = (
     "exaone4", "gemma3",
     "mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "dots1", "deepseek_v3", "gpt_oss",
     "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear",
-    "mamba2", "nemotron_h", "granitemoehybrid", "bamba", "falcon_h1",
+    "mamba2", "nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "lfm2", "lfm2_moe",
     "events", "clips", "siglip", "clip", "vision_language", "picture_flow", "whisper")
 _PLACES = {name: f"jaxtrain.models.{name}:FAMILY" for name in _OWN} | {
     "events": "jaxtrain.models.event_sequences:FAMILY"}

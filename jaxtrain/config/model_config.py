@@ -27,6 +27,7 @@ class Experts:
     shared_gated: bool = False  # what they return is multiplied by the sigmoid of a logit of each token
     score: str = "softmax"  # or "sigmoid": the function that makes scores of the router's logits
     normalized: bool = True  # the weights of a token's experts sum to 1
+    sum_eps: float = 1e-20  # added to the sum by which they are divided for that
     scale: float = 1.0  # of these weights
     groups: int = 1
     groups_used: int = 1

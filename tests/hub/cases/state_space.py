@@ -13,6 +13,8 @@ _MAMBA = SIZES | {"num_hidden_layers": 4, "mamba_n_heads": 4, "mamba_d_state": 6
 _FALCON = {"embedding_multiplier": 5.0, "lm_head_multiplier": 0.3, "key_multiplier": 0.4,
            "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.25,
            "ssm_out_multiplier": 0.7, "mlp_multipliers": [0.9, 0.6], "ssm_multipliers": [0.7, 1.5, 0.8, 1.2, 0.6]}
+_LFM2 = {key: value for key, value in SIZES.items() if key != "rms_norm_eps"} | {
+    "num_hidden_layers": 4, "head_dim": 8, "conv_L_cache": 3, "pad_token_id": None}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what transformers is given)
     "mamba2": ("mamba2", _MAMBA2 | {"use_bias": True, "time_step_limit": [0.02, 1.0]}),
     "mamba2_plain": ("mamba2", _MAMBA2 | {"n_groups": 1, "use_conv_bias": False, "tie_word_embeddings": True,
@@ -42,4 +44,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
     "falcon_h1_gate": ("falcon_h1", _MAMBA | _FALCON | {
         "num_hidden_layers": 2, "mamba_d_ssm": 24, "mamba_proj_bias": True, "attention_bias": True,
         "pad_token_id": None}),
+    "lfm2": ("lfm2", _LFM2 | {"layer_types": ["conv", "full_attention"] * 2, "conv_bias": True,
+                              "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.5, "rope_theta": 100.0}),
+    "lfm2_moe": ("lfm2_moe", _LFM2 | {
+        "num_hidden_layers": 5, "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+        "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6,
+        "routed_scaling_factor": 1.5}),
 }
