@@ -135,8 +135,8 @@ class PartialRotaryConfig(RotaryConfig):
 
 
 @dataclass(frozen=True)
-class RoutedConfig(RotaryConfig):
-    """Rotary positions and routed experts."""
+class RoutedDecoderConfig(DecoderConfig):
+    """Routed experts, whatever positions are."""
 
     # mixture of experts: number of routed experts in a layer; 0: dense layers
     num_experts: int = at_most(0, 2**16, least=0)
@@ -162,6 +162,11 @@ class RoutedConfig(RotaryConfig):
 
     def _check_experts(self):
         experts = self.experts
-        if experts.per_token > (reach := experts.num // experts.groups * experts.groups_used):
+        if experts.num and experts.per_token > (reach := experts.num // experts.groups * experts.groups_used):
             raise UserError("model.experts_per_token", f"{self.experts_per_token} exceeds the {reach} experts that a "
                             "token may choose from", f"use {reach} or fewer")
+
+
+@dataclass(frozen=True)
+class RoutedConfig(RoutedDecoderConfig, RotaryConfig):
+    """Rotary positions and routed experts."""

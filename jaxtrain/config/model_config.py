@@ -13,7 +13,7 @@ from jaxtrain.errors import UserError, nearest
 class Experts:
     """The routed experts of a model and how tokens choose among them, whatever its family calls the keys.
 
-    The defaults are those of a model without any; where it has some, RoutedConfig and its families say what they mean.
+    The defaults are those of a model without any; where it has some, RoutedDecoderConfig and its families say what they mean.
     """
 
     num: int = 0  # in a layer; 0: all layers are dense
@@ -23,9 +23,11 @@ class Experts:
     every: int = 1  # after those, every N-th layer has experts
     shared: int = 0  # experts that process every token
     shared_mlp_dim: int = 0  # width of the MLP that they form; 0: `shared` times `mlp_dim`
+    latent_dim: int = 0  # width of what routed experts are given and return, between two matrices; 0: embed_dim
     shared_gated: bool = False  # what they return is multiplied by the sigmoid of a logit of each token
     score: str = "softmax"  # or "sigmoid": the function that makes scores of the router's logits
     normalized: bool = True  # the weights of a token's experts sum to 1
+    sum_eps: float = 1e-20  # added to the sum by which they are divided for that
     scale: float = 1.0  # of these weights
     groups: int = 1
     groups_used: int = 1

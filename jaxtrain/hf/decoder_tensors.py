@@ -11,6 +11,9 @@ from jaxtrain.config.layer_pattern import PatternConfig
 from jaxtrain.hf.hf_format import Entry, HFTensors
 
 REWARD_HEAD = "reward_head/kernel"
+# The embeddings, the last norm, and what has the layers.
+MODEL = "model.embed_tokens.weight", "model.norm.weight", "model.layers"
+BACKBONE = "backbone.embeddings.weight", "backbone.norm_f.weight", "backbone.layers"
 HEADS, OUT = "(hk)d->dhk", "d(hk)->hkd"
 ATTENTION = [*(Entry(f"attention/{name}/kernel", f"self_attn.{name}_proj.weight", HEADS) for name in "qkv"),
              Entry("attention/out/kernel", "self_attn.o_proj.weight", OUT)]
@@ -18,7 +21,6 @@ QKV_BIASES = [Entry(f"attention/{name}/bias", f"self_attn.{name}_proj.bias", "(h
 QK_NORMS = [Entry(f"attention/{name}_norm/scale", f"self_attn.{name}_norm.weight") for name in "qk"]
 NORMS = [Entry("attention_norm/scale", "input_layernorm.weight"),
          Entry("mlp_norm/scale", "post_attention_layernorm.weight")]
-LAST_NORM = [Entry("norm/scale", "model.norm.weight")]
 # Norms of all heads together.
 ALL_HEADS_QK_NORMS = [replace(entry, layout="(hk)->hk") for entry in QK_NORMS]
 # Norms after attention and the MLP only.
@@ -102,17 +104,22 @@ def latent_attention(c: Any, paired: int = 0) -> list[Entry]:
             Entry("attention/out/kernel", "self_attn.o_proj.weight", OUT)]
 
 
-def decoder(layer: Callable[..., list[Entry]], norm: Sequence[Entry] = LAST_NORM, **options: Any) -> HFTensors:
+def decoder(layer: Callable[..., list[Entry]], norm: Sequence[Entry] | None = None,
+            whole: tuple[str, str, str] = MODEL, **options: Any) -> HFTensors:
     """Return the tensors of a decoder of which `layer(config, whether it has experts)` returns those of one layer.
 
-    Where layers are of several kinds, the letter of the layer's kind is a third argument. `norm`: the entries of
-    the last norm.
+    Where layers are of several kinds, the letter of the layer's kind is a third argument. `norm`: the entries of the
+    last norm, where it has others than a scale. `whole`: the names of the embeddings, of the last norm, and of what
+    has the layers.
     """
+    embed, scale, layers = whole
+
     def entries(c: Any, reward_head: bool) -> list[Entry]:
-        found = [Entry("embed/table", "model.embed_tokens.weight", "vd->vd"), *norm, *head(c, reward_head)]
+        last = [Entry("norm/scale", scale)] if norm is None else norm
+        found = [Entry("embed/table", embed, "vd->vd"), *last, *head(c, reward_head)]
         for stack, numbers, routed in stacks(c):
             kind = (c.layer_kinds[numbers[0]],) if isinstance(c, PatternConfig) else ()
-            found += in_stack(stack, numbers, "model.layers", layer(c, routed, *kind))
+            found += in_stack(stack, numbers, layers, layer(c, routed, *kind))
         return found
 
     return HFTensors(entries, **options)

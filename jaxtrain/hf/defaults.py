@@ -25,6 +25,7 @@ _UNDECLARED = {
     "quantization_config": ["dict", "null"]}
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "null": "null",
           "list": "a list", "dict": "an object", "list of int": "a list of whole numbers",
+          "list of float": "a list of numbers",
           "list of str": "a list of text"}
 _SHOWN = 80  # characters of a value in a message
 _LARGEST_FLOAT = 10**15  # no number is larger; bases of rotary positions for long contexts exceed 2^31
@@ -100,4 +101,5 @@ _TESTS: dict[str, Callable[[Any], bool]] = {
     "str": lambda value: type(value) is str, "null": lambda value: value is None,
     "list": lambda value: type(value) is list, "dict": lambda value: type(value) is dict,
     "list of int": lambda value: type(value) is list and all(type(one) is int for one in value),
+    "list of float": lambda value: type(value) is list and all(type(one) in (int, float) for one in value),
     "list of str": lambda value: type(value) is list and all(type(one) is str for one in value)}

@@ -4,10 +4,12 @@ What changes numbers and cannot be expressed is refused by name. A key that conf
 Hugging Face's transformers gives it for the model type. Each family says what its types have (`HFConfig`).
 """
 
+import math
 import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.config import family
@@ -61,7 +63,7 @@ def model_section(folder: str | Path) -> Keys:
             fix = f"it has adapters: give that of their model, and --config.train.init_from={folder}"
         raise UserError("--config", f"there is no {path}", fix)
     try:
-        given = _text_of(given, path)
+        given = _text_of({key: _plain(value) for key, value in given.items()}, path)
         kind = given.get("model_type")
         if kind is None and isinstance(given.get("model"), dict):
             raise UserError("--config", f"{folder} is the workdir of a run, not a published folder",
@@ -77,6 +79,16 @@ def model_section(folder: str | Path) -> Keys:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{path}", f"a value does not have the form expected ({error})", "download it again") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of config.json, without the form that transformers gives to numbers that JSON lacks."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    known = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+    if isinstance(value, dict) and value.keys() == {"__float__"} and value["__float__"] in [*known]:
+        return known[value["__float__"]]
+    return value
 
 
 def _text_of(given: Keys, path: Path) -> Keys:

@@ -6,8 +6,8 @@ from jaxtrain.config.layer_pattern import repeated
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.hf.hf_format import Keys, Refuse
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-_OLDER_NAMES = {"attention": FULL}
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_OLDER_NAMES = {"attention": FULL, "mamba": LINEAR}
 
 
 def global_every(known: Keys, usual: int, refuse: Refuse) -> int:
@@ -87,7 +87,7 @@ def layer_types(every: int, layers: int) -> list[str]:
 
 def pattern(known: Keys, refuse: Refuse, letters: Mapping[str, str], key: str = "layer_types") -> Keys:
     """Return the pattern of a hybrid's layers; `letters`: of each kind, by its published name."""
-    listed = known[key]
+    listed = [_OLDER_NAMES.get(name, name) for name in known[key]]
     if {*listed} - letters.keys():
         raise refuse(key, f"cannot be expressed: it has other kinds of layers than {', '.join(letters)}")
     if len(listed) != known["num_hidden_layers"]:

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
-from jaxtrain.config.decoder_config import RoutedConfig
+from jaxtrain.config.decoder_config import RoutedDecoderConfig
 from jaxtrain.hub.sampling import Sampling, choose, penalized
 from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.models import lora
@@ -52,7 +52,7 @@ def programs(run: "Run") -> "Decoding":
     """Return the programs of a run."""
     # Without remat, which is for gradients, and without a capacity of experts: no token is dropped.
     c = run.config.model
-    c = replace(c, capacity_factor=0.0) if isinstance(c, RoutedConfig) else c
+    c = replace(c, capacity_factor=0.0) if isinstance(c, RoutedDecoderConfig) else c
     how = Compute(experts=ExpertOptions.of(run.config.train))
     model = Skeleton.of(nnx.eval_shape(
         lambda: make_model(c, how, run.config.lora, scalar_head=run.config.scalar_head,

@@ -54,6 +54,11 @@ def soft_capped(x: jax.Array, cap: float) -> jax.Array:
     return cap * jnp.tanh(x / cap) if cap else x
 
 
+def squared_relu(x: jax.Array) -> jax.Array:
+    """Return the square of ReLU (arXiv 2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
 @jax.custom_vjp
 def softmax(scores: jax.Array) -> jax.Array:
     """Return the softmax over the last axis."""

@@ -1,8 +1,9 @@
 """Granite: Llama's blocks with fixed multipliers of embeddings, scores, residual branches and logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.family import Family
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from jaxtrain.models.decoder import Compute, Decoder
+    from jaxtrain.models.rotary_decoder import Part
 
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
@@ -45,18 +47,25 @@ def granite(c: GraniteConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decod
     return multiplied(c, compute, mlp_bias=c.mlp_bias, rngs=rngs)
 
 
-def multiplied(c: MultipliedConfig, compute: "Compute", *, mlp_bias: bool = False, rngs: "nnx.Rngs") -> "Decoder":
-    """Build a decoder with Granite's multipliers."""
+def multiplied_attention(c: MultipliedConfig, compute: "Compute") -> "Part":
+    """Return what makes the attention of a layer, with its multiplier."""
+    from jaxtrain.models.rotary_decoder import grouped_query
+
+    return grouped_query(c, compute, qkv_bias=c.attention_bias, out_bias=c.attention_bias,
+                         score_factor=c.attention_multiplier * c.head_dim**0.5)
+
+
+def multiplied(c: MultipliedConfig, compute: "Compute", attention: "Part | Sequence[Part] | None" = None, *,
+               rngs: "nnx.Rngs", **how: Any) -> "Decoder":
+    """Build a decoder with Granite's multipliers; `attention`, `how`: what else `rotary_decoder` is told."""
     from jaxtrain.models.layers import MultipliedEmbed
     from jaxtrain.models.multiplied_block import MultipliedBlock
-    from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
+    from jaxtrain.models.rotary_decoder import rotary_decoder
 
-    attention = grouped_query(c, compute, qkv_bias=c.attention_bias, out_bias=c.attention_bias,
-                              score_factor=c.attention_multiplier * c.head_dim**0.5)
     model = rotary_decoder(
-        c, compute, attention, block=partial(MultipliedBlock, c.residual_multiplier),
-        embed=MultipliedEmbed(c.vocab_size, c.embed_dim, c.embedding_multiplier, rngs=rngs), mlp_bias=mlp_bias,
-        rngs=rngs)
+        c, compute, attention or multiplied_attention(c, compute),
+        block=partial(MultipliedBlock, c.residual_multiplier),
+        embed=MultipliedEmbed(c.vocab_size, c.embed_dim, c.embedding_multiplier, rngs=rngs), rngs=rngs, **how)
     model.logit_factor = 1 / c.logits_scaling
     return model
 

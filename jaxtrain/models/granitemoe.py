@@ -27,18 +27,22 @@ class GraniteMoeConfig(RoutedConfig, MultipliedConfig):
         return replace(super().experts, shared_mlp_dim=self.shared_mlp_dim)
 
 
-_EXPERTS = [Entry("mlp/router/kernel", "block_sparse_moe.router.layer.weight", "ed->de"),
-            *decoder_tensors.joined_experts("block_sparse_moe.input_linear.weight",
-                                            "block_sparse_moe.output_linear.weight")]
-_SHARED = [
-    *(Entry(f"mlp/shared/{name}/kernel", "shared_mlp.input_linear.weight", "(pf)d->df", (n, 2))
-      for n, name in enumerate(("gate", "up"))),
-    Entry("mlp/shared/down/kernel", "shared_mlp.output_linear.weight", "df->fd")]
+# The tensors have all experts; the gates are before the matrices beside them.
+EXPERTS = [Entry("mlp/router/kernel", "block_sparse_moe.router.layer.weight", "ed->de"),
+           *decoder_tensors.joined_experts("block_sparse_moe.input_linear.weight",
+                                           "block_sparse_moe.output_linear.weight")]
+
+
+def shared(ours: str = "mlp/shared") -> list[Entry]:
+    """Return the entries of the MLP of shared experts."""
+    return [*(Entry(f"{ours}/{name}/kernel", "shared_mlp.input_linear.weight", "(pf)d->df", (n, 2))
+              for n, name in enumerate(("gate", "up"))),
+            Entry(f"{ours}/down/kernel", "shared_mlp.output_linear.weight", "df->fd")]
 
 
 def _layer(c: GraniteMoeConfig, experts: bool) -> list[Entry]:
     return [*decoder_tensors.ATTENTION, *decoder_tensors.biases(c.attention_bias, c.attention_bias),
-            *decoder_tensors.NORMS, *_EXPERTS, *_SHARED * bool(c.shared_mlp_dim)]
+            *decoder_tensors.NORMS, *EXPERTS, *(shared() if c.shared_mlp_dim else [])]
 
 
 _KEYS = COMMON | {key: key for key in ("attention_bias", *MULTIPLIERS)} | {

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxtrain.base.annotations import PyTree
-from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, swiglu
+from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, squared_relu, swiglu
 from jaxtrain.models import training_noise
 from jaxtrain.models.attention.kv_cache import Aux, Cache
 from jaxtrain.models.rematerialization import Wrap
@@ -190,7 +190,7 @@ class SquaredReLU(nnx.Module):
         self.down = Linear("btf,fd->btd", (hidden, dim), ("mlp", "embed"), RESIDUAL, bias=bias, std=out_std, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(jnp.square(jax.nn.relu(self.up(x_BTD))))
+        return self.down(squared_relu(self.up(x_BTD)))
 
 
 class Embed(nnx.Module):

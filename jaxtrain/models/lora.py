@@ -175,7 +175,7 @@ def adapt(model: nnx.Module, c: LoraConfig, rngs: nnx.Rngs) -> None:
     nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear | MoE)}
     linears = {path: node for path, node in nodes.items() if isinstance(node, Linear)}
     experts = {f"{path}/{name}": (node, name) for path, node in nodes.items() if isinstance(node, MoE)
-               for name in MATRICES if c.experts}
+               for name in MATRICES if c.experts and getattr(node, name) is not None}
     for pattern in c.targets:
         if not any(_matches(path, pattern) for path in [*linears, *experts]):
             names = [name for name in PUBLISHED if any(_matches(path, name) for path in [*linears, *experts])]

@@ -42,7 +42,7 @@ def routed(c: DecoderConfig, compute: Compute, **how: Any) -> Part:
 
 
 def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequence[Part], *, mlp: Part | None = None,
-                   experts: Part | None = None,
+                   experts: Part | Sequence[Part] | None = None,
                    block: Callable[..., nnx.Module] | Sequence[Callable[..., nnx.Module]] = Block,
                    norm: Callable[..., nnx.Module] = RMSNorm, embed: Embed | None = None, rotary: Any = None,
                    mlp_bias: bool = False, rngs: nnx.Rngs) -> Decoder:
@@ -51,7 +51,7 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
     Args:
         attention: makes the attention of a layer, or what has its place; a sequence: of each layer.
         mlp: in place of `SwiGLU`.
-        experts: in place of `MoE` without options.
+        experts: in place of `MoE` without options; a sequence: of each layer.
         block: makes a layer of what makes a norm, attention, and an MLP or experts; a sequence: for each layer.
         norm: makes the norms of layers and the last one, of a width and an epsilon.
         embed: in place of plain embeddings.
@@ -62,10 +62,11 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
     mlp = mlp or (lambda out_std, rngs: SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, bias=mlp_bias, rngs=rngs))
     experts, norm = experts or routed(c, compute), partial(norm, c.embed_dim, c.norm_eps)
 
-    def layer(number: int, feed_forward: Part) -> Callable[[nnx.Rngs], nnx.Module]:
-        attend, together = (each[number] if isinstance(each, Sequence) else each for each in (attention, block))
+    def layer(number: int, feed_forward: Part | Sequence[Part]) -> Callable[[nnx.Rngs], nnx.Module]:
+        attend, fed, together = (each[number] if isinstance(each, Sequence) else each
+                                 for each in (attention, feed_forward, block))
         return lambda rngs: together(partial(norm, rngs=rngs), partial(attend, out_std=out_std, rngs=rngs),
-                                     partial(feed_forward, out_std=out_std, rngs=rngs))
+                                     partial(fed, out_std=out_std, rngs=rngs))
 
     if rotary is None and isinstance(c, RotaryConfig) and c.rotary_width:
         rotary = Rotary(*scaled_frequencies(c, c.rotary_width))

@@ -42,7 +42,7 @@ from jaxtrain.sharding import activations, axis_rules, mesh_context, products
 from jaxtrain.sharding.products import Factor, Rounded
 from jaxtrain.train_step import precision
 
-Activation = Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up
+Activation = Callable[..., jax.Array]  # of gate and up, or of up alone
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +69,7 @@ def check(model: ModelConfig, train: TrainConfig, mesh: axis_rules.AnyMesh, rule
     with mesh_context.use(mesh, rules, platform):
         if model.experts.num:
             width = model.experts.mlp_dim // axis_rules.shards(rules["act_expert_mlp"], mesh)
-            choose_backend(train.grouped_matmul, dtype, 0, model.embed_dim, width)
+            choose_backend(train.grouped_matmul, dtype, 0, model.experts.latent_dim or model.embed_dim, width)
 
 
 def masks(model: ModelConfig, train: TrainConfig, mesh: Mapping[str, int], platform: str) -> bool:
@@ -83,20 +83,20 @@ def masks(model: ModelConfig, train: TrainConfig, mesh: Mapping[str, int], platf
     asked = "xla" if train.grouped_matmul == "xla" else "auto"
     width = model.experts.mlp_dim // mesh.get("tensor", 1)
     with mesh_context.use(jax.sharding.AbstractMesh((), ()), axis_rules.rules(), platform):
-        return choose_backend(asked, dtype, 0, model.embed_dim, width) == "xla"
+        return choose_backend(asked, dtype, 0, model.experts.latent_dim or model.embed_dim, width) == "xla"
 
 
 def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, kept_NK: jax.Array,
-                    gate_LDF: Weight, up_LDF: Weight, down_LFD: Weight, biases: tuple[jax.Array, ...] = (), *,
+                    gate_LDF: Weight | None, up_LDF: Weight, down_LFD: Weight, biases: tuple[jax.Array, ...] = (), *,
                     axis: tuple[str, ...] = (), options: ExpertOptions = DEFAULT, limit: int | None = None,
                     activation: Activation = swiglu, weighted_inputs: bool = False) -> jax.Array:
     """Return the weighted sum of each token's experts; `limit` caps the rows that a device receives from one other.
 
-    `biases` are those [L, F] of the gate and of up, if there are any. With `weighted_inputs`, weights multiply what
-    experts are given, and their results are only added. With weights in 8 bits all products are in fp8
-    (sharding/products.py), and tokens are sent so.
+    `biases` are those [L, F] of the gate and of up, if there are any. Without a gate, `activation` is of up alone. With
+    `weighted_inputs`, weights multiply what experts are given, and their results are only added. With weights in 8 bits
+    all products are in fp8 (sharding/products.py), and tokens are sent so.
     """
-    n, held = (lax.axis_size(axis) if axis else 1), len(jax.tree.leaves(gate_LDF)[0])
+    n, held = (lax.axis_size(axis) if axis else 1), len(jax.tree.leaves(up_LDF)[0])
     tokens, choices = experts_NK.shape
     worst, even = n * min(tokens * min(choices, held), limit or tokens * choices), tokens * choices
     way = choose_exchange(options.exchange, n, choices)
@@ -170,8 +170,8 @@ class _Passes:
         return lax.dynamic_slice_in_dim(sizes_PE, lax.axis_index(self.axis) * self.held, self.held, 1)
 
     def forward(self, number: jax.Array | int, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
-                gate_LDF: Weight, up_LDF: Weight, down_LFD: Weight,
-                biases: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+                gate_LDF: Weight | None, up_LDF: Weight, down_LFD: Weight,
+                biases: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Return each token's sum over those of its experts that compute in this pass, and what SwiGLU reads."""
         at = self._route(number, routes)
         both_RF = self._both(at, self._given(at, at.enter(x_ND), weights_NK), gate_LDF, up_LDF, biases)
@@ -180,8 +180,8 @@ class _Passes:
         return at.leave(self.product(act_RF, down_LFD, at.sizes)), both_RF
 
     def backward(self, number: jax.Array | int, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
-                 gate_LDF: Weight, up_LDF: Weight, down_LFD: Weight, biases: tuple[jax.Array, ...],
-                 dy_ND: Factor, both_RF: tuple[jax.Array, jax.Array] | None = None) -> tuple[PyTree, ...]:
+                 gate_LDF: Weight | None, up_LDF: Weight, down_LFD: Weight, biases: tuple[jax.Array, ...],
+                 dy_ND: Factor, both_RF: tuple[jax.Array, ...] | None = None) -> tuple[PyTree, ...]:
         """Return the gradients of all arrays by `forward`, which is not computed again if it left `both_RF`."""
         at = self._route(number, routes)
         token_RD = at.enter(x_ND)
@@ -189,11 +189,13 @@ class _Passes:
         both_RF = both_RF or self._both(at, x_RD, gate_LDF, up_LDF, biases)
         act_RF, back = jax.vjp(self._weighted, *both_RF, at.weights(weights_NK))
         dact_RF, ddown_LFD = self.gradients(act_RF, down_LFD, at.sizes, at.enter(dy_ND))
-        dgate_RF, dup_RF, dweights_R = back(dact_RF)
-        dx_RD, dgate_LDF = self.gradients(x_RD, gate_LDF, at.sizes, dgate_RF)
-        more_RD, dup_LDF = self.gradients(x_RD, up_LDF, at.sizes, dup_RF)
-        dbiases = tuple(at.by_expert(d_RF).astype(b.dtype) for d_RF, b in zip((dgate_RF, dup_RF), biases, strict=False))
-        dx_RD = dx_RD + more_RD
+        *dboth_RF, dweights_R = back(dact_RF)
+        dgate_LDF, dx_RD = None, None
+        if gate_LDF is not None:
+            dx_RD, dgate_LDF = self.gradients(x_RD, gate_LDF, at.sizes, dboth_RF[0])
+        more_RD, dup_LDF = self.gradients(x_RD, up_LDF, at.sizes, dboth_RF[-1])
+        dbiases = tuple(at.by_expert(d_RF).astype(b.dtype) for d_RF, b in zip(dboth_RF, biases, strict=False))
+        dx_RD = more_RD if dx_RD is None else dx_RD + more_RD
         if self.weighted_inputs:
             dx_RD, dweights_R = jax.vjp(_times, products.plain(token_RD), at.weights(weights_NK))[1](dx_RD)
         dx_ND = products.gradient_of(x_ND, at.leave(dx_RD))
@@ -235,23 +237,24 @@ class _Passes:
         more = -weight.down.shape[-1] % DIMENSION if mesh_context.platform() == "gpu" else 0
         return jnp.pad(weight.down, ((0, 0), (0, 0), (0, more))), jnp.pad(weight.up, ((0, 0), (0, more), (0, 0)))
 
-    def _both(self, at: "_Route", x_RD: Factor, gate_LDF: Weight, up_LDF: Weight,
-              biases: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        """Return the gate and up of each row, with their biases."""
-        gate_RF, up_RF = (self.product(x_RD, w_LDF, at.sizes) for w_LDF in (gate_LDF, up_LDF))
+    def _both(self, at: "_Route", x_RD: Factor, gate_LDF: Weight | None, up_LDF: Weight,
+              biases: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Return the gate, if there is one, and up of each row, with their biases."""
+        both_RF = [self.product(x_RD, w_LDF, at.sizes) for w_LDF in (gate_LDF, up_LDF) if w_LDF is not None]
         if biases:
-            gate_RF, up_RF = (activations.with_bias(a_RF, at.of_expert(bias_LF)) for a_RF, bias_LF in zip(
-                (gate_RF, up_RF), biases, strict=True))
-        return gate_RF, up_RF
+            both_RF = [activations.with_bias(a_RF, at.of_expert(bias_LF)) for a_RF, bias_LF in zip(
+                both_RF, biases, strict=True)]
+        return tuple(both_RF)
 
     def _given(self, at: "_Route", x_RD: Factor, weights_NK: jax.Array) -> Factor:
         """Return what experts are given of the tokens of rows."""
         return _times(products.plain(x_RD), at.weights(weights_NK)) if self.weighted_inputs else x_RD
 
-    def _weighted(self, gate_RF: jax.Array, up_RF: jax.Array, weights_R: jax.Array) -> jax.Array:
-        if self.weighted_inputs:
-            return self.activation(gate_RF, up_RF)
-        return (self.activation(gate_RF, up_RF) * weights_R[:, None]).astype(up_RF.dtype)
+    def _weighted(self, *both_RF: jax.Array) -> jax.Array:
+        """Return the activation of the gate and up, times the weight of each row, which comes last."""
+        *both_RF, weights_R = both_RF
+        y_RF = self.activation(*both_RF)
+        return y_RF if self.weighted_inputs else (y_RF * weights_R[:, None]).astype(both_RF[-1].dtype)
 
     def _route(self, number: jax.Array | int, routes: dict[str, jax.Array]) -> "_Route":
         """Return the route of a pass."""

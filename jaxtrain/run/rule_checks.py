@@ -42,7 +42,7 @@ def agree(config: Config, rules: Rules) -> None:
     if config.model.experts.num and not set(rules["experts"]) <= set(rules.batch):
         raise UserError("mesh.overrides.batch", f"it leaves out {'+'.join(rules['experts'])}, and devices that hold "
                         "different experts need examples of their own", "add it, or set mesh.overrides.experts=none")
-    for weight in ("vocab", "mlp", "heads", "kv_heads", "expert_mlp"):
+    for weight in ("vocab", "mlp", "heads", "kv_heads", "expert_mlp", "state_groups"):
         if split(weight) != split(f"act_{weight}"):
             raise UserError(f"mesh.overrides.{weight}", f"it maps onto {'+'.join(split(weight)) or 'none'} and "
                             f"act_{weight} onto {'+'.join(split(f'act_{weight}')) or 'none'}",

@@ -44,6 +44,7 @@ PARAMETER_NAMES = {
     "every_expert": "model.num_experts",  # of a bias that is whole on the devices that share experts
     "ahead": "model.embed_dim",  # as an output that is not sharded
     "lora": "lora.rank",
+    "state_groups": "model.state_groups",  # of heads that share B and C of a state space model; few, so whole
 }
 
 
@@ -51,7 +52,7 @@ ACTIVATION_NAMES = {
     "batch": "data.global_batch_size", "seq": "data.seq_len", "block_seq": "data.seq_len",
     "act_embed": "model.embed_dim", "act_mlp": "model.mlp_dim", "act_heads": "model.num_heads",
     "act_kv_heads": "model.num_kv_heads", "act_head_dim": "model.head_dim", "act_vocab": "model.vocab_size",
-    "act_expert_mlp": "model.expert_mlp_dim",
+    "act_expert_mlp": "model.expert_mlp_dim", "act_state_groups": "model.state_groups",
 }
 
 

@@ -46,10 +46,11 @@ PART = 2**28  # bytes of a shard that a host holds at once, while they are on th
 
 # Not parameters of a language model: buffers that old versions saved, and other parts of a multimodal model.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
-                      r"|^(model\.)?(vision_tower|multi_modal_projector)\.|^model\.(vision_model|mtp)\.")
+                      r"|^(model\.)?(vision_tower|multi_modal_projector)\.|^model\.(vision_model|mtp)\.|^backbone\.mtp\.")
 
 
-_TABLES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight")
+_TABLES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight",
+           "backbone.embeddings.weight")
 
 
 def load(folder: str | Path, model: ModelConfig, abstract: Params) -> Params:

@@ -6,6 +6,8 @@ over `tensor` too, each device computes a part of their width, and the parts are
 Shape suffixes: B batch, T sequence, D embedding, E experts, F expert width, N tokens.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from jaxtrain.kernels.functions import swiglu
 from jaxtrain.models.attention.kv_cache import Aux
 from jaxtrain.models.experts.gated_swiglu import GatedSwiGLU
 from jaxtrain.models.experts.router import Routing, capacity, route
-from jaxtrain.models.layers import INSIDE, RESIDUAL, SwiGLU, param
+from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, SwiGLU, param
 from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
 from jaxtrain.parallel.experts import Activation, through_experts
 from jaxtrain.parallel.rows import Row
@@ -47,24 +49,39 @@ class Router(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Routed SwiGLU experts, or those of another activation, and shared ones. `biased`: the routed ones have biases."""
+    """Routed SwiGLU experts, or those of another activation, and shared ones."""
 
     adapter: Any = None  # models/lora.py gives the experts some
     routes = True  # a block that has it returns its penalty and sums, too
 
     def __init__(self, config: ModelConfig, *, out_std: float, options: ExpertOptions = DEFAULT,
-                 biased: bool = False, activation: Activation = swiglu, rngs: nnx.Rngs):
+                 biased: bool = False, shared_bias: bool = False, activation: Activation = swiglu, gated: bool = True,
+                 shared: Callable[..., nnx.Module] = SwiGLU, rngs: nnx.Rngs):
+        """Make the parameters.
+
+        Args:
+            biased: whether the router and routed experts have biases.
+            shared_bias: whether the shared ones and those of the latent do.
+            activation: of the gate and up of routed experts.
+            gated: whether these have a gate; without, the activation is of up alone.
+            shared: makes the MLP of shared experts.
+        """
         c = config.experts
-        E, D, F = c.num, config.embed_dim, c.mlp_dim
+        E, D, F = c.num, c.latent_dim or config.embed_dim, c.mlp_dim
         self.experts, self.options, self.activation = c, options, activation
-        self.router = Router(c, D, biased=biased, rngs=rngs)
-        self.gate, self.up = (param(rngs, (E, D, F), WIDEN) for _ in range(2))
+        self.router = Router(c, config.embed_dim, biased=biased, rngs=rngs)
+        self.gate, self.up = (param(rngs, (E, D, F), WIDEN) if gated or up else None for up in range(2))
         self.down = param(rngs, (E, F, D), NARROW, out_std)
         self.gate_bias, self.up_bias, self.down_bias = (
             param(rngs, (E, width), names, std=0) if biased else None
             for width, names in ((F, WIDE_BIAS), (F, WIDE_BIAS), (D, NARROW_BIAS)))
-        shared = GatedSwiGLU if c.shared_gated else SwiGLU
-        self.shared = shared(D, c.shared_width, out_std=out_std, rngs=rngs) if c.shared_width else None
+        shared = GatedSwiGLU if c.shared_gated else partial(shared, bias=shared_bias)
+        self.shared = shared(config.embed_dim, c.shared_width, out_std=out_std, rngs=rngs) if c.shared_width else None
+        self.into_latent, self.out_of_latent = (
+            Linear(equation, shape, names, RESIDUAL, bias=shared_bias, std=std, rngs=rngs) if c.latent_dim else None
+            for equation, shape, names, std in (
+                ("btd,dl->btl", (config.embed_dim, D), ("embed", "latent"), 0.02),
+                ("btl,ld->btd", (D, config.embed_dim), ("latent", "embed"), out_std)))
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Apply the layer in the layout between blocks; also return each row's penalty [B] and sums [B, parts, ...]."""
@@ -83,16 +100,21 @@ class MoE(nnx.Module):
                     weight[...], lambda w, axes=axes: activations.gather(w, *axes))
             else:
                 weights[name] = activations.gather(weight[...], *axes)
+        latent = () if self.into_latent is None else (self.into_latent(x_BTD),)
         if activations.activation_spec() is None:
-            return self._local(x_BTD, real_BT, weights, scales)
+            return self._returned(*self._local(x_BTD, real_BT, weights, scales, *latent))
         real_BT = activations.constrain(real_BT, "batch", "seq")
         between, (batch, seq) = activations.activation_spec(*RESIDUAL), map(activations.split_by, ("batch", "seq"))
         sums = dict.fromkeys(("tokens", "kept", "entropy", "balance"), P(batch, seq)) | {"load": P(batch, seq, None)}
-        return activations.manual_region(
+        return self._returned(*activations.manual_region(
             self._local,
             in_specs=(between, P(batch, seq), {name: activations.gathered_spec(*named[name][1]) for name in named},
-                      dict.fromkeys(scales, P())),
-            out_specs=(between, {"penalty": P(batch)} | sums))(x_BTD, real_BT, weights, scales)
+                      dict.fromkeys(scales, P()), *[between] * len(latent)),
+            out_specs=(between, {"penalty": P(batch)} | sums))(x_BTD, real_BT, weights, scales, *latent))
+
+    def _returned(self, y_BTD: jax.Array, aux: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return what experts returned, out of the latent if there is one."""
+        return (y_BTD if self.out_of_latent is None else self.out_of_latent(y_BTD)), aux
 
     def _weights(self) -> dict[str, Any]:
         """Return the parameters that there are, with their logical names."""
@@ -104,21 +126,25 @@ class MoE(nnx.Module):
         found = {name: one for name, one in found.items() if one[0] is not None}
         return found if self.adapter is None else found | self.adapter.weights()
 
-    def _local(self, x_BTD, real_BT, w, scales) -> tuple[jax.Array, Aux]:
-        """Process one device's tokens: split over `tensor` on entry and exit, gathered over it in between."""
+    def _local(self, x_BTD, real_BT, w, scales, *latent) -> tuple[jax.Array, Aux]:
+        """Process one device's tokens: split over `tensor` on entry and exit, gathered over it in between.
+
+        `latent`: what experts are given in place of what the router reads.
+        """
         c = self.experts
         tensor, row = activations.axes_over("act_expert_mlp"), Row(activations.axes_over("seq"))
         split = tensor if x_BTD.shape[1] < real_BT.shape[1] else ()  # between blocks
-        x_BTD = lax.all_gather(x_BTD, split, axis=1, tiled=True) if split else x_BTD
-        B, T, D = x_BTD.shape
+        x_BTD, *latent = (lax.all_gather(x, split, axis=1, tiled=True) if split else x for x in (x_BTD, *latent))
         routing = route(c, x_BTD, real_BT, w["kernel"], w.get("bias"), row, w.get("logit_bias"))
+        x_BTD = latent[0] if latent else x_BTD
+        B, T, D = x_BTD.shape
         x_ND, experts_NK, weights_NK, kept_NK = (a.reshape(B * T, -1) for a in (
             x_BTD, routing.experts_BTK, routing.weights_BTK, routing.kept_BTK))
-        most = min(T, capacity(c, row.length(T))) * B * len(w["gate"])
+        most = min(T, capacity(c, row.length(T))) * B * len(w["up"])
         biases = (w["gate_bias"], w["up_bias"]) if "gate_bias" in w else ()
         w = w | {name: products.Rounded(w[name], scale, w[name].dtype) for name, scale in scales.items()}
         w |= {} if self.adapter is None else self.adapter.adapted(w)
-        y_ND = through_experts(x_ND, experts_NK, weights_NK, kept_NK, w["gate"], w["up"], w["down"], biases,
+        y_ND = through_experts(x_ND, experts_NK, weights_NK, kept_NK, w.get("gate"), w["up"], w["down"], biases,
                                axis=activations.axes_over("experts"), options=self.options,
                                limit=most if c.capacity_factor else None, activation=self.activation,
                                weighted_inputs=c.weighted_inputs)

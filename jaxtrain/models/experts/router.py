@@ -40,7 +40,7 @@ def route(c: Experts, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array
     experts_BTK = choose(c, lax.stop_gradient(scores_BTE) + (0 if bias_E is None else lax.stop_gradient(bias_E)))
     weights_BTK = jnp.take_along_axis(scores_BTE, experts_BTK, -1)
     if c.normalized:
-        weights_BTK /= weights_BTK.sum(-1, keepdims=True) + 1e-20
+        weights_BTK /= weights_BTK.sum(-1, keepdims=True) + c.sum_eps
     weights_BTK *= c.scale
 
     hits_BTE = ((experts_BTK[..., None] == jnp.arange(c.num)).any(-2) & real_BT[..., None]).astype(F32)

@@ -17,7 +17,7 @@ from jaxtrain.kernels.attention import HEADS, KV_HEADS
 from jaxtrain.models.attention.kv_cache import CACHE, STATE, Aux, Cache
 from jaxtrain.models.layers import RESIDUAL, Linear, RMSNorm, param
 from jaxtrain.models.recurrent.gated_delta import gated_delta_rule, gated_delta_step
-from jaxtrain.models.recurrent.short_convolution import short_convolution, short_convolution_step
+from jaxtrain.models.recurrent.short_convolution import convolved
 from jaxtrain.sharding import activations
 
 F32 = jnp.float32
@@ -28,19 +28,19 @@ HEAD = ("batch", "seq", "act_heads")
 class ShortConvolution(nnx.Module):
     """A short causal convolution of each channel of heads, and its activation."""
 
-    def __init__(self, heads: int, head_dim: int, width: int, *, axis: str = "heads", rngs: nnx.Rngs):
-        """`axis`: "heads" or "kv_heads"."""
+    def __init__(self, heads: int, head_dim: int, width: int, *, axis: str = "heads", bias: bool = False,
+                 rngs: nnx.Rngs):
+        """`axis`: "heads", "kv_heads" or "state_groups"."""
         self.axes, self.channels = (None, axis, "head_dim"), (f"act_{axis}", None)
         self.kernel = param(rngs, (width, heads, head_dim), self.axes, std=width**-0.5)
+        self.bias = param(rngs, (heads, head_dim), self.axes[1:], std=0) if bias else None
 
     def __call__(self, x_BTHK: jax.Array, segments_BT: jax.Array | None,
                  state: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Return the result for a row, or with a state for one token after it, and the next state."""
         kernel = activations.gather(self.kernel[...], *self.axes)
-        if state is None:
-            y_BTHK, last = short_convolution(x_BTHK, kernel, None, segments_BT, channels=self.channels)
-        else:
-            y_BTHK, last = short_convolution_step(x_BTHK, kernel, None, state)
+        bias = None if self.bias is None else activations.gather(self.bias[...], *self.axes[1:])
+        y_BTHK, last = convolved(x_BTHK, kernel, bias, segments_BT, state, channels=self.channels)
         return jax.nn.silu(y_BTHK), last
 
 
@@ -59,10 +59,17 @@ class Decay(nnx.Module):
     def _numbers(self, values: np.ndarray) -> nnx.Param:
         return nnx.Param(jnp.asarray(values, F32), axes=self.axes[:values.ndim], compute_dtype="float32", update="")
 
-    def __call__(self, x_BTH: jax.Array) -> jax.Array:
+    def rates(self) -> jax.Array:
+        """Return the logarithm of the decay of each head's state in a step of 1."""
         rate_H = activations.gather(self.rate[...], "heads").astype(F32)
-        bias = activations.gather(self.bias[...], *self.axes).astype(F32)
-        return -jnp.exp(rate_H).reshape(-1, *(1,) * (bias.ndim - 1)) * jax.nn.softplus(x_BTH.astype(F32) + bias)
+        return -jnp.exp(rate_H).reshape(-1, *(1,) * (len(self.axes) - 1))
+
+    def steps(self, x_BTH: jax.Array) -> jax.Array:
+        """Return the length of each token's step."""
+        return jax.nn.softplus(x_BTH.astype(F32) + activations.gather(self.bias[...], *self.axes).astype(F32))
+
+    def __call__(self, x_BTH: jax.Array) -> jax.Array:
+        return self.rates() * self.steps(x_BTH)
 
 
 class GatedDeltaNet(nnx.Module):

@@ -63,3 +63,11 @@ def short_convolution_step(x_B1: jax.Array, kernel_W: jax.Array, bias: jax.Array
     y = (long.astype(F32) * kernel_W.astype(F32)).sum(1, keepdims=True)
     y = y if bias is None else y + bias.astype(F32)
     return y.astype(x_B1.dtype), long[:, 1:]
+
+
+def convolved(x_BT: jax.Array, kernel_W: jax.Array, bias: jax.Array | None, segments_BT: jax.Array | None,
+              state_BW: jax.Array | None, *, channels: Names) -> tuple[jax.Array, jax.Array]:
+    """Return the convolution of a row, or with a state that of one token after it, and the next state."""
+    if state_BW is None:
+        return short_convolution(x_BT, kernel_W, bias, segments_BT, channels=channels)
+    return short_convolution_step(x_BT, kernel_W, bias, state_BW)

@@ -5,7 +5,7 @@ from typing import Any
 from tests.hub.cases.sizes import SIZES
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what transformers is given)
-    "gpt2": ("gpt2", {"vocab_size": 24, "n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": 16}),
+    "gpt2": ("gpt2", {"vocab_size": 24, "n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": 40}),
     "llama": ("llama", SIZES), "llama_head_dim": ("llama", SIZES | {"head_dim": 6, "tie_word_embeddings": True}),
     "llama_llama3": ("llama", SIZES | {"rope_scaling": {
         "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
