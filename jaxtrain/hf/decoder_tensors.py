@@ -104,8 +104,8 @@ def latent_attention(c: Any, paired: int = 0) -> list[Entry]:
             Entry("attention/out/kernel", "self_attn.o_proj.weight", OUT)]
 
 
-def decoder(layer: Callable[..., list[Entry]], norm: Sequence[Entry] | None = None,
-            whole: tuple[str, str, str] = MODEL, **options: Any) -> HFTensors:
+def decoder(layer: Callable[..., list[Entry]], whole: tuple[str, str, str] = MODEL,
+            norm: Sequence[Entry] | None = None, **options: Any) -> HFTensors:
     """Return the tensors of a decoder of which `layer(config, whether it has experts)` returns those of one layer.
 
     Where layers are of several kinds, the letter of the layer's kind is a third argument. `norm`: the entries of the

@@ -63,7 +63,8 @@ def layer(c: StateSpaceConfig, at: str, *, norm: bool = True, out_bias: bool | N
     found += _rows(convolved, f"{at}.conv1d", "bias", "bias", "(hk)->hk", "", "_conv") * c.conv_bias
     out_bias = c.state_bias if out_bias is None else out_bias
     return [*found, Entry("attention/decay/rate", f"{at}.A_log"), Entry("attention/decay/bias", f"{at}.dt_bias"),
-            Entry("attention/skip", f"{at}.D"), *[Entry("attention/norm/scale", f"{at}.norm.weight", "(hk)->hk")] * norm,
+            Entry("attention/skip", f"{at}.D"),
+            *[Entry("attention/norm/scale", f"{at}.norm.weight", "(hk)->hk")] * norm,
             Entry("attention/out/kernel", f"{at}.out_proj.weight", OUT),
             *[Entry("attention/out/bias", f"{at}.out_proj.bias")] * out_bias]
 

@@ -23,7 +23,11 @@ class Mamba2Config(StateSpaceConfig):
     name: str = "mamba2"
     max_seq_len: int = 2**20  # no published file has one, and nothing depends on it
     widths: ClassVar = {}  # no `mup_base`
-    windows: ClassVar = {}
+
+    @property
+    def windows(self) -> dict[int, int]:
+        """Nothing: no layer has attention."""
+        return {}
 
     def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:
         """Return none."""

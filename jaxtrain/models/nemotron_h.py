@@ -103,7 +103,7 @@ def _layers(known: Keys, refuse: Refuse) -> Keys:
 
 def _read(known: Keys, refuse: Refuse) -> Keys:
     known = _layers(known, refuse)
-    found = {"num_layers": known["num_hidden_layers"], "least_step": float(known["time_step_min"])}
+    found: Keys = {"num_layers": known["num_hidden_layers"], "least_step": float(known["time_step_min"])}
     found |= pattern(known, refuse, LETTERS, "layers_block_type")
     for key, ours in OLDER_KEYS.items():
         if key in known:

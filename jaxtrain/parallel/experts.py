@@ -252,9 +252,9 @@ class _Passes:
 
     def _weighted(self, *both_RF: jax.Array) -> jax.Array:
         """Return the activation of the gate and up, times the weight of each row, which comes last."""
-        *both_RF, weights_R = both_RF
-        y_RF = self.activation(*both_RF)
-        return y_RF if self.weighted_inputs else (y_RF * weights_R[:, None]).astype(both_RF[-1].dtype)
+        *made_RF, weights_R = both_RF
+        y_RF = self.activation(*made_RF)
+        return y_RF if self.weighted_inputs else (y_RF * weights_R[:, None]).astype(made_RF[-1].dtype)
 
     def _route(self, number: jax.Array | int, routes: dict[str, jax.Array]) -> "_Route":
         """Return the route of a pass."""

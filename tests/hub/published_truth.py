@@ -93,7 +93,7 @@ def in_float64() -> Iterator[None]:
 
 def computed(folder: Path, scratch: Path) -> dict[str, Any]:
     """Logits of the tokens, and the gradient of the mean cross-entropy of each next one."""
-    model, tokens = torch_model(folder), torch.tensor(published.TOKENS, dtype=torch.long)
+    model, tokens = torch_model(folder).double(), torch.tensor(published.TOKENS, dtype=torch.long)
     with in_float64():
         logits = model(tokens).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]),
