@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxtrain.config.layer_pattern import PatternConfig
+from jaxtrain.config.hybrids.layer_pattern import PatternConfig
 from jaxtrain.hf.hf_format import Entry, HFTensors
 
 REWARD_HEAD = "reward_head/kernel"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from jaxtrain.config.layer_pattern import repeated
+from jaxtrain.config.hybrids.layer_pattern import repeated
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.hf.hf_format import Keys, Refuse
 

@@ -30,7 +30,8 @@ class AfmoeConfig(SparseConfig):
     window: int = number(1024, above=0)  # sliding window of the local layers, in tokens
     global_every: int = number(4, above=0)  # every N-th layer is global: it uses full attention, without positions
     # whether embeddings are multiplied by the square root of their width
-    scaled_embeddings: bool = False  # pyrefly: ignore[bad-override]
+    # pyrefly: ignore[bad-override]
+    scaled_embeddings: bool = False  # whether embeddings are multiplied by the square root of their width
 
     @property
     def global_layers(self) -> int:
@@ -42,7 +43,7 @@ def afmoe(c: AfmoeConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build a Trinity decoder."""
     import numpy as np
 
-    from jaxtrain.models.attention.local_or_global import BothRotaries, LocalOrGlobalAttention
+    from jaxtrain.models.attention.by_layer.local_or_global import BothRotaries, LocalOrGlobalAttention
     from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
     from jaxtrain.models.layers import RMSNorm
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder

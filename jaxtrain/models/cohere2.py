@@ -37,7 +37,7 @@ def cohere2(c: Cohere2Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decod
     """Build a Command A decoder."""
     import numpy as np
 
-    from jaxtrain.models.attention.local_or_global import BothRotaries, LocalOrGlobalAttention
+    from jaxtrain.models.attention.by_layer.local_or_global import BothRotaries, LocalOrGlobalAttention
     from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
     from jaxtrain.models.rotary_decoder import grouped_query
 

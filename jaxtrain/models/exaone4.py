@@ -41,7 +41,7 @@ def exaone4(c: Exaone4Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decod
     """Build an EXAONE 4 decoder."""
     import numpy as np
 
-    from jaxtrain.models.attention.local_or_global import BothRotaries, LocalOrGlobalAttention
+    from jaxtrain.models.attention.by_layer.local_or_global import BothRotaries, LocalOrGlobalAttention
     from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
     from jaxtrain.models.attention.self_attention import Attention
     from jaxtrain.models.layers import RMSNorm

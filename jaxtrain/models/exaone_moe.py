@@ -39,7 +39,7 @@ def exaone_moe(c: ExaoneMoeConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "
     """Build a K-EXAONE decoder."""
     import numpy as np
 
-    from jaxtrain.models.attention.local_or_global import BothRotaries, LocalOrGlobalAttention
+    from jaxtrain.models.attention.by_layer.local_or_global import BothRotaries, LocalOrGlobalAttention
     from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
     from jaxtrain.models.layers import RMSNorm
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder

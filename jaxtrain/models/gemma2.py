@@ -48,7 +48,7 @@ class Gemma2Config(RotaryConfig):
 
 def gemma2(c: Gemma2Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build a Gemma 2 decoder."""
-    from jaxtrain.models.attention.local_or_global import BothRotaries, LocalOrGlobalAttention
+    from jaxtrain.models.attention.by_layer.local_or_global import BothRotaries, LocalOrGlobalAttention
     from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
     from jaxtrain.models.sandwich_layers import GeGLU, SandwichBlock, ShiftedRMSNorm, scaled_embed

@@ -59,7 +59,7 @@ def check_query_scale(c: DecoderConfig, query_scale: int) -> None:
 
 def gemma3(c: Gemma3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Return a decoder in the style of Gemma 3."""
-    from jaxtrain.models.attention.local_or_global import BothRotaries, LocalOrGlobalAttention
+    from jaxtrain.models.attention.by_layer.local_or_global import BothRotaries, LocalOrGlobalAttention
     from jaxtrain.models.attention.rotary import Rotary, frequencies
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
     from jaxtrain.models.sandwich_layers import GeGLU, SandwichBlock, ShiftedRMSNorm, scaled_embed

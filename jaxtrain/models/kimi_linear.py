@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxtrain.config.family import Family
-from jaxtrain.config.layer_pattern import ATTENTION
+from jaxtrain.config.hybrids.layer_pattern import ATTENTION
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.decoder_tensors import HEADS, OUT
 from jaxtrain.hf.hf_format import BIASES, COMMON, Entry, HFConfig, Keys, Refuse

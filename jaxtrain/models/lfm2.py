@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most
-from jaxtrain.config.layer_pattern import ATTENTION, PatternConfig
+from jaxtrain.config.hybrids.layer_pattern import ATTENTION, PatternConfig
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.decoder_tensors import OUT
 from jaxtrain.hf.hf_format import COMMON, Entry, HFConfig, Keys, Refuse

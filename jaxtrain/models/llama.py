@@ -75,7 +75,7 @@ def dense(c: DenseConfig, compute: "Compute", *, rngs: "nnx.Rngs", qk_norm: bool
 
     kind = Attention
     if c.global_first:
-        from jaxtrain.models.attention.late_window import LateWindowAttention
+        from jaxtrain.models.attention.by_layer.late_window import LateWindowAttention
 
         kind = partial(LateWindowAttention, c.global_first)
     norm = partial(RMSNorm, c.head_dim, c.norm_eps, axis="head_dim") if qk_norm else None

@@ -36,7 +36,7 @@ class Llama4Config(RoutedConfig):
     # in layers without positions, queries are multiplied by
     # 1 + query_temperature x log(1 + floor((position + 1) / query_temperature_len))
     query_temperature: float = number(0.1, least=0)
-    query_temperature_len: int = number(8192, above=0)
+    query_temperature_len: int = number(8192, above=0)  # tokens after which that factor of queries grows
     rope_theta: float = number(500_000.0, above=0)  # base frequency of the rotary position embedding (RoPE)
     num_experts: int = at_most(16, 2**16, above=0)  # mixture of experts: number of routed experts in a layer
     experts_per_token: int = at_most(1, 2**16, above=0)  # number of experts that process each token (top-k)
@@ -70,7 +70,7 @@ class Llama4Config(RoutedConfig):
 
 def llama4(c: Llama4Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build a Llama 4 decoder."""
-    from jaxtrain.models.attention.chunked_attention import ChunkedAttention, ChunkPositions
+    from jaxtrain.models.attention.by_layer.chunked_attention import ChunkedAttention, ChunkPositions
     from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
 

@@ -5,8 +5,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxtrain.config.family import Family
-from jaxtrain.config.state_space import StateSpaceConfig
-from jaxtrain.hf import decoder_tensors, state_space
+from jaxtrain.config.hybrids.state_space_config import StateSpaceConfig
+from jaxtrain.hf import decoder_tensors, mamba_tensors
 from jaxtrain.hf.hf_format import SILU, Entry, HFConfig, Keys, Refuse
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Mamba2Config(StateSpaceConfig):
 
 def mixer(c: StateSpaceConfig, **how: Any) -> "Part":
     """Return what makes the Mamba-2 of a layer, with these options of `Mamba2`."""
-    from jaxtrain.models.recurrent.mamba2 import Mamba2
+    from jaxtrain.models.recurrent.mamba2_mixer import Mamba2
 
     return partial(Mamba2, c.embed_dim, c.state_heads, c.state_head_dim, c.state_groups, c.state_dim, c.conv_width,
                    c.norm_eps, **{"conv_bias": c.conv_bias, "bias": c.state_bias, "out_bias": c.state_bias,
@@ -52,16 +52,16 @@ def mamba2(c: Mamba2Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:
-    width = state_space.expanded(known, refuse, "expand", "num_heads", "head_dim")
-    return {"max_seq_len": Mamba2Config.max_seq_len} | width | state_space.steps(known, refuse)
+    width = mamba_tensors.expanded(known, refuse, "expand", "num_heads", "head_dim")
+    return {"max_seq_len": Mamba2Config.max_seq_len} | width | mamba_tensors.steps(known, refuse)
 
 
 def _write(c: Mamba2Config) -> Keys:
-    return state_space.published_steps(c) | {"expand": state_space.expansion(c)}
+    return mamba_tensors.published_steps(c) | {"expand": mamba_tensors.expansion(c)}
 
 
 def _layer(c: Mamba2Config, experts: bool) -> list[Entry]:
-    return [Entry("attention_norm/scale", "norm.weight"), *state_space.layer(c, "mixer")]
+    return [Entry("attention_norm/scale", "norm.weight"), *mamba_tensors.layer(c, "mixer")]
 
 
 FAMILY = Family(

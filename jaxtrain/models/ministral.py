@@ -47,8 +47,8 @@ class MinistralConfig(RotaryConfig):
 
 def ministral(c: MinistralConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build a Ministral decoder."""
+    from jaxtrain.models.attention.by_layer.window_pattern import WindowPatternAttention
     from jaxtrain.models.attention.self_attention import Attention
-    from jaxtrain.models.attention.window_pattern import WindowPatternAttention
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
 
     kind = partial(WindowPatternAttention, c.layer_pattern) if c.layer_pattern else Attention

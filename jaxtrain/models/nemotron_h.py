@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxtrain.config.decoder_config import RoutedDecoderConfig
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most, number
-from jaxtrain.config.layer_pattern import ATTENTION, PatternConfig
+from jaxtrain.config.hybrids.layer_pattern import ATTENTION, PatternConfig
+from jaxtrain.config.hybrids.state_space_config import MAMBA, StateSpaceConfig
 from jaxtrain.config.model_config import Experts
-from jaxtrain.config.state_space import MAMBA, StateSpaceConfig
 from jaxtrain.errors import UserError
-from jaxtrain.hf import decoder_tensors, defaults, state_space
+from jaxtrain.hf import decoder_tensors, defaults, mamba_tensors
 from jaxtrain.hf.hf_format import SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.layer_patterns import FULL, LINEAR, pattern, published_pattern
 from jaxtrain.models.deepseek_v3 import BIAS_RATE
@@ -153,7 +153,7 @@ def _layer(c: NemotronHConfig, experts: bool, kind: str) -> list[Entry]:
     attention = [replace(entry, theirs=entry.theirs.replace("self_attn", "mixer"))
                  for entry in decoder_tensors.ATTENTION]
     return [Entry("attention_norm/scale", "norm.weight"),
-            *(attention if kind == ATTENTION else state_space.layer(c, "mixer"))]
+            *(attention if kind == ATTENTION else mamba_tensors.layer(c, "mixer"))]
 
 
 FAMILY = Family(

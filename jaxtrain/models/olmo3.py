@@ -38,7 +38,7 @@ class Olmo3Config(RotaryConfig):
 
 def olmo3(c: Olmo3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build an OLMo 3 decoder."""
-    from jaxtrain.models.attention.local_or_global import BothRotaries, LocalOrGlobalAttention
+    from jaxtrain.models.attention.by_layer.local_or_global import BothRotaries, LocalOrGlobalAttention
     from jaxtrain.models.attention.rotary import Rotary, frequencies, scaled_frequencies
 
     rotary = BothRotaries(Rotary(frequencies(c.head_dim, c.local_rope_theta)),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.family import Family
-from jaxtrain.config.layer_pattern import ATTENTION
+from jaxtrain.config.hybrids.layer_pattern import ATTENTION
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.decoder_tensors import HEADS
 from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse

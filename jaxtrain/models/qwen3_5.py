@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxtrain.config.decoder_config import PartialRotaryConfig
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most, derive
-from jaxtrain.config.layer_pattern import ATTENTION, PatternConfig
+from jaxtrain.config.hybrids.layer_pattern import ATTENTION, PatternConfig
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.decoder_tensors import HEADS, OUT

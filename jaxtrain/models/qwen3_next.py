@@ -6,7 +6,7 @@ One published matrix has queries, keys, values and gates of a key head one after
 from dataclasses import dataclass
 
 from jaxtrain.config.family import Family
-from jaxtrain.config.layer_pattern import ATTENTION
+from jaxtrain.config.hybrids.layer_pattern import ATTENTION
 from jaxtrain.hf import decoder_tensors, layer_patterns
 from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.models.qwen3_5 import DELTA_KEYS, convolutions, delta_rest, mixer, qwen3_5, read, write

@@ -28,7 +28,7 @@ class SmolLM3Config(BiasedConfig):
 
 def smollm3(c: SmolLM3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build a SmolLM3 decoder."""
-    from jaxtrain.models.attention.layers_without_rope import AttentionWithoutRope
+    from jaxtrain.models.attention.by_layer.layers_without_rope import AttentionWithoutRope
     from jaxtrain.models.attention.self_attention import Attention
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
 

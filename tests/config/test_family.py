@@ -14,7 +14,8 @@ from tests.plug_in_package import importable, install, install_documented
 
 @pytest.mark.parametrize(("keys", "message"), [
     ({"qk_norm": 2}, "model.qk_norm: '2' is not true or false; "),
-    ({"name": "gpt2", "qk_norm": True}, "model.qk_norm: gpt2 has no such key; remove it, or use parallel_llama"),
+    ({"name": "gpt2", "qk_norm": True}, "model.qk_norm: gpt2 has no such key; remove it, or use cohere or "
+     "stablelm or parallel_llama"),
     ({"name": "parallel_lama"}, "model.name: there is no model 'parallel_lama'; did you mean 'parallel_llama'?"),
 ])
 def test_keys_of_one_of_another_package_are_checked_as_any(tmp_path, keys, message):

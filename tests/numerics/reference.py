@@ -261,7 +261,7 @@ def block(c, w, x, b, told, window, kind="A"):
 
 
 def attended(c, a, h, b, window):
-    """What attention makes of a normalized activation."""
+    """The output of attention for a normalized activation."""
     eps, gpt2, behind, latent = c.norm_eps, c.name == "gpt2", c.name == "olmo2", c.latent_attention
     if latent:
         q, k, v = plain_experts.latent_qkv(c, a, h, b["positions"], rms_norm, rotate)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.models.attention.attention_by_layer import attend_by_layer
+from jaxtrain.models.attention.by_layer.attention_by_layer import attend_by_layer
 from jaxtrain.models.attention.kv_cache import Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Angles, Rotary
 from jaxtrain.models.attention.self_attention import Attention

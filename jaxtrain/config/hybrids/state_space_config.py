@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.field_checks import at_most, derive, number
-from jaxtrain.config.layer_pattern import PatternConfig
+from jaxtrain.config.hybrids.layer_pattern import PatternConfig
 from jaxtrain.errors import UserError
 
 MAMBA = "M"  # the letter of such layers in a pattern

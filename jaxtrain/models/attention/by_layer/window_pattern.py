@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.models.attention.attention_by_layer import attend_by_layer
+from jaxtrain.models.attention.by_layer.attention_by_layer import attend_by_layer
 from jaxtrain.models.attention.kv_cache import Aux, Cache, attend_cached, kept
 from jaxtrain.models.attention.rotary import Angles
 from jaxtrain.models.attention.self_attention import Attention

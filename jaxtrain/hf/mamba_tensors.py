@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from jaxtrain.config.state_space import StateSpaceConfig
+from jaxtrain.config.hybrids.state_space_config import StateSpaceConfig
 from jaxtrain.hf.decoder_tensors import HEADS, OUT
 from jaxtrain.hf.hf_format import Entry, Keys, Refuse
 

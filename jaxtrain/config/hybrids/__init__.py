@@ -1,0 +1,1 @@
+"""Hybrids: the kinds of their layers, and the sizes of states."""
