@@ -92,8 +92,8 @@ def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Arra
                     activation: Activation = swiglu) -> jax.Array:
     """Return the weighted sum of each token's experts; `limit` caps the rows that a device receives from one other.
 
-    `biases` are those [L, F] of the gate and of up, if there are any. Without a gate, `activation` is of up alone. With weights in 8 bits all products are in fp8
-    (sharding/products.py), and tokens are sent so.
+    `biases` are those [L, F] of the gate and of up, if there are any. Without a gate, `activation` is of up
+    alone. With weights in 8 bits all products are in fp8 (sharding/products.py), and tokens are sent so.
     """
     n, held = (lax.axis_size(axis) if axis else 1), len(jax.tree.leaves(up_LDF)[0])
     tokens, choices = experts_NK.shape
@@ -239,9 +239,9 @@ class _Passes:
                 both_RF, biases, strict=True)]
         return tuple(both_RF)
 
-    def _weighted(self, *both_RF: jax.Array) -> jax.Array:
+    def _weighted(self, *given: jax.Array) -> jax.Array:
         """Return the activation of the gate and up, times the weight of each row, which comes last."""
-        *both_RF, weights_R = both_RF
+        *both_RF, weights_R = given
         return (self.activation(*both_RF) * weights_R[:, None]).astype(both_RF[-1].dtype)
 
     def _route(self, number: jax.Array | int, routes: dict[str, jax.Array]) -> "_Route":

@@ -29,7 +29,8 @@ def test_drawn_files_are_read_as_transformers_reads_them_or_refused(kind, tmp_pa
 @pytest.mark.parametrize("kind", families.KINDS)
 def test_a_file_with_nothing_but_its_type_is_that_types_default(kind, tmp_path):
     wanted = next(case["shape"] for case in CASES if case["given"] == {"model_type": kind})
-    assert families.close(families.shape({"model_type": kind}, tmp_path), wanted)
+    found = families.shape({"model_type": kind}, tmp_path)
+    assert isinstance(found, str) if wanted is None else families.close(found, wanted)
 
 
 def section(folder: Path, **given) -> dict:

@@ -112,7 +112,9 @@ def exported(name: str, case: dict[str, Any]) -> float:
         params = published_weights.load(folder, model, run.abstract.all_params)
         published_weights.save(params, model, to, np.float32, 10_000)
         (to / "config.json").write_text(json.dumps(config_json(model)))
-        logits = torch_model(to)(torch.tensor(published.TOKENS, dtype=torch.long)).logits.detach().numpy().reshape(-1)
+        with in_float64():
+            logits = torch_model(to)(torch.tensor(published.TOKENS, dtype=torch.long)).logits
+        logits = logits.detach().numpy().reshape(-1)
     wanted = np.asarray(case["logits"])
     return float(np.abs(logits - wanted).max() / np.abs(wanted).max())
 
@@ -149,7 +151,7 @@ def has_rewards(kind: str) -> bool:
     """Return whether a model of this type can be published as a reward model."""
     from jaxtrain.hf.hf_config import types
 
-    return types()[kind][1].classifier is not None
+    return next(iter(types()[kind].values())).classifier is not None
 
 
 def main() -> int:

@@ -1,9 +1,8 @@
 """Mamba-2 in published models: the keys of config.json and the tensors of a layer."""
 
 import math
-from typing import Any
 
-from jaxtrain.config.state_space import StateSpaceConfig
+from jaxtrain.config.layer_pattern import StateSpaceConfig
 from jaxtrain.hf.decoder_tensors import HEADS, OUT
 from jaxtrain.hf.hf_format import Entry, Keys, Refuse
 
@@ -18,7 +17,7 @@ def steps(known: Keys, refuse: Refuse) -> Keys:
     if given is None or len(given) != 2 or any(math.isnan(limit) for limit in given):
         raise refuse(key, "cannot be expressed: it is not two numbers")
     least, largest = given
-    if largest <= 0 or largest < least or math.isinf(least) and least > 0:
+    if largest <= 0 or largest < least or least == math.inf:
         raise refuse(key, "cannot be expressed: no step is within these limits")
     return {"least_step": max(float(least), 0.0), "largest_step": 0.0 if math.isinf(largest) else float(largest)}
 
@@ -63,7 +62,8 @@ def layer(c: StateSpaceConfig, at: str, *, norm: bool = True, out_bias: bool | N
     found += _rows(convolved, f"{at}.conv1d", "bias", "bias", "(hk)->hk", "", "_conv") * c.conv_bias
     out_bias = c.state_bias if out_bias is None else out_bias
     return [*found, Entry("attention/decay/rate", f"{at}.A_log"), Entry("attention/decay/bias", f"{at}.dt_bias"),
-            Entry("attention/skip", f"{at}.D"), *[Entry("attention/norm/scale", f"{at}.norm.weight", "(hk)->hk")] * norm,
+            Entry("attention/skip", f"{at}.D"),
+            *[Entry("attention/norm/scale", f"{at}.norm.weight", "(hk)->hk")] * norm,
             Entry("attention/out/kernel", f"{at}.out_proj.weight", OUT),
             *[Entry("attention/out/bias", f"{at}.out_proj.bias")] * out_bias]
 
@@ -71,6 +71,6 @@ def layer(c: StateSpaceConfig, at: str, *, norm: bool = True, out_bias: bool | N
 def _rows(sizes: dict[str, int], theirs: str, ours: str, end: str, layout: str, of_heads: str,
           part: str = "") -> list[Entry]:
     """Return the entries of parts of these sizes that one tensor holds in this order."""
-    begins: dict[str, Any] = {name: sum([*sizes.values()][:n]) for n, name in enumerate(sizes)}
+    begins = {name: sum([*sizes.values()][:n]) for n, name in enumerate(sizes)}
     return [Entry(f"attention/{name}{part}/{ours}", f"{theirs}.{end}", of_heads if name == "dt" else layout,
                   rows=(begins[name], sum(sizes.values()))) for name in sizes]
