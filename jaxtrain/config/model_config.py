@@ -13,8 +13,8 @@ from jaxtrain.errors import UserError, nearest
 class Experts:
     """The routed experts of a model and how tokens choose among them, whatever its family calls the keys.
 
-    The defaults are those of a model without any; where it has some, RoutedDecoderConfig and its families say what
-    they mean.
+    The defaults are those of a model without any; where it has some, RoutedDecoderConfig and its families say what they
+    mean.
     """
 
     num: int = 0  # in a layer; 0: all layers are dense

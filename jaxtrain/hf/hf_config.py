@@ -9,9 +9,8 @@ import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from jaxtrain.base.annotations import JsonMapping
+from jaxtrain.base.annotations import Json, JsonMapping
 from jaxtrain.config import family
 from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.field_checks import most
@@ -81,7 +80,7 @@ def model_section(folder: str | Path) -> Keys:
         raise UserError(f"{path}", f"a value does not have the form expected ({error})", "download it again") from error
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Json) -> Json:
     """Return a value of config.json, without the form that transformers gives to numbers that JSON lacks."""
     if isinstance(value, list):
         return [_plain(one) for one in value]

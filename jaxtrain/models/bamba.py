@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jaxtrain.config.decoder_config import PartialRotaryConfig
 from jaxtrain.config.family import Family
-from jaxtrain.config.hybrids.layer_pattern import ATTENTION, PatternConfig, repeated
-from jaxtrain.config.hybrids.state_space_config import MAMBA, StateSpaceConfig
-from jaxtrain.hf import decoder_tensors, mamba_tensors
+from jaxtrain.config.hybrids.layer_pattern import ATTENTION, MAMBA, PatternConfig, StateSpaceConfig, repeated
+from jaxtrain.hf import decoder_tensors, mamba2_format
 from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.rotary_keys import partial_rotary, published_rotary
 from jaxtrain.models.llama import BIAS_KEYS, BiasedConfig
@@ -45,7 +44,7 @@ def bamba(c: BambaConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
 def _read(known: Keys, refuse: Refuse) -> Keys:
     attending = {*(known["attn_layer_indices"] or ())}
     kinds = "".join(ATTENTION if n in attending else MAMBA for n in range(known["num_hidden_layers"]))
-    return {"layer_pattern": repeated(kinds)} | mamba_tensors.steps(known, refuse) | mamba_tensors.expanded(
+    return {"layer_pattern": repeated(kinds)} | mamba2_format.steps(known, refuse) | mamba2_format.expanded(
         known, refuse, "mamba_expand") | partial_rotary(
         "bamba", _PART, known | {"partial_rotary_factor": _PART}, refuse)
 
@@ -53,9 +52,9 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
 def _write(c: BambaConfig) -> Keys:
     positions = published_rotary(c)
     scaling = (positions["rope_scaling"] or {"rope_type": "default"}) | {"partial_rotary_factor": c.rotary_part}
-    return positions | {"rope_scaling": scaling} | mamba_tensors.published_steps(c) | {
+    return positions | {"rope_scaling": scaling} | mamba2_format.published_steps(c) | {
         "attn_layer_indices": [n for n, kind in enumerate(c.layer_kinds) if kind == ATTENTION],
-        "mamba_expand": mamba_tensors.expansion(c), "mamba_d_head": c.state_head_dim}
+        "mamba_expand": mamba2_format.expansion(c), "mamba_d_head": c.state_head_dim}
 
 
 def renamed(found: list[Entry]) -> list[Entry]:
@@ -68,11 +67,11 @@ def renamed(found: list[Entry]) -> list[Entry]:
 def _layer(c: BambaConfig, experts: bool, kind: str) -> list[Entry]:
     rest = renamed([*decoder_tensors.NORMS, *decoder_tensors.swiglu(), *decoder_tensors.biases(mlp=c.mlp_bias)])
     if kind == MAMBA:
-        return [*mamba_tensors.layer(c, "mamba"), *rest]
+        return [*mamba2_format.layer(c, "mamba"), *rest]
     return [*decoder_tensors.ATTENTION, *decoder_tensors.biases(c.attention_bias, c.attention_bias), *rest]
 
 
 FAMILY = Family(
     BambaConfig, bamba, tensors=decoder_tensors.decoder(_layer, WHOLE),
-    hf=(HFConfig("bamba", "BambaForCausalLM", COMMON | BIAS_KEYS | mamba_tensors.KEYS, fixed={"hidden_act": SILU},
+    hf=(HFConfig("bamba", "BambaForCausalLM", COMMON | BIAS_KEYS | mamba2_format.KEYS, fixed={"hidden_act": SILU},
                  read=_read, write=_write, classifier=None),))

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import choice
-from jaxtrain.config.hybrids.state_space_config import StateSpaceConfig
-from jaxtrain.hf import decoder_tensors, defaults, mamba_tensors
+from jaxtrain.config.hybrids.layer_pattern import StateSpaceConfig
+from jaxtrain.hf import decoder_tensors, defaults, mamba2_format
 from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
 from jaxtrain.models.bamba import WHOLE, renamed
@@ -59,8 +59,7 @@ def falcon_h1(c: FalconH1Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "De
     from jaxtrain.models.multiplied_swiglu import MultipliedSwiGLU
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
 
-    factors = (c.state_in_multiplier, c.state_gate_multiplier, c.state_x_multiplier, c.state_b_multiplier,
-               c.state_c_multiplier, c.state_dt_multiplier)
+    factors = (c.state_in_multiplier, *(getattr(c, name) for name in LISTS["ssm_multipliers"]))
     attention = grouped_query(c, compute, qkv_bias=c.attention_bias, out_bias=c.attention_bias,
                               score_factor=c.key_multiplier)
     both = beside(attention, mixer(c, out_bias=c.state_out_bias, norm=c.state_norm, factors=factors),
@@ -84,12 +83,12 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
         known["mamba_expand"] * known["hidden_size"])}
     norm = "none" if not known["mamba_rms_norm"] else (
         "before_gate" if known["mamba_norm_before_gate"] else "after_gate")
-    return found | {"state_norm": norm} | mamba_tensors.steps(known, refuse) | mamba_tensors.width_of(
+    return found | {"state_norm": norm} | mamba2_format.steps(known, refuse) | mamba2_format.width_of(
         known | width, refuse, "mamba_d_ssm", width["mamba_d_ssm"]) | rotary("falcon_h1", known, refuse)
 
 
 def _write(c: FalconH1Config) -> Keys:
-    return published_rotary(c) | mamba_tensors.published_steps(c) | {
+    return published_rotary(c) | mamba2_format.published_steps(c) | {
         key: [getattr(c, name) for name in ours] for key, ours in LISTS.items()} | {
         "mamba_d_ssm": c.state_width, "mamba_d_head": c.state_head_dim, "mamba_rms_norm": c.state_norm != "none",
         "mamba_norm_before_gate": c.state_norm != "after_gate"}
@@ -97,7 +96,7 @@ def _write(c: FalconH1Config) -> Keys:
 
 def _layer(c: FalconH1Config, experts: bool) -> list[Entry]:
     states = [replace(entry, ours=entry.ours.replace("attention/", "attention/states/", 1)) for entry in
-              mamba_tensors.layer(c, "mamba", norm=c.state_norm != "none", out_bias=c.state_out_bias)]
+              mamba2_format.layer(c, "mamba", norm=c.state_norm != "none", out_bias=c.state_out_bias)]
     attention = [replace(entry, ours=f"attention/{entry.ours}") for entry in (
         *decoder_tensors.ATTENTION, *decoder_tensors.biases(c.attention_bias, c.attention_bias))]
     return [*attention, *states, *renamed([*decoder_tensors.NORMS, *decoder_tensors.swiglu(),
@@ -106,6 +105,6 @@ def _layer(c: FalconH1Config, experts: bool) -> list[Entry]:
 
 FAMILY = Family(
     FalconH1Config, falcon_h1, tensors=decoder_tensors.decoder(_layer, WHOLE),
-    hf=(HFConfig("falcon_h1", "FalconH1ForCausalLM", COMMON | BIAS_KEYS | MULTIPLIERS | mamba_tensors.KEYS | {
+    hf=(HFConfig("falcon_h1", "FalconH1ForCausalLM", COMMON | BIAS_KEYS | MULTIPLIERS | mamba2_format.KEYS | {
         "projectors_bias": "state_out_bias"}, fixed={"hidden_act": SILU}, read=_read, write=_write,
         classifier=None),))

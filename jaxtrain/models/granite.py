@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.family import Family
@@ -56,8 +56,8 @@ def multiplied_attention(c: MultipliedConfig, compute: "Compute") -> "Part":
 
 
 def multiplied(c: MultipliedConfig, compute: "Compute", attention: "Part | Sequence[Part] | None" = None, *,
-               rngs: "nnx.Rngs", **how: Any) -> "Decoder":
-    """Build a decoder with Granite's multipliers; `attention`, `how`: what else `rotary_decoder` is told."""
+               mlp: "Part | None" = None, mlp_bias: bool = False, rngs: "nnx.Rngs") -> "Decoder":
+    """Build a decoder with Granite's multipliers; `attention`, `mlp` and `mlp_bias` are `rotary_decoder`'s."""
     from jaxtrain.models.layers import MultipliedEmbed
     from jaxtrain.models.multiplied_block import MultipliedBlock
     from jaxtrain.models.rotary_decoder import rotary_decoder
@@ -65,7 +65,8 @@ def multiplied(c: MultipliedConfig, compute: "Compute", attention: "Part | Seque
     model = rotary_decoder(
         c, compute, attention or multiplied_attention(c, compute),
         block=partial(MultipliedBlock, c.residual_multiplier),
-        embed=MultipliedEmbed(c.vocab_size, c.embed_dim, c.embedding_multiplier, rngs=rngs), rngs=rngs, **how)
+        embed=MultipliedEmbed(c.vocab_size, c.embed_dim, c.embedding_multiplier, rngs=rngs), mlp=mlp,
+        mlp_bias=mlp_bias, rngs=rngs)
     model.logit_factor = 1 / c.logits_scaling
     return model
 

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most
-from jaxtrain.config.hybrids.layer_pattern import ATTENTION, PatternConfig
-from jaxtrain.config.hybrids.state_space_config import MAMBA, StateSpaceConfig
+from jaxtrain.config.hybrids.layer_pattern import ATTENTION, MAMBA, PatternConfig, StateSpaceConfig
 from jaxtrain.config.model_config import Experts
 from jaxtrain.errors import UserError
-from jaxtrain.hf import decoder_tensors, mamba_tensors
+from jaxtrain.hf import decoder_tensors, mamba2_format
 from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.layer_patterns import FULL, LINEAR, pattern, published_pattern
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
@@ -68,8 +67,8 @@ def granitemoehybrid(c: GraniteMoeHybridConfig, compute: "Compute", *, rngs: "nn
 def _read(known: Keys, refuse: Refuse) -> Keys:
     if known["layer_types"] is None:
         known = known | {"layer_types": [LINEAR] * known["num_hidden_layers"]}
-    found = pattern(known, refuse, LETTERS) | mamba_tensors.steps(known, refuse)
-    found |= mamba_tensors.expanded(known, refuse, "mamba_expand")
+    found = pattern(known, refuse, LETTERS) | mamba2_format.steps(known, refuse)
+    found |= mamba2_format.expanded(known, refuse, "mamba_expand")
     found |= {"turning": True} | rotary("granitemoehybrid", known, refuse) if (
         known["position_embedding_type"] == "rope") else {"turning": False}
     return found | _experts_read(known, refuse)
@@ -86,21 +85,21 @@ def _experts_read(known: Keys, refuse: Refuse) -> Keys:
 
 
 def _write(c: GraniteMoeHybridConfig) -> Keys:
-    return published_rotary(c) | mamba_tensors.published_steps(c) | {
-        "layer_types": published_pattern(c.layer_kinds, LETTERS), "mamba_expand": mamba_tensors.expansion(c),
+    return published_rotary(c) | mamba2_format.published_steps(c) | {
+        "layer_types": published_pattern(c.layer_kinds, LETTERS), "mamba_expand": mamba2_format.expansion(c),
         "mamba_d_head": c.state_head_dim, "position_embedding_type": "rope" if c.turning else None,
         "num_local_experts": c.num_experts, "num_experts_per_tok": c.experts_per_token}
 
 
 def _layer(c: GraniteMoeHybridConfig, experts: bool, kind: str) -> list[Entry]:
     attention = [*decoder_tensors.ATTENTION, *decoder_tensors.biases(c.attention_bias, c.attention_bias)]
-    return [*(attention if kind == ATTENTION else mamba_tensors.layer(c, "mamba")), *decoder_tensors.NORMS,
+    return [*(attention if kind == ATTENTION else mamba2_format.layer(c, "mamba")), *decoder_tensors.NORMS,
             *([*EXPERTS, *shared()] if experts else shared("mlp"))]
 
 
 FAMILY = Family(
     GraniteMoeHybridConfig, granitemoehybrid, tensors=decoder_tensors.decoder(_layer),
     hf=(HFConfig("granitemoehybrid", "GraniteMoeHybridForCausalLM",
-                 COMMON | mamba_tensors.KEYS | {key: key for key in ("attention_bias", *MULTIPLIERS)} | {
+                 COMMON | mamba2_format.KEYS | {key: key for key in ("attention_bias", *MULTIPLIERS)} | {
                      "intermediate_size": "expert_mlp_dim", "shared_intermediate_size": "shared_mlp_dim"},
                  fixed={"hidden_act": SILU}, read=_read, write=_write, classifier=None),))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.family import Family
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from jaxtrain.models.decoder import Compute, Decoder
+    from jaxtrain.models.rotary_decoder import Part
 
 CONVOLUTION = "C"
 LETTERS = {"conv": CONVOLUTION, FULL: ATTENTION}
@@ -51,7 +52,7 @@ def lfm2(c: ConvolutionConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Deco
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
 
     norm = partial(RMSNorm, c.head_dim, c.norm_eps, axis="head_dim")
-    parts: dict[str, Any] = {ATTENTION: grouped_query(c, compute, qk_norm=norm),
+    parts: dict[str, Part] = {ATTENTION: grouped_query(c, compute, qk_norm=norm),
                              CONVOLUTION: partial(GatedConvolution, c.embed_dim, c.conv_width, bias=c.conv_bias)}
     return rotary_decoder(c, compute, [parts[kind] for kind in c.layer_kinds], rngs=rngs)
 
@@ -95,9 +96,10 @@ def _write(c: Lfm2Config) -> Keys:
     return write(c) | {"block_auto_adjust_ff_dim": False}
 
 
-def swiglu(ours: str = "mlp", at: str = "feed_forward", end: str = "/kernel", **how: Any) -> list[Entry]:
+def swiglu(ours: str = "mlp", at: str = "feed_forward", end: str = "/kernel", experts: int = 0) -> list[Entry]:
     """Return the entries of a gated MLP, or of experts."""
-    return [Entry(f"{ours}/{name}{end}", f"{at}.{theirs}.weight", "df->fd" if name == "down" else "fd->df", **how)
+    return [Entry(f"{ours}/{name}{end}", f"{at}.{theirs}.weight", "df->fd" if name == "down" else "fd->df",
+                  experts=experts)
             for name, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))]
 
 

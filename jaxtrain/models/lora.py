@@ -46,9 +46,15 @@ PUBLISHED = {
     "gate_proj": ["mlp/gate", "mlp/shared/gate"], "up_proj": ["mlp/up", "mlp/shared/up"],
     "down_proj": ["mlp/down", "mlp/shared/down"], "c_attn": ["attention/q", "attention/k", "attention/v"],
     "c_proj": ["attention/out", "mlp/down"], "c_fc": ["mlp/up"], "q_a_proj": ["attention/q_down"],
-    "q_b_proj": ["attention/q"], "kv_a_proj_with_mqa": ["attention/kv_down"], "kv_b_proj": ["attention/kv"]}
-_MODULES = {"self_attn": "attention/", "attn": "attention/", "mlp": "mlp/", "feed_forward": "mlp/"} | dict.fromkeys(
-    ("shared_experts", "shared_expert", "shared_mlp"), "mlp/shared/")
+    "q_b_proj": ["attention/q"], "kv_a_proj_with_mqa": ["attention/kv_down"], "kv_b_proj": ["attention/kv"],
+    # of Mamba-2, whose first matrix is five here, and of LFM2, whose first one is three
+    "in_proj": [*(f"attention/{name}" for name in ("gate", "x", "B", "C", "dt", "before", "after")),
+                *(f"attention/states/{name}" for name in ("gate", "x", "B", "C", "dt"))],
+    "out_proj": ["attention/out", "attention/states/out"],
+    "w1": ["mlp/gate"], "w2": ["mlp/down"], "w3": ["mlp/up"],
+    "fc1_latent_proj": ["mlp/into_latent"], "fc2_latent_proj": ["mlp/out_of_latent"]}
+_MODULES = {"self_attn": "attention/", "attn": "attention/", "mamba": "attention/", "conv": "attention/", "mlp": "mlp/",
+            "feed_forward": "mlp/", "shared_experts": "mlp/shared/"}
 _CHOSEN: ContextVar[jax.Array | None] = ContextVar("chosen", default=None)
 
 
@@ -89,7 +95,7 @@ class Adapter(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = activations.leave_reduced(x)
-        if len(self.down_axes) == 2 and self.down_axes[0] == "embed":  # inputs between blocks may be split over `seq`
+        if len(self.down_axes) == 2 and self.down_axes[0] in ("embed", "latent"):  # between blocks it may be split more
             x = activations.constrain(x, "batch", "seq", "act_embed")
         x = training_noise.dropout(x, self.dropout, self.path)
         y = self._multiply(x, self.down, self.up)

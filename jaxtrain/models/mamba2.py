@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from jaxtrain.config.family import Family
-from jaxtrain.config.hybrids.state_space_config import StateSpaceConfig
-from jaxtrain.hf import decoder_tensors, mamba_tensors
+from jaxtrain.config.hybrids.layer_pattern import StateSpaceConfig
+from jaxtrain.hf import decoder_tensors, mamba2_format
 from jaxtrain.hf.hf_format import SILU, Entry, HFConfig, Keys, Refuse
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Mamba2Config(StateSpaceConfig):
 
     @property
     def windows(self) -> dict[int, int]:
-        """Nothing: no layer has attention."""
+        """No layer has attention."""
         return {}
 
     def attentions(self, seq_len: int) -> list[tuple[int, int, int, bool]]:
@@ -34,13 +34,15 @@ class Mamba2Config(StateSpaceConfig):
         return []
 
 
-def mixer(c: StateSpaceConfig, **how: Any) -> "Part":
-    """Return what makes the Mamba-2 of a layer, with these options of `Mamba2`."""
+def mixer(c: StateSpaceConfig, *, out_bias: bool | None = None, norm: str = "after_gate",
+          factors: tuple[float, ...] = ()) -> "Part":
+    """Return what makes the Mamba-2 of a layer, with these options of `Mamba2`; no `out_bias`: as other projections."""
     from jaxtrain.models.recurrent.mamba2_mixer import Mamba2
 
     return partial(Mamba2, c.embed_dim, c.state_heads, c.state_head_dim, c.state_groups, c.state_dim, c.conv_width,
-                   c.norm_eps, **{"conv_bias": c.conv_bias, "bias": c.state_bias, "out_bias": c.state_bias,
-                                  "steps": (c.least_step, c.largest_step)} | how)
+                   c.norm_eps, conv_bias=c.conv_bias, bias=c.state_bias,
+                   out_bias=c.state_bias if out_bias is None else out_bias, norm=norm,
+                   steps=(c.least_step, c.largest_step), factors=factors)
 
 
 def mamba2(c: Mamba2Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
@@ -52,16 +54,16 @@ def mamba2(c: Mamba2Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:
-    width = mamba_tensors.expanded(known, refuse, "expand", "num_heads", "head_dim")
-    return {"max_seq_len": Mamba2Config.max_seq_len} | width | mamba_tensors.steps(known, refuse)
+    width = mamba2_format.expanded(known, refuse, "expand", "num_heads", "head_dim")
+    return {"max_seq_len": Mamba2Config.max_seq_len} | width | mamba2_format.steps(known, refuse)
 
 
 def _write(c: Mamba2Config) -> Keys:
-    return mamba_tensors.published_steps(c) | {"expand": mamba_tensors.expansion(c)}
+    return mamba2_format.published_steps(c) | {"expand": mamba2_format.expansion(c)}
 
 
 def _layer(c: Mamba2Config, experts: bool) -> list[Entry]:
-    return [Entry("attention_norm/scale", "norm.weight"), *mamba_tensors.layer(c, "mixer")]
+    return [Entry("attention_norm/scale", "norm.weight"), *mamba2_format.layer(c, "mixer")]
 
 
 FAMILY = Family(

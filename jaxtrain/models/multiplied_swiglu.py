@@ -1,8 +1,7 @@
 """Llama's MLP with fixed factors of its gate and of what it returns."""
 
-from typing import Any
-
 import jax
+from flax import nnx
 
 from jaxtrain.kernels.functions import swiglu
 from jaxtrain.models.layers import SwiGLU
@@ -11,8 +10,8 @@ from jaxtrain.models.layers import SwiGLU
 class MultipliedSwiGLU(SwiGLU):
     """The SiLU of a gate times a factor, times up, then down, times another factor."""
 
-    def __init__(self, *sizes: int, gate_factor: float, down_factor: float, **how: Any):
-        super().__init__(*sizes, **how)
+    def __init__(self, *sizes: int, gate_factor: float, down_factor: float, out_std: float, bias: bool, rngs: nnx.Rngs):
+        super().__init__(*sizes, out_std=out_std, bias=bias, rngs=rngs)
         self.gate_factor, self.down_factor = gate_factor, down_factor
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxtrain.config.decoder_config import RoutedDecoderConfig
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most, number
-from jaxtrain.config.hybrids.layer_pattern import ATTENTION, PatternConfig
-from jaxtrain.config.hybrids.state_space_config import MAMBA, StateSpaceConfig
+from jaxtrain.config.hybrids.layer_pattern import ATTENTION, MAMBA, PatternConfig, StateSpaceConfig
 from jaxtrain.config.model_config import Experts
 from jaxtrain.errors import UserError
-from jaxtrain.hf import decoder_tensors, defaults, mamba_tensors
+from jaxtrain.hf import decoder_tensors, defaults, mamba2_format
 from jaxtrain.hf.hf_format import SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.layer_patterns import FULL, LINEAR, pattern, published_pattern
 from jaxtrain.models.deepseek_v3 import BIAS_RATE
@@ -62,7 +61,7 @@ class NemotronHConfig(StateSpaceConfig, RoutedDecoderConfig, PatternConfig):
             raise UserError("model.num_experts", f"it is {self.num_experts}, and model.layer_pattern="
                             f"{self.layer_pattern} has {'no ' * (self.num_experts > 0)}layers with experts (E)",
                             "change one of them")
-        if self.num_experts % self.expert_groups or self.expert_groups_used > self.expert_groups:
+        if self.num_experts and (self.num_experts % self.expert_groups or self.expert_groups_used > self.expert_groups):
             raise UserError("model.expert_groups", f"{self.expert_groups} does not divide model.num_experts="
                             f"{self.num_experts}, or is below model.expert_groups_used={self.expert_groups_used}",
                             "choose a divisor that is large enough")
@@ -108,8 +107,8 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
     for key, ours in OLDER_KEYS.items():
         if key in known:
             kind = {"conv_bias": "bool", "least_step": "float"}.get(ours, "int")
-            if defaults.misfit(known[key], [kind]):
-                raise refuse(key, "cannot be read")
+            if why := defaults.misfit(known[key], [kind]):
+                raise refuse(key, why)
             found[ours] = known[key]
     if known["n_shared_experts"] < 0 or known["moe_shared_expert_intermediate_size"] < 1:
         raise refuse("moe_shared_expert_intermediate_size", "is not a size that a model has")
@@ -153,7 +152,7 @@ def _layer(c: NemotronHConfig, experts: bool, kind: str) -> list[Entry]:
     attention = [replace(entry, theirs=entry.theirs.replace("self_attn", "mixer"))
                  for entry in decoder_tensors.ATTENTION]
     return [Entry("attention_norm/scale", "norm.weight"),
-            *(attention if kind == ATTENTION else mamba_tensors.layer(c, "mixer"))]
+            *(attention if kind == ATTENTION else mamba2_format.layer(c, "mixer"))]
 
 
 FAMILY = Family(

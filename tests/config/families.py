@@ -17,11 +17,11 @@ from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
 from jaxtrain.hf import defaults
 from jaxtrain.hf.hf_config import model_section
-from tests.config import routed_families
+from tests.config import routed_families, state_families
 
 TRUTH = Path(__file__).with_name("families_truth.json")
 KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gemma3", "deepseek_v3",
-         "gpt_oss", "whisper", "siglip", "clip", *routed_families.KINDS)
+         "gpt_oss", "whisper", "siglip", "clip", *routed_families.KINDS, *state_families.KINDS)
 NO_LOGITS = ("gemma3", "whisper", "siglip", "clip")
 # The keys of each type, with values to draw from.
 _SHAPE = {"vocab_size": [24, 40], "hidden_size": [16, 32], "num_hidden_layers": [1, 2, 3, 4, 7],
@@ -64,6 +64,9 @@ _DRAWS: dict[str, dict[str, Any]] = {
                 "num_hidden_layers": [3], "num_attention_heads": [2]},
 }
 _DRAWS |= {kind: _SHAPE | _ROTARY | own for kind, own in routed_families.DRAWS.items()}
+_DRAWS |= {kind: {key: value for key, value in (_SHAPE | _ROTARY).items()
+                  if kind not in ("mamba2", "nemotron_h") or key in _SHAPE} | own
+           for kind, own in state_families.DRAWS.items()}
 _TOWER = {"hidden_size": [16, 32], "intermediate_size": [20], "num_hidden_layers": [1, 2],
           "num_attention_heads": [2, 4], "layer_norm_eps": [1e-5, 1e-6], "hidden_act": ["gelu", "gelu_pytorch_tanh"]}
 _TEXT = _TOWER | {"vocab_size": [24, 60_000], "max_position_embeddings": [8], "pad_token_id": [1, 5],
@@ -109,6 +112,8 @@ def _value(values: Any, given: dict[str, Any], rng: np.random.Generator) -> Any:
     def one_of(*several: Any) -> Any:
         return several[rng.integers(len(several))]
 
+    if values in state_families.KINDS_OF_VALUES:
+        return state_families.drawn(values, given.get("num_hidden_layers", 3), rng)
     if values == "rope":
         way = one_of("default", "linear", "llama3", "yarn", None, "dynamic")
         if way is None:
@@ -151,7 +156,8 @@ def shape(given: dict[str, Any], folder: Path) -> dict[str, Any] | str:
     if isinstance(model, str):
         return model
     own = {"whisper": _whisper, "siglip": _towers, "clip": _towers} | dict.fromkeys(
-        routed_families.KINDS, routed_families.shape)
+        routed_families.KINDS, routed_families.shape) | dict.fromkeys(
+        state_families.KINDS, state_families.shape)
     return own.get(given["model_type"], _decoder)(model, given)
 
 

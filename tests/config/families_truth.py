@@ -26,7 +26,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from jaxtrain.hf import defaults, hf_config
-from tests.config import families, routed_families, routed_families_truth
+from tests.config import families, routed_families, routed_families_truth, state_families, state_families_truth
 from tests.hub import published, published_truth
 
 HALVES = ("siglip_text_model", "siglip_vision_model", "clip_text_model", "clip_vision_model")  # of the types of towers
@@ -187,7 +187,8 @@ def _towers(c: Any) -> dict[str, Any]:
 _SHAPES = {"gemma3": lambda c: _decoder(c.text_config) | {"tied": [c.tie_word_embeddings,
                                                                   c.text_config.tie_word_embeddings]},
            "whisper": _whisper, "siglip": _towers, "clip": _towers} | dict.fromkeys(
-               routed_families.KINDS, routed_families_truth.shape)
+               routed_families.KINDS, routed_families_truth.shape) | dict.fromkeys(
+               state_families.KINDS, state_families_truth.shape)
 
 
 def logits(given: dict[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,16 @@
 """Attention and a mixer with a state side by side: both read the same, and what they return is added."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 from flax import nnx
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.models.attention.kv_cache import CACHE, STATE, Aux, Cache
 
-Part = Any  # as in rotary_decoder.py
+Part = Callable[..., nnx.Module]  # as in rotary_decoder.py
 
 
 def beside(attention: Part, states: Part, **factors: float) -> Part:
@@ -19,6 +20,8 @@ def beside(attention: Part, states: Part, **factors: float) -> Part:
 
 class AttentionBesideStates(nnx.Module):
     """Attention beside a mixer with a state."""
+
+    shared_by = ("act_heads", "act_kv_heads")  # output dimensions of the first matmuls of both
 
     def __init__(self, attention: Part, states: Part, *, given: float = 1.0, attended: float = 1.0, mixed: float = 1.0,
                  out_std: float, rngs: nnx.Rngs):
@@ -34,9 +37,8 @@ class AttentionBesideStates(nnx.Module):
         self.given, self.attended, self.mixed = given, attended, mixed
         self.attention = attention(out_std=out_std, rngs=rngs)
         self.states = states(out_std=out_std, rngs=rngs)
-        self.shared_by = (*self.attention.shared_by, *self.states.shared_by)
 
-    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: Any,
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: PyTree,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         slots = cache
         if cache is not None and cache.entries is not None:

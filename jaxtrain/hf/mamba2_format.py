@@ -1,9 +1,8 @@
 """Mamba-2 in published models: the keys of config.json and the tensors of a layer."""
 
 import math
-from typing import Any
 
-from jaxtrain.config.hybrids.state_space_config import StateSpaceConfig
+from jaxtrain.config.hybrids.layer_pattern import StateSpaceConfig
 from jaxtrain.hf.decoder_tensors import HEADS, OUT
 from jaxtrain.hf.hf_format import Entry, Keys, Refuse
 
@@ -18,7 +17,7 @@ def steps(known: Keys, refuse: Refuse) -> Keys:
     if given is None or len(given) != 2 or any(math.isnan(limit) for limit in given):
         raise refuse(key, "cannot be expressed: it is not two numbers")
     least, largest = given
-    if largest <= 0 or largest < least or (math.isinf(least) and least > 0):
+    if largest <= 0 or largest < least or least == math.inf:
         raise refuse(key, "cannot be expressed: no step is within these limits")
     return {"least_step": max(float(least), 0.0), "largest_step": 0.0 if math.isinf(largest) else float(largest)}
 
@@ -72,6 +71,6 @@ def layer(c: StateSpaceConfig, at: str, *, norm: bool = True, out_bias: bool | N
 def _rows(sizes: dict[str, int], theirs: str, ours: str, end: str, layout: str, of_heads: str,
           part: str = "") -> list[Entry]:
     """Return the entries of parts of these sizes that one tensor holds in this order."""
-    begins: dict[str, Any] = {name: sum([*sizes.values()][:n]) for n, name in enumerate(sizes)}
+    begins = {name: sum([*sizes.values()][:n]) for n, name in enumerate(sizes)}
     return [Entry(f"attention/{name}{part}/{ours}", f"{theirs}.{end}", of_heads if name == "dt" else layout,
                   rows=(begins[name], sum(sizes.values()))) for name in sizes]
