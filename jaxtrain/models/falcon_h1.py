@@ -59,7 +59,8 @@ def falcon_h1(c: FalconH1Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "De
     from jaxtrain.models.multiplied_swiglu import MultipliedSwiGLU
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
 
-    factors = (c.state_in_multiplier, *(getattr(c, name) for name in LISTS["ssm_multipliers"]))
+    factors = (c.state_in_multiplier, c.state_gate_multiplier, c.state_x_multiplier, c.state_b_multiplier,
+               c.state_c_multiplier, c.state_dt_multiplier)
     attention = grouped_query(c, compute, qkv_bias=c.attention_bias, out_bias=c.attention_bias,
                               score_factor=c.key_multiplier)
     both = beside(attention, mixer(c, out_bias=c.state_out_bias, norm=c.state_norm, factors=factors),
