@@ -77,6 +77,8 @@ class ModelConfig:
     compares_rows = False  # whether the loss compares each row of a batch with the others
     scaled_embeddings = False  # whether embeddings are multiplied by the square root of their width
     fixed = ()  # paths of parameters that nobody trains
+    # whether layers that predict further tokens read activations behind the norm before the output head, as published
+    mtp_after_norm = False
     # the keys of `mup_base`, and the logical axes whose sizes they are
     widths: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "embed_dim": ("embed", "expert_embed", "ahead", "norm"), "mlp_dim": ("mlp", "expert_mlp"),
@@ -160,8 +162,13 @@ class ModelConfig:
 
     @property
     def multi_token_loss(self) -> float:
-        """The weight of the loss for predicting the token after the next; 0: the model does not."""
+        """The weight of the loss for predicting tokens after the next; 0: the model does not."""
         return 0.0
+
+    @property
+    def multi_token_layers(self) -> int:
+        """The number of layers that do so, each one token further."""
+        return 0
 
     @property
     def experts(self) -> Experts:

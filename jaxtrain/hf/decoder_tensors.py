@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxtrain.config.hybrids.layer_pattern import ATTENTION as ATTENTION_LAYER
 from jaxtrain.config.hybrids.layer_pattern import PatternConfig
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.hf.hf_format import Entry, HFTensors
 
 REWARD_HEAD = "reward_head/kernel"
@@ -105,12 +107,20 @@ def latent_attention(c: Any, paired: int = 0) -> list[Entry]:
 
 
 def decoder(layer: Callable[..., list[Entry]], whole: tuple[str, str, str] = MODEL,
-            norm: Sequence[Entry] | None = None, **options: Any) -> HFTensors:
+            norm: Sequence[Entry] | None = None, *,
+            ahead: Callable[[ModelConfig, list[Entry]], list[Entry]] | None = None, further_layers: bool = False,
+            **options: Any) -> HFTensors:
     """Return the tensors of a decoder of which `layer(config, whether it has experts)` returns those of one layer.
 
-    Where layers are of several kinds, the letter of the layer's kind is a third argument. `norm`: the entries of the
-    last norm, where it has others than a scale. `whole`: the names of the embeddings, of the last norm, and of what
-    has the layers.
+    Where layers are of several kinds, the letter of the layer's kind is a third argument.
+
+    Args:
+        layer: returns the entries of a layer.
+        whole: the names of the embeddings, of the last norm, and of what has the layers.
+        norm: the entries of the last norm, where it has others than a scale.
+        ahead: returns the entries of multi-token prediction, of a config and those of a block, where it is published.
+        further_layers: as in `HFTensors`, of a family whose files have them in a form that is not known.
+        options: of `HFTensors`.
     """
     embed, scale, layers = whole
 
@@ -120,9 +130,12 @@ def decoder(layer: Callable[..., list[Entry]], whole: tuple[str, str, str] = MOD
         for stack, numbers, routed in stacks(c):
             kind = (c.layer_kinds[numbers[0]],) if isinstance(c, PatternConfig) else ()
             found += in_stack(stack, numbers, layers, layer(c, routed, *kind))
+        if ahead is not None and c.multi_token_loss and not reward_head:
+            kind = (ATTENTION_LAYER,) if isinstance(c, PatternConfig) else ()
+            found += ahead(c, layer(c, c.experts.num > 0, *kind))
         return found
 
-    return HFTensors(entries, **options)
+    return HFTensors(entries, further_layers=further_layers or ahead is not None, **options)
 
 
 def head(c: Any, reward_head: bool) -> list[Entry]:

@@ -27,7 +27,8 @@ _NO_SIZES = ("n_shared_experts", "first_k_dense_replace", "eos_token_id", "share
              "moe_num_shared_experts", "num_dense_layers")
 _DERIVED = ("num_key_value_heads", "head_dim", "n_inner", "q_lora_rank")
 # Keys of ours that published models have no word for, since they only shape training.
-_OF_TRAINING = ("name", "mtp_loss_weight", "balance_loss", "router_z_loss", "capacity_factor", "router_bias_rate")
+_OF_TRAINING = ("name", "mtp_loss_weight", "mtp_layers", "balance_loss", "router_z_loss", "capacity_factor",
+                "router_bias_rate")
 
 
 @cache

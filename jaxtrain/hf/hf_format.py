@@ -44,6 +44,7 @@ class Entry:
         layers: the published numbers of the layers that the parameter stacks; None: it is not of a layer.
         experts: how many experts it stacks; 0: it is not of an expert.
         float32: whether it is written in float32 whatever the others are, as published.
+        copy: whether another tensor holds the parameter, of which this one is a copy.
         cut: sizes into which the parameter's dimensions are cut where the tensor has others; None: it has the same.
     """
 
@@ -58,6 +59,7 @@ class Entry:
     layers: Sequence[int] | None = None
     experts: int = 0
     float32: bool = False
+    copy: bool = False
     cut: tuple[int, ...] | None = None
 
 
@@ -124,8 +126,8 @@ class HFTensors:
             are taken as they are.
         renamed: published names that stand for others.
         turned: whether matrices are [in, out] and not [out, in].
-        further_layers: whether files have layers after the last one that the model does without, such as those which
-            predict further tokens.
+        further_layers: whether files have layers after the last one, of multi-token prediction, which a model does
+            without unless it predicts further tokens itself.
     """
 
     entries: Callable[[Any, bool], list[Entry]]

@@ -185,10 +185,20 @@ def _loaded(folder: Path, step: int | None, run: Run) -> Params:
             raise UserError(KEY, f"{folder} has a {hf_config.FILE} and no weights", "put them there, or set "
                             f"{KEY} to nothing (--config.{KEY}=) to begin with random ones")
         abstract = abstract_model(run) if adapted else without_adapters(abstract_model(run))
+        whole = adapter_files.base_of(folder) if adapted else folder
+        if "ahead" in abstract and not published_weights.has_further_layers(whole, run.config.model):
+            abstract = _without_further_layers(abstract, whole)
         return _with_vocabulary(theirs, run, _own_part(theirs, run, abstract), (
             lambda abstract: adapter_files.load_with_base(folder, run.config.model, run.config.lora, abstract)
             if adapted else published_weights.load(folder, run.config.model, abstract)))
     raise _neither(folder)
+
+
+def _without_further_layers(abstract: Params, folder: Path | str) -> Params:
+    """Return the abstract parameters without multi-token prediction, which begins anew, and say so."""
+    say(f"{folder} has no layers for multi-token prediction: those of model.mtp_loss_weight begin with random values; "
+        "set train.trainable=[ahead/*] to train them alone, or model.mtp_loss_weight=0 to do without")
+    return {name: x for name, x in abstract.items() if name != "ahead"}
 
 
 def _check_kind(theirs: ModelConfig, run: Run) -> None:
@@ -249,7 +259,8 @@ def _otherwise(theirs: ModelConfig, run: Run) -> str:
     Those that shape parameters are refused when these are loaded; others may differ on purpose, for longer rows say.
     """
     model = run.config.model
-    free = {"name", "vocab_size", "max_seq_len", "router_bias_rate", "mtp_loss_weight", "balance_loss", "router_z_loss"}
+    free = {"name", "vocab_size", "max_seq_len", "router_bias_rate", "mtp_loss_weight", "mtp_layers", "balance_loss",
+            "router_z_loss"}
     told = [f"model.{field.name}={getattr(model, field.name)} instead of {getattr(theirs, field.name)}"
             for field in fields(model) if field.name not in free and hasattr(theirs, field.name)
             and getattr(model, field.name) != getattr(theirs, field.name)]
@@ -304,6 +315,8 @@ def _of_workdir(folder: Path, step: int | None, run: Run) -> Params:
     abstract = abstract_model(run) if adapters.rank else without_adapters(as_floats(abstract_model(run)))
     _check_kind(before.model, run)
     abstract = _own_part(before.model, run, without_heads(abstract, but=(before.scalar_head,)))
+    if "ahead" in abstract and not before.model.multi_token_loss:
+        abstract = _without_further_layers(abstract, folder)
     found = _checkpoint(folder, step)
     say(f"begins with the parameters of step {found[0]} of {folder}{_otherwise(before.model, run)}")
     return _with_vocabulary(before.model, run, abstract,

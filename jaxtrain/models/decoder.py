@@ -1,6 +1,6 @@
 """A decoder-only transformer, assembled from the parts that a model file supplies."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from jaxtrain.config.schema import MeshConfig, TrainConfig
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
-from jaxtrain.models.heads.multi_token_prediction import MTPHead
 from jaxtrain.models.heads.scalar_head import ScalarHead
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
 from jaxtrain.models.rematerialization import cut, layers_at_once, wraps
@@ -24,6 +23,7 @@ from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
 from jaxtrain.sharding import activations
 
 if TYPE_CHECKING:
+    from jaxtrain.models.heads.multi_token_prediction import MTPHead
     from jaxtrain.parallel.pipeline.stage_placement import Slots
 
 
@@ -82,12 +82,13 @@ class Decoder(nnx.Module):
     value_head: ScalarHead | None = None  # likewise, beside the output projection
     logit_factor = 1.0  # of the output projection; `make_model` sets another
     logit_cap = 0.0  # the soft cap of logits; 0: none
+    mtp_after_norm = False  # whether layers that predict further tokens read what the output head reads
 
     def __init__(self, embed: Embed, block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, norm: nnx.Module, *,
                  compute: Compute, rngs: nnx.Rngs, positions: LearnedPositions | None = None,
                  rotary: Any = None, head: Head | None = None,
                  first: Callable[[nnx.Rngs], nnx.Module] | None = None, num_first: int = 0,
-                 ahead: Callable[[nnx.Rngs], MTPHead] | None = None, grouped: bool = False):
+                 ahead: "Callable[[nnx.Rngs], MTPHead] | None" = None, grouped: bool = False):
         """Stack `num_first` layers like `first`, then the rest like `block`.
 
         `grouped`: each of those is a `Group` of layers.
@@ -134,17 +135,22 @@ class Decoder(nnx.Module):
         """Apply the last norm."""
         return activations.constrain(self.norm(x_BTD), *INSIDE)
 
-    def look_ahead(self, x_BTD: jax.Array, next_BT: jax.Array, segments_BT: jax.Array | None,
-                   positions_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Predict the token after the next: return the input of the output head, and auxiliary values.
+    def look_ahead(self, x_BTD: jax.Array, following: Sequence[jax.Array], segments_BT: jax.Array | None,
+                   positions_BT: jax.Array) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
+        """Predict tokens after the next: yield for each layer the input of the output head, and auxiliary values.
 
         Args:
-            x_BTD: activations before the last norm.
-            next_BT: the tokens that follow; negative where none follows, as elsewhere for targets that do not count.
+            x_BTD: activations of the last layer: behind the last norm if `mtp_after_norm`, before it otherwise.
+            following: of each layer the tokens whose embeddings it reads: those that follow, then the ones after those;
+                negative where none follows, as elsewhere for targets that do not count.
         """
-        assert self.ahead is not None
+        head = self.ahead
         angles = self.rotary.angles(positions_BT) if self.rotary is not None else None
-        return self.ahead(x_BTD, self.embed(jnp.maximum(next_BT, 0)), segments_BT, angles)
+        for next_BT in following:
+            assert head is not None
+            x_BTD, y_BTD, aux = head(x_BTD, self.embed(jnp.maximum(next_BT, 0)), segments_BT, angles)
+            yield y_BTD, aux
+            x_BTD, head = y_BTD if self.mtp_after_norm else x_BTD, head.later
 
     def head(self) -> jax.Array:
         """Return the output projection w_DV, laid out as at rest: a separate one, or the tied embedding table."""

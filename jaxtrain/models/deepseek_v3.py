@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most, derive, number
 from jaxtrain.errors import UserError
-from jaxtrain.hf import decoder_tensors
+from jaxtrain.hf import decoder_tensors, multi_token_tensors
 from jaxtrain.hf.hf_format import BIASES, COMMON, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.rotary_keys import rotary
 from jaxtrain.models.llama import written
@@ -29,6 +29,7 @@ EXPERT_KEYS = {
     "routed_scaling_factor": "router_scale", "norm_topk_prob": "normalize_router"}
 LATENT_KEYS = {"q_lora_rank": "q_rank", "kv_lora_rank": "kv_rank", "qk_nope_head_dim": "head_dim",
                "qk_rope_head_dim": "rope_head_dim", "v_head_dim": "value_head_dim"}
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # the latter is the name that transformers declares
 LATENT_EPS = 1e-6
 BIAS_RATE = 0.001  # of the first 14.3T tokens (arXiv 2412.19437, section 4.2); config.json does not say
 
@@ -48,6 +49,7 @@ class DeepseekV3Config(ExpertsConfig):
     # epsilon of the norms of latents, which is 1e-6 in all published models; 0: norm_eps
     latent_norm_eps: float = number(0.0, least=0)
     latent_attention = True
+    mtp_after_norm = True
     # parts of heads grow like head_dim
     widths: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **ExpertsConfig.widths, "kv_rank": ("latent", "rank"), "rope_head_dim": (), "value_head_dim": ()}
@@ -127,7 +129,12 @@ def latents(kind: str, known: Keys, refuse: Refuse) -> Keys:
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:
-    return {"router": "sigmoid", "router_bias_rate": BIAS_RATE} | latents("deepseek_v3", known, refuse)
+    return {"router": "sigmoid", "router_bias_rate": BIAS_RATE} | latents("deepseek_v3", known, refuse) | (
+        multi_token_tensors.layers(known, refuse, *MTP_KEYS))
+
+
+def _write(c: DeepseekV3Config) -> Keys:
+    return written_latents(c) | multi_token_tensors.written_layers(c, MTP_KEYS[0])
 
 
 def written_latents(c: DeepseekV3Config) -> Keys:
@@ -144,8 +151,9 @@ def latent_layer(c: DeepseekV3Config, experts: bool) -> list[Entry]:
 _V3 = HFConfig(
     "deepseek_v3", "DeepseekV3ForCausalLM", COMMON | EXPERT_KEYS | LATENT_KEYS,
     fixed=BIASES | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
-                    "rope_interleave": (True,)}, read=_read, write=written_latents)
+                    "rope_interleave": (True,)}, read=_read, write=_write)
 # Kimi K2 is published as a type of its own, which transformers has no class for; it is exported as DeepSeek-V3.
 FAMILY = Family(
-    DeepseekV3Config, deepseek_v3, tensors=decoder_tensors.decoder(latent_layer, further_layers=True),
+    DeepseekV3Config, deepseek_v3,
+    tensors=decoder_tensors.decoder(latent_layer, ahead=multi_token_tensors.further_layers),
     hf=(_V3, replace(_V3, model_type="kimi_k2", like="deepseek_v3")))

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.config.decoder_config import PartialRotaryConfig
 from jaxtrain.config.family import Family
-from jaxtrain.hf import decoder_tensors
+from jaxtrain.hf import decoder_tensors, multi_token_tensors
 from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.rotary_keys import partial_rotary, published_partial_rotary
-from jaxtrain.models.deepseek_v3 import BIAS_RATE, EXPERT_KEYS
+from jaxtrain.models.deepseek_v3 import BIAS_RATE, EXPERT_KEYS, MTP_KEYS
 from jaxtrain.models.llama import dense
 from jaxtrain.models.mixtral import ExpertsConfig
 
@@ -24,6 +24,7 @@ class Glm4MoeConfig(ExpertsConfig, PartialRotaryConfig):
 
     name: str = "glm4_moe"
     rotary_part: float = 0.5
+    mtp_after_norm = True
     attention_bias: bool = False  # whether queries, keys and values have biases
     use_qk_norm: bool = False  # whether queries and keys are normalised
 
@@ -34,7 +35,12 @@ def glm4_moe(c: Glm4MoeConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Deco
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:
-    return {"router": "sigmoid", "router_bias_rate": BIAS_RATE} | partial_rotary("glm4_moe", 0.5, known, refuse)
+    return {"router": "sigmoid", "router_bias_rate": BIAS_RATE} | partial_rotary("glm4_moe", 0.5, known, refuse) | (
+        multi_token_tensors.layers(known, refuse, *MTP_KEYS))
+
+
+def _write(c: Glm4MoeConfig) -> Keys:
+    return published_partial_rotary(c) | multi_token_tensors.written_layers(c, MTP_KEYS[0])
 
 
 def layer(c: Glm4MoeConfig, experts: bool) -> list[Entry]:
@@ -45,7 +51,7 @@ def layer(c: Glm4MoeConfig, experts: bool) -> list[Entry]:
 
 
 FAMILY = Family(
-    Glm4MoeConfig, glm4_moe, tensors=decoder_tensors.decoder(layer, further_layers=True),
+    Glm4MoeConfig, glm4_moe, tensors=decoder_tensors.decoder(layer, ahead=multi_token_tensors.further_layers),
     hf=(HFConfig("glm4_moe", "Glm4MoeForCausalLM",
                  COMMON | EXPERT_KEYS | {key: key for key in ("attention_bias", "use_qk_norm")},
-                 fixed={"hidden_act": SILU}, read=_read, write=published_partial_rotary, classifier=None),))
+                 fixed={"hidden_act": SILU}, read=_read, write=_write, classifier=None),))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxtrain.config.decoder_config import RotaryConfig
+from jaxtrain.config.decoder_config import DecoderConfig, RotaryConfig
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most, number
 from jaxtrain.errors import UserError
@@ -22,11 +22,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DenseConfig(RotaryConfig):
+class MultiTokenConfig(DecoderConfig):
+    """Multi-token prediction."""
+
+    # multi-token prediction (MTP): loss weight of extra layers that predict the tokens after the next one; 0: no such
+    # layers
+    mtp_loss_weight: float = number(0.0, least=0)
+    # number of those layers, each of which predicts one token further (num_nextn_predict_layers)
+    mtp_layers: int = at_most(1, 16, above=0)
+
+    @property
+    def multi_token_loss(self) -> float:
+        """The weight of the loss for predicting tokens after the next."""
+        return self.mtp_loss_weight
+
+    @property
+    def multi_token_layers(self) -> int:
+        """The number of layers that do so, each one token further."""
+        return self.mtp_layers if self.mtp_loss_weight else 0
+
+
+@dataclass(frozen=True)
+class DenseConfig(MultiTokenConfig, RotaryConfig):
     """Rotary positions, context extension, multi-token prediction, and a window that the first layers may lack."""
 
-    # multi-token prediction: loss weight of an extra layer that predicts the token after the next one; 0: no such layer
-    mtp_loss_weight: float = number(0.0, least=0)
     # with model.window, as in Qwen2 and Qwen3: number of first layers that use full attention
     global_first: int = at_most(0, 10_000, least=0)
     late_window = True  # whether the first layers may be without the window
@@ -44,11 +63,6 @@ class DenseConfig(RotaryConfig):
     def global_layers(self) -> int:
         """The number of layers without a window where the others have one."""
         return self.global_first
-
-    @property
-    def multi_token_loss(self) -> float:
-        """The weight of the loss for predicting the token after the next."""
-        return self.mtp_loss_weight
 
 
 @dataclass(frozen=True)

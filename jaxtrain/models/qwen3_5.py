@@ -9,11 +9,12 @@ from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most, derive
 from jaxtrain.config.hybrids.layer_pattern import ATTENTION, PatternConfig
 from jaxtrain.errors import UserError
-from jaxtrain.hf import decoder_tensors
+from jaxtrain.hf import decoder_tensors, multi_token_tensors
 from jaxtrain.hf.decoder_tensors import HEADS, OUT
 from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.layer_patterns import FULL, pattern, published_pattern
 from jaxtrain.hf.rotary_keys import partial_rotary, published_partial_rotary
+from jaxtrain.models.llama import MultiTokenConfig
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 DELTA = "D"
 LETTERS = {"linear_attention": DELTA, FULL: ATTENTION}
+MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # the latter is what servers read of Qwen3-Next
 # Published key -> ours.
 DELTA_KEYS = {"linear_num_key_heads": "state_key_heads", "linear_num_value_heads": "state_heads",
               "linear_key_head_dim": "state_key_dim", "linear_value_head_dim": "state_value_dim",
@@ -59,12 +61,19 @@ class DeltaConfig(PatternConfig):
 
 
 @dataclass(frozen=True)
-class Qwen35Config(DeltaConfig, PartialRotaryConfig):
+class Qwen35Config(MultiTokenConfig, DeltaConfig, PartialRotaryConfig):
     """Qwen3.5."""
 
     name: str = "qwen3_5"
     rotary_part: float = 0.25
     norm_eps: float = 1e-6
+    mtp_after_norm = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.multi_token_layers > 1:
+            raise UserError("model.mtp_layers", f"{self.name} has one layer that predicts a further token, and "
+                            f"{self.mtp_layers} would share its projection", "set it to 1")
 
 
 def delta_net(c: DeltaConfig, beta_factor: float = 1.0, eps: float = 0.0) -> "Part":
@@ -83,12 +92,14 @@ def qwen3_5(c: Qwen35Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decode
     attention = grouped_query(c, compute, gated=True,
                               qk_norm=partial(ShiftedRMSNorm, c.head_dim, c.norm_eps, axis="head_dim"))
     parts = {DELTA: delta_net(c), ATTENTION: attention}
-    return rotary_decoder(c, compute, [parts[kind] for kind in c.layer_kinds], norm=ShiftedRMSNorm, rngs=rngs)
+    return rotary_decoder(c, compute, [parts[kind] for kind in c.layer_kinds], norm=ShiftedRMSNorm, ahead=attention,
+                          rngs=rngs)
 
 
 def read(kind: str, known: Keys, refuse: Refuse) -> Keys:
     """Return our keys of the kinds of layers and of rotary positions."""
-    return pattern(given_layers(known), refuse, LETTERS) | partial_rotary(kind, 0.25, known, refuse)
+    return pattern(given_layers(known), refuse, LETTERS) | partial_rotary(kind, 0.25, known, refuse) | (
+        multi_token_tensors.layers(known, refuse, *MTP_KEYS))
 
 
 def given_layers(known: Keys) -> Keys:
@@ -102,7 +113,8 @@ def given_layers(known: Keys) -> Keys:
 
 def write(c: Qwen35Config) -> Keys:
     """Return the published keys of the kinds of layers and of rotary positions."""
-    return published_partial_rotary(c) | {"layer_types": published_pattern(c.layer_kinds, LETTERS)}
+    return published_partial_rotary(c) | {"layer_types": published_pattern(c.layer_kinds, LETTERS)} | (
+        multi_token_tensors.written_layers(c, MTP_KEYS[c.name == "qwen3_next"]))
 
 
 def convolutions(c: DeltaConfig, at: str) -> list[Entry]:
@@ -141,7 +153,7 @@ def _layer(c: Qwen35Config, experts: bool, kind: str) -> list[Entry]:
 
 
 FAMILY = Family(
-    Qwen35Config, qwen3_5, tensors=decoder_tensors.decoder(_layer),
+    Qwen35Config, qwen3_5, tensors=decoder_tensors.decoder(_layer, ahead=multi_token_tensors.mtp_tensors),
     hf=(HFConfig("qwen3_5_text", "Qwen3_5ForCausalLM", COMMON | DELTA_KEYS,
                  fixed={"attention_bias": NO, "hidden_act": SILU}, read=partial(read, "qwen3_5_text"), write=write,
                  nested="qwen3_5", classifier="Qwen3_5TextForSequenceClassification"),))

@@ -6,7 +6,7 @@ from functools import partial
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most
 from jaxtrain.config.model_config import Experts
-from jaxtrain.hf import decoder_tensors
+from jaxtrain.hf import decoder_tensors, multi_token_tensors
 from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig
 from jaxtrain.models.mixtral import ExpertsConfig
 from jaxtrain.models.qwen3_5 import DELTA_KEYS, Qwen35Config, mixer, qwen3_5, read, write
@@ -41,7 +41,7 @@ def _layer(c: Qwen35MoeConfig, experts: bool, kind: str) -> list[Entry]:
 
 
 FAMILY = Family(
-    Qwen35MoeConfig, qwen3_5, tensors=decoder_tensors.decoder(_layer),
+    Qwen35MoeConfig, qwen3_5, tensors=decoder_tensors.decoder(_layer, ahead=multi_token_tensors.mtp_tensors),
     hf=(HFConfig("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", {
         key: ours for key, ours in COMMON.items() if key != "intermediate_size"} | DELTA_KEYS | EXPERT_KEYS,
         fixed={"attention_bias": NO, "hidden_act": SILU}, read=partial(read, "qwen3_5_moe_text"), write=write,

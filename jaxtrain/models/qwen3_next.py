@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxtrain.config.family import Family
 from jaxtrain.config.hybrids.layer_pattern import ATTENTION
-from jaxtrain.hf import decoder_tensors, layer_patterns
+from jaxtrain.hf import decoder_tensors, layer_patterns, multi_token_tensors
 from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.models.qwen3_5 import DELTA_KEYS, convolutions, delta_rest, mixer, qwen3_5, read, write
 from jaxtrain.models.qwen3_5_moe import EXPERT_KEYS, Qwen35MoeConfig, gated_experts
@@ -51,7 +51,7 @@ def _layer(c: Qwen3NextConfig, experts: bool, kind: str) -> list[Entry]:
 
 
 FAMILY = Family(
-    Qwen3NextConfig, qwen3_5, tensors=decoder_tensors.decoder(_layer),
+    Qwen3NextConfig, qwen3_5, tensors=decoder_tensors.decoder(_layer, ahead=multi_token_tensors.mtp_tensors),
     hf=(HFConfig("qwen3_next", "Qwen3NextForCausalLM", COMMON | DELTA_KEYS | EXPERT_KEYS | {
         "norm_topk_prob": "normalize_router"}, fixed={"attention_bias": NO, "hidden_act": SILU}, read=_read,
         write=_write),))

@@ -45,7 +45,7 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
                    experts: Part | Sequence[Part] | None = None,
                    block: Callable[..., nnx.Module] | Sequence[Callable[..., nnx.Module]] = Block,
                    norm: Callable[..., nnx.Module] = RMSNorm, embed: Embed | None = None, rotary: Any = None,
-                   mlp_bias: bool = False, rngs: nnx.Rngs) -> Decoder:
+                   mlp_bias: bool = False, ahead: Part | None = None, rngs: nnx.Rngs) -> Decoder:
     """Build the decoder that Llama and its descendants share.
 
     Args:
@@ -57,14 +57,16 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
         embed: in place of plain embeddings.
         rotary: in place of `Rotary`: what makes of positions the angles that attention is given.
         mlp_bias: whether `SwiGLU` has biases.
+        ahead: makes the attention of layers that predict further tokens; none: that of the last layer.
     """
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
     mlp = mlp or (lambda out_std, rngs: SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, bias=mlp_bias, rngs=rngs))
     experts, norm = experts or routed(c, compute), partial(norm, c.embed_dim, c.norm_eps)
 
-    def layer(number: int, feed_forward: Part | Sequence[Part]) -> Callable[[nnx.Rngs], nnx.Module]:
+    def layer(number: int, feed_forward: Part | Sequence[Part],
+              own: Part | None = None) -> Callable[[nnx.Rngs], nnx.Module]:
         attend, fed, together = (each[number] if isinstance(each, Sequence) else each
-                                 for each in (attention, feed_forward, block))
+                                 for each in (own or attention, feed_forward, block))
         return lambda rngs: together(partial(norm, rngs=rngs), partial(attend, out_std=out_std, rngs=rngs),
                                      partial(fed, out_std=out_std, rngs=rngs))
 
@@ -74,13 +76,16 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
     period = [layer(first + n, experts if c.experts.num and (n + 1) % c.experts.every == 0 else mlp)
               for n in range(c.period)]
     keeps = wraps(compute.remat, c.stacked_layers, compute.unroll)
-    return Decoder(
+    further = layer(c.num_layers - 1, experts if c.experts.num else mlp, ahead) if ahead else period[-1]
+    decoder = Decoder(
         embed or Embed(c.vocab_size, c.embed_dim, rngs=rngs),
         partial(Group, period, keeps[-1][0]) if c.period > 1 else period[0], c.stacked_layers, norm(rngs=rngs),
         rotary=rotary,
         head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
         first=layer(0, mlp), num_first=first, grouped=c.period > 1,
-        ahead=(partial(MTPHead, c.embed_dim, c.norm_eps, period[-1],
+        ahead=(partial(MTPHead, c.embed_dim, norm, further, depth=c.multi_token_layers,
                        remat=wraps(compute.remat, c.stacked_layers, 0)[-1][0]) if c.multi_token_loss else None),
         compute=compute, rngs=rngs,
     )
+    decoder.mtp_after_norm = c.mtp_after_norm
+    return decoder

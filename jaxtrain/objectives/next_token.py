@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -16,7 +15,6 @@ from jaxtrain.data.loading.batch_spec import Declared
 from jaxtrain.kernels.cross_entropy import cross_entropy, penalized_cross_entropy
 from jaxtrain.models import training_noise
 from jaxtrain.models.decoder import Decoder
-from jaxtrain.models.heads.multi_token_prediction import with_second_targets
 from jaxtrain.objectives.objective import OfTheModelAlone, of_sections
 from jaxtrain.observe.own_parts import describe
 from jaxtrain.parallel.cut_rows import arrange
@@ -35,17 +33,18 @@ class NextToken(OfTheModelAlone):
     model: Skeleton
     chunks: int = 0  # pieces that tokens take through the loss head; 0: chosen by size
     z_loss: float = 0.0
-    mtp_loss_weight: float = 0.0  # of predicting the token after the next; 0: the model does not
+    mtp_loss_weight: float = 0.0  # of predicting tokens after the next; 0: the model does not
     experts_per_token: int = 0
     cross_documents: bool = False  # a row is one text: attention and positions run on where a document ends
     penalties: bool = True  # add what the model reports, such as its routers' load-balance loss
+    mtp_layers: int = 1  # how many tokens after the next are predicted
 
     @of_sections
     @classmethod
     def of(cls, skeleton: Skeleton, *, model: ModelConfig, train: TrainConfig, data: DataConfig) -> "NextToken":
         """Return the objective that these sections of a config describe."""
         return cls(skeleton, train.loss_chunks, train.z_loss, model.multi_token_loss, model.experts.per_token,
-                   data.cross_document_attention)
+                   data.cross_document_attention, mtp_layers=model.multi_token_layers)
 
     @property
     def batch_spec(self) -> Declared:
@@ -84,7 +83,10 @@ class NextToken(OfTheModelAlone):
 
     def prepare(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
         """The model's own parameters, and the batch as its devices share it."""
-        batch = with_second_targets(batch) if self.mtp_loss_weight else batch
+        if self.mtp_loss_weight:
+            from jaxtrain.objectives.further_tokens import with_further_targets
+
+            batch = with_further_targets(batch, self.mtp_layers)
         if self.cross_documents:
             positions_BT = jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1]), batch["tokens"].shape)
             batch = batch | {"positions": positions_BT, "segments": batch["segments"] > 0}
@@ -104,19 +106,24 @@ class NextToken(OfTheModelAlone):
         return x_BTD, penalty if self.penalties else jnp.zeros_like(penalty), aux
 
     def end(self, params: Params, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The summed loss of the head, and that of predicting the token after the next where the batch has it.
+        """The summed loss of the head, and the mean of those of predicting tokens after the next that the batch has.
 
         The further sum is the cross-entropy of the head without any penalty.
         """
         model = self.model.merge(params)
         head_DV = model.head()
-        loss, plain = self.head_loss(params, model.finish(x_BTD), head_DV, batch)
-        if "second_targets" in batch:
-            with training_noise.of(batch):
-                y_BTD, aux = model.look_ahead(x_BTD, batch["targets"], batch["segments"], batch["positions"])
-            entropy = partial(cross_entropy, z_loss=self.z_loss, chunks=self.chunks, cap=model.logit_cap)
-            second = entropy(y_BTD, head_DV, batch["second_targets"], batch["second_weights"])
-            loss += self.mtp_loss_weight * second + _weighted(aux.get("penalty"), batch)
+        last_BTD = model.finish(x_BTD)
+        loss, plain = self.head_loss(params, last_BTD, head_DV, batch)
+        if "predicted_2_targets" in batch:
+            from jaxtrain.objectives.further_tokens import further_losses
+
+            def entropy(y_BTD, targets_BT, weights_BT):
+                return cross_entropy(y_BTD, head_DV, targets_BT, weights_BT, z_loss=self.z_loss, chunks=self.chunks,
+                                     cap=model.logit_cap)
+
+            read_BTD = last_BTD if model.mtp_after_norm else x_BTD
+            for one, penalty in further_losses(model, read_BTD, batch, self.mtp_layers, entropy):
+                loss += self.mtp_loss_weight / self.mtp_layers * one + _weighted(penalty, batch)
         return loss, {"cross_entropy": plain, "unknown_ids": _unknown_ids(batch, head_DV.shape[1])}
 
     def head_loss(self, params: Params, x_BTD: jax.Array, head_DV: jax.Array,
@@ -131,8 +138,8 @@ class NextToken(OfTheModelAlone):
         return ()
 
     def identity(self, recorded: JsonMapping) -> JsonObject:
-        """Return the class and its settings, but how many pieces the loss is computed in."""
-        return describe(self, leave_out=("chunks",))
+        """Return the class and its settings, but how many pieces the loss is computed in, and what the model says."""
+        return describe(self, leave_out=("chunks", "mtp_layers"))
 
 
 def stacks(params: Params, names: Sequence[str] = Decoder.STACKS) -> dict[str, int]:

@@ -50,8 +50,8 @@ def flops_per_token(model: ModelConfig, matmul_params: float, seq_len: int, caus
         return window - window**2 / (2 * growing) if causal and model.causal else window
 
     keys = sum(layers * attended(window) for window, layers in model.windows.items())
-    if model.multi_token_loss:  # one more layer, of the kind that is not global
-        keys += attended(next(iter(model.windows)))
+    # Further layers, of the kind that is not global.
+    keys += model.multi_token_layers * attended(next(iter(model.windows), 0))
     return 6 * matmul_params + 6 * model.num_heads * model.attention_width * keys
 
 

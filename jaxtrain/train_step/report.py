@@ -96,4 +96,4 @@ def matmul_parameters(abstract: TrainState, layout: Layout, model: ModelConfig,
     lookups = ("positions",) if tied else ("positions", "vocab")
     frozen = {key: (params, layout.frozen_axes[key]) for key, params in abstract.frozen.items() if key not in teachers}
     once = multiplied(abstract.params, layout.axes) + 2 / 3 * sum(multiplied(*one) for one in frozen.values())
-    return once + (model.embed_dim * model.vocabulary if model.multi_token_loss else 0)
+    return once + model.multi_token_layers * model.embed_dim * model.vocabulary

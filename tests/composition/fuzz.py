@@ -20,6 +20,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from jaxtrain.run import shapes_of
@@ -123,6 +124,8 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     keys |= mup_of(keys, rng)
     keys |= speed_of(keys, random.Random(f"{rng.getstate()}"))  # added later
     keys |= noise_of(keys, random.Random(f"noise {rng.getstate()}"))
+    if keys.get("model.mtp_loss_weight") and random.Random(f"further {rng.getstate()}").random() < 0.3:
+        keys |= {"model.mtp_layers": 2}
     once = sizes["stage"] == 1 and keys["optimizer.zero_stage"] < 3 and rng.random() < 0.4
     return keys | ({"compression.method": "exact"} if once else {})
 
@@ -261,6 +264,13 @@ def _alone(keys: dict[str, Any], params: Any, batch: Any) -> tuple[float, Any]:
     return jax.device_get(run.value_and_grad(reference.start_from(run, params), batch))
 
 
+def _further(head: Any) -> Iterator[Any]:
+    """Yield the parameters of each layer that predicts further tokens."""
+    while head is not None:
+        yield head
+        head = head.get("later")
+
+
 def _is_none(x: Any) -> bool:
     return x is None
 
@@ -318,7 +328,7 @@ def check(keys: dict[str, Any]) -> dict[str, float]:
     if bias is not None and precision == "float32" and not config.lora.rank:
         p = state.all_params
         new = [reference.router(config.model, p)["bias"],
-               *(p["ahead"]["block"]["mlp"]["router"]["bias"][None] for _ in range("ahead" in p))]
+               *(head["block"]["mlp"]["router"]["bias"][None] for head in _further(p.get("ahead")))]
         off["router bias"] = float(np.abs(np.concatenate(new) - bias).max())
     if keys.get("evaluate"):
         with mesh_context.use(run.mesh, run.sharded.rules):

@@ -1,5 +1,6 @@
 """The tiny published models of `tests.hub.cases` in jaxtrain, on any mesh, and how far they are from transformers."""
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxtrain as jt
+from jaxtrain.base.annotations import JsonMapping
 from jaxtrain.hf.hf_config import model_section
 from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.sharding import activations, mesh_context
@@ -21,18 +23,18 @@ ROWS, LENGTH = 8, published.TOKENS.shape[1]
 REPEATED = np.tile(published.TOKENS, (ROWS // len(published.TOKENS), 1))  # so that every mesh divides the rows
 
 
-def built(folder: Path, **mesh: int) -> jt.Run:
-    """The run of a model on as many devices as the mesh has, in float32."""
-    section = model_section(folder)
+def built(folder: Path, keys: JsonMapping | None = None, **mesh: int) -> jt.Run:
+    """The run of a model on as many devices as the mesh has, in float32, with these keys of the model."""
+    section = model_section(folder) | (keys or {})
     section["max_seq_len"] = max(section["max_seq_len"], LENGTH)  # of LongRoPE it is shorter as read
     config = {"model": section, "data": {"seq_len": LENGTH, "global_batch_size": ROWS},
               "train": {"precision": "float32"}, "mesh": mesh or {"data": 1}}
     return jt.build(jt.make_config(config), devices=jax.devices()[:int(np.prod([*mesh.values()]))])
 
 
-def loaded(folder: Path, **mesh: int) -> tuple[jt.Run, Params]:
+def loaded(folder: Path, keys: JsonMapping | None = None, **mesh: int) -> tuple[jt.Run, Params]:
     """The run of a model, and its published parameters as that lays them out."""
-    run = built(folder, **mesh)
+    run = built(folder, keys, **mesh)
     return run, published_weights.load(folder, run.config.model, run.abstract.all_params)
 
 
@@ -94,7 +96,8 @@ def gradient_errors(run: jt.Run, gradients: Params, case: dict[str, Any], out: P
     nothing = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, np.float32), a.sharding), run.abstract.frozen)
     published_weights.save(partition.merge(gradients, nothing), run.config.model, out, np.float32, 10**6)
     found = {name: published.projections(name, tensor.view())
-             for name, tensor in safetensors_files.tensors_of(out).items()}
+             for name, tensor in safetensors_files.tensors_of(out).items()
+             if not re.search(r"layers\.\d+\.(embed_tokens|shared_head\.head)\.", name)}  # copies
     assert not [name for name in found.keys() - case["gradients"].keys()
                 if not name.endswith(("e_score_correction_bias", "expert_bias")) and found[name][0]]
     least = 1e-2 * max(wanted[0] for wanted in case["gradients"].values())

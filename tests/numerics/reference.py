@@ -309,15 +309,19 @@ def gemma3_block(c, w, x, b, layer):
 
 
 def ahead(c, p, b, x, told):
-    """The further layer's activations, and the targets and weights that stand one place to the right in a document."""
-    w, T = p["ahead"], x.shape[1]
-    following = p["embed"]["table"][b["targets"]]
-    inputs = rms_norm(w["norm_this"], x, c.norm_eps), rms_norm(w["norm_next"], following, c.norm_eps)
-    both = jnp.concatenate(inputs, -1)
-    x = block(c, w["block"], both @ jnp.concatenate([w["this"]["kernel"], w["next"]["kernel"]]), b, told, c.window)
-    right, stays = np.minimum(np.arange(T) + 1, T - 1), np.arange(T) < T - 1
-    weights = b["weights"][:, right] * (b["segments"] == b["segments"][:, right]) * stays
-    return rms_norm(w["norm"], x, c.norm_eps), b["targets"][:, right], weights
+    """Yield each further layer's activations, and its targets and weights, further to the right in a document."""
+    w, T, targets = p["ahead"], x.shape[1], b["targets"]
+    x = last_norm(c, p, x) if c.mtp_after_norm else x
+    for places in range(1, c.mtp_layers + 1):
+        following = p["embed"]["table"][targets]
+        inputs = rms_norm(w["norm_this"], x, c.norm_eps), rms_norm(w["norm_next"], following, c.norm_eps)
+        both = jnp.concatenate(inputs, -1)
+        x = block(c, w["block"], both @ jnp.concatenate([w["this"]["kernel"], w["next"]["kernel"]]), b, told, c.window)
+        y = rms_norm(w["norm"], x, c.norm_eps)
+        right, stays = np.minimum(np.arange(T) + places, T - 1), np.arange(T) < T - places
+        targets = jnp.where(stays, b["targets"][:, right], 0)
+        yield y, targets, b["weights"][:, right] * (b["segments"] == b["segments"][:, right]) * stays
+        x, w = y if c.mtp_after_norm else x, w.get("later")
 
 
 def last_norm(c, p, x):
@@ -352,7 +356,8 @@ def loss_and_excess(c, p, b, z_loss=0.0):
     x = through(c, p, b, told)
     total = entropy(c, p, last_norm(c, p, x), b["targets"], b["weights"], z_loss)
     if c.multi_token_loss:
-        total = total + c.multi_token_loss * entropy(c, p, *ahead(c, p, b, x, told), z_loss)
+        each = [entropy(c, p, *further, z_loss) for further in ahead(c, p, b, x, told)]
+        total = total + c.multi_token_loss * sum(each) / len(each)
     row = b["weights"].sum(1)
     total = total + sum((row * penalty).sum() for penalty, _ in told)
     return total / row.sum(), jnp.array([row @ excess / row.sum() for _, excess in told])

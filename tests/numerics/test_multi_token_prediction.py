@@ -1,11 +1,11 @@
-"""A layer that predicts the token after the next: the numbers of the plain model on any mesh, and only in training."""
+"""Layers that predict tokens after the next: the numbers of the plain model on any mesh, and only in training."""
 
 import jax
 import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.models.heads.multi_token_prediction import with_second_targets
+from jaxtrain.objectives.further_tokens import with_further_targets
 from jaxtrain.sharding import mesh_context
 from tests.composition import fuzz
 from tests.numerics import reference
@@ -14,7 +14,9 @@ from tests.tiers import slow_if
 CASES = [
     ("llama", {"mesh.context": 2, "mesh.tensor": 2, "mesh.fsdp": 2, "train.remat": "full"}),
     ("deepseek_v3", {"mesh.expert": 2, "mesh.tensor": 2, "mesh.context": 2, "optimizer.zero_stage": 3}),
-    ("mixtral", {"mesh.stage": 2, "mesh.expert": 2, "mesh.tensor": 2, "pipeline.schedule": "zb_v"}),
+    ("mixtral", {"mesh.stage": 2, "mesh.expert": 2, "mesh.tensor": 2, "pipeline.schedule": "zb_v",
+                 "model.mtp_layers": 3}),
+    ("deepseek_v3", {"mesh.data": 2, "mesh.context": 2, "mesh.fsdp": 2, "model.mtp_layers": 2}),
     ("deepseek_v3", {"mesh.stage": 2, "mesh.context": 2, "mesh.fsdp": 2, "train.z_loss": 1e-3,
                      "model.tied_embeddings": True, "train.accumulation": 2}),
 ]
@@ -29,11 +31,12 @@ def test_looking_ahead_gives_the_numbers_of_the_plain_model(family, keys):
         "model.mtp_loss_weight": 0.3} | keys)
 
 
-def test_the_last_two_tokens_of_a_document_have_no_second_target():
+def test_the_last_tokens_of_a_document_have_no_further_targets():
     batch = dict(targets=np.array([[11, 12, 13, 14, 15, 16]]), segments=np.array([[1, 1, 1, 2, 2, 0]]),
                  weights=np.array([[1, 0.5, 0, 2, 0, 0]], np.float32))  # the last of a document predicts nothing
-    ahead = jax.jit(with_second_targets)(batch)
-    assert ahead["second_weights"].tolist() == [[0.5, 0, 0, 0, 0, 0]] and ahead["second_targets"][0, 0] == 12
+    ahead = jax.jit(with_further_targets, static_argnums=1)(batch, 2)
+    assert ahead["predicted_2_weights"].tolist() == [[0.5, 0, 0, 0, 0, 0]] and ahead["predicted_2_targets"][0, 0] == 12
+    assert not ahead["predicted_3_weights"].any() and ahead["predicted_3_targets"].tolist() == [[13, 14, 15, 16, 0, 0]]
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ PART = 2**28  # bytes of a shard that a host holds at once, while they are on th
 
 # Not parameters of a language model: buffers that old versions saved, and other parts of a multimodal model.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
-                      r"|^(model\.)?(vision_tower|multi_modal_projector)\.|^model\.(vision_model|mtp)\.|^backbone\.mtp\.")
+                      r"|^(model\.)?(vision_tower|multi_modal_projector|visual)\.|^model\.vision_model\.")
 
 
 _TABLES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight",
@@ -66,11 +66,13 @@ def load(folder: str | Path, model: ModelConfig, abstract: Params) -> Params:
     headed = scalar_head.REWARD in abstract
     abstract = scalar_head.without_heads(abstract, (scalar_head.REWARD,) if "score.weight" in tensors else ())
     wanted = flatten(as_floats(abstract))
-    known = {entry.ours: entry for entry in entries(model, headed)}
+    declared = entries(model, headed)
+    known = {entry.ours: entry for entry in declared if not entry.copy}
     if missing := [path for path in wanted if path not in known]:
         raise UserError(f"{folder}", f"no published tensor holds the parameter {missing[0]}", _fix(missing[0]))
     used = _tied_head(folder, tensors) if model.ties_head else {"lm_head.weight"} if headed else set()
     readers = readers_of(folder, tensors, known, wanted, used)
+    used |= _copies(folder, tensors, [entry for entry in declared if entry.copy and entry.ours in wanted], known)
     if left := sorted(name for name in tensors.keys() - used if not _is_ignored(name, model)):
         raise UserError(f"{folder}", f"it has {left[0]}, for which model.name={model.name} has no parameter",
                         "give the config that its config.json describes")
@@ -394,7 +396,7 @@ def by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str,
             found[published.renamed[name]] = tensor
             continue
         name = name.removeprefix("language_model.").replace("model.language_model.", "model.")
-        found[name if name.startswith((prefix, "lm_head.", "score.")) else prefix + name] = tensor
+        found[name if name.startswith((prefix, "lm_head.", "score.", "mtp.")) else prefix + name] = tensor
     return found
 
 
@@ -404,23 +406,49 @@ def _tied_head(folder: str | Path, tensors: Mapping[str, Any]) -> set[str]:
     table = next((tensors[name] for name in _TABLES if name in tensors), None)
     if head is None:
         return set()
-    if table is None or head.shape != table.shape or not all(
-            np.array_equal(head.view()[n:n + 1024], table.view()[n:n + 1024]) for n in range(0, head.shape[0], 1024)):
+    if table is None or not _equal(head, table):
         raise UserError(f"{folder}", "its lm_head.weight is not the embedding table, and model.tied_embeddings is set",
                         "set it to false")
     return {"lm_head.weight"}
 
 
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and all(
+        np.array_equal(one.view()[n:n + 1024], other.view()[n:n + 1024]) for n in range(0, one.shape[0], 1024))
+
+
+def _copies(folder: str | Path, tensors: Mapping[str, Any], copies: Sequence[Entry],
+            known: Mapping[str, Entry]) -> set[str]:
+    """Return the names of the tensors that are copies of others; refuse those that differ."""
+    found = {entry.theirs: known[entry.ours].theirs for entry in copies if entry.theirs in tensors}
+    for name, original in found.items():
+        if not _equal(tensors[name], tensors[original]):
+            raise UserError(f"{folder}", f"its {name} is not {original}, which all predictions share here",
+                            "set model.mtp_loss_weight=0 to leave that layer out")
+    return {*found}
+
+
+def has_further_layers(folder: str | Path, model: ModelConfig) -> bool:
+    """Return whether the folder has the layers that predict further tokens, or a tensor of them."""
+    tensors = by_full_name(safetensors_files.tensors_of(folder), model)
+    return any(_name(entry, (0, 0)) in tensors for entry in entries(model) if entry.ours.startswith("ahead/"))
+
+
 def _is_ignored(name: str, model: ModelConfig) -> bool:
     published = family(model.name).tensors
-    layer = re.search(r"\.layers\.(\d+)\.", name) if published and published.further_layers else None
+    if not model.multi_token_loss and name.startswith("mtp."):
+        return True
+    further = published and published.further_layers and not model.multi_token_loss
+    layer = re.search(r"\.layers\.(\d+)\.", name) if further else None
     return bool(_IGNORED.search(name)) or (layer is not None and int(layer[1]) >= model.num_layers)
 
 
 def _check(folder: str | Path, tensor: Tensor | Packed | None, name: str, shape: tuple[int, ...],
            ours: str) -> None:
     if tensor is None:
-        raise UserError(f"{folder}", f"it has no tensor {name}", "give the config that its config.json describes")
+        raise UserError(f"{folder}", f"it has no tensor {name}", "set model.mtp_loss_weight=0, or model.mtp_layers to "
+                        "the number of layers for further tokens that it has" if ours.startswith("ahead/") else
+                        "give the config that its config.json describes")
     if tensor.shape != shape:
         raise UserError(f"{folder}", f"tensor {name} has the shape {list(tensor.shape)} where the model needs "
                         f"{list(shape)}", "give the config that its config.json describes")
@@ -430,5 +458,6 @@ def _check(folder: str | Path, tensor: Tensor | Packed | None, name: str, shape:
 
 def _fix(path: str) -> str:
     if path.startswith("ahead/"):
-        return "set model.mtp_loss_weight=0: published weights do not have that layer in a known format"
+        return ("set model.mtp_loss_weight=0: published weights of this family do not have that layer in a known "
+                "format; or train it from new, with train.init_from")
     return "give the config that its config.json describes"
