@@ -151,6 +151,11 @@ class ModelConfig:
         return {0: self.num_layers}
 
     @property
+    def state_flops(self) -> float:
+        """The FLOPs of the recurrent states of all layers for one token, forward, as if computed token by token."""
+        return 0.0
+
+    @property
     def vocabulary(self) -> int:
         """The number of rows of the embedding table of tokens; 0: the model reads none."""
         return 0

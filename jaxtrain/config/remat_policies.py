@@ -8,6 +8,7 @@ from jaxtrain.errors import UserError, nearest
 KEY = "train.remat"
 PRESETS = ("none", "full", "dots", "attention", "attention_and_dots")
 AUTO = "auto"  # the planner chooses, in `plan.preflight`; until then it counts as `full`, which takes least
+STATES = "recurrent_states"  # what layers with states keep, in place of attention's results
 _HOST = "@host"
 
 
@@ -15,11 +16,16 @@ _HOST = "@host"
 class Policy:
     """The results that some layers keep: all of them, or only these kinds."""
 
-    # "attention", "dots" (of all products, and what is named so because it serves gradients in a product's place or
-    # takes next to no memory), or the logical axis that a product results in.
+    # "attention" (and states), "dots" (of all products, and what is named so because it serves gradients in a product's
+    # place or takes next to no memory), STATES, or the logical axis that a product results in.
     names: tuple[str, ...]
     hosted: tuple[str, ...] = ()  # of products, moved to the host's memory meanwhile
     everything: bool = False
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The names of what stays on the device: with attention's results go states, which layers have in its place."""
+        return (*self.names, STATES) if "attention" in self.names else self.names
 
     @property
     def keeps_products(self) -> bool:

@@ -55,7 +55,7 @@ def wrap(policy: Policy, in_loop: bool = False) -> Wrap:
 
 def _saveable(policy: Policy) -> Callable[..., Any]:
     kinds, products = jax.checkpoint_policies, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    named = kinds.save_only_these_names(*policy.names)
+    named = kinds.save_only_these_names(*policy.kept)
     hosted = kinds.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=policy.hosted, offload_src="device",
         offload_dst="pinned_host")

@@ -36,8 +36,11 @@ def device_peak(device_kind: str) -> float | None:
 def flops_per_token(model: ModelConfig, matmul_params: float, seq_len: int, causal: bool) -> float:
     """Return the FLOPs of training on one token, forward and backward, without rematerialization.
 
+    Recurrent states count as one token after the other needs them. The chunks in which they are computed need more
+    (jaxtrain/models/recurrent), as does attention whose kernel computes masked pairs: that is no useful work either.
+
     Args:
-        model: gives the layers, heads and window of the attention.
+        model: gives the layers, heads and window of the attention, and the FLOPs of states.
         matmul_params: parameters used in matrix products: including the output head, tied or not, but no input
             embedding, positions or norms, and of the experts only those that one token goes to.
         seq_len: tokens in a row.
@@ -52,7 +55,7 @@ def flops_per_token(model: ModelConfig, matmul_params: float, seq_len: int, caus
     keys = sum(layers * attended(window) for window, layers in model.windows.items())
     # Further layers, of the kind that is not global.
     keys += model.multi_token_layers * attended(next(iter(model.windows), 0))
-    return 6 * matmul_params + 6 * model.num_heads * model.attention_width * keys
+    return 6 * matmul_params + 6 * model.num_heads * model.attention_width * keys + 3 * model.state_flops
 
 
 def mfu(tokens_per_s: float, flops: float, peak: float) -> float:

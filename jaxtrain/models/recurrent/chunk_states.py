@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.config.remat_policies import STATES
 from jaxtrain.models.recurrent import sequence_parts as parts
 from jaxtrain.parallel.cut_rows import AXIS
 
-SAVED = "recurrent_states"  # what the backward pass keeps besides its inputs
+SAVED = STATES  # what the backward pass keeps besides its inputs
 
 
 class ChunkMaps(NamedTuple):
@@ -72,6 +73,14 @@ def _backward(n, saved, gradients):
 
 
 states.defvjp(_forward, _backward)
+
+
+def named(y_BTHV: jax.Array, last_BHKV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the results of a recurrence, by the name by which `train.remat` may keep the first.
+
+    With it and the states of chunks kept, a layer's backward pass computes what is within chunks once, and scans once.
+    """
+    return checkpoint_name(y_BTHV, SAVED), last_BHKV
 
 
 def _next(state, chunk: ChunkMaps):

@@ -52,9 +52,9 @@ def delta_rule(products: Products, q_BTGK, k_BTGK, v_BTHV, g_BTHX, beta_BTH, seg
     """Return the delta rule with decays per head (X is 1) or per key channel, by their `products`."""
     q_BTGK, k_BTGK = (parts.for_all_heads(x, v_BTHV.shape[2]) for x in (q_BTGK, k_BTGK))
     by_head = (*parts.HEADS, None)
-    return parts.on_own_rows(
+    return chunk_states.named(*parts.on_own_rows(
         partial(_rows, products), (*(by_head,) * 4, parts.HEADS, parts.TOKENS, parts.STATE), (by_head, parts.STATE))(
-        q_BTGK, k_BTGK, v_BTHV, g_BTHX, beta_BTH, segments_BT, state_BHKV)
+        q_BTGK, k_BTGK, v_BTHV, g_BTHX, beta_BTH, segments_BT, state_BHKV))
 
 
 @partial(jax.jit, static_argnums=(0, 1), inline=True)

@@ -32,8 +32,8 @@ def state_space(x_BTHP: jax.Array, dt_BTH: jax.Array, A_H: jax.Array, B_BTGN: ja
     B_BTGN, C_BTGN = (parts.for_all_heads(x, x_BTHP.shape[2]) for x in (B_BTGN, C_BTGN))
     by_head = (*parts.HEADS, None)
     names = (by_head, parts.HEADS, ("act_heads",), by_head, by_head, parts.TOKENS, parts.STATE)
-    return parts.on_own_rows(_rows, names, (by_head, parts.STATE))(
-        x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, segments_BT, state_BHNP)
+    return chunk_states.named(*parts.on_own_rows(_rows, names, (by_head, parts.STATE))(
+        x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, segments_BT, state_BHNP))
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
