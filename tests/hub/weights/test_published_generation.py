@@ -1,4 +1,4 @@
-"""Every published type: greedy generation with a cache says the tokens that transformers says."""
+"""Every published type: greedy generation with a cache gives the tokens that transformers gives without one."""
 
 import numpy as np
 import pytest
@@ -17,4 +17,5 @@ def test_greedy_generation_is_that_of_transformers(name, tmp_path):
     run, params = published_models.loaded(published.write(tmp_path, case))
     found = jt.generate(run, run.with_params(params), published.PROMPTS.tolist(), max_new_tokens=published.NEW,
                         temperature=0.0)
-    np.testing.assert_array_equal([one.tokens for one in found], case["greedy"])
+    room = min(published.NEW, run.config.model.max_seq_len - published.PROMPTS.shape[1])
+    np.testing.assert_array_equal([one.tokens for one in found], np.array(case["greedy"])[:, :room])

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.config.family import config_of
 from jaxtrain.hf.hf_config import model_section
-from tests.hub import published, published_models
+from tests.hub import model_table, published, published_models
 from tests.hub.cases import CASES
 from tests.tiers import exhaustive, slow
 
@@ -40,4 +40,16 @@ def check(found: published_models.Errors) -> None:
     *exhaustive(*((name, n) for name in CASES for n in (1, -1, -2)))])
 def test_logits_and_all_gradients_are_those_of_transformers_and_bytes_the_same(name, nth, tmp_path):
     mesh = {} if nth is None else meshes(name, tmp_path / "shape")[nth]
-    check(published_models.errors(name, tmp_path, mesh))
+    found = published_models.errors(name, tmp_path, mesh)
+    model_table.record(name, mesh, found)
+    check(found)
+
+
+def test_the_page_of_model_types_has_every_type_within_the_limits():
+    """The page was made by a test run (tests/hub/model_table.py)."""
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in model_table.DOCS.read_text().splitlines()
+            if line.startswith("| `")]
+    assert {row[0] for row in rows} == {kind for kind, _ in CASES.values()}
+    for kind, _, _, logits, loss, gradients, other_bytes, axes in rows:
+        assert float(logits) < 1e-5 and float(loss) < 1e-5 and float(gradients) < 1e-4, kind
+        assert other_bytes == "0" and "tensor" in axes, kind
