@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from jaxtrain.config.remat_policies import PRESETS, policies
+from jaxtrain.config.remat_policies import PRESETS, STATES, policies
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.sharding import axis_rules
