@@ -24,7 +24,7 @@ def get_config(variant=None):
         "mesh": {"data": 1, "fsdp": -1, "expert": 8},
         "data": {"seq_len": 4096, "global_batch_size": 1024},  # four million tokens
         "optimizer": {"learning_rate": 2.5e-4, "warmup_steps": 2000, "final_fraction": 0.1},
-        "train": {"steps": 100_000, "accumulation": 8, "remat": "full", "eval_every": 1000},
+        "train": {"steps": 100_000, "accumulation": 16, "remat": "full", "eval_every": 1000},
     })
     if variant == "tiny":
         config.update({

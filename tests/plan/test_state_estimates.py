@@ -10,6 +10,7 @@ from jaxtrain.models.recurrent import chunks, unit_triangular
 from jaxtrain.plan.trace import reader
 from jaxtrain.run import shapes_of
 from jaxtrain.train_step.report import matmul_parameters
+from tests.tiers import slow
 
 HEADS, KEY, LAYERS, ROWS, TOKENS, WIDTH, WORDS = 4, 16, 4, 8, 512, 64, 128
 
@@ -37,9 +38,9 @@ def inverted(size=chunks.SIZE, block=unit_triangular._BLOCK):
 def test_the_trace_has_the_products_of_chunks():
     """Keys and values are equally wide here, so that products of a chunk are of two sizes.
 
-    Forward, [C, C] times [C, K]: queries and keys with keys, two for writes and reads, two for results; and [K, C] times
-    [C, K]: what is added, two of the scan, one for results. The backward pass has twice as many, two more where the scan
-    returns and its maps have gradients apart, and computes again what is in a chunk except for results.
+    Forward, [C, C] times [C, K]: queries and keys with keys, two for writes and reads, two for results; and [K, C]
+    times [C, K]: what is added, two of the scan, one for results. The backward pass has twice as many, two more where
+    the scan returns and its maps have gradients apart, and computes again what is in a chunk except for results.
     """
     run, block = program()
     square, state = 2 * chunks.SIZE**2 * KEY, 2 * chunks.SIZE * KEY**2
@@ -51,7 +52,7 @@ def test_the_trace_has_the_products_of_chunks():
     assert 3 * run.config.model.state_flops * ROWS * TOKENS < chunked
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 4}, pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 4}, *slow({"fsdp": 4, "tensor": 2})])
 def test_devices_share_the_products(mesh):
     assert 8 * flops(program(8, kinds="DDDA", **mesh)[1]) == flops(program(kinds="DDDA")[1])
 
