@@ -22,7 +22,7 @@ def get_config(variant=None):
         "mesh": {"data": 1, "fsdp": -1},
         "data": {"seq_len": 8192, "global_batch_size": 128},  # a million tokens
         "optimizer": {"learning_rate": 3e-4, "warmup_steps": 2000, "final_fraction": 0.1},
-        "train": {"steps": 100_000, "accumulation": 16, "remat": "full", "eval_every": 1000},
+        "train": {"steps": 100_000, "accumulation": 4, "remat": "full", "eval_every": 1000},
     })
     if variant == "tiny":
         config.update({

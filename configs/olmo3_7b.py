@@ -17,5 +17,4 @@ def get_config(variant=None):
     if variant is None:
         config.model.update({"vocab_size": 100278, "max_seq_len": 8192, "window": 4096, "global_every": 4})
         config.data.update({"seq_len": 8192, "global_batch_size": 128})  # a million tokens
-        config.train.accumulation = 16
     return config

@@ -75,7 +75,8 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
     first = c.experts.dense_layers
     period = [layer(first + n, experts if c.experts.num and (n + 1) % c.experts.every == 0 else mlp)
               for n in range(c.period)]
-    keeps = wraps(compute.remat, c.stacked_layers, compute.unroll)
+    # One iteration has the layers of a period: a layer must not be computed again before its gradients are due.
+    keeps = wraps(compute.remat, c.stacked_layers, compute.unroll if c.period == 1 else 0)
     further = layer(c.num_layers - 1, experts if c.experts.num else mlp, ahead) if ahead else period[-1]
     decoder = Decoder(
         embed or Embed(c.vocab_size, c.embed_dim, rngs=rngs),

@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from jaxtrain.config.remat_policies import PRESETS, policies
+from jaxtrain.config.remat_policies import PRESETS, STATES, policies
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.sharding import axis_rules
@@ -68,10 +68,11 @@ def are_used(config: Config, axes: Axes) -> None:
         used.update(names)
     kept = {name for policy, _ in policies(config.train.remat, config.model.stacked_layers)
             for name in (*policy.names, *policy.hosted)}
-    if unknown := sorted(kept - used - {"attention", "dots"}):
+    states = {STATES} if config.model.state_flops else set()
+    if unknown := sorted(kept - used - states - {"attention", "dots"}):
         raise UserError("train.remat", f"unknown policy {unknown[0]!r}; it is neither a preset nor an axis of model "
                         f"{config.model.name!r}",
-                        nearest(unknown[0], used.difference(axis_rules.ACTIVATION_NAMES).union(PRESETS)))
+                        nearest(unknown[0], used.difference(axis_rules.ACTIVATION_NAMES).union(PRESETS, states)))
     for name in config.mesh.overrides:
         if name not in used:
             raise UserError(f"mesh.overrides.{name}", f"model {config.model.name!r} has no such axis",

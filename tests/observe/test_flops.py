@@ -9,6 +9,8 @@ from jaxtrain.builder import build
 from jaxtrain.config.decoder_config import DecoderConfig
 from jaxtrain.config.load import load_config, make_config
 from jaxtrain.models.deepseek_v3 import DeepseekV3Config
+from jaxtrain.models.mamba2 import Mamba2Config
+from jaxtrain.models.qwen3_5 import Qwen35Config
 from jaxtrain.observe import device_peak, flops_per_token, mfu
 from jaxtrain.plan import targets
 from jaxtrain.plan.estimate import estimate
@@ -77,6 +79,20 @@ def test_looking_ahead_costs_a_layer_two_projections_and_the_head_again():
 def test_latent_attention_counts_both_widths():
     model = DeepseekV3Config(num_layers=2, num_heads=4, head_dim=16, rope_head_dim=8, value_head_dim=12, kv_rank=8)
     assert flops_per_token(model, 0, 10, causal=False) == 6 * 2 * 4 * (16 + 8 + 12) * 10
+
+
+def test_states_are_read_for_the_key_written_and_read_for_the_query():
+    """Three of four layers have 4 states of 8 x 16: 3 products of 2 FLOPs an entry, and twice that backward."""
+    model = Qwen35Config(num_layers=8, embed_dim=32, num_heads=2, head_dim=32, state_heads=4, state_key_dim=8,
+                         state_value_dim=16)
+    states = 3 * 6 * (3 * 2 * 4 * 8 * 16)
+    assert flops_per_token(model, 0, 10, causal=False) == states + 12 * 2 * 2 * 32 * 10
+
+
+def test_mamba_states_are_written_and_read():
+    """Two layers with 4 states of 8 x 16, and no attention."""
+    model = Mamba2Config(num_layers=2, num_heads=4, head_dim=8, state_dim=16)
+    assert flops_per_token(model, 0, 10, causal=True) == 3 * 2 * (2 * 2 * 4 * 8 * 16)
 
 
 def test_heads_count_not_the_embedding():

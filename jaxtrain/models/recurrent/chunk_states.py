@@ -32,7 +32,7 @@ class ChunkMaps(NamedTuple):
     """
 
     decay_NBHX: jax.Array
-    added_NBHKV: jax.Array
+    added_NBHKV: jax.Array | None  # None in the backward pass
     read_NBHCK: jax.Array | None = None
     write_NBHCK: jax.Array | None = None
 
@@ -55,7 +55,7 @@ def _forward(n, maps, initial):
         last, firsts = lax.scan(_apply, initial, (parts.gather(n, move), parts.gather(n, added)))
         move, (_, begins) = checkpoint_name(move, SAVED), lax.scan(_next, parts.own(n, firsts), maps)
     begins = checkpoint_name(begins, SAVED)
-    return (begins, last), (maps, begins, move)
+    return (begins, last), (maps._replace(added_NBHKV=None), begins, move)  # no gradient needs what is added
 
 
 def _backward(n, saved, gradients):
