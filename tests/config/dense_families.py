@@ -22,6 +22,12 @@ def _long_rope(given: dict[str, Any], rng: np.random.Generator) -> Any:
     return [None, {"type": "default"}, found, found, found][rng.integers(5)]
 
 
+def _width(given: dict[str, Any], rng: np.random.Generator) -> Any:
+    """Return the width of heads that follows from the others, or another one."""
+    follows = given.get("hidden_size", 32) // given.get("num_attention_heads", 4)
+    return [follows, follows, follows, 6][rng.integers(4)]
+
+
 # The keys that the types have beside those of shape and rotary positions, with values to draw from.
 DRAWS: dict[str, dict[str, Any]] = {
     "arcee": _BIASES | {"head_dim": [6, None], "hidden_act": ["relu2", "relu2", "relu2", "silu"]},
@@ -33,7 +39,7 @@ DRAWS: dict[str, dict[str, Any]] = {
     "seed_oss": _BIASES | {"head_dim": [6, None], "attention_out_bias": [True, False]},
     "ernie4_5": {"head_dim": [6, None], "use_bias": [True, False, None]},
     "phi3": {"rope_scaling": _long_rope, "rope_parameters": _long_rope, "sliding_window": [3, 5, None],
-             "head_dim": [8, 4], "partial_rotary_factor": [0.5, 1.0, None],
+             "head_dim": _width, "partial_rotary_factor": [0.5, 1.0, None],
              "original_max_position_embeddings": [8, 16, 64]},
     "glm4": _NO_KV | {"head_dim": [6, 8], "attention_bias": [True, False],
                       "partial_rotary_factor": [0.5, 1.0, 0.25, None]},
@@ -57,7 +63,7 @@ DRAWS: dict[str, dict[str, Any]] = {
         {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
         {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0,
          "rope_theta": 30.0, "mscale": 1.0, "mscale_all_dim": 0.5}]},
-    "ministral": _WINDOWS | {"head_dim": [6, None]},
+    "ministral": _WINDOWS | {"head_dim": [6, 8]},
     "hunyuan_v1_dense": {
         "head_dim": [6], "attention_bias": [True, False], "rope_scaling": [
             None, {"type": "dynamic", "alpha": 50.0, "factor": 1.0}, {"rope_type": "dynamic", "alpha": 1, "factor": 2},
@@ -73,11 +79,11 @@ DRAWS: dict[str, dict[str, Any]] = {
                        "use_bidirectional_attention": [None, False, None, True]},
     "starcoder2": _NO_KV | {"head_dim": [6, None], "norm_epsilon": [1e-4], "sliding_window": [3, None],
                             "use_bias": [True, False], "mlp_type": ["default"], "layer_types": "layers"},
-    "stablelm": _NO_KV | {"head_dim": [8, 4], "layer_norm_eps": [1e-4], "use_qkv_bias": [True, False],
+    "stablelm": _NO_KV | {"head_dim": _width, "layer_norm_eps": [1e-4], "use_qkv_bias": [True, False],
                           "qk_layernorm": [True, False], "use_parallel_residual": [True, False],
                           "partial_rotary_factor": [0.5, 1.0, 0.25, None]},
-    "helium": _NO_KV | _BIASES | {"head_dim": [4, 8, 16]},
-    "nemotron": _BIASES | {"head_dim": [6, 8, None], "norm_eps": [1e-4],
+    "helium": _NO_KV | _BIASES | {"head_dim": _width},
+    "nemotron": _NO_KV | _BIASES | {"head_dim": [6, 8, None], "norm_eps": [1e-4],
                            "partial_rotary_factor": [0.5, 1.0, 0.25, None]},
 }
 KINDS = tuple(DRAWS)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import transformers
 
+ROTARY = ("rotary_emb", "pos_emb")
 _UNSEEN = ("phi3", "ministral3", "starcoder2")  # which have one mask for all layers
 
 
@@ -17,8 +18,8 @@ def empty(c: Any) -> Any:
 
 def rotary(model: Any, c: Any) -> Any:
     """Return the rotary positions of a model, computed."""
-    there, name = sys.modules[type(model).__module__], type(model.model.rotary_emb).__name__
-    return getattr(there, name)(c)
+    module = next(getattr(model.model, name) for name in ROTARY if hasattr(model.model, name))
+    return getattr(sys.modules[type(model).__module__], type(module).__name__)(c)
 
 
 def turns(module: Any, name: str = "") -> list[float]:
@@ -48,8 +49,7 @@ def shape(c: Any) -> dict[str, Any]:
           else attention.k_proj.out_features // width)
     # What models do not check when they are made, and cannot compute with.
     assert heads % kv == 0 and width % 2 == 0 and out.in_features == heads * width
-    assert type(c.use_bidirectional_attention if hasattr(c, "use_bidirectional_attention") else None) is not bool or (
-        not c.use_bidirectional_attention)
+    assert not getattr(c, "use_bidirectional_attention", None)
     assert kv == c.num_key_value_heads
     table = model.model.embed_tokens
     windows = _windows(c, kind)
@@ -82,7 +82,7 @@ def _windows(c: Any, kind: str) -> list[int]:
     window, layers = getattr(c, "sliding_window", None), c.num_hidden_layers
     if kind in _UNSEEN:
         return [window or 0] * layers
-    if not hasattr(c, "layer_types") or kind in ("llama", "arcee"):
+    if not hasattr(c, "layer_types") :
         return [0] * layers
     types = c.layer_types or ["full_attention"] * layers
     if kind not in ("smollm3", "olmo3", "exaone4", "gemma2", "cohere2", "ministral"):
@@ -102,7 +102,7 @@ def _turning(attention: Any, kind: str, window: int) -> bool:
 def _own(model: Any, c: Any, kind: str, layer: Any) -> dict[str, Any]:
     attention = layer.self_attn
     if kind == "granite":
-        return {"embedding_multiplier": model.model.embedding_multiplier, "logits_scaling": model.logits_scaling,
+        return {"embedding_multiplier": model.model.embedding_multiplier, "logits_scaling": c.logits_scaling,
                 "residual_multiplier": layer.residual_multiplier}
     if kind in ("gemma2", "nanochat"):
         return {"logit_cap": float(c.final_logit_softcapping or 0)}

@@ -87,13 +87,16 @@ def drawn(kind: str, rng: np.random.Generator, small: bool = False) -> dict[str,
                                                                         ("vision_config", _IMAGE))}
         older = {f"{half}_dict": value for half, value in halves.items() if rng.random() < 0.1}
         return {"model_type": kind} | halves | older | ({"projection_dim": 24} if rng.random() < 0.5 else {})
-    share = 0.9 if kind in hybrid_families.KINDS else 0.75  # many of whose sizes have to fit one another
+    fitting = kind in (*hybrid_families.KINDS, "dots1", "helium", "nemotron", "stablelm")
+    share = 0.9 if fitting else 0.75  # of types whose sizes have to fit one another
     given = _of(_DRAWS[kind], rng, share, _SIZES if small else set())
     for key in ("num_local_experts", "num_experts", "num_hidden_layers", "hidden_size", "num_attention_heads"):
         # Another name of a key that is there as well.
         declared = defaults.table()[kind]["names"]
         if key in declared and rng.random() < 0.7:
             given.pop(key, None)
+    if kind in (*dense_families.KINDS, *hybrid_families.KINDS):
+        given["pad_token_id"] = None  # many have one by default that is beyond a small vocabulary
     return {"model_type": kind} | given
 
 

@@ -41,9 +41,9 @@ _DELTA = _NO_KV | {
 _EXPERTS = {"num_experts": [4], "num_experts_per_tok": [2, 3], "moe_intermediate_size": [6]}
 _SHARED = {"shared_expert_intermediate_size": [8, 10]}
 _STATES = {"mamba_n_heads": [4, 8], "mamba_n_groups": [1, 2], "mamba_d_state": [6], "mamba_d_conv": [3, 4],
-           "mamba_expand": [2], "mamba_d_head": ["auto", "auto", 8], "mamba_conv_bias": [True, False],
-           "mamba_proj_bias": [True, False], "time_step_limit": [[0.0, float("inf")], [0.01, 0.1], [0.2, 1.0], None],
-           "mamba_chunk_size": [8]}
+           "mamba_expand": [2], "mamba_d_head": ["auto", "auto", "auto", 8], "mamba_conv_bias": [True, False],
+           "mamba_proj_bias": [True, False], "mamba_chunk_size": [8], "time_step_limit": [
+               [0.0, float("inf")], [0.01, 0.1], [0.2, 1.0], [0.0, 0.5], [0.1, float("inf")], None]}
 _BIASES = {"attention_bias": [True, False], "mlp_bias": [True, False]}
 # The keys that the types have beside those of shape and rotary positions, with values to draw from.
 DRAWS: dict[str, dict[str, Any]] = {
@@ -58,10 +58,10 @@ DRAWS: dict[str, dict[str, Any]] = {
         "rope_parameters": [None, {"rope_theta": None}, {"rope_theta": None, "rope_type": "default"},
                             {"rope_theta": 70.0}, {"rope_type": "linear", "factor": 2.0}], "rope_theta": [50.0, 70.0]},
     "kimi_linear": {
-        "num_key_value_heads": [2, 4, None], "num_local_experts": [8], "num_experts_per_tok": [2, 3],
+        "num_key_value_heads": [None, None, 2], "num_local_experts": [8], "num_experts_per_tok": [2, 3],
         "moe_intermediate_size": [6], "n_shared_experts": [1, 2], "routed_scaling_factor": [2.5], "n_group": [4, 1],
-        "topk_group": [2, 1], "norm_topk_prob": [True, False], "moe_renormalize": [True, False], "q_lora_rank": [12, None],
-        "kv_lora_rank": [12], "qk_nope_head_dim": [6], "qk_rope_head_dim": [4], "v_head_dim": [8],
+        "topk_group": [2, 1], "norm_topk_prob": [True, False], "moe_renormalize": [True, False],
+        "q_lora_rank": [12, None], "kv_lora_rank": [12], "qk_nope_head_dim": [6], "qk_rope_head_dim": [4], "v_head_dim": [8],
         "linear_head_dim": [8], "linear_num_heads": [4], "linear_conv_kernel_dim": [4, 3],
         "linear_attn_config": _delta_layers, "layer_types": _kinds(LINEAR, FULL),
         "mlp_layer_types": _kinds("sparse", "dense"), "first_k_dense_replace": [0, 1, 2],
@@ -73,7 +73,8 @@ DRAWS: dict[str, dict[str, Any]] = {
         "residual_in_fp32": [True, False], "hidden_act": ["silu", "swish", "silu", "gelu"], "chunk_size": [8],
         "rms_norm": [True]},
     "nemotron_h": {
-        "layers_block_type": _kinds(LINEAR, "moe", FULL, "mlp"), "hybrid_override_pattern": ["M-M*", "ME*E", "M*", "MXM"],
+        "layers_block_type": _kinds(LINEAR, "moe", FULL, "mlp"),
+        "hybrid_override_pattern": ["M-M*", "ME*E", "M*", "MXM"],
         "num_key_value_heads": [1, 2, None], "head_dim": [6], "attention_bias": [True, False],
         "mlp_bias": [True, False], "sliding_window": [3, None], "mamba_num_heads": [4], "mamba_head_dim": [8],
         "n_groups": [1, 2], "mamba_n_groups": [4], "ssm_state_size": [6], "conv_kernel": [3, 4], "mamba_d_conv": [2],
@@ -89,18 +90,18 @@ DRAWS: dict[str, dict[str, Any]] = {
         "residual_multiplier": [0.22], "attention_bias": [True, False], "num_local_experts": [4, 0, None],
         "num_experts_per_tok": [2, 0, None], "shared_intermediate_size": [8, 10], "head_dim": [6],
         "position_embedding_type": ["rope", "nope", None], "layer_types": _kinds("mamba", "attention")},
-    "bamba": _STATES | _BIASES | {"num_key_value_heads": [1, 2], "attn_layer_indices": _some_layers, "head_dim": [8],
-                                  "layer_types": _kinds(LINEAR, FULL)},
+    "bamba": _STATES | _BIASES | {"num_key_value_heads": [1, 2], "attn_layer_indices": _some_layers, "head_dim": [8]},
     "falcon_h1": _STATES | _BIASES | {
-        "num_key_value_heads": [1, 2], "mamba_d_ssm": [32, 64, None], "mamba_rms_norm": [True, False],
-        "mamba_norm_before_gate": [True, False], "projectors_bias": [True, False], "lm_head_multiplier": [0.5, None],
-        "embedding_multiplier": [2.0], "mlp_multipliers": [[0.5, 0.7], None, [1.0]], "key_multiplier": [0.3],
-        "attention_out_multiplier": [0.6], "attention_in_multiplier": [0.8, None], "ssm_in_multiplier": [1.5],
+        "num_key_value_heads": [1, 2], "mamba_d_ssm": [32, 64, None, None], "mamba_rms_norm": [True, False],
+        "mamba_norm_before_gate": [True, False], "projectors_bias": [True, False],
+        "lm_head_multiplier": [0.5, 0.7, 0.9, None], "embedding_multiplier": [2.0], "key_multiplier": [0.3],
+        "mlp_multipliers": [[0.5, 0.7], [2.0, 0.3], None, [1.0]],
+        "attention_out_multiplier": [0.6], "attention_in_multiplier": [0.8, 0.7, None], "ssm_in_multiplier": [1.5],
         "ssm_multipliers": [[0.5, 0.6, 0.7, 0.8, 0.9], None], "ssm_out_multiplier": [0.4], "head_dim": [6]},
     "lfm2": {
         "num_key_value_heads": [1, 2], "norm_eps": [1e-4], "conv_bias": [True, False], "conv_L_cache": [3, 2],
-        "block_multiple_of": [4, 8], "block_ffn_dim_multiplier": [1.0, 1.3, 2], "block_auto_adjust_ff_dim": [True, False],
-        "block_ff_dim": [24], "full_attn_idxs": _some_layers, "layer_types": _kinds("conv", FULL),
+        "block_multiple_of": [4, 8], "block_ffn_dim_multiplier": [1.0, 1.3, 2],
+        "block_auto_adjust_ff_dim": [True, False], "block_ff_dim": [24], "full_attn_idxs": _some_layers, "layer_types": _kinds("conv", FULL),
         "tie_embedding": [True, False], "head_dim": [6], "block_dim": [16]},
     "lfm2_moe": {
         "num_key_value_heads": [1, 2], "norm_eps": [1e-4], "conv_bias": [True, False], "conv_L_cache": [3, 2],

@@ -3,11 +3,10 @@
 import math
 from typing import Any
 
-from tests.config.dense_families_truth import empty, epsilon, linear, rotary, turns
+from tests.config.dense_families_truth import ROTARY, empty, epsilon, linear, rotary, turns
 
 _NAMES = {"full_attention": "attention", "linear_attention": "states", "conv": "convolution", "moe": "experts",
           "mlp": "mlp", "hybrid": "both"}
-_BIASED = ("kimi_linear", "nemotron_h")
 
 
 def shape(c: Any) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def shape(c: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "vocab_size": table.num_embeddings, "layers": len(layers), "width": table.embedding_dim,
         "tied": bool(c.tie_word_embeddings), "eps": epsilon(norm), "kinds": kinds, "sparse": sparse,
-        "length": getattr(c, "max_position_embeddings", None)}
+        "length": None if kind == "mamba2" else c.max_position_embeddings}
     mixers = [_mixer(layer, name) for layer, name in zip(layers, kinds, strict=True)]
     for name, summary in (("states", _states), ("attention", _attention)):
         these = [mixer for mixer, one in zip(mixers, kinds, strict=True) if one in (name, "both")]
@@ -89,7 +88,7 @@ def _attention(module: Any, c: Any, model: Any) -> dict[str, Any]:
     assert heads % kv == 0 and out.in_features == heads * width and kv == c.num_key_value_heads
     assert (module.q_proj.bias is None) == (out.bias is None)
     body = model.model if hasattr(model, "model") else model.backbone
-    turning = getattr(body, "rotary_emb", None) is not None
+    turning = any(getattr(body, name, None) is not None for name in ROTARY)
     assert not turning or width % 2 == 0
     return found | {"kv": kv, "turns": turns(rotary(model, c)) if turning else None}
 
@@ -106,14 +105,16 @@ def _experts(module: Any, c: Any, layer: Any) -> list[Any]:
     of_one = c.intermediate_size if kind == "granitemoehybrid" else c.moe_intermediate_size
     sigmoid = kind in ("kimi_linear", "nemotron_h", "lfm2_moe")
     biased = c.use_expert_bias if kind == "lfm2_moe" else sigmoid
-    return [count, chosen, of_one, width, getattr(c, "moe_latent_size", None) or 0, hasattr(module, "shared_expert_gate"),
+    gated = hasattr(module, "shared_expert_gate")
+    return [count, chosen, of_one, width, getattr(c, "moe_latent_size", None) or 0, gated,
             groups if groups[0] > 1 else None, "sigmoid" if sigmoid else "softmax", getattr(c, "norm_topk_prob", True),
             float(getattr(c, "routed_scaling_factor", 1.0)), biased]
 
 
 def _own(model: Any, c: Any, layer: Any) -> dict[str, Any]:
     if c.model_type == "granitemoehybrid":
-        return {"embedding_multiplier": model.model.embedding_multiplier, "logits_scaling": model.logits_scaling,
+        assert c.logits_scaling and c.embedding_multiplier and c.residual_multiplier
+        return {"embedding_multiplier": model.model.embedding_multiplier, "logits_scaling": c.logits_scaling,
                 "residual_multiplier": layer.residual_multiplier}
     if c.model_type != "falcon_h1":
         return {}
