@@ -19,7 +19,7 @@ FILE = Path(__file__).with_suffix(".json")
 # Keys that are read without their class declaring them.
 _UNDECLARED = {
     "num_local_experts": ["int"], "num_experts": ["int"], "rope_scaling": ["dict", "null"],
-    "rope_parameters": ["dict", "null"], "rope_theta": ["float"], "rope_local_base_freq": ["float"],
+    "rope_parameters": ["dict", "null"], "rope_theta": ["float", "null"], "rope_local_base_freq": ["float"],
     "partial_rotary_factor": ["float", "null"], "original_max_position_embeddings": ["int"],
     "sliding_window_pattern": ["int"], "layer_types": ["list of str", "null"], "head_dim": ["int", "null"],
     "quantization_config": ["dict", "null"]}

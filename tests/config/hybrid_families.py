@@ -56,13 +56,13 @@ DRAWS: dict[str, dict[str, Any]] = {
         "linear_allow_neg_eigval": [True, False], "layer_types": _kinds(LINEAR, FULL),
         "attention_bias": [False, False, False, True],
         "rope_parameters": [None, {"rope_theta": None}, {"rope_theta": None, "rope_type": "default"},
-                            {"rope_theta": 70.0}, {"rope_type": "linear", "factor": 2.0}], "rope_theta": [50.0, 70.0]},
+                            {"rope_theta": 70.0}, {"rope_type": "linear", "factor": 2.0}], "rope_theta": [50.0, 70.0, None]},
     "kimi_linear": {
         "num_key_value_heads": [None, None, 2], "num_local_experts": [8], "num_experts_per_tok": [2, 3],
         "moe_intermediate_size": [6], "n_shared_experts": [1, 2], "routed_scaling_factor": [2.5], "n_group": [4, 1],
         "topk_group": [2, 1], "norm_topk_prob": [True, False], "moe_renormalize": [True, False],
-        "q_lora_rank": [12, None], "kv_lora_rank": [12], "qk_nope_head_dim": [6], "qk_rope_head_dim": [4], "v_head_dim": [8],
-        "linear_head_dim": [8], "linear_num_heads": [4], "linear_conv_kernel_dim": [4, 3],
+        "q_lora_rank": [12, None], "kv_lora_rank": [12], "qk_nope_head_dim": [6], "qk_rope_head_dim": [4],
+        "v_head_dim": [8], "linear_head_dim": [8], "linear_num_heads": [4], "linear_conv_kernel_dim": [4, 3],
         "linear_attn_config": _delta_layers, "layer_types": _kinds(LINEAR, FULL),
         "mlp_layer_types": _kinds("sparse", "dense"), "first_k_dense_replace": [0, 1, 2],
         "attention_bias": [False, False, False, True], "head_dim": [6]},
@@ -101,8 +101,8 @@ DRAWS: dict[str, dict[str, Any]] = {
     "lfm2": {
         "num_key_value_heads": [1, 2], "norm_eps": [1e-4], "conv_bias": [True, False], "conv_L_cache": [3, 2],
         "block_multiple_of": [4, 8], "block_ffn_dim_multiplier": [1.0, 1.3, 2],
-        "block_auto_adjust_ff_dim": [True, False], "block_ff_dim": [24], "full_attn_idxs": _some_layers, "layer_types": _kinds("conv", FULL),
-        "tie_embedding": [True, False], "head_dim": [6], "block_dim": [16]},
+        "block_auto_adjust_ff_dim": [True, False], "block_ff_dim": [24], "full_attn_idxs": _some_layers,
+        "layer_types": _kinds("conv", FULL), "tie_embedding": [True, False], "head_dim": [6], "block_dim": [16]},
     "lfm2_moe": {
         "num_key_value_heads": [1, 2], "norm_eps": [1e-4], "conv_bias": [True, False], "conv_L_cache": [3, 2],
         "layer_types": _kinds("conv", FULL), "tie_embedding": [True, False], "head_dim": [6],
