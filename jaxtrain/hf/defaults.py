@@ -21,7 +21,7 @@ _UNDECLARED = {
     "num_local_experts": ["int"], "num_experts": ["int"], "rope_scaling": ["dict", "null"],
     "rope_parameters": ["dict", "null"], "rope_theta": ["float", "null"], "rope_local_base_freq": ["float"],
     "partial_rotary_factor": ["float", "null"], "original_max_position_embeddings": ["int"],
-    "sliding_window_pattern": ["int"], "layer_types": ["list of str", "null"], "head_dim": ["int"],
+    "sliding_window_pattern": ["int"], "layer_types": ["list of str", "null"], "head_dim": ["int", "null"],
     "quantization_config": ["dict", "null"]}
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "null": "null",
           "list": "a list", "dict": "an object", "list of int": "a list of whole numbers",

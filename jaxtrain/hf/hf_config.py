@@ -25,7 +25,8 @@ FILE = "config.json"
 # Keys that may be 0, or are no sizes; and those of which null means what a family derives.
 _NO_SIZES = ("n_shared_experts", "first_k_dense_replace", "eos_token_id", "shared_intermediate_size",
              "moe_num_shared_experts", "num_dense_layers")
-_DERIVED = ("num_key_value_heads", "head_dim", "n_inner", "q_lora_rank")
+_DERIVED = ("num_key_value_heads", "head_dim", "n_inner", "q_lora_rank", "linear_num_key_heads",
+            "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 # Keys of ours that published models have no word for, since they only shape training.
 _OF_TRAINING = ("name", "mtp_loss_weight", "mtp_layers", "balance_loss", "router_z_loss", "capacity_factor",
                 "router_bias_rate")

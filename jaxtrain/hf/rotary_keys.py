@@ -20,16 +20,20 @@ _ZERO_IS_NONE = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # to tra
 
 
 def partial_rotary(kind: str, usual: float, known: Keys, refuse: Refuse) -> Keys:
-    """Return our keys of rotary positions of a part of each head. `usual`: which part, where a file does not say."""
-    where = next((key for key in ("rope_scaling", "rope_parameters")
-                  if "partial_rotary_factor" in (known.get(key) or {})), "")
-    part = (known[where] if where else known).get("partial_rotary_factor")
-    if part is not None and defaults.misfit(part, ["float", "int"]):
-        raise refuse(where or "partial_rotary_factor", "cannot be read: its partial_rotary_factor is not a number")
+    """Return our keys of rotary positions of a part of each head.
+
+    `usual`: which part, where a file does not say. One that says null means all of it.
+    """
+    where = "rope_scaling" if known.get("rope_scaling") else "rope_parameters"
+    inside = "partial_rotary_factor" in (known.get(where) or {})
+    part = known[where]["partial_rotary_factor"] if inside else known.get("partial_rotary_factor", usual)
+    if defaults.misfit(part, ["float", "int"] if inside else ["float", "int", "null"]):
+        raise refuse(where if inside else "partial_rotary_factor",
+                     "cannot be read: its partial_rotary_factor is not a number")
     without = {key: value for key, value in known.items() if key != "partial_rotary_factor"}
     without |= {key: {name: value for name, value in known[key].items() if name != "partial_rotary_factor"}
                 for key in ("rope_scaling", "rope_parameters") if known.get(key)}
-    return {"rotary_part": float(usual if part is None else part)} | rotary(kind, without, refuse)
+    return {"rotary_part": float(1.0 if part is None else part)} | rotary(kind, without, refuse)
 
 
 def published_partial_rotary(c: PartialRotaryConfig) -> Keys:
@@ -116,7 +120,7 @@ def gemma_layers(known: Keys, refuse: Refuse) -> Keys:
 def olmo_layers(known: Keys, refuse: Refuse) -> Keys:
     """Return OLMo 3's keys of local and global layers and their rotary positions, of which only global ones scale."""
     both, older = known.get("rope_parameters"), known.get("rope_scaling")
-    newer = both or {}
+    newer = both if both is not None else {FULL: {"rope_type": "default"}}  # which outdoes the older word, `type`
     for key in (FULL, SLIDING):
         if not isinstance(newer.get(key), dict | None):
             raise refuse("rope_parameters", f"cannot be read: its {key} is not an object")

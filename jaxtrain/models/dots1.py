@@ -22,7 +22,8 @@ class Dots1Config(ExpertsConfig):
 def _read(known: Keys, refuse: Refuse) -> Keys:
     found = layer_patterns.late_window({"use_sliding_window": True} | known, refuse)
     if found.pop("global_first", 0):
-        raise refuse("max_window_layers", "cannot be expressed: all layers have the window, or none")
+        raise refuse("max_window_layers" if known["layer_types"] is None else "layer_types",
+                     "cannot be expressed: all layers have the window, or none")
     return found | {"router": "sigmoid", "router_bias_rate": BIAS_RATE} | rotary("dots1", known, refuse)
 
 

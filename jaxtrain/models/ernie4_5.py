@@ -1,13 +1,12 @@
 """ERNIE 4.5 dense: Llama's blocks; rotary pairs are neighbours in published weights."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.family import Family
 from jaxtrain.hf import decoder_tensors
-from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig
+from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
 
 if TYPE_CHECKING:
@@ -38,6 +37,14 @@ def paired(entries: list[Entry], width: int) -> list[Entry]:
     return [replace(entry, paired=width) if entry.ours.startswith(turning) else entry for entry in entries]
 
 
+def _read(known: Keys, refuse: Refuse) -> Keys:
+    return {"use_bias": bool(known["use_bias"])} | rotary("ernie4_5", known, refuse)
+
+
+def _write(c: Ernie45Config) -> Keys:
+    return {"use_bias": c.use_bias} | published_rotary(c)
+
+
 def _layer(c: Ernie45Config, experts: bool) -> list[Entry]:
     return paired([*decoder_tensors.ATTENTION, *decoder_tensors.NORMS, *decoder_tensors.swiglu(),
                    *decoder_tensors.biases(c.use_bias, c.use_bias, c.use_bias)], c.head_dim)
@@ -45,5 +52,5 @@ def _layer(c: Ernie45Config, experts: bool) -> list[Entry]:
 
 FAMILY = Family(
     Ernie45Config, ernie4_5, tensors=decoder_tensors.decoder(_layer),
-    hf=(HFConfig("ernie4_5", "Ernie4_5ForCausalLM", COMMON | {"use_bias": "use_bias"}, fixed={"hidden_act": SILU},
-                 read=partial(rotary, "ernie4_5"), write=published_rotary, classifier=None),))
+    hf=(HFConfig("ernie4_5", "Ernie4_5ForCausalLM", COMMON, fixed={"hidden_act": SILU}, read=_read, write=_write,
+                 classifier=None),))

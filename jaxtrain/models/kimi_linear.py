@@ -11,7 +11,7 @@ from jaxtrain.config.family import Family
 from jaxtrain.config.hybrids.layer_pattern import ATTENTION
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.decoder_tensors import HEADS, OUT
-from jaxtrain.hf.hf_format import BIASES, COMMON, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.layer_patterns import FULL, pattern, published_pattern
 from jaxtrain.models.deepseek_v3 import BIAS_RATE, LATENT_EPS, DeepseekV3Config, latent
 from jaxtrain.models.qwen3_5 import DELTA, LETTERS, DeltaConfig
@@ -27,6 +27,7 @@ class KimiLinearConfig(DeltaConfig, DeepseekV3Config):
     """Kimi Linear."""
 
     name: str = "kimi_linear"
+    tied_embeddings: bool = False
     kinds: ClassVar = {DELTA: "Kimi delta attention", ATTENTION: "latent attention"}
 
     @property
@@ -118,4 +119,4 @@ FAMILY = Family(
         "topk_group": "expert_groups_used", "routed_scaling_factor": "router_scale",
         "norm_topk_prob": "normalize_router", "q_lora_rank": "q_rank", "kv_lora_rank": "kv_rank",
         "qk_nope_head_dim": "head_dim", "qk_rope_head_dim": "rope_head_dim", "v_head_dim": "value_head_dim"},
-        fixed={key: values for key, values in BIASES.items() if key != "mlp_bias"}, read=_read, write=_write),))
+        fixed={"attention_bias": NO, "hidden_act": SILU, "tie_word_embeddings": (False,)}, read=_read, write=_write),))

@@ -46,7 +46,8 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
     given = known.get(where)
     given = _USUAL if given is None else given
     found = rotary("ministral3", known, refuse, _USUAL)
-    length = given.get(_LENGTH, found.get("rope_original_len"))
+    scaled = given.get("rope_type", given.get("type")) in ("llama3", "yarn")  # whose length may be said elsewhere
+    length = (known.get(_LENGTH) if scaled else None) or given.get(_LENGTH, found.get("rope_original_len"))
     for key, value, kind in ((_BETA, given.get(_BETA), "float"), (_LENGTH, length, "int")):
         if defaults.misfit(value, [kind]):
             raise refuse(where, f"cannot be read: its {key} is not a number, which the factor of queries is made of")

@@ -113,7 +113,7 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
     if known["n_shared_experts"] < 0 or known["moe_shared_expert_intermediate_size"] < 1:
         raise refuse("moe_shared_expert_intermediate_size", "is not a size that a model has")
     if EXPERTS not in found["layer_pattern"]:
-        found |= {"num_experts": 0}
+        found |= {"num_experts": 0, "expert_groups": 1, "expert_groups_used": 1}
     return found | {"latent_dim": known["moe_latent_size"] or 0, "num_kv_heads": known["num_key_value_heads"] or 0}
 
 

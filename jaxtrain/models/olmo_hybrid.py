@@ -66,7 +66,8 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
     key_heads = known["linear_num_key_heads"] or heads
     width = int(0.75 * known["hidden_size"] / key_heads) if width is None else width
     values = 2 * width if known["linear_value_head_dim"] is None else known["linear_value_head_dim"]
-    base = (known.get("rope_parameters") or {}).get("rope_theta", known.get("rope_theta", True))
+    turning = known.get("rope_scaling") or known.get("rope_parameters") or {}
+    base = turning.get("rope_theta", known.get("rope_theta", True))
     turns = {"no_rope": True} if base is None else rotary("olmo_hybrid", known, refuse)
     return found | turns | {
         "state_key_dim": width, "state_value_dim": values, "state_key_heads": key_heads,

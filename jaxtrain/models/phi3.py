@@ -52,10 +52,10 @@ def phi3(c: Phi3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build a Phi-3 decoder."""
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
 
-    return rotary_decoder(c, compute, grouped_query(c, compute), rotary=_long_rope(c), rngs=rngs)
+    return rotary_decoder(c, compute, grouped_query(c, compute), rotary=long_rope(c), rngs=rngs)
 
 
-def _long_rope(c: Phi3Config) -> "Rotary | None":
+def long_rope(c: Phi3Config) -> "Rotary | None":
     """Return LongRoPE's positions; None: there are plain ones."""
     import numpy as np
 

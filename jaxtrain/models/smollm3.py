@@ -8,6 +8,7 @@ from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.layer_patterns import SLIDING, listed
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
 from jaxtrain.models.llama import BIAS_KEYS, BiasedConfig
 
@@ -38,6 +39,8 @@ def smollm3(c: SmolLM3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decod
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:
+    if known["layer_types"] is not None and SLIDING in listed(known, refuse):
+        raise refuse("layer_types", "cannot be expressed: no layer has a window")  # use_sliding_window changes nothing
     return {"no_rope_every": _every(known, refuse)} | rotary("smollm3", known, refuse)
 
 

@@ -17,11 +17,12 @@ from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
 from jaxtrain.hf import defaults
 from jaxtrain.hf.hf_config import model_section
-from tests.config import routed_families, state_families
+from tests.config import dense_families, hybrid_families, routed_families, state_families
 
 TRUTH = Path(__file__).with_name("families_truth.json")
+PARTS = (routed_families, dense_families, hybrid_families, state_families)
 KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gemma3", "deepseek_v3",
-         "gpt_oss", "whisper", "siglip", "clip", *routed_families.KINDS, *state_families.KINDS)
+         "gpt_oss", "whisper", "siglip", "clip", *(kind for part in PARTS for kind in part.KINDS))
 NO_LOGITS = ("gemma3", "whisper", "siglip", "clip")
 # The keys of each type, with values to draw from.
 _SHAPE = {"vocab_size": [24, 40], "hidden_size": [16, 32], "num_hidden_layers": [1, 2, 3, 4, 7],
@@ -63,10 +64,9 @@ _DRAWS: dict[str, dict[str, Any]] = {
                 "decoder_ffn_dim": [20], "d_model": [16], "max_source_positions": [8], "max_target_positions": [12],
                 "num_hidden_layers": [3], "num_attention_heads": [2]},
 }
-_DRAWS |= {kind: _SHAPE | _ROTARY | own for kind, own in routed_families.DRAWS.items()}
 _DRAWS |= {kind: {key: value for key, value in (_SHAPE | _ROTARY).items()
                   if kind not in ("mamba2", "nemotron_h") or key in _SHAPE} | own
-           for kind, own in state_families.DRAWS.items()}
+           for part in PARTS for kind, own in part.DRAWS.items()}
 _TOWER = {"hidden_size": [16, 32], "intermediate_size": [20], "num_hidden_layers": [1, 2],
           "num_attention_heads": [2, 4], "layer_norm_eps": [1e-5, 1e-6], "hidden_act": ["gelu", "gelu_pytorch_tanh"]}
 _TEXT = _TOWER | {"vocab_size": [24, 60_000], "max_position_embeddings": [8], "pad_token_id": [1, 5],
@@ -75,7 +75,7 @@ _IMAGE = _TOWER | {"image_size": [16], "patch_size": [4, 8], "num_channels": [3]
 # What decides how large a model is, and always stands in files of which logits are computed.
 _SIZES = {*_SHAPE, "n_layer", "n_embd", "n_head", "n_positions", "num_local_experts", "num_experts",
           "n_routed_experts", "moe_intermediate_size", "kv_lora_rank", "num_experts_per_tok", "n_group", "topk_group",
-          "q_lora_rank"}
+          "q_lora_rank", *hybrid_families.SIZES}
 
 
 def drawn(kind: str, rng: np.random.Generator, small: bool = False) -> dict[str, Any]:
@@ -89,12 +89,16 @@ def drawn(kind: str, rng: np.random.Generator, small: bool = False) -> dict[str,
                                                                         ("vision_config", _IMAGE))}
         older = {f"{half}_dict": value for half, value in halves.items() if rng.random() < 0.1}
         return {"model_type": kind} | halves | older | ({"projection_dim": 24} if rng.random() < 0.5 else {})
-    given = _of(_DRAWS[kind], rng, 0.75, _SIZES if small else set())
+    fitting = kind in (*hybrid_families.KINDS, "dots1", "helium", "nemotron", "stablelm")
+    share = 0.9 if fitting else 0.75  # of types whose sizes have to fit one another
+    given = _of(_DRAWS[kind], rng, share, _SIZES if small else set())
     for key in ("num_local_experts", "num_experts", "num_hidden_layers", "hidden_size", "num_attention_heads"):
         # Another name of a key that is there as well.
         declared = defaults.table()[kind]["names"]
         if key in declared and rng.random() < 0.7:
             given.pop(key, None)
+    if kind in (*dense_families.KINDS, *hybrid_families.KINDS):
+        given["pad_token_id"] = None  # many have one by default that is beyond a small vocabulary
     return {"model_type": kind} | given
 
 
@@ -114,6 +118,8 @@ def _value(values: Any, given: dict[str, Any], rng: np.random.Generator) -> Any:
 
     if values in state_families.KINDS_OF_VALUES:
         return state_families.drawn(values, given.get("num_hidden_layers", 3), rng)
+    if callable(values):
+        return values(given, rng)
     if values == "rope":
         way = one_of("default", "linear", "llama3", "yarn", None, "dynamic")
         if way is None:
@@ -155,9 +161,8 @@ def shape(given: dict[str, Any], folder: Path) -> dict[str, Any] | str:
     model = section(given, folder)
     if isinstance(model, str):
         return model
-    own = {"whisper": _whisper, "siglip": _towers, "clip": _towers} | dict.fromkeys(
-        routed_families.KINDS, routed_families.shape) | dict.fromkeys(
-        state_families.KINDS, state_families.shape)
+    own = {"whisper": _whisper, "siglip": _towers, "clip": _towers} | {
+        kind: part.shape for part in PARTS for kind in part.KINDS}
     return own.get(given["model_type"], _decoder)(model, given)
 
 

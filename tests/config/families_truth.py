@@ -26,7 +26,17 @@ import transformers
 from transformers import PreTrainedConfig
 
 from jaxtrain.hf import defaults, hf_config
-from tests.config import families, routed_families, routed_families_truth, state_families, state_families_truth
+from tests.config import (
+    dense_families,
+    dense_families_truth,
+    families,
+    hybrid_families,
+    hybrid_families_truth,
+    routed_families,
+    routed_families_truth,
+    state_families,
+    state_families_truth,
+)
 from tests.hub import published, published_truth
 
 HALVES = ("siglip_text_model", "siglip_vision_model", "clip_text_model", "clip_vision_model")  # of the types of towers
@@ -186,9 +196,12 @@ def _towers(c: Any) -> dict[str, Any]:
 
 _SHAPES = {"gemma3": lambda c: _decoder(c.text_config) | {"tied": [c.tie_word_embeddings,
                                                                   c.text_config.tie_word_embeddings]},
-           "whisper": _whisper, "siglip": _towers, "clip": _towers} | dict.fromkeys(
-               routed_families.KINDS, routed_families_truth.shape) | dict.fromkeys(
-               state_families.KINDS, state_families_truth.shape)
+           "whisper": _whisper, "siglip": _towers, "clip": _towers} | {
+               kind: shape for kinds, shape in (
+                   (routed_families.KINDS, routed_families_truth.shape),
+                   (dense_families.KINDS, dense_families_truth.shape),
+                   (hybrid_families.KINDS, hybrid_families_truth.shape),
+                (state_families.KINDS, state_families_truth.shape)) for kind in kinds}
 
 
 def logits(given: dict[str, Any]) -> dict[str, Any]:
@@ -214,6 +227,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=16, help="drawn config.json files of each type")
     parser.add_argument("--logits", type=int, default=0, help="of how many of each type logits are computed, too")
+    parser.add_argument("--kinds", nargs="*", default=families.KINDS, help="of these types only; with --to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--to", default="", help="a file for them; without it, the files of the repository are written")
     args = parser.parse_args()
@@ -221,7 +235,7 @@ def main() -> int:
         lines = [f"{json.dumps(kind)}: {json.dumps(declared)}" for kind, declared in table().items()]
         defaults.FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     cases = []
-    for kind in families.KINDS:
+    for kind in args.kinds:
         computed = 0
         cases.append({"given": {"model_type": kind}, "shape": resolved({"model_type": kind})})
         for n in range(args.cases):

@@ -57,6 +57,15 @@ DRAWS: dict[str, dict[str, Any]] = {
         "head_dim": [6], "num_experts": [8], "num_shared_experts": [1, 2], "first_k_dense_replace": [0, 1],
         "layer_types": "layers", "sliding_window": [3, 5], "sliding_window_pattern": [2, 3], "n_group": [4, 1],
         "topk_group": [1], "routed_scaling_factor": [2.5], "mlp_layer_types": _MLPS},
+    "glm4_moe": _EXPERTS | {
+        "head_dim": [6, 8], "n_routed_experts": [8], "n_shared_experts": [1, 2], "n_group": [4, 1], "topk_group": [1],
+        "routed_scaling_factor": [2.5], "attention_bias": [True, False], "use_qk_norm": [True, False],
+        "first_k_dense_replace": [0, 1], "partial_rotary_factor": [1.0, 0.5, 0.25, None], "num_key_value_heads": [1, 2],
+        "num_nextn_predict_layers": [1, 0]},
+    "dots1": _EXPERTS | {
+        "head_dim": [6], "n_routed_experts": [8], "n_shared_experts": [1, 2], "n_group": [4, 1], "topk_group": [1],
+        "routed_scaling_factor": [2.5], "first_k_dense_replace": [0, 1], "attention_bias": [False, False, False, True],
+        "sliding_window": [3, 5, None], "max_window_layers": [0, 0, 1, 9], "layer_types": "layers"},
 }
 KINDS = tuple(DRAWS)
 
@@ -89,5 +98,7 @@ def shape(c: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _windows(c: Any) -> list[int]:
+    if c.name == "dots1":
+        return [c.window if n >= c.global_first else 0 for n in range(c.num_layers)]
     every = getattr(c, "no_rope_every" if c.name == "llama4" else "global_every", 0)
     return [0 if every and (n + 1) % every == 0 else c.window for n in range(c.num_layers)]

@@ -7,9 +7,12 @@ _CLASSES = {"qwen2_moe": "Qwen2Moe", "granitemoe": "GraniteMoe", "granitemoeshar
             "deepseek_v2": "DeepseekV2", "ernie4_5_moe": "Ernie4_5_Moe", "minimax_m2": "MiniMaxM2", "afmoe": "Afmoe",
             "hunyuan_v1_moe": "HunYuanMoEV1", "mistral4": "Mistral4", "llama4_text": "Llama4Text",
             "olmoe": "Olmoe", "flex_olmo": "FlexOlmo", "glm4_moe_lite": "Glm4MoeLite", "hy_v3": "HYV3",
-            "solar_open": "SolarOpen", "exaone_moe": "ExaoneMoe"}
-_SIGMOID = ("minimax_m2", "afmoe", "llama4_text", "glm4_moe_lite", "hy_v3", "solar_open", "exaone_moe")
-_NORMALIZED = ("qwen2_moe", "mistral4", "olmoe", "flex_olmo", "glm4_moe_lite", "solar_open", "exaone_moe")
+            "solar_open": "SolarOpen", "exaone_moe": "ExaoneMoe", "glm4_moe": "Glm4Moe",
+            "dots1": "Dots1"}
+_SIGMOID = ("minimax_m2", "afmoe", "llama4_text", "glm4_moe_lite", "hy_v3", "solar_open", "exaone_moe", "glm4_moe",
+            "dots1")
+_NORMALIZED = ("qwen2_moe", "mistral4", "olmoe", "flex_olmo", "glm4_moe_lite", "solar_open", "exaone_moe",
+               "glm4_moe", "dots1")
 _ONE_WIDTH = ("granitemoe", "granitemoeshared", "minimax_m2", "hunyuan_v1_moe", "llama4_text", "olmoe", "flex_olmo")
 
 
@@ -79,7 +82,7 @@ def _weights(c: Any, kind: str) -> list[Any]:
 
 
 def _windows(c: Any, kind: str) -> list[int]:
-    if kind not in ("qwen2_moe", "afmoe", "llama4_text", "exaone_moe"):
+    if kind not in ("qwen2_moe", "afmoe", "llama4_text", "exaone_moe", "dots1"):
         return [0] * c.num_hidden_layers
     if kind == "llama4_text":
         assert len(c.layer_types) == len(c.no_rope_layers) == c.num_hidden_layers
@@ -92,7 +95,8 @@ def _windows(c: Any, kind: str) -> list[int]:
 def _own(c: Any, kind: str, there: Any) -> dict[str, Any]:
     own = {key: getattr(c, key) for key in ("embedding_multiplier", "attention_multiplier", "residual_multiplier",
                                             "logits_scaling") if hasattr(c, key)}
-    if kind in ("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "llama4_text", "hy_v3", "solar_open"):
+    if kind in ("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "llama4_text", "hy_v3", "solar_open",
+                "glm4_moe"):
         own["attention_bias"] = c.attention_bias
     if kind == "qwen2_moe":
         own["qkv_bias"] = c.qkv_bias
@@ -101,6 +105,8 @@ def _own(c: Any, kind: str, there: Any) -> dict[str, Any]:
     if kind == "llama4_text":
         own |= {"use_qk_norm": c.use_qk_norm, "query_temperature": c.attn_scale if c.attn_temperature_tuning else 0.0}
         own |= {"temperature_len": c.floor_scale} if own["query_temperature"] else {}
+    if kind == "glm4_moe":
+        own["use_qk_norm"] = c.use_qk_norm
     if kind == "solar_open":
         own["use_qk_norm"] = False
     if kind in ("deepseek_v2", "mistral4", "glm4_moe_lite"):

