@@ -65,6 +65,22 @@ def test_no_policy_changes_a_number(remat, unroll):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("remat", ["attention", "recurrent_states"])
+def test_kept_states_change_no_gradient(remat):
+    """Of two layers, one with states and one with attention, in rows of two chunks."""
+    config = make_config({"model": dict(name="qwen3_5", vocab_size=64, num_layers=2, embed_dim=32, num_heads=2,
+                                        layer_pattern="DA", mlp_dim=48, max_seq_len=128), "data": {"seq_len": 128}}, {})
+
+    def gradients(remat):
+        graphdef, weights = nnx.split(make_model(config.model, Compute(remat=remat), rngs=nnx.Rngs(params=0)))
+        tokens = jnp.arange(2 * 128).reshape(2, 128) % 64
+        return jax.jit(jax.grad(lambda w: jnp.square(nnx.merge(graphdef, w)(tokens)).mean()))(weights)
+
+    for want, found in zip(*(jax.tree.leaves(gradients(each)) for each in ("none", remat)), strict=True):
+        np.testing.assert_allclose(found, want, rtol=2e-5, atol=1e-8)
+
+
+@pytest.mark.slow
 def test_names_and_layers_say_what_is_kept():
     full, half, mlp = (compiled(remat)[0].memory_analysis().temp_size_in_bytes for remat in (
         "full", "full:3,mlp", "mlp"))

@@ -64,7 +64,7 @@ def test_parts_of_rows_compose_their_maps_besides():
 
 
 def scans(remat):
-    """How many loops over chunks the step runs, and the bytes that layers keep."""
+    """Return how often the step loops over chunks, and the bytes that layers keep."""
     _, block = program(remat=remat)
     loops = [(op, times) for op, times in block.all() if op.name == "scan"]
     kept = max(sum(value.bytes for value in op.outputs) for op, _ in loops)
