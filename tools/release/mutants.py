@@ -66,7 +66,7 @@ MUTANTS = {
         "train_step/optimizers/__init__.py", "peak / c.warmup_steps, peak, max(1, c.warmup_steps - 1))",
         "0.0, peak, c.warmup_steps)", ("tests/train_step/test_optimizers.py",)),
     "router_weights_not_normalised": Mutant(
-        "models/experts/router.py", "weights_BTK /= weights_BTK.sum(-1, keepdims=True) + 1e-20", "pass",
+        "models/experts/router.py", "weights_BTK /= weights_BTK.sum(-1, keepdims=True) + c.sum_eps", "pass",
         ("tests/numerics/test_experts.py",)),
     "ring_attention_sees_the_future": Mutant(
         "parallel/context.py", "lax.cond(source < device, lambda: work(every, early), lambda: work(late, every))",

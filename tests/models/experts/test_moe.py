@@ -364,7 +364,7 @@ def test_evaluation_has_no_penalties_and_steps_tell_of_the_load():
     (dict(model__router="hash"), "model.router: 'hash' is not supported"),
     (dict(model__dense_layers=2), "model.dense_layers: 2 of 2 layers leaves no layer"),
     (dict(model__capacity_factor=-1), "model.capacity_factor: -1.0 is negative"),
-    (dict(model__kv_rank=8), "model.kv_rank: mixtral has no such key; remove it, or use deepseek_v3"),
+    (dict(model__kv_rank=8), "model.kv_rank: mixtral has no such key; remove it, or use deepseek_v2 or deepseek_v3"),
     (dict(model__name="deepseek_v3"), "model.kv_rank: deepseek_v3 needs a latent"),
     (dict(model__name="gpt2"), "gpt2 has no such key; remove it, or use mixtral or qwen3_moe"),
     (dict(train__expert_exchange="post"), "train.expert_exchange: 'post' is not supported"),
