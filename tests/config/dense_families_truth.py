@@ -54,7 +54,8 @@ def shape(c: Any) -> dict[str, Any]:
     table = model.model.embed_tokens
     windows = _windows(c, kind)
     found = {"vocab_size": table.num_embeddings, "layers": len(model.model.layers), "width": table.embedding_dim,
-             "heads": heads, "kv": kv, "length": c.max_position_embeddings, "tied": bool(c.tie_word_embeddings and model._tied_weights_keys),
+             "heads": heads, "kv": kv, "length": c.max_position_embeddings,
+             "tied": bool(c.tie_word_embeddings and model._tied_weights_keys),
              "eps": epsilon(model.model.norm), "head_dim": width, "mlp": down.in_features,
              "biases": [module.bias is not None for module in (query, out, down)],
              "scores": float(attention.scaling), "cap": float(getattr(c, "attn_logit_softcapping", None) or 0),

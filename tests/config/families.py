@@ -17,10 +17,10 @@ from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
 from jaxtrain.hf import defaults
 from jaxtrain.hf.hf_config import model_section
-from tests.config import dense_families, hybrid_families, routed_families, state_families
+from tests.config import dense_families, hybrid_families, routed_families
 
 TRUTH = Path(__file__).with_name("families_truth.json")
-PARTS = (routed_families, dense_families, hybrid_families, state_families)
+PARTS = (routed_families, dense_families, hybrid_families)
 KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gemma3", "deepseek_v3",
          "gpt_oss", "whisper", "siglip", "clip", *(kind for part in PARTS for kind in part.KINDS))
 NO_LOGITS = ("gemma3", "whisper", "siglip", "clip")
@@ -64,9 +64,7 @@ _DRAWS: dict[str, dict[str, Any]] = {
                 "decoder_ffn_dim": [20], "d_model": [16], "max_source_positions": [8], "max_target_positions": [12],
                 "num_hidden_layers": [3], "num_attention_heads": [2]},
 }
-_DRAWS |= {kind: {key: value for key, value in (_SHAPE | _ROTARY).items()
-                  if kind not in ("mamba2", "nemotron_h") or key in _SHAPE} | own
-           for part in PARTS for kind, own in part.DRAWS.items()}
+_DRAWS |= {kind: _SHAPE | _ROTARY | own for part in PARTS for kind, own in part.DRAWS.items()}
 _TOWER = {"hidden_size": [16, 32], "intermediate_size": [20], "num_hidden_layers": [1, 2],
           "num_attention_heads": [2, 4], "layer_norm_eps": [1e-5, 1e-6], "hidden_act": ["gelu", "gelu_pytorch_tanh"]}
 _TEXT = _TOWER | {"vocab_size": [24, 60_000], "max_position_embeddings": [8], "pad_token_id": [1, 5],
@@ -116,8 +114,6 @@ def _value(values: Any, given: dict[str, Any], rng: np.random.Generator) -> Any:
     def one_of(*several: Any) -> Any:
         return several[rng.integers(len(several))]
 
-    if values in state_families.KINDS_OF_VALUES:
-        return state_families.drawn(values, given.get("num_hidden_layers", 3), rng)
     if callable(values):
         return values(given, rng)
     if values == "rope":

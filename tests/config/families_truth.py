@@ -34,8 +34,6 @@ from tests.config import (
     hybrid_families_truth,
     routed_families,
     routed_families_truth,
-    state_families,
-    state_families_truth,
 )
 from tests.hub import published, published_truth
 
@@ -200,8 +198,7 @@ _SHAPES = {"gemma3": lambda c: _decoder(c.text_config) | {"tied": [c.tie_word_em
                kind: shape for kinds, shape in (
                    (routed_families.KINDS, routed_families_truth.shape),
                    (dense_families.KINDS, dense_families_truth.shape),
-                   (hybrid_families.KINDS, hybrid_families_truth.shape),
-                (state_families.KINDS, state_families_truth.shape)) for kind in kinds}
+                   (hybrid_families.KINDS, hybrid_families_truth.shape)) for kind in kinds}
 
 
 def logits(given: dict[str, Any]) -> dict[str, Any]:

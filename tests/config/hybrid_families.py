@@ -56,8 +56,10 @@ DRAWS: dict[str, dict[str, Any]] = {
         "linear_allow_neg_eigval": [True, False], "layer_types": _kinds(LINEAR, FULL),
         "attention_bias": [False, False, False, True],
         "rope_parameters": [None, {"rope_theta": None}, {"rope_theta": None, "rope_type": "default"},
-                            {"rope_theta": 70.0}, {"rope_type": "linear", "factor": 2.0}], "rope_theta": [50.0, 70.0, None]},
+                            {"rope_theta": 70.0}, {"rope_type": "linear", "factor": 2.0}],
+        "rope_theta": [50.0, 70.0, None]},
     "kimi_linear": {
+        "tie_word_embeddings": [False, False, False, True],
         "num_key_value_heads": [None, None, 2], "num_local_experts": [8], "num_experts_per_tok": [2, 3],
         "moe_intermediate_size": [6], "n_shared_experts": [1, 2], "routed_scaling_factor": [2.5], "n_group": [4, 1],
         "topk_group": [2, 1], "norm_topk_prob": [True, False], "moe_renormalize": [True, False],
@@ -73,6 +75,7 @@ DRAWS: dict[str, dict[str, Any]] = {
         "residual_in_fp32": [True, False], "hidden_act": ["silu", "swish", "silu", "gelu"], "chunk_size": [8],
         "rms_norm": [True]},
     "nemotron_h": {
+        "tie_word_embeddings": [False, False, False, True],
         "layers_block_type": _kinds(LINEAR, "moe", FULL, "mlp"),
         "hybrid_override_pattern": ["M-M*", "ME*E", "M*", "MXM"],
         "num_key_value_heads": [1, 2, None], "head_dim": [6], "attention_bias": [True, False],

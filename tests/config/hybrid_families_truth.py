@@ -25,7 +25,8 @@ def shape(c: Any) -> dict[str, Any]:
                 if hasattr(body, name))
     found: dict[str, Any] = {
         "vocab_size": table.num_embeddings, "layers": len(layers), "width": table.embedding_dim,
-        "tied": bool(c.tie_word_embeddings and model._tied_weights_keys), "eps": epsilon(norm), "kinds": kinds, "sparse": sparse,
+        "tied": bool(c.tie_word_embeddings and model._tied_weights_keys), "eps": epsilon(norm),
+        "kinds": kinds, "sparse": sparse,
         "length": None if kind == "mamba2" else c.max_position_embeddings}
     mixers = [_mixer(layer, name) for layer, name in zip(layers, kinds, strict=True)]
     for name, summary in (("states", _states), ("attention", _attention)):
