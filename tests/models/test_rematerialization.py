@@ -67,7 +67,7 @@ def test_no_policy_changes_a_number(remat, unroll):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["attention", "recurrent_states"])
 def test_kept_states_change_no_gradient(remat):
-    """Of two layers, one with states and one with attention, in rows of two chunks."""
+    """Two layers, one with states and one with attention, in rows of two chunks."""
     config = make_config({"model": dict(name="qwen3_5", vocab_size=64, num_layers=2, embed_dim=32, num_heads=2,
                                         layer_pattern="DA", mlp_dim=48, max_seq_len=128), "data": {"seq_len": 128}}, {})
 
