@@ -12,8 +12,8 @@ def alpha_rotary(kind: str, known: Keys, refuse: Refuse) -> Keys:
     scaling = known.get(where) or {}
     if scaling.get("rope_type", scaling.get("type")) != "dynamic" or not scaling.get("alpha"):
         return rotary(kind, known, refuse)
-    if defaults.misfit(alpha := scaling["alpha"], ["float"]):
-        raise refuse(where, "cannot be read: its alpha is not a number")
+    if defaults.misfit(alpha := scaling["alpha"], ["float"]) or alpha < 1:
+        raise refuse(where, "cannot be expressed: its alpha is not a number of 1 or more")
     plain = {key: value for key, value in known.items() if key not in ("rope_scaling", "rope_parameters")}
     base = {key: value for key, value in scaling.items() if key in ("rope_theta", "partial_rotary_factor")}
     found = rotary(kind, plain | {"rope_parameters": {"rope_type": "default"} | base}, refuse)

@@ -55,11 +55,11 @@ def fused_swiglu() -> list[Entry]:
             Entry("mlp/down/kernel", "mlp.down_proj.weight", "df->fd")]
 
 
-def ungated(bias: bool) -> list[Entry]:
+def ungated(bias: bool, ours: str = "mlp", theirs: str = "mlp") -> list[Entry]:
     """Return the entries of an MLP of two matrices."""
-    return [Entry("mlp/up/kernel", "mlp.up_proj.weight", "fd->df"),
-            Entry("mlp/down/kernel", "mlp.down_proj.weight", "df->fd"),
-            *[Entry(f"mlp/{name}/bias", f"mlp.{name}_proj.bias") for name in ("up", "down")] * bias]
+    return [Entry(f"{ours}/up/kernel", f"{theirs}.up_proj.weight", "fd->df"),
+            Entry(f"{ours}/down/kernel", f"{theirs}.down_proj.weight", "df->fd"),
+            *[Entry(f"{ours}/{name}/bias", f"{theirs}.{name}_proj.bias") for name in ("up", "down")] * bias]
 
 
 def neighbouring_pairs(entries: list[Entry], width: int) -> list[Entry]:

@@ -2,7 +2,7 @@
 
 import math
 
-from jaxtrain.config.hybrids.layer_pattern import StateSpaceConfig
+from jaxtrain.config.hybrids.state_space_config import StateSpaceConfig
 from jaxtrain.hf.decoder_tensors import HEADS, OUT
 from jaxtrain.hf.hf_format import Entry, Keys, Refuse
 

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jaxtrain.config.decoder_config import PartialRotaryConfig
 from jaxtrain.config.family import Family
-from jaxtrain.config.hybrids.layer_pattern import ATTENTION, MAMBA, PatternConfig, StateSpaceConfig, repeated
+from jaxtrain.config.hybrids.layer_pattern import ATTENTION, PatternConfig, repeated
+from jaxtrain.config.hybrids.state_space_config import MAMBA, StateSpaceConfig
 from jaxtrain.hf import decoder_tensors, mamba2_format
 from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.rotary_keys import partial_rotary, published_rotary

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import choice
-from jaxtrain.config.hybrids.layer_pattern import StateSpaceConfig
+from jaxtrain.config.hybrids.state_space_config import StateSpaceConfig
 from jaxtrain.hf import decoder_tensors, defaults, mamba2_format
 from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.rotary_keys import published_rotary, rotary

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most
-from jaxtrain.config.hybrids.layer_pattern import ATTENTION, MAMBA, PatternConfig, StateSpaceConfig
+from jaxtrain.config.hybrids.layer_pattern import ATTENTION, PatternConfig
+from jaxtrain.config.hybrids.state_space_config import MAMBA, StateSpaceConfig
 from jaxtrain.config.model_config import Experts
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors, mamba2_format

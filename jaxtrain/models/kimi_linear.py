@@ -12,7 +12,7 @@ from jaxtrain.config.hybrids.layer_pattern import ATTENTION
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.decoder_tensors import HEADS, OUT
 from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse
-from jaxtrain.hf.layer_patterns import FULL, pattern, published_pattern
+from jaxtrain.hf.layer_patterns import FULL, LINEAR, pattern, published_pattern
 from jaxtrain.models.deepseek_v3 import BIAS_RATE, LATENT_EPS, DeepseekV3Config, latent
 from jaxtrain.models.qwen3_5 import DELTA, LETTERS, DeltaConfig
 
@@ -66,11 +66,11 @@ def _kinds(known: Keys, own: Keys, refuse: Refuse) -> list[str]:
     if known["layer_types"] is not None:
         return known["layer_types"]
     if "full_attn_layers" not in own or "kda_layers" not in own:
-        return [FULL if n and n % 4 == 0 else "linear_attention" for n in range(count)]
+        return [FULL if n and n % 4 == 0 else LINEAR for n in range(count)]
     full, delta = {*own["full_attn_layers"]}, {*own["kda_layers"]}  # counted from 1
     if full & delta or full | delta != {*range(1, count + 1)}:
         raise refuse("linear_attn_config", f"does not say of each of num_hidden_layers={count} layers what it is")
-    return [FULL if n + 1 in full else "linear_attention" for n in range(count)]
+    return [FULL if n + 1 in full else LINEAR for n in range(count)]
 
 
 def _dense(known: Keys, refuse: Refuse) -> int:

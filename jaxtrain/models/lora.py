@@ -54,7 +54,7 @@ PUBLISHED = {
     "w1": ["mlp/gate"], "w2": ["mlp/down"], "w3": ["mlp/up"],
     "fc1_latent_proj": ["mlp/into_latent"], "fc2_latent_proj": ["mlp/out_of_latent"]}
 _MODULES = {"self_attn": "attention/", "attn": "attention/", "mamba": "attention/", "conv": "attention/", "mlp": "mlp/",
-            "feed_forward": "mlp/", "shared_experts": "mlp/shared/"}
+            "feed_forward": "mlp/"} | dict.fromkeys(("shared_experts", "shared_expert", "shared_mlp"), "mlp/shared/")
 _CHOSEN: ContextVar[jax.Array | None] = ContextVar("chosen", default=None)
 
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from jaxtrain.config.family import Family
-from jaxtrain.config.hybrids.layer_pattern import StateSpaceConfig
+from jaxtrain.config.hybrids.state_space_config import StateSpaceConfig
 from jaxtrain.hf import decoder_tensors, mamba2_format
 from jaxtrain.hf.hf_format import SILU, Entry, HFConfig, Keys, Refuse
 
@@ -22,7 +22,6 @@ class Mamba2Config(StateSpaceConfig):
 
     name: str = "mamba2"
     max_seq_len: int = 2**20  # no published file has one, and nothing depends on it
-    widths: ClassVar = {}  # no `mup_base`
 
     @property
     def windows(self) -> dict[int, int]:

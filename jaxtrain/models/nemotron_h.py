@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxtrain.config.decoder_config import RoutedDecoderConfig
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most, number
-from jaxtrain.config.hybrids.layer_pattern import ATTENTION, MAMBA, PatternConfig, StateSpaceConfig
+from jaxtrain.config.hybrids.layer_pattern import ATTENTION, PatternConfig
+from jaxtrain.config.hybrids.state_space_config import MAMBA, StateSpaceConfig
 from jaxtrain.config.model_config import Experts
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors, defaults, mamba2_format
@@ -125,17 +126,10 @@ def _write(c: NemotronHConfig) -> Keys:
 _MLP = {"mlp_hidden_act": ("relu2",), "mamba_hidden_act": SILU, "tie_word_embeddings": (False,)}
 
 
-def _ungated(c: NemotronHConfig, ours: str, theirs: str) -> list[Entry]:
-    """Return the entries of an MLP of two matrices."""
-    return [entry for name, layout in (("up", "fd->df"), ("down", "df->fd")) for entry in (
-        Entry(f"{ours}/{name}/kernel", f"{theirs}.{name}_proj.weight", layout),
-        *[Entry(f"{ours}/{name}/bias", f"{theirs}.{name}_proj.bias")] * c.mlp_bias)]
-
-
 def _experts(c: NemotronHConfig) -> list[Entry]:
     found = [Entry("mlp/router/kernel", "mixer.gate.weight", "ed->de", float32=True),
              Entry("mlp/router/bias", "mixer.gate.e_score_correction_bias", float32=True),
-             *_ungated(c, "mlp/shared", "mixer.shared_experts"),
+             *decoder_tensors.ungated(c.mlp_bias, "mlp/shared", "mixer.shared_experts"),
              *(Entry(f"mlp/{name}", f"mixer.experts.{{expert}}.{name}_proj.weight", layout, experts=c.num_experts)
                for name, layout in (("up", "fd->df"), ("down", "df->fd")))]
     for ours, theirs, layout in (("into", "fc1", "ld->dl"), ("out_of", "fc2", "dl->ld")) if c.latent_dim else ():
@@ -147,8 +141,8 @@ def _experts(c: NemotronHConfig) -> list[Entry]:
 
 def _layer(c: NemotronHConfig, experts: bool, kind: str) -> list[Entry]:
     if kind in (MLP, EXPERTS):
-        return [Entry("mlp_norm/scale", "norm.weight"), *(_experts(c) if kind == EXPERTS else
-                                                          _ungated(c, "mlp", "mixer"))]
+        fed = _experts(c) if kind == EXPERTS else decoder_tensors.ungated(c.mlp_bias, theirs="mixer")
+        return [Entry("mlp_norm/scale", "norm.weight"), *fed]
     attention = [replace(entry, theirs=entry.theirs.replace("self_attn", "mixer"))
                  for entry in decoder_tensors.ATTENTION]
     return [Entry("attention_norm/scale", "norm.weight"),

@@ -10,7 +10,7 @@ from jaxtrain.config.hybrids.layer_pattern import ATTENTION
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.decoder_tensors import HEADS
 from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse
-from jaxtrain.hf.layer_patterns import FULL, pattern, published_pattern
+from jaxtrain.hf.layer_patterns import FULL, LINEAR, pattern, published_pattern
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
 from jaxtrain.models.qwen3_5 import DELTA, DELTA_KEYS, LETTERS, DeltaConfig, delta_net, delta_rest
 
@@ -58,7 +58,7 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
     if known["layer_types"] is None:
         count = known["num_hidden_layers"]
         full = {n for n in range(count) if n % 4 == 3} or {count - 1}
-        known = known | {"layer_types": [FULL if n in full else "linear_attention" for n in range(count)]}
+        known = known | {"layer_types": [FULL if n in full else LINEAR for n in range(count)]}
     found = pattern(known, refuse, LETTERS)
     if {*found["layer_pattern"]} != {DELTA, ATTENTION}:
         raise refuse("layer_types", "does not have both kinds of layers")

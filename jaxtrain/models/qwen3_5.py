@@ -12,7 +12,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors, multi_token_tensors
 from jaxtrain.hf.decoder_tensors import HEADS, OUT
 from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse
-from jaxtrain.hf.layer_patterns import FULL, pattern, published_pattern
+from jaxtrain.hf.layer_patterns import FULL, LINEAR, pattern, published_pattern
 from jaxtrain.hf.rotary_keys import partial_rotary, published_partial_rotary
 from jaxtrain.models.llama import MultiTokenConfig
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxtrain.models.rotary_decoder import Part
 
 DELTA = "D"
-LETTERS = {"linear_attention": DELTA, FULL: ATTENTION}
+LETTERS = {LINEAR: DELTA, FULL: ATTENTION}
 MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # the latter is what servers read of Qwen3-Next
 # Published key -> ours.
 DELTA_KEYS = {"linear_num_key_heads": "state_key_heads", "linear_num_value_heads": "state_heads",
@@ -107,7 +107,7 @@ def given_layers(known: Keys) -> Keys:
     if known["layer_types"] is not None:
         return known
     every = known.get("full_attention_interval", 4)
-    return known | {"layer_types": [FULL if (n + 1) % every == 0 else "linear_attention"
+    return known | {"layer_types": [FULL if (n + 1) % every == 0 else LINEAR
                                     for n in range(known["num_hidden_layers"])]}
 
 

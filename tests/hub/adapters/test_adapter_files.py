@@ -86,6 +86,17 @@ def test_merged_weights_compute_the_same(name, tmp_path):
     check(logits_of(run, trained_model.load(tmp_path / "out", run)[0]), name)
 
 
+@pytest.mark.parametrize(("target", "path"), [
+    ("self_attn.q_proj", "attention/q"), ("mlp.down_proj", "mlp/down"), ("shared_experts.up_proj", "mlp/shared/up"),
+    ("shared_expert.gate_proj", "mlp/shared/gate"), ("shared_mlp.down_proj", "mlp/shared/down"),
+    ("feed_forward.w2", "mlp/down"), ("mamba.in_proj", "attention/dt"), ("conv.out_proj", "attention/out")])
+def test_peft_names_a_layer_by_its_module(target, path):
+    c = jt.make_config({"lora": {"rank": 1, "targets": [target]}}).lora
+    assert lora.is_target(f"blocks/layer/{path}", c)
+    other = "mlp/down" if path.startswith("mlp/shared") else "attention/k"
+    assert not lora.is_target(f"blocks/layer/{other}", c)
+
+
 @pytest.mark.parametrize("name", published_adapters.CASES)
 def test_targets_by_pefts_names_are_the_layers_that_peft_adapts(name, tmp_path):
     base, folder = written(tmp_path, name)

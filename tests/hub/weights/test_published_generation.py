@@ -8,10 +8,12 @@ from tests.hub import published, published_models
 from tests.hub.cases import CASES
 from tests.tiers import exhaustive, slow
 
-SAMPLED = [*CASES][::6]  # others are exhaustive
+# LongRoPE's factors are here those of `model.max_seq_len`, and in transformers those of each text's length.
+COMPARED = [name for name in CASES if name != "phi3_longrope_long"]
+SAMPLED = COMPARED[::6]  # others are exhaustive
 
 
-@pytest.mark.parametrize("name", [*slow(*SAMPLED), *exhaustive(*(name for name in CASES if name not in SAMPLED))])
+@pytest.mark.parametrize("name", [*slow(*SAMPLED), *exhaustive(*(name for name in COMPARED if name not in SAMPLED))])
 def test_greedy_generation_is_that_of_transformers(name, tmp_path):
     case = published.truth(name)
     run, params = published_models.loaded(published.write(tmp_path, case))

@@ -134,6 +134,7 @@ def test_models_with_scaled_positions_have_the_numbers_of_the_plain_model(family
     (dict(rope_scaling=4.0, rope_beta_fast=16.0), "model.rope_beta_fast: it is read with rope_type=yarn and"),
     (dict(rope_low_freq_factor=2.0), "model.rope_low_freq_factor: it is read with rope_type=llama3 and"),
     (dict(rope_scaling=4.0, rope_low_freq_factor=4.0), "model.rope_high_freq_factor: 4.0 is not above"),
+    (dict(YARN, rope_beta_slow=7.0), "model.rope_beta_fast: 6.0 is below model.rope_beta_slow=7.0"),
     (dict(YARN, rope_theta=1.0), "model.rope_theta: yarn needs a base above 1"),
     (dict(YARN, rope_mscale=1.0), "model.rope_mscale: it has a meaning only together with model.rope_mscale_all_dim"),
     (dict(YARN, rope_attention_factor=-1.0), "model.rope_attention_factor: -1.0 is negative"),
