@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
+from jaxtrain.models.gradient_order import gradients_first
 
 
 class Group(nnx.Module):
@@ -22,15 +23,20 @@ class Group(nnx.Module):
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: PyTree,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:
         reports, entries = [], {}
-        for name in self.names:
-            graphdef, weights = nnx.split(getattr(self, name))
+        graphdefs, weights = zip(*(nnx.split(getattr(self, name)) for name in self.names), strict=True)
+        weights = [*weights]
+        # Gradients that devices add up have the time of one more layer for it.
+        behind = 1 if jax.sharding.get_abstract_mesh().shape.get("fsdp", 1) > 1 else 0
+        for number, (name, graphdef) in enumerate(zip(self.names, graphdefs, strict=True)):
+            for at in range(number + behind, min(number + behind + 1, len(weights))):
+                x_BTD, weights[at] = gradients_first(x_BTD, weights[at])
 
             @self.remat
             def apply(x, weights, graphdef=graphdef, name=name):
                 held = {} if cache is None else {"cache": cache.of(name)}
                 return nnx.merge(graphdef, weights)(x, segments_BT, angles, **held)
 
-            x_BTD, aux = apply(x_BTD, weights)
+            x_BTD, aux = apply(x_BTD, weights[number])
             entries[name] = aux.pop(CACHE, None)
             reports += [aux] if aux else []
         return x_BTD, _together(reports) | ({} if cache is None else {CACHE: entries})

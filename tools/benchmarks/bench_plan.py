@@ -76,7 +76,14 @@ TPU = [  # where attention keeps all scores of a layer: rows of 4,096
     *(case(f"8B v5e fsdp8 offload {remat}", "llama3_8b", "v5e", 8, 8, 2048, fsdp=8, remat=remat, offload=True)
       for remat in ("full", "attention")),
 ]
-CASES = [*H200, *QLORA, *TPU]
+HYBRIDS = [
+    case("9B Qwen3.5 h100 fsdp8", "qwen3_5_9b", "h100", 8, 8, 8192, remat="full", fsdp=8),
+    case("9B Qwen3.5 v5p fsdp8", "qwen3_5_9b", "v5p", 8, 8, 4096, remat="full", fsdp=8),
+    case("8B Nemotron-H h100 fsdp8", "nemotron_h_8b", "h100", 8, 8, 8192, remat="full", fsdp=8),
+    case("48B Kimi Linear h100 {'fsdp': 8, 'expert': 8}", "kimi_linear_48b", "h100", 64, 64, 8192, remat="full",
+         fsdp=8, expert=8),
+]
+CASES = [*H200, *QLORA, *HYBRIDS, *TPU]
 ANSWERS_KEPT = KEPT.with_name("compiled_answers.jsonl")
 LEARNING = {"rl.prompts": "prompts.jsonl", "rl.reward": "reward.py:reward", "train.eval_every": 0,
             "train.sample_tokens": 0, "checkpoint.best": ""}

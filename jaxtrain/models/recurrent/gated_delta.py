@@ -71,8 +71,7 @@ def _rows(products, n, q, k, v, g, beta, segments_BT, state):
     qk, kk = products(q, k, g)
     decayed = chunks.since_start(g) * within.from_before
     # What the tokens would write to an empty state, and what they read of the one before the chunk.
-    new, read = jnp.split(unit_triangular.solve(
-        beta * kk * within.pairs, beta * jnp.concatenate([v, k * decayed], -1)), [V], -1)
+    new, read = unit_triangular.solve(beta * kk * within.pairs, (beta * v, beta * k * decayed))
     write = k * chunks.until_end(g) * within.to_end
     maps = chunk_states.ChunkMaps(chunks.whole(g) * within.through,
                                   jnp.einsum("...ck,...cv->...kv", write, new), read, write)

@@ -13,24 +13,25 @@ _BLOCK = 16  # rows; smaller blocks are inverted within these
 
 
 @jax.custom_vjp
-def solve(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return x [..., C, V] with (1 + L) x = b, where L [..., C, C] is what `a` has below its diagonal.
+def solve(a: jax.Array, right: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Return x [..., C, V] for each b of `right`, with (1 + L) x = b, where L [..., C, C] is a below its diagonal.
 
     C is a power of 2.
     """
-    return _forward(a, b)[0]
+    return _forward(a, right)[0]
 
 
-def _forward(a, b):
+def _forward(a, right):
     inverse = _inverse(a)
-    x = inverse @ b
-    return x, (inverse, x)
+    found = tuple(inverse @ b for b in right)
+    return found, (inverse, found)
 
 
-def _backward(saved, dx):
-    inverse, x = saved
-    db = jnp.einsum("...ji,...jk->...ik", inverse, dx)
-    return -jnp.tril(jnp.einsum("...ik,...jk->...ij", db, x), -1), db
+def _backward(saved, gradients):
+    inverse, found = saved
+    right = tuple(jnp.einsum("...ji,...jk->...ik", inverse, dx) for dx in gradients)
+    products = [jnp.einsum("...ik,...jk->...ij", db, x) for db, x in zip(right, found, strict=True)]
+    return -jnp.tril(sum(products), -1), right
 
 
 solve.defvjp(_forward, _backward)

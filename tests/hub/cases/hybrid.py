@@ -20,10 +20,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
         "rms_norm_eps": 1e-1, "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
     "qwen3_next": ("qwen3_next", _DELTA | _GATED_EXPERTS | {
-        "full_attention_interval": 2, "mlp_only_layers": [], "norm_topk_prob": True, "partial_rotary_factor": 0.5}),
+        "rms_norm_eps": 1e-1, "full_attention_interval": 2, "mlp_only_layers": [], "norm_topk_prob": False,
+        "partial_rotary_factor": 0.5}),
     "qwen3_next_dense": ("qwen3_next", _DELTA | _GATED_EXPERTS | {
         "layer_types": ["linear_attention"] * 3 + ["full_attention"], "decoder_sparse_step": 2,
-        "norm_topk_prob": False}),
+        "norm_topk_prob": True}),
     "olmo_hybrid": ("olmo_hybrid", _DELTA | {
         "layer_types": ["linear_attention", "linear_attention", "full_attention"], "num_hidden_layers": 3,
         "linear_num_key_heads": 4, "linear_value_head_dim": 16, "pad_token_id": 0,
