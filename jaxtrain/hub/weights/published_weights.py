@@ -30,7 +30,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.files.work_progress import Work
 from jaxtrain.hf.encoder_tensors import image_encoder
 from jaxtrain.hf.hf_format import Entry
-from jaxtrain.hub.weights import mxfp4, safetensors_files
+from jaxtrain.hub.weights import joined_tensors, mxfp4, safetensors_files
 from jaxtrain.hub.weights.mxfp4 import Packed
 from jaxtrain.hub.weights.safetensors_files import Tensor
 from jaxtrain.models import lora
@@ -49,6 +49,7 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddin
                       r"|^(model\.)?(vision_tower|multi_modal_projector|visual)\.|^model\.vision_model\.")
 
 
+_HEADS = ("lm_head.", "score.", "ctc_head.", "mtp.")  # whose names begin with no prefix
 _TABLES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight",
            "backbone.embeddings.weight")
 
@@ -62,14 +63,17 @@ def load(folder: str | Path, model: ModelConfig, abstract: Params) -> Params:
     Raises:
         UserError: a tensor is missing, left over, or of another shape than the model's.
     """
-    tensors = mxfp4.joined(folder, by_full_name(safetensors_files.tensors_of(folder), model))
+    whole = by_full_name(safetensors_files.tensors_of(folder), model)
     headed = scalar_head.REWARD in abstract
-    abstract = scalar_head.without_heads(abstract, (scalar_head.REWARD,) if "score.weight" in tensors else ())
+    abstract = scalar_head.without_heads(abstract, (scalar_head.REWARD,) if "score.weight" in whole else ())
     wanted = flatten(as_floats(abstract))
     declared = entries(model, headed)
     known = {entry.ours: entry for entry in declared if not entry.copy}
     if missing := [path for path in wanted if path not in known]:
         raise UserError(f"{folder}", f"no published tensor holds the parameter {missing[0]}", _fix(missing[0]))
+    tensors = mxfp4.joined(folder, joined_tensors.apart(folder, whole, [
+        (path, name, published_shape(known[path], leaf.shape))
+        for path, leaf in wanted.items() for name, _ in names(known[path], leaf.shape)]))
     used = _tied_head(folder, tensors) if model.ties_head else {"lm_head.weight"} if headed else set()
     readers = readers_of(folder, tensors, known, wanted, used)
     used |= _copies(folder, tensors, [entry for entry in declared if entry.copy and entry.ours in wanted], known)
@@ -392,11 +396,9 @@ def by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str,
         return dict(tensors)
     prefix, found = published.prefix, {}
     for name, tensor in tensors.items():
-        if name in published.renamed:
-            found[published.renamed[name]] = tensor
-            continue
         name = name.removeprefix("language_model.").replace("model.language_model.", "model.")
-        found[name if name.startswith((prefix, "lm_head.", "score.", "mtp.")) else prefix + name] = tensor
+        name = published.own_name(model, name)
+        found[name if name.startswith((prefix, *_HEADS)) else prefix + name] = tensor
     return found
 
 
