@@ -20,6 +20,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
 from jaxtrain.hf import defaults
 from jaxtrain.hf.hf_format import HFConfig, Keys, Refuse
+from jaxtrain.hf.own_head import has_own_head
 
 FILE = "config.json"
 # Keys that may be 0, or are no sizes; and those of which null means what a family derives.
@@ -107,7 +108,9 @@ def _text_of(given: Keys, path: Path) -> Keys:
             raise UserError(f"{path}", f"text_config is of model_type={defaults.shown(kind)}",
                             f"known: {', '.join(kinds)}")
     tied = defaults.filled(defaults.table()[kind], text, path, "text_config.")["tie_word_embeddings"]
-    if both["tie_word_embeddings"] is not tied:
+    if both["tie_word_embeddings"] and not tied:  # the former counts, unless the files have an output projection
+        text = text | {"tie_word_embeddings": not has_own_head(path.parent)}
+    elif both["tie_word_embeddings"] is not tied:
         raise UserError(f"{path}", f"tie_word_embeddings={both['tie_word_embeddings']} is {tied} in text_config",
                         "use a model that jaxtrain can express")
     return text | {"model_type": kind}

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from jaxtrain.config.family import entries, family
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.config.vision_keys import ImageConfig
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
 from jaxtrain.files.work_progress import Work
 from jaxtrain.hf.encoder_tensors import image_encoder
 from jaxtrain.hf.hf_format import Entry
@@ -44,11 +44,9 @@ Parts = dict[str, list[tuple[Entry, tuple[int, ...]]]]  # by tensor: parameters 
 
 PART = 2**28  # bytes of a shard that a host holds at once, while they are on their way to a device
 
-# Not parameters of a language model: buffers that old versions saved, and other parts of a multimodal model.
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
-                      r"|^(model\.)?(vision_tower|multi_modal_projector|visual)\.|^model\.vision_model\.")
-
-
+# Not parameters: buffers that old versions saved. Nor those of a language model: other parts of a multimodal one.
+_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$")
+_OTHER_PARTS = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.|model\.vision_model\.")
 _HEADS = ("lm_head.", "score.", "ctc_head.", "mtp.")  # whose names begin with no prefix
 _TABLES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight",
            "backbone.embeddings.weight")
@@ -80,6 +78,7 @@ def load(folder: str | Path, model: ModelConfig, abstract: Params) -> Params:
     if left := sorted(name for name in tensors.keys() - used if not _is_ignored(name, model)):
         raise UserError(f"{folder}", f"it has {left[0]}, for which model.name={model.name} has no parameter",
                         "give the config that its config.json describes")
+    _say_left_out(folder, tensors.keys() - used)
     flat = flatten(abstract)
     for path in [path for path in flat if path not in readers]:  # scales
         kernel = path.removesuffix(SCALES) + KERNEL
@@ -436,13 +435,20 @@ def has_further_layers(folder: str | Path, model: ModelConfig) -> bool:
     return any(_name(entry, (0, 0)) in tensors for entry in entries(model) if entry.ours.startswith("ahead/"))
 
 
+def _say_left_out(folder: str | Path, left: Collection[str]) -> None:
+    """Say which parts of a multimodal model are left out."""
+    parts = sorted({found[0].removeprefix("model.").rstrip(".") for name in left if (found := _OTHER_PARTS.match(name))})
+    if parts and jax.process_index() == 0:
+        say(f"{folder} has a multimodal model, of which the language model is read, without {' and '.join(parts)}")
+
+
 def _is_ignored(name: str, model: ModelConfig) -> bool:
     published = family(model.name).tensors
     if not model.multi_token_loss and name.startswith("mtp."):
         return True
     further = published and published.further_layers and not model.multi_token_loss
     layer = re.search(r"\.layers\.(\d+)\.", name) if further else None
-    return bool(_IGNORED.search(name)) or (layer is not None and int(layer[1]) >= model.num_layers)
+    return bool(_BUFFERS.search(name) or _OTHER_PARTS.match(name)) or (layer is not None and int(layer[1]) >= model.num_layers)
 
 
 def _check(folder: str | Path, tensor: Tensor | Packed | None, name: str, shape: tuple[int, ...],
