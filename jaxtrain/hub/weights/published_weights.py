@@ -437,7 +437,8 @@ def has_further_layers(folder: str | Path, model: ModelConfig) -> bool:
 
 def _say_left_out(folder: str | Path, left: Collection[str]) -> None:
     """Say which parts of a multimodal model are left out."""
-    parts = sorted({found[0].removeprefix("model.").rstrip(".") for name in left if (found := _OTHER_PARTS.match(name))})
+    found = {match[0] for name in left if (match := _OTHER_PARTS.match(name))}
+    parts = sorted(name.removeprefix("model.").rstrip(".") for name in found)
     if parts and jax.process_index() == 0:
         say(f"{folder} has a multimodal model, of which the language model is read, without {' and '.join(parts)}")
 
@@ -448,7 +449,8 @@ def _is_ignored(name: str, model: ModelConfig) -> bool:
         return True
     further = published and published.further_layers and not model.multi_token_loss
     layer = re.search(r"\.layers\.(\d+)\.", name) if further else None
-    return bool(_BUFFERS.search(name) or _OTHER_PARTS.match(name)) or (layer is not None and int(layer[1]) >= model.num_layers)
+    return bool(_BUFFERS.search(name) or _OTHER_PARTS.match(name)) or (
+        layer is not None and int(layer[1]) >= model.num_layers)
 
 
 def _check(folder: str | Path, tensor: Tensor | Packed | None, name: str, shape: tuple[int, ...],
