@@ -1,6 +1,6 @@
 """The fields that decoders of text share: of all of them, of those with rotary positions, and of those with experts."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from jaxtrain.config.field_checks import at_most, choice, derive, number
 from jaxtrain.config.model_config import Experts, ModelConfig
@@ -52,7 +52,7 @@ class RotaryConfig(DecoderConfig):
     # method of rope_scaling: "linear", "ntk", "llama3" or "yarn"; "dynamic" scales nothing up to max_seq_len, as in
     # transformers, where longer texts are scaled
     rope_type: str = choice("llama3", "linear", "ntk", "llama3", "yarn", "dynamic")
-    # llama3, yarn: the context length before it was extended by rope_scaling
+    # llama3, yarn, LongRoPE: the context length before it was extended
     rope_original_len: int = number(8192, above=0)
     # llama3: frequencies that make fewer than this many turns within rope_original_len are scaled down by rope_scaling
     rope_low_freq_factor: float = number(1.0, above=0)
@@ -70,6 +70,10 @@ class RotaryConfig(DecoderConfig):
     # YaRN's mscale_all_dim, as in DeepSeek's config.json; latent attention also scales scores by the square of its
     # factor
     rope_mscale_all_dim: float = number(0.0, least=0)
+    # LongRoPE: divisor of each pair's frequency where model.max_seq_len is at most rope_original_len; []: no LongRoPE
+    rope_short_factor: list[float] = field(default_factory=list, hash=False)
+    rope_long_factor: list[float] = field(default_factory=list, hash=False)  # LongRoPE: that where it is more
+    rope_turn_factor: float = number(1.0, above=0)  # LongRoPE: factor of cosine and sine
 
     def __post_init__(self):
         super().__post_init__()
@@ -101,16 +105,24 @@ class RotaryConfig(DecoderConfig):
         if (self.rope_mscale > 0) != (self.rope_mscale_all_dim > 0):
             raise UserError("model.rope_mscale", "it has a meaning only together with model.rope_mscale_all_dim",
                             "give both or neither")
+        for key in ("rope_short_factor", "rope_long_factor"):
+            factors = getattr(self, key)
+            if (factors or self.rope_short_factor) and (
+                    len(factors) != self.rotary_width // 2 or not all(one > 0 for one in factors)):
+                raise UserError(f"model.{key}", f"it does not have a positive number for each of the "
+                                f"{self.rotary_width // 2} pairs that turn", "give as many, or neither of both lists")
+        if self.rope_short_factor and self.rope_scaling != 1:
+            raise UserError("model.rope_scaling", "LongRoPE already scales positions", "leave it out")
         if self.rope_type == "ntk" and self.rotary_width <= 2:
             raise UserError("model.rope_type", "ntk changes the base by a power that a rotary width of 2 does not have",
                             "use linear")
 
 
 # The keys of one way to scale, their defaults, and which way.
-_SCALING_KEYS = tuple((field.name, field.default, kind) for kind, names in (
+_SCALING_KEYS = tuple((one.name, one.default, kind) for kind, names in (
     ("llama3", "low_freq_factor high_freq_factor"),
     ("yarn", "beta_fast beta_slow truncate attention_factor mscale mscale_all_dim"))
-    for field in fields(RotaryConfig) if field.name.removeprefix("rope_") in names.split())
+    for one in fields(RotaryConfig) if one.name.removeprefix("rope_") in names.split())
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
 from jaxtrain.hf import defaults
 from jaxtrain.hf.hf_format import HFConfig, Keys, Refuse
+from jaxtrain.hf.own_head import has_own_head
 
 FILE = "config.json"
 # Keys that may be 0, or are no sizes; and those of which null means what a family derives.
@@ -107,7 +108,9 @@ def _text_of(given: Keys, path: Path) -> Keys:
             raise UserError(f"{path}", f"text_config is of model_type={defaults.shown(kind)}",
                             f"known: {', '.join(kinds)}")
     tied = defaults.filled(defaults.table()[kind], text, path, "text_config.")["tie_word_embeddings"]
-    if both["tie_word_embeddings"] is not tied:
+    if both["tie_word_embeddings"] and not tied:  # the former counts, unless the files have an output projection
+        text = text | {"tie_word_embeddings": not has_own_head(path.parent)}
+    elif both["tie_word_embeddings"] is not tied:
         raise UserError(f"{path}", f"tie_word_embeddings={both['tie_word_embeddings']} is {tied} in text_config",
                         "use a model that jaxtrain can express")
     return text | {"model_type": kind}
@@ -219,7 +222,8 @@ def _check(c: ModelConfig, published: HFConfig, written: JsonMapping) -> None:
     if multipliers(c) == (1, 1, 1):
         free.add("mup_base")  # it has shaped training only
     for key in c.__dataclass_fields__.keys() - free:
-        same = c.rope_type == "ntk" if isinstance(c, RotaryConfig) and key.startswith("rope_") else False
+        same = isinstance(c, RotaryConfig) and (
+            (c.rope_type == "ntk" and key.startswith("rope_")) or (bool(c.rope_short_factor) and key == "max_seq_len"))
         same |= key == "global_every" and 0 not in {**c.windows, **back.windows}  # no layer is global
         if getattr(c, key) != getattr(back, key) and not same:
             raise UserError(f"model.{key}", f"{getattr(c, key)!r} cannot be published as {kind}",

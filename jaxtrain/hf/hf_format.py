@@ -4,6 +4,7 @@ One declaration serves both directions. A layout such as "(hk)d->dhk" says that 
 head width as its rows, and that the parameter has the dimensions d, h and k; letters in parentheses are one dimension.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,20 @@ def _always(_: object) -> bool:
     return True
 
 
+def _same_name(_: object, name: str) -> str:
+    return name
+
+
+def renaming(patterns: Mapping[str, str]) -> Callable[[Any, str], str]:
+    """Return what replaces these regular expressions in the name of a tensor, for `HFTensors.own_name`."""
+    def own_name(_: object, name: str) -> str:
+        for pattern, new in patterns.items():
+            name = re.sub(pattern, new, name)
+        return name
+
+    return own_name
+
+
 @dataclass(frozen=True)
 class HFConfig:
     """The config.json of one published model type.
@@ -124,7 +139,8 @@ class HFTensors:
             reward head in place of the output projection.
         prefix: how the names of a language model's tensors begin, which files of the bare model leave out; "": names
             are taken as they are.
-        renamed: published names that stand for others.
+        own_name: returns the name that a tensor has in `entries`, from a config and a name that it has in some files,
+            where that is another one.
         turned: whether matrices are [in, out] and not [out, in].
         further_layers: whether files have layers after the last one, of multi-token prediction, which a model does
             without unless it predicts further tokens itself.
@@ -132,6 +148,6 @@ class HFTensors:
 
     entries: Callable[[Any, bool], list[Entry]]
     prefix: str = "model."
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    own_name: Callable[[Any, str], str] = _same_name
     turned: bool = False
     further_layers: bool = False

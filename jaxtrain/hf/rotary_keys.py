@@ -2,7 +2,12 @@
 
 There are two forms, `rope_parameters` and the older `rope_scaling` beside `rope_theta`. Of a file that mixes them, what
 transformers takes counts.
+
+With LongRoPE each pair's frequency has a divisor for texts up to the original length, and another for longer ones. The
+original length is what `model.max_seq_len` becomes: up to it all texts have the positions that transformers gives them.
 """
+
+import math
 
 from jaxtrain.config.decoder_config import PartialRotaryConfig, RotaryConfig
 from jaxtrain.hf import defaults
@@ -10,7 +15,8 @@ from jaxtrain.hf.hf_format import Keys, Refuse
 from jaxtrain.hf.layer_patterns import FULL, SLIDING, global_every
 
 _SCALINGS = {"linear": (), "dynamic": (), "llama3": ("low_freq_factor", "high_freq_factor"),
-             "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")}
+             "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
+             "longrope": ()}
 _NEEDED = {"llama3": ("factor", "low_freq_factor", "high_freq_factor")} | dict.fromkeys(
     ("linear", "dynamic", "yarn"), ("factor",))
 _NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
@@ -58,6 +64,8 @@ def rotary(kind: str, known: Keys, refuse: Refuse, usual: Keys | None = None) ->
     found = {"rope_theta": float(scaling["rope_theta"])}
     if way not in ("yarn", "default") and scaling.get("mscale_all_dim"):
         raise refuse(where, "cannot be expressed: mscale_all_dim without yarn")
+    if way == "longrope":
+        return found | _long_rope(where, scaling, known, refuse)
     if way == "default" or (scaling["factor"] == 1 and not scaling.get("attention_factor")):
         return found
     found |= {"rope_type": way, "rope_scaling": float(scaling["factor"])}
@@ -70,15 +78,34 @@ def rotary(kind: str, known: Keys, refuse: Refuse, usual: Keys | None = None) ->
                     if scaling.get(key) is not None and not (key in _ZERO_IS_NONE and not scaling[key])}
 
 
+def _long_rope(where: str, scaling: Keys, known: Keys, refuse: Refuse) -> Keys:
+    """Return our keys of LongRoPE."""
+    for key in ("short_factor", "long_factor"):
+        if type(scaling.get(key)) is not list or any(defaults.misfit(one, ["float"]) for one in scaling[key]):
+            raise refuse(where, f"cannot be read: its {key} is not a list of numbers")
+    for key in ("factor", "attention_factor"):
+        if scaling.get(key) is not None and scaling[key] <= 0:
+            raise refuse(where, f"cannot be read: its {key} is not a positive number")
+    longest = known["max_position_embeddings"]
+    outside = known.get("original_max_position_embeddings")
+    length = scaling.get("original_max_position_embeddings", longest) if outside is None else outside
+    if length < 2:
+        raise refuse(where if outside is None else "original_max_position_embeddings", "is not the length of a text")
+    factor = longest / length if scaling.get("factor") is None else scaling["factor"]
+    turn = scaling.get("attention_factor") or (
+        math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0)
+    return {"rope_short_factor": [*map(float, scaling["short_factor"])], "rope_turn_factor": float(turn),
+            "rope_long_factor": [*map(float, scaling["long_factor"])], "rope_original_len": length,
+            "max_seq_len": min(longest, length)}
+
+
 def _way(scaling: Keys, where: str, refuse: Refuse) -> str:
     """Return how positions are scaled, once all that this way reads is as it should be."""
     way = scaling.get("rope_type", scaling.get("type", "default"))
     if any(isinstance(value, dict) for value in scaling.values()):
         raise refuse(where, "cannot be expressed: it has parameters for each kind of layer")
-    if way == "longrope":
-        raise refuse(where, "cannot be expressed: which of longrope's factors count depends on the length of each text")
     if way not in ("default", *_SCALINGS):
-        raise refuse(where, "cannot be expressed: its type is not linear, dynamic, llama3 or yarn")
+        raise refuse(where, "cannot be expressed: its type is not linear, dynamic, llama3, yarn or longrope")
     for key in _NUMBERS:
         needed = key == "rope_theta" or key in _NEEDED.get(way, ())
         if needed and scaling.get(key) is None:
@@ -149,6 +176,11 @@ def published_olmo_layers(c: RotaryConfig, local_theta: float) -> Keys:
 def published_rotary(c: RotaryConfig) -> Keys:
     """Return the keys of rotary positions in a config.json."""
     plain = {"rope_theta": c.rope_theta, "rope_scaling": None}
+    if c.rope_short_factor:
+        return plain | {"rope_scaling": {
+            "rope_type": "longrope", "original_max_position_embeddings": c.rope_original_len,
+            "short_factor": c.rope_short_factor, "long_factor": c.rope_long_factor,
+            "attention_factor": c.rope_turn_factor}}
     if c.rope_scaling == 1:
         return plain
     if c.rope_type == "ntk":  # another base, and nothing else

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from jaxtrain.config.family import Family
 from jaxtrain.hf import decoder_tensors, layer_patterns
-from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse, renaming
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
 from jaxtrain.models.deepseek_v3 import BIAS_RATE
 from jaxtrain.models.ernie4_5 import paired
@@ -47,7 +47,8 @@ def _layer(c: Ernie45MoeConfig, experts: bool) -> list[Entry]:
 
 
 FAMILY = Family(
-    Ernie45MoeConfig, dense, tensors=decoder_tensors.decoder(_layer),
+    Ernie45MoeConfig, dense, tensors=decoder_tensors.decoder(
+        _layer, own_name=renaming({r"\.mlp\.gate\.moe_statics\.": ".mlp.moe_statics."})),
     hf=(HFConfig("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", COMMON | {
         "moe_num_experts": "num_experts", "moe_k": "experts_per_token", "moe_intermediate_size": "expert_mlp_dim",
         "moe_num_shared_experts": "shared_experts"},

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import number
 from jaxtrain.hf import decoder_tensors, layer_patterns
-from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse, renaming
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
 from jaxtrain.models.deepseek_v3 import BIAS_RATE
 from jaxtrain.models.mixtral import SparseConfig
@@ -73,7 +73,8 @@ def _layer(c: ExaoneMoeConfig, experts: bool) -> list[Entry]:
 
 
 FAMILY = Family(
-    ExaoneMoeConfig, exaone_moe, tensors=decoder_tensors.decoder(_layer),
+    ExaoneMoeConfig, exaone_moe, tensors=decoder_tensors.decoder(_layer, own_name=renaming({
+        r"\.mlp\.gate\.e_score_correction_bias$": ".mlp.e_score_correction_bias"})),
     hf=(HFConfig("exaone_moe", "ExaoneMoeForCausalLM", COMMON | {
         "num_experts": "num_experts", "num_experts_per_tok": "experts_per_token", "sliding_window": "window",
         "num_shared_experts": "shared_experts", "moe_intermediate_size": "expert_mlp_dim",

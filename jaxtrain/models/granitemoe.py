@@ -8,7 +8,7 @@ from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most
 from jaxtrain.config.model_config import Experts
 from jaxtrain.hf import decoder_tensors
-from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig
+from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, renaming
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
 from jaxtrain.models.granite import MULTIPLIERS, MultipliedConfig, multiplied
 
@@ -33,6 +33,11 @@ EXPERTS = [Entry("mlp/router/kernel", "block_sparse_moe.router.layer.weight", "e
                                            "block_sparse_moe.output_linear.weight")]
 
 
+own_name = renaming({r"block_sparse_moe\.experts\.gate_up_proj$": "block_sparse_moe.input_linear.weight",
+                     r"block_sparse_moe\.experts\.down_proj$": "block_sparse_moe.output_linear.weight",
+                     r"block_sparse_moe\.router\.weight$": "block_sparse_moe.router.layer.weight"})
+
+
 def shared(ours: str = "mlp/shared") -> list[Entry]:
     """Return the entries of the MLP of shared experts."""
     return [*(Entry(f"{ours}/{name}/kernel", "shared_mlp.input_linear.weight", "(pf)d->df", (n, 2))
@@ -49,7 +54,7 @@ _KEYS = COMMON | {key: key for key in ("attention_bias", *MULTIPLIERS)} | {
     "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
     "intermediate_size": "expert_mlp_dim"}
 FAMILY = Family(
-    GraniteMoeConfig, multiplied, tensors=decoder_tensors.decoder(_layer),
+    GraniteMoeConfig, multiplied, tensors=decoder_tensors.decoder(_layer, own_name=own_name),
     hf=(HFConfig("granitemoe", "GraniteMoeForCausalLM", _KEYS, fixed={"hidden_act": SILU},
                  read=partial(rotary, "granitemoe"), write=published_rotary, classifier=None,
                  describes=lambda c: not c.shared_mlp_dim),

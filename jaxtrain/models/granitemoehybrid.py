@@ -14,7 +14,7 @@ from jaxtrain.hf.hf_format import COMMON, SILU, Entry, HFConfig, Keys, Refuse
 from jaxtrain.hf.layer_patterns import FULL, LINEAR, pattern, published_pattern
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
 from jaxtrain.models.granite import MULTIPLIERS, multiplied, multiplied_attention
-from jaxtrain.models.granitemoe import EXPERTS, GraniteMoeConfig, shared
+from jaxtrain.models.granitemoe import EXPERTS, GraniteMoeConfig, own_name, shared
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -99,7 +99,8 @@ def _layer(c: GraniteMoeHybridConfig, experts: bool, kind: str) -> list[Entry]:
 
 
 FAMILY = Family(
-    GraniteMoeHybridConfig, granitemoehybrid, tensors=decoder_tensors.decoder(_layer),
+    GraniteMoeHybridConfig, granitemoehybrid, tensors=decoder_tensors.decoder(
+        _layer, own_name=own_name),
     hf=(HFConfig("granitemoehybrid", "GraniteMoeHybridForCausalLM",
                  COMMON | mamba2_format.KEYS | {key: key for key in ("attention_bias", *MULTIPLIERS)} | {
                      "intermediate_size": "expert_mlp_dim", "shared_intermediate_size": "shared_mlp_dim"},

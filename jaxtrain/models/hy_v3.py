@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxtrain.config.family import Family
 from jaxtrain.hf import decoder_tensors, layer_patterns
-from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse, renaming
 from jaxtrain.hf.rotary_keys import published_rotary, rotary
 from jaxtrain.models.deepseek_v3 import BIAS_RATE
 from jaxtrain.models.llama import dense
@@ -49,7 +49,9 @@ def _layer(c: HyV3Config, experts: bool) -> list[Entry]:
 
 
 FAMILY = Family(
-    HyV3Config, hy_v3, tensors=decoder_tensors.decoder(_layer, further_layers=True),
+    HyV3Config, hy_v3, tensors=decoder_tensors.decoder(_layer, further_layers=True, own_name=renaming({
+        r"\.mlp\.gate\.weight$": ".mlp.router.gate.weight", r"\.mlp\.shared_experts\.": ".mlp.shared_mlp.",
+        r"\.mlp\.e_score_correction_bias$": ".mlp.expert_bias"})),
     hf=(HFConfig("hy_v3", "HYV3ForCausalLM", COMMON | {
         "num_experts": "num_experts", "num_experts_per_tok": "experts_per_token", "attention_bias": "attention_bias",
         "num_shared_experts": "shared_experts", "moe_intermediate_size": "expert_mlp_dim",

@@ -11,7 +11,7 @@ from jaxtrain.config.family import Family
 from jaxtrain.config.hybrids.layer_pattern import ATTENTION
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.decoder_tensors import HEADS, OUT
-from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.hf_format import COMMON, NO, SILU, Entry, HFConfig, Keys, Refuse, renaming
 from jaxtrain.hf.layer_patterns import FULL, LINEAR, pattern, published_pattern
 from jaxtrain.models.deepseek_v3 import BIAS_RATE, LATENT_EPS, DeepseekV3Config, latent
 from jaxtrain.models.qwen3_5 import DELTA, LETTERS, DeltaConfig
@@ -112,7 +112,9 @@ def _layer(c: KimiLinearConfig, experts: bool, kind: str) -> list[Entry]:
 
 
 FAMILY = Family(
-    KimiLinearConfig, kimi_linear, tensors=decoder_tensors.decoder(_layer),
+    KimiLinearConfig, kimi_linear, tensors=decoder_tensors.decoder(_layer, own_name=renaming({
+        r"\.self_attn\.forget_gate\.": ".self_attn.", r"\.block_sparse_moe\.(\w+_proj\.)": r".mlp.\1",
+        r"\.mlp\.(experts|gate|shared_experts)\.": r".block_sparse_moe.\1."})),
     hf=(HFConfig("kimi_linear", "KimiLinearForCausalLM", COMMON | {
         "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
         "moe_intermediate_size": "expert_mlp_dim", "n_shared_experts": "shared_experts", "n_group": "expert_groups",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from jaxtrain.config.family import Family
 from jaxtrain.config.hybrids.state_space_config import StateSpaceConfig
 from jaxtrain.hf import decoder_tensors, mamba2_format
-from jaxtrain.hf.hf_format import SILU, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.hf_format import SILU, Entry, HFConfig, Keys, Refuse, renaming
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -68,7 +68,7 @@ def _layer(c: Mamba2Config, experts: bool) -> list[Entry]:
 FAMILY = Family(
     Mamba2Config, mamba2, tensors=decoder_tensors.decoder(
         _layer, decoder_tensors.BACKBONE, prefix="backbone.",
-        renamed={"backbone.embedding.weight": "backbone.embeddings.weight"}),
+        own_name=renaming({r"^backbone\.embedding\.weight$": "backbone.embeddings.weight"})),
     hf=(HFConfig("mamba2", "Mamba2ForCausalLM", {
         "vocab_size": "vocab_size", "num_hidden_layers": "num_layers", "hidden_size": "embed_dim",
         "num_heads": "num_heads", "head_dim": "head_dim", "n_groups": "state_groups", "state_size": "state_dim",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jaxtrain.config.decoder_config import PartialRotaryConfig
 from jaxtrain.config.family import Family
 from jaxtrain.hf import decoder_tensors
-from jaxtrain.hf.hf_format import BIASES, COMMON, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.hf_format import BIASES, COMMON, Entry, HFConfig, Keys, Refuse, renaming
 from jaxtrain.hf.rotary_keys import partial_rotary, published_partial_rotary
 from jaxtrain.models.deepseek_v3 import BIAS_RATE
 from jaxtrain.models.mixtral import ExpertsConfig
@@ -53,7 +53,8 @@ def _layer(c: MiniMaxM2Config, experts: bool) -> list[Entry]:
 
 
 FAMILY = Family(
-    MiniMaxM2Config, all_heads_normalised, tensors=decoder_tensors.decoder(_layer),
+    MiniMaxM2Config, all_heads_normalised, tensors=decoder_tensors.decoder(
+        _layer, own_name=renaming({r"\.mlp\.": ".block_sparse_moe."})),
     hf=(HFConfig("minimax_m2", "MiniMaxM2ForCausalLM", COMMON | {
         "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
         "intermediate_size": "expert_mlp_dim"}, fixed=BIASES, read=_read, write=published_partial_rotary,

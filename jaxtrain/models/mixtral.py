@@ -8,7 +8,7 @@ from jaxtrain.config.field_checks import at_most, choice, number
 from jaxtrain.config.model_config import Experts
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors, layer_patterns
-from jaxtrain.hf.hf_format import COMMON, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.hf_format import COMMON, Entry, HFConfig, Keys, Refuse, renaming
 from jaxtrain.hf.rotary_keys import rotary
 from jaxtrain.models.llama import DenseConfig, dense, written
 
@@ -86,6 +86,7 @@ def _layer(c: ExpertsConfig, experts: bool) -> list[Entry]:
 
 
 FAMILY = Family(
-    ExpertsConfig, dense, tensors=decoder_tensors.decoder(_layer),
+    ExpertsConfig, dense,
+    tensors=decoder_tensors.decoder(_layer, own_name=renaming({r"\.mlp\.(experts|gate)\.": r".block_sparse_moe.\1."})),
     hf=(HFConfig("mixtral", "MixtralForCausalLM", COMMON | {
         "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"}, read=_read, write=_write),))

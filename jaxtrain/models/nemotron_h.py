@@ -11,7 +11,7 @@ from jaxtrain.config.hybrids.state_space_config import MAMBA, StateSpaceConfig
 from jaxtrain.config.model_config import Experts
 from jaxtrain.errors import UserError
 from jaxtrain.hf import decoder_tensors, defaults, mamba2_format
-from jaxtrain.hf.hf_format import SILU, Entry, HFConfig, Keys, Refuse
+from jaxtrain.hf.hf_format import SILU, Entry, HFConfig, Keys, Refuse, renaming
 from jaxtrain.hf.layer_patterns import FULL, LINEAR, pattern, published_pattern
 from jaxtrain.models.deepseek_v3 import BIAS_RATE
 
@@ -151,7 +151,8 @@ def _layer(c: NemotronHConfig, experts: bool, kind: str) -> list[Entry]:
 
 FAMILY = Family(
     NemotronHConfig, nemotron_h,
-    tensors=decoder_tensors.decoder(_layer, decoder_tensors.BACKBONE, prefix="backbone."),
+    tensors=decoder_tensors.decoder(_layer, decoder_tensors.BACKBONE, prefix="backbone.",
+                                    own_name=renaming({r"^model\.": "backbone."})),
     hf=(HFConfig("nemotron_h", "NemotronHForCausalLM", {
         "vocab_size": "vocab_size", "hidden_size": "embed_dim", "num_attention_heads": "num_heads",
         "num_key_value_heads": "num_kv_heads", "head_dim": "head_dim", "max_position_embeddings": "max_seq_len",

@@ -1,5 +1,6 @@
 """OLMo Hybrid: OLMo 3's attention in some layers, Gated DeltaNet in most (https://allenai.org/blog/olmohybrid)."""
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -93,8 +94,19 @@ def _layer(c: OlmoHybridConfig, experts: bool, kind: str) -> list[Entry]:
             *delta_rest("linear_attn", norm="o_norm", out="o_proj"), *_DELTA_NORMS, *decoder_tensors.swiglu()]
 
 
+def _own_name(c: OlmoHybridConfig, name: str) -> str:
+    """Return the name of a norm that transformers calls otherwise: in memory, or, of layers with attention, on disk."""
+    found = re.search(r"layers\.(\d+)\.(\w+)\.weight$", name)
+    if found is None or int(found[1]) >= c.num_layers:
+        return name
+    full = c.layer_kinds[int(found[1])] == ATTENTION
+    others = {"feedforward_layer_norm": "post_attention_layernorm"} if full else {
+        "input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+    return name.replace(found[2], others.get(found[2], found[2]))
+
+
 FAMILY = Family(
-    OlmoHybridConfig, olmo_hybrid, tensors=decoder_tensors.decoder(_layer),
+    OlmoHybridConfig, olmo_hybrid, tensors=decoder_tensors.decoder(_layer, own_name=_own_name),
     hf=(HFConfig("olmo_hybrid", "OlmoHybridForCausalLM",
                  COMMON | DELTA_KEYS | {"linear_allow_neg_eigval": "negative_eigenvalues"},
                  fixed={"attention_bias": NO, "hidden_act": SILU}, read=_read, write=_write),))

@@ -31,10 +31,10 @@ class MixerBlock(nnx.Module):
 class FeedForwardBlock(Block):
     """A residual block of an MLP or experts alone."""
 
+    numbered = False
+
     def __init__(self, norm: Callable[[], nnx.Module], attention: object, mlp: Callable[[], nnx.Module]):
         self.mlp_norm, self.mlp = norm(), mlp()
-
-    numbered = False
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None, angles: PyTree, *layer: jax.Array,
                  cache: Cache | None = None) -> tuple[jax.Array, Aux]:

@@ -8,7 +8,7 @@ from jaxtrain.config.family import Family
 from jaxtrain.config.modality_families import WhisperConfig
 from jaxtrain.config.speech import published_speech
 from jaxtrain.hf.decoder_tensors import HEADS, OUT, pair
-from jaxtrain.hf.hf_format import NO, Entry, HFConfig, HFTensors, Keys, Refuse
+from jaxtrain.hf.hf_format import NO, Entry, HFConfig, HFTensors, Keys, Refuse, renaming
 from jaxtrain.models.row_flops import INPUT, Need, attended
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _beside(given: Keys, folder: Path, section: Keys) -> Keys:
 
 FAMILY = Family(
     WhisperConfig, whisper, objective="jaxtrain.objectives.transcription:Transcription", useful_flops=useful_flops,
-    tensors=HFTensors(_entries, renamed={"proj_out.weight": "lm_head.weight", "ctc_head.weight": "ctc_head.weight"}),
+    tensors=HFTensors(_entries, own_name=renaming({r"^proj_out\.weight$": "lm_head.weight"})),
     hf=(HFConfig(
         "whisper", "WhisperForConditionalGeneration",
         keys={"vocab_size": "vocab_size", "decoder_layers": "num_layers", "encoder_layers": "encoder_layers",

@@ -125,7 +125,7 @@ def noise(draws_BT: jax.Array, values: int) -> jax.Array:
 def sample(model: Any, labels: Sequence[int], rows: int, columns: int, *, steps: int = 50, seed: int = 0) -> np.ndarray:
     """Return images of these labels, so many patches high and wide, by Euler's method: 8-bit patches [N, T, P].
 
-    `model`: a `ImageFlow` on one device, as `run.module(state)` returns it.
+    `model`: an `ImageFlow` on one device, as `run.module(state)` returns it.
     """
     count, patches = len(labels), rows * columns
     draws = np.random.Generator(np.random.Philox(seed)).integers(0, 2**32, (count, patches), np.uint32)

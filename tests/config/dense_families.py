@@ -133,11 +133,8 @@ def _biases(c: Any) -> list[bool]:
 
 
 def _turns(c: Any, everywhere: list[bool]) -> Any:
-    from jaxtrain.models import phi3
     from jaxtrain.models.attention.rotary import frequencies, scaled_frequencies
 
-    if c.name == "phi3" and (rotary := phi3.long_rope(c)):
-        return [*rotary.frequency, rotary.factor]
     turns, scale = scaled_frequencies(c, c.rotary_width)
     far = [*map(float, turns), float(scale)]
     if c.name != "olmo3":

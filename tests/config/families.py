@@ -165,8 +165,6 @@ def shape(given: dict[str, Any], folder: Path) -> dict[str, Any] | str:
 def _decoder(c: Any, given: dict[str, Any]) -> dict[str, Any]:
     found = {"vocab_size": c.vocab_size, "layers": c.num_layers, "width": c.embed_dim, "heads": c.num_heads,
              "length": c.max_seq_len, "tied": c.tied_embeddings, "eps": c.norm_eps}
-    if given["model_type"] == "gemma3":
-        found["tied"] = [c.tied_embeddings] * 2
     if c.name == "gpt2":
         return found | {"mlp": c.mlp_dim}
     found |= {"head_dim": c.head_dim, "kv": c.num_kv_heads}

@@ -192,8 +192,7 @@ def _towers(c: Any) -> dict[str, Any]:
             text.eos_token_id if clip else text.pad_token_id}
 
 
-_SHAPES = {"gemma3": lambda c: _decoder(c.text_config) | {"tied": [c.tie_word_embeddings,
-                                                                  c.text_config.tie_word_embeddings]},
+_SHAPES = {"gemma3": lambda c: _decoder(c.text_config) | {"tied": c.tie_word_embeddings},  # what the whole model takes
            "whisper": _whisper, "siglip": _towers, "clip": _towers} | {
                kind: shape for kinds, shape in (
                    (routed_families.KINDS, routed_families_truth.shape),

@@ -3,6 +3,9 @@
 The format is described at https://huggingface.co/docs/peft/developer_guides/checkpoint. For a linear layer with a
 matrix [out, in] it has lora_A [rank, in] and lora_B [out, rank]. GPT-2 has one matrix for queries, keys and values,
 where our three layers have an adapter each; together they are one of three times the rank, whose lora_B has blocks.
+
+Layers that predict further tokens have no place in it: transformers' models, which PEFT adapts, lack them, and PEFT
+leaves out what a file has of them. Their adapters are not written, and begin anew where a folder is read.
 """
 
 import json
@@ -36,6 +39,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"  # ends of tensors' names
 _PREFIX = "base_model.model."
 _FUSED = "attn.c_attn"  # GPT-2's
+_AHEAD = "ahead"  # the layers that predict further tokens, among the parameters
 # What changes numbers or says more than low-rank matrices, and the values that mean that it is not used.
 _UNUSED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none", None), "lora_bias": (False, None), "use_qalora": (False, None),
@@ -112,11 +116,13 @@ def check_dora(folder: str | Path, said: JsonMapping, names: Collection[str]) ->
 def load_with_base(folder: str | Path, model: ModelConfig, c: LoraConfig, abstract: Params) -> Params:
     """Return the adapters in a folder and the parameters of the model that they are for."""
     base = published_weights.load(base_of(folder), model, lora.without_adapters(abstract))
+    if _AHEAD in lora.adapters(abstract) and jax.process_index() == 0:
+        say(f"{folder} has no adapters of layers that predict further tokens: they begin anew")
     return partition.merge(base, load(folder, model, c, lora.adapters(abstract), base))
 
 
 def load(folder: str | Path, model: ModelConfig, c: LoraConfig, abstract: Params, base: Params) -> Params:
-    """Return the adapters in a folder.
+    """Return the adapters in a folder, without those of layers that predict further tokens.
 
     Args:
         folder: in PEFT's format.
@@ -128,6 +134,7 @@ def load(folder: str | Path, model: ModelConfig, c: LoraConfig, abstract: Params
     Raises:
         UserError: they are not those that the `lora` keys describe, or of another model.
     """
+    abstract = {name: x for name, x in abstract.items() if name != _AHEAD}
     tensors, wanted, theirs = tensors_of(folder, model), flatten(abstract), keys(folder, model)
     _check(folder, c, theirs, described(folder))
     blocks = any(name.endswith(f"{_FUSED}.{DOWN}") and tensor.shape[0] == 3 * c.rank
@@ -159,9 +166,15 @@ def _column_norms(path: str, shape: Sequence[int], flat: Mapping[str, jax.Array]
 
 
 def save(params: Params, model: ModelConfig, c: LoraConfig, folder: Path, base: str, dtype: DTypeLike) -> None:
-    """Write the adapters among the parameters. Every process makes the call; the first one writes."""
-    everything, c = lora.as_plain(flatten(params), c)
+    """Write the adapters among the parameters, but for those of layers that predict further tokens, and say so.
+
+    Every process makes the call; the first one writes.
+    """
+    everything, c = lora.as_plain(flatten({name: x for name, x in params.items() if name != _AHEAD}), c)
     flat = {path: x for path, x in everything.items() if lora.is_adapter(path)}
+    if not flat:
+        raise UserError("lora.targets", f"{c.targets} are of layers that predict further tokens, and PEFT's models "
+                        "have no such layers", "write the whole model: jaxtrain export")
     known = adapter_entries(model, flat, True)
     for path in [entry.ours for entry in known if entry.ours.endswith("/magnitude")]:
         norms = _column_norms(path, flat[path].shape, everything)
@@ -176,6 +189,9 @@ def save(params: Params, model: ModelConfig, c: LoraConfig, folder: Path, base: 
         return
     safetensors_files.write(folder / WEIGHTS, shapes, dict.fromkeys(shapes, dtype), tensors)
     atomic_files.write_json(folder / CONFIG, _config(model, c, flat, base))
+    if _AHEAD in lora.adapters(params):
+        say("the adapters of layers that predict further tokens are left out, since PEFT's models have no such layers: "
+            "jaxtrain export writes them, added to the weights")
 
 
 def adapter_entries(model: ModelConfig, paths: Mapping[str, AnyArray], blocks: bool) -> list[Entry]:

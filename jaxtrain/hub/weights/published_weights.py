@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from jaxtrain.config.family import entries, family
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.config.vision_keys import ImageConfig
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, say
 from jaxtrain.files.work_progress import Work
 from jaxtrain.hf.encoder_tensors import image_encoder
 from jaxtrain.hf.hf_format import Entry
-from jaxtrain.hub.weights import mxfp4, safetensors_files
+from jaxtrain.hub.weights import joined_tensors, mxfp4, safetensors_files
 from jaxtrain.hub.weights.mxfp4 import Packed
 from jaxtrain.hub.weights.safetensors_files import Tensor
 from jaxtrain.models import lora
@@ -44,11 +44,10 @@ Parts = dict[str, list[tuple[Entry, tuple[int, ...]]]]  # by tensor: parameters 
 
 PART = 2**28  # bytes of a shard that a host holds at once, while they are on their way to a device
 
-# Not parameters of a language model: buffers that old versions saved, and other parts of a multimodal model.
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
-                      r"|^(model\.)?(vision_tower|multi_modal_projector|visual)\.|^model\.vision_model\.")
-
-
+# Not parameters: buffers that old versions saved. Nor those of a language model: other parts of a multimodal one.
+_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$")
+_OTHER_PARTS = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.|model\.vision_model\.")
+_HEADS = ("lm_head.", "score.", "ctc_head.", "mtp.")  # whose names begin with no prefix
 _TABLES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight",
            "backbone.embeddings.weight")
 
@@ -62,20 +61,24 @@ def load(folder: str | Path, model: ModelConfig, abstract: Params) -> Params:
     Raises:
         UserError: a tensor is missing, left over, or of another shape than the model's.
     """
-    tensors = mxfp4.joined(folder, by_full_name(safetensors_files.tensors_of(folder), model))
+    whole = by_full_name(safetensors_files.tensors_of(folder), model)
     headed = scalar_head.REWARD in abstract
-    abstract = scalar_head.without_heads(abstract, (scalar_head.REWARD,) if "score.weight" in tensors else ())
+    abstract = scalar_head.without_heads(abstract, (scalar_head.REWARD,) if "score.weight" in whole else ())
     wanted = flatten(as_floats(abstract))
     declared = entries(model, headed)
     known = {entry.ours: entry for entry in declared if not entry.copy}
     if missing := [path for path in wanted if path not in known]:
         raise UserError(f"{folder}", f"no published tensor holds the parameter {missing[0]}", _fix(missing[0]))
+    tensors = mxfp4.joined(folder, joined_tensors.apart(folder, whole, [
+        (path, name, published_shape(known[path], leaf.shape))
+        for path, leaf in wanted.items() for name, _ in names(known[path], leaf.shape)]))
     used = _tied_head(folder, tensors) if model.ties_head else {"lm_head.weight"} if headed else set()
     readers = readers_of(folder, tensors, known, wanted, used)
     used |= _copies(folder, tensors, [entry for entry in declared if entry.copy and entry.ours in wanted], known)
     if left := sorted(name for name in tensors.keys() - used if not _is_ignored(name, model)):
         raise UserError(f"{folder}", f"it has {left[0]}, for which model.name={model.name} has no parameter",
                         "give the config that its config.json describes")
+    _say_left_out(folder, tensors.keys() - used)
     flat = flatten(abstract)
     for path in [path for path in flat if path not in readers]:  # scales
         kernel = path.removesuffix(SCALES) + KERNEL
@@ -392,11 +395,9 @@ def by_full_name(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str,
         return dict(tensors)
     prefix, found = published.prefix, {}
     for name, tensor in tensors.items():
-        if name in published.renamed:
-            found[published.renamed[name]] = tensor
-            continue
         name = name.removeprefix("language_model.").replace("model.language_model.", "model.")
-        found[name if name.startswith((prefix, "lm_head.", "score.", "mtp.")) else prefix + name] = tensor
+        name = published.own_name(model, name)
+        found[name if name.startswith((prefix, *_HEADS)) else prefix + name] = tensor
     return found
 
 
@@ -434,13 +435,22 @@ def has_further_layers(folder: str | Path, model: ModelConfig) -> bool:
     return any(_name(entry, (0, 0)) in tensors for entry in entries(model) if entry.ours.startswith("ahead/"))
 
 
+def _say_left_out(folder: str | Path, left: Collection[str]) -> None:
+    """Say which parts of a multimodal model are left out."""
+    found = {match[0] for name in left if (match := _OTHER_PARTS.match(name))}
+    parts = sorted(name.removeprefix("model.").rstrip(".") for name in found)
+    if parts and jax.process_index() == 0:
+        say(f"{folder} has a multimodal model, of which the language model is read, without {' and '.join(parts)}")
+
+
 def _is_ignored(name: str, model: ModelConfig) -> bool:
     published = family(model.name).tensors
     if not model.multi_token_loss and name.startswith("mtp."):
         return True
     further = published and published.further_layers and not model.multi_token_loss
     layer = re.search(r"\.layers\.(\d+)\.", name) if further else None
-    return bool(_IGNORED.search(name)) or (layer is not None and int(layer[1]) >= model.num_layers)
+    return bool(_BUFFERS.search(name) or _OTHER_PARTS.match(name)) or (
+        layer is not None and int(layer[1]) >= model.num_layers)
 
 
 def _check(folder: str | Path, tensor: Tensor | Packed | None, name: str, shape: tuple[int, ...],

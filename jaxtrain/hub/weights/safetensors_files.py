@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -47,15 +47,21 @@ class Tensor:
 
     def view(self, known: Mapping[str, DTypeLike] = MappingProxyType(DTYPES)) -> np.ndarray:
         """Return the mapped tensor; raises UserError for a dtype that is not among the known ones."""
+        kind, count = self._kind(known), math.prod(self.shape)
+        if not count:
+            return np.empty(self.shape, kind)
+        mapped = np.memmap(self.file, np.uint8, "r", self.offset, (count * kind.itemsize,))
+        return mapped.view(kind).reshape(self.shape)
+
+    def part(self, first: int, shape: tuple[int, ...]) -> "Tensor":
+        """Return the tensor of this shape that lies in this one, from its number `first` on."""
+        return replace(self, shape=shape, offset=self.offset + first * self._kind(DTYPES).itemsize)
+
+    def _kind(self, known: Mapping[str, DTypeLike]) -> np.dtype:
         if self.dtype not in known:
             raise UserError(f"{self.file}", f"tensor {self.name} is of dtype {self.dtype}",
                             f"give weights in {', '.join(DTYPES)}")
-        count = math.prod(self.shape)
-        if not count:
-            return np.empty(self.shape, known[self.dtype])
-        kind = np.dtype(known[self.dtype])
-        mapped = np.memmap(self.file, np.uint8, "r", self.offset, (count * kind.itemsize,))
-        return mapped.view(kind).reshape(self.shape)
+        return np.dtype(known[self.dtype])
 
 
 def tensors_of(folder: str | Path, single: str = SINGLE) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
 """Attention whose queries, keys and values are clipped."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -9,7 +11,7 @@ from jaxtrain.models.attention.self_attention import Attention
 class ClippedAttention(Attention):
     """Grouped-query self-attention on queries, keys and values between -`clip` and `clip`."""
 
-    def __init__(self, clip: float, *args, **how):
+    def __init__(self, clip: float, *args: Any, **how: Any):
         super().__init__(*args, **how)
         self.clip = clip
 

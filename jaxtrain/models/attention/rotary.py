@@ -24,8 +24,11 @@ def frequencies(width: int, theta: float) -> np.ndarray:
 
 
 def scaled_frequencies(c: RotaryConfig, width: int) -> tuple[np.ndarray, float]:
-    """Return the frequencies as `model.rope_type` scales them, and the factor of cosine and sine (1 without YaRN)."""
+    """Return the frequencies as `model.rope_type` or LongRoPE scales them, and the factor of cosine and sine."""
     plain, factor = frequencies(width, c.rope_theta), c.rope_scaling
+    if c.rope_short_factor:  # LongRoPE (arXiv 2402.13753)
+        return plain / np.asarray(c.rope_long_factor if c.max_seq_len > c.rope_original_len else c.rope_short_factor), (
+            c.rope_turn_factor)
     if factor == 1 or c.rope_type == "dynamic":  # which scales texts longer than max_seq_len
         return plain, 1.0
     if c.rope_type == "linear":  # position interpolation (arXiv 2306.15595)

@@ -22,10 +22,10 @@ from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.models import lora
 from jaxtrain.run import abstract_model
 from jaxtrain.sharding import mesh_context
-from tests.hub import published
+from tests.hub import multi_token, published
 from tests.hub.adapters import published_adapters
 from tests.hub.adapters.published_adapters import loaded, truth, written
-from tests.numerics import reference
+from tests.numerics import plain_lora, reference
 
 SLOW = pytest.mark.slow
 QUICK = ("latents",)
@@ -307,3 +307,45 @@ def test_a_damaged_config_of_their_model_is_told_in_one_line(tmp_path, changes, 
         with pytest.raises(jt.UserError) as refusal:
             attempt()
         assert reason in f"{refusal.value}" and "\n" not in f"{refusal.value}"
+
+
+def further_tokens(folder: Path, source: Path, **keys) -> jt.Run:
+    """A run with adapters, and a layer that predicts further tokens, which begins with a folder."""
+    model = hf_config.model_section(folder) | {"mtp_loss_weight": 0.3}
+    config = {"model": model, "lora": {"rank": 2, "alpha": 6.0} | keys, "data": {"seq_len": 8}, "mesh": {"data": 1},
+              "train": {"init_from": f"{source}"}}
+    return jt.build(jt.make_config(config), devices=jax.devices()[:1])
+
+
+def test_adapters_of_layers_for_further_tokens_are_said_to_be_left_out_and_begin_anew(tmp_path, capsys):
+    """PEFT 0.21 leaves out what a file has of such layers, which transformers' models lack."""
+    run = further_tokens(folder := multi_token.write(tmp_path / "in", "glm4_moe"), folder)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jax.device_put(rng.normal(size=leaf.shape).astype(np.float32), leaf.sharding),
+                          abstract_model(run))
+    (out := tmp_path / "out").mkdir()
+    capsys.readouterr()
+    adapter_files.save(params, run.config.model, run.config.lora, out, f"{folder}", np.dtype(np.float32))
+    assert capsys.readouterr().err.startswith("the adapters of layers that predict further tokens are left out, since")
+    assert not [name for name in safetensors_files.tensors_of(out, adapter_files.WEIGHTS) if "layers.3." in name]
+    again = further_tokens(folder, out).init().all_params
+    assert f"{out} has no adapters of layers that predict further tokens: they begin anew" in capsys.readouterr().err
+    before, after = (flatten(lora.adapters(jax.device_get(each))) for each in (params, again))
+    for path, x in after.items():
+        if not path.startswith("ahead/"):
+            np.testing.assert_array_equal(x, before[path], path)
+        elif path.endswith("/up"):
+            assert not x.any(), path
+    (whole := tmp_path / "whole").mkdir()
+    published_weights.save(params, run.config.model, whole, np.float32, 10**6, run.config.lora)
+    name = "model.layers.3.self_attn.o_proj.weight"
+    merged = plain_lora.merged(jax.device_get(params), 3.0)["ahead"]["block"]["attention"]["out"]["kernel"]
+    np.testing.assert_allclose(safetensors_files.tensors_of(whole)[name].view().T, merged.reshape(-1, 16), rtol=1e-5,
+                               atol=1e-6)
+
+
+def test_adapters_of_layers_for_further_tokens_alone_are_not_written(tmp_path):
+    run = further_tokens(folder := multi_token.write(tmp_path / "in", "glm4_moe"), folder, targets=["ahead/*"])
+    with pytest.raises(jt.UserError, match=r"are of layers that predict further tokens.*write the whole model"):
+        adapter_files.save(run.init().all_params, run.config.model, run.config.lora, tmp_path, f"{folder}",
+                           np.dtype(np.float32))

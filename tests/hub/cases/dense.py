@@ -45,6 +45,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
     "phi3_longrope_long": ("phi3", SIZES | {
         "pad_token_id": 0, "original_max_position_embeddings": 8, "rope_scaling": {
             "type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0]}}),
+    "llama_longrope": ("llama", SIZES | {
+        "original_max_position_embeddings": 16, "rope_scaling": {
+            "rope_type": "longrope", "factor": 4.0, "short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0]}}),
+    "llama_longrope_long": ("llama", SIZES | {"rope_scaling": {
+        "rope_type": "longrope", "original_max_position_embeddings": 8, "attention_factor": 1.3,
+        "short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0]}}),
     "glm4": ("glm4", SIZES | {"head_dim": 8, "pad_token_id": 0}),
     "olmo2": ("olmo2", SIZES | {"pad_token_id": 0}),
     "olmo3": ("olmo3", SIZES | {

@@ -1,5 +1,6 @@
 """Attention of layers in one stack, of which a list says which ones have a window."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ class WindowPatternAttention(Attention):
         q, k = self.turn(q, k, angles)
         everywhere = jnp.asarray(np.array(list(self.pattern)) == "G")[layer % len(self.pattern)]
         if cache is not None and cache.entries is not None:
-            return attend_cached(self.out, q, k, v, cache, jnp.where(everywhere, 0, self.window))
+            return attend_cached(partial(self.returned, x_BTD), q, k, v, cache, jnp.where(everywhere, 0, self.window))
         out = attend_by_layer(everywhere, q, k, v, segments_BT=segments_BT, window=self.window, backend=self.backend,
                               context=self.context)
-        return self.out(out), kept(cache, k, v)
+        return self.returned(x_BTD, out), kept(cache, k, v)
