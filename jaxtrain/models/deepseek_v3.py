@@ -110,14 +110,14 @@ def latent_decoder(c: DeepseekV3Config, compute: "Compute", *, rotary: "Tempered
     return rotary_decoder(c, compute, latent(c, compute, tempered=rotary is not None), rotary=rotary, rngs=rngs)
 
 
-def latent(c: DeepseekV3Config, compute: "Compute", tempered: bool = False) -> "Part":
-    """Return what makes the latent attention of a layer; `tempered`: angles have factors of queries beside them."""
+def latent(c: DeepseekV3Config, compute: "Compute", **how: bool) -> "Part":
+    """Return what makes the latent attention of a layer, with these options of `LatentAttention`."""
     from jaxtrain.models.attention.mla import LatentAttention
     from jaxtrain.models.attention.rotary import score_factor
 
     return partial(LatentAttention, c.embed_dim, c.num_heads, c.head_dim, c.rope_head_dim, c.value_head_dim, c.q_rank,
                    c.kv_rank, c.latent_norm_eps or c.norm_eps, window=c.window, backend=compute.attention,
-                   context=compute.context, score_factor=score_factor(c), tempered=tempered)
+                   context=compute.context, score_factor=score_factor(c), **how)
 
 
 def latents(kind: str, known: Keys, refuse: Refuse) -> Keys:
