@@ -26,7 +26,9 @@ class Experts:
     shared_mlp_dim: int = 0  # width of the MLP that they form; 0: `shared` times `mlp_dim`
     latent_dim: int = 0  # width of what routed experts are given and return, between two matrices; 0: embed_dim
     shared_gated: bool = False  # what they return is multiplied by the sigmoid of a logit of each token
-    score: str = "softmax"  # or "sigmoid": the function that makes scores of the router's logits
+    # the function that makes scores of the router's logits: "softmax" or "sigmoid"; or "sparse_mixer", the way to choose
+    score: str = "softmax"
+    jitter: float = 0.0  # of "sparse_mixer"
     normalized: bool = True  # the weights of a token's experts sum to 1
     sum_eps: float = 1e-20  # added to the sum by which they are divided for that
     scale: float = 1.0  # of these weights

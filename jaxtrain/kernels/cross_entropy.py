@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError
+from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.sharding import activations, axis_rules, mesh_context
 
@@ -31,14 +32,14 @@ def cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, w
     A weight of 0 ignores a token; weights have gradients too. `head_DV` may be laid out as at rest. `chunks` is into
     how many pieces the tokens on one device are split; 0 chooses by size. `cap` is the soft cap of logits; 0: none.
     """
-    return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0, (cap, 0.0))[0]
+    return _summed(for_head(x_BTD, head_DV), head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0, (cap, 0.0))[0]
 
 
 @jax.named_scope("loss_head")
 def penalized_cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, *,
                             z_loss: float, chunks: int = 0, cap: float = 0.0) -> tuple[jax.Array, jax.Array]:
     """Return what `cross_entropy` returns, and the same sum without the z-loss, which has no gradient."""
-    return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0, (cap, 0.0))
+    return _summed(for_head(x_BTD, head_DV), head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0, (cap, 0.0))
 
 
 @jax.named_scope("loss_head")
@@ -54,8 +55,8 @@ def distillation_loss(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Arra
     Vinyals and Dean (arXiv 1503.02531). The teacher, whose final activations (of width C) and output projection are
     given, gets no gradient. `caps` are the soft caps of the student's logits and of the teacher's.
     """
-    teacher = jax.lax.stop_gradient((teacher_BTC, teacher_head_CV))
-    return _summed(x_BTD, head_DV, targets_BT, weights_BT, teacher, z_loss, chunks, soft, temperature, caps)
+    teacher = jax.lax.stop_gradient((for_head(teacher_BTC, teacher_head_CV), teacher_head_CV))
+    return _summed(for_head(x_BTD, head_DV), head_DV, targets_BT, weights_BT, teacher, z_loss, chunks, soft, temperature, caps)
 
 
 def default_chunks(tokens: int, vocab: int) -> int:

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jaxtrain.config.decoder_config import PartialRotaryConfig
+from jaxtrain.config.decoder_config import PartialRotaryConfig, RotaryConfig
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import number
 from jaxtrain.errors import UserError
@@ -27,10 +27,9 @@ _LONG_ROPE = ("longrope", "su", "yarn")  # all are the first one to transformers
 
 
 @dataclass(frozen=True)
-class Phi3Config(PartialRotaryConfig):
-    """Phi-3 and Phi-4."""
+class LongRopeConfig(RotaryConfig):
+    """Rotary positions that may be those of LongRoPE."""
 
-    name: str = "phi3"
     # LongRoPE: divisor of each pair's frequency where model.max_seq_len is at most rope_original_len; []: no LongRoPE
     rope_short_factor: list[float] = field(default_factory=list, hash=False)
     rope_long_factor: list[float] = field(default_factory=list, hash=False)  # LongRoPE: that where it is more
@@ -48,6 +47,13 @@ class Phi3Config(PartialRotaryConfig):
             raise UserError("model.rope_scaling", "LongRoPE already scales positions", "leave it out")
 
 
+@dataclass(frozen=True)
+class Phi3Config(LongRopeConfig, PartialRotaryConfig):
+    """Phi-3 and Phi-4."""
+
+    name: str = "phi3"
+
+
 def phi3(c: Phi3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build a Phi-3 decoder."""
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
@@ -55,7 +61,7 @@ def phi3(c: Phi3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     return rotary_decoder(c, compute, grouped_query(c, compute), rotary=long_rope(c), rngs=rngs)
 
 
-def long_rope(c: Phi3Config) -> "Rotary | None":
+def long_rope(c: LongRopeConfig) -> "Rotary | None":
     """Return LongRoPE's positions; None: there are plain ones."""
     import numpy as np
 
@@ -81,9 +87,7 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
 
 def _long_rope_keys(where: str, given: Keys, known: Keys, refuse: Refuse) -> Keys:
     """Return our keys of LongRoPE."""
-    for key in ("short_factor", "long_factor"):
-        if type(given.get(key)) is not list or any(defaults.misfit(one, ["float"]) for one in given[key]):
-            raise refuse(where, f"cannot be read: its {key} is not a list of numbers")
+    lists = factor_lists(where, given, refuse)
     for key in ("factor", "attention_factor"):
         if given.get(key) is not None and (defaults.misfit(given[key], ["float"]) or given[key] <= 0):
             raise refuse(where, f"cannot be read: its {key} is not a positive number")
@@ -92,9 +96,15 @@ def _long_rope_keys(where: str, given: Keys, known: Keys, refuse: Refuse) -> Key
         raise refuse("original_max_position_embeddings", "is not the length of a text")
     factor = longest / length if given.get("factor") is None else given["factor"]
     turn = given.get("attention_factor") or (math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0)
-    return {"rope_short_factor": [*map(float, given["short_factor"])], "rope_turn_factor": float(turn),
-            "rope_long_factor": [*map(float, given["long_factor"])], "rope_original_len": length,
-            "max_seq_len": min(longest, length)}
+    return lists | {"rope_turn_factor": float(turn), "rope_original_len": length, "max_seq_len": min(longest, length)}
+
+
+def factor_lists(where: str, given: Keys, refuse: Refuse) -> Keys:
+    """Return our keys of the divisors of frequencies, which are at this key."""
+    for key in ("short_factor", "long_factor"):
+        if type(given.get(key)) is not list or any(defaults.misfit(one, ["float"]) for one in given[key]):
+            raise refuse(where, f"cannot be read: its {key} is not a list of numbers")
+    return {f"rope_{key}": [*map(float, given[key])] for key in ("short_factor", "long_factor")}
 
 
 def _write(c: Phi3Config) -> Keys:
