@@ -102,7 +102,8 @@ def _long_rope_keys(where: str, given: Keys, known: Keys, refuse: Refuse) -> Key
 def factor_lists(where: str, given: Keys, refuse: Refuse) -> Keys:
     """Return our keys of the divisors of frequencies, which are at this key."""
     for key in ("short_factor", "long_factor"):
-        if type(given.get(key)) is not list or any(defaults.misfit(one, ["float"]) for one in given[key]):
+        if type(given.get(key)) is not list or not given[key] or any(
+                defaults.misfit(one, ["float"]) for one in given[key]):
             raise refuse(where, f"cannot be read: its {key} is not a list of numbers")
     return {f"rope_{key}": [*map(float, given[key])] for key in ("short_factor", "long_factor")}
 

@@ -77,9 +77,11 @@ def _long_rope_keys(where: str, given: Keys, known: Keys, refuse: Refuse) -> Key
         raise refuse(where, "cannot be read: its short_mscale and long_mscale are not positive numbers")
     if turns[0] != turns[1]:
         raise refuse(where, "cannot be expressed: its long_mscale is not its short_mscale")
-    length = given.get("original_max_position_embeddings", known.get("original_max_position_embeddings"))
+    key = "original_max_position_embeddings"
+    mixed = known.get("rope_scaling") and known.get("rope_parameters")  # transformers takes it from either then
+    length = given.get(key, None if mixed else known.get(key))
     if defaults.misfit(length, ["int"]) or length < 1:
-        raise refuse(where, "cannot be read: its original_max_position_embeddings is not the length of a text")
+        raise refuse(where, f"cannot be read: its {key} is not the length of a text")
     return factor_lists(where, given, refuse) | {
         "rope_turn_factor": float(turns[0]), "rope_original_len": length,
         "max_seq_len": min(known["max_position_embeddings"], length)}

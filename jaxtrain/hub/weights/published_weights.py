@@ -70,7 +70,7 @@ def load(folder: str | Path, model: ModelConfig, abstract: Params) -> Params:
     known = {entry.ours: entry for entry in declared if not entry.copy}
     if missing := [path for path in wanted if path not in known]:
         raise UserError(f"{folder}", f"no published tensor holds the parameter {missing[0]}", _fix(missing[0]))
-    used = _tied_head(folder, tensors) if model.ties_head else {"lm_head.weight"} if headed else set()
+    used = _tied_head(folder, tensors) if model.ties_head else {"lm_head.weight", "lm_head.bias"} if headed else set()
     readers = readers_of(folder, tensors, known, wanted, used)
     used |= _copies(folder, tensors, [entry for entry in declared if entry.copy and entry.ours in wanted], known)
     if left := sorted(name for name in tensors.keys() - used if not _is_ignored(name, model)):
