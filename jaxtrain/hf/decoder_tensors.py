@@ -145,9 +145,8 @@ def head(c: Any, reward_head: bool) -> list[Entry]:
     """Return the entry of the output projection, or of the reward head in its place; none if embeddings are tied."""
     if reward_head:
         return [Entry(REWARD_HEAD, "score.weight", "vd->dv")]
-    biased = getattr(c, "head_bias", False)
     return [] if c.ties_head else [Entry("output/kernel", "lm_head.weight", "vd->dv"),
-                                   *[Entry("output/bias", "lm_head.bias")] * biased]
+                                   *[Entry("output/bias", "lm_head.bias")] * c.head_bias]
 
 
 def in_stack(stack: str, numbers: range, at: str, layer: list[Entry]) -> list[Entry]:

@@ -32,14 +32,14 @@ def cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, w
     A weight of 0 ignores a token; weights have gradients too. `head_DV` may be laid out as at rest. `chunks` is into
     how many pieces the tokens on one device are split; 0 chooses by size. `cap` is the soft cap of logits; 0: none.
     """
-    return _summed(for_head(x_BTD, head_DV), head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0, (cap, 0.0))[0]
+    return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0, (cap, 0.0))[0]
 
 
 @jax.named_scope("loss_head")
 def penalized_cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, *,
                             z_loss: float, chunks: int = 0, cap: float = 0.0) -> tuple[jax.Array, jax.Array]:
     """Return what `cross_entropy` returns, and the same sum without the z-loss, which has no gradient."""
-    return _summed(for_head(x_BTD, head_DV), head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0, (cap, 0.0))
+    return _summed(x_BTD, head_DV, targets_BT, weights_BT, (), z_loss, chunks, 0.0, 1.0, (cap, 0.0))
 
 
 @jax.named_scope("loss_head")
@@ -56,7 +56,7 @@ def distillation_loss(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Arra
     given, gets no gradient. `caps` are the soft caps of the student's logits and of the teacher's.
     """
     teacher = jax.lax.stop_gradient((for_head(teacher_BTC, teacher_head_CV), teacher_head_CV))
-    return _summed(for_head(x_BTD, head_DV), head_DV, targets_BT, weights_BT, teacher, z_loss, chunks, soft, temperature, caps)
+    return _summed(x_BTD, head_DV, targets_BT, weights_BT, teacher, z_loss, chunks, soft, temperature, caps)
 
 
 def default_chunks(tokens: int, vocab: int) -> int:
@@ -71,8 +71,12 @@ def default_chunks(tokens: int, vocab: int) -> int:
     return above if above <= 4 * wanted else next(n for n in range(wanted, 0, -1) if tokens % n == 0)
 
 
+def _summed(x, head, *others):
+    return _sums(for_head(x, head), head, *others)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8, 9))
-def _summed(x, head, targets, weights, teacher, *options):
+def _sums(x, head, targets, weights, teacher, *options):
     sums_2, _ = run_head(x, head, targets, weights, teacher, options, gradients=False)
     return sums_2[0], sums_2[1]
 
@@ -89,7 +93,7 @@ def _backward(z_loss, chunks, soft, temperature, caps, saved, g):
     return (g * dx).astype(dx.dtype), (g * dhead).astype(head.dtype), None, dweights, None
 
 
-_summed.defvjp(_forward, _backward)
+_sums.defvjp(_forward, _backward)
 
 
 def run_head(x, head, targets, weights, teacher, options, gradients) -> tuple[jax.Array, ...]:

@@ -169,9 +169,9 @@ class Decoder(nnx.Module):
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return the float32 logits of final activations, all at once."""
         head_DV = activations.gather(self.head(), "embed", "vocab")
-        return soft_capped(jnp.einsum("btd,dv->btv", for_head(x_BTD, head_DV), head_DV, preferred_element_type=jnp.float32,
-                                      out_sharding=activations.activation_spec("batch", "seq", "act_vocab")),
-                           self.logit_cap)
+        return soft_capped(jnp.einsum(
+            "btd,dv->btv", for_head(x_BTD, head_DV), head_DV, preferred_element_type=jnp.float32,
+            out_sharding=activations.activation_spec("batch", "seq", "act_vocab")), self.logit_cap)
 
 
 def _totals(aux: dict[str, jax.Array]) -> dict[str, jax.Array]:

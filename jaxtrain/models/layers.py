@@ -16,7 +16,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxtrain.base.annotations import PyTree
-from jaxtrain.kernels.biased_heads import with_bias_rows
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, squared_relu, swiglu
 from jaxtrain.models import training_noise
 from jaxtrain.models.attention.kv_cache import Aux, Cache
@@ -234,13 +233,12 @@ class NormedEmbed(Embed):
 class Head(nnx.Module):
     """A separate (untied) output projection."""
 
-    def __init__(self, vocab: int, dim: int, *, bias: bool = False, rngs: nnx.Rngs):
+    def __init__(self, vocab: int, dim: int, *, rngs: nnx.Rngs):
         self.kernel = param(rngs, (dim, vocab), ("embed", "vocab"))
-        self.bias = param(rngs, (vocab,), ("vocab",), std=0) if bias else None
 
     def head(self) -> jax.Array:
-        """Return w_DV, or with a bias what `with_bias_rows` makes of both."""
-        return self.kernel[...] if self.bias is None else with_bias_rows(self.kernel[...], self.bias[...])
+        """Return w_DV."""
+        return self.kernel[...]
 
 
 class LearnedPositions(nnx.Module):

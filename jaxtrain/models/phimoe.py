@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE: LayerNorm, biases, and two experts of a token that SparseMixer-v2 chooses (arXiv 2404.14219, 2409.12136).
+"""Phi-3.5-MoE: LayerNorm, biases, two experts of a token that SparseMixer-v2 chooses (arXiv 2404.14219, 2409.12136).
 
 LongRoPE is as in Phi-3, but for the factor of cosine and sine, which a file gives for short texts and for long ones.
 """
@@ -31,6 +31,7 @@ class PhimoeConfig(LongRopeConfig, RoutedConfig):
     name: str = "phimoe"
     tied_embeddings: bool = False
     attention_bias: bool = False  # whether queries, keys, values and what attention returns have biases
+    # pyrefly: ignore[bad-override]
     head_bias: bool = False  # whether the output projection has a bias
     # which experts a token weighs against a chosen one: those whose logits are below by twice this part of the larger
     router_jitter: float = number(0.01, least=0)
@@ -53,7 +54,7 @@ def phimoe(c: PhimoeConfig, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder
     from jaxtrain.models.rotary_decoder import grouped_query, rotary_decoder
 
     attention = grouped_query(c, compute, qkv_bias=c.attention_bias, out_bias=c.attention_bias)
-    return rotary_decoder(c, compute, attention, norm=LayerNorm, rotary=long_rope(c), head_bias=c.head_bias, rngs=rngs)
+    return rotary_decoder(c, compute, attention, norm=LayerNorm, rotary=long_rope(c), rngs=rngs)
 
 
 def _read(known: Keys, refuse: Refuse) -> Keys:
@@ -72,10 +73,10 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
 
 def _long_rope_keys(where: str, given: Keys, known: Keys, refuse: Refuse) -> Keys:
     """Return our keys of LongRoPE."""
-    turns = [given.get(f"{name}_mscale") for name in ("short", "long")]
-    if any(defaults.misfit(one, ["float"]) for one in turns) or turns[0] <= 0:
-        raise refuse(where, "cannot be read: its short_mscale and long_mscale are not positive numbers")
-    if turns[0] != turns[1]:
+    turn, turn_of_long = given.get("short_mscale"), given.get("long_mscale")
+    if defaults.misfit(turn, ["float"]) or turn is None or turn <= 0:
+        raise refuse(where, "cannot be read: its short_mscale is not a positive number")
+    if turn != turn_of_long:
         raise refuse(where, "cannot be expressed: its long_mscale is not its short_mscale")
     key = "original_max_position_embeddings"
     mixed = known.get("rope_scaling") and known.get("rope_parameters")  # transformers takes it from either then
@@ -83,7 +84,7 @@ def _long_rope_keys(where: str, given: Keys, known: Keys, refuse: Refuse) -> Key
     if defaults.misfit(length, ["int"]) or length < 1:
         raise refuse(where, f"cannot be read: its {key} is not the length of a text")
     return factor_lists(where, given, refuse) | {
-        "rope_turn_factor": float(turns[0]), "rope_original_len": length,
+        "rope_turn_factor": float(turn), "rope_original_len": length,
         "max_seq_len": min(known["max_position_embeddings"], length)}
 
 
@@ -98,9 +99,9 @@ def _write(c: PhimoeConfig) -> Keys:
 
 
 def _layer(c: PhimoeConfig, experts: bool) -> list[Entry]:
-    return [*decoder_tensors.ATTENTION, *decoder_tensors.biases(c.attention_bias, c.attention_bias),
-            *(decoder_tensors.experts(c, "block_sparse_moe", ("w1", "w3", "w2")) if experts else
-              decoder_tensors.swiglu()), *pair("attention_norm", "input_layernorm"), *pair("mlp_norm", "post_attention_layernorm")]
+    mlp = decoder_tensors.experts(c, "block_sparse_moe", ("w1", "w3", "w2")) if experts else decoder_tensors.swiglu()
+    return [*decoder_tensors.ATTENTION, *decoder_tensors.biases(c.attention_bias, c.attention_bias), *mlp,
+            *pair("attention_norm", "input_layernorm"), *pair("mlp_norm", "post_attention_layernorm")]
 
 
 FAMILY = Family(

@@ -3,10 +3,16 @@
 from dataclasses import dataclass
 
 from jaxtrain.config.family import Family
-from jaxtrain.config.latent_config import LatentConfig
 from jaxtrain.hf import decoder_tensors
 from jaxtrain.hf.hf_format import COMMON, NO, SILU, HFConfig, Keys, Refuse
-from jaxtrain.models.deepseek_v3 import LATENT_KEYS, latent_decoder, latent_layer, latents, written_latents
+from jaxtrain.models.deepseek_v3 import (
+    LATENT_KEYS,
+    LatentConfig,
+    latent_decoder,
+    latent_layer,
+    latents,
+    written_latents,
+)
 
 
 @dataclass(frozen=True)

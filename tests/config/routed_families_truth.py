@@ -15,7 +15,8 @@ _SIGMOID = ("minimax_m2", "afmoe", "llama4_text", "glm4_moe_lite", "hy_v3", "sol
             "dots1")
 _NORMALIZED = ("qwen2_moe", "mistral4", "olmoe", "flex_olmo", "glm4_moe_lite", "solar_open", "exaone_moe",
                "glm4_moe", "dots1")
-_ONE_WIDTH = ("phimoe", "granitemoe", "granitemoeshared", "minimax_m2", "hunyuan_v1_moe", "llama4_text", "olmoe", "flex_olmo")
+_ONE_WIDTH = ("phimoe", "granitemoe", "granitemoeshared", "minimax_m2", "hunyuan_v1_moe", "llama4_text", "olmoe",
+              "flex_olmo")
 
 
 def _first(c: Any, *names: str) -> Any:
