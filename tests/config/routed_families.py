@@ -111,8 +111,10 @@ def shape(c: Any, given: dict[str, Any]) -> dict[str, Any]:
              "windows": _windows(c)}
     own: dict[str, Any] = {key: getattr(c, key) for key in (
         "qkv_bias", "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
-        "attention_bias", "use_qk_norm", "query_temperature", "head_bias", "router_jitter", "rope_long_factor")
+        "attention_bias", "use_qk_norm", "query_temperature", "router_jitter", "rope_long_factor")
         if hasattr(c, key)}
+    if c.name == "phimoe":
+        own["head_bias"] = c.head_bias
     if c.name == "afmoe":
         own["scaled_embeddings"] = c.scaled_embeddings
     if c.latent_attention:
