@@ -26,7 +26,8 @@ class Experts:
     shared_mlp_dim: int = 0  # width of the MLP that they form; 0: `shared` times `mlp_dim`
     latent_dim: int = 0  # width of what routed experts are given and return, between two matrices; 0: embed_dim
     shared_gated: bool = False  # what they return is multiplied by the sigmoid of a logit of each token
-    score: str = "softmax"  # or "sigmoid": the function that makes scores of the router's logits
+    score: str = "softmax"  # or "sigmoid": what makes scores of the router's logits; or "sparse_mixer", which chooses
+    jitter: float = 0.0  # of "sparse_mixer"
     normalized: bool = True  # the weights of a token's experts sum to 1
     sum_eps: float = 1e-20  # added to the sum by which they are divided for that
     scale: float = 1.0  # of these weights
@@ -73,6 +74,7 @@ class ModelConfig:
     sinks = False  # whether attention has them
     chunked = False  # whether a window is a chunk of the row, whose tokens see one another alone
     attention_cap = 0.0  # the soft cap of attention's scores; 0: none
+    head_bias = False  # whether the output projection has a bias
     latent_attention = False  # whether keys and values are made of a latent
     compares_rows = False  # whether the loss compares each row of a batch with the others
     scaled_embeddings = False  # whether embeddings are multiplied by the square root of their width

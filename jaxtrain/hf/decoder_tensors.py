@@ -94,16 +94,19 @@ def joined_experts(both: str, down: str, layouts: tuple[str, str] = ("e(pf)d->ed
             Entry("mlp/down", down, layouts[1])]
 
 
-def latent_attention(c: Any, paired: int = 0) -> list[Entry]:
-    """Return the entries of latent attention. `paired`: the rotary width, where pairs are neighbours in the tensors."""
-    queries = [Entry("attention/q_down/kernel", "self_attn.q_a_proj.weight", "ld->dl"),
-               Entry("attention/q_norm/scale", "self_attn.q_a_layernorm.weight"),
-               Entry("attention/q/kernel", "self_attn.q_b_proj.weight", "(hk)l->lhk", paired=paired)]
-    return [*(queries if c.q_rank else [Entry("attention/q/kernel", "self_attn.q_proj.weight", HEADS, paired=paired)]),
-            Entry("attention/kv_down/kernel", "self_attn.kv_a_proj_with_mqa.weight", "ld->dl", paired=paired),
-            Entry("attention/kv_norm/scale", "self_attn.kv_a_layernorm.weight"),
-            Entry("attention/kv/kernel", "self_attn.kv_b_proj.weight", "(hk)l->lhk"),
-            Entry("attention/out/kernel", "self_attn.o_proj.weight", OUT)]
+def latent_attention(c: Any, paired: int = 0, at: str = "self_attn", out: str = "o_proj") -> list[Entry]:
+    """Return the entries of latent attention, of tensors below `at`, that of what it returns by the name `out`.
+
+    `paired`: the rotary width, where pairs are neighbours in the tensors.
+    """
+    queries = [Entry("attention/q_down/kernel", f"{at}.q_a_proj.weight", "ld->dl"),
+               Entry("attention/q_norm/scale", f"{at}.q_a_layernorm.weight"),
+               Entry("attention/q/kernel", f"{at}.q_b_proj.weight", "(hk)l->lhk", paired=paired)]
+    return [*(queries if c.q_rank else [Entry("attention/q/kernel", f"{at}.q_proj.weight", HEADS, paired=paired)]),
+            Entry("attention/kv_down/kernel", f"{at}.kv_a_proj_with_mqa.weight", "ld->dl", paired=paired),
+            Entry("attention/kv_norm/scale", f"{at}.kv_a_layernorm.weight"),
+            Entry("attention/kv/kernel", f"{at}.kv_b_proj.weight", "(hk)l->lhk"),
+            Entry("attention/out/kernel", f"{at}.{out}.weight", OUT)]
 
 
 def decoder(layer: Callable[..., list[Entry]], whole: tuple[str, str, str] = MODEL,
@@ -142,7 +145,8 @@ def head(c: Any, reward_head: bool) -> list[Entry]:
     """Return the entry of the output projection, or of the reward head in its place; none if embeddings are tied."""
     if reward_head:
         return [Entry(REWARD_HEAD, "score.weight", "vd->dv")]
-    return [] if c.ties_head else [Entry("output/kernel", "lm_head.weight", "vd->dv")]
+    return [] if c.ties_head else [Entry("output/kernel", "lm_head.weight", "vd->dv"),
+                                   *[Entry("output/bias", "lm_head.bias")] * c.head_bias]
 
 
 def in_stack(stack: str, numbers: range, at: str, layer: list[Entry]) -> list[Entry]:

@@ -81,7 +81,8 @@ def rotary(kind: str, known: Keys, refuse: Refuse, usual: Keys | None = None) ->
 def _long_rope(where: str, scaling: Keys, known: Keys, refuse: Refuse) -> Keys:
     """Return our keys of LongRoPE."""
     for key in ("short_factor", "long_factor"):
-        if type(scaling.get(key)) is not list or any(defaults.misfit(one, ["float"]) for one in scaling[key]):
+        if type(scaling.get(key)) is not list or not scaling[key] or any(
+                defaults.misfit(one, ["float"]) for one in scaling[key]):
             raise refuse(where, f"cannot be read: its {key} is not a list of numbers")
     for key in ("factor", "attention_factor"):
         if scaling.get(key) is not None and scaling[key] <= 0:

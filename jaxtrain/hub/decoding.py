@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.decoder_config import RoutedDecoderConfig
 from jaxtrain.hub.sampling import Sampling, choose, penalized
+from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.models import lora
 from jaxtrain.models.attention.kv_cache import CACHE, Cache, in_place, slots_of, with_slots
@@ -273,7 +274,7 @@ class Decoding:
 
     def _logits(self, model: Decoder, x_B1D: jax.Array) -> jax.Array:
         head_DV = activations.gather(model.head(), "embed", "vocab")
-        logits_BV = jnp.einsum("btd,dv->bv", x_B1D, head_DV, preferred_element_type=jnp.float32,
+        logits_BV = jnp.einsum("btd,dv->bv", for_head(x_B1D, head_DV), head_DV, preferred_element_type=jnp.float32,
                                out_sharding=activations.activation_spec("batch", "act_vocab"))
         return activations.constrain(soft_capped(logits_BV, model.logit_cap), "batch", None)
 

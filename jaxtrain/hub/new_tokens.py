@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
 
-_DIMENSION = {"embed/table": 0, "output/kernel": 1}  # of the vocabulary, by path
+_DIMENSION = {"embed/table": 0, "output/kernel": 1, "output/bias": 0}  # of the vocabulary, by path
 
 
 def with_known_tokens(abstract: PyTree, known: int) -> PyTree:

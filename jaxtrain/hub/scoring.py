@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.hub.decoding import Decoding, decoding
+from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.models import lora
 from jaxtrain.sharding import activations, axis_rules
@@ -141,7 +142,7 @@ class Scorer:
 def _of_targets(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array,
                 cap: float) -> tuple[jax.Array, jax.Array]:
     """Return targets' log-probabilities, and whether each has the largest logit; logits exist for one row at a time."""
-    rows, vocab = activations.split_by("batch"), activations.split_by("act_vocab")
+    rows, vocab, x_BTD = activations.split_by("batch"), activations.split_by("act_vocab"), for_head(x_BTD, head_DV)
     axes = axis_rules.axes_of(vocab)
     total, largest = (partial(f, axis_name=axes) if axes else lambda x: x for f in (lax.psum, lax.pmax))
 

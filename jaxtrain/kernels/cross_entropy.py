@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.errors import UserError
+from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.sharding import activations, axis_rules, mesh_context
 
@@ -54,7 +55,7 @@ def distillation_loss(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Arra
     Vinyals and Dean (arXiv 1503.02531). The teacher, whose final activations (of width C) and output projection are
     given, gets no gradient. `caps` are the soft caps of the student's logits and of the teacher's.
     """
-    teacher = jax.lax.stop_gradient((teacher_BTC, teacher_head_CV))
+    teacher = jax.lax.stop_gradient((for_head(teacher_BTC, teacher_head_CV), teacher_head_CV))
     return _summed(x_BTD, head_DV, targets_BT, weights_BT, teacher, z_loss, chunks, soft, temperature, caps)
 
 
@@ -70,8 +71,12 @@ def default_chunks(tokens: int, vocab: int) -> int:
     return above if above <= 4 * wanted else next(n for n in range(wanted, 0, -1) if tokens % n == 0)
 
 
+def _summed(x, head, *others):
+    return _sums(for_head(x, head), head, *others)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8, 9))
-def _summed(x, head, targets, weights, teacher, *options):
+def _sums(x, head, targets, weights, teacher, *options):
     sums_2, _ = run_head(x, head, targets, weights, teacher, options, gradients=False)
     return sums_2[0], sums_2[1]
 
@@ -88,7 +93,7 @@ def _backward(z_loss, chunks, soft, temperature, caps, saved, g):
     return (g * dx).astype(dx.dtype), (g * dhead).astype(head.dtype), None, dweights, None
 
 
-_summed.defvjp(_forward, _backward)
+_sums.defvjp(_forward, _backward)
 
 
 def run_head(x, head, targets, weights, teacher, options, gradients) -> tuple[jax.Array, ...]:

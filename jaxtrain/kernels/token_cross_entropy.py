@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.cross_entropy import run_head
 
 
@@ -20,7 +21,7 @@ def token_cross_entropy(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Ar
 
     `cap` is the soft cap of logits; 0: none.
     """
-    return _by_token(x_BTD, head_DV, targets_BT, chunks, cap)
+    return _by_token(for_head(x_BTD, head_DV), head_DV, targets_BT, chunks, cap)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -14,6 +14,7 @@ from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import MeshConfig, TrainConfig
 from jaxtrain.errors import UserError
+from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.heads.scalar_head import ScalarHead
@@ -157,7 +158,7 @@ class Decoder(nnx.Module):
         if self.reward_head is not None:
             raise UserError("model", "it is a reward model, with a reward head in place of the output projection",
                             "give a language model")
-        w_DV = (self.embed if self.output is None else self.output).head()
+        w_DV = (self.embed if self.output is None else self.output).head()  # or with rows of a bias, see for_head
         return w_DV if self.logit_factor == 1 else (w_DV * self.logit_factor).astype(w_DV.dtype)
 
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None,
@@ -168,9 +169,9 @@ class Decoder(nnx.Module):
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return the float32 logits of final activations, all at once."""
         head_DV = activations.gather(self.head(), "embed", "vocab")
-        return soft_capped(jnp.einsum("btd,dv->btv", x_BTD, head_DV, preferred_element_type=jnp.float32,
-                                      out_sharding=activations.activation_spec("batch", "seq", "act_vocab")),
-                           self.logit_cap)
+        return soft_capped(jnp.einsum(
+            "btd,dv->btv", for_head(x_BTD, head_DV), head_DV, preferred_element_type=jnp.float32,
+            out_sharding=activations.activation_spec("batch", "seq", "act_vocab")), self.logit_cap)
 
 
 def _totals(aux: dict[str, jax.Array]) -> dict[str, jax.Array]:

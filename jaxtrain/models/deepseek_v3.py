@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.family import Family
 from jaxtrain.config.field_checks import at_most, derive, number
 from jaxtrain.errors import UserError
@@ -35,10 +36,9 @@ BIAS_RATE = 0.001  # of the first 14.3T tokens (arXiv 2412.19437, section 4.2); 
 
 
 @dataclass(frozen=True)
-class DeepseekV3Config(ExpertsConfig):
-    """DeepSeek-V3: a mixture of experts with multi-head latent attention (MLA)."""
+class LatentConfig(RotaryConfig):
+    """Multi-head latent attention (MLA), whose heads turn in part."""
 
-    name: str = "deepseek_v3"
     # rank of the latent that queries are compressed to (q_lora_rank); 0: queries are not compressed
     q_rank: int = at_most(0, 2**20, least=0)
     # rank of the latent that keys and values are compressed to (kv_lora_rank)
@@ -49,15 +49,14 @@ class DeepseekV3Config(ExpertsConfig):
     # epsilon of the norms of latents, which is 1e-6 in all published models; 0: norm_eps
     latent_norm_eps: float = number(0.0, least=0)
     latent_attention = True
-    mtp_after_norm = True
     # parts of heads grow like head_dim
     widths: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **ExpertsConfig.widths, "kv_rank": ("latent", "rank"), "rope_head_dim": (), "value_head_dim": ()}
+        **RotaryConfig.widths, "kv_rank": ("latent", "rank"), "rope_head_dim": (), "value_head_dim": ()}
 
     def __post_init__(self):
         super().__post_init__()
         if not self.kv_rank:
-            raise UserError("model.kv_rank", "deepseek_v3 needs a latent", "give its width, such as 512")
+            raise UserError("model.kv_rank", f"{self.name} needs a latent", "give its width, such as 512")
         if "kv_rank" in self.mup_base and not self.q_rank:
             raise UserError("model.mup_base.kv_rank", "queries without a latent grow with embed_dim, and they have the "
                             "latents' logical axis", "leave it out, so that the latent grows like embed_dim")
@@ -97,12 +96,20 @@ class DeepseekV3Config(ExpertsConfig):
                                 f"head_dim {grown:g} times", "let both grow by the same factor, or keep head_dim")
 
 
+@dataclass(frozen=True)
+class DeepseekV3Config(LatentConfig, ExpertsConfig):
+    """DeepSeek-V3: a mixture of experts with multi-head latent attention (MLA)."""
+
+    name: str = "deepseek_v3"
+    mtp_after_norm = True
+
+
 def deepseek_v3(c: DeepseekV3Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build a DeepSeek decoder."""
     return latent_decoder(c, compute, rngs=rngs)
 
 
-def latent_decoder(c: DeepseekV3Config, compute: "Compute", *, rotary: "Tempered | None" = None,
+def latent_decoder(c: LatentConfig, compute: "Compute", *, rotary: "Tempered | None" = None,
                    rngs: "nnx.Rngs") -> "Decoder":
     """Build a decoder with latent attention; with a `rotary` of its own, that gives factors of queries as well."""
     from jaxtrain.models.rotary_decoder import rotary_decoder
@@ -110,14 +117,14 @@ def latent_decoder(c: DeepseekV3Config, compute: "Compute", *, rotary: "Tempered
     return rotary_decoder(c, compute, latent(c, compute, tempered=rotary is not None), rotary=rotary, rngs=rngs)
 
 
-def latent(c: DeepseekV3Config, compute: "Compute", tempered: bool = False) -> "Part":
-    """Return what makes the latent attention of a layer; `tempered`: angles have factors of queries beside them."""
+def latent(c: LatentConfig, compute: "Compute", **how: bool) -> "Part":
+    """Return what makes the latent attention of a layer, with these options of `LatentAttention`."""
     from jaxtrain.models.attention.mla import LatentAttention
     from jaxtrain.models.attention.rotary import score_factor
 
     return partial(LatentAttention, c.embed_dim, c.num_heads, c.head_dim, c.rope_head_dim, c.value_head_dim, c.q_rank,
                    c.kv_rank, c.latent_norm_eps or c.norm_eps, window=c.window, backend=compute.attention,
-                   context=compute.context, score_factor=score_factor(c), tempered=tempered)
+                   context=compute.context, score_factor=score_factor(c), **how)
 
 
 def latents(kind: str, known: Keys, refuse: Refuse) -> Keys:
@@ -137,12 +144,12 @@ def _write(c: DeepseekV3Config) -> Keys:
     return written_latents(c) | multi_token_tensors.written_layers(c, MTP_KEYS[0])
 
 
-def written_latents(c: DeepseekV3Config) -> Keys:
+def written_latents(c: LatentConfig) -> Keys:
     """Return the keys of config.json of latent attention and its rotary positions."""
     return written(c) | {"q_lora_rank": c.q_rank or None, "head_dim": c.rope_head_dim}
 
 
-def latent_layer(c: DeepseekV3Config, experts: bool) -> list[Entry]:
+def latent_layer(c: LatentConfig, experts: bool) -> list[Entry]:
     """Return the entries of a layer."""
     return [*decoder_tensors.latent_attention(c, paired=c.rope_head_dim), *decoder_tensors.NORMS,
             *(decoder_tensors.experts(c) if experts else decoder_tensors.swiglu())]

@@ -11,6 +11,7 @@ from jaxtrain.models.attention.rotary import Rotary, scaled_frequencies
 from jaxtrain.models.attention.self_attention import Attention
 from jaxtrain.models.decoder import Block, Compute, Decoder
 from jaxtrain.models.experts.moe import MoE
+from jaxtrain.models.heads.biased_head import BiasedHead
 from jaxtrain.models.heads.multi_token_prediction import MTPHead
 from jaxtrain.models.layer_groups import Group
 from jaxtrain.models.layers import Embed, Head, RMSNorm, SwiGLU
@@ -82,7 +83,7 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
         embed or Embed(c.vocab_size, c.embed_dim, rngs=rngs),
         partial(Group, period, keeps[-1][0]) if c.period > 1 else period[0], c.stacked_layers, norm(rngs=rngs),
         rotary=rotary,
-        head=None if c.tied_embeddings else Head(c.vocab_size, c.embed_dim, rngs=rngs),
+        head=None if c.tied_embeddings else (BiasedHead if c.head_bias else Head)(c.vocab_size, c.embed_dim, rngs=rngs),
         first=layer(0, mlp), num_first=first, grouped=c.period > 1,
         ahead=(partial(MTPHead, c.embed_dim, norm, further, depth=c.multi_token_layers,
                        remat=wraps(compute.remat, c.stacked_layers, 0)[-1][0]) if c.multi_token_loss else None),

@@ -23,6 +23,7 @@ from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import DataConfig, MeshConfig, TrainConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig, PreferenceConfig
 from jaxtrain.data.loading.batch_spec import Declared
+from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.token_cross_entropy import token_cross_entropy
 from jaxtrain.models.decoder import Compute, Decoder
 from jaxtrain.models.heads.scalar_head import without_heads
@@ -114,10 +115,11 @@ class WithReference(NextToken):
 
     def logprobs(self, model: Decoder, x_BTD: jax.Array, batch: Batch) -> jax.Array:
         """Return the log-probability of each target."""
-        x_BTD = model.finish(x_BTD)
+        head_DV = model.head()
+        x_BTD = for_head(model.finish(x_BTD), head_DV)
         if self.temperature != 1:
             x_BTD = (x_BTD / self.temperature).astype(x_BTD.dtype)
-        return -token_cross_entropy(x_BTD, model.head(), batch["targets"], chunks=self.chunks,
+        return -token_cross_entropy(x_BTD, head_DV, batch["targets"], chunks=self.chunks,
                                     cap=model.logit_cap / self.temperature)
 
     @property

@@ -85,6 +85,11 @@ DRAWS: dict[str, dict[str, Any]] = {
     "helium": _NO_KV | _BIASES | {"head_dim": _width},
     "nemotron": _NO_KV | _BIASES | {"head_dim": [6, 8, None], "norm_eps": [1e-4],
                            "partial_rotary_factor": [0.5, 1.0, 0.25, None]},
+    "youtu": _BIASES | {
+        "num_key_value_heads": [2, 4], "num_attention_heads": [2, 4], "q_lora_rank": [12, None], "kv_lora_rank": [12],
+        "qk_nope_head_dim": [6], "qk_rope_head_dim": [4], "v_head_dim": [8], "head_dim": [4],
+        "attention_bias": [False, False, False, True], "rope_interleave": [True, True, True, False],
+        "first_k_dense_replace": [1], "n_routed_experts": [8]},
 }
 KINDS = tuple(DRAWS)
 _ACTIVATIONS = {"gemma": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh", "starcoder2": "gelu_pytorch_tanh",
@@ -97,6 +102,8 @@ _OWN = {"granite": ("embedding_multiplier", "residual_multiplier", "logits_scali
 
 def shape(c: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Return the shape of a model, as `dense_families_truth.shape` does."""
+    if c.latent_attention:
+        return _latent(c)
     scores = {"granite": getattr(c, "attention_multiplier", 0), "gemma2": getattr(c, "query_scale", 0) ** -0.5
               if c.name == "gemma2" else 0}.get(c.name, c.head_dim ** -0.5)
     everywhere = _everywhere(c)
@@ -107,6 +114,15 @@ def shape(c: Any, given: dict[str, Any]) -> dict[str, Any]:
              "windows": [0 if full else c.window for full in everywhere],
              "turning": [_turning(c, n, full) for n, full in enumerate(everywhere)]}
     return found | {"own": {key: getattr(c, key) for key in _OWN.get(c.name, ())}}
+
+
+def _latent(c: Any) -> dict[str, Any]:
+    from jaxtrain.models.attention.rotary import score_factor
+
+    return {"vocab_size": c.vocab_size, "layers": c.num_layers, "width": c.embed_dim, "heads": c.num_heads,
+            "length": c.max_seq_len, "tied": c.tied_embeddings, "eps": c.norm_eps, "mlp": c.mlp_dim,
+            "parts": [c.head_dim, c.rope_head_dim, c.value_head_dim], "latents": [c.q_rank, c.kv_rank],
+            "scores": score_factor(c) * (c.head_dim + c.rope_head_dim) ** -0.5, "turns": _turns(c, [])}
 
 
 def _everywhere(c: Any) -> list[bool]:

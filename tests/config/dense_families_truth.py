@@ -42,6 +42,8 @@ def shape(c: Any) -> dict[str, Any]:
     """Return the shape of a model, as `dense_families.shape` does."""
     model, kind, heads = empty(c), c.model_type, c.num_attention_heads
     layer = model.model.layers[0]
+    if kind == "youtu":
+        return _latent(model, c)
     attention, mlp = layer.self_attn, layer.mlp
     down, width, out = linear(mlp, "down_proj", "c_proj", "fc2"), attention.head_dim, linear(attention, "o_proj")
     query = linear(attention, "q_proj", "qkv_proj")
@@ -65,6 +67,19 @@ def shape(c: Any) -> dict[str, Any]:
     if kind == "phi3" and c.rope_parameters["rope_type"] == "longrope":  # longer texts have other positions
         found["length"] = min(c.max_position_embeddings, c.original_max_position_embeddings)
     return found | {"own": _own(model, c, kind, layer)}
+
+
+def _latent(model: Any, c: Any) -> dict[str, Any]:
+    table, layer = model.model.embed_tokens, model.model.layers[0]
+    attention, down, positions = layer.self_attn, layer.mlp.down_proj, turns(rotary(model, c))
+    assert c.num_key_value_heads == c.num_attention_heads and len(positions) == attention.qk_rope_head_dim // 2 + 1
+    return {"vocab_size": table.num_embeddings, "layers": len(model.model.layers), "width": table.embedding_dim,
+            "heads": c.num_attention_heads, "length": c.max_position_embeddings,
+            "tied": bool(c.tie_word_embeddings and model._tied_weights_keys), "eps": epsilon(model.model.norm),
+            "mlp": down.in_features,
+            "parts": [attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.v_head_dim],
+            "latents": [attention.q_lora_rank or 0, attention.kv_lora_rank], "scores": float(attention.scaling),
+            "turns": positions}
 
 
 def _activation(c: Any) -> str:

@@ -23,6 +23,14 @@ def _some_layers(given: dict[str, Any], rng: np.random.Generator) -> Any:
     return [None, [], [1], [0, 2], [99], [1, 3]][rng.integers(6)]
 
 
+def _mlps(given: dict[str, Any], rng: np.random.Generator) -> Any:
+    """Return whether each layer has experts, mostly as models have them, or none."""
+    if rng.random() < 0.2:
+        return _kinds("sparse", "dense")(given, rng)
+    count, dense = given.get("num_hidden_layers", 3), rng.integers(3)
+    return [None, (["dense"] * dense + ["sparse"] * count)[:count]][rng.integers(2)]
+
+
 def _delta_layers(given: dict[str, Any], rng: np.random.Generator) -> Any:
     """Return what Kimi Linear's first files say of layers with states."""
     count = given.get("num_hidden_layers", 3)
@@ -68,6 +76,18 @@ DRAWS: dict[str, dict[str, Any]] = {
         "linear_attn_config": _delta_layers, "layer_types": _kinds(LINEAR, FULL),
         "mlp_layer_types": _kinds("sparse", "dense"), "first_k_dense_replace": [0, 1, 2],
         "attention_bias": [False, False, False, True], "head_dim": [6]},
+    "bailing_hybrid": {
+        "tie_word_embeddings": [False, False, False, True], "num_key_value_heads": [None, None, None, 2],
+        "num_experts": [8], "num_experts_per_tok": [2], "num_experts_per_token": [3],
+        "moe_intermediate_size": [6], "num_shared_experts": [1, 2], "routed_scaling_factor": [2.5], "n_group": [4, 1],
+        "topk_group": [2, 1], "norm_topk_prob": [True, False], "q_lora_rank": [12, None], "kv_lora_rank": [12],
+        "qk_nope_head_dim": [6], "qk_rope_head_dim": [4], "v_head_dim": [8], "head_dim": [8, 6],
+        "linear_head_dim": [10], "linear_num_heads": [8], "linear_conv_kernel_dim": [2],
+        "short_conv_kernel_size": [4, 3], "layer_group_size": [1, 2, 3], "layer_types": _kinds(LINEAR, FULL),
+        "mlp_layer_types": _mlps, "first_k_dense_replace": [0, 1, 2],
+        "kda_safe_gate": [True, True, False], "kda_lower_bound": [-5.0, -3.0], "rope_theta": [50.0, 70],
+        "partial_rotary_factor": [0.5], "num_nextn_predict_layers": [0, 1],
+        "attention_bias": [False, False, False, True]},
     "mamba2": {
         "num_heads": [4, 8], "head_dim": [8, 16], "state_size": [6], "expand": [2], "n_groups": [1, 2],
         "conv_kernel": [3, 4], "use_bias": [True, False], "use_conv_bias": [True, False],
@@ -153,7 +173,8 @@ def _states(c: Any) -> dict[str, Any]:
     if hasattr(c, "state_key_dim"):
         return {"heads": c.state_heads, "key_heads": c.state_key_heads, "key": c.state_key_dim,
                 "value": c.state_value_dim, "conv": c.conv_width,
-                "beta": 2.0 if getattr(c, "negative_eigenvalues", False) else 1.0}
+                "beta": 2.0 if getattr(c, "negative_eigenvalues", False) else 1.0,
+                "bound": getattr(c, "decay_bound", 0.0)}
     return {"heads": c.state_heads, "head_dim": c.state_head_dim, "groups": c.state_groups, "dim": c.state_dim,
             "conv": c.conv_width, "steps": [c.least_step, c.largest_step],
             "biases": [c.conv_bias, c.state_bias, getattr(c, "state_out_bias", c.state_bias)],
@@ -161,14 +182,16 @@ def _states(c: Any) -> dict[str, Any]:
 
 
 def _attention(c: Any) -> dict[str, Any]:
-    from jaxtrain.models.attention.rotary import scaled_frequencies
+    from jaxtrain.models.attention.rotary import scaled_frequencies, score_factor
 
     width = c.head_dim + getattr(c, "rope_head_dim", 0)
     found: dict[str, Any] = {"heads": c.num_heads, "head_dim": width, "bias": getattr(c, "attention_bias", False),
                              "scores": getattr(c, "attention_multiplier", width ** -0.5), "window": c.window}
-    if c.name == "kimi_linear":
-        return found | {"turning": c.rope_head_dim, "value": c.value_head_dim, "latents": [c.q_rank, c.kv_rank],
-                        "turns": None}
+    if c.latent_attention:
+        found |= {"turning": c.rope_head_dim, "value": c.value_head_dim, "latents": [c.q_rank, c.kv_rank]}
+        turns, scale = scaled_frequencies(c, c.rotary_width) if c.rotary_width else ((), 1.0)
+        return found | {"scores": found["scores"] * score_factor(c),
+                        "turns": [*map(float, turns), float(scale)] if c.rotary_width else None}
     turning = getattr(c, "rotary_width", 0) and c.name != "nemotron_h"
     turns, scale = scaled_frequencies(c, c.rotary_width) if turning else ((), 1.0)
     return found | {"kv": c.num_kv_heads, "turns": [*map(float, turns), float(scale)] if turning else None}

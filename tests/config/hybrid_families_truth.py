@@ -7,6 +7,7 @@ from tests.config.dense_families_truth import ROTARY, empty, epsilon, linear, ro
 
 _NAMES = {"full_attention": "attention", "linear_attention": "states", "conv": "convolution", "moe": "experts",
           "mlp": "mlp", "hybrid": "both"}
+_LATENT = ("kimi_linear", "bailing_hybrid")
 
 
 def shape(c: Any) -> dict[str, Any]:
@@ -60,10 +61,12 @@ def _states(module: Any, c: Any, model: Any) -> dict[str, Any]:
         assert module.num_v_heads % module.num_k_heads == 0
         beta = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0
         return {"heads": module.num_v_heads, "key_heads": module.num_k_heads, "key": module.head_k_dim,
-                "value": module.head_v_dim, "conv": conv.kernel_size[0], "beta": beta}
-    if c.model_type == "kimi_linear":
+                "value": module.head_v_dim, "conv": conv.kernel_size[0], "beta": beta, "bound": 0.0}
+    if c.model_type in _LATENT:
+        gate = module.forget_gate
+        bound = float(gate.lower_bound) if getattr(gate, "safe_gate", False) else 0.0
         return {"heads": module.num_heads, "key_heads": module.num_heads, "key": module.head_dim,
-                "value": module.head_dim, "conv": conv.kernel_size[0], "beta": 1.0}
+                "value": module.head_dim, "conv": conv.kernel_size[0], "beta": 1.0, "bound": bound}
     least, largest = module.time_step_limit
     assert module.num_heads % module.n_groups == 0 and least <= largest
     norm = "after_gate"
@@ -77,14 +80,17 @@ def _states(module: Any, c: Any, model: Any) -> dict[str, Any]:
 
 def _attention(module: Any, c: Any, model: Any) -> dict[str, Any]:
     heads, out = c.num_attention_heads, linear(module, "o_proj", "out_proj")
-    latent = c.model_type == "kimi_linear"
+    latent = c.model_type in _LATENT
     width = module.qk_head_dim if latent else module.head_dim
     found = {"heads": heads, "head_dim": width, "bias": out.bias is not None, "window": 0,
              "scores": float(module.scaling)}
     if latent:
         assert c.num_key_value_heads == heads
-        return found | {"turning": module.qk_rope_head_dim, "value": module.v_head_dim, "turns": None,
-                        "latents": [module.q_lora_rank or 0, module.kv_lora_rank]}
+        found |= {"turning": module.qk_rope_head_dim, "value": module.v_head_dim,
+                  "latents": [module.q_lora_rank or 0, module.kv_lora_rank]}
+        turning = turns(rotary(model, c)) if c.model_type == "bailing_hybrid" else None
+        assert turning is None or len(turning) == module.qk_rope_head_dim // 2 + 1
+        return found | {"turns": turning}
     kv = module.k_proj.out_features // width
     assert heads % kv == 0 and out.in_features == heads * width and kv == c.num_key_value_heads
     assert (module.q_proj.bias is None) == (out.bias is None)
@@ -104,7 +110,7 @@ def _experts(module: Any, c: Any, layer: Any) -> list[Any]:
     if kind == "granitemoehybrid":
         width = c.shared_intermediate_size
     of_one = c.intermediate_size if kind == "granitemoehybrid" else c.moe_intermediate_size
-    sigmoid = kind in ("kimi_linear", "nemotron_h", "lfm2_moe")
+    sigmoid = kind in (*_LATENT, "nemotron_h", "lfm2_moe")
     biased = c.use_expert_bias if kind == "lfm2_moe" else sigmoid
     gated = hasattr(module, "shared_expert_gate")
     return [count, chosen, of_one, width, getattr(c, "moe_latent_size", None) or 0, gated,

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 _MLPS = [None, None, None, ["dense", "sparse"], ["sparse", "sparse", "sparse"], ["sparse", "dense", "sparse", "sparse"]]
 _EXPERTS = {"num_experts_per_tok": [2, 3], "moe_intermediate_size": [6], "norm_topk_prob": [True, False]}
 _LATENT = {"num_key_value_heads": [2, 4, None], "kv_lora_rank": [12], "qk_nope_head_dim": [6], "qk_rope_head_dim": [4],
@@ -11,6 +13,22 @@ _LATENT = {"num_key_value_heads": [2, 4, None], "kv_lora_rank": [12], "qk_nope_h
 _MULTIPLIED = {"embedding_multiplier": [6.0], "attention_multiplier": [0.3], "residual_multiplier": [0.22],
                "logits_scaling": [4.0], "attention_bias": [True, False], "num_local_experts": [4],
                "num_experts_per_tok": [2], "head_dim": [6, None]}
+
+
+def _long_rope(given: dict[str, Any], rng: np.random.Generator) -> Any:
+    """Return parameters of LongRoPE, a factor for each pair that turns, or others, or none."""
+    pairs = given.get("hidden_size", 4096) // given.get("num_attention_heads", 32) // 2
+    turn = [1.0, 1.2][rng.integers(2)]
+    found = {"rope_type" if rng.random() < 0.5 else "type": "longrope" if rng.random() < 0.8 else "su",
+             "short_factor": [1.0 + n / 4 for n in range(pairs)], "long_factor": [2.0 + n for n in range(pairs)],
+             "short_mscale": turn, "long_mscale": turn if rng.random() < 0.8 else 1.4}
+    for key, value in (("rope_theta", 30.0), ("factor", 4.0), ("attention_factor", 1.25),
+                       ("original_max_position_embeddings", 8), ("original_max_position_embeddings", 64)):
+        found |= {key: value} if rng.random() < 0.3 else {}
+    return [None, {"type": "default"}, {"rope_type": "linear", "factor": 2.0}, found, found, found, found][
+        rng.integers(7)]
+
+
 # The keys that the types have beside those of shape and rotary positions, with values to draw from.
 DRAWS: dict[str, dict[str, Any]] = {
     "qwen2_moe": _EXPERTS | {
@@ -45,6 +63,11 @@ DRAWS: dict[str, dict[str, Any]] = {
         "use_qk_norm": [True, False], "attention_bias": [True], "floor_scale": [4], "attn_scale": [0.3],
         "attn_temperature_tuning": [True, False]},
     "olmoe": _EXPERTS | {"num_experts": [4], "clip_qkv": [None, None, 2.0]},
+    "phimoe": {
+        "num_key_value_heads": [1, 2], "num_local_experts": [4, 8], "num_experts_per_tok": [2, 2, 2, 3],
+        "attention_bias": [True, False], "lm_head_bias": [True, False], "router_jitter_noise": [0.1, 0.01],
+        "sliding_window": [3, None], "rope_scaling": _long_rope, "rope_parameters": _long_rope,
+        "original_max_position_embeddings": [8, 16, 64], "head_dim": [8]},
     "flex_olmo": _EXPERTS | {"num_experts": [4], "head_dim": [6]},
     "glm4_moe_lite": _LATENT | {"num_key_value_heads": [4, 2], "num_attention_heads": [4], "n_group": [4, 1],
                                 "mlp_layer_types": _MLPS},
@@ -86,7 +109,10 @@ def shape(c: Any, given: dict[str, Any]) -> dict[str, Any]:
              "windows": _windows(c)}
     own: dict[str, Any] = {key: getattr(c, key) for key in (
         "qkv_bias", "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
-        "attention_bias", "use_qk_norm", "query_temperature") if hasattr(c, key)}
+        "attention_bias", "use_qk_norm", "query_temperature", "router_jitter")
+        if hasattr(c, key)}
+    if c.name == "phimoe":
+        own |= {"head_bias": c.head_bias, "rope_long_factor": c.rope_long_factor}
     if c.name == "afmoe":
         own["scaled_embeddings"] = c.scaled_embeddings
     if c.latent_attention:

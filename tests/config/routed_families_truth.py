@@ -3,17 +3,20 @@
 import importlib
 from typing import Any
 
+import torch
+
 _CLASSES = {"qwen2_moe": "Qwen2Moe", "granitemoe": "GraniteMoe", "granitemoeshared": "GraniteMoeShared",
             "deepseek_v2": "DeepseekV2", "ernie4_5_moe": "Ernie4_5_Moe", "minimax_m2": "MiniMaxM2", "afmoe": "Afmoe",
             "hunyuan_v1_moe": "HunYuanMoEV1", "mistral4": "Mistral4", "llama4_text": "Llama4Text",
             "olmoe": "Olmoe", "flex_olmo": "FlexOlmo", "glm4_moe_lite": "Glm4MoeLite", "hy_v3": "HYV3",
             "solar_open": "SolarOpen", "exaone_moe": "ExaoneMoe", "glm4_moe": "Glm4Moe",
-            "dots1": "Dots1"}
+            "dots1": "Dots1", "phimoe": "Phimoe"}
 _SIGMOID = ("minimax_m2", "afmoe", "llama4_text", "glm4_moe_lite", "hy_v3", "solar_open", "exaone_moe", "glm4_moe",
             "dots1")
 _NORMALIZED = ("qwen2_moe", "mistral4", "olmoe", "flex_olmo", "glm4_moe_lite", "solar_open", "exaone_moe",
                "glm4_moe", "dots1")
-_ONE_WIDTH = ("granitemoe", "granitemoeshared", "minimax_m2", "hunyuan_v1_moe", "llama4_text", "olmoe", "flex_olmo")
+_ONE_WIDTH = ("phimoe", "granitemoe", "granitemoeshared", "minimax_m2", "hunyuan_v1_moe", "llama4_text", "olmoe",
+              "flex_olmo")
 
 
 def _first(c: Any, *names: str) -> Any:
@@ -47,7 +50,21 @@ def shape(c: Any) -> dict[str, Any]:
              "groups": groups if groups[0] > 1 else None, "weights": _weights(c, kind),
              "mlp": None if all(sparse) else _first(c, "intermediate_size_mlp", "intermediate_size"),
              "windows": _windows(c, kind)}
+    if kind == "phimoe":
+        found |= _short_texts(c, rotary)
     return found | {"own": _own(c, kind, there)}
+
+
+def _short_texts(c: Any, rotary: Any) -> dict[str, Any]:
+    """Return what counts up to Phi-3.5-MoE's original length: longer texts have another factor."""
+    assert c.num_experts_per_tok == 2  # which it has whatever a file says
+    positions = c.rope_parameters
+    length = c.max_position_embeddings
+    if positions["rope_type"] != "default":
+        length = min(length, positions["original_max_position_embeddings"])
+    cosine, _ = rotary(torch.zeros(1), torch.tensor([[0, length - 1]]))
+    assert len(rotary.inv_freq) * 2 == (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
+    return {"length": length, "turns": [*map(float, rotary.inv_freq), float(cosine[0, 0, 0])]}
 
 
 def _sparse(c: Any, kind: str) -> list[bool]:
@@ -74,6 +91,8 @@ def _shared(c: Any, kind: str, expert: int) -> int:
 
 
 def _weights(c: Any, kind: str) -> list[Any]:
+    if kind == "phimoe":
+        return ["sparse_mixer", False, 1.0, False]
     sigmoid = kind in _SIGMOID
     biased = (sigmoid and kind != "llama4_text") or kind == "ernie4_5_moe"
     normalized = c.norm_topk_prob if kind in _NORMALIZED else kind not in ("deepseek_v2", "llama4_text")
@@ -82,6 +101,8 @@ def _weights(c: Any, kind: str) -> list[Any]:
 
 
 def _windows(c: Any, kind: str) -> list[int]:
+    if kind == "phimoe":
+        return [c.sliding_window or 0] * c.num_hidden_layers
     if kind not in ("qwen2_moe", "afmoe", "llama4_text", "exaone_moe", "dots1"):
         return [0] * c.num_hidden_layers
     if kind == "llama4_text":
@@ -98,6 +119,10 @@ def _own(c: Any, kind: str, there: Any) -> dict[str, Any]:
     if kind in ("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "llama4_text", "hy_v3", "solar_open",
                 "glm4_moe"):
         own["attention_bias"] = c.attention_bias
+    if kind == "phimoe":
+        longrope = c.rope_parameters["rope_type"] != "default"
+        own = {"attention_bias": c.attention_bias, "head_bias": c.lm_head_bias, "router_jitter": c.router_jitter_noise,
+               "rope_long_factor": c.rope_parameters["long_factor"] if longrope else []}
     if kind == "qwen2_moe":
         own["qkv_bias"] = c.qkv_bias
     if kind == "afmoe":

@@ -72,7 +72,7 @@ def load(folder: str | Path, model: ModelConfig, abstract: Params) -> Params:
     tensors = mxfp4.joined(folder, joined_tensors.apart(folder, whole, [
         (path, name, published_shape(known[path], leaf.shape))
         for path, leaf in wanted.items() for name, _ in names(known[path], leaf.shape)]))
-    used = _tied_head(folder, tensors) if model.ties_head else {"lm_head.weight"} if headed else set()
+    used = _tied_head(folder, tensors) if model.ties_head else {"lm_head.weight", "lm_head.bias"} if headed else set()
     readers = readers_of(folder, tensors, known, wanted, used)
     used |= _copies(folder, tensors, [entry for entry in declared if entry.copy and entry.ours in wanted], known)
     if left := sorted(name for name in tensors.keys() - used if not _is_ignored(name, model)):

@@ -29,8 +29,13 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, dim: int, heads: int, head_dim: int, rope_dim: int, value_dim: int, q_rank: int, kv_rank: int,
                  eps: float, *, out_std: float, rngs: nnx.Rngs, window: int = 0, backend: str = "auto",
-                 context: str = "auto", score_factor: float = 1.0, tempered: bool = False):
-        """`tempered`: beside the angles there is a factor of queries at their positions, see `Tempered`."""
+                 context: str = "auto", score_factor: float = 1.0, tempered: bool = False, gated: bool = False):
+        """Make the projections.
+
+        Args:
+            tempered: beside the angles there is a factor of queries at their positions, see `Tempered`.
+            gated: what each head found is multiplied by the sigmoid of a number.
+        """
         self.head_dim, self.kv_rank, self.window = head_dim, kv_rank, window
         self.backend, self.context, self.score_factor = backend, context, score_factor
         self.tempered = tempered
@@ -41,6 +46,7 @@ class LatentAttention(nnx.Module):
         self.kv_down = Linear("btd,dl->btl", (dim, kv_rank + rope_dim), down, LATENT, rngs=rngs)
         self.kv_norm = RMSNorm(kv_rank, eps, axis="latent", rngs=rngs)
         self.kv = Linear("btd,dhk->bthk", (kv_rank, heads, head_dim + value_dim), up, HEADS, rngs=rngs)
+        self.gate = Linear("btd,dh->bth", (dim, heads), ("embed", "heads"), HEADS[:3], rngs=rngs) if gated else None
         self.out = Linear("bthk,hkd->btd", (heads, value_dim, dim), ("heads", "head_dim", "embed"), RESIDUAL,
                           std=out_std, rngs=rngs)
 
@@ -54,19 +60,25 @@ class LatentAttention(nnx.Module):
         kv_BTL, k_BTR = jnp.split(self.kv_down(x_BTD), [self.kv_rank], axis=-1)
         kv_BTL = self.kv_norm(kv_BTL)
         if cache is not None and cache.entries is not None:
-            return self.absorbed(q_BTHK, Rotary.rotate(q_BTHR, angles), kv_BTL, k_BTR, angles, cache)
+            return self.absorbed(x_BTD, q_BTHK, Rotary.rotate(q_BTHR, angles), kv_BTL, k_BTR, angles, cache)
         k_BTHK, v_BTHV = jnp.split(self.kv(kv_BTL), [self.head_dim], axis=-1)
         k_BT1R = Rotary.rotate(k_BTR[:, :, None], angles)
         q = jnp.concatenate([q_BTHK, Rotary.rotate(q_BTHR, angles)], axis=-1)
         if self.score_factor != 1:
             q = (q * self.score_factor).astype(q.dtype)
         k = jnp.concatenate([k_BTHK, k_BT1R + jnp.zeros_like(q_BTHR)], axis=-1)
-        out = self.out(attend(q, k, v_BTHV, segments_BT=segments_BT, window=self.window, backend=self.backend,
-                              context=self.context))
-        return out, {} if cache is None else {CACHE: _entry(kv_BTL, k_BT1R)}
+        y_BTHV = attend(q, k, v_BTHV, segments_BT=segments_BT, window=self.window, backend=self.backend,
+                        context=self.context)
+        return self.returned(x_BTD, y_BTHV), {} if cache is None else {CACHE: _entry(kv_BTL, k_BT1R)}
 
-    def absorbed(self, q_BTHK: jax.Array, q_BTHR: jax.Array, kv_BTL: jax.Array, k_BTR: jax.Array, angles,
-                 cache: Cache) -> tuple[jax.Array, Aux]:
+    def returned(self, x_BTD: jax.Array, y_BTHV: jax.Array) -> jax.Array:
+        """Return what attention adds to a layer, from what it found for its input."""
+        if self.gate is not None:
+            y_BTHV = y_BTHV * jax.nn.sigmoid(self.gate(x_BTD).astype(jnp.float32))[..., None].astype(y_BTHV.dtype)
+        return self.out(y_BTHV)
+
+    def absorbed(self, x_BTD: jax.Array, q_BTHK: jax.Array, q_BTHR: jax.Array, kv_BTL: jax.Array, k_BTR: jax.Array,
+                 angles, cache: Cache) -> tuple[jax.Array, Aux]:
         """Return attention of one token per row over cached latents, which are keys and values of all heads.
 
         Queries are projected to the latents' space and sums of latents to values, so that no latent is projected up.
@@ -82,7 +94,8 @@ class LatentAttention(nnx.Module):
         sums_BTHL = cached_attention.attend(  # of rotary keys as well: a part of the latents would be copied
             q, own["latents"], own["latents"], before, before, cache.visible(before.shape[-2], self.window),
             scale)[..., :self.kv_rank]
-        return self.out(jnp.einsum("bthl,lhv->bthv", sums_BTHL, up_LHV, out_sharding=spec)), {CACHE: new}
+        y_BTHV = jnp.einsum("bthl,lhv->bthv", sums_BTHL, up_LHV, out_sharding=spec)
+        return self.returned(x_BTD, y_BTHV), {CACHE: new}
 
 
 def _entry(kv_BTL: jax.Array, k_BT1R: jax.Array) -> dict[str, jax.Array]:

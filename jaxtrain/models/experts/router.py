@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxtrain.config.model_config import Experts
 from jaxtrain.kernels.functions import softmax
+from jaxtrain.models.experts import sparse_mixer
 from jaxtrain.parallel.rows import Row
 
 F32 = jnp.float32
@@ -36,9 +37,12 @@ def route(c: Experts, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array
     """Route tokens; `real_BT` is False for padding. The weights of a token's experts depend on `logit_bias_E` alone."""
     logits_BTE = jnp.einsum("btd,de->bte", x_BTD.astype(F32), kernel_DE, precision=lax.Precision.HIGHEST)
     logits_BTE = logits_BTE if logit_bias_E is None else logits_BTE + logit_bias_E
-    scores_BTE = softmax(logits_BTE) if c.score == "softmax" else jax.nn.sigmoid(logits_BTE)
-    experts_BTK = choose(c, lax.stop_gradient(scores_BTE) + (0 if bias_E is None else lax.stop_gradient(bias_E)))
-    weights_BTK = jnp.take_along_axis(scores_BTE, experts_BTK, -1)
+    scores_BTE = jax.nn.sigmoid(logits_BTE) if c.score == "sigmoid" else softmax(logits_BTE)
+    if c.score == "sparse_mixer":
+        experts_BTK, weights_BTK = sparse_mixer.chosen(logits_BTE, c.per_token, c.jitter)
+    else:
+        experts_BTK = choose(c, lax.stop_gradient(scores_BTE) + (0 if bias_E is None else lax.stop_gradient(bias_E)))
+        weights_BTK = jnp.take_along_axis(scores_BTE, experts_BTK, -1)
     if c.normalized:
         weights_BTK /= weights_BTK.sum(-1, keepdims=True) + c.sum_eps
     weights_BTK *= c.scale

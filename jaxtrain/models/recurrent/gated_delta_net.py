@@ -47,6 +47,8 @@ class ShortConvolution(nnx.Module):
 class Decay(nnx.Module):
     """The logarithm of the decay of states, from what a token says: -exp(rate of the head) softplus(x + bias)."""
 
+    bound = 0.0  # of the logarithm from below, which is then bound sigmoid(exp(rate of the head) (x + bias)); 0: none
+
     def __init__(self, heads: int, *channels: int):
         """`channels`: how many of each head decay on their own; left out, a head decays as a whole."""
         # As in Mamba-2 (arXiv 2405.21060): rates in [1, 16], steps in [0.001, 0.1]; the same numbers on every mesh.
@@ -66,9 +68,15 @@ class Decay(nnx.Module):
 
     def steps(self, x_BTH: jax.Array) -> jax.Array:
         """Return the length of each token's step."""
-        return jax.nn.softplus(x_BTH.astype(F32) + activations.gather(self.bias[...], *self.axes).astype(F32))
+        return jax.nn.softplus(self.biased(x_BTH))
+
+    def biased(self, x_BTH: jax.Array) -> jax.Array:
+        """Return what tokens say with the biases added, in float32."""
+        return x_BTH.astype(F32) + activations.gather(self.bias[...], *self.axes).astype(F32)
 
     def __call__(self, x_BTH: jax.Array) -> jax.Array:
+        if self.bound:
+            return self.bound * jax.nn.sigmoid(-self.rates() * self.biased(x_BTH))
         return self.rates() * self.steps(x_BTH)
 
 

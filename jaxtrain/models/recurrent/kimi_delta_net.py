@@ -1,9 +1,11 @@
 """Kimi delta attention as the mixer of a layer (arXiv 2510.26692): Gated DeltaNet whose key channels decay each alone.
 
+Kimi Linear's decays and output gates come through a narrow projection, Ling 3.0's through whole matrices.
+
 Shape suffixes: B batch, T sequence, D embedding, H heads, K key width, V value width.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -43,3 +45,25 @@ class KimiDeltaNet(GatedDeltaNet):
     def gates(self, x_BTD: jax.Array) -> jax.Array:
         """Return what the normalized output is multiplied by, in float32."""
         return jax.nn.sigmoid(self.gate(self.gate_down(x_BTD)).astype(F32))
+
+
+class WholeKimiDeltaNet(GatedDeltaNet):
+    """Kimi delta attention whose decays and output gates come through whole matrices; decays may have a bound."""
+
+    rule: ClassVar[Rule] = staticmethod(kimi_delta_attention)
+    one_token: ClassVar[Rule] = staticmethod(kimi_delta_step)
+
+    def __init__(self, *sizes: Any, decay_bound: float = 0.0, out_std: float, rngs: nnx.Rngs):
+        """Make the projections of `GatedDeltaNet`'s sizes. `decay_bound`: see `Decay`."""
+        super().__init__(*sizes, out_std=out_std, rngs=rngs)
+        self.decay.bound = decay_bound
+
+    def make_gates(self, dim: int, heads: int, key_dim: int, value_dim: int, rngs: nnx.Rngs) -> None:
+        """Make what decays and output gates are computed by."""
+        self.step, self.gate = (Linear("btd,dhk->bthk", (dim, heads, width), ("embed", "heads", "head_dim"), HEADS,
+                                       rngs=rngs) for width in (key_dim, value_dim))
+        self.decay = Decay(heads, key_dim)
+
+    def gates(self, x_BTD: jax.Array) -> jax.Array:
+        """Return what the normalized output is multiplied by, in float32."""
+        return jax.nn.sigmoid(self.gate(x_BTD).astype(F32))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.hub.cases.sizes import SIZES
+from tests.hub.cases.sizes import HEAD_PARTS, SIZES
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what transformers is given)
     "gpt2": ("gpt2", {"vocab_size": 24, "n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": 40}),
@@ -89,6 +89,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
         "num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 2, "logit_scale": 0.3,
         "attention_bias": True, "layer_norm_eps": 1e-3, "head_dim": 6, "tie_word_embeddings": True,
         "pad_token_id": 0}),
+    "youtu": ("youtu", SIZES | HEAD_PARTS | {"q_lora_rank": 12, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "youtu_yarn": ("youtu", SIZES | HEAD_PARTS | {"q_lora_rank": None, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8,
+        "mscale": 1.0, "mscale_all_dim": 0.7}}),
     "exaone4_full": ("exaone4", SIZES | {"sliding_window": None, "layer_types": ["full_attention"] * 2,
                                           "pad_token_id": 0}),
 }

@@ -37,4 +37,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
         "linear_conv_kernel_dim": 3, "pad_token_id": 0,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"] + ["linear_attention"] * 2,
         "mlp_layer_types": ["dense"] + ["sparse"] * 4}),
+    "bailing_hybrid": ("bailing_hybrid", SIZES | _LATENT | {
+        "rms_norm_eps": 1e-2, "num_hidden_layers": 5, "head_dim": 8, "short_conv_kernel_size": 3, "q_lora_rank": 12,
+        "layer_group_size": 3, "first_k_dense_replace": 1, "pad_token_id": 0, "kda_lower_bound": -3.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}}),
+    "bailing_hybrid_unbounded": ("bailing_hybrid", SIZES | _LATENT | {
+        "rms_norm_eps": 1e-2, "num_hidden_layers": 4, "head_dim": 8, "kda_safe_gate": False, "pad_token_id": 0,
+        "layer_types": ["linear_attention", "full_attention"] * 2, "mlp_layer_types": ["sparse"] * 4,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "mscale": 1.0,
+                            "mscale_all_dim": 0.5, "original_max_position_embeddings": 8}}),
 }

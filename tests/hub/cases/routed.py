@@ -85,6 +85,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
     "olmoe": ("olmoe", SIZES | {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0}),
     "flex_olmo": ("flex_olmo", SIZES | {
         "head_dim": 6, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True, "pad_token_id": 0}),
+    "phimoe": ("phimoe", SIZES | {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True,
+        "router_jitter_noise": 0.4, "sliding_window": 5, "original_max_position_embeddings": 32, "rope_scaling": {
+            "type": "longrope", "short_factor": [1.1, 1.3], "long_factor": [2.0, 4.0], "short_mscale": 1.2,
+            "long_mscale": 1.2, "original_max_position_embeddings": 32}}),
+    "phimoe_plain": ("phimoe", SIZES | {
+        "head_dim": 6, "num_local_experts": 4, "router_jitter_noise": 0.01, "tie_word_embeddings": True}),
     "glm4_moe_lite": ("glm4_moe_lite", {key: value for key, value in (SIZES | LATENT).items() if key not in (
         "first_k_dense_replace",)} | {"q_lora_rank": 12, "n_shared_experts": 1, "rms_norm_eps": 1e-5}),
     "hy_v3": ("hy_v3", SIZES | {

@@ -10,7 +10,8 @@ ROUTED: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_hidden_layers": 3,
     "norm_topk_prob": True}
-LATENT = ROUTED | {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-                   "v_head_dim": 8, "rms_norm_eps": 1e-6}
+HEAD_PARTS: dict[str, Any] = {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 6,
+                              "qk_rope_head_dim": 4, "v_head_dim": 8, "rms_norm_eps": 1e-6}
+LATENT = ROUTED | HEAD_PARTS
 MULTIPLIED: dict[str, Any] = {"embedding_multiplier": 6.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22,
                               "logits_scaling": 4.0}
