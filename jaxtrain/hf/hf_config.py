@@ -220,6 +220,7 @@ def _check(c: ModelConfig, published: HFConfig, written: JsonMapping) -> None:
         free.add("mup_base")  # it has shaped training only
     for key in c.__dataclass_fields__.keys() - free:
         same = c.rope_type == "ntk" if isinstance(c, RotaryConfig) and key.startswith("rope_") else False
+        same |= key == "layer_pattern" and c.layer_kinds == back.layer_kinds
         same |= key == "global_every" and 0 not in {**c.windows, **back.windows}  # no layer is global
         if getattr(c, key) != getattr(back, key) and not same:
             raise UserError(f"model.{key}", f"{getattr(c, key)!r} cannot be published as {kind}",

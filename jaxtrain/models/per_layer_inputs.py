@@ -1,0 +1,72 @@
+"""An input of its own for each layer, made of the tokens and their embeddings, as in Gemma 3n and Gemma 4.
+
+Shape suffixes: B batch, T sequence, D embedding, N layers, I width of a layer's input.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.base.annotations import PyTree
+from jaxtrain.kernels.functions import gelu
+from jaxtrain.models.attention.kv_cache import Aux, Cache
+from jaxtrain.models.decoder import Decoder
+from jaxtrain.models.layers import RESIDUAL, Linear, RMSNorm
+from jaxtrain.models.sandwich_layers import scaled_embed
+
+INPUTS = "inputs"  # their name among what all layers are given
+
+
+class PerLayerInputs(nnx.Module):
+    """The mean of an embedding of the token for the layer and of a projection of its plain one, times sqrt(2)."""
+
+    def __init__(self, vocab: int, layers: int, width: int, dim: int, eps: float, *, rngs: nnx.Rngs):
+        self.width = width
+        self.embed = scaled_embed(vocab, layers * width, width, rngs=rngs)
+        self.project = Linear("btd,dl->btl", (dim, layers * width), ("embed", "latent"), RESIDUAL, rngs=rngs)
+        self.norm = RMSNorm(width, eps, axis="latent", rngs=rngs)
+
+    def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        """Return the inputs of all layers, one after the other."""
+        own = self.embed(tokens_BT)
+        projected = (self.project(x_BTD) * x_BTD.shape[-1]**-0.5).astype(own.dtype)
+        projected = self.norm(projected.reshape(*own.shape[:2], -1, self.width)).reshape(own.shape)
+        return ((projected + own) * math.sqrt(0.5)).astype(own.dtype)
+
+
+class LayerInput(nnx.Module):
+    """What a layer makes of its input: a projection of it, gated by the activation."""
+
+    def __init__(self, number: int, dim: int, width: int, eps: float, *, out_std: float, rngs: nnx.Rngs):
+        """`number`: of the layer."""
+        self.number, self.width = number, width
+        self.gate = Linear("btd,dl->btl", (dim, width), ("embed", "latent"), RESIDUAL, rngs=rngs)
+        self.out = Linear("btl,ld->btd", (width, dim), ("latent", "embed"), RESIDUAL, std=out_std, rngs=rngs)
+        self.norm = RMSNorm(dim, eps, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, given: PyTree) -> jax.Array:
+        """Return what is added to the activation, of what all layers are given."""
+        input_BTI = given[INPUTS][..., self.number * self.width:][..., :self.width]
+        return self.norm(self.out(gelu(self.gate(x_BTD)) * input_BTI))
+
+
+class PerLayerDecoder(Decoder):
+    """A decoder whose layers may have inputs of their own, which its first part returns behind the embeddings."""
+
+    inputs: PerLayerInputs | None = None
+
+    def begin(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Return the embeddings, and behind them the inputs of all layers."""
+        x_BTD = super().begin(tokens_BT, positions_BT)
+        return x_BTD if self.inputs is None else jnp.concatenate([x_BTD, self.inputs(tokens_BT, x_BTD)], -1)
+
+    def through(self, x_BTD: jax.Array, segments_BT: jax.Array | None, positions_BT: jax.Array,
+                slots: Any = None, cache: Cache | None = None, given: PyTree = None) -> tuple[jax.Array, Aux]:
+        """Apply all layers to embeddings that have the inputs of layers behind them."""
+        if self.inputs is not None:
+            dim = self.norm.dim
+            x_BTD, given = x_BTD[..., :dim], {INPUTS: x_BTD[..., dim:]}
+        return super().through(x_BTD, segments_BT, positions_BT, slots, cache, given)
