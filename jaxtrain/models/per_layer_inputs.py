@@ -54,7 +54,7 @@ class LayerInput(nnx.Module):
 
 
 class PerLayerDecoder(Decoder):
-    """A decoder whose layers may have inputs of their own, which its first part returns behind the embeddings."""
+    """A decoder whose layers may have inputs of their own: from part to part they go behind the activation."""
 
     inputs: PerLayerInputs | None = None
 
@@ -65,8 +65,13 @@ class PerLayerDecoder(Decoder):
 
     def through(self, x_BTD: jax.Array, segments_BT: jax.Array | None, positions_BT: jax.Array,
                 slots: Any = None, cache: Cache | None = None, given: PyTree = None) -> tuple[jax.Array, Aux]:
-        """Apply all layers to embeddings that have the inputs of layers behind them."""
-        if self.inputs is not None:
-            dim = self.norm.dim
-            x_BTD, given = x_BTD[..., :dim], {INPUTS: x_BTD[..., dim:]}
-        return super().through(x_BTD, segments_BT, positions_BT, slots, cache, given)
+        """Apply all layers to an activation that has the inputs of layers behind it, and leave them there."""
+        if self.inputs is None:
+            return super().through(x_BTD, segments_BT, positions_BT, slots, cache, given)
+        x_BTD, inputs = jnp.split(x_BTD, [self.norm.dim], -1)
+        x_BTD, aux = super().through(x_BTD, segments_BT, positions_BT, slots, cache, {INPUTS: inputs})
+        return jnp.concatenate([x_BTD, inputs], -1), aux
+
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """Apply the last norm to the activation alone."""
+        return super().finish(x_BTD[..., :self.norm.dim])

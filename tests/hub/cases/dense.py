@@ -2,14 +2,8 @@
 
 from typing import Any
 
-from tests.hub.cases.sizes import SIZES
+from tests.hub.cases.sizes import GEMMA_4, SIZES
 
-_GEMMA_4 = {key: value for key, value in SIZES.items() if key != "rope_theta"} | {
-    "num_key_value_heads": 4, "head_dim": 6, "sliding_window": 5, "layer_types": [
-        "sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0, "tie_word_embeddings": True,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-        "full_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what transformers is given)
     "gpt2": ("gpt2", {"vocab_size": 24, "n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": 40}),
     "llama": ("llama", SIZES), "llama_head_dim": ("llama", SIZES | {"head_dim": 6, "tie_word_embeddings": True}),
@@ -89,9 +83,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
         "num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 2, "logit_scale": 0.3,
         "attention_bias": True, "layer_norm_eps": 1e-3, "head_dim": 6, "tie_word_embeddings": True,
         "pad_token_id": 0}),
-    "gemma4": ("gemma4_text", _GEMMA_4 | {
+    "gemma4": ("gemma4_text", GEMMA_4 | {
         "num_hidden_layers": 4, "global_head_dim": 10, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
         "final_logit_softcapping": 1.5}),
+    "gemma4_small": ("gemma4_text", GEMMA_4 | {  # as Gemma 4 E2B
+        "num_hidden_layers": 6, "num_key_value_heads": 2, "global_head_dim": 10, "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 28, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+        "attention_bias": True, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] + [
+            "sliding_attention", "full_attention"] + ["full_attention"]}),
+    "gemma4_inputs": ("gemma4_text", GEMMA_4 | {
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 6,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 24, "tie_word_embeddings": False}),
     "exaone4_full": ("exaone4", SIZES | {"sliding_window": None, "layer_types": ["full_attention"] * 2,
                                           "pad_token_id": 0}),
 }
