@@ -44,11 +44,11 @@ _OWN = (
     "gpt2",
     "llama", "qwen2", "qwen3", "arcee", "smollm3", "granite", "seed_oss", "ernie4_5", "phi3", "glm4", "olmo2", "olmo3",
     "exaone4", "gemma3", "gemma2", "cohere", "cohere2", "ministral3", "ministral", "hunyuan_v1_dense", "apertus",
-    "nanochat", "olmo", "glm", "gemma", "gemma4", "starcoder2", "stablelm", "helium", "nemotron",
+    "nanochat", "olmo", "glm", "gemma", "starcoder2", "stablelm", "helium", "nemotron",
     "mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "dots1", "deepseek_v2", "deepseek_v3",
     "gpt_oss", "ernie4_5_moe", "minimax_m2", "afmoe", "hunyuan_v1_moe", "mistral4", "llama4",
     "olmoe", "flex_olmo", "glm4_moe_lite", "hy_v3", "solar_open", "exaone_moe",
-    "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear",
+    "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear", "gemma4",
     "mamba2", "nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "lfm2", "lfm2_moe",
     "events", "clips", "siglip", "clip", "vision_language", "image_flow", "whisper")
 _PLACES = {name: f"jaxtrain.models.{name}:FAMILY" for name in _OWN} | {

@@ -77,6 +77,7 @@ class ModelConfig:
     compares_rows = False  # whether the loss compares each row of a batch with the others
     scaled_embeddings = False  # whether embeddings are multiplied by the square root of their width
     fixed = ()  # paths of parameters that nobody trains
+    attention_widths: ClassVar[Mapping[int, int]] = {}  # by the window of layers, where it is not `attention_width`
     lookups = ()  # paths of tables of which each token takes a row, besides the embeddings
     # whether layers that predict further tokens read activations behind the norm before the output head, as published
     mtp_after_norm = False
@@ -145,11 +146,6 @@ class ModelConfig:
     def attention_width(self) -> int:
         """The widths of a query and of a value in one head, together."""
         return 2 * self.head_dim
-
-    @property
-    def attention_widths(self) -> dict[int, int]:
-        """These widths of the layers with each attention window."""
-        return dict.fromkeys(self.windows, self.attention_width)
 
     @property
     def windows(self) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""What Gemma 4's config.json says of its kinds of layers, to our keys and back."""
+"""Gemma 4's config.json, whose layers are of two kinds, to our keys and back."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def read(known: Keys, refuse: Refuse) -> Keys:
 def _heads(known: Keys, listed: list[str], refuse: Refuse) -> Keys:
     """Return our keys of the heads of global layers."""
     base = {"head_dim": known["head_dim"], "num_key_value_heads": known["num_key_value_heads"]}
-    if (given := known.get("per_layer_config")) is None:
+    if "per_layer_config" not in known:
         width, heads = known.get("global_head_dim", 512), known.get("num_global_key_value_heads")
         if defaults.misfit(width, ["int"]) or width < 1:
             raise refuse("global_head_dim", "is not a size that a head has")
@@ -46,7 +46,7 @@ def _heads(known: Keys, listed: list[str], refuse: Refuse) -> Keys:
         own = base | {"head_dim": width} | (
             {"num_key_value_heads": heads} if known["attention_k_eq_v"] and heads else {})
     else:
-        own = _overridden(given, base, listed, refuse)
+        own = _overridden(known["per_layer_config"] or {}, base, listed, refuse)
     return {"global_head_dim": own["head_dim"], "global_kv_heads": own["num_key_value_heads"]}
 
 
@@ -54,7 +54,10 @@ def _overridden(given: Any, base: Keys, listed: list[str], refuse: Refuse) -> Ke
     """Return the sizes of global layers, of what a file says of each layer by its number."""
     if not isinstance(given, dict) or not all(isinstance(one, dict) for one in given.values()):
         raise refuse("per_layer_config", "cannot be read: it is not an object of objects")
-    each = [base | given.get(f"{n}", {}) for n in range(len(listed))]
+    numbers = [f"{n}" for n in range(len(listed))]
+    if {*given} - {*numbers}:
+        raise refuse("per_layer_config", "cannot be read: its keys are not numbers of layers")
+    each = [base | given.get(number, {}) for number in numbers]
     if any(one.keys() - {*_OVERRIDDEN} or any(defaults.misfit(size, ["int"]) or size < 1 for size in one.values())
            for one in each):
         raise refuse("per_layer_config", "cannot be expressed: only head_dim and num_key_value_heads of layers can")
@@ -66,7 +69,9 @@ def _overridden(given: Any, base: Keys, listed: list[str], refuse: Refuse) -> Ke
 
 def _positions(known: Keys, kinds: set[str], refuse: Refuse) -> Keys:
     """Return our keys of rotary positions."""
-    both = _USUAL if known["rope_parameters"] is None else known["rope_parameters"]
+    if known.get("rope_scaling"):
+        raise refuse("rope_scaling", "cannot be expressed: rope_parameters say it for each kind of layers")
+    both: Keys = dict(_USUAL) if known["rope_parameters"] is None else known["rope_parameters"]
     for kind in sorted(kinds):
         one = both.get(kind)
         if not isinstance(one, dict) or defaults.misfit(one.get("rope_theta"), ["float"]) or one["rope_theta"] <= 0:

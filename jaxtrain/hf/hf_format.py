@@ -71,6 +71,10 @@ def _always(_: object) -> bool:
     return True
 
 
+def _never(*_: object) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class HFConfig:
     """The config.json of one published model type.
@@ -128,6 +132,7 @@ class HFTensors:
         turned: whether matrices are [in, out] and not [out, in].
         further_layers: whether files have layers after the last one, of multi-token prediction, which a model does
             without unless it predicts further tokens itself.
+        unread: whether files may have a tensor of this name although the model of a config has no parameter for it.
     """
 
     entries: Callable[[Any, bool], list[Entry]]
@@ -135,3 +140,4 @@ class HFTensors:
     renamed: Mapping[str, str] = field(default_factory=dict)
     turned: bool = False
     further_layers: bool = False
+    unread: Callable[[Any, str], bool] = _never

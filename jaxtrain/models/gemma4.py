@@ -5,6 +5,7 @@ their own besides the activation, the last ones may read keys and values of earl
 the MLP.
 """
 
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -22,6 +23,7 @@ from jaxtrain.hf.hf_format import COMMON, Entry, HFConfig, HFTensors
 if TYPE_CHECKING:
     from flax import nnx
 
+    from jaxtrain.models.attention.rotary import Rotary
     from jaxtrain.models.decoder import Compute, Decoder
     from jaxtrain.models.rotary_decoder import Part
 
@@ -42,7 +44,7 @@ class Gemma4Config(PatternConfig, RoutedDecoderConfig):
     rope_factor: float = number(1.0, above=0)  # divisor of positions in the global layers
     attention_bias: bool = False  # whether queries, keys, values and what attention returns have biases
     logit_cap: float = number(0.0, least=0)  # logits become cap x tanh(logit / cap); 0: they stay
-    # so many of the last layers attend to the keys and values of the last layer of their kind before them
+    # number of layers, the last ones, that attend to the keys and values of the last layer of their kind before them
     shared_kv_layers: int = at_most(0, 10_000, least=0)
     double_wide_mlp: bool = False  # whether the MLP of those layers is twice as wide
     per_layer_dim: int = at_most(0, 2**20, least=0)  # width of the input that each layer has of its own; 0: none
@@ -96,7 +98,7 @@ class Gemma4Config(PatternConfig, RoutedDecoderConfig):
         return {width: many for width, many in ((self.window, kinds.count(LOCAL)), (0, kinds.count(GLOBAL))) if many}
 
     @property
-    def attention_widths(self) -> dict[int, int]:
+    def attention_widths(self) -> dict[int, int]:  # pyrefly: ignore[bad-override]
         """The widths of a query and of a value in one head, together, of the layers with each window."""
         return {self.window: 2 * self.head_dim, 0: 2 * self.global_head_dim}
 
@@ -123,33 +125,37 @@ class Gemma4Config(PatternConfig, RoutedDecoderConfig):
 
 def gemma4(c: Gemma4Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
     """Build a Gemma 4 decoder."""
-    import numpy as np
-
     from jaxtrain.models.attention.normed_values import KindsOfRotary
-    from jaxtrain.models.attention.rotary import Rotary, frequencies
     from jaxtrain.models.experts.normed_moe import NormedMoE
     from jaxtrain.models.per_layer_inputs import LayerInput, PerLayerDecoder, PerLayerInputs
     from jaxtrain.models.rotary_decoder import rotary_decoder
     from jaxtrain.models.sandwich_layers import GeGLU, scaled_embed
     from jaxtrain.models.scaled_layer import ScaledLayer
 
-    far, turning = frequencies(c.global_head_dim, c.rope_theta), int(c.rotary_part * c.global_head_dim // 2)
-    rotary = KindsOfRotary({
-        LOCAL: Rotary(frequencies(c.head_dim, c.local_rope_theta)),
-        GLOBAL: Rotary(np.where(np.arange(len(far)) < turning, far, 0) / c.rope_factor)})
     experts = partial(NormedMoE, c, options=compute.experts) if c.num_experts else None
     widths = [c.mlp_dim * (2 if kind.islower() and c.double_wide_mlp else 1) for kind in c.layer_kinds]
+    inputs = PerLayerInputs(c.per_layer_vocab, c.num_layers, c.per_layer_dim, c.embed_dim, c.norm_eps,
+                            rngs=rngs) if c.per_layer_dim else None
     model = rotary_decoder(
         c, compute, [_attention(c, compute, n) for n in range(c.num_layers)], block=ScaledLayer,
         mlp=[partial(GeGLU, c.embed_dim, width) for width in widths], experts=experts,
-        embed=scaled_embed(c.vocab_size, c.embed_dim, rngs=rngs), rotary=rotary, decoder=PerLayerDecoder,
+        embed=scaled_embed(c.vocab_size, c.embed_dim, rngs=rngs), rotary=KindsOfRotary(rotaries(c)),
+        decoder=partial(PerLayerDecoder, inputs=inputs),
         beside=[partial(LayerInput, n, c.embed_dim, c.per_layer_dim, c.norm_eps) for n in range(c.num_layers)]
         if c.per_layer_dim else [], rngs=rngs)
-    if c.per_layer_dim:
-        model.inputs = PerLayerInputs(c.per_layer_vocab, c.num_layers, c.per_layer_dim, c.embed_dim, c.norm_eps,
-                                      rngs=rngs)
     model.logit_cap = c.logit_cap
     return model
+
+
+def rotaries(c: Gemma4Config) -> "dict[str, Rotary]":
+    """Return the rotary positions of each kind of layers; in global ones the slowest pairs do not turn at all."""
+    import numpy as np
+
+    from jaxtrain.models.attention.rotary import Rotary, frequencies
+
+    far, turning = frequencies(c.global_head_dim, c.rope_theta), int(c.rotary_part * c.global_head_dim // 2)
+    return {LOCAL: Rotary(frequencies(c.head_dim, c.local_rope_theta)),
+            GLOBAL: Rotary(np.where(np.arange(len(far)) < turning, far, 0) / c.rope_factor)}
 
 
 def _attention(c: Gemma4Config, compute: "Compute", layer: int) -> "Part":
@@ -194,12 +200,17 @@ _INPUTS = [
     Entry("inputs/project/kernel", "model.per_layer_model_projection.weight", "ld->dl"),
     Entry("inputs/norm/scale", "model.per_layer_projection_norm.weight")]
 _DECODER = decoder_tensors.decoder(_layer)
-# Of layers that read others' keys and values, which have such tensors all the same.
-_UNREAD = r"\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\."
+
+
+def _unread(c: Gemma4Config, name: str) -> bool:
+    """Return whether a tensor makes keys or values of a layer that reads those of another, as some files have it."""
+    found = re.search(r"\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)
+    return bool(found and int(found[1]) >= c.own_kv_layers)
+
 
 FAMILY = Family(
     Gemma4Config, gemma4,
-    tensors=HFTensors(lambda c, headed: _DECODER.entries(c, headed) + _INPUTS * (c.per_layer_dim > 0)),
+    tensors=HFTensors(lambda c, headed: _DECODER.entries(c, headed) + _INPUTS * (c.per_layer_dim > 0), unread=_unread),
     hf=(HFConfig("gemma4_text", "Gemma4ForCausalLM", COMMON | {
         "sliding_window": "window", "attention_bias": "attention_bias", "attention_k_eq_v": "keys_are_values",
         "use_double_wide_mlp": "double_wide_mlp"},

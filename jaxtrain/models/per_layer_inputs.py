@@ -21,10 +21,10 @@ INPUTS = "inputs"  # their name among what all layers are given
 
 
 class PerLayerInputs(nnx.Module):
-    """The mean of an embedding of the token for the layer and of a projection of its plain one, times sqrt(2)."""
+    """The inputs of layers: an embedding of the token for each, plus a projection of its plain one, over sqrt(2)."""
 
     def __init__(self, vocab: int, layers: int, width: int, dim: int, eps: float, *, rngs: nnx.Rngs):
-        self.width = width
+        self.width, self.dim = width, dim
         self.embed = scaled_embed(vocab, layers * width, width, rngs=rngs)
         self.project = Linear("btd,dl->btl", (dim, layers * width), ("embed", "latent"), RESIDUAL, rngs=rngs)
         self.norm = RMSNorm(width, eps, axis="latent", rngs=rngs)
@@ -38,7 +38,7 @@ class PerLayerInputs(nnx.Module):
 
 
 class LayerInput(nnx.Module):
-    """What a layer makes of its input: a projection of it, gated by the activation."""
+    """A projection of a layer's own input, gated by the activation."""
 
     def __init__(self, number: int, dim: int, width: int, eps: float, *, out_std: float, rngs: nnx.Rngs):
         """`number`: of the layer."""
@@ -56,7 +56,9 @@ class LayerInput(nnx.Module):
 class PerLayerDecoder(Decoder):
     """A decoder whose layers may have inputs of their own: from part to part they go behind the activation."""
 
-    inputs: PerLayerInputs | None = None
+    def __init__(self, *parts: Any, inputs: PerLayerInputs | None = None, **how: Any):
+        super().__init__(*parts, **how)
+        self.inputs = inputs
 
     def begin(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Return the embeddings, and behind them the inputs of all layers."""
@@ -68,10 +70,10 @@ class PerLayerDecoder(Decoder):
         """Apply all layers to an activation that has the inputs of layers behind it, and leave them there."""
         if self.inputs is None:
             return super().through(x_BTD, segments_BT, positions_BT, slots, cache, given)
-        x_BTD, inputs = jnp.split(x_BTD, [self.norm.dim], -1)
+        x_BTD, inputs = jnp.split(x_BTD, [self.inputs.dim], -1)
         x_BTD, aux = super().through(x_BTD, segments_BT, positions_BT, slots, cache, {INPUTS: inputs})
         return jnp.concatenate([x_BTD, inputs], -1), aux
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the last norm to the activation alone."""
-        return super().finish(x_BTD[..., :self.norm.dim])
+        return super().finish(x_BTD if self.inputs is None else x_BTD[..., :self.inputs.dim])

@@ -47,7 +47,7 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
                    block: Callable[..., nnx.Module] | Sequence[Callable[..., nnx.Module]] = Block,
                    norm: Callable[..., nnx.Module] = RMSNorm, embed: Embed | None = None, rotary: Any = None,
                    mlp_bias: bool = False, ahead: Part | None = None, beside: Sequence[Part] = (),
-                   decoder: type[Decoder] = Decoder, rngs: nnx.Rngs) -> Any:
+                   decoder: Callable[..., Decoder] = Decoder, rngs: nnx.Rngs) -> Decoder:
     """Build the decoder that Llama and its descendants share.
 
     Args:

@@ -46,7 +46,8 @@ PART = 2**28  # bytes of a shard that a host holds at once, while they are on th
 
 # Not parameters of a language model: buffers that old versions saved, and other parts of a multimodal model.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$"
-                      r"|^(model\.)?(vision_tower|multi_modal_projector|visual)\.|^model\.vision_model\.")
+                      r"|^(model\.)?(vision_tower|multi_modal_projector|visual|embed_vision|audio_tower|embed_audio)\."
+                      r"|^model\.vision_model\.")
 
 
 _TABLES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight",
@@ -437,6 +438,8 @@ def has_further_layers(folder: str | Path, model: ModelConfig) -> bool:
 def _is_ignored(name: str, model: ModelConfig) -> bool:
     published = family(model.name).tensors
     if not model.multi_token_loss and name.startswith("mtp."):
+        return True
+    if published and published.unread(model, name):
         return True
     further = published and published.further_layers and not model.multi_token_loss
     layer = re.search(r"\.layers\.(\d+)\.", name) if further else None

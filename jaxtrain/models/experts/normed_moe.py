@@ -34,5 +34,6 @@ class NormedMoE(MoE):
         asked = self.router_norm(x_BTD)
         asked = (asked * x_BTD.shape[-1]**-0.5).astype(asked.dtype)
         y_BTD, aux = self.routed(asked, segments_BT, self.experts_norm(x_BTD))
+        assert self.shared is not None
         shared = self.shared(activations.enter(h_BTD, INSIDE, shared_by=("act_mlp",)))
         return self.shared_out_norm(shared) + self.experts_out_norm(y_BTD), aux
