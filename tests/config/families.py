@@ -64,7 +64,8 @@ _DRAWS: dict[str, dict[str, Any]] = {
                 "decoder_ffn_dim": [20], "d_model": [16], "max_source_positions": [8], "max_target_positions": [12],
                 "num_hidden_layers": [3], "num_attention_heads": [2]},
 }
-_DRAWS |= {kind: _SHAPE | _ROTARY | own for part in PARTS for kind, own in part.DRAWS.items()}
+_DRAWS |= {kind: {key: values for key, values in (_SHAPE | _ROTARY | own).items() if values}
+           for part in PARTS for kind, own in part.DRAWS.items()}
 _TOWER = {"hidden_size": [16, 32], "intermediate_size": [20], "num_hidden_layers": [1, 2],
           "num_attention_heads": [2, 4], "layer_norm_eps": [1e-5, 1e-6], "hidden_act": ["gelu", "gelu_pytorch_tanh"]}
 _TEXT = _TOWER | {"vocab_size": [24, 60_000], "max_position_embeddings": [8], "pad_token_id": [1, 5],

@@ -9,8 +9,8 @@ def _layers(given: dict[str, Any], rng: np.random.Generator) -> Any:
     """Return a kind for each layer, or none."""
     count = given.get("num_hidden_layers", 3) + int(rng.random() < 0.1)
     near, far = "sliding_attention", "full_attention"
-    return [None, ([near, far] * count)[:count], ([near, near, far] * count)[:count], [far] * count, [near] * count,
-            [far, near] * (count // 2) + [far] * (count % 2)][rng.integers(6)]
+    return [None, None, ([near, far] * count)[:count], ([near, near, far] * count)[:count], [far] * count, [near] * count,
+            [far, near] * (count // 2) + [far] * (count % 2)][rng.integers(7)]
 
 
 def _positions(given: dict[str, Any], rng: np.random.Generator) -> Any:
@@ -23,7 +23,7 @@ def _positions(given: dict[str, Any], rng: np.random.Generator) -> Any:
            {"rope_type": "linear", "rope_theta": 30.0, "factor": 4.0},
            {"rope_theta": 20.0}][rng.integers(6)]
     both = {"sliding_attention": near, "full_attention": far}
-    return [None, both, both, both, {"full_attention": far}][rng.integers(5)]
+    return [None, *[both] * 6, {"full_attention": far}][rng.integers(8)]
 
 
 def _of_each(given: dict[str, Any], rng: np.random.Generator) -> Any:
@@ -36,11 +36,12 @@ def _of_each(given: dict[str, Any], rng: np.random.Generator) -> Any:
 
 DRAWS: dict[str, dict[str, Any]] = {"gemma4_text": {
     "head_dim": [6], "num_key_value_heads": [1, 2], "layer_types": _layers, "rope_parameters": _positions,
+    "rope_scaling": [],  # none: null already means that there are no positions
     "sliding_window": [3, 5], "global_head_dim": [8, 4], "num_global_key_value_heads": [
         1, 2, None], "attention_k_eq_v": [True, False], "attention_bias": [False, False, True],
     "per_layer_config": _of_each, "final_logit_softcapping": [20.0, None],
     "hidden_size_per_layer_input": [0, 4], "vocab_size_per_layer_input": [40, 40, 24],
-    "num_kv_shared_layers": [0, 0, 0, 1, 2], "use_double_wide_mlp": [True, False], "enable_moe_block": [True, False],
+    "num_kv_shared_layers": [0, 0, 0, 0, 1, 2], "use_double_wide_mlp": [True, False], "enable_moe_block": [True, False],
     "num_experts": [4, 8], "top_k_experts": [2, 3], "moe_intermediate_size": [6],
     "use_bidirectional_attention": [None, None, "vision", None, "vision", "all"],
     "hidden_activation": ["gelu_pytorch_tanh"]}}
