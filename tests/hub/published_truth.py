@@ -128,8 +128,9 @@ def exported(name: str, case: dict[str, Any]) -> float:
         params = published_weights.load(folder, model, run.abstract.all_params)
         published_weights.save(params, model, to, np.float32, 10_000)
         (to / "config.json").write_text(json.dumps(config_json(model)))
+        network = torch_model(to).double()  # before what reads files takes float32 for something else
         with in_float64():
-            logits = torch_model(to)(torch.tensor(published.TOKENS, dtype=torch.long)).logits
+            logits = network(torch.tensor(published.TOKENS, dtype=torch.long)).logits
         logits = logits.detach().numpy().reshape(-1)
     wanted = np.asarray(case["logits"])
     return float(np.abs(logits - wanted).max() / np.abs(wanted).max())
