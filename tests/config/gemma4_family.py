@@ -9,8 +9,8 @@ def _layers(given: dict[str, Any], rng: np.random.Generator) -> Any:
     """Return a kind for each layer, or none."""
     count = given.get("num_hidden_layers", 3) + int(rng.random() < 0.1)
     near, far = "sliding_attention", "full_attention"
-    return [None, None, ([near, far] * count)[:count], ([near, near, far] * count)[:count], [far] * count, [near] * count,
-            [far, near] * (count // 2) + [far] * (count % 2)][rng.integers(7)]
+    return [None, None, ([near, far] * count)[:count], ([near, near, far] * count)[:count], [far] * count,
+            [near] * count, [far, near] * (count // 2) + [far] * (count % 2)][rng.integers(7)]
 
 
 def _positions(given: dict[str, Any], rng: np.random.Generator) -> Any:
