@@ -48,7 +48,7 @@ _OWN = (
     "mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "glm4_moe", "dots1", "deepseek_v2", "deepseek_v3",
     "gpt_oss", "ernie4_5_moe", "minimax_m2", "afmoe", "hunyuan_v1_moe", "mistral4", "llama4",
     "olmoe", "flex_olmo", "phimoe", "glm4_moe_lite", "hy_v3", "solar_open", "exaone_moe", "youtu",
-    "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid",
+    "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "gemma4",
     "mamba2", "nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "lfm2", "lfm2_moe",
     "events", "clips", "siglip", "clip", "vision_language", "image_flow", "whisper")
 _PLACES = {name: f"jaxtrain.models.{name}:FAMILY" for name in _OWN} | {

@@ -79,6 +79,8 @@ class ModelConfig:
     compares_rows = False  # whether the loss compares each row of a batch with the others
     scaled_embeddings = False  # whether embeddings are multiplied by the square root of their width
     fixed = ()  # paths of parameters that nobody trains
+    attention_widths: ClassVar[Mapping[int, int]] = {}  # by the window of layers, where it is not `attention_width`
+    lookups = ()  # paths of tables of which each token takes a row, besides the embeddings
     # whether layers that predict further tokens read activations behind the norm before the output head, as published
     mtp_after_norm = False
     # the keys of `mup_base`, and the logical axes whose sizes they are

@@ -14,6 +14,7 @@ from jaxtrain.base.annotations import Json, JsonMapping
 from jaxtrain.config import family
 from jaxtrain.config.decoder_config import RotaryConfig
 from jaxtrain.config.field_checks import most
+from jaxtrain.config.hybrids.layer_pattern import PatternConfig
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import ROWS, DataConfig
 from jaxtrain.errors import UserError
@@ -224,6 +225,8 @@ def _check(c: ModelConfig, published: HFConfig, written: JsonMapping) -> None:
     for key in c.__dataclass_fields__.keys() - free:
         same = isinstance(c, RotaryConfig) and (
             (c.rope_type == "ntk" and key.startswith("rope_")) or (bool(c.rope_short_factor) and key == "max_seq_len"))
+        if isinstance(c, PatternConfig) and isinstance(back, PatternConfig) and key == "layer_pattern":
+            same |= c.layer_kinds == back.layer_kinds
         same |= key == "global_every" and 0 not in {**c.windows, **back.windows}  # no layer is global
         if getattr(c, key) != getattr(back, key) and not same:
             raise UserError(f"model.{key}", f"{getattr(c, key)!r} cannot be published as {kind}",

@@ -86,6 +86,10 @@ def renaming(patterns: Mapping[str, str]) -> Callable[[Any, str], str]:
     return own_name
 
 
+def _never(*_: object) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class HFConfig:
     """The config.json of one published model type.
@@ -144,6 +148,7 @@ class HFTensors:
         turned: whether matrices are [in, out] and not [out, in].
         further_layers: whether files have layers after the last one, of multi-token prediction, which a model does
             without unless it predicts further tokens itself.
+        unread: whether files may have a tensor of this name although the model of a config has no parameter for it.
     """
 
     entries: Callable[[Any, bool], list[Entry]]
@@ -151,3 +156,4 @@ class HFTensors:
     own_name: Callable[[Any, str], str] = _same_name
     turned: bool = False
     further_layers: bool = False
+    unread: Callable[[Any, str], bool] = _never

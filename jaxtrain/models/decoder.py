@@ -119,12 +119,14 @@ class Decoder(nnx.Module):
 
     def through(self, x_BTD: jax.Array, segments_BT: jax.Array | None, positions_BT: jax.Array,
                 slots: "Mapping[str, Slots] | None" = None,
-                cache: Cache | None = None) -> tuple[jax.Array, Aux]:
+                cache: Cache | None = None, given: PyTree = None) -> tuple[jax.Array, Aux]:
         """Apply all layers, or those in the `slots` of a stage; also returns auxiliary values, stacked over layers.
 
-        With a `cache`, these have the new entries of each stack under `CACHE`.
+        With a `cache`, these have the new entries of each stack under `CACHE`. `given`: what layers read beside angles,
+        where both have names.
         """
         angles = self.rotary.angles(positions_BT) if self.rotary is not None else None
+        angles = angles if given is None else angles | given
         slots, entries, aux = slots or {}, {}, {}
         for name in self.STACKS:
             if (stack := getattr(self, name)) is not None:

@@ -10,6 +10,8 @@ from jaxtrain.base.annotations import PyTree
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.gradient_order import gradients_first
 
+PASSED_ON = "passed on"  # the auxiliary value of a layer that all layers after it in a group are given beside angles
+
 
 class Group(nnx.Module):
     """Layers that differ, applied in turn: one entry of a stack, of a model whose layers repeat with a period."""
@@ -32,12 +34,14 @@ class Group(nnx.Module):
                 x_BTD, weights[at] = gradients_first(x_BTD, weights[at])
 
             @self.remat
-            def apply(x, weights, graphdef=graphdef, name=name):
+            def apply(x, weights, graphdef=graphdef, name=name, angles=angles):
                 held = {} if cache is None else {"cache": cache.of(name)}
                 return nnx.merge(graphdef, weights)(x, segments_BT, angles, **held)
 
             x_BTD, aux = apply(x_BTD, weights[number])
             entries[name] = aux.pop(CACHE, None)
+            if PASSED_ON in aux:
+                angles = angles | aux.pop(PASSED_ON)
             reports += [aux] if aux else []
         return x_BTD, _together(reports) | ({} if cache is None else {CACHE: entries})
 

@@ -42,16 +42,18 @@ def routed(c: DecoderConfig, compute: Compute, **how: Any) -> Part:
     return lambda out_std, rngs: MoE(c, out_std=out_std, options=compute.experts, rngs=rngs, **how)
 
 
-def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequence[Part], *, mlp: Part | None = None,
+def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequence[Part], *,
+                   mlp: Part | Sequence[Part] | None = None,
                    experts: Part | Sequence[Part] | None = None,
                    block: Callable[..., nnx.Module] | Sequence[Callable[..., nnx.Module]] = Block,
                    norm: Callable[..., nnx.Module] = RMSNorm, embed: Embed | None = None, rotary: Any = None,
-                   mlp_bias: bool = False, ahead: Part | None = None, rngs: nnx.Rngs) -> Decoder:
+                   mlp_bias: bool = False, ahead: Part | None = None, beside: Sequence[Part] = (),
+                   decoder: Callable[..., Decoder] = Decoder, rngs: nnx.Rngs) -> Decoder:
     """Build the decoder that Llama and its descendants share.
 
     Args:
         attention: makes the attention of a layer, or what has its place; a sequence: of each layer.
-        mlp: in place of `SwiGLU`.
+        mlp: in place of `SwiGLU`; a sequence: of each layer.
         experts: in place of `MoE` without options; a sequence: of each layer.
         block: makes a layer of what makes a norm, attention, and an MLP or experts; a sequence: for each layer.
         norm: makes the norms of layers and the last one, of a width and an epsilon.
@@ -59,6 +61,8 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
         rotary: in place of `Rotary`: what makes of positions the angles that attention is given.
         mlp_bias: whether `SwiGLU` has biases.
         ahead: makes the attention of layers that predict further tokens; none: that of the last layer.
+        beside: of each layer, makes a fourth part of its block.
+        decoder: in place of `Decoder`.
     """
     out_std = 0.02 / (2 * c.num_layers) ** 0.5
     mlp = mlp or (lambda out_std, rngs: SwiGLU(c.embed_dim, c.mlp_dim, out_std=out_std, bias=mlp_bias, rngs=rngs))
@@ -68,8 +72,9 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
               own: Part | None = None) -> Callable[[nnx.Rngs], nnx.Module]:
         attend, fed, together = (each[number] if isinstance(each, Sequence) else each
                                  for each in (own or attention, feed_forward, block))
-        return lambda rngs: together(partial(norm, rngs=rngs), partial(attend, out_std=out_std, rngs=rngs),
-                                     partial(fed, out_std=out_std, rngs=rngs))
+        parts = attend, fed, *beside[number:number + 1]
+        return lambda rngs: together(partial(norm, rngs=rngs), *(partial(part, out_std=out_std, rngs=rngs)
+                                                                 for part in parts))
 
     if rotary is None and isinstance(c, RotaryConfig) and c.rotary_width:
         rotary = Rotary(*scaled_frequencies(c, c.rotary_width))
@@ -79,7 +84,7 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
     # One iteration has the layers of a period: a layer must not be computed again before its gradients are due.
     keeps = wraps(compute.remat, c.stacked_layers, compute.unroll if c.period == 1 else 0)
     further = layer(c.num_layers - 1, experts if c.experts.num else mlp, ahead) if ahead else period[-1]
-    decoder = Decoder(
+    made = decoder(
         embed or Embed(c.vocab_size, c.embed_dim, rngs=rngs),
         partial(Group, period, keeps[-1][0]) if c.period > 1 else period[0], c.stacked_layers, norm(rngs=rngs),
         rotary=rotary,
@@ -89,5 +94,5 @@ def rotary_decoder(c: DecoderConfig, compute: Compute, attention: Part | Sequenc
                        remat=wraps(compute.remat, c.stacked_layers, 0)[-1][0]) if c.multi_token_loss else None),
         compute=compute, rngs=rngs,
     )
-    decoder.mtp_after_norm = c.mtp_after_norm
-    return decoder
+    made.mtp_after_norm = c.mtp_after_norm
+    return made

@@ -52,10 +52,11 @@ def flops_per_token(model: ModelConfig, matmul_params: float, seq_len: int, caus
         growing = window if model.chunked else seq_len
         return window - window**2 / (2 * growing) if causal and model.causal else window
 
-    keys = sum(layers * attended(window) for window, layers in model.windows.items())
+    keys = sum(layers * attended(window) * model.attention_widths.get(window, model.attention_width)
+               for window, layers in model.windows.items())
     # Further layers, of the kind that is not global.
-    keys += model.multi_token_layers * attended(next(iter(model.windows), 0))
-    return 6 * matmul_params + 6 * model.num_heads * model.attention_width * keys + 3 * model.state_flops
+    keys += model.multi_token_layers * attended(next(iter(model.windows), 0)) * model.attention_width
+    return 6 * matmul_params + 6 * model.num_heads * keys + 3 * model.state_flops
 
 
 def mfu(tokens_per_s: float, flops: float, peak: float) -> float:

@@ -89,8 +89,10 @@ def matmul_parameters(abstract: TrainState, layout: Layout, model: ModelConfig,
     def multiplied(params, axes):
         params, axes = as_floats(params), as_floats(axes)
         names = jax.tree.structure(params).flatten_up_to(axes)
-        return sum(active(leaf.shape, axes) for leaf, axes in zip(jax.tree.leaves(params), names, strict=True)
-                   if is_matrix(axes) and axes[0] not in lookups and axes[-1] is not None)  # a read-out of few numbers
+        return sum(active(leaf.shape, axes) for (path, leaf), axes in zip(
+            jax.tree_util.tree_leaves_with_path(params), names, strict=True)
+            if is_matrix(axes) and axes[0] not in lookups and axes[-1] is not None  # a read-out of few numbers
+            and jax.tree_util.keystr(path, simple=True, separator="/") not in model.lookups)
 
     tied = model.ties_head and "reward_head" not in abstract.all_params  # a head in the output projection's place
     lookups = ("positions",) if tied else ("positions", "vocab")

@@ -17,10 +17,10 @@ from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
 from jaxtrain.hf import defaults
 from jaxtrain.hf.hf_config import model_section
-from tests.config import dense_families, hybrid_families, routed_families
+from tests.config import dense_families, gemma4_family, hybrid_families, routed_families
 
 TRUTH = Path(__file__).with_name("families_truth.json")
-PARTS = (routed_families, dense_families, hybrid_families)
+PARTS = (routed_families, dense_families, hybrid_families, gemma4_family)
 KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gemma3", "deepseek_v3",
          "gpt_oss", "whisper", "siglip", "clip", *(kind for part in PARTS for kind in part.KINDS))
 NO_LOGITS = ("gemma3", "whisper", "siglip", "clip")
@@ -64,7 +64,8 @@ _DRAWS: dict[str, dict[str, Any]] = {
                 "decoder_ffn_dim": [20], "d_model": [16], "max_source_positions": [8], "max_target_positions": [12],
                 "num_hidden_layers": [3], "num_attention_heads": [2]},
 }
-_DRAWS |= {kind: _SHAPE | _ROTARY | own for part in PARTS for kind, own in part.DRAWS.items()}
+_DRAWS |= {kind: {key: values for key, values in (_SHAPE | _ROTARY | own).items() if values}
+           for part in PARTS for kind, own in part.DRAWS.items()}
 _TOWER = {"hidden_size": [16, 32], "intermediate_size": [20], "num_hidden_layers": [1, 2],
           "num_attention_heads": [2, 4], "layer_norm_eps": [1e-5, 1e-6], "hidden_act": ["gelu", "gelu_pytorch_tanh"]}
 _TEXT = _TOWER | {"vocab_size": [24, 60_000], "max_position_embeddings": [8], "pad_token_id": [1, 5],
@@ -73,7 +74,7 @@ _IMAGE = _TOWER | {"image_size": [16], "patch_size": [4, 8], "num_channels": [3]
 # What decides how large a model is, and always stands in files of which logits are computed.
 _SIZES = {*_SHAPE, "n_layer", "n_embd", "n_head", "n_positions", "num_local_experts", "num_experts",
           "n_routed_experts", "moe_intermediate_size", "kv_lora_rank", "num_experts_per_tok", "n_group", "topk_group",
-          "q_lora_rank", *hybrid_families.SIZES}
+          "q_lora_rank", *hybrid_families.SIZES, *gemma4_family.SIZES}
 
 
 def drawn(kind: str, rng: np.random.Generator, small: bool = False) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def drawn(kind: str, rng: np.random.Generator, small: bool = False) -> dict[str,
                                                                         ("vision_config", _IMAGE))}
         older = {f"{half}_dict": value for half, value in halves.items() if rng.random() < 0.1}
         return {"model_type": kind} | halves | older | ({"projection_dim": 24} if rng.random() < 0.5 else {})
-    fitting = kind in (*hybrid_families.KINDS, "dots1", "helium", "nemotron", "stablelm")
+    fitting = kind in (*hybrid_families.KINDS, *gemma4_family.KINDS, "dots1", "helium", "nemotron", "stablelm")
     share = 0.9 if fitting else 0.75  # of types whose sizes have to fit one another
     given = _of(_DRAWS[kind], rng, share, _SIZES if small else set())
     for key in ("num_local_experts", "num_experts", "num_hidden_layers", "hidden_size", "num_attention_heads"):
@@ -103,8 +104,8 @@ def drawn(kind: str, rng: np.random.Generator, small: bool = False) -> dict[str,
 def _of(draws: dict[str, Any], rng: np.random.Generator, share: float, always: set[str]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for key, values in draws.items():
-        rare = 0.25 if isinstance(values, str) or key in ("partial_rotary_factor",
-                                                          "original_max_position_embeddings") else share
+        rare = 0.25 if isinstance(values, str) or key in (
+            "partial_rotary_factor", "original_max_position_embeddings", "per_layer_config") else share
         if key in always or rng.random() < rare:
             given[key] = _value(values, given, rng)
     return given
@@ -240,7 +241,7 @@ def logits_error(case: dict[str, Any], folder: Path) -> float:
     published.write(folder, case | {"config": case["given"]})
     run = jt.build(jt.make_config({"model": model_section(folder), "data": {"seq_len": 8}, "mesh": {"data": 1}}),
                    devices=jax.devices()[:1])
-    params = published_weights.load(folder, run.config.model, run.abstract.params)
+    params = published_weights.load(folder, run.config.model, run.abstract.all_params)
     with mesh_context.use(run.mesh, run.sharded.rules):
         found = np.asarray(jax.jit(lambda p: run.model.merge(p)(published.TOKENS))(params)).reshape(-1)
     wanted = np.asarray(case["logits"])

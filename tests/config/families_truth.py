@@ -30,6 +30,8 @@ from tests.config import (
     dense_families,
     dense_families_truth,
     families,
+    gemma4_family,
+    gemma4_family_truth,
     hybrid_families,
     hybrid_families_truth,
     routed_families,
@@ -74,6 +76,8 @@ def _kinds(annotation: Any) -> set[str]:
         return set().union(*map(_kinds, typing.get_args(annotation)))
     if annotation is None or annotation is types.NoneType:
         return {"null"}
+    if origin is typing.Literal:
+        return {type(one).__name__ for one in typing.get_args(annotation)}
     if origin in (list, tuple):
         inside = [one for one in typing.get_args(annotation) if one is not Ellipsis]
         return {f"list of {one}" for one in set().union(*map(_kinds, inside))}
@@ -197,7 +201,8 @@ _SHAPES = {"gemma3": lambda c: _decoder(c.text_config) | {"tied": c.tie_word_emb
                kind: shape for kinds, shape in (
                    (routed_families.KINDS, routed_families_truth.shape),
                    (dense_families.KINDS, dense_families_truth.shape),
-                   (hybrid_families.KINDS, hybrid_families_truth.shape)) for kind in kinds}
+                   (hybrid_families.KINDS, hybrid_families_truth.shape),
+                   (gemma4_family.KINDS, gemma4_family_truth.shape)) for kind in kinds}
 
 
 def logits(given: dict[str, Any]) -> dict[str, Any]:

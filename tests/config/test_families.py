@@ -54,6 +54,19 @@ def test_a_published_gemma_3_of_4b_is_read(tmp_path):
     assert (model.window, model.global_every, model.rope_factor, model.rope_theta) == (1024, 6, 8.0, 1e6)
 
 
+def test_a_gemma_4_with_inputs_of_layers_is_read(tmp_path):
+    """A file in the form of the published ones, with the sizes of the smallest, of 4.63 billion parameters."""
+    kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 7
+    found = section(tmp_path, model_type="gemma4", text_config={
+        "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_attention_heads": 8,
+        "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512, "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True, "final_logit_softcapping": 30.0, "layer_types": kinds})
+    model = config_class("gemma4")(**found)
+    assert model.layer_kinds == "LLLLG" * 3 + "llllg" * 4 and model.period == 35
+    assert (model.per_layer_dim, model.per_layer_vocab, model.rotary_part) == (256, 262_144, 0.25)
+    assert (model.global_kv_heads, model.windows) == (1, {512: 28, 0: 7})
+
+
 @pytest.mark.parametrize(("kind", "name"), [("mistral", "llama"), ("ministral3", "ministral3")])
 def test_the_language_model_of_mistral3_is_the_one_that_its_file_names(kind, name, tmp_path):
     text = {"model_type": kind, "tie_word_embeddings": True, "num_hidden_layers": 26}

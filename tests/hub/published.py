@@ -23,6 +23,8 @@ def weight(name: str, shape) -> np.ndarray:
     numbers = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape) * (0.3 if len(shape) > 1 else 0.1)
     if len(shape) == 1 and "norm" in name + name.replace("ln_", "norm") and name.endswith("weight"):
         numbers += 1
+    if name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+        numbers += 1
     return numbers.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 

@@ -1,4 +1,5 @@
-"""Models with states: documents in one row are as each alone, and generation is what the whole model would choose."""
+"""Models with states or keys that layers share: documents in a row are as each alone, and generation is what the whole
+model would choose."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from tests.hub import published, published_models
 from tests.tiers import slow
 
 ROWS, LENGTH = 4, 16
-# Gated DeltaNet; Mamba-2, experts and attention without positions; attention beside Mamba-2; short convolutions.
-NAMES = ("nemotron_h_moe", *slow("qwen3_5", "falcon_h1", "lfm2"))
+# Gated DeltaNet; Mamba-2, experts and attention without positions; attention beside Mamba-2; short convolutions; shared
+# keys and inputs of layers.
+NAMES = ("nemotron_h_moe", *slow("qwen3_5", "falcon_h1", "lfm2", "gemma4_small"))
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -76,6 +76,16 @@ def test_looking_ahead_costs_a_layer_two_projections_and_the_head_again():
     assert flops_per_token(ahead.config.model, 0, 10, False) == 1.5 * flops_per_token(plain.config.model, 0, 10, False)
 
 
+def test_layers_of_two_widths_count_each_and_inputs_of_layers_are_lookups():
+    shape = dict(name="gemma4", num_layers=2, layer_pattern="LG", embed_dim=32, num_heads=4, vocab_size=64, head_dim=8,
+                 global_head_dim=16, window=4)
+    plain, more = (build(make_config({"model": shape | {"per_layer_dim": width}, "mesh": {"data": 1}}), devices=1)
+                   for width in (0, 6))
+    assert flops_per_token(plain.config.model, 0, 8, False) == 6 * 4 * (16 * 4 + 32 * 8)
+    counts = [matmul_parameters(run.abstract, run.layout, run.config.model) for run in (plain, more)]
+    assert counts[1] - counts[0] == 32 * 12 + 2 * 2 * 32 * 6  # of all inputs, and two of each layer
+
+
 def test_latent_attention_counts_both_widths():
     model = DeepseekV3Config(num_layers=2, num_heads=4, head_dim=16, rope_head_dim=8, value_head_dim=12, kv_rank=8)
     assert flops_per_token(model, 0, 10, causal=False) == 6 * 2 * 4 * (16 + 8 + 12) * 10

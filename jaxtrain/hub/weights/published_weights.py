@@ -46,7 +46,8 @@ PART = 2**28  # bytes of a shard that a host holds at once, while they are on th
 
 # Not parameters: buffers that old versions saved. Nor those of a language model: other parts of a multimodal one.
 _BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.embeddings\.position_ids$")
-_OTHER_PARTS = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.|model\.vision_model\.")
+_OTHER_PARTS = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual|embed_vision|audio_tower|"
+                          r"embed_audio)\.|model\.vision_model\.")
 _HEADS = ("lm_head.", "score.", "ctc_head.", "mtp.")  # whose names begin with no prefix
 _TABLES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight",
            "backbone.embeddings.weight")
@@ -446,6 +447,8 @@ def _say_left_out(folder: str | Path, left: Collection[str]) -> None:
 def _is_ignored(name: str, model: ModelConfig) -> bool:
     published = family(model.name).tensors
     if not model.multi_token_loss and name.startswith("mtp."):
+        return True
+    if published and published.unread(model, name):
         return True
     further = published and published.further_layers and not model.multi_token_loss
     layer = re.search(r"\.layers\.(\d+)\.", name) if further else None

@@ -36,16 +36,20 @@ WIDE_BIAS, NARROW_BIAS = ("experts", "expert_mlp"), ("every_expert", "expert_emb
 class Router(nnx.Module):
     """The router's parameters: one vector per expert, and a bias if that is used to balance the load.
 
-    `biased`: another bias is learned, of the logits.
+    Args:
+        biased: whether another bias is learned, of the logits.
+        scaled: whether a factor of the weight of each expert is learned.
     """
 
-    def __init__(self, c: Experts, embed_dim: int, *, biased: bool = False, rngs: nnx.Rngs):
+    def __init__(self, c: Experts, embed_dim: int, *, biased: bool = False, scaled: bool = False, rngs: nnx.Rngs):
         # Routing compares close numbers, so it is computed in float32.
         self.kernel = param(rngs, (embed_dim, c.num), ("embed", "router"), compute_dtype="float32")
         self.bias = param(rngs, (c.num,), ("router_bias",), std=0, compute_dtype="float32",
                           update="balance_load") if c.bias_rate else None
         self.logit_bias = param(rngs, (c.num,), ("router_bias",), std=0,
                                 compute_dtype="float32") if biased else None
+        self.expert_scale = param(rngs, (c.num,), ("router_bias",), std=0, value=1.0,
+                                  compute_dtype="float32") if scaled else None
 
 
 class MoE(nnx.Module):
@@ -56,7 +60,7 @@ class MoE(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, out_std: float, options: ExpertOptions = DEFAULT,
                  biased: bool = False, shared_bias: bool = False, activation: Activation = swiglu, gated: bool = True,
-                 shared: Callable[..., nnx.Module] = SwiGLU, rngs: nnx.Rngs):
+                 shared: Callable[..., nnx.Module] = SwiGLU, scaled: bool = False, rngs: nnx.Rngs):
         """Make the parameters.
 
         Args:
@@ -65,11 +69,12 @@ class MoE(nnx.Module):
             activation: of the gate and up of routed experts.
             gated: whether these have a gate; without, the activation is of up alone.
             shared: makes the MLP of shared experts.
+            scaled: whether the router has a factor of the weight of each expert.
         """
         c = config.experts
         E, D, F = c.num, c.latent_dim or config.embed_dim, c.mlp_dim
         self.experts, self.options, self.activation = c, options, activation
-        self.router = Router(c, config.embed_dim, biased=biased, rngs=rngs)
+        self.router = Router(c, config.embed_dim, biased=biased, scaled=scaled, rngs=rngs)
         self.gate, self.up = (param(rngs, (E, D, F), WIDEN) if gated or up else None for up in range(2))
         self.down = param(rngs, (E, F, D), NARROW, out_std)
         self.gate_bias, self.up_bias, self.down_bias = (
@@ -90,8 +95,9 @@ class MoE(nnx.Module):
             y_BTD += self.shared(activations.enter(x_BTD, INSIDE, shared_by=("act_mlp",)))
         return y_BTD, aux
 
-    def routed(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Apply the routed experts only."""
+    def routed(self, x_BTD: jax.Array, segments_BT: jax.Array | None,
+               *read: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Apply the routed experts only. `read`: what they are given, where the router reads something else."""
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT > 0
         named, weights, scales = self._weights(), {}, {}
         for name, (weight, axes) in named.items():
@@ -100,7 +106,7 @@ class MoE(nnx.Module):
                     weight[...], lambda w, axes=axes: activations.gather(w, *axes))
             else:
                 weights[name] = activations.gather(weight[...], *axes)
-        latent = () if self.into_latent is None else (self.into_latent(x_BTD),)
+        latent = read if self.into_latent is None else (self.into_latent(x_BTD),)
         if activations.activation_spec() is None:
             return self._returned(*self._local(x_BTD, real_BT, weights, scales, *latent))
         real_BT = activations.constrain(real_BT, "batch", "seq")
@@ -121,7 +127,8 @@ class MoE(nnx.Module):
         router = self.router
         found = {"kernel": (router.kernel, ("embed", "router")), "bias": (router.bias, ("router_bias",)),
                  **{name: (getattr(self, name), names) for name, names in MATRICES.items()},
-                 "logit_bias": (router.logit_bias, ("router_bias",)), "gate_bias": (self.gate_bias, WIDE_BIAS),
+                 "logit_bias": (router.logit_bias, ("router_bias",)),
+                 "expert_scale": (router.expert_scale, ("router_bias",)), "gate_bias": (self.gate_bias, WIDE_BIAS),
                  "up_bias": (self.up_bias, WIDE_BIAS), "down_bias": (self.down_bias, NARROW_BIAS)}
         found = {name: one for name, one in found.items() if one[0] is not None}
         return found if self.adapter is None else found | self.adapter.weights()
@@ -135,7 +142,8 @@ class MoE(nnx.Module):
         tensor, row = activations.axes_over("act_expert_mlp"), Row(activations.axes_over("seq"))
         split = tensor if x_BTD.shape[1] < real_BT.shape[1] else ()  # between blocks
         x_BTD, *latent = (lax.all_gather(x, split, axis=1, tiled=True) if split else x for x in (x_BTD, *latent))
-        routing = route(c, x_BTD, real_BT, w["kernel"], w.get("bias"), row, w.get("logit_bias"))
+        routing = route(c, x_BTD, real_BT, w["kernel"], w.get("bias"), row, w.get("logit_bias"),
+                        w.get("expert_scale"))
         x_BTD = latent[0] if latent else x_BTD
         B, T, D = x_BTD.shape
         x_ND, experts_NK, weights_NK, kept_NK = (a.reshape(B * T, -1) for a in (

@@ -33,8 +33,11 @@ class Routing:
 
 
 def route(c: Experts, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array, bias_E: jax.Array | None,
-          row: Row, logit_bias_E: jax.Array | None = None) -> Routing:
-    """Route tokens; `real_BT` is False for padding. The weights of a token's experts depend on `logit_bias_E` alone."""
+          row: Row, logit_bias_E: jax.Array | None = None, expert_scale_E: jax.Array | None = None) -> Routing:
+    """Route tokens; `real_BT` is False for padding.
+
+    The weights of a token's experts depend on `logit_bias_E`, not on `bias_E`, and are multiplied by `expert_scale_E`.
+    """
     logits_BTE = jnp.einsum("btd,de->bte", x_BTD.astype(F32), kernel_DE, precision=lax.Precision.HIGHEST)
     logits_BTE = logits_BTE if logit_bias_E is None else logits_BTE + logit_bias_E
     scores_BTE = jax.nn.sigmoid(logits_BTE) if c.score == "sigmoid" else softmax(logits_BTE)
@@ -46,6 +49,8 @@ def route(c: Experts, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array
     if c.normalized:
         weights_BTK /= weights_BTK.sum(-1, keepdims=True) + c.sum_eps
     weights_BTK *= c.scale
+    if expert_scale_E is not None:
+        weights_BTK *= expert_scale_E[experts_BTK]
 
     hits_BTE = ((experts_BTK[..., None] == jnp.arange(c.num)).any(-2) & real_BT[..., None]).astype(F32)
     kept_BTK = jnp.broadcast_to(real_BT[..., None], experts_BTK.shape)

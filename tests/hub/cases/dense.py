@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.hub.cases.sizes import HEAD_PARTS, SIZES
+from tests.hub.cases.sizes import GEMMA_4, HEAD_PARTS, SIZES
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what transformers is given)
     "gpt2": ("gpt2", {"vocab_size": 24, "n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": 40}),
@@ -93,6 +93,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
     "youtu_yarn": ("youtu", SIZES | HEAD_PARTS | {"q_lora_rank": None, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8,
         "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "gemma4": ("gemma4_text", GEMMA_4 | {
+        "num_hidden_layers": 4, "global_head_dim": 10, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+        "final_logit_softcapping": 1.5}),
+    "gemma4_small": ("gemma4_text", GEMMA_4 | {  # as Gemma 4 E2B
+        "num_hidden_layers": 6, "num_key_value_heads": 2, "global_head_dim": 10, "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 28, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+        "attention_bias": True, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] + [
+            "sliding_attention", "full_attention"] + ["full_attention"]}),
+    "gemma4_inputs": ("gemma4_text", GEMMA_4 | {
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 6,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 24, "tie_word_embeddings": False}),
     "exaone4_full": ("exaone4", SIZES | {"sliding_window": None, "layer_types": ["full_attention"] * 2,
                                           "pad_token_id": 0}),
 }

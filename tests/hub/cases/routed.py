@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.hub.cases.sizes import LATENT, MULTIPLIED, ROUTED, SIZES
+from tests.hub.cases.sizes import GEMMA_4, LATENT, MULTIPLIED, ROUTED, SIZES
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what transformers is given)
     "mixtral": ("mixtral", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
@@ -104,4 +104,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (model type, what tran
         "n_group": 4, "topk_group": 2, "num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": 2,
         "pad_token_id": 0}),
     "deepseek_v3_plain": ("deepseek_v3", SIZES | LATENT | {"q_lora_rank": None}),
+    "gemma4_moe": ("gemma4_text", GEMMA_4 | {  # as Gemma 4 26B-A4B
+        "num_hidden_layers": 4, "global_head_dim": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 6}),
 }

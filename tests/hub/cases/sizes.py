@@ -15,3 +15,9 @@ HEAD_PARTS: dict[str, Any] = {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_
 LATENT = ROUTED | HEAD_PARTS
 MULTIPLIED: dict[str, Any] = {"embedding_multiplier": 6.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22,
                               "logits_scaling": 4.0}
+GEMMA_4: dict[str, Any] = {key: value for key, value in SIZES.items() if key != "rope_theta"} | {
+    "num_key_value_heads": 4, "head_dim": 6, "sliding_window": 5, "layer_types": [
+        "sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}}

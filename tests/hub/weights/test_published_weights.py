@@ -135,6 +135,21 @@ def test_names_may_lack_the_prefix_or_have_that_of_a_multimodal_model(tmp_path, 
     loaded(published.write(tmp_path, dict(case, tensors=renamed)))
 
 
+def test_a_multimodal_gemma_4_is_read_without_its_encoders_and_keys_that_no_layer_reads(tmp_path):
+    case = published.truth("gemma4_small")
+    text = case["config"]
+    more = {f"model.language_model.layers.{layer}.self_attn.{name}": shape for layer in (3, 5) for name, shape in (
+        ("k_proj.weight", [12, 16]), ("v_proj.weight", [12, 16]), ("k_norm.weight", [6]))}
+    more |= {f"model.{part}.weight": [4, 4] for part in ("vision_tower.a", "embed_vision.a", "audio_tower.a",
+                                                         "embed_audio.a")}
+    renamed = {name.replace("model.", "model.language_model."): shape for name, shape in case["tensors"].items()}
+    nested = {"model_type": "gemma4", "tie_word_embeddings": True, "text_config": text}
+    loaded(published.write(tmp_path / "whole", {"config": nested, "tensors": renamed | more}))
+    unknown = {"model.language_model.layers.0.self_attn.k_norm.bias": [6]}
+    with pytest.raises(jt.UserError, match=r"it has model.layers.0.self_attn.k_norm.bias, for which model.name=gemma4"):
+        loaded(published.write(tmp_path / "other", {"config": nested, "tensors": renamed | unknown}))
+
+
 def test_what_is_published_in_float32_stays_so(tmp_path):
     """The bias that evens out expert load has steps that bfloat16 would lose."""
     run, params = loaded(published.write(tmp_path / "in", published.truth("deepseek_v3_plain")))
