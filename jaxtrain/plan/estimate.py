@@ -14,6 +14,7 @@ from jaxtrain.builder import build
 from jaxtrain.config.schema import AXES, Config
 from jaxtrain.parallel import experts
 from jaxtrain.plan.cost import memory, time, useful_flops
+from jaxtrain.plan.cost.interval import interval
 from jaxtrain.plan.cost.memory_parts import named
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace import kernels, reader
@@ -63,6 +64,20 @@ class Estimate:
     def seconds(self) -> float:
         """The seconds of a step."""
         return self.time.seconds
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The least and most seconds of a step, as far as published runs tell; None: they do not."""
+        return interval(self.target.platform, self.seconds, self.config.model.experts.num)
+
+    @property
+    def interval_said(self) -> str:
+        """The same as text, with that of the MFU where it is known."""
+        if self.interval is None:
+            return ""
+        least, most = self.interval
+        mfu = f", MFU {self.mfu * self.seconds / most:.0%} to {self.mfu * self.seconds / least:.0%}"
+        return f"{least:.3g} to {most:.3g} s{mfu if self.mfu_said else ''}"
 
     @property
     def tokens_per_second(self) -> float:

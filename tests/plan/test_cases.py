@@ -13,7 +13,7 @@ CASES = {case["name"]: case for case in bench_plan.CASES}
 SOON = ("8B h200 fsdp8 full", "8B h200 {'tensor': 8}", "8B h200 {'data': 4, 'stage': 2, 'microbatches': 4}",
         "70B h200 256 {'fsdp': 256}", "8B v5p fsdp8 full", "8B v6e {'tensor': 8, 'fsdp': 2}")
 # What the quick ones lack: other policies, accumulation, stages of 70B, frozen weights of few bits, states on hosts.
-LATER = ("8B h200 fsdp8 none", "8B h200 {'fsdp': 8, 'accumulation': 2}",
+LATER = ("8B h200 fsdp8 none", "8B Nemotron-H h100 fsdp8", "8B h200 {'fsdp': 8, 'accumulation': 2}",
          "70B h200 64 {'fsdp': 2, 'tensor': 4, 'stage': 8, 'microbatches': 16}", "8B nf4 h100",
          "8B v5e fsdp8 offload attention")
 OFF = {  # in whose collectives XLA finds more to leave out
@@ -25,6 +25,9 @@ OFF = {  # in whose collectives XLA finds more to leave out
 }
 
 
+CLOSE = {case["name"] for case in bench_plan.HYBRIDS}
+
+
 def test_all_cases_are_kept():
     assert KEPT.keys() == CASES.keys()
     assert len(CASES) >= 40
@@ -34,7 +37,7 @@ def test_all_cases_are_kept():
     name if name in SOON else pytest.param(name, marks=slow_if(name in LATER)) for name in CASES])
 def test_what_is_predicted_is_near_what_the_compiler_says(name):
     guess = bench_plan.predicted(CASES[name])
-    assert guess.bytes == pytest.approx(KEPT[name]["bytes"], rel=0.15)
+    assert guess.bytes == pytest.approx(KEPT[name]["bytes"], rel=0.05 if name in CLOSE else 0.15)
     talked = sum(size for _, _, size in KEPT[name]["talked"])
     assert guess.talked.total() == pytest.approx(talked, rel=OFF.get(name, 0.02))
 

@@ -19,8 +19,9 @@ def roofline_table(timeline: Timeline, guess: Estimate, program: Program, line: 
     """Return the compiled step's predicted time by kind, what is wasted, and its costliest operations."""
     seconds, c = timeline.seconds, guess.config
     per_token = timeline.moved / (c.data.global_batch_size * c.data.seq_len / guess.devices * c.model.num_layers)
-    lines = [f"  by the roofline of its instructions: {1e3 * seconds:.1f} ms a step, "
-             f"{f'MFU {mfu(timeline, guess):.1%}; ' if guess.useful else ''}planned {1e3 * guess.seconds:.1f} ms"]
+    lines = [f"  at best, by the roofline of its instructions: {1e3 * seconds:.1f} ms a step"
+             f"{f', MFU {mfu(timeline, guess):.1%}' if guess.useful else ''}; predicted {1e3 * guess.seconds:.1f} ms"
+             f"{f' ({guess.interval_said})' if guess.interval else ''}"]
     lines += [f"    {kind:<40}{1e3 * took:10.2f} ms" for kind, took in timeline.by_kind().items()]
     lines += [f"    {'(' + kind + ', hidden)':<40}{1e3 * took:10.2f} ms"
               for kind, took in timeline.hidden().items()]

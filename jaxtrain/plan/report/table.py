@@ -164,6 +164,7 @@ def explained(e: Estimate) -> str:
     without = ", without making the answers that it is trained on" if e.answering else ""
     lines.append(f"time of a step{without}: {e.seconds:.4g} s, {e.tokens_per_second:,.0f} tokens/s" +
                  (f", MFU {e.mfu_said}" if e.mfu_said else ""))
+    lines += [f"  predicted; of published runs four of five would lie within {e.interval_said}"] if e.interval else []
     lines += [f"  {name:<40}{milliseconds(seconds):>10} ms" for name, seconds in e.time.parts.most_common()
               if seconds > 0.002 * e.seconds]
     lines.append(f"  {'(hidden behind computation, at no cost':<40}{milliseconds(e.time.hidden.total()):>10} ms)")
@@ -203,6 +204,6 @@ def figures_of(guess: Estimate, tokens: float) -> dict[str, Any]:
     return {"mesh": guess.mesh, "accumulation": guess.config.train.accumulation, "remat": guess.config.train.remat,
             "precision": guess.config.train.precision, "devices": guess.devices, "target": guess.target.name,
             "fits": guess.fits, "bytes": guess.bytes, "host_bytes": guess.host, "memory": dict(guess.memory),
-            "seconds": guess.seconds, "tokens_per_s": guess.tokens_per_second,
+            "seconds": guess.seconds, "seconds_interval": guess.interval, "tokens_per_s": guess.tokens_per_second,
             "mfu": guess.mfu if guess.useful else None, "days": guess.days(tokens),
             "cost": guess.cost(tokens) if guess.target.price else None}
