@@ -22,6 +22,7 @@ _NOTHING = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "a
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape")
 
+_EXACT = re.compile(r'operand_precision(?:":\["|=\{)high', re.IGNORECASE)  # products that round no operand
 _GROUPED = re.compile(r"grouped_matmul_(\d+)_rows")  # the name of kernels/mosaic_grouped_matmul.py
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _NAMED = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
@@ -49,6 +50,7 @@ class Instruction:
     flops: float = 0.0
     bytes: float = 0.0
     dtype: str = ""  # of its products' operands; "" without products
+    rounds: bool = False  # whether they may round operands of float32
     grouped: bool = False  # whether it is a kernel of `kernels.mosaic_grouped_matmul`
     inner: "Instruction | None" = None  # the kernel of attention in a fusion with slices
     on_host: bool = False  # whether its result is in the host's memory, or a part of it
@@ -217,6 +219,7 @@ def _count(instruction: Instruction, made: Program) -> None:
                 instruction.inner = product
             first = 2 if product.target == "tpu_custom_call" else 0  # behind the tables of blocks
             instruction.dtype = instruction.dtype or made.operand(product, first)[0]
+            instruction.rounds = not _EXACT.search(product.text)
     if instruction.opcode in ("fusion", "fusion-start"):
         body = made.computations.get(instruction.called[0], [])
         instruction.bytes = _read_by_fusion(body, made) + _written_by_fusion(body, made)

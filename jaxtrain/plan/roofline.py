@@ -52,9 +52,9 @@ class Roofline:
         if not instruction.flops:
             return 0.0
         if instruction.grouped:
-            return instruction.flops / (self._peak(instruction.dtype) * GROUPED)
+            return instruction.flops / (self._peak(instruction) * GROUPED)
         shares = MOSAIC if instruction.own and instruction.attention else self.shares
-        return instruction.flops / (self._peak(instruction.dtype) * shares[instruction.attention or "matmul"])
+        return instruction.flops / (self._peak(instruction) * shares[instruction.attention or "matmul"])
 
     def talking(self, collective: Instruction) -> float:
         """Return the seconds of a collective at the bandwidth of the slowest link that it crosses."""
@@ -68,6 +68,7 @@ class Roofline:
             result = min(result, size(self.program.operand(collective, 0)))
         return links.seconds(Collective(collective.collective, axes, int(result)), target, self.mesh)
 
-    def _peak(self, dtype: str) -> float:
+    def _peak(self, instruction: Instruction) -> float:
+        dtype = instruction.dtype
         name = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}.get(dtype, "float8" if "f8" in dtype else "")
-        return self.target.peak.get(name, self.target.peak.get("bfloat16", 1.0))
+        return self.target.products(name if name in self.target.peak else "bfloat16", instruction.rounds)

@@ -81,6 +81,12 @@ class Target:
         """The platform with its compute capability, as `jaxtrain.builder.build` takes it: "cuda:9", "tpu"."""
         return f"{self.platform}:{self.chip['major']}" if self.chip else self.platform
 
+    def products(self, dtype: str, rounds: bool) -> float:
+        """Return the FLOP/s of products of this dtype; `rounds`: whether those of float32 may round their operands."""
+        if dtype == "float32" and rounds and self.platform != "cpu":
+            dtype = "tensorfloat32" if "tensorfloat32" in self.peak else "bfloat16"
+        return self.peak.get(dtype, self.peak.get("float32", 1.0))
+
     @property
     def room(self) -> float:
         """The bytes that a program may use."""
@@ -99,7 +105,7 @@ def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: 
          network: float, price: float, chip: JsonObject, source: str,
          efficiency: Mapping[str, float] = _NO_RATES) -> Target:
     float32 = 2 * chip["cores"] * chip["fpus"] * chip["clock"] * 1e9  # without tensor cores, which would round
-    peak = {"bfloat16": bf16 * T, "float16": bf16 * T, "float32": float32}
+    peak = {"bfloat16": bf16 * T, "float16": bf16 * T, "tensorfloat32": bf16 * T / 2, "float32": float32}
     if fp8:
         peak["float8"] = fp8 * T
     links = (Link("NVLink", node, nvlink * GB, 4e-6), Link("network", 1 << 30, network * GB, 15e-6))

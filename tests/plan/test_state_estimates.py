@@ -80,3 +80,11 @@ def test_policies_keep_states_or_scan_again(remat, each):
 def test_kept_states_and_results_take_their_bytes():
     states, results = KEY**2 * TOKENS // chunks.SIZE * 4, KEY * TOKENS * 2  # float32 and bfloat16
     assert scans("attention")[1] - scans("full")[1] == LAYERS * ROWS * HEADS * (states + results)
+
+
+def test_products_of_chunks_may_be_rounded_and_inverses_not():
+    _, block = program(kinds="D")
+    products = [op for op, _ in block.all() if op.name == "dot_general" and op.inputs[0].dtype == "float32"]
+    assert {op.rounds for op in products} == {True, False}
+    exact = {max(op.outputs[0].shape[-2:]) for op in products if not op.rounds}
+    assert max(exact) <= chunks.SIZE // 2  # those of inverses alone

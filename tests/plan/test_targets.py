@@ -61,3 +61,12 @@ def test_a_file_that_is_none(tmp_path):
 def test_every_target_has_its_source():
     for target in targets.TARGETS.values():
         assert target.source and target.peak["bfloat16"] and target.links and target.price > 0
+
+
+@pytest.mark.parametrize(("name", "rounded"), [("h100", 989e12 / 2), ("v5p", 459e12), ("cpu", 6e10)])
+def test_products_of_float32_may_be_rounded(name, rounded):
+    """To TF32 by GPUs, to bfloat16 by TPUs; CPUs round nothing."""
+    target = targets.TARGETS[name]
+    assert target.products("float32", rounds=True) == rounded
+    assert target.products("float32", rounds=False) == target.peak["float32"]
+    assert target.products("bfloat16", rounds=True) == target.peak["bfloat16"]

@@ -153,3 +153,12 @@ def test_a_program_compiled_here_adds_up():
     found = simulate(program(text), TARGETS["cpu"], {"data": 1})
     assert found.flops == pytest.approx(5 * 2 * 256**3)
     assert found.seconds >= 5 * 2 * 256**3 / TARGETS["cpu"].peak["float32"]
+
+
+@pytest.mark.parametrize(("precision", "rate"), [
+    ("", 989e12 / 2), (", operand_precision={highest,highest}", 2 * 132 * 128 * 1.98e9)])
+def test_products_of_float32_are_rounded_unless_the_program_says_otherwise(precision, rate):
+    """XLA computes those of default precision in TF32, half as fast as bfloat16; others without tensor cores."""
+    text = STEP.replace("BESIDE", BESIDE + precision).replace("bf16", "f32")
+    took = max(one.seconds for one in timeline(text).operations if one.instruction.name == "beside") / 3
+    assert took == pytest.approx(2 * 4096**3 / (0.73 * rate), rel=1e-3)

@@ -178,7 +178,7 @@ def _own(op: Op, reads: "Reads", target: Target) -> tuple[str, float]:
     dtype = np.dtype(op.inputs[0].dtype).name
     if "float8" in target.peak and len(op.inputs) > 1 and all(_is_in_8_bits(op.name, value) for value in op.inputs[:2]):
         dtype = "float8"
-    peak = target.peak.get(dtype, target.peak.get("float32", 1.0))
+    peak = target.products(dtype, op.rounds)
     kind = "attention" if op.name.startswith("attention") else "matmul"
     own = {"attention_mosaic": "mosaic", "grouped_matmul": "grouped"}  # jaxtrain's kernels for GPUs
     rate = next((rate for name, rate in own.items() if op.name.startswith(name)), kind)

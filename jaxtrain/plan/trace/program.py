@@ -53,6 +53,7 @@ class Op:
     beside: list[Value] = field(default_factory=list)  # values that are kept until then, although it does not read them
     consts: int = 0  # the first inputs of a loop that are the same in all iterations
     shares: tuple[float, ...] = ()  # the share of layers that take each branch; empty where it is not known
+    rounds: bool = False  # whether a product may round operands of float32: TF32 on GPUs, bfloat16 on TPUs
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, subjaxprs
@@ -173,6 +174,7 @@ class _Reader(Placing):
         sizes = [inputs[0].shape[d] // self.shards(inputs[0].spec[d]) for d in left]
         axes = tuple(axis for d in left for axis in inputs[0].spec[d])
         flops = 2.0 * math.prod(sizes) * out.bytes / np.dtype(out.dtype).itemsize
+        rounds = _may_round(eqn.params["precision"])
         shared = flat(out.spec)
         scattered = tuple(axis for axis in axes if axis in shared)
         if scattered:  # the sum is scattered at once
@@ -180,13 +182,14 @@ class _Reader(Placing):
         inside = tuple(axis for axis in axes if axis not in scattered and axis not in out.pending)
         if not scattered:
             out.pending = (*out.pending, *inside)
-            return self.emit("dot_general", "real", inputs, [out], flops=flops, beside=self.unturned(inputs))
+            return self.emit("dot_general", "real", inputs, [out], flops=flops, beside=self.unturned(inputs),
+                             rounds=rounds)
         out.pending = (*out.pending, *inside)
         if self.platform == "tpu" and math.prod(inputs[0].shape[d] for d in left) >= self.rings:
             around = Collective("collective-permute", scattered, (self.shards(scattered) + 1) * out.bytes)
-            return self.emit("dot_general", "real", inputs, [out], flops=flops, collectives=(around,))
+            return self.emit("dot_general", "real", inputs, [out], flops=flops, collectives=(around,), rounds=rounds)
         whole = self.value(out.shape, out.dtype, tuple(tuple(a for a in e if a not in scattered) for e in out.spec))
-        self.emit("dot_general", "real", inputs, [whole], flops=flops, beside=self.unturned(inputs))
+        self.emit("dot_general", "real", inputs, [whole], flops=flops, beside=self.unturned(inputs), rounds=rounds)
         if self.platform != "cuda":  # the whole sum first, then a part of it
             summed = self.value(whole.shape, whole.dtype, whole.spec)
             self.emit("sum", "real", [whole], [summed], collectives=(Collective("all-reduce", scattered, whole.bytes),))
@@ -323,3 +326,9 @@ def _windows(jaxpr: Jaxpr) -> set[int]:
     scopes = (str(eqn.source_info.name_stack) for eqn in jaxpr.eqns)
     found = {int(width) for scope in scopes for width in re.findall(r"\bwindow_(-?\d+)", scope)}
     return found.union(*map(_windows, subjaxprs(jaxpr)))
+
+
+def _may_round(precision: object) -> bool:
+    """Return whether a product of this precision may round its operands."""
+    each = precision if isinstance(precision, tuple) else (precision,)
+    return all(one in (None, jax.lax.Precision.DEFAULT) for one in each)
