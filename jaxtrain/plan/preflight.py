@@ -143,8 +143,8 @@ def _target(devices: list[jax.Device]) -> targets.Target:
 
 def shown(guess: "Estimate") -> str:
     """Summarise an estimate in one line."""
-    least, most = guess.interval or (0.0, 0.0)
+    within = f" ({guess.interval[0]:.3g} to {guess.interval[1]:.3g})" if guess.interval else ""
     largest = ", ".join(f"{name} {gigabytes(size)}" for name, size in guess.worst[1].most_common(3))
     return (f"{gigabytes(guess.bytes)} of {gigabytes(guess.target.room)} GB a device ({largest}), "
-            f"{guess.seconds:.3g} s a step{f' ({least:.3g} to {most:.3g})' if guess.interval else ''}, {guess.tokens_per_second:,.0f} tokens/s" +
+            f"{guess.seconds:.3g} s a step{within}, {guess.tokens_per_second:,.0f} tokens/s" +
             (f", MFU {guess.mfu:.0%}" if guess.mfu_said else ""))
