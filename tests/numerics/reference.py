@@ -65,6 +65,9 @@ HYBRIDS = {
         kv_rank=24, experts_per_token=2, shared_experts=1, router="sigmoid", router_scale=2.5, balance_loss=0.01,
         norm_eps=1e-2, layer_pattern="DDA", state_heads=8, state_key_heads=8, state_key_dim=8, state_value_dim=8,
         conv_width=3) | _EXPERTS,
+    "bamba": dict(name="bamba", num_heads=16, num_kv_heads=8, head_dim=4, mlp_dim=48, rotary_part=0.5, norm_eps=1e-2,
+                  rope_theta=100.0, layer_pattern="MA", state_heads=16, state_head_dim=4, state_groups=4, state_dim=12,
+                  conv_width=3),
 }
 
 
@@ -245,7 +248,8 @@ def block(c, w, x, b, told, window, kind="A"):
     gpt2, eps, a, m = c.name == "gpt2", c.norm_eps, w["attention"], w["mlp"]
     norm, behind = NORMS.get(c.name, rms_norm), c.name == "olmo2"
     h = x if behind else norm(w["attention_norm"], x, eps)
-    y = plain_mixers.delta_net(c, a, h, b["segments"], rms_norm) if kind == "D" else attended(c, a, h, b, window)
+    y = (plain_mixers.delta_net(c, a, h, b["segments"], rms_norm) if kind == "D"
+         else plain_mixers.mamba2(c, a, h, b["segments"]) if kind == "M" else attended(c, a, h, b, window))
     x = x + (norm(w["attention_norm"], y, eps) if behind else y)
     h = x if behind else norm(w["mlp_norm"], x, eps)
     if gpt2:
