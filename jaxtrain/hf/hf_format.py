@@ -76,7 +76,10 @@ def _same_name(_: object, name: str) -> str:
     return name
 
 
-def renaming(patterns: Mapping[str, str]) -> Callable[[Any, str], str]:
+OwnName = Callable[[Any, str], str]  # a config of a family and a tensor's name in transformers -> that in files
+
+
+def renaming(patterns: Mapping[str, str]) -> OwnName:
     """Return what replaces these regular expressions in the name of a tensor, for `HFTensors.own_name`."""
     def own_name(_: object, name: str) -> str:
         for pattern, new in patterns.items():
@@ -153,7 +156,7 @@ class HFTensors:
 
     entries: Callable[[Any, bool], list[Entry]]
     prefix: str = "model."
-    own_name: Callable[[Any, str], str] = _same_name
+    own_name: OwnName = _same_name
     turned: bool = False
     further_layers: bool = False
     unread: Callable[[Any, str], bool] = _never

@@ -5,6 +5,8 @@ leaves these products to the end of it, and keeps what all of them read until th
 8B, whose 52 layers are one iteration.
 """
 
+from collections.abc import Sequence
+
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -26,17 +28,17 @@ def gradients_first(x: jax.Array, weights: PyTree) -> tuple[jax.Array, PyTree]:
     return jax.tree.unflatten(tree, _first.bind(*leaves))
 
 
-def _jvp(arrays, tangents):
+def _jvp(arrays: Sequence, tangents: Sequence) -> tuple[list, list]:
     there = iter(_first.bind(*_nonzero(tangents)))
     return [*arrays], [each if isinstance(each, ad.Zero) else next(there) for each in tangents]
 
 
-def _transpose(gradients, *_):
+def _transpose(gradients: Sequence, *_: object) -> list:
     there = iter(jax.lax.optimization_barrier(_nonzero(gradients)))
     return [each if isinstance(each, ad.Zero) else next(there) for each in gradients]
 
 
-def _nonzero(each):
+def _nonzero(each: Sequence) -> list:
     return [one for one in each if not isinstance(one, ad.Zero)]
 
 

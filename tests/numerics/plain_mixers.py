@@ -30,7 +30,7 @@ def convolved(p, x, segments):
 
 
 def begins(segments):
-    """Which tokens are the first of a document."""
+    """Return which tokens are the first of a document."""
     return segments != jnp.concatenate([segments[:, :1] - 1, segments[:, :-1]], 1)
 
 

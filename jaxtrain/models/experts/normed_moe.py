@@ -1,7 +1,6 @@
 """Routed experts beside a dense MLP, each with norms of its own, as in Gemma 4."""
 
 from functools import partial
-from typing import Any
 
 import jax
 from flax import nnx
@@ -11,6 +10,7 @@ from jaxtrain.kernels.functions import gelu
 from jaxtrain.models.experts.moe import MoE
 from jaxtrain.models.layers import INSIDE, RMSNorm
 from jaxtrain.models.sandwich_layers import GeGLU
+from jaxtrain.parallel.expert_options import ExpertOptions
 from jaxtrain.sharding import activations
 
 
@@ -22,9 +22,10 @@ def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 class NormedMoE(MoE):
     """Routed experts and a shared MLP, which are normalised before they are added."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, **how: Any):
+    def __init__(self, config: ModelConfig, *, out_std: float, options: ExpertOptions, rngs: nnx.Rngs):
         """Experts and the router read the activation that came into the layer, each with a norm of its own."""
-        super().__init__(config, activation=geglu, shared=GeGLU, scaled=True, rngs=rngs, **how)
+        super().__init__(config, out_std=out_std, options=options, activation=geglu, shared=GeGLU, scaled=True,
+                         rngs=rngs)
         norm = partial(RMSNorm, config.embed_dim, config.norm_eps, rngs=rngs)
         self.router_norm, self.experts_norm, self.experts_out_norm, self.shared_out_norm = (norm() for _ in range(4))
 

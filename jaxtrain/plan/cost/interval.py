@@ -1,7 +1,7 @@
-"""How far steps took from what is predicted of them: four fifths of the published runs lie between these factors.
+"""The interval of a predicted step, from how far published runs were from what is predicted of them.
 
-They are the tenth and ninetieth percentiles of the rows of tools/benchmarks/bench_published.py (docs/planner.md), whose
-constants were fitted to half of them: 23 runs on GPUs, 10 on TPUs. Two of those have experts, both on TPUs.
+Its factors are the tenth and ninetieth percentiles of the rows of tools/benchmarks/bench_published.py (docs/planner.md),
+whose constants were fitted to half of them: 23 runs on GPUs, 10 on TPUs. Two of those have experts, both on TPUs.
 """
 
 FACTORS = {"cuda": (0.94, 1.10), "tpu": (0.92, 1.21)}
