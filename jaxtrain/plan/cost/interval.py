@@ -1,6 +1,6 @@
 """The interval of a predicted step, from how far published runs were from what is predicted of them.
 
-Its factors are the tenth and ninetieth percentiles of the rows of tools/benchmarks/bench_published.py (docs/planner.md),
+Its factors are percentiles 10 and 90 of the rows of tools/benchmarks/bench_published.py (docs/planner.md),
 whose constants were fitted to half of them: 23 runs on GPUs, 10 on TPUs. Two of those have experts, both on TPUs.
 """
 
