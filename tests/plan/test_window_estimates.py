@@ -2,15 +2,16 @@
 
 import math
 
+import jax
 import numpy as np
 import pytest
 
 from jaxtrain.config.load import load_config
-from jaxtrain.kernels.attention import splash_attention
+from jaxtrain.kernels.attention import query_blocks, splash_attention, xla_attention
 from jaxtrain.plan.cost import rough
 from jaxtrain.plan.estimate import estimate
 from jaxtrain.plan.targets import TARGETS
-from jaxtrain.plan.trace import kernels
+from jaxtrain.plan.trace import kernels, reader
 from jaxtrain.sharding.mesh import AXES
 
 ROWS, LONG = 8, 32768
@@ -41,6 +42,18 @@ def test_a_kernel_computes_what_its_window_shows(window):
     saved = [(B, T, H, V), (B, H, T), (B, T, H, V)]
     causal, all_pairs = (kernels.flops(kernels.BACKWARD, [*shapes, *more, *saved]) for more in ([], [mask]))
     assert all_pairs == 2 * causal
+
+
+@pytest.mark.parametrize(("T", "window", "pairs"), [
+    (100, 0, 100 * 100), (100, xla_attention.BOTH_WAYS, 100 * 100), (256, xla_attention.BOTH_WAYS, 256 * 256),
+    (256, 0, 64 * (64 + 128 + 192 + 256)), (256, 65, 64 * (64 + 3 * 128)), (4096, 0, 4096 * 4096 * 9 // 16)])
+def test_plain_attention_computes_the_keys_that_its_blocks_of_queries_see(T, window, pairs):
+    B, H, K, V = 2, 3, 8, 4
+    x = [jax.ShapeDtypeStruct((B, T, H, width), np.float32) for width in (K, K, V)]
+    traced = jax.make_jaxpr(jax.grad(lambda q, k, v: query_blocks.attention(q, k, v, None, window, 0.0).sum(),
+                                     argnums=(0, 1, 2)))(*x)
+    found = sum(op.flops * times for op, times in reader.read(traced, {}, "cpu").all())
+    assert found == 2 * 3 * (K + V) * B * H * pairs  # each of two products forward has two backward
 
 
 @pytest.mark.parametrize("every", [6, *(pytest.param(every, marks=pytest.mark.slow) for every in (1, 27))])

@@ -41,6 +41,8 @@ MUTANTS = {
     "documents_see_each_other": Mutant(
         "kernels/attention/xla_attention.py", "return mask if keys_BS is None else mask & keys_BS", "return mask",
         (ATTENTION, EQUAL)),
+    "window_of_a_block_too_short": Mutant(
+        "kernels/attention/query_blocks.py", "max(0, start + 1 - window)", "max(0, start + 2 - window)", (ATTENTION,)),
     "rotary_turned_backwards": Mutant(
         "models/attention/rotary.py", "[a * cos - b * sin, b * cos + a * sin]",
         "[a * cos + b * sin, b * cos - a * sin]",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import UserError
-from jaxtrain.kernels.attention import xla_attention
+from jaxtrain.kernels.attention import query_blocks
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
 from jaxtrain.sharding import activations, mesh_context
 
@@ -65,8 +65,8 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, *, segments_
         k_BSGK, v_BSGK = (activations.constrain(_repeated(x, repeats), "batch", along, *HEADS[2:])
                           for x in (k_BSGK, v_BSGK))
     if backend == "xla":
-        out_BTHK = xla_attention.attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H,
-                                           key_segments_BS)
+        out_BTHK = query_blocks.attention(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, soft_cap, sinks_H,
+                                          key_segments_BS)
         return checkpoint_name(out_BTHK, "attention")
     heads, rows = activations.activation_spec(*HEADS), activations.activation_spec("batch", "seq")
     keys = (activations.activation_spec("batch", None, *HEADS[2:]), activations.activation_spec("batch", None))

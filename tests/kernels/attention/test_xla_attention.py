@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.errors import UserError
-from jaxtrain.kernels.attention import attend, choose_backend
+from jaxtrain.kernels.attention import attend, choose_backend, query_blocks, xla_attention
+from jaxtrain.sharding import mesh_context
 
 B, T, K = 2, 12, 8
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
@@ -94,6 +96,78 @@ def test_scores_of_bfloat16_are_summed_and_normalised_in_float32():
 
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+
+
+def drawn(length, heads, dtype=F32):
+    """Queries, keys, values and sinks, and the documents of three rows: several, one, and one with padding."""
+    rng, (H, G) = np.random.default_rng(0), HEADS[heads]
+    arrays = [jnp.asarray(rng.normal(size=(3, length, h, K)), dtype) for h in (H, G, G)]
+    documents = np.stack([np.sort(rng.integers(1, 6, length)), np.ones(length, int),
+                          np.where(np.arange(length) < length // 2, 1, 0)])
+    return *arrays, jnp.asarray(rng.normal(size=H), F32), documents
+
+
+def outputs_and_gradients(attention, q, k, v, sinks):
+    """Return the outputs and the gradients of all arguments, in float32."""
+    pull = jnp.cos(jnp.arange(q.size)).reshape(q.shape)
+    both = jax.jit(lambda *given: (attention(*given), jax.grad(
+        lambda *given: (pull * attention(*given)).sum(), argnums=(0, 1, 2, 3))(*given)))(q, k, v, sinks)
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(both)]
+
+
+@pytest.mark.parametrize(("length", "blocks", "heads", "packed", "window", "soft_cap"), [
+    (131, 2, "mha", False, 0, 0.0), (259, 4, "gqa", True, 0, 5.0), (391, 6, "mqa", True, 100, 0.0)])
+def test_blocks_of_queries_give_the_numbers_of_all_scores_at_once(length, blocks, heads, packed, window, soft_cap):
+    *arrays, documents = drawn(length, heads)
+    assert len(query_blocks.ends(length, window)) == blocks
+    names = ("output", *(f"gradient of {name}" for name in ("q", "k", "v", "sinks")))
+    found, whole = (outputs_and_gradients(lambda q, k, v, sinks, f=f: f(
+        q, k, v, documents if packed else None, window, soft_cap, sinks, None), *arrays)
+        for f in (query_blocks.attention, xla_attention.attention))
+    for name, got, want in zip(names, found, whole, strict=True):
+        off = np.abs(got - want).max() / np.abs(want).max()
+        assert off < 2.4e-6, f"{name} is off by {off:.1e} of its largest element"
+
+
+def test_blocks_lose_no_more_in_bfloat16_than_by_rounding_each_once():
+    """A key's gradient is a sum over blocks, which is in float32: by their root mean squares, against float32."""
+    *arrays, sinks, _ = drawn(512, "gqa", BF16)
+
+    def errors(f):
+        found = outputs_and_gradients(lambda q, k, v, sinks: f(q, k, v, None, 0, 0.0, sinks, None), *arrays, sinks)
+        return np.array([np.sqrt(np.square(got - want).mean()) for got, want in zip(found, exact, strict=True)])
+
+    exact = outputs_and_gradients(lambda q, k, v, sinks: xla_attention.attention(
+        q, k, v, None, 0, 0.0, sinks, None), *(x.astype(F32) for x in arrays), sinks)
+    ratios = errors(query_blocks.attention) / errors(xla_attention.attention)
+    assert ratios.max() < 1.14, ratios
+
+
+def test_blocks_on_a_mesh_give_the_numbers_of_one_device():
+    *arrays, _, documents = drawn(130, "mha")
+    arrays = [jnp.concatenate([x, x[:1]]) for x in arrays]
+    documents = jnp.asarray(np.concatenate([documents, documents[:1]]))
+
+    def both(q, k, v, documents):
+        return attend(q, k, v, segments_BT=documents, backend="xla"), jax.grad(
+            lambda q, k, v: jnp.sin(attend(q, k, v, segments_BT=documents, backend="xla")).sum(),
+            argnums=(0, 1, 2))(q, k, v)
+
+    alone, mesh = jax.jit(both)(*arrays, documents), jt.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    with mesh_context.use(mesh, jt.rules("fsdp_tp"), "cpu"):
+        spread = [jax.device_put(x, jax.NamedSharding(mesh, jax.P("fsdp", None, "tensor"))) for x in arrays]
+        split = jax.jit(both)(*spread, jax.device_put(documents, jax.NamedSharding(mesh, jax.P("fsdp"))))
+    for got, want in zip(jax.tree.leaves(split), jax.tree.leaves(alone), strict=True):
+        assert len(got.sharding.device_set) == 4 and got.addressable_shards[0].data.shape == (2, 130, 2, K)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_are_bounded_in_number_and_not_tiny():
+    ends = {T: query_blocks.ends(T) for T in (1, 127, 128, 256, 2047, 2048, 2**20)}
+    assert {T: len(found) for T, found in ends.items()} == {
+        1: 1, 127: 1, 128: 2, 256: 4, 2047: 4, 2048: 8, 2**20: 8}
+    assert all(found[-1] == T and found == sorted(found) for T, found in ends.items())
+    assert len(query_blocks.ends(2**20, 5)) == 8 and query_blocks.ends(63, 5) == [63]
 
 
 @pytest.mark.parametrize(("arguments", "word"), [
