@@ -9,6 +9,7 @@ import traceback
 from typing import Any
 
 HIDDEN = "***"
+_PLAIN = {int, float, bool, type(None)}
 _NAMED = ("abfs", "abfss", "wasb", "wasbs", "hdfs", "sftp", "ssh", "git+ssh")  # a name before @ is not a secret
 _SCHEME = r"[a-zA-Z][a-zA-Z0-9+.-]*://"
 _URL = re.compile(rf"\b({_SCHEME})((?:(?!{_SCHEME})\S)*)")
@@ -30,7 +31,7 @@ def redacted(value: object) -> Any:
     A password may hold any character, but where it has unescaped spaces only a URL that begins the text is recognized.
     """
     if isinstance(value, dict):
-        return {key: redacted(one) for key, one in value.items()}
+        return {key: one if type(one) in _PLAIN else redacted(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return (list if isinstance(value, list) else tuple)(map(redacted, value))
     if not isinstance(value, str) or "://" not in value:

@@ -19,6 +19,9 @@ class LogTail:
         `last`: begin with the lines that end within this many bytes of the end; None: with all of them.
         """
         self._path, self._form, self._bytes = Path(path), form, last
+        simple = isinstance(form, dict) and all(
+            type(part) is type and not name.endswith("?") for name, part in form.items())
+        self._types = [*form.items()] if simple else None
         self._begin()
 
     def _begin(self) -> None:
@@ -47,10 +50,17 @@ class LogTail:
             for part in _parts(lines_with_ends(self._path, self._size)):
                 for (line, self._size), value in zip(part, _values([line for line, _ in part]), strict=True):
                     self._last = line
-                    if value is not None and not misfit(value, self._form):
+                    if value is not None and self._fits(value):
                         yield value
         except OSError:
             return
+
+    def _fits(self, value: Json) -> bool:
+        """Return whether a value is of the form expected, at once where it has the very types of a simple one."""
+        if self._types is not None and type(value) is dict and all(
+                [type(value.get(name)) is wanted for name, wanted in self._types]):
+            return True
+        return not misfit(value, self._form)
 
 
 def _parts(lines: Iterator[tuple[bytes, int]]) -> Iterator[list[tuple[bytes, int]]]:

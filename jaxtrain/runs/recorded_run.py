@@ -97,7 +97,7 @@ class RecordedRun:
         self._metrics = LogTail(self.workdir / "metrics.jsonl", {"step": int}, last)
         self._events = LogTail(self.workdir / "events.jsonl", {"kind": str}, last)
         self._results = LogTail(self.workdir / "evaluations" / "metrics.jsonl", {"step": int}, last)  # of a watcher
-        self.events: list[dict[str, Any]] = []
+        self._known_events: list[dict[str, Any]] = []
         self.steps, self.evaluations, self.results = Columns(), Columns(), Columns()
         self.look()
         if not self.config:
@@ -105,6 +105,7 @@ class RecordedRun:
 
     def look(self) -> None:
         """Read what is new."""
+        self._sign: float | None = None  # until it is asked for: processes may have many heartbeats
         self.config: dict[str, dict[str, Any]] = as_named_now(redacted(user_json(
             self.workdir / "config.json", {str: dict}, "WORKDIR", _FIX) or {}))
         self.run: dict[str, Any] = redacted(user_json(self.workdir / "run.json", dict, "WORKDIR", _FIX) or {})
@@ -118,11 +119,19 @@ class RecordedRun:
         for line in self._results.added():
             if abs(line["step"]) < _STEPS:
                 self.results.add(line)
-        if self._events.shrunk():
-            self.events = []
-        self.events += map(redacted, self._events.added())
+        self._events_are_old = True
         starts = goodput.incarnations(self.workdir)
         self.account: goodput.Account | None = goodput.account(starts) if starts else None
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What happened to the run, in order; read when somebody asks, which a list of many runs does not."""
+        if self._events_are_old:
+            if self._events.shrunk():
+                self._known_events = []
+            self._known_events += map(redacted, self._events.added())
+            self._events_are_old = False
+        return self._known_events
 
     @property
     def last_step(self) -> int:
@@ -146,8 +155,10 @@ class RecordedRun:
 
         Either may be missing, for example after the disk was full for a while.
         """
-        written = self.account.incarnations[-1].sign if self.account else 0.0
-        return max(written, run_processes.last_beat(self.workdir, written))
+        if self._sign is None:
+            written = self.account.incarnations[-1].sign if self.account else 0.0
+            self._sign = max(written, run_processes.last_beat(self.workdir, written))
+        return self._sign
 
     def state(self, now: float | None = None) -> str:
         """Return "running", "finished", "stopped" (by a signal), "failed", "silent" (killed, or hung) or "new"."""

@@ -16,13 +16,14 @@ from jaxtrain import storage
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.config.part_tables import TRACKERS
 from jaxtrain.errors import UserError
-from jaxtrain.files.bounded_files import misfit
+from jaxtrain.files.bounded_files import misfit, opened
 from jaxtrain.plan.cost.spending import price
 from jaxtrain.runs import tags
 from jaxtrain.runs.recorded_run import RecordedRun
 
 TAIL = 2**16  # bytes: the newest lines of a log
 DEPTH = 4  # folders below the root
+_FEW = 2**12  # bytes with the newest lines of most runs
 _LARGER = 2**24  # where the last TAIL bytes have no line of a step
 _OWN = {"checkpoints", "ledger", "heartbeats", "jobs", "tokenizer", "gates", "profiles", "hangs", "trackers",
         *TRACKERS.own}  # folders of a run, in which there are no other runs
@@ -116,9 +117,23 @@ def summary(workdir: str | Path, now: float | None = None) -> Summary:
 
 
 def _newest_lines(workdir: Path) -> RecordedRun:
-    """Return a run of which only the newest lines were read."""
-    run = RecordedRun(workdir, TAIL)
+    """Return a run of which only the newest lines were read, back to an evaluation if TAIL bytes have one."""
+    enough, evaluated = _back_to_evaluation(workdir / "metrics.jsonl")
+    run = RecordedRun(workdir, enough)
+    if enough < TAIL and not (len(run.steps) and len(run.evaluations) >= evaluated):  # a line is damaged, or very long
+        run = RecordedRun(workdir, TAIL)
     return run if len(run.steps) else RecordedRun(workdir, _LARGER)
+
+
+def _back_to_evaluation(log: Path) -> tuple[int, bool]:
+    """Return in how many last bytes of a log the newest lines are, and whether one of an evaluation is among them."""
+    end = b""
+    with contextlib.suppress(OSError), opened(log) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+        end = file.read(TAIL)
+    found = end.rfind(b'"eval_loss"')
+    start = end.rfind(b"\n", 0, found) if found >= 0 else len(end)
+    return min(TAIL, max(_FEW, len(end) - start)), found >= 0
 
 
 def hourly(run: RecordedRun) -> float:
@@ -141,10 +156,23 @@ def size_of(path: str | Path) -> int:
     """Return the bytes of a file, or of all files in a folder; links count as links."""
     try:
         status = os.lstat(path)
-        return sum(size_of(entry.path) for entry in list(os.scandir(path))) if stat.S_ISDIR(
-            status.st_mode) else status.st_size
     except OSError:  # it was deleted meanwhile, or cannot be read
         return 0
+    return _inside(path) if stat.S_ISDIR(status.st_mode) else status.st_size
+
+
+def _inside(folder: str | Path) -> int:
+    """Return the bytes of all files in a folder; one look at each entry, since checkpoints have many."""
+    size = 0
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    size += _inside(entry.path) if entry.is_dir(follow_symlinks=False) else entry.stat(
+                        follow_symlinks=False).st_size
+    except OSError:  # it was deleted meanwhile, or cannot be read
+        return size
+    return size
 
 
 def changed(workdir: Path) -> float | None:

@@ -12,6 +12,7 @@ import pytest
 from jaxtrain import storage
 from jaxtrain.checkpoint.mirror import Mirror
 from jaxtrain.commands.runs import main
+from jaxtrain.distributed import run_processes
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files, log_tail
 from jaxtrain.runs import comparison, run_index, tags
@@ -167,3 +168,28 @@ def test_object_storage(tmp_path, capsys, bucket, network):
 def test_the_config_of_a_run_keeps_its_variant_where_that_names_a_folder(tmp_path):
     make(tmp_path / "run", run={"config_file": "configs/finetune.py:lora:models/base"})
     assert run_index.summary(tmp_path / "run").config == "finetune.py:lora:base"
+
+
+def test_a_summary_reads_the_newest_lines_and_no_events(tmp_path, monkeypatch):
+    """In lines parsed and heartbeats read: a list of hundreds of runs takes as long as these take."""
+    run = make(tmp_path / "run")
+    steps = [json.dumps({"step": step, "loss": float(step), "grad_norm": 1.0}) + "\n" for step in range(1, 1001)]
+    (run / "events.jsonl").write_text('{"kind": "skip"}\n' * 1000)
+    parsed, beats = [], []
+    values, heartbeats = log_tail._values, run_processes.heartbeats
+    monkeypatch.setattr(log_tail, "_values", lambda lines: parsed.extend(lines) or values(lines))
+    monkeypatch.setattr(run_processes, "heartbeats", lambda workdir: beats.append(workdir) or heartbeats(workdir))
+
+    def summed_up(*after):
+        (run / "metrics.jsonl").write_text("".join([*steps, *after]))
+        parsed.clear(), beats.clear()
+        made = run_index.summary(run)
+        return made.step, made.eval_loss, len(parsed)
+
+    *said, lines = summed_up()
+    assert said == [1000, None] and 0 < lines < 100 and len(beats) == 1
+    evaluated = json.dumps({"step": 1000, "eval_loss": 0.5}) + "\n"
+    *said, lines = summed_up(evaluated, *steps[:300])
+    assert said == [300, 0.5] and 300 < lines < 310
+    *said, lines = summed_up(evaluated, *steps[:300], evaluated[5:])  # a damaged line: as many as ever are read
+    assert said == [300, 0.5] and lines > 1000
