@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.base.annotations import JsonMapping
+from jaxtrain.base.annotations import JsonMapping, JsonObject
 from jaxtrain.checkpoint import verify
 from jaxtrain.config.sections.earlier_keys import as_named_now
 from jaxtrain.distributed import run_processes
@@ -97,7 +97,7 @@ class RecordedRun:
         self._metrics = LogTail(self.workdir / "metrics.jsonl", {"step": int}, last)
         self._events = LogTail(self.workdir / "events.jsonl", {"kind": str}, last)
         self._results = LogTail(self.workdir / "evaluations" / "metrics.jsonl", {"step": int}, last)  # of a watcher
-        self._known_events: list[dict[str, Any]] = []
+        self._known_events: list[JsonObject] = []
         self.steps, self.evaluations, self.results = Columns(), Columns(), Columns()
         self.look()
         if not self.config:
@@ -124,8 +124,8 @@ class RecordedRun:
         self.account: goodput.Account | None = goodput.account(starts) if starts else None
 
     @property
-    def events(self) -> list[dict[str, Any]]:
-        """What happened to the run, in order; read when somebody asks, which a list of many runs does not."""
+    def events(self) -> list[JsonObject]:
+        """The events of the run, in order. They are read when somebody asks, which a list of many runs does not."""
         if self._events_are_old:
             if self._events.shrunk():
                 self._known_events = []
