@@ -58,7 +58,7 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT:
                                              "act_head_dim") for x in (k_BSGK, v_BSGK))
     # Within a pipeline the axis is already manual.
     stages = 1 if AXIS in axis_rules.free_axes(mesh) else mesh.shape["stage"]
-    strategy = choose_strategy(strategy, stages)
+    strategy = choose_strategy(strategy, stages, n, q_BTHK.shape[2] // split)
     backend = choose_backend(backend, mesh_context.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], strategy,
                              soft_cap=soft_cap, packed=segments_BT is not None, sinks=sinks_H is not None)
     scoring = Scoring(window, soft_cap)
