@@ -49,7 +49,7 @@ class Layout:
 
     @cached_property
     def strategy(self) -> str:
-        """How attention that looks back crosses the parts of a sequence; "" if it has none, or has whole ones."""
+        """The way in which attention that looks back crosses the parts of a sequence; "" if rows are whole."""
         looks_back = any(causal for *_, causal in self.config.model.attentions(self.config.data.seq_len))
         return choose_strategy(self.config.mesh.context_strategy, self.mesh.shape["stage"],
                                self.context if looks_back else 1, self.heads)

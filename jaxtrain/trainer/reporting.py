@@ -15,7 +15,7 @@ from jaxtrain.files.log_tail import LogTail
 from jaxtrain.observe import events
 from jaxtrain.observe.trackers.tracking import Tracking
 from jaxtrain.plan.cost import spending
-from jaxtrain.run import Run, abstract_model, name_of
+from jaxtrain.run import Run, abstract_model, name_of, slow_kernels
 from jaxtrain.run.validation import context_strategy
 from jaxtrain.train_step.quantized_kernels import as_floats
 from jaxtrain.train_step.report import matmul_parameters
@@ -64,11 +64,12 @@ def sinks(run: Run, session: Session, start: int, trackers: Tracking) -> list[ob
 
 
 def start_of_run(run: Run, workdir: Path) -> str:
-    """Describe the run, and the data stages that it will never reach."""
+    """Describe the run, what it computes slowly, and the data stages that it will never reach."""
     steps = run.config.train.steps
     late = [f"data.stages: the stage from step {stage.start} on is behind the last step, {steps}"
             for stage in data_stages.stages(run.config.data) if stage.start >= steps > 0]
-    return "\n".join([summary(run, workdir), *late, *many_epochs(run)])
+    slow = [f"slow: {sentence}" for sentence in slow_kernels.sentences(run)]
+    return "\n".join([summary(run, workdir), *slow, *late, *many_epochs(run)])
 
 
 def many_epochs(run: Run) -> list[str]:
