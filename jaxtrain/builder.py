@@ -109,7 +109,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     settings = StepSettings(
         optimizer=optimizer, mesh=mesh, rules=rules, schedule=schedule, precision=compute, accumulation=t.accumulation,
         clip_norm=config.optimizer.clip_norm, platform=platform, compiler_options=t.compiler_options,
-        deterministic=t.deterministic or config.resilience.replay_every > 0)
+        deterministic=t.deterministic or config.resilience.replay_every > 0,
+        hang_limit=config.resilience.longest_hang)
     sharded = ShardedStep.of(settings, computation, abstract, layout, hooks)
     run = Run(config, model, goal, sharded, schedules, hooks, data)
     _check_data_stages(run)

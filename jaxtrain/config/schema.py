@@ -330,6 +330,11 @@ class ResilienceConfig:
                                 for axis, _, size in parts):
                 raise UserError("resilience.meshes", f"{text!r} is not a mesh", "write them as 'data=4,tensor=2'")
 
+    @property
+    def longest_hang(self) -> float:
+        """The seconds after which the watchdog has surely ended a process that hangs; 0: it ends none."""
+        return max(self.start_limit, self.hang_floor) + 60 if self.hang_factor else 0.0
+
 
 @dataclass(frozen=True)
 class Config:

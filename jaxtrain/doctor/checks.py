@@ -54,7 +54,8 @@ def findings(workdir: str, coordinator: str | None) -> Iterator[Finding]:
                 break
             found += devices.failed(outcome, environ)  # and once more without the unknown flags
         found += devices.devices(outcome, environ, cuda, nvidia.present() or bool(gpus))
-        return [*found, *speed.speed(outcome), *file_systems.cache(outcome.measured.get("cache", "://"))]
+        return [*found, *speed.speed(outcome), *speed.slow_kernels(outcome),
+                *file_systems.cache(outcome.measured.get("cache", "://"))]
 
     checks: list[tuple[str, Callable[[], list[Finding]], float]] = [
         ("versions", packages, 15),

@@ -34,6 +34,11 @@ def main() -> None:
         found = jax.local_devices()
         say(devices=[{"name": str(device), "kind": device.device_kind, "platform": device.platform,
                       "memory": _memory(device)} for device in found])
+        with contextlib.suppress(Exception):  # what is slow is no reason to stop
+            from jaxtrain.kernels import slow_paths
+
+            capability = getattr(found[0], "compute_capability", "")
+            say(slow=slow_paths.usual(found[0].platform + f":{capability}" * bool(capability)))
     except Exception as error:
         say(error=f"{type(error).__name__}: {error}"[:2000])
         raise

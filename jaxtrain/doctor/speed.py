@@ -3,7 +3,7 @@
 import statistics
 
 from jaxtrain.doctor.child import Measured, Outcome
-from jaxtrain.doctor.finding import Finding, fail, ok, warn
+from jaxtrain.doctor.finding import Finding, fail, note, ok, warn
 
 SLOW = 0.5  # of the median of all devices
 
@@ -30,6 +30,12 @@ def speed(outcome: Outcome) -> list[Finding]:
             fix = "see dmesg for Xid, then nvidia-smi -q, or take another host"
         found.append(fail("speed", f"JAX {outcome.end or 'stopped'} while {doing} ({words[0][:200]})", fix))
     return found
+
+
+def slow_kernels(outcome: Outcome) -> list[Finding]:
+    """Return what usual models compute slowly on these devices for want of a kernel."""
+    return [note("kernels", sentence, "nothing is broken: the start of a run says whether it computes this")
+            for sentence in outcome.measured.get("slow", [])]
 
 
 def products(kind: str, measured: Measured, devices: int) -> list[Finding]:

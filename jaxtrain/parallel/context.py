@@ -58,7 +58,7 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT:
                                              "act_head_dim") for x in (k_BSGK, v_BSGK))
     # Within a pipeline the axis is already manual.
     stages = 1 if AXIS in axis_rules.free_axes(mesh) else mesh.shape["stage"]
-    strategy = choose_strategy(strategy, stages)
+    strategy = choose_strategy(strategy, stages, n, q_BTHK.shape[2] // split)
     backend = choose_backend(backend, mesh_context.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], strategy,
                              soft_cap=soft_cap, packed=segments_BT is not None, sinks=sinks_H is not None)
     scoring = Scoring(window, soft_cap)
@@ -162,7 +162,7 @@ def _ring_forward(q, k, v, segments, scoring):
     n, me, T = lax.axis_size(AXIS), lax.axis_index(AXIS), q.shape[1]
     mine = _tokens(me, n, T, segments)
     following = _next((k, v, segments))
-    result = tiles.forward(q, k, v, mine, mine, scoring)
+    result = tiles.forward(q, k, v, mine, mine, scoring, own=True)
 
     def visit(result, block, hop):
         source, (k, v, segments) = (me - hop) % n, block
@@ -181,7 +181,7 @@ def _ring_backward(q, k, v, segments, dout, lse, delta, scoring):
     n, me, T = lax.axis_size(AXIS), lax.axis_index(AXIS), q.shape[1]
     mine = _tokens(me, n, T, segments)
     following = _next((k, v, segments))
-    dq, *dkv = tiles.backward(q, k, v, dout, lse, delta, mine, mine, scoring)
+    dq, *dkv = tiles.backward(q, k, v, dout, lse, delta, mine, mine, scoring, own=True)
 
     def visit(carry, block, hop):
         source, (k, v, segments) = (me - hop) % n, block
@@ -298,12 +298,12 @@ def _chunks(x: jax.Array, order: np.ndarray) -> jax.Array:
 
 def _whole_forward(q, k, v, segments, scoring):
     mine = Tokens(jnp.arange(q.shape[1]), segments)
-    return tiles.forward(q, k, v, mine, mine, scoring)
+    return tiles.forward(q, k, v, mine, mine, scoring, own=True)
 
 
 def _whole_backward(q, k, v, segments, dout, lse, delta, scoring):
     mine = Tokens(jnp.arange(q.shape[1]), segments)
-    return tiles.backward(q, k, v, dout, lse, delta, mine, mine, scoring)
+    return tiles.backward(q, k, v, dout, lse, delta, mine, mine, scoring, own=True)
 
 
 _STRATEGIES = {"ring": (_ring_forward, _ring_backward), "gather": (_gather_forward, _gather_backward),

@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.kernels.functions import soft_capped
 
 F32 = jnp.float32
@@ -39,31 +41,35 @@ class Scoring(NamedTuple):
     soft_cap: float = 0.0  # 0: none
 
 
-def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, scoring: Scoring) -> tuple[jax.Array, jax.Array]:
-    """Return out [B, T, H, K] and lse [B, T, H], both float32."""
+def forward(q_BTHK, k_BSGK, v_BSGK, queries: Tokens, keys: Tokens, scoring: Scoring,
+            own: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Return out [B, T, H, K] and lse [B, T, H], both float32.
+
+    own: keys are those of the queries' tokens, in the order of their positions.
+    """
     G, R, side = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2], _side(q_BTHK)
-    tiles = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), _cut_tokens(keys, side)
+    queries, keys, unseen = _in_this_layer(q_BTHK, queries, keys)
+    of_queries = _cut(q_BTHK, (G, R), side), _cut_tokens(queries, side)
+    of_keys = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), _cut_tokens(keys, side)
 
-    def of(tile):
-        q, queries = tile
+    def add(results, pair):
+        (q, queries), (k, v, keys) = _at(of_queries, pair[0]), _at(of_keys, pair[1])
+        result = _at(results, pair[0])
 
-        def add(result, tile):
-            k, v, keys = tile
+        def more():
+            scores = _scores(q, k, queries, keys, scoring, unseen)
+            top = scores.max(-1)
+            weights = jnp.exp(scores - top[..., None])
+            total = weights.sum(-1)
+            out = _dot("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v) / total[..., None]
+            return merge(result, (out, top + jnp.log(total)))
 
-            def more():
-                scores = _scores(q, k, queries, keys, scoring)
-                top = scores.max(-1)
-                weights = jnp.exp(scores - top[..., None])
-                total = weights.sum(-1)
-                out = _dot("bgrts,bgsk->bgrtk", weights.astype(v.dtype), v) / total[..., None]
-                return merge(result, (out, top + jnp.log(total)))
+        result = lax.cond(_meet(queries, keys, scoring.window), more, lambda: result)
+        return _with(results, pair[0], result), None
 
-            return lax.cond(_meet(queries, keys, scoring.window), more, lambda: result), None
-
-        nothing = jnp.zeros((*q.shape[:-1], v_BSGK.shape[-1]), F32), jnp.full(q.shape[:-1], NOTHING)
-        return lax.scan(add, nothing, tiles)[0]
-
-    out, lse = lax.map(of, (_cut(q_BTHK, (G, R), side), _cut_tokens(queries, side)))
+    shape = of_queries[0].shape
+    nothing = jnp.zeros((*shape[:-1], v_BSGK.shape[-1]), F32), jnp.full(shape[:-1], NOTHING)
+    (out, lse), _ = lax.scan(add, nothing, _pairs(queries, keys, side, scoring.window, own))
     return _join(out, 2), _join(lse, 2)
 
 
@@ -75,45 +81,72 @@ def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tup
 
 
 def backward(q_BTHK, k_BSGK, v_BSGK, dout_BTHK, lse_BTH, delta_BTH, queries: Tokens, keys: Tokens,
-             scoring: Scoring) -> tuple[jax.Array, jax.Array, jax.Array]:
+             scoring: Scoring, own: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the contributions to dq, dk and dv in float32; `delta` is the sum over K of out x dout."""
     G, R, side = k_BSGK.shape[2], q_BTHK.shape[2] // k_BSGK.shape[2], _side(q_BTHK)
-    k_tiles, v_tiles, key_tiles = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), _cut_tokens(keys, side)
-    per_query = *(_cut(x, (G, R), side) for x in (q_BTHK, dout_BTHK, lse_BTH, delta_BTH)), _cut_tokens(queries, side)
+    queries, keys, unseen = _in_this_layer(q_BTHK, queries, keys)
+    of_keys = _cut(k_BSGK, (G,), side), _cut(v_BSGK, (G,), side), _cut_tokens(keys, side)
+    of_queries = *(_cut(x, (G, R), side) for x in (q_BTHK, dout_BTHK, lse_BTH, delta_BTH)), _cut_tokens(queries, side)
 
-    def of(dkv, tile):
-        q, dout, lse, delta, queries = tile
+    def add(gradients, pair):
+        (q, dout, lse, delta, queries), (k, v, keys) = _at(of_queries, pair[0]), _at(of_keys, pair[1])
+        dqs, dkvs = gradients
+        dq, (dk, dv) = _at(dqs, pair[0]), _at(dkvs, pair[1])
 
-        def add(dq, tile):
-            k, v, (dk, dv), keys = tile
+        def more():
+            scores = _scores(q, k, queries, keys, scoring, unseen)
+            weights = jnp.exp(scores - lse[..., None])
+            pull = _dot("bgrtk,bgsk->bgrts", dout, v) - delta[..., None]
+            dscores = weights * pull * q.shape[-1] ** -0.5
+            if cap := scoring.soft_cap:  # keys that are not seen have no weight
+                dscores *= 1 - jnp.square(jnp.maximum(scores, -cap) / cap)
+            dscores = dscores.astype(q.dtype)
+            return (dq + _dot("bgrts,bgsk->bgrtk", dscores, k),
+                    (dk + _dot("bgrts,bgrtk->bgsk", dscores, q),
+                     dv + _dot("bgrts,bgrtk->bgsk", weights.astype(dout.dtype), dout)))
 
-            def more():
-                scores = _scores(q, k, queries, keys, scoring)
-                weights = jnp.exp(scores - lse[..., None])
-                pull = _dot("bgrtk,bgsk->bgrts", dout, v) - delta[..., None]
-                dscores = weights * pull * q.shape[-1] ** -0.5
-                if cap := scoring.soft_cap:  # keys that are not seen have no weight
-                    dscores *= 1 - jnp.square(jnp.maximum(scores, -cap) / cap)
-                dscores = dscores.astype(q.dtype)
-                return (dq + _dot("bgrts,bgsk->bgrtk", dscores, k),
-                        (dk + _dot("bgrts,bgrtk->bgsk", dscores, q),
-                         dv + _dot("bgrts,bgrtk->bgsk", weights.astype(dout.dtype), dout)))
+        dq, dkv = lax.cond(_meet(queries, keys, scoring.window), more, lambda: (dq, (dk, dv)))
+        return (_with(dqs, pair[0], dq), _with(dkvs, pair[1], dkv)), None
 
-            return lax.cond(_meet(queries, keys, scoring.window), more, lambda: (dq, (dk, dv)))
-
-        dq, dkv = lax.scan(add, jnp.zeros(q.shape, F32), (k_tiles, v_tiles, dkv, key_tiles))
-        return dkv, dq
-
-    nothing = jnp.zeros(k_tiles.shape, F32), jnp.zeros(v_tiles.shape, F32)
-    (dk, dv), dq = lax.scan(of, nothing, per_query)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, F32), (of_queries[0], of_keys[:2]))
+    (dq, (dk, dv)), _ = lax.scan(add, nothing, _pairs(queries, keys, side, scoring.window, own))
     return _join(dq, 2), _join(dk, 1), _join(dv, 1)
+
+
+def _pairs(queries: Tokens, keys: Tokens, side: int, window: int, own: bool) -> np.ndarray:
+    """Return the tiles of queries and of keys that may meet, as far as it is known before any number is, [pairs, 2]."""
+    rows, columns = (_tiles(len(tokens.at), side) for tokens in (queries, keys))
+    row, column = np.indices((rows, columns)).reshape(2, -1)
+    if own:  # positions are at least as far apart as their places in this order
+        apart = (row - column) * (len(queries.at) // rows)  # of the first query and the first key
+        near = apart < (window or len(queries.at)) + len(keys.at) // columns - 1
+        row, column = (x[(row >= column) & near] for x in (row, column))
+    return np.stack([row, column], 1).astype(np.int32)
+
+
+def _at(tree: PyTree, number: jax.Array) -> PyTree:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), tree)
+
+
+def _with(tree: PyTree, number: jax.Array, new: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, number, 0), tree, new)
+
+
+def _in_this_layer(q_BTHK: jax.Array, queries: Tokens, keys: Tokens) -> tuple[Tokens, Tokens, jax.Array]:
+    """Return the tokens, and the score of a key that is not seen, as if they depended on the queries.
+
+    What no layer changes JAX computes once, before a loop over layers: here the masks of all tiles at a time, in arrays
+    as large as all scores.
+    """
+    unseen = jnp.full((), NOTHING, F32)
+    return lax.optimization_barrier((q_BTHK[:1, :1, :1, :1], queries, keys, unseen))[1:]
 
 
 def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a, b, preferred_element_type=F32)
 
 
-def _scores(q_BGRTK, k_BGSK, queries: Tokens, keys: Tokens, scoring: Scoring) -> jax.Array:
+def _scores(q_BGRTK, k_BGSK, queries: Tokens, keys: Tokens, scoring: Scoring, unseen: jax.Array) -> jax.Array:
     behind_TS = queries.at[:, None] - keys.at[None, :]
     seen = behind_TS >= 0
     if scoring.window:
@@ -122,7 +155,7 @@ def _scores(q_BGRTK, k_BGSK, queries: Tokens, keys: Tokens, scoring: Scoring) ->
         same_BTS = queries.segments[:, :, None] == keys.segments[:, None, :]
         seen = (seen & same_BTS)[:, None, None]
     scores = _dot("bgrtk,bgsk->bgrts", q_BGRTK, k_BGSK) * q_BGRTK.shape[-1] ** -0.5
-    return jnp.where(seen, soft_capped(scores, scoring.soft_cap), NOTHING)
+    return jnp.where(seen, soft_capped(scores, scoring.soft_cap), unseen)
 
 
 def _meet(queries: Tokens, keys: Tokens, window: int) -> jax.Array:

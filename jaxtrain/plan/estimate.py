@@ -20,6 +20,7 @@ from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace import kernels, reader
 from jaxtrain.plan.trace.program import Block
 from jaxtrain.run import shapes_of
+from jaxtrain.run.validation import context_strategy
 from jaxtrain.sharding import axis_rules
 from jaxtrain.sharding.mesh import axis_sizes
 from jaxtrain.train_step.report import in_hosts, total
@@ -38,6 +39,7 @@ class Estimate:
     host: int  # bytes of the host's memory for each device
     useful: float  # FLOP of one device that the model needs, with causal attention; 0: not known
     answering: dict[str, Counter] = field(default_factory=dict)  # memory while prompts are answered, by phase
+    strategy: str = ""  # how attention crosses the parts of a sequence; "" if rows are whole
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -142,7 +144,8 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
             talked[found.kind, tuple(axis for axis in sizes if axis in found.axes)] += found.bytes * times
     useful = useful_flops.of_row(run) * config.data.global_batch_size / devices
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
-    return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, phases)
+    strategy = context_strategy(run.config, run.mesh, run.sharded.rules)
+    return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, phases, strategy)
 
 
 def _kept_on_hosts(block: Block) -> int:

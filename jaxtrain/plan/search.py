@@ -27,6 +27,7 @@ CAREFUL = 0.95  # of the memory is filled by train.remat=auto: predictions err b
 WORTH = 0.97  # of the time: what copies to hosts must gain, since they compete with the data loader and with saves
 VARIANTS, FEW = 6, 2  # layouts that a mesh is estimated with in detail, about; where there is much room
 ON_HOSTS = "attention+heads+kv_heads+mlp@host"
+STRATEGY = "mesh.context_strategy"
 ROOMY = 8  # times what full activation checkpointing takes: where there is so much, all results will probably fit
 REMATS = ("attention", "dots", "attention_and_dots", "none")  # besides "full"; the more is kept, the less is repeated
 
@@ -54,6 +55,9 @@ def search(config: Config, target: Target, devices: int, *, meshes_traced: int =
             look.ahead(len(promising) * (1 + later) - at + refined * look.variants() * (1 + later))
             if choice := look.smallest(mesh, offload, more):
                 smallest.append(choice)
+                if not choice.estimate.fits:
+                    smallest += filter(None, (look.smallest(mesh, offload, {**(more or {}), STRATEGY: strategy})
+                                              for strategy in look.other_strategies(choice)))
         fastest = sorted((c for c in smallest if c.estimate.fits), key=lambda choice: choice.estimate.seconds)[:refined]
         for at, choice in enumerate(fastest):
             look.ahead((len(fastest) - at + refined * later) * look.variants() + len(promising) * later)
@@ -75,6 +79,9 @@ def fastest_mesh(config: Config, target: Target, devices: int, meshes_traced: in
     zero = {"optimizer.zero_stage": config.optimizer.zero_stage}
     for mesh, _ in _promising(look, meshes_traced, config.train.accumulation, config.optimizer.zero_stage):
         look.at({**mesh, **zero, "train.accumulation": config.train.accumulation, "train.remat": config.train.remat})
+    found.sort()
+    for choice in (found.fitting or found.too_large)[:2]:
+        look.across(choice)
     found.sort()
     return found if found.best else search(config, target, devices)
 
@@ -193,8 +200,21 @@ class _Looker:
         choice = self.at({**keys, "train.remat": ON_HOSTS})
         return choice if choice and choice.estimate.fits else None
 
+    def other_strategies(self, choice: Choice) -> tuple[str, ...]:
+        """Return the strategies of context parallelism for this layout besides the one that `auto` means there."""
+        here = choice.estimate.strategy if self.found.config.mesh.context_strategy == "auto" else ""
+        others = {"ulysses": ("ring", "gather"), "ring": ("gather",)}.get(here, ())  # ulysses wherever it is possible
+        return tuple(other for other in others if other != "ring" or choice.mesh["mesh.stage"] == 1)
+
+    def across(self, choice: Choice) -> None:
+        """Estimate a layout with the other strategies of context parallelism."""
+        for strategy in self.other_strategies(choice):
+            self.at({**choice.overrides, STRATEGY: strategy})
+
     def refine(self, start: Choice) -> None:
-        """Estimate variants that fit: less checkpointing, as many or twice as many micro-batches, other schedules."""
+        """Estimate variants that fit: less checkpointing, as many or twice as many micro-batches, other schedules and
+        strategies of context parallelism.
+        """
         best, rows = start, rough.rows(self.found.config, start.mesh)
         parts = [n for n in divisors(rows) if n >= start.overrides["train.accumulation"]][:2]
         for accumulation in parts if start.mesh["mesh.stage"] == 1 else parts[:1]:
@@ -207,6 +227,7 @@ class _Looker:
                 best = min(best, kept, key=lambda c: c.estimate.seconds)
                 if kept.overrides["train.remat"] == "none":
                     break  # smaller micro-batches would only make room
+        self.across(best)
         if start.mesh["mesh.data"] > 1 and not self.found.config.optimizer.zero_stage:
             self.at({**best.overrides, "optimizer.zero_stage": 0})
         if (stages := start.mesh["mesh.stage"]) > 1:

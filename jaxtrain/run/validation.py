@@ -48,6 +48,13 @@ class Layout:
         return self.config.model.num_heads // axis_rules.shards(self.rules["act_heads"], self.mesh)
 
     @cached_property
+    def strategy(self) -> str:
+        """The way in which attention that looks back crosses the parts of a sequence; "" if rows are whole."""
+        looks_back = any(causal for *_, causal in self.config.model.attentions(self.config.data.seq_len))
+        return choose_strategy(self.config.mesh.context_strategy, self.mesh.shape["stage"],
+                               self.context if looks_back else 1, self.heads)
+
+    @cached_property
     def rows(self) -> int:
         """The rows of a device's batch, per step of train.accumulation."""
         return self.config.data.global_batch_size // self.config.train.accumulation // self.shards
@@ -183,7 +190,7 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
         raise UserError("mesh.context", f"{config.model.name} attends to later tokens too, and its rows are not cut",
                         f"set mesh.context=1{more * (family.rows_cut is ModelConfig.rows_cut)}")
     dtype, kind = dtype_of(precision), mesh_context.platform_of(mesh, platform).partition(":")[0]
-    strategy = choose_strategy(config.mesh.context_strategy, stages, context)
+    strategy = Layout(config, mesh, rules, microbatches).strategy
     with mesh_context.use(mesh, rules, platform):
         for queries, keys, head_dim, causal in config.model.attentions(config.data.seq_len):
             # What looks both ways has all keys of a row on each device, where a mesh splits it.
@@ -199,6 +206,11 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
     from jaxtrain.parallel.pipeline.pipeline import make_schedules
 
     return make_schedules(config.pipeline, stages, microbatches)
+
+
+def context_strategy(config: Config, mesh: AnyMesh, rules: Rules) -> str:
+    """Return how attention that looks back crosses the parts of a sequence; "" if it has none, or has whole ones."""
+    return Layout(config, mesh, rules, 1).strategy
 
 
 def explains(error: UserError) -> bool:

@@ -5,6 +5,7 @@ user's. What each option of the preset gains is in docs/performance.md, by the c
 devices (`tools/benchmarks/bench_hlo.py`); none was measured on a GPU.
 """
 
+import math
 from collections.abc import Mapping
 
 import jax
@@ -25,16 +26,19 @@ _GPU: Options = {
 _FP8: Options = {"xla_gpu_dot_merger_threshold_mb": "0"}
 # Atomic additions, whose order depends on timing, become sorted ones; cuDNN's backward pass of attention has a flag.
 _DETERMINISTIC: Options = {"xla_gpu_exclude_nondeterministic_ops": True}
+# XLA ends a process whose threads wait longer than this for each other before a collective begins; by default never.
+_TERMINATION = "xla_gpu_nccl_termination_timeout_seconds"
 PRESETS: Mapping[str, Options] = {"gpu": _GPU, "cuda": _GPU}
 
 
 def compiler_options(platform: str, changes: Options, tensor: int = 1, fp8: bool = False,
-                     deterministic: bool = False) -> dict[str, str | bool]:
+                     deterministic: bool = False, hang_limit: float = 0.0) -> dict[str, str | bool]:
     """Return the preset of a platform with these changes; the value "" leaves an option to the compiler.
 
     Where `tensor` parallelism splits products that are not in fp8, Triton's fusions stay, which were faster there and
     do not recognize products in fp8. Devices that are described to the compiler call their platform "cuda:9", with
-    their compute capability.
+    their compute capability. `hang_limit`: the seconds after which nothing can be but a hang, of GPUs of several
+    processes; 0: it is not known.
     """
     preset = PRESETS.get(platform.partition(":")[0], {})
     if fp8 and preset:
@@ -43,6 +47,8 @@ def compiler_options(platform: str, changes: Options, tensor: int = 1, fp8: bool
         preset = {name: value for name, value in preset.items() if name != "xla_gpu_enable_triton_gemm"}
     if deterministic and preset:
         preset = {**preset, **_DETERMINISTIC}
+    if hang_limit and preset:
+        preset = {**preset, _TERMINATION: f"{math.ceil(hang_limit)}"}
     options = {**preset, **{name: _parsed(value) for name, value in changes.items()}}
     return {name: value for name, value in options.items() if value != ""}
 

@@ -24,3 +24,4 @@ class StepSettings:
     platform: str = ""  # that an abstract mesh stands for; "": the one here
     compiler_options: Options = field(default_factory=dict)  # beside the preset for the platform
     deterministic: bool = False
+    hang_limit: float = 0.0  # the seconds after which the watchdog has ended any process that hangs; 0: there is none

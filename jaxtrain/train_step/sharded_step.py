@@ -118,8 +118,9 @@ class ShardedStep:
         """The compiler's options for the platform and the shape of the mesh."""
         here = self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
         c = self.settings
+        several = isinstance(self.mesh, Mesh) and len({device.process_index for device in self.mesh.devices.flat}) > 1
         return compiler_options(c.platform or here, c.compiler_options, dict(self.mesh.shape).get("tensor", 1),
-                                c.precision == "fp8", c.deterministic)
+                                c.precision == "fp8", c.deterministic, c.hang_limit if several else 0.0)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Make one optimizer step. `state` is donated: use the returned one."""

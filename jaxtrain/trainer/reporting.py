@@ -15,7 +15,8 @@ from jaxtrain.files.log_tail import LogTail
 from jaxtrain.observe import events
 from jaxtrain.observe.trackers.tracking import Tracking
 from jaxtrain.plan.cost import spending
-from jaxtrain.run import Run, abstract_model, name_of
+from jaxtrain.run import Run, abstract_model, name_of, slow_kernels
+from jaxtrain.run.validation import context_strategy
 from jaxtrain.train_step.quantized_kernels import as_floats
 from jaxtrain.train_step.report import matmul_parameters
 from jaxtrain.train_step.state import TrainState
@@ -63,11 +64,12 @@ def sinks(run: Run, session: Session, start: int, trackers: Tracking) -> list[ob
 
 
 def start_of_run(run: Run, workdir: Path) -> str:
-    """Describe the run, and the data stages that it will never reach."""
+    """Describe the run, what it computes slowly, and the data stages that it will never reach."""
     steps = run.config.train.steps
     late = [f"data.stages: the stage from step {stage.start} on is behind the last step, {steps}"
             for stage in data_stages.stages(run.config.data) if stage.start >= steps > 0]
-    return "\n".join([summary(run, workdir), *late, *many_epochs(run)])
+    slow = [f"slow: {sentence}" for sentence in slow_kernels.sentences(run)]
+    return "\n".join([summary(run, workdir), *slow, *late, *many_epochs(run)])
 
 
 def many_epochs(run: Run) -> list[str]:
@@ -160,6 +162,8 @@ def summary(run: Run, workdir: Path) -> str:
     count = f"{count:,} parameters" + (f", {trained:,} of them trained" if trained < count else "")
     axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
     axes += f"; {run.schedules[0].summary}" if run.schedules else ""
+    strategy = "" if run.own else context_strategy(c, run.mesh, run.sharded.rules)
+    axes += f"; attention over context by {strategy}" if strategy else ""
     shapes = ", ".join(f"{rows} x {length}" for rows, length in run.batch_source.shapes_of(0, c.train.steps))
     options = " ".join(f"{name}={value}" for name, value in run.sharded.compiler_options.items())
     device = jax.devices()[0].device_kind

@@ -271,6 +271,12 @@ def test_devices_that_compute_rightly():
     assert speed.speed(Outcome({}, "died by SIGABRT")) == []
 
 
+def test_kernels_that_are_slow_here():
+    found, = speed.slow_kernels(probed(slow=["experts on this GPU compute every row 16 times"]))
+    assert f"{found}".startswith("note  kernels: experts on this GPU compute every row 16 times")
+    assert not speed.slow_kernels(probed())
+
+
 def test_devices_that_do_not():
     rates = {f"cuda:{i}": {"rate": 7e14 if i else 1e14, "right": i != 2} for i in range(4)}
     findings = speed.products("bfloat16", rates, 4)

@@ -21,7 +21,9 @@ from jaxtrain.kernels import attention as kernels
 from jaxtrain.models.attention.self_attention import attend
 from jaxtrain.parallel import context, cut_rows, tiles
 from jaxtrain.plan import hlo
+from jaxtrain.run.validation import context_strategy
 from jaxtrain.sharding import activations, mesh_context
+from jaxtrain.trainer.reporting import summary
 from tests.numerics import reference
 from tests.tiers import slow_if
 
@@ -92,7 +94,8 @@ SOME = [("ring", 2), ("ulysses", 2)]  # neither packed
 
 @pytest.mark.parametrize(("strategy", "sizes", "heads", "packed", "window", "small"), [
     pytest.param(strategy, *case, marks=[] if i in (1, 4) else slow_if((strategy, i) in SOME))
-    for strategy in STRATEGIES for i, case in enumerate(CASES)], ids=str)
+    for strategy in STRATEGIES for i, case in enumerate(CASES)] + [
+        ("auto", dict(context=4), (6, 3), True, 0, False)], ids=str)  # heads that do not divide
 def test_attention_has_the_output_and_gradients_of_one_device(strategy, sizes, heads, packed, window, small,
                                                               monkeypatch):
     if small:  # several tiles and several pieces, of 2 tokens or so
@@ -177,7 +180,9 @@ def test_inside_a_pipeline(strategy):
 
 # ------------------------------------------------------------------------------------------------------ the whole model
 
-MODELS = [("gpt2", (2, 1, 1), 4, "ring"), pytest.param("qwen3", (1, 2, 2), 2, "ulysses", marks=SLOW),
+# Of auto, what it chooses; of 16 heads and 8 of keys, tensor=2 leaves each device 8 and 4.
+MODELS = [("gpt2", (2, 1, 1), 4, "ring"), ("qwen3", (1, 1, 1), 4, "auto: ulysses"),
+          pytest.param("qwen3", (1, 2, 2), 2, "auto: ulysses", marks=SLOW),
           pytest.param("llama", (1, 1, 1), 2, "gather", marks=pytest.mark.exhaustive)]
 # 4 meshes of each family, so that the strategies, dealt in turn, meet every mesh and family; the fuzz meets the rest.
 MORE = [*itertools.product(("gpt2", "llama", "qwen3"), ((1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2)), (2,)),
@@ -187,7 +192,9 @@ MORE = [*itertools.product(("gpt2", "llama", "qwen3"), ((1, 1, 1), (1, 1, 2), (1
 
 @pytest.mark.parametrize(("family", "mesh", "n", "strategy"), MODELS, ids=str)
 def test_a_model_has_the_loss_and_gradients_of_one_device(family, mesh, n, strategy):
-    run = reference.build(family, mesh, mesh__context=n, mesh__context_strategy=strategy)
+    asked, _, chosen = strategy.partition(": ")
+    run = reference.build(family, mesh, mesh__context=n, mesh__context_strategy=asked)
+    assert context_strategy(run.config, run.mesh, run.sharded.rules) == (chosen or asked)
     config, batch = reference.tiny(family), reference.batch(0)
     want = jax.jit(jax.value_and_grad(lambda p: reference.loss(config.model, p, batch)))(reference.initial(family))
     params = jax.device_put(reference.initial(family), run.layout.state.params)
@@ -268,6 +275,19 @@ def test_a_tile_is_passed_over_only_where_nobody_sees_anybody(window):
     assert passed > 50, "hardly anything is passed over, so this proves little"
 
 
+@pytest.mark.parametrize(("n", "window"), [(1, 0), (2, 0), (4, 0), (1, 5), (2, 5), (4, 9)])
+def test_tiles_above_the_diagonal_are_not_even_looked_at(n, window):
+    """On a device's own keys; with a window nor are those far below it, and none is left out that is seen."""
+    for device in range(n):
+        mine = tiles.Tokens(cut_rows.balanced_order(device, n, T // n), None)
+        at = np.asarray(mine.at).reshape(-1, 2)
+        pairs = {tuple(pair) for pair in tiles._pairs(mine, mine, 2, window, own=True).tolist()}
+        behind = at[:, None, :, None] - at[None, :, None, :]
+        seen = ((behind >= 0) & (behind < (window or T))).any((2, 3))
+        assert {*zip(*np.nonzero(seen), strict=True)} <= pairs
+        assert len(pairs) == len(at) * (len(at) + 1) // 2 if not window else len(pairs) < 4 * len(at)
+
+
 # --------------------------------------------------------------------------------------------------- work and memory
 
 def attention(strategy, n, tokens, heads=8, kv_heads=2, head_dim=64, gradient=True):
@@ -304,6 +324,21 @@ def test_memory_of_attention_grows_no_faster_than_the_sequence(strategy):
     short, long = (temporary(strategy, 4, tokens) for tokens in (16384, 32768))
     print(f"{strategy}: {short / 2**20:.0f} MiB at 16,384 tokens, {long / 2**20:.0f} at 32,768")
     assert long < 2.1 * short
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loop_over_layers_makes_no_masks_of_all_tiles_before_it(strategy, monkeypatch):
+    """As JAX does with what depends on no layer; they took eight times the memory of the rest."""
+    monkeypatch.setattr(tiles, "SCORES", 2**10)
+    mesh, f, (q, k, v, segments) = attention(strategy, 4, 256, gradient=False)
+
+    def layers(q, k, v, segments):
+        return jnp.square(lax.scan(lambda x, _: (f(x, k, v, segments), None), q, length=2)[0]).sum()
+
+    with mesh_context.use(mesh, jt.rules()):
+        found = equations(jax.make_jaxpr(jax.grad(layers))(q, k, v, segments).jaxpr)
+    masks = [out.aval.size for eqn in found for out in eqn.outvars if out.aval.dtype == bool]
+    assert masks and max(masks) <= tiles.SCORES
 
 
 def inside(eqn):
@@ -443,6 +478,18 @@ def test_what_cannot_work_is_refused_by_name(do, key, words):
     assert refusal.value.key == key and words in str(refusal.value), str(refusal.value)
 
 
-def test_auto_is_a_ring_but_in_a_pipeline():
-    assert context.choose_strategy("auto", 1) == "ring"
-    assert context.choose_strategy("auto", 2) == "gather"
+@pytest.mark.parametrize(("heads", "parts", "stages", "chosen"), [
+    (32, 1, 1, ""), (32, 4, 1, "ulysses"), (32, 4, 2, "ulysses"), (8, 16, 1, "ring"), (6, 4, 1, "ring"),
+    (6, 4, 2, "gather")])
+def test_auto_is_ulysses_where_the_heads_of_a_device_divide(heads, parts, stages, chosen):
+    assert cut_rows.choose_strategy("auto", stages, parts, heads) == chosen
+    for asked in STRATEGIES:
+        assert cut_rows.choose_strategy(asked, stages, parts, heads) == (asked if parts > 1 else "")
+
+
+@pytest.mark.parametrize(("heads", "strategy"), [(8, "ulysses"), (6, "ring")])
+def test_what_auto_chooses_is_said_and_is_what_devices_do(heads, strategy, tmp_path):
+    run = refused(dict(context=4), model__num_heads=heads, model__head_dim=4, model__vocab_size=320)
+    assert f"attention over context by {strategy})" in summary(run, tmp_path).splitlines()[0]
+    program = run.lower().as_text()
+    assert ("all_to_all" in program, "collective_permute" in program) == (strategy == "ulysses", strategy == "ring")

@@ -12,6 +12,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.commands.plan import main
 from jaxtrain.config.load import load_config
+from jaxtrain.config.schema import AXES
 from jaxtrain.plan import preflight, search, targets
 from jaxtrain.plan.cost.time import COPIES
 from jaxtrain.plan.estimate import change, estimate
@@ -379,3 +380,16 @@ def test_results_on_hosts_take_their_memory_and_pass_partly_behind_products():
     assert away.host == both and kept.host == 0
     assert away.bytes < kept.bytes
     assert away.time.parts[COPIES] > away.time.hidden[COPIES] > 0
+
+
+@pytest.mark.parametrize(("asked", "compared"), [("auto", {"ulysses", "ring", "gather"}), ("gather", {"gather"})])
+def test_strategies_of_context_parallelism_are_compared_unless_one_is_asked_for(asked, compared):
+    found = Found(tiny(mesh__context_strategy=asked), targets.TARGETS["h100"], 2)
+    look = search._Looker(found)
+    mesh = dict.fromkeys((f"mesh.{axis}" for axis in AXES), 1) | {"mesh.context": 2}
+    start = look.at({**mesh, "train.accumulation": 1, "train.remat": "full"})
+    look.across(start)
+    assert {choice.estimate.strategy for choice in found.fitting} == compared
+    said = {f"{choice}".partition("context_strategy=")[2].partition(" ")[0] for choice in found.fitting[1:]}
+    assert said == compared - {start.estimate.strategy}
+    assert f"attention over context by {start.estimate.strategy}:" in explained(start.estimate)

@@ -42,8 +42,8 @@ H200 = [
       for remat in ("none", "full", "attention", "attention_and_dots", "dots")),
     *(case(f"8B h200 {mesh}", "llama3_8b", "h200", 8, 16, 4096, remat="full", **mesh)
       for mesh in ({"tensor": 8}, {"data": 8}, {"data": 8, "zero": 1}, {"data": 2, "fsdp": 4},
-                   {"fsdp": 4, "tensor": 2}, {"fsdp": 4, "context": 2}, {"data": 4, "stage": 2, "microbatches": 4},
-                   {"fsdp": 8, "accumulation": 2})),
+                   {"fsdp": 4, "tensor": 2}, {"fsdp": 4, "context": 2}, {"fsdp": 4, "context": 2, "strategy": "ring"},
+                   {"data": 4, "stage": 2, "microbatches": 4}, {"fsdp": 8, "accumulation": 2})),
     case("8B h200 fsdp8 offload", "llama3_8b", "h200", 8, 8, 4096, fsdp=8, remat="full", offload=True),
     case("70B h200 8 offload {'fsdp': 2, 'tensor': 4}", "llama3_70b", "h200", 8, 8, 4096, remat="full", fsdp=2,
          tensor=4, offload=True),

@@ -82,6 +82,8 @@ class Reads:
         if op.name == "dynamic_update_slice":  # in place
             return 2 * op.inputs[1].bytes
         written = self.writes(op)
+        if op.name == "dynamic_slice":  # read where it is
+            return 2 * sum(value.bytes for value in written)
         return sum(value.bytes for value in (*self.of(op), *written)) if written else 0
 
 

@@ -170,6 +170,7 @@ def explained(e: Estimate) -> str:
     lines.append(f"  {'(hidden behind computation, at no cost':<40}{milliseconds(e.time.hidden.total()):>10} ms)")
     if e.talked:
         mesh = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        mesh += f", attention over context by {e.strategy}" if e.strategy else ""
         lines.append(f"collectives of a step, results on one device, mesh {mesh}:")
         lines += [f"  {said(kind, axes):<40}{gigabytes(size):>10} GB  "
                   f"{links.crossed(axes, e.target, e.mesh).name}"
@@ -201,7 +202,8 @@ def _row(*cells: str) -> str:
 
 def figures_of(guess: Estimate, tokens: float) -> dict[str, Any]:
     """Return the prediction for a layout, and what a run of so many tokens takes with it, as JSON has it."""
-    return {"mesh": guess.mesh, "accumulation": guess.config.train.accumulation, "remat": guess.config.train.remat,
+    return {"mesh": guess.mesh, "context_strategy": guess.strategy,
+            "accumulation": guess.config.train.accumulation, "remat": guess.config.train.remat,
             "precision": guess.config.train.precision, "devices": guess.devices, "target": guess.target.name,
             "fits": guess.fits, "bytes": guess.bytes, "host_bytes": guess.host, "memory": dict(guess.memory),
             "seconds": guess.seconds, "seconds_interval": guess.interval, "tokens_per_s": guess.tokens_per_second,

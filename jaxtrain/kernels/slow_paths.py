@@ -1,0 +1,58 @@
+"""Sentences about kernels that are slow on GPUs, by the choosers of the kernels themselves.
+
+A run says them at its start for what it computes, and `jaxtrain doctor` for what usual models compute on the devices
+that it finds. On CPUs nothing is said: there is no faster kernel. Call these where `mesh_context` has the platform.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.kernels import grouped_matmul
+from jaxtrain.kernels.attention import choose_backend
+from jaxtrain.sharding import axis_rules, mesh_context
+
+GPUS = ("gpu", "cuda")
+
+
+def attention(asked: str, dtype: jnp.dtype, seq_len: int, head_dim: int, *, strategy: str = "", packed: bool = True,
+              soft_cap: float = 0.0, sinks: bool = False) -> str:
+    """Return what causal attention costs here beyond a kernel that computes only what is seen; "": nothing."""
+    platform = mesh_context.platform()
+    if platform not in (*GPUS, "tpu"):
+        return ""
+    backend = choose_backend(asked, platform, dtype, seq_len, head_dim, strategy, soft_cap, packed, sinks)
+    wide = f" (heads of {head_dim} are over 128)" if head_dim > 128 and _has_mosaic() else ""
+    if backend == "xla" and strategy:
+        other = "" if strategy == "ulysses" else "; ulysses has, where mesh.context divides the query heads of a device"
+        return (f"attention over context by {strategy} has no kernel here{wide}: scores pass through memory in "
+                f"float32, tile by tile{other}")
+    if backend == "xla":
+        return (f"attention has no kernel here{wide}: {4e-9 * seq_len**2:.2g} GB of scores in memory for each head of "
+                f"a row of {seq_len:,} tokens")
+    if backend == "cudnn" and packed:
+        return (f"attention of packed rows computes all pairs of tokens{wide}: twice what causal attention needs, and "
+                f"a mask of {2e-9 * seq_len**2:.2g} GB for each row of {seq_len:,} tokens")
+    return ""
+
+
+def _has_mosaic() -> bool:
+    """Return whether only the width of heads keeps attention from jaxtrain's own kernels."""
+    return choose_backend("auto", mesh_context.platform(), jnp.dtype(jnp.bfloat16), 1024, 128, packed=True) == "mosaic"
+
+
+def experts(asked: str, dtype: jnp.dtype, held: int, embed: int, width: int) -> str:
+    """Return what the products of so many experts of a device cost here beyond those of the rows that they have."""
+    if mesh_context.platform() not in GPUS or held < 2:
+        return ""
+    if grouped_matmul.choose_backend("xla" if asked == "xla" else "auto", dtype, 0, embed, width) != "xla":
+        return ""
+    return f"experts on this GPU compute every row {held} times, once for each expert of a device, and mask the results"
+
+
+def usual(platform: str) -> list[str]:
+    """Return the sentences for packed rows and experts of a usual size; `platform` as `mesh_context.use` takes it."""
+    half = jnp.dtype(jnp.bfloat16)
+    with mesh_context.use(jax.sharding.AbstractMesh((), ()), axis_rules.rules(), platform):
+        found = [attention("auto", half, 8192, 128), attention("auto", half, 8192, 256),
+                 experts("auto", half, 16, 2048, 768)]
+    return [sentence for sentence in dict.fromkeys(found) if sentence]
