@@ -151,16 +151,18 @@ def load(folder: str | Path, model: ModelConfig, c: LoraConfig, abstract: Params
     def array(path: str, leaf: AnyArray) -> jax.Array:
         read = readers[path]
         if path.endswith("/magnitude"):
-            lengths = read((slice(None),) * leaf.ndim) / _column_norms(path, leaf.shape, flatten(base))
+            lengths = read((slice(None),) * leaf.ndim) / _column_norms(known[path], leaf.shape, flatten(base))
             read = lengths.astype(leaf.dtype).__getitem__
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
     return jax.tree.unflatten(jax.tree.structure(abstract), [array(path, leaf) for path, leaf in wanted.items()])
 
 
-def _column_norms(path: str, shape: Sequence[int], flat: Mapping[str, jax.Array]) -> np.ndarray:
-    """Return the norms of the columns of a stack of matrices, which a magnitude of DoRA is relative to here."""
-    kernel = f"{path.removesuffix(f'/{lora.NAME}/magnitude')}/kernel"
+def _column_norms(entry: Entry, shape: Sequence[int], flat: Mapping[str, jax.Array]) -> np.ndarray:
+    """Return the norms of the columns of matrices, which a magnitude of DoRA, of this shape, is relative to here."""
+    kernel = f"{entry.ours.removesuffix(f'/{lora.NAME}/magnitude')}/kernel"
+    if entry.layers is None:
+        return published_weights.column_norms(published_weights.kernel_of(kernel, (), flat), len(shape))
     return np.stack([published_weights.column_norms(published_weights.kernel_of(kernel, (n,), flat), len(shape) - 1)
                      for n in range(shape[0])])
 
@@ -176,8 +178,8 @@ def save(params: Params, model: ModelConfig, c: LoraConfig, folder: Path, base: 
         raise UserError("lora.targets", f"{c.targets} are of layers that predict further tokens, and PEFT's models "
                         "have no such layers", "write the whole model: jaxtrain export")
     known = adapter_entries(model, flat, True)
-    for path in [entry.ours for entry in known if entry.ours.endswith("/magnitude")]:
-        norms = _column_norms(path, flat[path].shape, everything)
+    for entry in [entry for entry in known if entry.ours.endswith("/magnitude")]:
+        norms, path = _column_norms(entry, flat[entry.ours].shape, everything), entry.ours
         flat[path] *= jax.make_array_from_callback(norms.shape, flat[path].sharding, norms.__getitem__)
     parts = published_weights.parts_of(known, flat)
     shapes = {_PREFIX + name: published_weights.published_shape(entry, flat[entry.ours].shape)
@@ -237,7 +239,8 @@ def _is_fused(entry: Entry) -> bool:
 
 
 def _is_linear(entry: Entry) -> bool:
-    return entry.layers is not None and entry.ours.endswith("/kernel") and "/router/" not in entry.ours
+    """Return whether it is of a `Linear`, which can have an adapter: of a layer, or of Gemma 4's inputs of layers."""
+    return entry.ours.endswith("/kernel") and "/router/" not in entry.ours and not entry.ours.startswith("output/")
 
 
 def _linear(entry: Entry) -> str:
@@ -248,7 +251,7 @@ def _linear(entry: Entry) -> str:
 def _adapts(name: str, entry: Entry) -> bool:
     stem = name.removesuffix(DOWN)
     return stem != name and any(stem == entry.theirs.format(layer=layer).removesuffix("weight")
-                                for layer in entry.layers or ())
+                                for layer in ((None,) if entry.layers is None else entry.layers))
 
 
 def tensors_of(folder: str | Path, model: ModelConfig) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from jaxtrain.hub.weights import published_weights, safetensors_files
 from jaxtrain.models import lora
 from jaxtrain.run import abstract_model
 from jaxtrain.sharding import mesh_context
+from jaxtrain.train_step import partition
 from tests.hub import multi_token, published
 from tests.hub.adapters import published_adapters
 from tests.hub.adapters.published_adapters import loaded, truth, written
@@ -349,3 +350,24 @@ def test_adapters_of_layers_for_further_tokens_alone_are_not_written(tmp_path):
     with pytest.raises(jt.UserError, match=r"are of layers that predict further tokens.*write the whole model"):
         adapter_files.save(run.init().all_params, run.config.model, run.config.lora, tmp_path, f"{folder}",
                            np.dtype(np.float32))
+
+
+def test_an_adapter_of_what_makes_inputs_of_layers_is_written_and_read(tmp_path):
+    """Gemma 4's `per_layer_model_projection`, a linear layer outside of all layers."""
+    folder = published.write(tmp_path / "base", published.truth("gemma4_inputs"))
+    config = {"model": hf_config.model_section(folder), "lora": {"rank": 2, "dora": True, "targets": ["*"]},
+              "data": {"seq_len": 8}, "mesh": {"data": 1}}
+    run, rng = jt.build(jt.make_config(config), devices=jax.devices()[:1]), np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jax.device_put(rng.normal(size=leaf.shape).astype(np.float32), leaf.sharding),
+                          abstract_model(run))
+    params = partition.merge(published_weights.load(folder, run.config.model, lora.without_adapters(params)),
+                             lora.adapters(params))
+    (out := tmp_path / "out").mkdir()
+    adapter_files.save(params, run.config.model, run.config.lora, out, "../base", np.dtype(np.float32))
+    module = "per_layer_model_projection"
+    assert f"base_model.model.model.{module}.{adapter_files.DOWN}" in safetensors_files.tensors_of(
+        out, adapter_files.WEIGHTS)
+    assert module in json.loads((out / adapter_files.CONFIG).read_text())["target_modules"]
+    assert adapter_files.keys(out, run.config.model)["targets"] == ["*"]
+    again = adapter_files.load_with_base(out, run.config.model, run.config.lora, abstract_model(run))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, again)
