@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxtrain.config.schema import MeshConfig, TrainConfig
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.biased_heads import for_head
 from jaxtrain.kernels.functions import soft_capped
+from jaxtrain.models import training_noise
 from jaxtrain.models.attention.kv_cache import CACHE, Aux, Cache
 from jaxtrain.models.heads.scalar_head import ScalarHead
 from jaxtrain.models.layers import INSIDE, Embed, Head, LearnedPositions, Stack
@@ -112,10 +114,12 @@ class Decoder(nnx.Module):
         return self.finish(x_BTD)
 
     # The three parts of `hidden`; a pipeline runs them on different stages.
-    def begin(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Return the embeddings."""
+    def begin(self, tokens_BT: jax.Array, positions_BT: jax.Array,
+              noise: Mapping[str, jax.Array] = MappingProxyType({})) -> jax.Array:
+        """Return the embeddings, with the noise that a batch asks for (NEFTune)."""
         x_BTD = self.embed(tokens_BT)
-        return x_BTD if self.positions is None else x_BTD + self.positions(positions_BT)
+        return training_noise.on_embeddings(x_BTD if self.positions is None else x_BTD + self.positions(positions_BT),
+                                            noise)
 
     def through(self, x_BTD: jax.Array, segments_BT: jax.Array | None, positions_BT: jax.Array,
                 slots: "Mapping[str, Slots] | None" = None,

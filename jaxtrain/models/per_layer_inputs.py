@@ -4,6 +4,8 @@ Shape suffixes: B batch, T sequence, D embedding, N layers, I width of a layer's
 """
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -60,9 +62,10 @@ class PerLayerDecoder(Decoder):
         super().__init__(*parts, **how)
         self.inputs = inputs
 
-    def begin(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Return the embeddings, and behind them the inputs of all layers."""
-        x_BTD = super().begin(tokens_BT, positions_BT)
+    def begin(self, tokens_BT: jax.Array, positions_BT: jax.Array,
+              noise: Mapping[str, jax.Array] = MappingProxyType({})) -> jax.Array:
+        """Return the embeddings, and behind them the inputs of all layers, which noise reaches through embeddings."""
+        x_BTD = super().begin(tokens_BT, positions_BT, noise)
         return x_BTD if self.inputs is None else jnp.concatenate([x_BTD, self.inputs(tokens_BT, x_BTD)], -1)
 
     def through(self, x_BTD: jax.Array, segments_BT: jax.Array | None, positions_BT: jax.Array,

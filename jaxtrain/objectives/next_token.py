@@ -94,8 +94,8 @@ class NextToken(OfTheModelAlone):
 
     def begin(self, params: Params, batch: Batch) -> jax.Array:
         """Embeddings."""
-        x_BTD = self.model.merge(params).begin(batch["tokens"], batch["positions"])
-        return training_noise.on_embeddings(x_BTD, batch)
+        with training_noise.of(batch):
+            return self.model.merge(params).begin(batch["tokens"], batch["positions"], batch)
 
     def middle(self, params: Params, x_BTD: jax.Array, batch: Batch,
                slots: 'Mapping[str, Slots] | None' = None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jaxtrain as jt
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.models import training_noise
 from jaxtrain.models.layers import Linear
 from jaxtrain.models.lora import Adapter
+from jaxtrain.sharding import mesh_context
 
 SEED, STEP, ROWS, LENGTH, WIDTH = 5, 9, 4, 6, 8
 M = 2**32 - 1
@@ -100,3 +102,19 @@ def test_layers_and_parameters_have_masks_of_their_own():
         assert (one & other).mean() == pytest.approx(0.75**2, abs=0.007)
     assert (one[:, 1:] & one[:, :-1]).mean() == pytest.approx(0.75**2, abs=0.007)
     assert (one[1:] & one[:-1]).mean() == pytest.approx(0.75**2, abs=0.007)
+
+
+def test_noise_reaches_inputs_of_layers_through_embeddings_alone():
+    """As in transformers, which adds it to what the embedding layer returns."""
+    config = jt.make_config({"model": dict(
+        name="gemma4", num_layers=2, embed_dim=WIDTH, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=8, vocab_size=16,
+        max_seq_len=LENGTH, layer_pattern="LG", per_layer_dim=4), "data": {"seq_len": LENGTH}})
+    run = jt.build(config, devices=jax.devices()[:1])
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), run.abstract.all_params)
+    given = batch(5.0) | {"positions": jnp.zeros((ROWS, LENGTH), jnp.int32)}
+    with mesh_context.use(run.mesh, run.sharded.rules):
+        both, model = run.objective.begin(params, given), run.model.merge(params)
+        embeddings = training_noise.on_embeddings(model.embed(given["tokens"]), given)
+        np.testing.assert_array_equal(both[..., :WIDTH], embeddings)
+        np.testing.assert_array_equal(both[..., WIDTH:], model.inputs(given["tokens"], embeddings))
