@@ -114,13 +114,14 @@ def _read(known: Keys, refuse: Refuse) -> Keys:
     if known["n_shared_experts"] < 0 or known["moe_shared_expert_intermediate_size"] < 1:
         raise refuse("moe_shared_expert_intermediate_size", "is not a size that a model has")
     if EXPERTS not in found["layer_pattern"]:
-        found |= {"num_experts": 0, "expert_groups": 1, "expert_groups_used": 1}
+        found |= {"num_experts": 0, "expert_groups": 1, "expert_groups_used": 1, "shared_mlp_dim": 0}
     return found | {"latent_dim": known["moe_latent_size"] or 0, "num_kv_heads": known["num_key_value_heads"] or 0}
 
 
 def _write(c: NemotronHConfig) -> Keys:
     return {"layers_block_type": published_pattern(c.layer_kinds, LETTERS), "time_step_min": c.least_step,
-            "moe_latent_size": c.latent_dim or None, "n_routed_experts": c.num_experts or 1}
+            "moe_latent_size": c.latent_dim or None, "n_routed_experts": c.num_experts or 1,
+            **({} if c.num_experts else {"moe_shared_expert_intermediate_size": c.mlp_dim})}  # which no layer has
 
 
 _MLP = {"mlp_hidden_act": ("relu2",), "mamba_hidden_act": SILU, "tie_word_embeddings": (False,)}

@@ -200,3 +200,8 @@ def test_encoders_of_images_and_texts_are_published_without_a_reward_head(name, 
     assert config_json(model)["architectures"]
     with pytest.raises(jt.UserError, match=rf"^preference\.loss: transformers has no class .+ type {name};"):
         config_json(model, reward_head=True)
+
+
+def test_a_hybrid_without_experts_needs_no_size_of_theirs_to_be_published(tmp_path):
+    model = jt.make_config({"model": {"name": "nemotron_h", "num_layers": 4, "layer_pattern": "MFAF"}}).model
+    assert config_of(section(tmp_path, config_json(model))) == model
