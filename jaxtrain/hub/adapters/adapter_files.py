@@ -39,6 +39,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"  # ends of tensors' names
 _PREFIX = "base_model.model."
 _FUSED = "attn.c_attn"  # GPT-2's
+# Multimodal folders of these types are whole models to transformers, and a language model has this place in them.
+_WHOLE, _INSIDE = ("gemma3", "gemma4", "mistral3"), "model.language_model."
 _AHEAD = "ahead"  # the layers that predict further tokens, among the parameters
 # What changes numbers or says more than low-rank matrices, and the values that mean that it is not used.
 _UNUSED: dict[str, tuple[Any, ...]] = {
@@ -182,8 +184,9 @@ def save(params: Params, model: ModelConfig, c: LoraConfig, folder: Path, base: 
         norms, path = _column_norms(entry, flat[entry.ours].shape, everything), entry.ours
         flat[path] *= jax.make_array_from_callback(norms.shape, flat[path].sharding, norms.__getitem__)
     parts = published_weights.parts_of(known, flat)
-    shapes = {_PREFIX + name: published_weights.published_shape(entry, flat[entry.ours].shape)
-              for name, [(entry, _), *_] in parts.items()}
+    place = _place_in(folder, base)
+    shapes = {_PREFIX + re.sub(r"^model\.", place, name): published_weights.published_shape(
+        entry, flat[entry.ours].shape) for name, [(entry, _), *_] in parts.items()}
     tensors = (published_weights.published(part, flat, dtype, 0) for part in parts.values())
     if jax.process_index():
         for _ in tensors:  # gathering is done by all processes together
@@ -194,6 +197,15 @@ def save(params: Params, model: ModelConfig, c: LoraConfig, folder: Path, base: 
     if _AHEAD in lora.adapters(params):
         say("the adapters of layers that predict further tokens are left out, since PEFT's models have no such layers: "
             "jaxtrain export writes them, added to the weights")
+
+
+def _place_in(folder: Path, base: str) -> str:
+    """Return how names of the language model's modules begin in the model that transformers makes of a base."""
+    for path in (folder / base / FILE, Path(base) / FILE) if base else ():
+        found = bounded_files.user_json(path, dict, f"{path}", "download it again") or {}
+        if found.get("model_type") in _WHOLE:
+            return _INSIDE
+    return "model."
 
 
 def adapter_entries(model: ModelConfig, paths: Mapping[str, AnyArray], blocks: bool) -> list[Entry]:

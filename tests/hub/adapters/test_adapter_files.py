@@ -371,3 +371,21 @@ def test_an_adapter_of_what_makes_inputs_of_layers_is_written_and_read(tmp_path)
     assert adapter_files.keys(out, run.config.model)["targets"] == ["*"]
     again = adapter_files.load_with_base(out, run.config.model, run.config.lora, abstract_model(run))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, again)
+
+
+@pytest.mark.parametrize(("name", "place"), [("gemma3", "model.language_model."), ("qwen3_5", "model.")])
+def test_adapters_of_a_multimodal_folder_have_the_names_of_the_model_that_peft_adapts(name, place, tmp_path):
+    """AutoModelForCausalLM makes the whole model of Gemma's, and the language model alone of Qwen's."""
+    published.write(tmp_path / "base", json.loads((Path(published.__file__).parent / "wrapper_truth.json").read_text())[
+        name])
+    config = {"model": hf_config.model_section(tmp_path / "base"), "lora": {"rank": 2, "targets": ["*mlp/up"]},
+              "data": {"seq_len": 8}, "mesh": {"data": 1}}
+    run, rng = jt.build(jt.make_config(config), devices=jax.devices()[:1]), np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jax.device_put(rng.normal(size=leaf.shape).astype(np.float32), leaf.sharding),
+                          abstract_model(run))
+    (out := tmp_path / "out").mkdir()
+    adapter_files.save(params, run.config.model, run.config.lora, out, "../base", np.dtype(np.float32))
+    written = safetensors_files.tensors_of(out, adapter_files.WEIGHTS)
+    assert all(key.startswith(f"base_model.model.{place}layers.") for key in written)
+    again = lora.adapters(adapter_files.load_with_base(out, run.config.model, run.config.lora, abstract_model(run)))
+    jax.tree.map(np.testing.assert_array_equal, again, lora.adapters(params))
