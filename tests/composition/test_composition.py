@@ -70,3 +70,10 @@ def test_a_gradient_that_is_off_by_a_thousandth_fails(monkeypatch):
     monkeypatch.setattr(fuzz, "_truth", off)
     with pytest.raises(AssertionError, match=r"gradient( of value_and_grad)? is off by .* at .*norm"):
         fuzz.check(keys)
+
+
+def test_a_zero_bubble_schedule_defers_no_gradient_of_a_convolution():
+    """Its kernel is no product's weight: reading it as one ended in a traceback."""
+    keys = {"mesh.stage": 2, "pipeline.schedule": "zb_h1", "model.num_layers": 4, "family": "bamba"}
+    run = jt.build(fuzz.config_of(keys | {"data.seq_len": fuzz.SEQ, "model.max_seq_len": fuzz.SEQ}), devices=2)
+    assert run.lower()

@@ -159,7 +159,7 @@ class Pipeline:
         stacked = {key: axes[key] for key in self.parts.stacks if key in axes}
         flat = jax.tree_util.tree_flatten_with_path(stacked, is_leaf=lambda x: isinstance(x, tuple))[0]
         flat = [(tuple(key.key for key in path), names) for path, names in flat]
-        return frozenset(path for path, names in flat if path[-1] == "kernel" and "router" not in names)
+        return frozenset(path for path, names in flat if path[-1] == "kernel" and not {"router", None} & {*names})
 
 
 @dataclass(frozen=True)
