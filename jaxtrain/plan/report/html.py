@@ -72,7 +72,7 @@ def _winner(found: Found, use: str, tokens: float) -> list[str]:
     e = found.best.estimate
     exposed = sum(communication(e).values())
     figures = {"time of a step": duration(e.seconds),
-               **({"in four of five published runs": e.interval_said} if e.interval else {}),
+               **({"80 % interval": e.interval_said} if e.interval else {}),
                "tokens/s": f"{e.tokens_per_second:,.0f}",
                **({"MFU": e.mfu_said} if e.mfu_said else {}),
                "memory of a device": f"{gigabytes(e.bytes)} of {gigabytes(e.target.room)} GB",

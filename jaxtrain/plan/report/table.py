@@ -164,7 +164,7 @@ def explained(e: Estimate) -> str:
     without = ", without making the answers that it is trained on" if e.answering else ""
     lines.append(f"time of a step{without}: {e.seconds:.4g} s, {e.tokens_per_second:,.0f} tokens/s" +
                  (f", MFU {e.mfu_said}" if e.mfu_said else ""))
-    lines += [f"  predicted; of published runs four of five would lie within {e.interval_said}"] if e.interval else []
+    lines += [f"  80 % interval, from published runs: {e.interval_said}"] if e.interval else []
     lines += [f"  {name:<40}{milliseconds(seconds):>10} ms" for name, seconds in e.time.parts.most_common()
               if seconds > 0.002 * e.seconds]
     lines.append(f"  {'(hidden behind computation, at no cost':<40}{milliseconds(e.time.hidden.total()):>10} ms)")
