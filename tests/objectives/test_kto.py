@@ -22,7 +22,7 @@ CASES = {
     "one device": ("gpt2", WEIGHED),
     "at the bound": ("gpt2", WEIGHED),
     "all axes, accumulation": ("gpt2", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2)),
-    "ring": ("llama", dict(mesh=(1, 2, 2), mesh__context=2)),
+    "ring": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, mesh__context_strategy="ring")),
     "1f1b, context": ("llama", dict(mesh=(1, 2, 1), mesh__stage=2, mesh__context=2, **WEIGHED)),
     "zero-bubble, adapters": ("llama", dict(mesh=(1, 1, 2), mesh__stage=2, pipeline__schedule="zb_h1", lora__rank=3)),
     "experts": ("mixtral", dict(mesh=(1, 2, 2), mesh__expert=2, optimizer__zero_stage=3)),

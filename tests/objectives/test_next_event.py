@@ -27,7 +27,7 @@ from tests.tiers import slow_if
 CASES = {
     "one device": dict(model__window=5, model__tied_embeddings=False),
     "data, fsdp, tensor": dict(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, train__accumulation=2),
-    "ring, tensor": dict(mesh__context=4, mesh__tensor=2, model__tied_embeddings=False),
+    "ring, tensor": dict(mesh__context=4, mesh__context_strategy="ring", mesh__tensor=2, model__tied_embeddings=False),
     "1f1b, context, fsdp": dict(mesh__stage=2, mesh__context=2, mesh__fsdp=2),
     "without the time": dict(mesh__fsdp=4, mesh__tensor=2, model__time_loss=0.0, optimizer__zero_stage=2),
 }
