@@ -85,7 +85,6 @@ def test_attention_takes_the_time_of_the_mean_layer(mesh, target):
 
 
 @pytest.mark.slow
-def test_where_all_scores_are_computed_a_window_saves_nothing():
-    """XLA masks scores after it has computed them."""
+def test_plain_attention_saves_the_keys_that_no_query_of_a_block_sees():
     far, near = (estimated({"fsdp": 8}, "v5p", "xla", global_every=every)[2].time.flops for every in (1, 27))
-    assert near == pytest.approx(far)
+    assert near < 0.7 * far
