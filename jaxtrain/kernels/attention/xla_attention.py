@@ -24,7 +24,7 @@ def visible(q_len: int, k_len: int, segments_BT: jax.Array | None, window: int,
         keys_BS = keys_BS[:, None, :] if segments_BT is None else segments_BT[:, :, None] == keys_BS[:, None, :]
     if window == BOTH_WAYS:
         return keys_BS
-    behind = first + jnp.arange(q_len)[:, None] - jnp.arange(k_len)[None, :]
+    behind = jnp.arange(first, first + q_len)[:, None] - jnp.arange(k_len)[None, :]
     mask = (behind >= 0)[None]
     if window:
         mask &= (behind < window)[None]
