@@ -46,7 +46,7 @@ OVERRIDES = [{f"mesh.overrides.{name}": axes for name, axes in table.items()} | 
 )]
 DENSE = ("gpt2", "gpt2", "llama", "qwen2", "qwen3", "gpt2_untied", "gemma3")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "kimi_linear")
-HYBRIDS = ("qwen3_5", "kimi_linear", "bamba")
+HYBRIDS = {"kimi_linear": 0.07, "qwen3_5": 0.14, "bamba": 0.2}  # a case is of the first one whose number is above what is dealt
 
 
 def draw(rng: random.Random, devices: int) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def draw(rng: random.Random, devices: int) -> dict[str, Any]:
     if family == "llama" and random.Random(f"{rng.getstate()}").random() < 0.5:  # likewise
         family = "olmo2"
     dealt = random.Random(f"hybrid {rng.getstate()}").random()  # likewise
-    family = HYBRIDS[dealt < 0.07] if dealt < 0.14 else "bamba" if dealt < 0.2 else family
+    family = next((hybrid for hybrid, below in HYBRIDS.items() if dealt < below), family)
     schedule = rng.choice(("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"))
     keys = {f"mesh.{axis}": size for axis, size in sizes.items()} | {
         "family": family, "packing": rng.random() < 0.8, "data.global_batch_size": ROWS, "data.seq_len": SEQ,
