@@ -46,7 +46,7 @@ OVERRIDES = [{f"mesh.overrides.{name}": axes for name, axes in table.items()} | 
 )]
 DENSE = ("gpt2", "gpt2", "llama", "qwen2", "qwen3", "gpt2_untied", "gemma3")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "kimi_linear")
-HYBRIDS = {"kimi_linear": 0.07, "qwen3_5": 0.14, "bamba": 0.2}  # a case is of the first one whose number is above what is dealt
+HYBRIDS = {"kimi_linear": 0.07, "qwen3_5": 0.14, "bamba": 0.2}  # of the first with a number above that dealt
 
 
 def draw(rng: random.Random, devices: int) -> dict[str, Any]:
