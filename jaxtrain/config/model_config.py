@@ -80,7 +80,8 @@ class ModelConfig:
     scaled_embeddings = False  # whether embeddings are multiplied by the square root of their width
     fixed = ()  # paths of parameters that nobody trains
     attention_widths: ClassVar[Mapping[int, int]] = {}  # by the window of layers, where it is not `attention_width`
-    lookups = ()  # paths of tables of which each token takes a row, besides the embeddings
+    # tables of which each token takes a row, besides the embeddings: by path, the key with how many rows they have
+    lookups: ClassVar[Mapping[str, str]] = {}
     # whether layers that predict further tokens read activations behind the norm before the output head, as published
     mtp_after_norm = False
     # the keys of `mup_base`, and the logical axes whose sizes they are

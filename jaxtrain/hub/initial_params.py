@@ -259,7 +259,7 @@ def _otherwise(theirs: ModelConfig, run: Run) -> str:
     Those that shape parameters are refused when these are loaded; others may differ on purpose, for longer rows say.
     """
     model = run.config.model
-    free = {"name", "vocab_size", "max_seq_len", "router_bias_rate", "mtp_loss_weight", "mtp_layers", "balance_loss",
+    free = {*model.lookups.values(), "name", "vocab_size", "max_seq_len", "router_bias_rate", "mtp_loss_weight", "mtp_layers", "balance_loss",
             "router_z_loss"}
     told = [f"model.{field.name}={getattr(model, field.name)} instead of {getattr(theirs, field.name)}"
             for field in fields(model) if field.name not in free and hasattr(theirs, field.name)
@@ -325,9 +325,12 @@ def _of_workdir(folder: Path, step: int | None, run: Run) -> Params:
 
 def _with_vocabulary(theirs: ModelConfig, run: Run, abstract: Params, load: Callable[[Params], Params]) -> Params:
     """Return the parameters that `load` gives for abstract ones, with those of tokens that their model lacks."""
-    if run.config.model.vocabulary < theirs.vocabulary:
-        raise UserError("model.vocab_size", f"{run.config.model.vocabulary} is less than the {theirs.vocabulary} of "
-                        f"the model in {KEY}", f"set it to {theirs.vocabulary} or more")
-    if run.config.model.vocabulary == theirs.vocabulary:
+    model = run.config.model
+    for key, ours, known in (("vocab_size", model.vocabulary, theirs.vocabulary), *(
+            (key, getattr(model, key), getattr(theirs, key, 0)) for key in model.lookups.values())):
+        if ours < known:
+            raise UserError(f"model.{key}", f"{ours} is less than the {known} of the model in {KEY}",
+                            f"set it to {known} or more")
+    if (known := new_tokens.tokens(theirs)) == new_tokens.tokens(model):
         return load(abstract)
-    return new_tokens.with_new_tokens(load(new_tokens.with_known_tokens(abstract, theirs.vocabulary)), abstract)
+    return new_tokens.with_new_tokens(load(new_tokens.with_known_tokens(abstract, known)), abstract, known)

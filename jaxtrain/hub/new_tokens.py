@@ -5,6 +5,7 @@ each new token begin as the mean of the others, with which it is never likelier 
 "Initializing New Word Embeddings for Pretrained Language Models", 2021).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,31 +13,42 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.config.model_config import ModelConfig
 
 _DIMENSION = {"embed/table": 0, "output/kernel": 1, "output/bias": 0}  # of the vocabulary, by path
 
 
-def with_known_tokens(abstract: PyTree, known: int) -> PyTree:
-    """Return the abstract parameters of a model with a vocabulary of `known` tokens, which no mesh axis splits."""
+def tokens(model: ModelConfig) -> dict[str, int]:
+    """Return for how many tokens a model has rows or columns, by the path of the parameter, if it has that."""
+    return dict.fromkeys(_DIMENSION, model.vocabulary) | {path: getattr(model, key)
+                                                          for path, key in model.lookups.items()}
+
+
+def with_known_tokens(abstract: PyTree, known: Mapping[str, int]) -> PyTree:
+    """Return the abstract parameters of a model with this many `tokens`, which no mesh axis splits."""
     def smaller(path, leaf):
-        dim = _dimension(path)
-        if dim is None:
+        name = _name(path)
+        dim = _DIMENSION.get(name, 0)
+        if name not in known or known[name] == leaf.shape[dim]:
             return leaf
-        shape = [known if i == dim else size for i, size in enumerate(leaf.shape)]
+        shape = [known[name] if i == dim else size for i, size in enumerate(leaf.shape)]
         spec = [None if i == dim else entry for i, entry in enumerate((*leaf.sharding.spec, None, None)[:leaf.ndim])]
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding.update(spec=P(*spec)))
 
     return jax.tree_util.tree_map_with_path(smaller, abstract)
 
 
-def with_new_tokens(params: PyTree, abstract: PyTree) -> PyTree:
-    """Return parameters of a vocabulary as large as in `abstract`, in its shardings."""
+def with_new_tokens(params: PyTree, abstract: PyTree, known: Mapping[str, int]) -> PyTree:
+    """Return parameters of this many `tokens` with as many as in `abstract`, in its shardings."""
+    wanted = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
+
     def larger(path, x):
-        dim = _dimension(path)
-        if dim is None:
+        name = _name(path)
+        if name not in known or x.shape == wanted[name].shape:
             return x
-        leaf = abstract[path[0].key][path[1].key]
-        return jax.jit(_grown, static_argnums=(1, 2), out_shardings=leaf.sharding)(x, dim, leaf.shape[dim])
+        dim = _DIMENSION.get(name, 0)
+        return jax.jit(_grown, static_argnums=(1, 2), out_shardings=wanted[name].sharding)(
+            x, dim, wanted[name].shape[dim])
 
     return jax.tree_util.tree_map_with_path(larger, params)
 
@@ -47,5 +59,5 @@ def _grown(x: jax.Array, dim: int, size: int) -> jax.Array:
     return jnp.concatenate([x, jnp.broadcast_to(mean, shape)], dim)
 
 
-def _dimension(path: Any) -> int | None:
-    return _DIMENSION.get(jax.tree_util.keystr(path, simple=True, separator="/"))
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -118,9 +118,9 @@ class Gemma4Config(PatternConfig, RoutedDecoderConfig):
         return tuple(f"blocks/layer/{layer}factor" for layer in layers)
 
     @property
-    def lookups(self) -> tuple[str, ...]:  # pyrefly: ignore[bad-override]
-        """The paths of tables that no token is multiplied by."""
-        return ("inputs/embed/table",) * (self.per_layer_dim > 0)
+    def lookups(self) -> dict[str, str]:  # pyrefly: ignore[bad-override]
+        """The keys with the rows of tables that no token is multiplied by, by path."""
+        return {"inputs/embed/table": "per_layer_vocab"} if self.per_layer_dim else {}
 
 
 def gemma4(c: Gemma4Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":

@@ -16,7 +16,8 @@ Shape suffixes: of a weight, the letters of the layer's own equation; R the rank
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -27,6 +28,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.base.annotations import AnyArray
+from jaxtrain.config.family import entries
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.sections.tuning_keys import LoraConfig
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.models import training_noise
@@ -40,7 +43,7 @@ from jaxtrain.train_step.state import Params
 NAME = "adapter"  # of the attribute of a linear layer, and so in the paths of its parameters
 STARTS = ("start_down", "start_up")  # of the frozen copies of what PiSSA's adapters begin with
 ALL = "all-linear"
-# PEFT's names of linear layers in published models, and the ends of the paths that they have here.
+# PEFT's names of linear layers, and the ends of the paths that they have here, for models that are published otherwise.
 PUBLISHED = {
     "q_proj": ["attention/q"], "k_proj": ["attention/k"], "v_proj": ["attention/v"], "o_proj": ["attention/out"],
     "gate_proj": ["mlp/gate", "mlp/shared/gate"], "up_proj": ["mlp/up", "mlp/shared/up"],
@@ -173,7 +176,10 @@ def scale(c: LoraConfig) -> float:
     return c.alpha / (c.rank**0.5 if c.rank_stabilized else c.rank) if c.rank else 0.0
 
 
-def adapt(model: nnx.Module, c: LoraConfig, rngs: nnx.Rngs) -> None:
+Modules = Mapping[str, Collection[str]]  # the names of a model's published modules, by the path of the layer here
+
+
+def adapt(model: nnx.Module, config: ModelConfig, c: LoraConfig, rngs: nnx.Rngs) -> None:
     """Give an adapter to every linear layer whose path matches one of `lora.targets`; quantize all linear layers.
 
     With `lora.experts` the matrices of routed experts count as linear layers, though they are not quantized.
@@ -182,34 +188,64 @@ def adapt(model: nnx.Module, c: LoraConfig, rngs: nnx.Rngs) -> None:
     linears = {path: node for path, node in nodes.items() if isinstance(node, Linear)}
     experts = {f"{path}/{name}": (node, name) for path, node in nodes.items() if isinstance(node, MoE)
                for name in MATRICES if c.experts and getattr(node, name) is not None}
-    for pattern in c.targets:
-        if not any(_matches(path, pattern) for path in [*linears, *experts]):
-            names = [name for name in PUBLISHED if any(_matches(path, name) for path in [*linears, *experts])]
-            raise UserError("lora.targets", f"no linear layer's path matches {pattern!r}",
-                            nearest(pattern, [*linears, *experts, *names, ALL]))
+    modules = published_modules(config)
+    _check_targets([*linears, *experts], modules, c)
     for path, linear in sorted(linears.items()):
-        if is_target(path, c):
+        if is_target(path, c, modules):
             setattr(linear, NAME, Adapter(linear, path, c, rngs=rngs))
     for path, moe in sorted((path, node) for path, node in nodes.items() if isinstance(node, MoE)):
-        if names := [name for name in MATRICES if f"{path}/{name}" in experts and is_target(f"{path}/{name}", c)]:
+        if names := [name for name in MATRICES if f"{path}/{name}" in experts
+                     and is_target(f"{path}/{name}", c, modules)]:
             setattr(moe, NAME, ExpertAdapters(moe, names, c, rngs=rngs))
     for linear in linears.values() if c.quantize else ():
         linear.quantize(c.quantize)
 
 
-def is_target(path: str, c: LoraConfig) -> bool:
+def _check_targets(paths: Sequence[str], modules: Modules, c: LoraConfig) -> None:
+    """Refuse a target that names none of these linear layers."""
+    for pattern in c.targets:
+        if not any(_matches(path, pattern, modules) for path in paths):
+            words = {name.rpartition(".")[2] for path in paths for name in modules.get(path, ())} | {*PUBLISHED}
+            names = [name for name in words if any(_matches(path, name, modules) for path in paths)]
+            raise UserError("lora.targets", f"no linear layer's path matches {pattern!r}",
+                            nearest(pattern, [*paths, *names, ALL]))
+
+
+def published_modules(config: ModelConfig) -> Modules:
+    """Return the names that the modules of a published model have, such as `self_attn.q_proj`, by our path of each.
+
+    Several layers may be one module there, and the layers of a stack have one name, without their numbers.
+    """
+    found: dict[str, set[str]] = {}
+    for entry in entries(config):
+        path, _, leaf = entry.ours.rpartition("/")
+        if leaf == "kernel":
+            found.setdefault(path, set()).add(re.sub(r"^.*\{layer\}\.", "", entry.theirs.removesuffix(".weight")))
+    return found
+
+
+def is_target(path: str, c: LoraConfig, modules: Modules) -> bool:
     """Return whether the linear layer with this path gets an adapter."""
-    return any(_matches(path, pattern) for pattern in c.targets)
+    return any(_matches(path, pattern, modules) for pattern in c.targets)
 
 
-def _matches(path: str, pattern: str) -> bool:
+def _matches(path: str, pattern: str, modules: Modules) -> bool:
     """Return whether a target names the layer with this path: by a pattern of paths, or as PEFT does.
 
-    PEFT's names are `all-linear`, or the end of a module's name, such as `q_proj` or `mlp.down_proj`.
+    PEFT's names are `all-linear`, or the end of a module's name, such as `q_proj` or `mlp.down_proj`. A name that the
+    published model has is that of the layers published by it; any other one means what it does in most models.
     """
+    if fnmatchcase(path, "*" if pattern == ALL else pattern):
+        return True
+    if path in modules and any(_ends(name, pattern) for names in modules.values() for name in names):
+        return any(_ends(name, pattern) for name in modules[path])
     module, _, name = pattern.rpartition(".")
     ends = [end for end in PUBLISHED.get(name, ()) if not module or end.startswith(_MODULES.get(module, "no module"))]
-    return fnmatchcase(path, "*" if pattern == ALL else pattern) or any(path.endswith(f"/{end}") for end in ends)
+    return any(path.endswith(f"/{end}") for end in ends)
+
+
+def _ends(name: str, pattern: str) -> bool:
+    return f".{name}".endswith(f".{pattern}")
 
 
 def is_adapter(path: str) -> bool:

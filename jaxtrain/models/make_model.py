@@ -28,7 +28,7 @@ def make_model(config: ModelConfig, compute: Compute | None = None, lora: LoraCo
         if lora is not None and lora.rank:
             from jaxtrain.models.lora import adapt
 
-            adapt(model, lora, rngs)
+            adapt(model, config, lora, rngs)
         if scalar_head:
             setattr(model, scalar_head, ScalarHead(scalar_head, config.embed_dim, rngs=rngs))
             model.output = None if scalar_head == REWARD else model.output

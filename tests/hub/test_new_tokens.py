@@ -37,6 +37,31 @@ def test_new_tokens_begin_as_the_mean_of_the_others(folder, capsys):
     jax.tree.map(np.testing.assert_array_equal, known["blocks"], more["blocks"])
 
 
+def test_tables_of_inputs_of_layers_grow_with_the_vocabulary(tmp_path):
+    """Gemma 4's inputs of layers have a table of their own, with as many rows as the vocabulary or more."""
+    folder = published.write(tmp_path / "in", published.truth("gemma4_inputs"))
+    model = model_section(folder)
+    assert model["per_layer_vocab"] == ROWS
+    known, more = (begun(folder, model | {"per_layer_vocab": size}, size).params for size in (ROWS, ROWS + 4))
+    old, new = (jax.device_get(tree["inputs"]["embed"]["table"]) for tree in (known, more))
+    np.testing.assert_array_equal(new[:ROWS], old)
+    np.testing.assert_allclose(new[ROWS:], np.tile(old.mean(0), (4, 1)), rtol=1e-5, atol=1e-7)
+    assert more["embed"]["table"].shape[0] == new.shape[0] == ROWS + 4
+    with pytest.raises(jt.UserError, match=r"^model.per_layer_vocab: 24 is less than model.vocab_size=28"):
+        begun(folder, model, ROWS + 4)
+
+
+@pytest.mark.slow
+def test_a_table_of_inputs_of_layers_that_is_large_enough_stays(tmp_path):
+    folder = published.write(tmp_path / "small", published.truth("gemma4_small"))
+    model = model_section(folder)
+    assert model["per_layer_vocab"] == ROWS + 4
+    grown = begun(folder, model, ROWS + 2, **{"mesh.tensor": 1, "mesh.data": 2}).params
+    assert grown["embed"]["table"].shape[0] == ROWS + 2 and grown["inputs"]["embed"]["table"].shape[0] == ROWS + 4
+    with pytest.raises(jt.UserError, match=r"^model.per_layer_vocab: 26 is less than the 28 of the model in train"):
+        begun(folder, model | {"per_layer_vocab": ROWS + 2}, ROWS + 2)
+
+
 @pytest.mark.slow
 def test_a_run_of_ones_own_begins_with_more_tokens_too(folder, tmp_path):
     """The same holds with frozen parameters in few bits, and with a vocabulary that would not divide over the mesh."""

@@ -54,7 +54,8 @@ def _keys_of(name: str, folder: str | Path, model: ModelConfig) -> LoraConfig:
     if found.dora:
         raise UserError(f"adapters: {name}", f"{folder} has DoRA, whose column lengths cannot be chosen per prompt",
                         "load it alone, or merge it: jaxtrain adapters merge")
-    if model.latent_attention and any(lora.is_target(f"{stack}/layer/attention/kv", found) for stack in
+    modules = lora.published_modules(model)
+    if model.latent_attention and any(lora.is_target(f"{stack}/layer/attention/kv", found, modules) for stack in
                                            Decoder.STACKS):
         raise UserError(f"adapters: {name}", f"{folder} adapts kv_b_proj, which generation uses as one matrix for all "
                         "rows", "load it alone, or merge it: jaxtrain adapters merge")
@@ -67,6 +68,7 @@ def load(folders: Folders, run: "Run", base: Params) -> tuple[Params, dict[str, 
     `base`: all other parameters.
     """
     model, abstract = run.config.model, lora.adapters(abstract_model(run))
+    modules = lora.published_modules(model)
     whole = flatten(abstract)
     assert run.model is not None
     names = jax.tree.structure(abstract).flatten_up_to(lora.adapters(run.model.axes()))
@@ -79,7 +81,8 @@ def load(folders: Folders, run: "Run", base: Params) -> tuple[Params, dict[str, 
         own = {path: jax.ShapeDtypeStruct(tuple(c.rank if n == along[path] else size
                                                 for n, size in enumerate(leaf.shape)), leaf.dtype,
                                           sharding=leaf.sharding) for path, leaf in whole.items()}
-        adapted = {path: leaf for path, leaf in own.items() if lora.is_target(path.partition(f"/{lora.NAME}/")[0], c)}
+        adapted = {path: leaf for path, leaf in own.items()
+                   if lora.is_target(path.partition(f"/{lora.NAME}/")[0], c, modules)}
         parts.append({path: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for path, leaf in own.items()}
                      | adapter_files.load(folder, model, c, adapted, base))
         choices[name] = np.zeros(run.config.lora.rank, np.float32)

@@ -93,9 +93,9 @@ def test_merged_weights_compute_the_same(name, tmp_path):
     ("feed_forward.w2", "mlp/down"), ("mamba.in_proj", "attention/dt"), ("conv.out_proj", "attention/out")])
 def test_peft_names_a_layer_by_its_module(target, path):
     c = jt.make_config({"lora": {"rank": 1, "targets": [target]}}).lora
-    assert lora.is_target(f"blocks/layer/{path}", c)
+    assert lora.is_target(f"blocks/layer/{path}", c, {})
     other = "mlp/down" if path.startswith("mlp/shared") else "attention/k"
-    assert not lora.is_target(f"blocks/layer/{other}", c)
+    assert not lora.is_target(f"blocks/layer/{other}", c, {})
 
 
 @pytest.mark.parametrize("name", published_adapters.CASES)
@@ -105,8 +105,23 @@ def test_targets_by_pefts_names_are_the_layers_that_peft_adapts(name, tmp_path):
     wanted = LoraConfig(**adapter_files.keys(folder, model))
     config = jt.make_config({"lora": {"rank": 1, "targets": published_adapters.CASES[name][1]["target_modules"]}})
     linears = {adapter_files._linear(entry) for entry in entries(model) if adapter_files._is_linear(entry)}
-    found = [{path for path in linears if lora.is_target(path, c)} for c in (config.lora, wanted)]
+    modules = lora.published_modules(model)
+    found = [{path for path in linears if lora.is_target(path, c, modules)} for c in (config.lora, wanted)]
     assert found[0] == found[1] and found[0]
+
+
+def test_the_same_name_is_another_layer_in_another_model():
+    """Layers of two kinds have one path here and two names there; a name that a model lacks is that of most models."""
+    hybrid = {"blocks/layer/layer_0/attention/out": {"attention.o_proj"},
+              "blocks/layer/layer_1/attention/out": {"attention.dense"}, "inputs/project": {"model.whole"}}
+    for target, path in (("o_proj", "blocks/layer/layer_0/attention/out"), ("whole", "inputs/project"),
+                         ("attention.dense", "blocks/layer/layer_1/attention/out")):
+        c = LoraConfig(rank=1, targets=[target])
+        assert [path for path in hybrid if lora.is_target(path, c, hybrid)] == [path]
+    others = LoraConfig(rank=1, targets=["out_proj"])
+    assert sum(lora.is_target(path, others, hybrid) for path in hybrid) == 2
+    model = jt.make_config({"model": {"name": "gpt2"}}).model
+    assert lora.published_modules(model)["blocks/layer/mlp/up"] == {"mlp.c_fc"}
 
 
 def test_several_adapters_are_added_each_times_its_weight(tmp_path):
