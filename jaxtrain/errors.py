@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from jaxtrain.redaction import printable, redacted
@@ -51,6 +51,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     longer = [name for name in known if len(word) > 3 and word in name]
     best = [name for name in (f"{dashes}{meant}", *close, *longer) if name in known][:1]
     return f"did you mean {best[0]!r}?" if best else f"known: {', '.join(known)}"
+
+
+def nearest_few(word: str, known: Collection[str], where: str) -> str:
+    """Return a suggestion for a name that is not among very many known ones: the nearest few, and where all are."""
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    return f"the nearest of {len(known)}: {', '.join(close)}; {where}" if close else f"{len(known)} are known: {where}"
 
 
 def install_extra(name: str) -> str:

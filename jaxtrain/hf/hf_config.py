@@ -17,7 +17,7 @@ from jaxtrain.config.field_checks import most
 from jaxtrain.config.hybrids.layer_pattern import PatternConfig
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.config.schema import ROWS, DataConfig
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, nearest_few
 from jaxtrain.files import bounded_files
 from jaxtrain.hf import defaults
 from jaxtrain.hf.hf_format import HFConfig, Keys, Refuse
@@ -74,7 +74,7 @@ def model_section(folder: str | Path) -> Keys:
         if not isinstance(kind, str) or kind not in types():
             said = kind if isinstance(kind, str) and len(kind) < 50 else defaults.shown(kind)
             raise UserError(f"{path}", f"model_type={said} is not one that jaxtrain has",
-                            f"known: {', '.join(types())}")
+                            nearest_few(said, types(), "docs/model_types.md has all of them"))
         name, published = family_of(kind, path)
         section = _section(name, published, given, path)
         return section | published.beside(given, path.parent, section)

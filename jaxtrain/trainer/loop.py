@@ -33,7 +33,7 @@ from jaxtrain.train_step.state import TrainState
 from jaxtrain.trainer import early_stop, extended, tracked
 from jaxtrain.trainer.evaluate import Evaluator, evaluation_tasks
 from jaxtrain.trainer.observers import Observer
-from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run
+from jaxtrain.trainer.reporting import constants, end_of_run, say, sinks, start_of_run, told_if_long
 from jaxtrain.trainer.resume import Start, check_workdir, find_start, initial_or_restored, resumed_data
 from jaxtrain.trainer.rollback import AnomalyGuard, RolledBack
 from jaxtrain.trainer.saver import Saver
@@ -138,7 +138,7 @@ def begin(run: Run, session: Session, opened: contextlib.ExitStack) -> tuple[Tra
     say(start_of_run(run, workdir))
 
     def compile_ahead() -> None:
-        with session.phase("compile"):
+        with session.phase("compile"), told_if_long():
             for batch in shapes_of(run).of_steps(data, found.step, last):
                 compiled_step(run, batch)
 

@@ -1,6 +1,9 @@
 """Reports of a run: its summary, its sinks of metrics, and the constants behind throughput and MFU."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from jaxtrain.trainer.observers import Completions
 from jaxtrain.trainer.session import Session
 
 _NEWEST = 2**16  # bytes of metrics.jsonl, in which the last losses are
+_SILENT = 2.0  # seconds that compiling may take before it is told
 _MANY_EPOCHS = 20  # beyond which a model mostly learns its data by heart
 
 
@@ -193,6 +197,21 @@ def _of_data(run: Run) -> tuple[str, str, str]:
         return *sequence_batches.summary(data, sequences), units.get(sequences.manifest["kind"], "steps")
     return (f"{corpus.train.num_tokens:,} training and {corpus.eval.num_tokens:,} evaluation tokens",
             packing(data, corpus), "tokens")
+
+
+@contextlib.contextmanager
+def told_if_long() -> Iterator[None]:
+    """Say that the step is being compiled, and how long that took, if it takes more than a moment."""
+    began = time.monotonic()
+    timer = threading.Timer(_SILENT, say, ["compiling the step, which takes minutes for large models"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+    if (took := time.monotonic() - began) > _SILENT:
+        say(f"compiled the step in {took:,.0f} s")
 
 
 def say(text: str) -> None:

@@ -31,7 +31,9 @@ def test_what_is_written_says_what_was_read(name, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "changes", "reason"), [
-    ("llama", {"model_type": "rwkv"}, "model_type=rwkv is not one that jaxtrain has; known: gpt2, llama, mistral"),
+    ("llama", {"model_type": "qwen3_moes"}, "model_type=qwen3_moes is not one that jaxtrain has; the nearest of "),
+    ("llama", {"model_type": "qwen3_moes"}, ": qwen3_moe, qwen2_moe, qwen3_next; docs/model_types.md has all of them"),
+    ("llama", {"model_type": "zzzz"}, " are known: docs/model_types.md has all of them"),
     ("llama", {"hidden_act": "relu"}, "hidden_act='relu' cannot be expressed: only 'silu' can"),
     ("mistral", {"attention_bias": True}, "attention_bias=True cannot be expressed: only False can"),
     ("llama", {"hidden_size": None}, "hidden_size=None is not a whole number; correct it, or download it again"),

@@ -29,8 +29,6 @@ CASES = {  # name: (the case of published models, what PEFT's LoraConfig is give
         "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}),
     "inputs of layers": ("gemma4_inputs", {"r": 2, "lora_alpha": 4, "target_modules": [
         "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"]}),
-    "two kinds of layers": ("bailing_hybrid", {"r": 2, "lora_alpha": 4, "target_modules": [
-        "g_proj", "f_proj", "dense", "attention.q_proj"]}),
 }
 
 

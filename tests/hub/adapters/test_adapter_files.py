@@ -120,8 +120,24 @@ def test_the_same_name_is_another_layer_in_another_model():
         assert [path for path in hybrid if lora.is_target(path, c, hybrid)] == [path]
     others = LoraConfig(rank=1, targets=["out_proj"])
     assert sum(lora.is_target(path, others, hybrid) for path in hybrid) == 2
-    model = jt.make_config({"model": {"name": "gpt2"}}).model
-    assert lora.published_modules(model)["blocks/layer/mlp/up"] == {"mlp.c_fc"}
+
+
+@pytest.mark.parametrize(("name", "targets"), [
+    ("bailing_hybrid", {"f_proj": "attention/step", "g_proj": "attention/gate", "dense": "attention/out"}),
+    ("gemma4_inputs", {"per_layer_input_gate": "own_input/gate", "per_layer_projection": "own_input/out",
+                       "per_layer_model_projection": "inputs/project"}),
+    ("starcoder2", {"mlp.c_proj": "mlp/down", "c_fc": "mlp/up"}), ("phi3", {"gate_up_proj": "mlp/gate"})])
+def test_a_module_is_the_layers_that_its_tensors_become(name, targets, tmp_path):
+    """The tensors of a published folder have the names that PEFT knows modules by."""
+    folder = published.write(tmp_path, case := published.truth(name))
+    model = jt.make_config({"model": hf_config.model_section(folder), "data": {"seq_len": 8}}).model
+    modules = lora.published_modules(model)
+    for target, end in targets.items():
+        found = [path for path in modules if lora.is_target(path, LoraConfig(rank=1, targets=[target]), modules)]
+        layers = {entry.theirs.format(layer=layer) for entry in entries(model) for layer in entry.layers or [None]
+                  if entry.ours.removesuffix("/kernel") in found and entry.ours.endswith("/kernel")}
+        assert any(path.endswith(end) for path in found)
+        assert layers == {tensor for tensor in case["tensors"] if tensor.endswith(f".{target}.weight")}
 
 
 def test_several_adapters_are_added_each_times_its_weight(tmp_path):
