@@ -129,7 +129,7 @@ class JsonTokenizer(Vocabulary):
         self._seen += sum(map(len, texts))
         if before <= fast_encoding.WORTHWHILE < self._seen:
             self._fast = fast_encoding.fast_encoder(self._described, self._ids)
-        return self._ids(decoded) if self._fast is None else self._fast.encode(decoded, self._ids)
+        return self._ids(decoded) if self._fast is None else self._fast.encode(decoded)
 
     def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [uint32(one.ids) for one in self._encode(list(texts))]
