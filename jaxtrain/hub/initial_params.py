@@ -259,8 +259,8 @@ def _otherwise(theirs: ModelConfig, run: Run) -> str:
     Those that shape parameters are refused when these are loaded; others may differ on purpose, for longer rows say.
     """
     model = run.config.model
-    free = {*model.lookups.values(), "name", "vocab_size", "max_seq_len", "router_bias_rate", "mtp_loss_weight", "mtp_layers", "balance_loss",
-            "router_z_loss"}
+    free = {*model.lookups.values(), "name", "vocab_size", "max_seq_len", "router_bias_rate", "mtp_loss_weight",
+            "mtp_layers", "balance_loss", "router_z_loss"}
     told = [f"model.{field.name}={getattr(model, field.name)} instead of {getattr(theirs, field.name)}"
             for field in fields(model) if field.name not in free and hasattr(theirs, field.name)
             and getattr(model, field.name) != getattr(theirs, field.name)]

@@ -52,7 +52,7 @@ class FastEncoder:
         unknown, known = characters()
         around = [f"a{one}-v {one}A1{one}\n" for one in known]
         differ = [one for one, equal in zip(known, self._equal(around), strict=True) if not equal]
-        if len(differ) > len(known) // 100:
+        if len(differ) > len(known) // 100 or any(map(str.isascii, differ)):
             raise ValueError("it gives other ids")
         self._unsure = re.compile(f"[{unknown}{re.escape(''.join(differ))}]")
         texts = sample([token["content"] for token in described.get("added_tokens") or ()])

@@ -69,7 +69,7 @@ def test_texts_with_characters_that_are_not_surely_known_go_to_the_library(few, 
 
 
 def test_an_engine_with_other_ids_is_refused(few, tokenizer):
-    for wrong in ("-v", "  "):  # of every character, and of the sample alone
+    for wrong in ("-v", "  ", "</p>"):  # after every character, after a space, and in the sample alone
         with pytest.raises(ValueError, match="other ids"):
             encoder(tokenizer, Engine(tokenizer, wrong))
     with pytest.raises(UserError, match=r"^data.tokenizer: gigatoken gives other ids than tokenizers for 'only here'"):
