@@ -1,4 +1,4 @@
-"""What is said while a step is compiled for long."""
+"""Messages about compiling that takes long."""
 
 import threading
 

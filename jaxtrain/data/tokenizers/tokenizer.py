@@ -114,7 +114,8 @@ class JsonTokenizer(Vocabulary):
             lost = text_growth.silent(described, self.raw)
         if lost:
             warnings.warn(f"{self.path}: {lost}", stacklevel=2)
-        self._described, self._fast, self._seen = described, None, 0
+        self._described, self._seen = described, 0
+        self._fast: fast_encoding.FastEncoder | None = None
 
     def __getstate__(self) -> JsonObject:
         return {**self.__dict__, "_fast": None, "_seen": 0}  # another process makes its own
