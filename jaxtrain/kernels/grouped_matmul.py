@@ -2,8 +2,8 @@
 
 On NVIDIA GPUs `lax.ragged_dot` multiplies all rows by all matrices and masks the results. There kernels compute only
 the rows that exist: `mosaic_grouped_matmul` on H100 and H200, `triton_grouped_matmul` on all others since A100.
-Elsewhere `lax.ragged_dot` does (TPUs have kernels of their own for it). `grouped_conformance` has what each of them must
-compute.
+Elsewhere `lax.ragged_dot` does (TPUs have kernels of their own for it). `grouped_conformance` has what each of them
+must compute.
 
 Shape suffixes: R rows, G groups, K and N the dimensions of a weight.
 """

@@ -1,8 +1,8 @@
 """Grouped matmuls as Pallas kernels that Triton compiles, for NVIDIA GPUs since compute capability 8.0.
 
-They serve A100, L40S, RTX and Blackwell, where `lax.ragged_dot` multiplies every row by the matrices of all groups: here
-the tiles of a group's rows are multiplied by its own matrix, and tiles without rows by none. Rows, widths and bounds of
-groups may be any numbers. On CPUs Pallas interprets the kernels.
+They serve A100, L40S, RTX and Blackwell, where `lax.ragged_dot` multiplies every row by the matrices of all groups:
+here the tiles of a group's rows are multiplied by its own matrix, and tiles without rows by none. Rows, widths and
+bounds of groups may be any numbers. On CPUs Pallas interprets the kernels.
 
 Shape suffixes: R rows, G groups, K and N the dimensions of a weight, S tiles of rows of one group each.
 """

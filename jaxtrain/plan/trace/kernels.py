@@ -70,8 +70,8 @@ def _product(how: grouped_matmul.How, rows_RK: jax.Array, weights: jax.Array, si
     return jax.ffi.ffi_call(ROWS_BY_GROUP, out)(rows_RK, weights, sizes_G, filled=np.int32(how[1]))
 
 
-def _products_of_groups(how: grouped_matmul.How, rows: jax.Array, others: jax.Array, sizes_G: jax.Array, transposed: bool,
-                        dtype: DTypeLike | None = None) -> jax.Array:
+def _products_of_groups(how: grouped_matmul.How, rows: jax.Array, others: jax.Array, sizes_G: jax.Array,
+                        transposed: bool, dtype: DTypeLike | None = None) -> jax.Array:
     K, N = (a.shape[0 if transposed else 1] for a in (rows, others))
     out = jax.ShapeDtypeStruct((sizes_G.size, K, N), dtype or rows.dtype)
     return jax.ffi.ffi_call(GROUP_BY_GROUP, out)(rows, others, sizes_G, filled=np.int32(how[1]),
