@@ -67,7 +67,8 @@ def arrays(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[jax.Array, jax.
     if case.behind is not None:
         for x in (rows, dy):
             x[sum(case.sizes):] = case.behind
-    return *(jnp.asarray(x, dtype) for x in (rows, weights)), jnp.asarray(case.sizes, jnp.int32), jnp.asarray(dy, dtype)
+    sizes = jnp.asarray(case.sizes, jnp.int32)
+    return jnp.asarray(rows, dtype), jnp.asarray(weights, dtype), sizes, jnp.asarray(dy, dtype)
 
 
 def exact(rows: Any, weights: Any, sizes: Any, dy: Any) -> tuple[np.ndarray, ...]:
@@ -86,7 +87,7 @@ def exact(rows: Any, weights: Any, sizes: Any, dy: Any) -> tuple[np.ndarray, ...
 def differentiated(backend: str) -> Callable[..., GROUPED]:
     """Return the product of a backend with its gradients, as a loss differentiates it."""
     def run(rows, weights, sizes, dy):
-        y, back = jax.vjp(lambda *given: grouped_matmul.grouped_matmul(*given, sizes, backend=backend), rows, weights)
+        y, back = jax.vjp(lambda a, b: grouped_matmul.grouped_matmul(a, b, sizes, backend=backend), rows, weights)
         return y, *back(dy)
     return jax.jit(run)
 

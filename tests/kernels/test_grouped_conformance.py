@@ -59,6 +59,7 @@ def test_the_suite_sees_faults(fault):
     assert suite.complaints(suite.CASES["rows behind the last group"], run, jnp.float32)
 
 
+@pytest.mark.slow
 def test_it_is_a_command(capsys):
     assert suite.main(["--backend=xla"]) == 0
     said = capsys.readouterr().out.splitlines()
