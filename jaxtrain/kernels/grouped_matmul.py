@@ -1,13 +1,17 @@
 """Grouped matmuls: rows sorted by group, each times the matrix of its group, with all gradients.
 
-On NVIDIA GPUs `lax.ragged_dot` multiplies all rows by all matrices and masks the results. There the kernels of
-`mosaic_grouped_matmul` compute only the rows that exist; elsewhere `lax.ragged_dot` does (TPUs have kernels of their
-own for it).
+On NVIDIA GPUs `lax.ragged_dot` multiplies all rows by all matrices and masks the results. There kernels compute only
+the rows that exist: `mosaic_grouped_matmul` on H100 and H200, `triton_grouped_matmul` on all others since A100.
+Elsewhere `lax.ragged_dot` does (TPUs have kernels of their own for it). `grouped_conformance` has what each of them
+must compute.
 
 Shape suffixes: R rows, G groups, K and N the dimensions of a weight.
 """
 
-from functools import partial
+import importlib
+import importlib.util
+from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -18,8 +22,9 @@ from jax.typing import DTypeLike
 from jaxtrain.errors import UserError
 from jaxtrain.sharding import mesh_context
 
-INTERPRET: Any = None  # tests: parameters of Pallas's interpreter, with which the kernels run anywhere
-ROWS, DIMENSION = 128, 64  # what the number of rows and the dimensions of weights must be multiples of
+KERNELS = ("mosaic", "triton")  # of which auto chooses the first that can; each is a module, imported when it is used
+INTERPRET: Any = None  # tests: parameters of Pallas's interpreter, with which Mosaic's kernels run anywhere
+ROWS, DIMENSION = 128, 64  # what the number of rows and the dimensions of weights must be multiples of, for Mosaic's
 BYTES = 128  # what the dimensions of weights in 8 bits must be multiples of
 
 
@@ -32,7 +37,8 @@ def grouped_matmul(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Arra
         weights_GKN: one matrix for each group. Where the compiler splits arrays over devices by itself (outside of
             manual regions), it is always XLA that computes.
         sizes_G: the number of rows of each group, which may be 0; their sum is at most R.
-        backend: "mosaic" (NVIDIA GPUs of compute capability 9), "xla", or "auto": the first one where it can run.
+        backend: "mosaic" (NVIDIA GPUs of compute capability 9), "triton" (those since 8; interpreted on CPUs, to check
+            its numbers), "xla", or "auto": the first one that can run.
         filled: the number of rows that are usually in groups, if fewer than all; it only names kernels, so that
             profiles and `jaxtrain plan` know what they compute.
         dtype: of the result, where rows and weights are 8-bit floats, which have no gradient. Where the kernels do
@@ -40,11 +46,12 @@ def grouped_matmul(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Arra
     """
     filled = min(filled or len(rows_RK), len(rows_RK))
     if _in_8_bits(backend, rows_RK, weights_GKN):
-        return _product(filled, rows_RK, weights_GKN.swapaxes(1, 2), sizes_G, True, dtype)
+        return _product(("mosaic", filled), rows_RK, weights_GKN.swapaxes(1, 2), sizes_G, True, dtype)
     rows_RK, weights_GKN = _wide(dtype, rows_RK, weights_GKN)
-    if _backend(backend, rows_RK, weights_GKN) == "xla":
+    backend = _backend(backend, rows_RK, weights_GKN)
+    if backend == "xla":
         return lax.ragged_dot(rows_RK, weights_GKN, sizes_G)
-    return _mosaic(filled, rows_RK, weights_GKN, sizes_G)
+    return _by_kernels((backend, filled), rows_RK, weights_GKN, sizes_G)
 
 
 def grouped_matmul_gradients(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G: jax.Array, dy_RN: jax.Array, *,
@@ -53,11 +60,12 @@ def grouped_matmul_gradients(rows_RK: jax.Array, weights_GKN: jax.Array, sizes_G
     """Return the gradients of a grouped matmul by rows and weights, for backward passes that are written by hand."""
     filled = min(filled or len(rows_RK), len(rows_RK))
     if _in_8_bits(backend, rows_RK, weights_GKN):
-        return (_product(filled, dy_RN, weights_GKN, sizes_G, True, dtype),
-                _products_of_groups(filled, rows_RK.T, dy_RN.T, sizes_G, True, dtype))
+        return (_product(("mosaic", filled), dy_RN, weights_GKN, sizes_G, True, dtype),
+                _products_of_groups(("mosaic", filled), rows_RK.T, dy_RN.T, sizes_G, True, dtype))
     rows_RK, weights_GKN, dy_RN = _wide(dtype, rows_RK, weights_GKN, dy_RN)
-    if _backend(backend, rows_RK, weights_GKN) == "mosaic":
-        return _backward(filled, (rows_RK, weights_GKN, sizes_G), dy_RN)[:2]
+    backend = _backend(backend, rows_RK, weights_GKN)
+    if backend != "xla":
+        return _backward((backend, filled), (rows_RK, weights_GKN, sizes_G), dy_RN)[:2]
     by_rows = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
     by_weights = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     return (lax.ragged_dot_general(dy_RN, weights_GKN, sizes_G, by_rows),
@@ -82,61 +90,82 @@ def _backend(asked: str, rows_RK: jax.Array, weights_GKN: jax.Array) -> str:
 
 def choose_backend(asked: str, dtype: jnp.dtype, rows: int, *dimensions: int) -> str:
     """Return the backend that `train.grouped_matmul` selects here; raises UserError if it cannot do this."""
-    reason = _refusal(dtype, rows, *dimensions)
-    if asked == "xla" or (reason and asked == "auto"):
-        return "xla"
-    if reason:
-        raise UserError("train.grouped_matmul", f"the mosaic backend cannot do this: {reason}", "use 'auto' or 'xla'")
-    return "mosaic"
+    if asked == "auto":
+        here = mesh_context.platform() in ("gpu", "cuda")
+        able = (name for name in KERNELS if (here or (INTERPRET and name == "mosaic")) and not refusal(
+            name, dtype, rows, dimensions))
+        return next(able, "xla")
+    if reason := refusal(asked, dtype, rows, dimensions):
+        raise UserError("train.grouped_matmul", f"the {asked} backend cannot do this: {reason}", "use 'auto' or 'xla'")
+    return asked
 
 
-def _refusal(dtype: jnp.dtype, rows: int, *dimensions: int) -> str:
-    """Return why the kernels cannot do this; "" if they can."""
+def refusal(backend: str, dtype: jnp.dtype, rows: int = 0, dimensions: tuple[int, ...] = ()) -> str:
+    """Return why a backend cannot multiply so many rows by weights of these dimensions; "" if it can."""
+    capability, interpreted = mesh_context.compute_capability(), INTERPRET
+    if backend == "triton":
+        interpreted = mesh_context.platform() == "cpu"
     odd = next((size for size in dimensions if size % DIMENSION), 0)
+    wide = f"it computes in bfloat16 or float16, not {dtype}"
+    is_wide = not interpreted and dtype.itemsize > 1 and dtype not in (jnp.bfloat16, jnp.float16)
     reasons = {
-        "it runs on NVIDIA GPUs of compute capability 9 (H100, H200) only":
-            not INTERPRET and not 9 <= mesh_context.compute_capability() < 10,
-        f"it needs JAX 0.11 or newer, and this is {jax.__version__}": jax.__version_info__ < (0, 11),
-        f"it computes in bfloat16 or float16, not {dtype}":
-            not INTERPRET and dtype.itemsize > 1 and dtype not in (jnp.bfloat16, jnp.float16),
-        f"{rows} rows of a device are not a multiple of {ROWS}": rows % ROWS,
-        f"the width {odd} is not a multiple of {DIMENSION}": odd,
-    }
-    return next((reason for reason, applies in reasons.items() if applies), "")
+        "mosaic": {
+            "it runs on NVIDIA GPUs of compute capability 9 (H100, H200) only":
+                not interpreted and not 9 <= capability < 10,
+            f"it needs JAX 0.11 or newer, and this is {jax.__version__}": jax.__version_info__ < (0, 11),
+            wide: is_wide,
+            f"{rows} rows of a device are not a multiple of {ROWS}": rows % ROWS,
+            f"the width {odd} is not a multiple of {DIMENSION}": odd},
+        "triton": {
+            "it runs on NVIDIA GPUs since compute capability 8 (A100) only": not interpreted and capability < 8,
+            f"JAX {jax.__version__} has no Triton in Pallas": not _has_triton(),
+            wide: is_wide}}
+    return next((reason for reason, applies in reasons.get(backend, {}).items() if applies), "")
+
+
+@cache
+def _has_triton() -> bool:
+    """Return whether this JAX still has what it has announced to remove."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 # ------------------------------------------------------------------------------------- the three products, with kernels
-def _product(filled: int, rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, transposed: bool,
+How = tuple[str, int]  # the backend, and the rows that are usually in groups
+
+
+def _kernels(how: How) -> tuple[ModuleType, dict[str, Any]]:
+    """Return the module of a backend, which imports Pallas, and what its functions are told."""
+    backend, filled = how
+    interpret = mesh_context.platform() == "cpu" if backend == "triton" else INTERPRET
+    return (importlib.import_module(f"jaxtrain.kernels.{backend}_grouped_matmul"),
+            {"name": f"grouped_matmul_{filled}_rows", "interpret": interpret})
+
+
+def _product(how: How, rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, transposed: bool,
              dtype: DTypeLike | None = None) -> jax.Array:
-    from jaxtrain.kernels import mosaic_grouped_matmul as kernels  # imports Pallas
-
-    name = f"grouped_matmul_{filled}_rows"
-    return kernels.product(rows_RK, weights, sizes_G, transposed=transposed, name=name, dtype=dtype,
-                           interpret=INTERPRET)
+    kernels, told = _kernels(how)
+    return kernels.product(rows_RK, weights, sizes_G, transposed=transposed, dtype=dtype, **told)
 
 
-def _products_of_groups(filled: int, rows: jax.Array, others: jax.Array, sizes_G: jax.Array, transposed: bool,
+def _products_of_groups(how: How, rows: jax.Array, others: jax.Array, sizes_G: jax.Array, transposed: bool,
                         dtype: DTypeLike | None = None) -> jax.Array:
-    from jaxtrain.kernels import mosaic_grouped_matmul as kernels
-
-    name = f"grouped_matmul_{filled}_rows"
-    return kernels.products_of_groups(rows, others, sizes_G, transposed=transposed, name=name, dtype=dtype,
-                                      interpret=INTERPRET)
+    kernels, told = _kernels(how)
+    return kernels.products_of_groups(rows, others, sizes_G, transposed=transposed, dtype=dtype, **told)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mosaic(filled, rows_RK, weights_GKN, sizes_G):
-    return _product(filled, rows_RK, weights_GKN, sizes_G, False)
+def _by_kernels(how, rows_RK, weights_GKN, sizes_G):
+    return _product(how, rows_RK, weights_GKN, sizes_G, False)
 
 
-def _forward(filled, rows_RK, weights_GKN, sizes_G):
-    return _mosaic(filled, rows_RK, weights_GKN, sizes_G), (rows_RK, weights_GKN, sizes_G)
+def _forward(how, rows_RK, weights_GKN, sizes_G):
+    return _by_kernels(how, rows_RK, weights_GKN, sizes_G), (rows_RK, weights_GKN, sizes_G)
 
 
-def _backward(filled, saved, dy_RN):
+def _backward(how, saved, dy_RN):
     rows_RK, weights_GKN, sizes_G = saved
-    return (_product(filled, dy_RN, weights_GKN, sizes_G, True),
-            _products_of_groups(filled, rows_RK, dy_RN, sizes_G, False), None)
+    return (_product(how, dy_RN, weights_GKN, sizes_G, True),
+            _products_of_groups(how, rows_RK, dy_RN, sizes_G, False), None)
 
 
-_mosaic.defvjp(_forward, _backward)
+_by_kernels.defvjp(_forward, _backward)

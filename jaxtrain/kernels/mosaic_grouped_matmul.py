@@ -20,6 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as gpu
 from jax.typing import DTypeLike
 
+from jaxtrain.kernels.row_tiles import row_tiles
+
 ROWS = 128  # of a tile of the result, and what the number of all rows must be a multiple of
 BYTES = 128  # of the contracted dimension in one step: the widest swizzle
 STEPS = 4  # buffers in the ring
@@ -37,7 +39,7 @@ def product(rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, *, trans
     interpret: parameters of Pallas's interpreter, to run it without a GPU.
     """
     (R, K), G, N = rows_RK.shape, sizes_G.size, weights.shape[1 if transposed else 2]
-    schedule = _schedule(sizes_G, R)
+    schedule = row_tiles(sizes_G, R, ROWS)
     width = _width(N)
     depth = BYTES // rows_RK.dtype.itemsize
     grid, steps = (schedule.shape[1], N // width), K // depth
@@ -139,25 +141,6 @@ def products_of_groups(rows: jax.Array, others: jax.Array, sizes_G: jax.Array, *
                 gpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return _kernel(body, jax.ShapeDtypeStruct((G, K, N), dtype or rows.dtype), name, interpret)(bounds, rows, others)
-
-
-def _schedule(sizes_G: jax.Array, rows: int) -> jax.Array:
-    """Return the group, the first row and the row behind the last of each tile [3, S]; what follows them is empty.
-
-    Rows behind the last group form a further group.
-    """
-    sizes = jnp.append(sizes_G, rows - sizes_G.sum()).astype(jnp.int32)
-    ends = jnp.cumsum(sizes)
-    starts = ends - sizes
-    counts = jnp.where(sizes > 0, -(-ends // ROWS) - starts // ROWS, 0)
-    behind = jnp.cumsum(counts)
-    tile = jnp.arange(-(-rows // ROWS) + sizes_G.size, dtype=jnp.int32)
-    group = (behind <= tile[:, None]).sum(1, dtype=jnp.int32)
-    here = jnp.minimum(group, sizes_G.size)
-    block = starts[here] // ROWS + tile - (behind - counts)[here]
-    begin, end = jnp.maximum(starts[here], block * ROWS), jnp.minimum(ends[here], (block + 1) * ROWS)
-    empty = group > sizes_G.size
-    return jnp.stack([here, jnp.where(empty, 0, begin), jnp.where(empty, 0, end)])
 
 
 def _write_some(result: jax.Ref, out: jax.Ref, begin: jax.Array, count: jax.Array, block: jax.Array,

@@ -46,7 +46,10 @@ def experts(asked: str, dtype: jnp.dtype, held: int, embed: int, width: int) -> 
         return ""
     if grouped_matmul.choose_backend("xla" if asked == "xla" else "auto", dtype, 0, embed, width) != "xla":
         return ""
-    return f"experts on this GPU compute every row {held} times, once for each expert of a device, and mask the results"
+    other = "; train.grouped_matmul=auto has a kernel" if grouped_matmul.choose_backend(
+        "auto", dtype, 0, embed, width) != "xla" else ""
+    return (f"experts on this GPU compute every row {held} times, once for each expert of a device, and mask the "
+            f"results{other}")
 
 
 def usual(platform: str) -> list[str]:

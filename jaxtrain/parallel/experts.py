@@ -75,7 +75,7 @@ def check(model: ModelConfig, train: TrainConfig, mesh: axis_rules.AnyMesh, rule
 def masks(model: ModelConfig, train: TrainConfig, mesh: Mapping[str, int], platform: str) -> bool:
     """Return whether every row is multiplied by all experts of a device, and the results masked.
 
-    platform: as `jaxtrain.builder.build` takes it. XLA does that except on TPUs.
+    platform: as `jaxtrain.builder.build` takes it. XLA does that except on TPUs; kernels for GPUs do not.
     """
     if platform == "tpu" or not model.experts.num:
         return False

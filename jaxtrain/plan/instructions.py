@@ -23,7 +23,8 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape")
 
 _EXACT = re.compile(r'operand_precision(?:":\["|=\{)high', re.IGNORECASE)  # products that round no operand
-_GROUPED = re.compile(r"grouped_matmul_(\d+)_rows")  # the name of kernels/mosaic_grouped_matmul.py
+_KERNELS = ("mosaic_gpu", "__gpu$xla.gpu.triton")  # what calls jaxtrain's kernels, by the name of the compiler
+_GROUPED = re.compile(r"grouped_matmul_(\d+)_rows")  # the name of kernels/grouped_matmul.py
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _NAMED = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPERATION = re.compile(r"\s*([a-z][a-z0-9\-]*)\(")
@@ -51,7 +52,7 @@ class Instruction:
     bytes: float = 0.0
     dtype: str = ""  # of its products' operands; "" without products
     rounds: bool = False  # whether they may round operands of float32
-    grouped: bool = False  # whether it is a kernel of `kernels.mosaic_grouped_matmul`
+    grouped: bool = False  # whether it is a kernel of `kernels.grouped_matmul`
     inner: "Instruction | None" = None  # the kernel of attention in a fusion with slices
     on_host: bool = False  # whether its result is in the host's memory, or a part of it
     from_host: bool = False  # whether an operand is
@@ -78,7 +79,7 @@ class Instruction:
     @property
     def own(self) -> bool:
         """Whether it is a kernel of jaxtrain's for GPUs."""
-        return (self.inner or self).target.startswith("mosaic_gpu")
+        return (self.inner or self).target.startswith(_KERNELS)
 
     @property
     def attention(self) -> str:

@@ -114,7 +114,7 @@ def test_gradients_alone_are_those_of_the_product():
         np.testing.assert_allclose(a, want, atol=2e-6 * max(1, np.abs(want).max()))
 
 
-H100, A100 = "cuda:9", "cuda:8"
+H100, A100, B200, V100 = "cuda:9", "cuda:8", "cuda:10", "cuda:7"
 
 
 def chosen(asked, platform, dtype=jnp.bfloat16, rows=128, dimensions=(64, 192)):
@@ -131,8 +131,9 @@ def chosen(asked, platform, dtype=jnp.bfloat16, rows=128, dimensions=(64, 192)):
     (H100, dict(rows=100), "100 rows of a device are not a multiple of 128"),
     (H100, dict(dimensions=(64, 96)), "the width 96 is not a multiple of 64")], ids=str)
 def test_what_the_kernels_cannot_do(platform, keys, reason):
-    """It is left to XLA, or refused where the kernels are asked for."""
-    assert chosen("auto", platform, **keys) == "xla"
+    """It is left to others, or refused where the kernels are asked for."""
+    half = keys.get("dtype") != jnp.float32
+    assert chosen("auto", platform, **keys) == ("triton" if half and platform.startswith("cuda") else "xla")
     with pytest.raises(jt.UserError) as refused:
         chosen("mosaic", platform, **keys)
     assert f"{refused.value}" == f"train.grouped_matmul: the mosaic backend cannot do this: {reason}; " \
@@ -144,9 +145,28 @@ def test_the_kernels_are_the_choice_for_hopper():
     assert [chosen(asked, H100) for asked in ("auto", "mosaic", "xla")] == ["mosaic", "mosaic", "xla"]
 
 
+@pytest.mark.parametrize(("platform", "auto"), [(A100, "triton"), (B200, "triton"), (V100, "xla"), ("cpu", "xla")])
+def test_other_gpus_have_kernels_of_triton(platform, auto):
+    """On CPUs they are interpreted, where they are asked for."""
+    assert chosen("auto", platform) == auto
+    assert chosen("auto", platform, dtype=jnp.float32) == "xla"
+    if auto == "triton" or platform == "cpu":
+        assert chosen("triton", platform, rows=100, dimensions=(40, 72)) == "triton"
+    else:
+        with pytest.raises(jt.UserError, match=r"since compute capability 8 \(A100\) only"):
+            chosen("triton", platform)
+
+
+def test_a_jax_without_triton_leaves_it_to_xla(monkeypatch):
+    monkeypatch.setattr(kernels, "_has_triton", lambda: False)
+    assert chosen("auto", B200) == "xla"
+    with pytest.raises(jt.UserError, match="has no Triton in Pallas"):
+        chosen("triton", B200)
+
+
 def test_older_versions_of_jax_refuse(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert chosen("auto", H100) == "xla"
+    assert chosen("auto", H100) == "triton"
     with pytest.raises(jt.UserError, match=r"it needs JAX 0\.11 or newer"):
         chosen("mosaic", H100)
 

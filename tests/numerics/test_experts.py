@@ -77,13 +77,26 @@ def by_xla():
     return jax.device_get(run.value_and_grad(run.init(), reference.batch(0, 16)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [dict(mesh__expert=2), dict(mesh__expert=2, mesh__tensor=2)], ids=str)
+def test_the_kernels_of_triton_give_the_same_gradients_in_the_real_step(keys):
+    """Pallas interprets them on any mesh."""
+    run = build("mixtral", WIDE | dict(train__grouped_matmul="triton") | keys)
+    assert "grouped_matmul_" in f"{run.sharded.trace(shapes_of(run).abstract()).jaxpr}"
+    agrees(run)
+
+
+def agrees(run):
+    (loss, gradients), (want, wanted) = jax.device_get(run.value_and_grad(run.init(), reference.batch(0, 16))), by_xla()
+    assert loss == pytest.approx(want, rel=1e-5)
+    for (path, got), exact in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, exact, atol=1e-5 * np.abs(exact).max(), err_msg=jax.tree_util.keystr(path))
+
+
 @needs_mosaic
 @pytest.mark.parametrize("keys", [*slow(dict(train__remat="full")), *exhaustive(dict(train__accumulation=2))], ids=str)
 def test_the_kernels_of_gpus_give_the_same_gradients_in_the_real_step(keys, interpreted):
     """The test has one device: Pallas's interpreter cannot run on several at once."""
     run = build("mixtral", WIDE | dict(train__grouped_matmul="mosaic") | keys)
     assert "grouped_matmul_" in f"{run.sharded.trace(shapes_of(run).abstract()).jaxpr}"
-    (loss, gradients), (want, wanted) = jax.device_get(run.value_and_grad(run.init(), reference.batch(0, 16))), by_xla()
-    assert loss == pytest.approx(want, rel=1e-5)
-    for (path, got), exact in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(got, exact, atol=1e-5 * np.abs(exact).max(), err_msg=jax.tree_util.keystr(path))
+    agrees(run)

@@ -37,14 +37,14 @@ def test_a_product_there_and_back_is_three(platform, filled, times):
     assert work == pytest.approx([times * ONE] * 3)
 
 
-@needs_mosaic
-def test_hopper_computes_the_rows_that_are_in_groups():
+@pytest.mark.parametrize("platform", [pytest.param("cuda:9", marks=needs_mosaic), "cuda:8", "cuda:10"])
+def test_gpus_compute_the_rows_that_are_in_groups(platform):
     def loss(x, weights, sizes):
         return (grouped_matmul(x, weights, sizes, filled=ROWS // 4).astype(jnp.float32) ** 2).sum()
 
     rows, weights, sizes = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
         ((ROWS, WIDTH), jnp.bfloat16), ((COUNT, WIDTH, WIDER), jnp.bfloat16), ((COUNT,), jnp.int32)))
-    with kernels.stand_ins(), mesh_context.use(jt.make_mesh(devices=1), axis_rules.rules(), "cuda:9"):
+    with kernels.stand_ins(), mesh_context.use(jt.make_mesh(devices=1), axis_rules.rules(), platform):
         traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(rows, weights, sizes)
     block = reader.read(traced, dict.fromkeys(AXES, 1), "cuda")
     assert [op.flops for op, _ in block.all() if op.flops] == [ONE / 4] * 3

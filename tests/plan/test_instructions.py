@@ -198,9 +198,10 @@ ENTRY %main (r: bf16[256,64], s: bf16[9,4,64,192], a: s32[], o: s32[3,6], d: bf1
 """
 
 
-def test_a_grouped_matmul_counts_the_rows_that_exist():
+@pytest.mark.parametrize("compiler", ["mosaic_gpu_v2", "__gpu$xla.gpu.triton"])
+def test_a_grouped_matmul_counts_the_rows_that_exist(compiler):
     """The rows in the kernel's name count, and a block for each of four groups: 128 rows, or 64 of a sum over rows."""
-    code = program(GROUPED)
+    code = program(GROUPED.replace("mosaic_gpu_v2", compiler))
     forward, weights = code.instructions["forward"], code.instructions["weights"]
     assert (forward.flops, weights.flops) == (2 * (100 + 4 * 128) * 64 * 192, 2 * (100 + 4 * 64) * 64 * 192)
     assert forward.bytes == 2 * (100 * 64 + 4 * 64 * 192 + 256 * 192)

@@ -64,17 +64,17 @@ def flops(name: str, shapes: list[tuple[int, ...]], window: int = 0, filled: int
     return product * (K + V) if name == FORWARD else product * (3 * K + 2 * V)  # scores again, and four gradients
 
 
-def _product(filled: int, rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, transposed: bool,
+def _product(how: grouped_matmul.How, rows_RK: jax.Array, weights: jax.Array, sizes_G: jax.Array, transposed: bool,
              dtype: DTypeLike | None = None) -> jax.Array:
     out = jax.ShapeDtypeStruct((rows_RK.shape[0], weights.shape[1 if transposed else 2]), dtype or rows_RK.dtype)
-    return jax.ffi.ffi_call(ROWS_BY_GROUP, out)(rows_RK, weights, sizes_G, filled=np.int32(filled))
+    return jax.ffi.ffi_call(ROWS_BY_GROUP, out)(rows_RK, weights, sizes_G, filled=np.int32(how[1]))
 
 
-def _products_of_groups(filled: int, rows: jax.Array, others: jax.Array, sizes_G: jax.Array, transposed: bool,
-                        dtype: DTypeLike | None = None) -> jax.Array:
+def _products_of_groups(how: grouped_matmul.How, rows: jax.Array, others: jax.Array, sizes_G: jax.Array,
+                        transposed: bool, dtype: DTypeLike | None = None) -> jax.Array:
     K, N = (a.shape[0 if transposed else 1] for a in (rows, others))
     out = jax.ShapeDtypeStruct((sizes_G.size, K, N), dtype or rows.dtype)
-    return jax.ffi.ffi_call(GROUP_BY_GROUP, out)(rows, others, sizes_G, filled=np.int32(filled),
+    return jax.ffi.ffi_call(GROUP_BY_GROUP, out)(rows, others, sizes_G, filled=np.int32(how[1]),
                                                  turned=np.int32(transposed))
 
 
