@@ -54,10 +54,11 @@ class Phase:
 
 def judge_of(config: Config, target: Target, devices: int) -> Run | None:
     """Return the reward model that rests beside a run; None: there is none, or it is not on this machine."""
-    if not config.rl.reward.startswith(PREFIX):
+    named = next((one for one in config.rl.rewards if one.startswith(PREFIX)), None)
+    if named is None:
         return None
     with contextlib.suppress(UserError):  # which the run itself will raise
-        return reward_model(config.rl.reward, devices, target.described)[0]
+        return reward_model(named, devices, target.described)[0]
     return None
 
 
