@@ -339,7 +339,7 @@ class Rollouts:
         names = (*self.scorers.names, *["length"] * bool(c.overlong_buffer))
         if len(names) > 1:
             means = zip(names, named.mean(0).tolist(), strict=True)
-            self._fields |= {f"reward/{name}": mean for name, mean in means}
+            self._fields |= {f"score_{name}": mean for name, mean in means}
         if c.group_size > 1:
             self._fields["equal_groups"] = float(equal_groups(c, named).mean())
         known, prompts = known_of(c, named, one.answers), [self.prompts[n] for n in one.numbers]

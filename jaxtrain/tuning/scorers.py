@@ -3,6 +3,7 @@
 Several are added with weights (`rl.reward_weights`); each has a column of its own in the scores of answers.
 """
 
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class Scorers:
 
 def _names(rewards: Sequence[str]) -> tuple[str, ...]:
     """Return what metrics call these rewards: a function's name, "model" or "url", numbered where two are equal."""
-    short = ["model" if one.startswith(PREFIX) else "url" if is_url(one) else one.rpartition(":")[2] for one in rewards]
+    short = ["model" if one.startswith(PREFIX) else "url" if is_url(one) else
+             re.sub(r"[^A-Za-z0-9_]", "_", one.rpartition(":")[2]) for one in rewards]
     return tuple(name if short.count(name) == 1 else f"{name}_{short[:n + 1].count(name)}"
                  for n, name in enumerate(short))

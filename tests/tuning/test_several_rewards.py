@@ -73,7 +73,7 @@ def test_several_rewards_and_the_length_are_weighted_told_and_kept(build, files,
     advantages = (by_group - by_group.mean(1, keepdims=True)) / (by_group.std(1, ddof=1, keepdims=True) + 1e-4)
     np.testing.assert_allclose(by_answer(batch, "advantages"), advantages.reshape(-1), rtol=1e-5)
     told = data.pop_fields()
-    assert [told[f"reward/{name}"] for name in ("even", "big", "length")] == [0.5, 3.5, -0.375]
+    assert [told[f"score_{name}"] for name in ("even", "big", "length")] == [0.5, 3.5, -0.375]
     assert told["equal_groups"] == 0
     lines = [json.loads(line) for line in (tmp_path / "1.jsonl").read_text().splitlines()]
     assert lines[3]["scores"] == {"even": 1.0, "big": 3.0} and lines[3]["reward"] == pytest.approx(wanted[3])
