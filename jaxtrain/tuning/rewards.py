@@ -72,6 +72,8 @@ def totals_of(c: RLConfig, scores: np.ndarray) -> np.ndarray:
 
 def advantages_of(c: RLConfig, scores: np.ndarray) -> np.ndarray:
     """Return how much better each answer is than others to its prompt; groups follow each other."""
+    if not _columns(scores).size:  # a teacher's advantages only
+        return np.zeros(len(scores))
     if c.combine == "normalize":
         return _normalized_apart(c, _columns(scores))
     by_group = totals_of(c, scores).reshape(-1, c.group_size)
@@ -107,7 +109,7 @@ def _normalized_apart(c: RLConfig, scores: np.ndarray) -> np.ndarray:
 def _columns(scores: np.ndarray) -> np.ndarray:
     """Return scores of one reward as those of several: [answers, rewards]."""
     found = np.asarray(scores, np.float64)
-    return found.reshape(len(found), -1)
+    return found if found.ndim > 1 else found[:, None]
 
 
 def _weights(c: RLConfig) -> np.ndarray:

@@ -24,6 +24,7 @@ class Round:
     answers: list[Generated]
     policy_step: int  # the steps that the model had made that answered
     scores: list[list[float]] | None = None  # of each answer by each scorer; None: not known yet
+    taught: list[list[float]] | None = None  # log-probability of each token by the teacher; None: not known, or none
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class RolloutFiles:
     records: Sequence[JsonMapping]
     names: tuple[str, ...]
     valued: bool  # answers have the values that a head expected
+    taught: bool  # and the log-probabilities of a teacher
 
     def path(self, first: int) -> Path:
         """Return the file of the answers that are first trained on in this step, counted from 0."""
@@ -52,15 +54,17 @@ class RolloutFiles:
             durable: checkpoints to come depend on what is written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps({"prompt": self.records[n]["prompt"], "number": n, **self._rewards(one, totals, at),
+        lines = [json.dumps({"prompt": self.records[n]["prompt"], "number": n, **self._scored(one, totals, at),
                              "policy_step": one.policy_step, **asdict(answer)}, ensure_ascii=False)
                  for at, (n, answer) in enumerate(zip(one.numbers, one.answers, strict=True))]
         atomic_files.write(self.path(first), "".join(f"{line}\n" for line in lines), durable=durable)
 
-    def _rewards(self, one: Round, totals: Sequence[float] | None, at: int) -> JsonObject:
+    def _scored(self, one: Round, totals: Sequence[float] | None, at: int) -> JsonObject:
+        """Return what is known of the worth of an answer."""
         if one.scores is None or totals is None:
             return {}
-        return {"reward": totals[at], "scores": dict(zip(self.names, one.scores[at], strict=True))}
+        return {"reward": totals[at], "scores": dict(zip(self.names, one.scores[at], strict=True)),
+                **({"taught": one.taught[at]} if one.taught else {})}
 
     def there(self, first: int) -> bool:
         """Return whether there is a file of this step, as the first process sees it. Every process makes the call."""
@@ -83,7 +87,8 @@ class RolloutFiles:
                      for line in read(path, LARGE).splitlines()]
             made = lines[0].get("policy_step", made) if lines else made
             scores = [self._scores(line) for line in lines if "reward" in line]
-            others = ("prompt", "number", "policy_step", "reward", "scores")
+            taught = [[float(x) for x in line["taught"]] for line in lines if self.taught and "reward" in line]
+            others = ("prompt", "number", "policy_step", "reward", "scores", "taught")
             found = [kind(**{key: line[key] for key in line if key not in others}) for line in lines]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError("rl", f"{path} is not as the run wrote it ({error})", FIX) from error
@@ -94,7 +99,7 @@ class RolloutFiles:
         if any(not 0 <= n < len(self.records) or line["prompt"] != self.records[n]["prompt"]
                for n, line in zip(asked, lines, strict=True)):
             raise UserError("rl", f"{path} has answers to other prompts", FIX)
-        return Round(asked, found, made, scores or None)
+        return Round(asked, found, made, scores or None, taught or None)
 
     def _scores(self, line: JsonMapping) -> list[float]:
         """Return the score by each scorer; files of earlier versions have one reward."""

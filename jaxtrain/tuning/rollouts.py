@@ -42,6 +42,7 @@ from jaxtrain.tuning.pending_rewards import PendingRewards
 from jaxtrain.tuning.rewards import equal_groups, totals_of, with_lengths
 from jaxtrain.tuning.rollout_files import RolloutFiles, Round
 from jaxtrain.tuning.scorers import Scorers
+from jaxtrain.tuning.teacher_scores import TeacherScores, sampled_of
 from jaxtrain.tuning.values import known_of, valued
 
 FOLDER = "rollouts"  # of a workdir
@@ -52,15 +53,17 @@ def on_answers(run: Run, workdir: str | Path | None = None) -> "Rollouts":
     c = run.config.rl
     tokenizer, chat = _words(run, workdir)
     folder = None if workdir is None else Path(workdir) / FOLDER
-    scorers = Scorers.of(run, tokenizer, _recorded(workdir))
+    began_with = _began_with(workdir)
+    scorers = Scorers.of(run, tokenizer, began_with.get("reward_model", {}))
+    teacher = TeacherScores.of(run, tokenizer, began_with.get("teacher_model", {}))
     ends = _ends(run, workdir, tokenizer)
-    return Rollouts(run, read_prompts(c.prompts), scorers, tokenizer, folder, chat, ends)
+    return Rollouts(run, read_prompts(c.prompts), scorers, tokenizer, folder, chat, ends, teacher)
 
 
-def _recorded(workdir: str | Path | None) -> JsonObject:
-    """Return the checkpoint of the reward model that the run in a workdir began with; {}: there is none yet."""
+def _began_with(workdir: str | Path | None) -> JsonObject:
+    """Return what the run in a workdir began with: the checkpoints of its reward model and of its teacher."""
     parts = (None if workdir is None else recorded_parts(workdir)) or {}
-    return parts.get("data", {}).get("identity", {}).get("reward_model", {})
+    return parts.get("data", {}).get("identity", {})
 
 
 def _words(run: Run, workdir: str | Path | None) -> tuple[Tokenizer, Chat | None]:
@@ -119,13 +122,15 @@ class Rollouts:
     num_batches = None
 
     def __init__(self, run: Run, records: Sequence[JsonObject], scorers: Scorers, tokenizer: Tokenizer,
-                 folder: Path | None = None, chat: Chat | None = None, ends: Sequence[int] = ()):
+                 folder: Path | None = None, chat: Chat | None = None, ends: Sequence[int] = (),
+                 teacher: TeacherScores | None = None):
         """Take prompts.
 
         Args:
             folder: where the answers of each step are kept, if anywhere.
             chat: the model's chat template, for prompts that are messages; its turns end answers.
             ends: tokens that end answers as well.
+            teacher: whose log-probabilities are added to advantages.
         """
         self.run, self.records, self.scorers, self.tokenizer, self.folder = run, records, scorers, tokenizer, folder
         config = run.config
@@ -141,9 +146,13 @@ class Rollouts:
         self.identity = {"prompts": _digest(records), "reward": redacted(self.settings.reward)}
         if scorers.model is not None:
             self.identity["reward_model"] = scorers.model.checkpoint
+        self.teacher = teacher
+        if teacher is not None:
+            self.identity |= {"teacher": redacted(self.settings.teacher), "teacher_model": teacher.checkpoint}
         self._check_prompts()
         self._pending = PendingRewards(scorers.asked, scorers.threads(self.staleness))
-        self._files = None if folder is None else RolloutFiles(folder, records, scorers.names, self.settings.value_head)
+        self._files = None if folder is None else RolloutFiles(
+            folder, records, scorers.names, self.settings.value_head, teacher is not None)
         self._fields: dict[str, float] = {}  # of the next line of metrics
         self.forget()
 
@@ -308,6 +317,10 @@ class Rollouts:
         one = self._rounds[first]
         if one.scores is None:
             one.scores = self._scored(first, one)
+            if self.teacher is not None:
+                began = time.perf_counter()
+                one.taught = self.teacher([self.prompts[n] for n in one.numbers], one.answers)
+                self._took("teacher_s", began)
             self._keep(first, one)
         return one
 
@@ -321,7 +334,7 @@ class Rollouts:
             on_host, took = exchange(None, lambda _: self._pending.collect(first, *self._asked(one)))
             self._fields["scorer_s"] = self._fields.get("scorer_s", 0) + took
         self._took("reward_s", began)
-        return self.scorers.in_order(on_host, by_model)
+        return self.scorers.in_order(len(one.answers), on_host, by_model)
 
     def _with_lengths(self, one: Round) -> np.ndarray:
         """Return the scores of answers, with the penalty for their lengths if there is one."""
@@ -340,9 +353,15 @@ class Rollouts:
         if len(names) > 1:
             means = zip(names, named.mean(0).tolist(), strict=True)
             self._fields |= {f"score_{name}": mean for name, mean in means}
-        if c.group_size > 1:
+        if c.group_size > 1 and self.scorers.names:
             self._fields["equal_groups"] = float(equal_groups(c, named).mean())
         known, prompts = known_of(c, named, one.answers), [self.prompts[n] for n in one.numbers]
+        if one.taught is not None:
+            ahead = [np.array(theirs) - sampled_of(answer)
+                     for theirs, answer in zip(one.taught, one.answers, strict=True)]
+            self._fields["reverse_kl"] = -float(np.concatenate(ahead).mean())
+            known = [each | {"advantages": each["advantages"] + c.teacher_weight * more}
+                     for each, more in zip(known, ahead, strict=True)]
         rows = [self._row(*each) for each in zip(prompts, one.answers, totals_of(c, named), known, strict=True)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 

@@ -72,11 +72,12 @@ class Scorers:
                     found.append(rewards_of(one, answers, records))
         return found
 
-    def in_order(self, on_host: Sequence[Sequence[float]], by_model: Sequence[float]) -> list[list[float]]:
+    def in_order(self, answers: int, on_host: Sequence[Sequence[float]],
+                 by_model: Sequence[float]) -> list[list[float]]:
         """Return for each answer the rewards of all scorers, in their order."""
         rest = iter(on_host)
         columns = [by_model if isinstance(one, RewardScores) else next(rest) for one in self.scorers]
-        return [list(row) for row in zip(*columns, strict=True)]
+        return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in range(answers)]
 
 
 def _names(rewards: Sequence[str]) -> tuple[str, ...]:

@@ -103,6 +103,10 @@ class RLConfig:
     # how several rewards become one advantage: "sum": of their weighted sum; "normalize": each is normalized in its
     # group before they are added (GDPO)
     combine: str = choice("sum", "sum", "normalize")
+    # on-policy distillation: a workdir or published folder with the same tokenizer, whose log-probability of each token
+    # less the policy's is added to the token's advantage; with it rl.reward may be left out
+    teacher: str = ""
+    teacher_weight: float = number(1.0, above=0)  # coefficient of the teacher's advantages
     # seconds that a scoring service may take for one request
     reward_timeout_s: float = number(20.0, above=0, most=3600.0, fix="try 20")
     group_size: int = at_most(8, 2**16)  # answers generated for each prompt; their rewards are compared with each other
@@ -148,6 +152,7 @@ class RLConfig:
 
     def __post_init__(self):
         bounded(self, "rl")
+        _unread(self, "rl", self.teacher, "teacher", "teacher_weight")
         _unread(self, "rl", self.prompts or self.reward, "prompts", " ".join(
             field.name for field in fields(self) if field.name not in ("prompts", "reward")))
         _unread(self, "rl", "://" in self.reward, "reward=URL", "reward_timeout_s")
@@ -156,10 +161,19 @@ class RLConfig:
         _unread(self, "rl", self.overlong_buffer, "overlong_buffer", "overlong_penalty")
         _unread(self, "rl", self.surrogate == "ppo", "surrogate=ppo", "clip")
         _unread(self, "rl", self.value_head, "baseline=value", "gamma gae_lambda value_loss value_clip")
-        if self.group_size < (1 if self.value_head else 2):
+        if self.group_size < (1 if self.value_head or (self.teacher and not self.reward) else 2):
             raise UserError("rl.group_size", f"{self.group_size} answers cannot be compared with each other",
                             "give 2 or more, such as 8, or 1 with rl.baseline=value")
-        if bool(self.prompts) != bool(self.reward):
+        if self.overlong_buffer and not self.reward:
+            raise UserError("rl.overlong_buffer", "it is subtracted from rewards, and there are none",
+                            "leave it out, or give rl.reward")
+        if self.teacher and self.temperature != 1:
+            raise UserError("rl.temperature", f"a teacher predicts at temperature 1, and answers are sampled at "
+                            f"{self.temperature:g}", "leave it out, or leave out rl.teacher")
+        if self.teacher and self.value_head and not self.reward:
+            raise UserError("rl.baseline", "a value head learns to expect rewards, and there is none",
+                            "leave it out, or give rl.reward")
+        if bool(self.prompts) != bool(self.reward or self.teacher):
             missing = "reward" if self.prompts else "prompts"
             raise UserError(f"rl.{missing}", "it is missing, and reinforcement learning needs both",
                             "give FILE.py:FUNCTION" if self.prompts else "give a file of JSON lines")
@@ -174,8 +188,9 @@ class RLConfig:
         if self.combine == "normalize" and (self.value_head or self.baseline == "others" or self.scale != "group"):
             raise UserError("rl.combine", "normalize compares each reward with the mean and the standard deviation of "
                             "its group", "leave rl.baseline and rl.scale out, or set rl.combine=sum")
-        if self.sampling_rounds > 1 and (self.value_head or self.group_size < 2):
-            raise UserError("rl.sampling_rounds", "with rl.baseline=value groups of equal rewards teach something too",
+        if self.sampling_rounds > 1 and (self.value_head or self.teacher):
+            key = "baseline=value" if self.value_head else "teacher"
+            raise UserError("rl.sampling_rounds", f"with rl.{key} groups of equal rewards teach something too",
                             "leave it out")
         if self.overlong_buffer > self.max_new_tokens:
             raise UserError("rl.overlong_buffer", f"{self.overlong_buffer} tokens are more than rl.max_new_tokens="
