@@ -109,12 +109,13 @@ class Scorer:
             chosen = np.pad(chosen, [(0, len(tokens) - len(rows)), (0, 0)])
         with self.programs.context():
             place = self.programs.place
-            program = self.readouts_program if readouts else self._score
+            program = self.readouts_program if readouts else self.logprobs_program
             return jax.tree.map(np.asarray, program(params, place(tokens[:, :-1]), place(tokens[:, 1:]),
                                                     place(lengths), None if chosen is None else place(chosen)))
 
     @functools.cached_property
-    def _score(self):
+    def logprobs_program(self):
+        """The compiled function of parameters, tokens, targets and the rows' lengths, that gives log-probabilities."""
         return self._program(lambda model, x_BTD, targets_BT: _of_targets(
             x_BTD, activations.gather(model.head(), "embed", "vocab"), targets_BT, model.logit_cap))
 

@@ -87,7 +87,8 @@ class PolicyGradient(WithReference):
         """Return the mean reward, the mean length of answers, and means over the tokens that are trained on.
 
         `kl_sampled`: the divergence of the policy from the one that sampled; `clipped`: the share of tokens whose ratio
-        had no gradient. `explained_variance`: 1 where values are the returns, 0 where a constant is as good.
+        had no gradient, or with CISPO was cut. `explained_variance`: 1 where values are the returns, 0 where a constant
+        is as good.
         """
         answers, tokens = (jnp.maximum(sums[name], 1e-8) for name in ("answers", "tokens_learnt"))
         found = {name: sums[name] / tokens for name in (*METRICS, *VALUE_METRICS)
@@ -108,9 +109,7 @@ def _of_rows(c: RLConfig, batch: Batch, segments: Segments) -> tuple[jax.Array, 
     lengths_BT = jnp.maximum(segments.spread(segments.sums(learnt_BT)), 1)
     if c.ratio == "sequence":
         log_ratio_BT = segments.spread(segments.sums(log_ratio_BT * learnt_BT)) / lengths_BT
-    ratio_BT = jnp.exp(log_ratio_BT)
-    clipped_BT = jnp.clip(ratio_BT, 1 - c.clip, 1 + (c.clip_high or c.clip))
-    loss_BT = -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
+    loss_BT, stuck_BT = SURROGATES[c.surrogate](c, jnp.exp(log_ratio_BT), advantages_BT, batch["policy"])
     kl_BT = jnp.zeros_like(loss_BT)
     if REFERENCE in batch:
         kl_BT = _divergence(jnp.where(learnt_BT > 0, batch[REFERENCE] - batch["policy"], 0))
@@ -120,7 +119,6 @@ def _of_rows(c: RLConfig, batch: Batch, segments: Segments) -> tuple[jax.Array, 
         value_BT, found = _value_loss(c, batch)
         loss_BT += c.value_loss * value_BT
     share_BT = {"dapo": learnt_BT, "grpo": learnt_BT / lengths_BT, "dr_grpo": learnt_BT / c.max_new_tokens}[c.loss]
-    stuck_BT = clipped_BT * advantages_BT < ratio_BT * advantages_BT
     sampled_kl_BT = _divergence(jnp.where(learnt_BT > 0, batch["policy"] - batch["sampled"], 0))
     found |= {"kl": kl_BT, "kl_sampled": sampled_kl_BT, "clipped": stuck_BT, "logp": batch["policy"]}
     sums = {name: (learnt_BT * x_BT).sum() for name, x_BT in found.items()}
@@ -128,6 +126,28 @@ def _of_rows(c: RLConfig, batch: Batch, segments: Segments) -> tuple[jax.Array, 
     if c.mask_truncated:
         sums["tokens_generated"] = _generated(batch, segments).sum()
     return (share_BT * loss_BT).sum(), lax.stop_gradient(sums)
+
+
+def _ppo(c: RLConfig, ratio_BT: jax.Array, advantages_BT: jax.Array,
+         policy_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return each token's loss, without a gradient where the ratio has moved too far, and whether it has none."""
+    clipped_BT = jnp.clip(ratio_BT, 1 - c.clip, 1 + (c.clip_high or c.clip))
+    loss_BT = -jnp.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
+    return loss_BT, clipped_BT * advantages_BT < ratio_BT * advantages_BT
+
+
+def _cispo(c: RLConfig, ratio_BT: jax.Array, advantages_BT: jax.Array,
+           policy_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return each token's loss, whose gradient is that of its log-probability times the ratio, and whether that is cut.
+
+    MiniMax-M1 (arXiv 2506.13585); ratios are bounded from above only.
+    """
+    most = 1 + (c.clip_high or c.clip)
+    weight_BT = lax.stop_gradient(jnp.minimum(ratio_BT, most))
+    return -weight_BT * advantages_BT * policy_BT, ratio_BT > most
+
+
+SURROGATES = {"ppo": _ppo, "cispo": _cispo}
 
 
 def _generated(batch: Batch, segments: Segments) -> jax.Array:

@@ -8,7 +8,7 @@ the hosts.
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,10 @@ from jaxtrain.plan.trace.program import Block, Op
 from jaxtrain.run import Run, abstract_model
 from jaxtrain.train_step.report import total
 from jaxtrain.tuning.reward_scores import PREFIX, reward_model
+from jaxtrain.tuning.teacher_scores import teacher_model
 
 LAYING_OUT, PROMPTS, DECODING = "laying out weights", "prompts", "decoding"
-VALUES, REWARDS = "values", "rewards"
+VALUES, REWARDS, LOGPROBS = "values", "rewards", "teacher's log-probabilities"
 COPIES = {"cuda": 1.0}  # of a cache in which each head has its own keys: XLA turns it around for the loop
 SCORED = 64  # texts that are given values or rewards at once
 
@@ -52,29 +53,35 @@ class Phase:
     run: Run | None = None  # whose program it is, where it may be another one's
 
 
-def judge_of(config: Config, target: Target, devices: int) -> Run | None:
-    """Return the reward model that rests beside a run; None: there is none, or it is not on this machine."""
-    if not config.rl.reward.startswith(PREFIX):
-        return None
-    with contextlib.suppress(UserError):  # which the run itself will raise
-        return reward_model(config.rl.reward, devices, target.described)[0]
-    return None
+REWARD_MODEL, TEACHER = "reward model", "teacher"  # the names of their memory
+PROGRAMS = {REWARD_MODEL: REWARDS, TEACHER: LOGPROBS}
+
+
+def beside(config: Config, target: Target, devices: int) -> dict[str, Run]:
+    """Return the reward model and the teacher that rest beside a run, as far as they are on this machine."""
+    of_rewards = next((one for one in config.rl.rewards if one.startswith(PREFIX)), "")
+    found = {}
+    for name, place, model in ((REWARD_MODEL, of_rewards, reward_model), (TEACHER, config.rl.teacher, teacher_model)):
+        with contextlib.suppress(UserError):  # which the run itself will raise
+            if place:
+                found[name] = model(place, devices, target.described)[0]
+    return found
 
 
 def planned(run: Run, target: Target, devices: int, parts: Counter) -> dict[str, Counter]:
     """Return the memory of each phase of answering, and add to `parts` what rests on a device besides the state."""
-    if (judge := judge_of(run.config, target, devices)) is not None:
-        parts["reward model"] = total(abstract_model(judge))
-    return memory_by_phase(run, target, parts, judge)
+    others = beside(run.config, target, devices)
+    parts.update({name: total(abstract_model(other)) for name, other in others.items()})
+    return memory_by_phase(run, target, parts, others)
 
 
-def phases(run: Run, on: Mesh | None = None, judge: Run | None = None) -> Iterator[Phase]:
+def phases(run: Run, on: Mesh | None = None, others: Mapping[str, Run] | None = None) -> Iterator[Phase]:
     """Yield the programs in the order in which they run, for a run that learns from its own answers.
 
     Args:
         run: the run.
         on: the devices to compile for, where the mesh of the run is abstract.
-        judge: the reward model, for its program too.
+        others: the reward model and the teacher by their names, for their programs too.
     """
     c, programs, params, copy = run.config.rl, decoding.programs(run), abstract_model(run), None
     numbers = jax.tree.map(np.asarray, Sampling().numbers() | {"known": np.int32(0)})
@@ -109,29 +116,31 @@ def phases(run: Run, on: Mesh | None = None, judge: Run | None = None) -> Iterat
                                       donate=(0,)), weights, state, copy, whole)
         if c.value_head:
             yield _scoring(VALUES, run, run, on)
-    if judge is not None:
-        yield _scoring(REWARDS, judge, run, None)
+    for name, other in (others or {}).items():
+        yield _scoring(PROGRAMS[name], other, run, None)
 
 
 def _scoring(name: str, scorer: Run, run: Run, on: Mesh | None) -> Phase:
-    """Return the program that reads out a number at each token of a run's answers."""
+    """Return the program that reads out a number, or computes a log-probability, at each token of a run's answers."""
     programs, params, texts = decoding.programs(scorer), abstract_model(scorer), run.config.data.global_batch_size
     scores = scoring.Scorer(programs)
     with programs.context():
         rows, width = scores.shape(min(SCORED, texts), run.config.data.seq_len + 1)
         given = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(scorer.mesh, programs.placement(
             len(shape)))) for shape in ((rows, width), (rows, width), (rows,))]
-        return Phase(name, _traced(lambda *a: scores.readouts_program(a[-1], *a[:-1]), on, *given, params), params,
+        program = scores.logprobs_program if name == LOGPROBS else scores.readouts_program
+        return Phase(name, _traced(lambda *a: program(a[-1], *a[:-1]), on, *given, params), params,
                      run=scorer)
 
 
-def memory_by_phase(run: Run, target: Target, held: Counter, judge: Run | None = None) -> dict[str, Counter]:
+def memory_by_phase(run: Run, target: Target, held: Counter,
+                    others: Mapping[str, Run] | None = None) -> dict[str, Counter]:
     """Return the bytes of a device at the peak of each phase, by part.
 
-    `held`: what the training state takes, and the reward model `judge`.
+    `held`: what the training state takes, and the models `others` beside it.
     """
     found = {}
-    for phase in phases(run, judge=judge):
+    for phase in phases(run, others=others):
         on = phase.run or run
         block = reader.read(phase.traced.jaxpr, dict(on.mesh.shape), target.platform, target.rings,
                             windows=on.config.model.windows, returned=phase.name == LAYING_OUT)
@@ -208,7 +217,7 @@ def _names(phase: Phase) -> dict[tuple[int, ...], str]:
     """Return the names of the arrays of a program that no program of training has, by shape."""
     if phase.name == LAYING_OUT:
         return {leaf.shape: COPY for leaf in jax.tree.leaves(phase.traced.out_info)}
-    if phase.name in (VALUES, REWARDS):
+    if phase.name in (VALUES, REWARDS, LOGPROBS):
         return {}
     state = phase.traced.out_info
     return {leaf.shape: CACHE for leaf in jax.tree.leaves(state["entries"])} | {state["logits"].shape: LOGITS}

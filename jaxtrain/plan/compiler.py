@@ -85,14 +85,13 @@ def compile_step(config: Config, target: Target, devices: int) -> Compiled:
 
 def compile_answering(config: Config, target: Target, devices: int) -> dict[str, int]:
     """Compile the programs that answer prompts; return the peak memory of one device in each phase."""
-    from jaxtrain.plan.answering import judge_of, phases  # only runs that answer need what answers
+    from jaxtrain.plan.answering import beside, phases  # only runs that answer need what answers
 
     mesh = make_mesh(*(getattr(config.mesh, axis) for axis in AXES), devices=devices_of(target, devices))
     assert isinstance(mesh, jax.sharding.Mesh)
     run = build(config, mesh=mesh.abstract_mesh, platform=target.described)
     state, found = total(run.abstract) - (in_hosts(run.abstract) if target.platform != "cpu" else 0), {}
-    if (judge := judge_of(config, target, devices)) is not None:
-        state += total(abstract_model(judge))
+    state += sum(total(abstract_model(other)) for other in beside(config, target, devices).values())
     with _capability(target.described):
         for phase in phases(run, mesh):
             lowered = phase.traced.lower(lowering_platforms=(target.platform,))

@@ -60,7 +60,7 @@ def verified(guess: Estimate, roofline: bool = False, timeline: str | None = Non
     from jaxtrain.plan.compiler import compile_answering, compile_step
 
     real, own = compile_step(guess.config, guess.target, guess.devices), guess.memory.total()
-    own -= guess.memory["reward model"]  # which is beside the step
+    own -= guess.memory["reward model"] + guess.memory["teacher"]  # which are beside the step
     mesh = " ".join(f"{axis}={size}" for axis, size in guess.mesh.items() if size > 1) or "one device"
     lines = [f"compiled for {guess.devices} x {guess.target.name} in {real.seconds:.0f} s, {mesh} "
              f"accumulation={guess.config.train.accumulation} remat={guess.config.train.remat}"

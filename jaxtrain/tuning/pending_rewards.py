@@ -8,7 +8,8 @@ from concurrent.futures import Future
 from typing import Any
 
 Records = Sequence[Mapping[str, Any]]
-Score = Callable[[Sequence[str], Records], list[float]]  # of answers, given their prompts' records
+Scores = list[list[float]]  # those of each scorer
+Score = Callable[[Sequence[str], Records], Scores]  # of answers, given their prompts' records
 PATIENCE_S = 5.0  # for a scorer to return when its answer is no longer wanted
 
 
@@ -18,7 +19,7 @@ class PendingRewards:
     def __init__(self, score: Score, threads: int = 1):
         """`threads`: the answers of how many steps are scored at once."""
         self._score, self._count = score, threads
-        self._asked: dict[int, Future[tuple[list[float], float]]] = {}
+        self._asked: dict[int, Future[tuple[Scores, float]]] = {}
         self._queue: queue.SimpleQueue[tuple[Future, Sequence[str], Records] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -32,7 +33,7 @@ class PendingRewards:
             self._threads.append(thread)
             thread.start()
 
-    def collect(self, step: int, answers: Sequence[str], records: Records) -> tuple[list[float], float]:
+    def collect(self, step: int, answers: Sequence[str], records: Records) -> tuple[Scores, float]:
         """Return the rewards of a step and the scorer's seconds, or raise what the scorer raised.
 
         Waits for what was asked for; otherwise the scorer is asked now, on the caller's thread.
@@ -61,6 +62,6 @@ class PendingRewards:
             except BaseException as error:  # such as SystemExit in a user's function: the step that collects raises it
                 future.set_exception(error)
 
-    def _timed(self, answers: Sequence[str], records: Records) -> tuple[list[float], float]:
+    def _timed(self, answers: Sequence[str], records: Records) -> tuple[Scores, float]:
         began = time.perf_counter()
         return self._score(answers, records), time.perf_counter() - began

@@ -57,15 +57,15 @@ class RemoteRewards:
                             "write http://HOST:PORT/PATH, with special characters percent-encoded")
 
     @classmethod
-    def of(cls, config: Config) -> "RemoteRewards":
-        """Return the scorer that a config names; all tries of a request must end before the run counts as hung."""
+    def of(cls, config: Config, url: str) -> "RemoteRewards":
+        """Return the scorer at a URL of a config; all tries of a request must end before the run counts as hung."""
         limit, longest = config.rl.reward_timeout_s, config.resilience.hang_floor
         tries = TRIES * limit + PAUSE_S * (2 ** (TRIES - 1) - 1)
         if config.resilience.hang_factor and tries > longest:
             raise UserError("rl.reward_timeout_s", f"{TRIES} tries of {limit:g} s take longer than resilience."
                             f"hang_floor={longest:g} s, after which a run counts as hung",
                             f"set resilience.hang_floor={2 * tries:.0f}, or allow less time")
-        return cls(config.rl.reward, limit)
+        return cls(url, limit)
 
     def __call__(self, answers: Sequence[str], records: Sequence[JsonMapping]) -> list[float]:
         """Return the reward of each answer to a prompt, given the prompt's record."""

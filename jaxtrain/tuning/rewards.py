@@ -53,12 +53,64 @@ def rewards_of(reward: Reward, answers: Sequence[str], records: Sequence[JsonMap
     return found
 
 
-def advantages_of(c: RLConfig, rewards: Sequence[float]) -> np.ndarray:
+def with_lengths(c: RLConfig, scores: Sequence[Sequence[float]], lengths: Sequence[int]) -> np.ndarray:
+    """Return the scores of answers [answers, rewards], with the penalty for their lengths as a further column.
+
+    It falls from 0 to -1 over the last `rl.overlong_buffer` tokens: DAPO (arXiv 2503.14476), equation 13.
+    """
+    found = np.asarray(scores, np.float64)
+    if not c.overlong_buffer:
+        return found
+    beyond = np.asarray(lengths) - (c.max_new_tokens - c.overlong_buffer)
+    return np.column_stack([found, -np.clip(beyond / c.overlong_buffer, 0, 1)])
+
+
+def totals_of(c: RLConfig, scores: np.ndarray) -> np.ndarray:
+    """Return the reward of each answer: the weighted sum of its scores."""
+    return _columns(scores) @ _weights(c)
+
+
+def advantages_of(c: RLConfig, scores: np.ndarray) -> np.ndarray:
     """Return how much better each answer is than others to its prompt; groups follow each other."""
-    by_group = np.asarray(rewards, np.float64).reshape(-1, c.group_size)
+    if not _columns(scores).size:  # a teacher's advantages only
+        return np.zeros(len(scores))
+    if c.combine == "normalize":
+        return _normalized_apart(c, _columns(scores))
+    by_group = totals_of(c, scores).reshape(-1, c.group_size)
     total = by_group.sum(1, keepdims=True)
     above = by_group - (total / c.group_size if c.baseline == "mean" else (total - by_group) / (c.group_size - 1))
     if c.scale == "none":
         return above.reshape(-1)
     spread = by_group.std(1, ddof=1, keepdims=True) if c.scale != "batch" else by_group.std(ddof=1)
-    return (above / (spread + 1e-4)).reshape(-1)  # groups of equal rewards have no advantage
+    return (above / (spread + _LEAST)).reshape(-1)  # groups of equal rewards have no advantage
+
+
+def equal_groups(c: RLConfig, scores: np.ndarray) -> np.ndarray:
+    """Return of each group whether all its answers have the same rewards, so that it teaches nothing."""
+    by_group = _columns(scores) if c.combine == "normalize" else totals_of(c, scores)[:, None]
+    by_group = by_group.reshape(-1, c.group_size, by_group.shape[1])
+    return (np.ptp(by_group, axis=1) == 0).all(1)
+
+
+_LEAST = 1e-4  # of a standard deviation by which is divided
+
+
+def _normalized_apart(c: RLConfig, scores: np.ndarray) -> np.ndarray:
+    """Return advantages to which every reward contributes by its weight, however widely it spreads.
+
+    Each reward is normalized in its group; their sum is normalized over the batch: GDPO (arXiv 2601.05242).
+    """
+    by_group = scores.reshape(-1, c.group_size, scores.shape[1])
+    apart = (by_group - by_group.mean(1, keepdims=True)) / (by_group.std(1, ddof=1, keepdims=True) + _LEAST)
+    total = apart.reshape(scores.shape) @ _weights(c)
+    return (total - total.mean()) / (total.std(ddof=1) + _LEAST)
+
+
+def _columns(scores: np.ndarray) -> np.ndarray:
+    """Return scores of one reward as those of several: [answers, rewards]."""
+    found = np.asarray(scores, np.float64)
+    return found if found.ndim > 1 else found[:, None]
+
+
+def _weights(c: RLConfig) -> np.ndarray:
+    return np.array([*c.weights_of_rewards, *[c.overlong_penalty] * bool(c.overlong_buffer)])

@@ -8,12 +8,11 @@ answer is a row, behind its prompt.
 
 import hashlib
 import json
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,6 @@ from jaxtrain.data.loading.shuffle import Order
 from jaxtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.distributed.coordination import exchange
 from jaxtrain.errors import UserError
-from jaxtrain.files import atomic_files
 from jaxtrain.files.bounded_files import LARGE, parsed, read
 from jaxtrain.hub.chat_messages import chat_of
 from jaxtrain.hub.decoding import decoding
@@ -38,14 +36,14 @@ from jaxtrain.observe import events
 from jaxtrain.redaction import redacted
 from jaxtrain.run import Extension, Run
 from jaxtrain.run.runinfo import recorded_parts
-from jaxtrain.storage import is_url
 from jaxtrain.train_step import partition
 from jaxtrain.train_step.state import TrainState
-from jaxtrain.tuning.pending_rewards import PendingRewards, Records, Score
-from jaxtrain.tuning.remote_rewards import RemoteRewards
-from jaxtrain.tuning.reward_scores import PREFIX, RewardScores
-from jaxtrain.tuning.rewards import Reward, load_reward, rewards_of
-from jaxtrain.tuning.values import Valued, known_of, valued
+from jaxtrain.tuning.pending_rewards import PendingRewards
+from jaxtrain.tuning.rewards import equal_groups, totals_of, with_lengths
+from jaxtrain.tuning.rollout_files import RolloutFiles, Round
+from jaxtrain.tuning.scorers import Scorers
+from jaxtrain.tuning.teacher_scores import TeacherScores, sampled_of
+from jaxtrain.tuning.values import known_of, valued
 
 FOLDER = "rollouts"  # of a workdir
 
@@ -55,17 +53,17 @@ def on_answers(run: Run, workdir: str | Path | None = None) -> "Rollouts":
     c = run.config.rl
     tokenizer, chat = _words(run, workdir)
     folder = None if workdir is None else Path(workdir) / FOLDER
-    reward = (RewardScores.of(c.reward, tokenizer, _recorded(workdir)) if c.reward.startswith(PREFIX) else
-              RemoteRewards.of(run.config) if is_url(c.reward) else
-              load_reward(c.reward, run.config.plug_ins.get(c.reward)))
+    began_with = _began_with(workdir)
+    scorers = Scorers.of(run, tokenizer, began_with.get("reward_model", {}))
+    teacher = TeacherScores.of(run, tokenizer, began_with.get("teacher_model", {}))
     ends = _ends(run, workdir, tokenizer)
-    return Rollouts(run, read_prompts(c.prompts), reward, tokenizer, folder, chat, ends)
+    return Rollouts(run, read_prompts(c.prompts), scorers, tokenizer, folder, chat, ends, teacher)
 
 
-def _recorded(workdir: str | Path | None) -> JsonObject:
-    """Return the checkpoint of the reward model that the run in a workdir began with; {}: there is none yet."""
+def _began_with(workdir: str | Path | None) -> JsonObject:
+    """Return what the run in a workdir began with: the checkpoints of its reward model and of its teacher."""
     parts = (None if workdir is None else recorded_parts(workdir)) or {}
-    return parts.get("data", {}).get("identity", {}).get("reward_model", {})
+    return parts.get("data", {}).get("identity", {})
 
 
 def _words(run: Run, workdir: str | Path | None) -> tuple[Tokenizer, Chat | None]:
@@ -118,32 +116,23 @@ def read_prompts(path: str) -> list[JsonObject]:
     return found
 
 
-@dataclass
-class Round:
-    """The answers that one step, or several with `rl.reuse`, are trained on."""
-
-    numbers: list[int]  # of each answer's prompt
-    answers: list[Generated]
-    policy_step: int  # the steps that the model had made that answered
-    rewards: list[float] | None = None  # None: not known yet
-
-
 class Rollouts:
     """A `BatchSource` of the answers of a run's model; `see` gives it the state to answer with."""
 
     num_batches = None
 
-    def __init__(self, run: Run, records: Sequence[JsonObject],
-                 reward: Reward | RewardScores | RemoteRewards, tokenizer: Tokenizer, folder: Path | None = None,
-                 chat: Chat | None = None, ends: Sequence[int] = ()):
+    def __init__(self, run: Run, records: Sequence[JsonObject], scorers: Scorers, tokenizer: Tokenizer,
+                 folder: Path | None = None, chat: Chat | None = None, ends: Sequence[int] = (),
+                 teacher: TeacherScores | None = None):
         """Take prompts.
 
         Args:
             folder: where the answers of each step are kept, if anywhere.
             chat: the model's chat template, for prompts that are messages; its turns end answers.
             ends: tokens that end answers as well.
+            teacher: whose log-probabilities are added to advantages.
         """
-        self.run, self.records, self.reward, self.tokenizer, self.folder = run, records, reward, tokenizer, folder
+        self.run, self.records, self.scorers, self.tokenizer, self.folder = run, records, scorers, tokenizer, folder
         config = run.config
         self.settings, self.seq_len, self.seed = config.rl, config.data.seq_len, config.data.seed
         self.temperature, self.mask_truncated = config.rl.temperature, config.rl.mask_truncated
@@ -155,10 +144,15 @@ class Rollouts:
         self.ends = [*(chat.ends() if chat else []), *ends]
         self.prompts = [self._encoded(record["prompt"], chat) for record in records]
         self.identity = {"prompts": _digest(records), "reward": redacted(self.settings.reward)}
-        if isinstance(reward, RewardScores):
-            self.identity["reward_model"] = reward.checkpoint
+        if scorers.model is not None:
+            self.identity["reward_model"] = scorers.model.checkpoint
+        self.teacher = teacher
+        if teacher is not None:
+            self.identity |= {"teacher": redacted(self.settings.teacher), "teacher_model": teacher.checkpoint}
         self._check_prompts()
-        self._pending = PendingRewards(_score(reward), self.staleness if isinstance(reward, RemoteRewards) else 1)
+        self._pending = PendingRewards(scorers.asked, scorers.threads(self.staleness))
+        self._files = None if folder is None else RolloutFiles(
+            folder, records, scorers.names, self.settings.value_head, teacher is not None)
         self._fields: dict[str, float] = {}  # of the next line of metrics
         self.forget()
 
@@ -207,7 +201,7 @@ class Rollouts:
                 self._rounds[later] = self._round(later, step)
         self._rounds = {begin: one for begin, one in self._rounds.items() if begin >= first}
         if self._made[0] != first:
-            self._made = first, self._batch(self._rounds[first], self._rewards(first))
+            self._made = first, self._batch(self._scored_round(first))
         self._fields["staleness"] = step - self._rounds[first].policy_step
         return self._made[1]
 
@@ -228,12 +222,14 @@ class Rollouts:
         return step * self.count * self.seq_len
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Return how often each prompt was answered before this step, as a group."""
-        return {"": step // self.reuse * self.groups / len(self.records)}
+        """Return how often each prompt was answered before this step, as a group, if all sampling rounds were needed.
+        """
+        return {"": step // self.reuse * self.settings.sampling_rounds * self.groups / len(self.records)}
 
-    def _numbers(self, step: int) -> list[int]:
-        """Return the number of each answer's prompt."""
-        places = step // self.reuse * self.groups + np.arange(self.groups)
+    def _numbers(self, step: int, again: int = 0) -> list[int]:
+        """Return the number of each answer's prompt, of the first sampling round or of a later one."""
+        rounds = step // self.reuse * self.settings.sampling_rounds + again
+        places = rounds * self.groups + np.arange(self.groups)
         return np.repeat(self.order.rows(places), self.settings.group_size).tolist()
 
     def _round(self, first: int, step: int) -> Round:
@@ -248,32 +244,55 @@ class Rollouts:
                 raise UserError("batch", f"that of step {max(first, step)} is made of the model's answers at step "
                                 f"{made}", f"call run.data.see({made}, state) first")
             if made < step and jax.process_index() == 0:
-                assert self.folder is not None
-                events.tell(self.folder.parent, "rollouts_missing", f"{self._path(first)} is missing: the model "
+                assert self.folder is not None and self._files is not None
+                events.tell(self.folder.parent, "rollouts_missing", f"{self._files.path(first)} is missing: the model "
                             f"of step {step} answers in place of that of step {made}", step=step)
-            found = Round(numbers, self._answered(first, numbers, state), step)
-            if self.staleness:
+            found = (Round(numbers, self._answered(first, numbers, state), step)
+                     if self.settings.sampling_rounds == 1 else self._unequal(first, step, state))
+            if self.staleness or found.scores is not None:
                 self._keep(first, found)
-        beside = self.staleness > 0 and not isinstance(self.reward, RewardScores)  # which needs the devices
+        beside = self.staleness > 0 and self.scorers.on_host
         # Answers behind the last step are for a run that is given more of them.
-        if beside and found.rewards is None and first < self.run.config.train.steps and jax.process_index() == 0:
+        if beside and found.scores is None and first < self.run.config.train.steps and jax.process_index() == 0:
             self._pending.ask(first, *self._asked(found))
         return found
 
-    def _answered(self, first: int, numbers: list[int], state: TrainState) -> list[Generated]:
-        """Return answers to these prompts, which are those of this first step."""
+    def _unequal(self, first: int, step: int, state: TrainState) -> Round:
+        """Return answers in groups with unequal rewards, of as many rounds as that takes and as there may be.
+
+        Dynamic sampling: DAPO (arXiv 2503.14476). Groups that are lacking in the end are such with equal rewards.
+        """
+        found, spare, size = [], [], self.settings.group_size
+        rounds = self.settings.sampling_rounds
+        for again in range(rounds):
+            numbers = self._numbers(first, again)
+            one = Round(numbers, self._answered(first, numbers, state, again), step)
+            one.scores = self._scored(first, one)
+            for at, equal in enumerate(equal_groups(self.settings, self._with_lengths(one))):
+                group = slice(at * size, (at + 1) * size)
+                (spare if equal else found).append((one.numbers[group], one.answers[group], one.scores[group]))
+            if len(found) >= self.groups:
+                rounds = again + 1
+                break
+        self._fields["sampling_rounds"] = rounds
+        groups = (found + spare)[:self.groups]
+        return Round(*([x for group in groups for x in group[part]] for part in (0, 1)), step,  # type: ignore[arg-type]
+                     [x for group in groups for x in group[2]])
+
+    def _answered(self, first: int, numbers: list[int], state: TrainState, again: int = 0) -> list[Generated]:
+        """Return answers to these prompts, which are those of this first step in this sampling round."""
         import jax
 
         jax.block_until_ready(state)  # the time of the step before is not that of the answers
         prompts, began = [self.prompts[n] for n in numbers], time.perf_counter()
-        seed = int(np.random.SeedSequence([self.seed, first]).generate_state(1)[0])
+        seed = int(np.random.SeedSequence([self.seed, first, *[again] * (again > 0)]).generate_state(1)[0])
         answers = generate(self.run, self._laid_out(state), prompts, max_new_tokens=self.settings.max_new_tokens,
                            seed=seed, stop=self.ends, logprobs=True, batch_size=self.count, tokenizer=self.tokenizer,
                            temperature=self.temperature, tempered=True)
         if self.settings.value_head:
             answers = valued(self.run, state, prompts, answers)
         took = self._took("rollout_s", began)
-        many = sum(len(answer.tokens) + (answer.end is not None) for answer in answers)
+        many = sum(map(size_of, answers))
         self._fields["rollout_tokens_per_s"] = many / took
         return answers
 
@@ -293,21 +312,34 @@ class Rollouts:
         """Return what a scorer is asked."""
         return [answer.text for answer in one.answers], [self.records[n] for n in one.numbers]
 
-    def _rewards(self, first: int) -> list[float]:
-        """Return the rewards of this first step's answers; waits for them if they are pending, and keeps them."""
-        one, reward = self._rounds[first], self.reward
-        if one.rewards is not None:
-            return one.rewards
-        began = time.perf_counter()
-        if isinstance(reward, RewardScores):
-            one.rewards = found = reward([[*self.prompts[n], *answer.tokens]
-                                          for n, answer in zip(one.numbers, one.answers, strict=True)])
-        else:  # one process asks: a scorer may depend on anything
-            found, self._fields["scorer_s"] = exchange(None, lambda _: self._pending.collect(first, *self._asked(one)))
-            one.rewards = found
+    def _scored_round(self, first: int) -> Round:
+        """Return this first step's answers with their scores; waits for these if they are pending, and keeps them."""
+        one = self._rounds[first]
+        if one.scores is None:
+            one.scores = self._scored(first, one)
+            if self.teacher is not None:
+                began = time.perf_counter()
+                one.taught = self.teacher([self.prompts[n] for n in one.numbers], one.answers)
+                self._took("teacher_s", began)
+            self._keep(first, one)
+        return one
+
+    def _scored(self, first: int, one: Round) -> list[list[float]]:
+        """Return the scores of answers by each scorer."""
+        began, on_host, by_model = time.perf_counter(), [], []
+        if self.scorers.model is not None:
+            by_model = self.scorers.model([[*self.prompts[n], *answer.tokens]
+                                           for n, answer in zip(one.numbers, one.answers, strict=True)])
+        if self.scorers.on_host:
+            on_host, took = exchange(None, lambda _: self._pending.collect(first, *self._asked(one)))
+            self._fields["scorer_s"] = self._fields.get("scorer_s", 0) + took
         self._took("reward_s", began)
-        self._keep(first, one)
-        return found
+        return self.scorers.in_order(len(one.answers), on_host, by_model)
+
+    def _with_lengths(self, one: Round) -> np.ndarray:
+        """Return the scores of answers, with the penalty for their lengths if there is one."""
+        assert one.scores is not None
+        return with_lengths(self.settings, one.scores, [size_of(answer) for answer in one.answers])
 
     def _took(self, name: str, began: float) -> float:
         """Add the seconds since a moment to what is measured of a step; return them."""
@@ -315,9 +347,22 @@ class Rollouts:
         self._fields[name] = self._fields.get(name, 0) + took
         return took
 
-    def _batch(self, one: Round, rewards: list[float]) -> dict[str, np.ndarray]:
-        known, prompts = known_of(self.settings, rewards, one.answers), [self.prompts[n] for n in one.numbers]
-        rows = [self._row(*each) for each in zip(prompts, one.answers, rewards, known, strict=True)]
+    def _batch(self, one: Round) -> dict[str, np.ndarray]:
+        c, named = self.settings, self._with_lengths(one)
+        names = (*self.scorers.names, *["length"] * bool(c.overlong_buffer))
+        if len(names) > 1:
+            means = zip(names, named.mean(0).tolist(), strict=True)
+            self._fields |= {f"score_{name}": mean for name, mean in means}
+        if c.group_size > 1 and self.scorers.names:
+            self._fields["equal_groups"] = float(equal_groups(c, named).mean())
+        known, prompts = known_of(c, named, one.answers), [self.prompts[n] for n in one.numbers]
+        if one.taught is not None:
+            ahead = [np.array(theirs) - sampled_of(answer)
+                     for theirs, answer in zip(one.taught, one.answers, strict=True)]
+            self._fields["reverse_kl"] = -float(np.concatenate(ahead).mean())
+            known = [each | {"advantages": each["advantages"] + c.teacher_weight * more}
+                     for each, more in zip(known, ahead, strict=True)]
+        rows = [self._row(*each) for each in zip(prompts, one.answers, totals_of(c, named), known, strict=True)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _row(self, prompt: list[int], answer: Generated, reward: float,
@@ -343,47 +388,25 @@ class Rollouts:
         row["rewards"][first], row["answers"][first] = reward, 1
         return row
 
-    def _path(self, first: int) -> Path:
-        assert self.folder is not None
-        return self.folder / f"{first + 1}.jsonl"
-
     def _keep(self, first: int, one: Round) -> None:
         """Write the answers of a step, if there is a folder for them."""
         import jax
 
-        if self.folder is None or jax.process_index():
-            return
-        rewards = [{}] * self.count if one.rewards is None else [{"reward": reward} for reward in one.rewards]
-        lines = [json.dumps({"prompt": self.records[n]["prompt"], **reward, "policy_step": one.policy_step,
-                             **asdict(answer)}, ensure_ascii=False)
-                 for n, answer, reward in zip(one.numbers, one.answers, rewards, strict=True)]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        # Checkpoints to come depend on those that are read again.
-        atomic_files.write(self._path(first), "".join(f"{line}\n" for line in lines),
-                           durable=self.staleness > 0 or self.reuse > 1)
+        if self._files is not None and not jax.process_index():
+            totals = None if one.scores is None else totals_of(self.settings, self._with_lengths(one)).tolist()
+            # Checkpoints to come depend on those that are read again.
+            self._files.write(first, one, totals, durable=self.staleness > 0 or self.reuse > 1)
 
     def _kept(self, first: int, made: int, numbers: list[int]) -> Round | None:
         """Read the answers to these prompts of a step that an earlier state made; None if there are none."""
-        if self.folder is None or not exchange(None, lambda _: self._path(first).is_file()):
+        if self._files is None or not self._files.there(first):
             return None
-        path, fix = self._path(first), "bring it back, or delete it: the model that goes on answers in its place"
-        try:
-            kind, more = (Valued, {"values": [float]}) if self.settings.value_head else (Generated, {})
-            lines = [parsed(line, {"reward?": float | int, "policy_step?": int, "tokens": [int], "logprobs": [float],
-                                   **more})
-                     for line in read(path, LARGE).splitlines()]
-            made = lines[0].get("policy_step", made) if lines else made
-            rewards = [float(line.pop("reward")) for line in lines if "reward" in line]
-            found = [kind(**{key: line[key] for key in line if key not in ("prompt", "policy_step")})
-                     for line in lines]
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError("rl", f"{path} is not as the run wrote it ({error})", fix) from error
-        if len(found) != self.count or len(rewards) not in (0, self.count):
-            raise UserError("rl", f"{path} has {len(found)} answers and {len(rewards)} rewards instead of "
-                            f"{self.count}", fix)
-        if [line["prompt"] for line in lines] != [self.records[n]["prompt"] for n in numbers]:
-            raise UserError("rl", f"{path} has answers to other prompts", fix)
-        return Round(numbers, found, made, rewards or None)
+        return self._files.read(first, made, numbers, drawn=self.settings.sampling_rounds > 1)
+
+
+def size_of(answer: Generated) -> int:
+    """Return the number of tokens of an answer, with the one that ends it."""
+    return len(answer.tokens) + (answer.end is not None)
 
 
 @dataclass(frozen=True)
@@ -401,18 +424,6 @@ class OwnAnswers(Extension):
     def data(self) -> BatchSource | None:
         """The answers."""
         return self.answers
-
-
-def _score(reward: Reward | RewardScores | RemoteRewards) -> Score:
-    """Return what scores the answers to prompts; a function of the user's is never called twice at once."""
-    if isinstance(reward, RemoteRewards):
-        return reward
-    calling = threading.Lock()  # a thread that was left behind may still be in the function
-
-    def score(answers: Sequence[str], records: Records) -> list[float]:
-        with calling:
-            return rewards_of(cast(Reward, reward), answers, records)
-    return score
 
 
 def _digest(records: Sequence[JsonObject]) -> str:

@@ -14,7 +14,7 @@ from jaxtrain.config.sections.tuning_keys import RLConfig
 from jaxtrain.hub import scoring
 from jaxtrain.hub.generate import Generated
 from jaxtrain.train_step import partition
-from jaxtrain.tuning.rewards import advantages_of
+from jaxtrain.tuning.rewards import advantages_of, totals_of
 
 if TYPE_CHECKING:
     from jaxtrain.run import Run
@@ -39,14 +39,14 @@ def valued(run: "Run", state: "TrainState", prompts: Sequence[list[int]],
             for prompt, answer, values_T in zip(prompts, answers, found, strict=True)]
 
 
-def known_of(c: RLConfig, rewards: Sequence[float],
+def known_of(c: RLConfig, scores: np.ndarray,
              answers: Sequence[Generated]) -> list[dict[str, np.ndarray]]:
     """Return the advantages of the tokens of each answer; of one with values these too, and the returns they are to be.
     """
     if not c.value_head:
-        return [{"advantages": one} for one in advantages_of(c, rewards)]
+        return [{"advantages": one} for one in advantages_of(c, scores)]
     values = [np.array(answer.values) for answer in answers if isinstance(answer, Valued)]
-    found = [_advantages(c, reward, each) for reward, each in zip(rewards, values, strict=True)]
+    found = [_advantages(c, reward, each) for reward, each in zip(totals_of(c, scores), values, strict=True)]
     mean, spread = 0.0, 1.0
     if c.scale != "none":
         together = np.concatenate(found)

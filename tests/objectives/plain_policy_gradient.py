@@ -1,5 +1,6 @@
 """Policy gradients in plain `jnp`, answer by answer, as their papers write them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -48,6 +49,9 @@ def loss(c, model, params, frozen, batch):
             clipped = jnp.clip(ratio, 1 - c.clip, 1 + (c.clip_high or c.clip))
             kl = jnp.exp(old[row, at] - new[row, at]) - (old[row, at] - new[row, at]) - 1
             by_token = -jnp.minimum(ratio * advantage, clipped * advantage) + c.kl * kl
+            if c.surrogate == "cispo":
+                weight = jax.lax.stop_gradient(jnp.minimum(ratio, 1 + c.clip_high))
+                by_token = -weight * advantage * new[row, at] + c.kl * kl
             if c.baseline == "value":
                 values.append(squares(c, expected[row, at], batch["values"][row, at], batch["returns"][row, at]))
                 by_token += c.value_loss * values[-1] / 2

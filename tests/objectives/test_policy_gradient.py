@@ -18,6 +18,8 @@ CRITIC = dict(rl__baseline="value", rl__value_loss=0.7)
 CASES = {
     "fsdp x tensor, dapo": ("llama", dict(mesh=(1, 2, 2), rl__mask_truncated=True)),
     "one device, grpo": ("gpt2", dict(rl__loss="grpo", rl__clip_high=0.0, rl__temperature=0.7)),
+    "tensor x context, cispo": ("llama", dict(mesh=(1, 1, 2), mesh__context=2, rl__surrogate="cispo",
+                                              rl__clip_high=0.05)),
     "all axes, dr_grpo": ("gpt2", dict(mesh=(2, 2, 2), train__accumulation=2, optimizer__zero_stage=2,
                                        rl__loss="dr_grpo")),
     "ring, sequence ratios": ("llama", dict(mesh=(1, 2, 2), mesh__context=2, mesh__context_strategy="ring",

@@ -11,8 +11,9 @@ import pytest
 from jaxtrain.config.sections.tuning_keys import PreferenceConfig, RLConfig
 from jaxtrain.objectives import kto, policy_gradient, preference, reward_model
 from jaxtrain.objectives.reference_policy import REFERENCE, Segments
+from jaxtrain.tuning.rewards import advantages_of, with_lengths
 from jaxtrain.tuning.values import Valued, known_of
-from tests.objectives.tuning_numbers import LENGTH, PAIRS, numbers, values
+from tests.objectives.tuning_numbers import LENGTH, PAIRS, numbers, scores_of, values
 
 TRUTH = json.loads(Path(__file__).with_name("tuning_truth.json").read_text())
 MASK, POLICY, REFERENCED, SAMPLED, ADVANTAGES = numbers(2 * PAIRS)
@@ -85,6 +86,14 @@ def test_policy_gradients(name):
         return policy_gradient._of_rows(settings, batch, Segments(jnp.asarray(MASK, jnp.int32), ()))[0] / divisor
 
     compare(mean, name, "policy_gradient")
+
+
+@pytest.mark.parametrize("name", TRUTH["rewards"])
+def test_several_rewards_and_lengths(name):
+    settings = RLConfig(prompts="a", reward="b, c", **TRUTH["rewards"][name]["keys"])
+    scores = with_lengths(settings, *scores_of(len(TRUTH["rewards"][name]["advantages"]) // settings.group_size,
+                                               settings.group_size))
+    np.testing.assert_allclose(advantages_of(settings, scores), TRUTH["rewards"][name]["advantages"], atol=1e-9)
 
 
 @pytest.mark.parametrize("name", TRUTH["ppo"])

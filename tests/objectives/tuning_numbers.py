@@ -18,3 +18,10 @@ def values(rows):
     mask, rng = numbers(rows)[0], np.random.default_rng(4)
     before, moved = (np.where(mask, rng.normal(0, size, mask.shape), 0) for size in (0.5, 0.3))
     return before, before + moved
+
+
+def scores_of(groups, size):
+    """Return two scores of each answer, one of them rarely other than 0 and spread more widely, and lengths."""
+    rng = np.random.default_rng(6)
+    count = groups * size
+    return np.stack([rng.integers(0, 2, count) * 1.0, 10 * rng.normal(size=count)], 1), rng.integers(5, 21, count)

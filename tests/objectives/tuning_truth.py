@@ -9,6 +9,7 @@ the lines about advantages and about the loss are executed.
 """
 
 import ast
+import inspect
 import json
 import sys
 import textwrap
@@ -23,8 +24,10 @@ import torch
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
+from trl.rewards import get_soft_overlong_punishment
+from trl.trainer.utils import nanstd
 
-from tests.objectives.tuning_numbers import PAIRS, numbers, values
+from tests.objectives.tuning_numbers import PAIRS, numbers, scores_of, values
 
 PATH = Path(__file__).with_suffix(".json")
 PREFERENCES = {
@@ -40,9 +43,19 @@ POLICIES = {
     "dapo": dict(loss="dapo", clip=0.2, clip_high=0.28), "grpo": dict(loss="grpo", clip=0.2, clip_high=0.2, kl=0.1),
     "dr_grpo": dict(loss="dr_grpo", clip=0.1, clip_high=0.3, kl=0.05),
     "sequence": dict(loss="grpo", clip=0.03, clip_high=0.04, ratio="sequence"),
+    "cispo": dict(loss="dapo", surrogate="cispo", clip_high=0.1),
+    "cispo, kl": dict(loss="dapo", surrogate="cispo", clip_high=4.0, kl=0.1),
     # Answers that were cut off, with mask_truncated_completions
     **{f"{loss}, truncated": dict(loss=loss, clip=0.2, clip_high=0.28, kl=0.1, truncated=[1, 4])
        for loss in ("dapo", "grpo", "dr_grpo")},
+}
+GROUPS = 3
+REWARDS = {
+    "weighted": dict(reward_weights=[1.0, 0.3], group_size=4, max_new_tokens=20),
+    "overlong": dict(reward_weights=[1.0, 0.5], group_size=4, max_new_tokens=20, overlong_buffer=8,
+                     overlong_penalty=0.7, scale="batch"),
+    "normalized": dict(reward_weights=[1.0, 0.3], group_size=4, max_new_tokens=20, overlong_buffer=5,
+                       combine="normalize"),
 }
 PPO = {"ppo": dict(value_clip=0.2, value_loss=0.1), "discounted": dict(gamma=0.9, gae_lambda=0.7, value_loss=1.0)}
 
@@ -124,8 +137,9 @@ def policy_gradient(keys):
     args = SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1)
     trainer = Trainer(
         args=args, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=keys.get("kl", 0.0),
-        importance_sampling_level=keys.get("ratio", "token"), loss_type=keys["loss"], epsilon_low=keys["clip"],
-        epsilon_high=keys["clip_high"], use_vllm=False, current_gradient_accumulation_steps=1, max_completion_length=20,
+        importance_sampling_level=keys.get("ratio", "token"), loss_type=keys.get("surrogate", keys["loss"]),
+        epsilon_low=keys.get("clip"), epsilon_high=keys["clip_high"] + ("surrogate" in keys), use_vllm=False,
+        current_gradient_accumulation_steps=1, max_completion_length=20,
         _entropy_bonus_enabled=False,
         _get_per_token_logps_and_entropies=lambda *_, **__: (policy, torch.zeros(mask.shape), None))
     loss = GRPOTrainer._compute_loss(trainer, None, {
@@ -134,6 +148,25 @@ def policy_gradient(keys):
         "ref_per_token_logps": reference, "num_items_in_batch": mask.sum()})
     loss.backward()
     return {"loss": float(loss.detach()), "gradient": policy.grad.tolist()}
+
+
+def rewards(keys):
+    """The advantages of answers with several rewards, and with a penalty for length."""
+    scores, lengths = torch.tensor(scores_of(GROUPS, keys["group_size"])[0]), scores_of(GROUPS, keys["group_size"])[1]
+    if keys.get("overlong_buffer"):
+        soft = get_soft_overlong_punishment(keys["max_new_tokens"], keys["overlong_buffer"])
+        scores = torch.cat([scores, torch.tensor(soft([[0] * n for n in lengths]), dtype=scores.dtype)[:, None]], 1)
+    weights = torch.tensor([*keys["reward_weights"], *[keys.get("overlong_penalty", 1.0)] * (scores.shape[1] - 2)],
+                           dtype=scores.dtype)
+    owner = Trainer(scale_rewards=keys.get("scale", "group"), reward_funcs=weights, reward_weights=weights,
+                    multi_objective_aggregation={"sum": "sum_then_normalize", "normalize": "normalize_then_sum"}[
+                        keys.get("combine", "sum")])
+    known = {"torch": torch, "nanstd": nanstd, "self": owner, "rewards_per_func": scores, "device": "cpu",
+             "num_generations": keys["group_size"]}
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    exec(_lines(source, "unscorable_mask = torch.isnan(rewards_per_func).all(dim=1)",
+                "advantages = torch.nan_to_num(advantages, nan=0.0)"), known)
+    return {"advantages": known["advantages"].tolist()}
 
 
 def ppo(source, keys):
@@ -173,9 +206,10 @@ def main():
              "preference": {name: {"keys": keys, **preference(keys)} for name, keys in PREFERENCES.items()},
              "kto": {name: {"keys": keys, **kto(keys)} for name, keys in KTO.items()},
              "policy_gradient": {name: {"keys": keys, **policy_gradient(keys)} for name, keys in POLICIES.items()},
+             "rewards": {name: {"keys": keys, **rewards(keys)} for name, keys in REWARDS.items()},
              "ppo": {name: {"keys": keys, **ppo(source, keys)} for name, keys in PPO.items()}}
     PATH.write_text(json.dumps(found) + "\n")
-    print({kind: {name: round(one["loss"], 5) for name, one in found[kind].items()} for kind in list(found)[1:]})
+    print({kind: {name: round(one.get("loss", 0), 5) for name, one in found[kind].items()} for kind in list(found)[1:]})
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from jaxtrain.hub.generate import Generated
 from jaxtrain.main import main
 from jaxtrain.tuning import pending_rewards, rollouts
 from jaxtrain.tuning.pending_rewards import PendingRewards
+from jaxtrain.tuning.scorers import Scorers
 from tests.tiers import exhaustive, slow
 from tests.trainer.test_multiprocess import ROOT, ended, two_processes
 from tests.tuning.test_rollouts import config, files, on_four  # noqa: F401
@@ -52,7 +53,7 @@ def answers(monkeypatch):
 def begun(run, folder=None, score=lambda answer, record: float(answer) + record["number"] / 8):
     """The data of a run that begins, with this reward."""
     data = run.data
-    return rollouts.Rollouts(run, data.records, score, data.tokenizer, folder)
+    return rollouts.Rollouts(run, data.records, Scorers(("score",), (score,)), data.tokenizer, folder)
 
 
 def trained(data, start, stop):
@@ -187,13 +188,13 @@ def test_a_function_is_not_called_while_a_thread_that_was_left_behind_is_in_it(m
         scored.append(answer)
         return 1.0
 
-    pending = PendingRewards(rollouts._score(reward))
+    pending = PendingRewards(Scorers(("reward",), (reward,)).asked)
     pending.ask(0, ["old", "old too"], [{}, {}])
     assert began.wait(60)
     pending.forget()
     pending.ask(1, ["new"], [{}])
     threading.Timer(0.05, may.set).start()
-    assert pending.collect(1, [], [])[0] == [1.0] and scored == ["old", "old too", "new"]
+    assert pending.collect(1, [], [])[0] == [[1.0]] and scored == ["old", "old too", "new"]
 
 
 def test_answers_behind_the_last_step_are_kept_and_not_scored(built, answers, tmp_path):

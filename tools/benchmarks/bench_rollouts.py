@@ -27,6 +27,7 @@ from jaxtrain.config.load import load_config
 from jaxtrain.errors import say
 from jaxtrain.tuning.pending_rewards import PendingRewards
 from jaxtrain.tuning.rollouts import Rollouts
+from jaxtrain.tuning.scorers import Scorers
 
 STALENESS, SERIES = (0, 1, 2), 5
 KEYS = {"model.num_layers": 4, "data.seq_len": 48, "data.global_batch_size": 64, "train.eval_every": 0,
@@ -38,8 +39,9 @@ class Steps:
 
     def __init__(self, run, records, staleness: int = 0):
         self.run, self.state, self.step, self.pause = run, run.init(), 0, 0.0
-        self.data = Rollouts(run, records, None, run.corpus.tokenizer)
-        self.data.staleness, self.data._pending = staleness, PendingRewards(self.score, staleness or 1)
+        self.data = Rollouts(run, records, Scorers(("none",), (self.score,)), run.corpus.tokenizer)
+        self.data.staleness = staleness
+        self.data._pending = PendingRewards(lambda *asked: [self.score(*asked)], staleness or 1)
 
     def score(self, answers, records):
         time.sleep(self.pause)

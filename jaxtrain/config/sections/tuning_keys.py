@@ -97,8 +97,16 @@ class RLConfig:
 
     prompts: str = ""  # file of JSON lines with a "prompt" each; "": no reinforcement learning
     # reward function as FILE.py:FUNCTION(answer, record), reward model as model:WORKDIR, a scoring service's URL, or
-    # the name of an environment of another package
+    # the name of an environment of another package; several, separated by commas, are added
     reward: str = ""
+    reward_weights: list[float] = field(default_factory=list, hash=False)  # of several rewards; []: 1 each
+    # how several rewards become one advantage: "sum": of their weighted sum; "normalize": each is normalized in its
+    # group before they are added (GDPO)
+    combine: str = choice("sum", "sum", "normalize")
+    # on-policy distillation: a workdir or published folder with the same tokenizer, whose log-probability of each token
+    # less the policy's is added to the token's advantage; with it rl.reward may be left out
+    teacher: str = ""
+    teacher_weight: float = number(1.0, above=0)  # coefficient of the teacher's advantages
     # seconds that a scoring service may take for one request
     reward_timeout_s: float = number(20.0, above=0, most=3600.0, fix="try 20")
     group_size: int = at_most(8, 2**16)  # answers generated for each prompt; their rewards are compared with each other
@@ -107,6 +115,13 @@ class RLConfig:
     temperature: float = number(1.0, above=0)
     # leave answers that reach max_new_tokens without ending out of the loss; their rewards still count in the group
     mask_truncated: bool = False
+    # number of tokens before max_new_tokens over which a growing penalty for length is subtracted from the reward;
+    # 0: none
+    overlong_buffer: int = at_most(0, 2**24, least=0)
+    overlong_penalty: float = number(1.0, above=0)  # with overlong_buffer: penalty of an answer of max_new_tokens
+    # times that answers are generated for a step at most, each time for other prompts, until groups with unequal
+    # rewards fill it (dynamic sampling); 1: groups with equal rewards, which teach nothing, stay
+    sampling_rounds: int = at_most(1, 2**10, above=0)
     reuse: int = at_most(1, 2**16, above=0)  # number of steps trained on the same answers before new ones are generated
     # steps between generating answers and training on them; scoring happens in the meantime
     staleness: int = at_most(0, 2**10, least=0)
@@ -126,6 +141,9 @@ class RLConfig:
     gae_lambda: float = number(0.95, least=0, most=1.0, fix="try 0.95 or 1")
     value_loss: float = number(0.1, above=0)  # with baseline=value: coefficient of the value head's squared error
     value_clip: float = number(0.2, least=0)  # with baseline=value: clip range of the values' change; 0: no clipping
+    # "ppo": the smaller of ratio and clipped ratio, times the advantage; "cispo": the clipped ratio weights the
+    # gradient of each token's log-probability, so that no token is left out
+    surrogate: str = choice("ppo", "ppo", "cispo")
     clip: float = number(0.2, above=0)  # PPO clip range, lower side
     clip_high: float = number(0.28, least=0)  # PPO clip range, upper side (clip-higher); 0: same as clip
     # probability ratio of each "token", or its geometric mean over the whole "sequence" (GSPO)
@@ -134,17 +152,59 @@ class RLConfig:
 
     def __post_init__(self):
         bounded(self, "rl")
+        _unread(self, "rl", self.teacher, "teacher", "teacher_weight")
         _unread(self, "rl", self.prompts or self.reward, "prompts", " ".join(
             field.name for field in fields(self) if field.name not in ("prompts", "reward")))
         _unread(self, "rl", "://" in self.reward, "reward=URL", "reward_timeout_s")
+        several = "," in self.reward
+        _unread(self, "rl", several, "reward naming several", "reward_weights combine")
+        _unread(self, "rl", self.overlong_buffer, "overlong_buffer", "overlong_penalty")
+        _unread(self, "rl", self.surrogate == "ppo", "surrogate=ppo", "clip")
         _unread(self, "rl", self.value_head, "baseline=value", "gamma gae_lambda value_loss value_clip")
-        if self.group_size < (1 if self.value_head else 2):
+        if self.group_size < (1 if self.value_head or (self.teacher and not self.reward) else 2):
             raise UserError("rl.group_size", f"{self.group_size} answers cannot be compared with each other",
                             "give 2 or more, such as 8, or 1 with rl.baseline=value")
-        if bool(self.prompts) != bool(self.reward):
+        if self.overlong_buffer and not self.reward:
+            raise UserError("rl.overlong_buffer", "it is subtracted from rewards, and there are none",
+                            "leave it out, or give rl.reward")
+        if self.teacher and self.temperature != 1:
+            raise UserError("rl.temperature", f"a teacher predicts at temperature 1, and answers are sampled at "
+                            f"{self.temperature:g}", "leave it out, or leave out rl.teacher")
+        if self.teacher and self.value_head and not self.reward:
+            raise UserError("rl.baseline", "a value head learns to expect rewards, and there is none",
+                            "leave it out, or give rl.reward")
+        if bool(self.prompts) != bool(self.reward or self.teacher):
             missing = "reward" if self.prompts else "prompts"
             raise UserError(f"rl.{missing}", "it is missing, and reinforcement learning needs both",
                             "give FILE.py:FUNCTION" if self.prompts else "give a file of JSON lines")
+
+        self._check_several()
+
+    def _check_several(self) -> None:
+        """Refuse weights and ways of adding that do not go with the rewards."""
+        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
+            raise UserError("rl.reward_weights", f"there are {len(self.reward_weights)} weights for "
+                            f"{len(self.rewards)} rewards", "give one for each in rl.reward, or leave it out")
+        if self.combine == "normalize" and (self.value_head or self.baseline == "others" or self.scale != "group"):
+            raise UserError("rl.combine", "normalize compares each reward with the mean and the standard deviation of "
+                            "its group", "leave rl.baseline and rl.scale out, or set rl.combine=sum")
+        if self.sampling_rounds > 1 and (self.value_head or self.teacher):
+            key = "baseline=value" if self.value_head else "teacher"
+            raise UserError("rl.sampling_rounds", f"with rl.{key} groups of equal rewards teach something too",
+                            "leave it out")
+        if self.overlong_buffer > self.max_new_tokens:
+            raise UserError("rl.overlong_buffer", f"{self.overlong_buffer} tokens are more than rl.max_new_tokens="
+                            f"{self.max_new_tokens}", "give fewer, such as a fifth of it")
+
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        """The rewards by which answers are scored, one by one."""
+        return tuple(filter(None, (one.strip() for one in self.reward.split(","))))
+
+    @property
+    def weights_of_rewards(self) -> tuple[float, ...]:
+        """The weight of each reward."""
+        return tuple(self.reward_weights) or (1.0,) * len(self.rewards)
 
     @property
     def value_head(self) -> bool:

@@ -1,0 +1,107 @@
+"""The answers that steps are trained on, in WORKDIR/rollouts/STEP.jsonl: a line for each, with its rewards."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jaxtrain.base.annotations import JsonMapping, JsonObject
+from jaxtrain.distributed.coordination import exchange
+from jaxtrain.errors import UserError
+from jaxtrain.files import atomic_files
+from jaxtrain.files.bounded_files import LARGE, parsed, read
+from jaxtrain.hub.generate import Generated
+from jaxtrain.tuning.values import Valued
+
+FIX = "bring it back, or delete it: the model that goes on answers in its place"
+
+
+@dataclass
+class Round:
+    """The answers that one step, or several with `rl.reuse`, are trained on."""
+
+    numbers: list[int]  # of each answer's prompt
+    answers: list[Generated]
+    policy_step: int  # the steps that the model had made that answered
+    scores: list[list[float]] | None = None  # of each answer by each scorer; None: not known yet
+    taught: list[list[float]] | None = None  # log-probability of each token by the teacher; None: not known, or none
+
+
+@dataclass(frozen=True)
+class RolloutFiles:
+    """The files of a run, whose prompts are those of `records`.
+
+    `names`: of the scorers; several are written by name.
+    """
+
+    folder: Path
+    records: Sequence[JsonMapping]
+    names: tuple[str, ...]
+    valued: bool  # answers have the values that a head expected
+    taught: bool  # and the log-probabilities of a teacher
+
+    def path(self, first: int) -> Path:
+        """Return the file of the answers that are first trained on in this step, counted from 0."""
+        return self.folder / f"{first + 1}.jsonl"
+
+    def write(self, first: int, one: Round, totals: Sequence[float] | None, durable: bool) -> None:
+        """Write answers, with their rewards if these are known; the first process does it.
+
+        Args:
+            first: the first step that is trained on them.
+            one: the answers.
+            totals: the reward of each.
+            durable: checkpoints to come depend on what is written.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps({"prompt": self.records[n]["prompt"], "number": n, **self._scored(one, totals, at),
+                             "policy_step": one.policy_step, **asdict(answer)}, ensure_ascii=False)
+                 for at, (n, answer) in enumerate(zip(one.numbers, one.answers, strict=True))]
+        atomic_files.write(self.path(first), "".join(f"{line}\n" for line in lines), durable=durable)
+
+    def _scored(self, one: Round, totals: Sequence[float] | None, at: int) -> JsonObject:
+        """Return what is known of the worth of an answer."""
+        if one.scores is None or totals is None:
+            return {}
+        return {"reward": totals[at], "scores": dict(zip(self.names, one.scores[at], strict=True)),
+                **({"taught": one.taught[at]} if one.taught else {})}
+
+    def there(self, first: int) -> bool:
+        """Return whether there is a file of this step, as the first process sees it. Every process makes the call."""
+        return exchange(None, lambda _: self.path(first).is_file())
+
+    def read(self, first: int, made: int, numbers: Sequence[int], drawn: bool) -> Round:
+        """Return the answers of a step from its file.
+
+        Args:
+            first: the first step that is trained on them.
+            made: the step of the model that made them, where the file does not say it.
+            numbers: of the prompts that they have to answer.
+            drawn: they may answer other prompts of the run too, as dynamic sampling chose them.
+        """
+        path = self.path(first)
+        try:
+            kind, more = (Valued, {"values": [float]}) if self.valued else (Generated, {})
+            lines = [parsed(line, {"reward?": float | int, "scores?": dict, "number?": int, "policy_step?": int,
+                                   "tokens": [int], "logprobs": [float], **more})
+                     for line in read(path, LARGE).splitlines()]
+            made = lines[0].get("policy_step", made) if lines else made
+            scores = [self._scores(line) for line in lines if "reward" in line]
+            taught = [[float(x) for x in line["taught"]] for line in lines if self.taught and "reward" in line]
+            others = ("prompt", "number", "policy_step", "reward", "scores", "taught")
+            found = [kind(**{key: line[key] for key in line if key not in others}) for line in lines]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError("rl", f"{path} is not as the run wrote it ({error})", FIX) from error
+        if len(found) != len(numbers) or len(scores) not in (0, len(numbers)):
+            raise UserError("rl", f"{path} has {len(found)} answers and {len(scores)} rewards instead of "
+                            f"{len(numbers)}", FIX)
+        asked = [line.get("number", number) if drawn else number for line, number in zip(lines, numbers, strict=True)]
+        if any(not 0 <= n < len(self.records) or line["prompt"] != self.records[n]["prompt"]
+               for n, line in zip(asked, lines, strict=True)):
+            raise UserError("rl", f"{path} has answers to other prompts", FIX)
+        return Round(asked, found, made, scores or None, taught or None)
+
+    def _scores(self, line: JsonMapping) -> list[float]:
+        """Return the score by each scorer; files of earlier versions have one reward."""
+        scores = line.get("scores", {self.names[0]: line["reward"]})
+        return [float(scores[name]) for name in self.names]
