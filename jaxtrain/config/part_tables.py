@@ -6,14 +6,16 @@ A further one is one file and one line here. The tables of families and of exten
 
 from jaxtrain.base.plug_ins import Kind
 
-# Name -> where it is made, and the keys of moments that it reads.
+# Name -> where it is made, and the keys of its own that it reads; none for one without moments.
 _OPTIMIZERS = {
     "adamw": ("jaxtrain.train_step.optimizers.from_optax:adamw", "b1 b2 eps"),
     "adafactor": ("jaxtrain.train_step.optimizers.adafactor:adafactor", ""),
     "lion": ("jaxtrain.train_step.optimizers.from_optax:lion", "b1 b2"),
     "sgd": ("jaxtrain.train_step.optimizers.from_optax:sgd", "b1"),
-    "muon": ("jaxtrain.train_step.optimizers.muon:muon", "b1 b2 eps momentum"),
+    "muon": ("jaxtrain.train_step.optimizers.muon:muon",
+             "b1 b2 eps momentum orthogonal_dtype split_heads normalize_neurons"),
 }
+OPTIMIZER_KEYS = frozenset(key for _, keys in _OPTIMIZERS.values() for key in keys.split())
 OPTIMIZERS = Kind("optimizer", "jaxtrain.optimizers", "optimizer.name",
                   {name: place for name, (place, _) in _OPTIMIZERS.items()})
 SCHEDULES = Kind("schedule", "jaxtrain.schedules", "optimizer.schedule", {

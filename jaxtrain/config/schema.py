@@ -170,6 +170,10 @@ class OptimizerConfig:
     # momentum of the matrices that muon updates; it updates all other parameters as AdamW, with b1 and b2
     momentum: float = number(0.95, least=0, below=1, fix="try 0.95")
     eps: float = number(1e-8, above=0)  # epsilon of adamw and muon, added to the square root of the second moment
+    # with muon: dtype of the products that make matrices orthogonal; auto: bfloat16 on accelerators, float32 on CPU
+    orthogonal_dtype: str = choice("auto", "auto", "bfloat16", "float32")
+    split_heads: bool = False  # with muon: make each attention head's matrix orthogonal by itself
+    normalize_neurons: bool = False  # with muon: divide the update of each neuron by its root mean square (NorMuon)
     # dtype in which moments of matrices are stored; int8: with one scale per 128 elements
     moment_dtype: str = choice("float32", "float32", "bfloat16", "int8")
     # ZeRO stage over mesh.data: shard the optimizer state (1), also gradients (2), also parameters (3)
@@ -179,7 +183,7 @@ class OptimizerConfig:
     def __post_init__(self):
         bounded(self, "optimizer")
         part_tables.OPTIMIZERS.check(self.name)
-        for name in {"b1", "b2", "momentum", "eps"}.difference(part_tables.moments_of(self.name)):
+        for name in part_tables.OPTIMIZER_KEYS.difference(part_tables.moments_of(self.name)):
             if getattr(self, name) != (default := getattr(OptimizerConfig, name)):
                 raise UserError(f"optimizer.{name}", f"{self.name} does not read it", f"leave it out, or at {default}")
         if not part_tables.moments_of(self.name) and self.moment_dtype != "float32":

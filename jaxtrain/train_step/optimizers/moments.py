@@ -47,9 +47,10 @@ def rounded(optimizer: optax.GradientTransformation, dtype: str, axes: Axes) -> 
     def resting(path, x):
         """Return the dtype of an array of the optimizer's state, whose path ends with that of its parameter."""
         owner = next((names[path[i:]] for i in range(len(path)) if path[i:] in names), ())
-        if not is_matrix(owner) or x.ndim != len(owner):
+        fields = {getattr(key, "name", "") for key in path}
+        if not is_matrix(owner) or x.ndim != len(owner) or "by_neuron" in fields:
             return x.dtype
-        squares = any(getattr(key, "name", "") == "nu" for key in path)  # optax's name: they have no sign
+        squares = "nu" in fields  # optax's name: they have no sign
         return jnp.dtype(jnp.bfloat16 if dtype == "bfloat16" else jnp.uint8 if squares else jnp.int8)
 
     def init(params: Params) -> RoundedState:

@@ -1,0 +1,84 @@
+"""Newton-Schulz iterations that make matrices orthogonal, each on one device of the mesh.
+
+A stack of matrices is laid out by its first dimension over the mesh, one matrix a device at a time, so that nothing is
+exchanged within the iterations: a stack crosses the network once before them and once after. The polynomial is that of
+Jordan et al. (kellerjordan.github.io/posts/muon); coefficients and number of steps are theirs.
+
+Shape suffixes: N matrices, R rows, C columns (R <= C).
+"""
+
+import itertools
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+from jax.typing import DTypeLike
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+
+
+def orthogonalized(x_NRC: jax.Array, eps: float, dtype: DTypeLike) -> jax.Array:
+    """Return the nearest orthogonal matrices, roughly: singular values between 0.7 and 1.2. `dtype`: of the products.
+
+    Sums within products are in float32, and so is the norm by which each matrix is divided first.
+    """
+    norm_N11 = jnp.sqrt(jnp.sum(jnp.square(x_NRC.astype(jnp.float32)), (1, 2), keepdims=True))
+    x_NRC = (x_NRC / (norm_N11 + eps)).astype(dtype)
+    if tall := x_NRC.shape[1] > x_NRC.shape[2]:
+        x_NRC = x_NRC.mT
+    axes = spread_over(len(x_NRC))
+    devices = math.prod(size for _, size in axes)
+    if devices == 1 and len(x_NRC) == 1:
+        found = _iterated(x_NRC)
+    else:
+        # Rounds of one matrix on each device: what a round holds is bounded, however many layers there are.
+        rounds = -(-len(x_NRC) // devices)
+        padded = jnp.pad(x_NRC, ((0, rounds * devices - len(x_NRC)), (0, 0), (0, 0)))
+        rest = padded.shape[1:]
+        found = lax.map(partial(_on_devices, axes), padded.reshape(rounds, devices, *rest))
+        found = found.reshape(-1, *rest)[:len(x_NRC)]
+    return found.mT if tall else found
+
+
+def _iterated(x_NRC: jax.Array) -> jax.Array:
+    a, b, c = COEFFICIENTS
+    for _ in range(STEPS):
+        gram_NRR = _product("nrc,nsc->nrs", x_NRC, x_NRC)
+        turned_NRR = b * gram_NRR + c * _product("nrs,nst->nrt", gram_NRR, gram_NRR)
+        x_NRC = (a * x_NRC + _product("nrs,nsc->nrc", turned_NRR.astype(x_NRC.dtype), x_NRC)).astype(x_NRC.dtype)
+    return x_NRC
+
+
+def _product(sides: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return products whose sums are in float32, in the dtype of `x`."""
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(sides, x, y, precision=exact, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def spread_over(matrices: int) -> tuple[tuple[str, int], ...]:
+    """Return the mesh axes, with their sizes, over which as many matrices are laid out, one a device.
+
+    Where there are fewer matrices than devices, these are as few axes as give each matrix a device of its own; the
+    devices along the others compute the same.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return ()
+    axes = [(name, size) for name, size in mesh.shape.items() if size > 1]
+    subsets = [some for count in range(len(axes) + 1) for some in itertools.combinations(axes, count)]
+    sizes = {some: math.prod(size for _, size in some) for some in subsets}
+    enough = [some for some in subsets if sizes[some] >= matrices]
+    return min(enough, key=lambda some: sizes[some]) if enough else tuple(axes)
+
+
+def _on_devices(axes: tuple[tuple[str, int], ...], x_NRC: jax.Array) -> jax.Array:
+    """Return the orthogonal matrices, of which each device computes those that these mesh axes give it."""
+    if not axes:
+        return _iterated(x_NRC)
+    # A region of its own: left to itself, the compiler would split products once more and exchange their sums.
+    places = PartitionSpec(tuple(name for name, _ in axes), None, None)
+    return jax.shard_map(_iterated, in_specs=places, out_specs=places, check_vma=False)(x_NRC)
