@@ -75,13 +75,13 @@ def planned(run: Run, target: Target, devices: int, parts: Counter) -> dict[str,
     return memory_by_phase(run, target, parts, others)
 
 
-def phases(run: Run, on: Mesh | None = None, others: Mapping[str, Run] | None = None) -> Iterator[Phase]:
+def phases(run: Run, on: Mesh | None = None, models: Mapping[str, Run] | None = None) -> Iterator[Phase]:
     """Yield the programs in the order in which they run, for a run that learns from its own answers.
 
     Args:
         run: the run.
         on: the devices to compile for, where the mesh of the run is abstract.
-        others: the reward model and the teacher by their names, for their programs too.
+        models: the reward model and the teacher by their names, for their programs too.
     """
     c, programs, params, copy = run.config.rl, decoding.programs(run), abstract_model(run), None
     numbers = jax.tree.map(np.asarray, Sampling().numbers() | {"known": np.int32(0)})
@@ -116,7 +116,7 @@ def phases(run: Run, on: Mesh | None = None, others: Mapping[str, Run] | None = 
                                       donate=(0,)), weights, state, copy, whole)
         if c.value_head:
             yield _scoring(VALUES, run, run, on)
-    for name, other in (others or {}).items():
+    for name, other in (models or {}).items():
         yield _scoring(PROGRAMS[name], other, run, None)
 
 
@@ -134,13 +134,13 @@ def _scoring(name: str, scorer: Run, run: Run, on: Mesh | None) -> Phase:
 
 
 def memory_by_phase(run: Run, target: Target, held: Counter,
-                    others: Mapping[str, Run] | None = None) -> dict[str, Counter]:
+                    models: Mapping[str, Run] | None = None) -> dict[str, Counter]:
     """Return the bytes of a device at the peak of each phase, by part.
 
-    `held`: what the training state takes, and the models `others` beside it.
+    `held`: what the training state takes, and `models` beside it.
     """
     found = {}
-    for phase in phases(run, others=others):
+    for phase in phases(run, models=models):
         on = phase.run or run
         block = reader.read(phase.traced.jaxpr, dict(on.mesh.shape), target.platform, target.rings,
                             windows=on.config.model.windows, returned=phase.name == LAYING_OUT)

@@ -51,7 +51,7 @@ class NeuronState(NamedTuple):
 def scale_by_orthogonality(parts: OptimizerParts) -> optax.GradientTransformation:
     """Return what makes the momentum of hidden matrices orthogonal, and leaves all other updates as they are."""
     c, names_of = parts.optimizer, by_path(parts.axes)
-    dimensions = {path: muon_dimensions(names, c.split_heads) for path, names in names_of.items()}
+    dimensions = {path: found for path, names in names_of.items() if (found := muon_dimensions(names, c.split_heads))}
 
     def turned(path: tuple, x: jax.Array) -> jax.Array:
         """Return the orthogonal matrices of a parameter's momentum."""
@@ -60,7 +60,7 @@ def scale_by_orthogonality(parts: OptimizerParts) -> optax.GradientTransformatio
         return from_stack(stack, dimensions[path], x.shape).astype(jnp.float32) * scale
 
     def is_matrix_of(path: tuple, x: Any) -> bool:
-        return dimensions.get(path) is not None and not isinstance(x, optax.MaskedNode)
+        return path in dimensions and not isinstance(x, optax.MaskedNode)
 
     def update(updates: optax.Updates, params: Any) -> optax.Updates:
         return jax.tree.map_with_path(lambda path, x: turned(path, x).astype(x.dtype) if is_matrix_of(path, x) else x,
