@@ -53,6 +53,8 @@ class Instruction:
     rounds: bool = False  # whether they may round operands of float32
     grouped: bool = False  # whether it is a kernel of `kernels.mosaic_grouped_matmul`
     inner: "Instruction | None" = None  # the kernel of attention in a fusion with slices
+    attends: tuple[int, int] = (0, 0)  # of a kernel of attention: the width of a head, and the length of a row
+    masked: bool = False  # whether it is cuDNN's, with an array as mask
     on_host: bool = False  # whether its result is in the host's memory, or a part of it
     from_host: bool = False  # whether an operand is
 
@@ -215,8 +217,9 @@ def _count(instruction: Instruction, made: Program) -> None:
             return
         if flops := _flops(product, made):
             instruction.flops += flops
-            if product is not instruction and product.attention:
-                instruction.inner = product
+            if product.attention:
+                instruction.inner = product if product is not instruction else None
+                instruction.attends, instruction.masked = _attends(product, made), "ScaleBias" in product.target
             first = 2 if product.target == "tpu_custom_call" else 0  # behind the tables of blocks
             instruction.dtype = instruction.dtype or made.operand(product, first)[0]
             instruction.rounds = not _EXACT.search(product.text)
@@ -250,6 +253,12 @@ def _count_grouped(instruction: Instruction, kernel: Instruction, filled: int, m
         instruction.flops = 2.0 * (filled + groups * DIMENSION) * depth * width
         read = size((dtype, (filled, depth + width)))
     instruction.bytes = read + size(result)
+
+
+def _attends(kernel: Instruction, made: Program) -> tuple[int, int]:
+    """Return the width of a head and the length of a row, [B, T, H, K], of a kernel of attention for GPUs."""
+    shape = next((dims for dtype, dims in (made.operand(kernel, index) for index in range(3)) if len(dims) == 4), ())
+    return (shape[3], shape[1]) if shape else (0, 0)
 
 
 def _flops(instruction: Instruction, made: Program) -> float:

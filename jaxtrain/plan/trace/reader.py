@@ -29,6 +29,7 @@ OWN = {"all_gather": "all-gather", "all_gather_invariant": "all-gather", "reduce
 HEAVY = {"conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add", "sort", "top_k", "cumsum",
          "cumlogsumexp", "dynamic_update_slice", "random_bits", "approx_top_k"}
 KERNELS = ("pallas", "custom_call", "dot_product_attention", "cudnn")
+SCOPES = re.compile(r"(?<![\w.])(loss_head|optimizer)(?![\w.])")  # of jax.named_scope
 # Operations that compilers share among equal requests, with the parameters that must be equal.
 SHARED = {"convert_element_type": ("new_dtype",), "reshard": ("dst_sharding",), "ppermute": ("axis_name", "perm")}
 
@@ -74,6 +75,15 @@ class _Reader(Placing):
         return [look(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Read an equation, and what it calls, in its scope: names within a call do not repeat those around it."""
+        around, named = self.scope, SCOPES.search(str(eqn.source_info.name_stack))
+        self.scope = named[1] if named else around
+        outputs = self.read(eqn, inputs)
+        self.scope = around
+        return outputs
+
+    def read(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Read an equation in the current scope."""
         name, params = eqn.primitive.name, eqn.params
         if name in CALLS and not eqn.outvars:  # JAX 0.10 leaves calls whose results nobody needs, which XLA removes
             return []
@@ -124,8 +134,9 @@ class _Reader(Placing):
         if name == "ffi_call":
             called = eqn.params["target_name"]
             told = {key: int(number) for key, number in dict(eqn.params["attributes"]).items()}
-            return self.emit(called, "real", inputs, outputs, flops=kernels.flops(
-                called, [v.shape for v in inputs], **told))
+            shapes = [v.shape for v in inputs]
+            return self.emit(called, "real", inputs, outputs, flops=kernels.flops(called, shapes, **told),
+                             attends=(shapes[0][3], shapes[0][1]) if called.startswith("attention") else (0, 0))
         if name == "pallas_call" and (phase := kernels.phase_of(str(eqn.params.get("name")))):
             inputs = sorted(inputs, key=lambda v: not jnp.issubdtype(v.dtype, jnp.floating))  # tables of blocks last
             return self.emit(f"attention_{phase}", "real", inputs, outputs, flops=kernels.splash_flops(
