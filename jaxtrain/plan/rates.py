@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 GPU: Mapping[str, float] = {
-    "matmul": 0.64,  # published, H100: all eight of a machine at their power limit; large products alone: 0.73
+    "matmul": 0.60,  # published, H100: all eight of a machine at their power limit; large products alone: 0.73
     "grouped": 0.50,  # jaxtrain's kernels for experts: H200's 0.61, less by what H100's products are below H200's
     "attention": 0.42,  # heads of 128, rows of 4,096, one document, both ways: published; H200 alone: 0.45
     "mosaic": 0.54,  # jaxtrain's own attention: H200's 0.60, less as cuDNN's
@@ -20,21 +20,21 @@ GPU: Mapping[str, float] = {
     # memory bandwidth and power from the kernels that run with them, so these become slower.
     "overlap": 0.25,
 }
-A100: Mapping[str, float] = {"matmul": 0.74, "attention": 0.50}  # published: less short of power
+A100: Mapping[str, float] = {"matmul": 0.72, "attention": 0.50}  # published: less short of power
 H200: Mapping[str, float] = {
     "matmul": 0.77,  # profiles: 0.76 to 0.79; large products alone 0.80
     "grouped": 0.61,  # profile of Qwen3-30B
     "attention": 0.45, "mosaic": 0.60,  # alone, as the table below has them
 }
 TPU: Mapping[str, float] = {  # published; kernels of TPUs were never timed alone
-    "matmul": 0.70,  # v6e, whose matrix units are 256 wide and whose memory is slow for its peak
+    "matmul": 0.67,  # v6e, whose matrix units are 256 wide and whose memory is slow for its peak
     "grouped": 0.70,
     "attention": 0.40,
     "memory": 0.80,
     "links": 0.90,
     "overlap": 0.80,  # the links have engines of their own
 }
-V5P: Mapping[str, float] = {"matmul": 0.85}  # published: matrix units half as wide as v6e's
+V5P: Mapping[str, float] = {"matmul": 0.84}  # published: matrix units half as wide as v6e's
 CPU: Mapping[str, float] = {"matmul": 1.0, "grouped": 1.0, "attention": 1.0, "memory": 1.0, "links": 1.0,
                             "overlap": 0.0}
 # How these kernels of GPUs compare with "matmul" and with "memory": profiles.

@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # file of configs/, and what 
     "Llama-3.1 70B": ("llama3_70b", {}),
     "Llama-3.1 405B": ("llama3_405b", {}),
     "Mixtral 8x7B": ("mixtral_8x7b", {}),
+    "Qwen3-30B-A3B": ("qwen3_30b_a3b", {"optimizer.moment_dtype": "bfloat16"}),
 }
 
 
@@ -215,6 +216,9 @@ KEMPNER, H200_BY_4 = "KempnerForge docs/reference/benchmarks.md", "batch as on o
 FOURS = dataclasses.replace(TARGETS["h200"], links=(
     dataclasses.replace(TARGETS["h200"].links[0], devices=4), TARGETS["h200"].links[1]))
 LATER = [
+    Row("Automodel", "Qwen3-30B-A3B", TARGETS["h100"], 8, 4096, 2, "full", 12_040, "tokens",
+        "NeMo Automodel docs/performance-summary.mdx", "2 rows a device, full, experts over all eight",
+        mesh={"expert": 8}),
     *(Row("KempnerForge", "Llama-3.1 8B", FOURS, devices, 4096, 8, "full", printed, "tokens", KEMPNER, H200_BY_4,
           more={"train.accumulation": 2}) for devices, printed in ((2, 9_364), (4, 9_746), (8, 0.53 * 10_471))),
     Row("fms-fsdp", "Llama-2 7B", VELA_A100, 128, 4096, 2, "none", 3_700, "tokens", "fms-fsdp README",
