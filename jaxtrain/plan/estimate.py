@@ -39,6 +39,8 @@ class Estimate:
     host: int  # bytes of the host's memory for each device
     useful: float  # FLOP of one device that the model needs, with causal attention; 0: not known
     answering: dict[str, Counter] = field(default_factory=dict)  # memory while prompts are answered, by phase
+    documents: int = 1  # of equal length in each row
+    computed: float = 0.0  # `useful`, without the pairs of different documents
     strategy: str = ""  # how attention crosses the parts of a sequence; "" if rows are whole
 
     @property
@@ -92,6 +94,11 @@ class Estimate:
         return self.useful / self.seconds / self.target.peak["bfloat16"]
 
     @property
+    def mfu_computed(self) -> float:
+        """The same without pairs of tokens of different documents, which `mfu` counts although kernels skip them."""
+        return self.computed / self.seconds / self.target.peak["bfloat16"]
+
+    @property
     def mfu_said(self) -> str:
         """The same as text; "" where it is not known, and for CPUs, whose peak is not."""
         return f"{self.mfu:.1%}" if self.useful and self.target.platform != "cpu" else ""
@@ -105,8 +112,11 @@ class Estimate:
         return self.days(tokens) * 24 * self.devices * self.target.price
 
 
-def estimate(config: Config, target: Target, devices: int) -> Estimate:
-    """Trace the step for this many devices and estimate it; raises a `UserError` for what `build` refuses."""
+def estimate(config: Config, target: Target, devices: int, documents: int = 1) -> Estimate:
+    """Trace the step for this many devices and estimate it; raises a `UserError` for what `build` refuses.
+
+    `documents`: of equal length in each row.
+    """
     # Layers in a loop take the same memory, within a few percent, and are traced once.
     traceable = config if target.platform == "cpu" else dataclasses.replace(
         config, train=dataclasses.replace(config.train, unroll=1))
@@ -116,7 +126,8 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     sizes = dict(run.mesh.shape)
     filled = experts.filled(config.model.experts, axis_rules.shards(run.sharded.rules["experts"], run.mesh),
                             config.train.expert_buffer)
-    block = reader.read(traced.jaxpr, sizes, target.platform, target.rings, filled, config.model.windows)
+    block = reader.read(traced.jaxpr, sizes, target.platform, target.rings, filled, config.model.windows,
+                        documents=documents)
     state = len(jax.tree.leaves(run.abstract))
     worst = memory.peak(block, state)
     elsewhere = in_hosts(run.abstract) if target.platform != "cpu" else 0  # on CPU it is the same memory
@@ -142,10 +153,12 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     for op, times in block.all():
         for found in op.collectives:
             talked[found.kind, tuple(axis for axis in sizes if axis in found.axes)] += found.bytes * times
-    useful = useful_flops.of_row(run) * config.data.global_batch_size / devices
+    rows = config.data.global_batch_size / devices
+    useful, computed = useful_flops.of_row(run) * rows, useful_flops.of_row(run, documents) * rows
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
     strategy = context_strategy(run.config, run.mesh, run.sharded.rules)
-    return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, phases, strategy)
+    return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, phases, documents, computed,
+                    strategy)
 
 
 def _kept_on_hosts(block: Block) -> int:

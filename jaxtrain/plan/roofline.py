@@ -22,6 +22,7 @@ class Roofline:
     target: Target
     program: Program
     mesh: Mapping[str, int]
+    documents: int = 1  # of equal length in each row; only jaxtrain's own kernels skip pairs of different ones
 
     def seconds(self, instruction: Instruction, kind: str) -> float:
         """Return the seconds of one execution of an instruction that computes or copies, of this kind of the step's."""
@@ -37,12 +38,13 @@ class Roofline:
             return 0.0
         if instruction.attention:
             own = instruction.own
+            parts, (width, length) = self.documents if own else 1, instruction.attends
             kernel = "mosaic" if own else "masked" if instruction.masked else "cudnn"
             share = self._share("mosaic" if own else "attention")
             if self.target.platform == "cuda":
-                share *= rates.attention(kernel, instruction.attention != "attention", *instruction.attends)
-        else:
-            share = self._share("grouped" if instruction.grouped else "head" if kind == kinds.HEAD else "matmul")
+                share *= rates.attention(kernel, instruction.attention != "attention", width, length / parts)
+            return instruction.flops / parts / (self._peak(instruction) * share)
+        share = self._share("grouped" if instruction.grouped else "head" if kind == kinds.HEAD else "matmul")
         return instruction.flops / (self._peak(instruction) * share)
 
     def talking(self, collective: Instruction) -> float:

@@ -96,9 +96,12 @@ class Timeline:
         return sum(operation.instruction.flops * operation.times for operation in self.operations)
 
 
-def simulate(program: Program, target: Target, mesh: Mapping[str, int]) -> Timeline:
-    """Simulate one step of a program on devices of the target in a mesh of these sizes."""
-    run = _Simulation(program, Roofline(target, program, mesh), mesh)
+def simulate(program: Program, target: Target, mesh: Mapping[str, int], documents: int = 1) -> Timeline:
+    """Simulate one step of a program on devices of the target in a mesh of these sizes.
+
+    `documents`: of equal length in each row.
+    """
+    run = _Simulation(program, Roofline(target, program, mesh, documents), mesh)
     run.computation(program.entry, 1)
     operations = sorted(run.operations.values(), key=lambda one: -max(one.exposed, one.seconds))
     return Timeline(max(run.clock.values()), operations, list(run.loops.values()))

@@ -35,19 +35,24 @@ SHARED = {"convert_element_type": ("new_dtype",), "reshard": ("dst_sharding",), 
 
 
 def read(traced: ClosedJaxpr, sizes: Mapping[str, int], platform: str, rings: float = math.inf,
-         filled: float = 1.0, windows: Mapping[int, int] | None = None, returned: bool = False) -> Block:
+         filled: float = 1.0, windows: Mapping[int, int] | None = None, returned: bool = False,
+         documents: int = 1) -> Block:
     """Return the program of one device in a mesh of these sizes, as compiled for this platform.
 
     `rings`: on TPUs, the least length of the contracted dimension at which devices pass the sums of a product around
     while computing it. `filled`: the share of the rows of experts that hold tokens, and that TPUs compute.
     `windows`: how many layers have each attention window, where layers choose theirs by their number. `returned`:
-    gathered arguments are results, in the order of their dimensions.
+    gathered arguments are results, in the order of their dimensions. `documents`: of equal length in each row; only
+    jaxtrain's own kernels for GPUs skip the pairs of different ones.
     """
-    return _Reader(sizes, platform, rings, filled, windows or {}, returned).block(traced.jaxpr)
+    reader = _Reader(sizes, platform, rings, filled, windows or {}, returned)
+    reader.documents = documents
+    return reader.block(traced.jaxpr)
 
 
 class _Reader(Placing):
     window = 0  # that of the attention being read
+    documents = 1
 
     def block(self, jaxpr: Jaxpr, inputs: Sequence[Value] | None = None) -> Block:
         """Return a separate block, with new values for its arguments (in the layout of given ones, if any)."""
@@ -135,8 +140,9 @@ class _Reader(Placing):
             called = eqn.params["target_name"]
             told = {key: int(number) for key, number in dict(eqn.params["attributes"]).items()}
             shapes = [v.shape for v in inputs]
-            return self.emit(called, "real", inputs, outputs, flops=kernels.flops(called, shapes, **told),
-                             attends=(shapes[0][3], shapes[0][1]) if called.startswith("attention") else (0, 0))
+            parts = self.documents if called in kernels.MOSAIC.values() and told["window"] <= 0 else 1
+            return self.emit(called, "real", inputs, outputs, flops=kernels.flops(called, shapes, **told) / parts,
+                             attends=(shapes[0][3], shapes[0][1] // parts) if called.startswith("attention") else (0, 0))
         if name == "pallas_call" and (phase := kernels.phase_of(str(eqn.params.get("name")))):
             inputs = sorted(inputs, key=lambda v: not jnp.issubdtype(v.dtype, jnp.floating))  # tables of blocks last
             return self.emit(f"attention_{phase}", "real", inputs, outputs, flops=kernels.splash_flops(
