@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 GPU: Mapping[str, float] = {
-    "matmul": 0.60,  # published, H100: all eight of a machine at their power limit; large products alone: 0.73
+    "matmul": 0.645,  # published, H100, with NEIGHBOURS; large products alone: 0.73
     "grouped": 0.50,  # jaxtrain's kernels for experts: H200's 0.61, less by what H100's products are below H200's
     "attention": 0.42,  # heads of 128, rows of 4,096, one document, both ways: published; H200 alone: 0.45
     "mosaic": 0.54,  # jaxtrain's own attention: H200's 0.60, less as cuDNN's
@@ -20,7 +20,7 @@ GPU: Mapping[str, float] = {
     # memory bandwidth and power from the kernels that run with them, so these become slower.
     "overlap": 0.25,
 }
-A100: Mapping[str, float] = {"matmul": 0.72, "attention": 0.50}  # published: less short of power
+A100: Mapping[str, float] = {"matmul": 0.77, "attention": 0.50}  # published: less short of power
 H200: Mapping[str, float] = {
     "matmul": 0.77,  # profiles: 0.76 to 0.79; large products alone 0.80
     "grouped": 0.61,  # profile of Qwen3-30B
@@ -41,6 +41,9 @@ CPU: Mapping[str, float] = {"matmul": 1.0, "grouped": 1.0, "attention": 1.0, "me
 HEAD = 0.92  # products of the loss head: 0.61 of the peak where results are float32, a third of them, others 0.77
 PASSES = 0.92  # passes over logits
 OPTIMIZER = 1.11  # the update; alone 1.09
+# Of the rate of products where other GPUs of the machine compute as well, which share its power and its cooling:
+# published, 2 to 256 H200 compared with one.
+NEIGHBOURS = 0.93
 LAUNCH = 2.5e-6  # seconds from a kernel's end to the next one's begin, on GPUs: gaps of the profiles by their kernels
 
 # Attention's kernels alone on one H200, of the bfloat16 peak: heads of 64 in rows of 1,024 and of 4,096 tokens, heads
@@ -68,7 +71,7 @@ def attention(kernel: str, backward: bool, width: int, length: float) -> float:
         kernel: "cudnn", "masked" (cuDNN's with an array as mask) or "mosaic".
         backward: whether it is the gradient's.
         width: of a head.
-        length: tokens of a document.
+        length: tokens of a row, less the share of its blocks that are skipped.
     """
     if (kernel, backward) not in ATTENTION or not width or not length:
         return 1.0

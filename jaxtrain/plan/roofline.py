@@ -10,6 +10,7 @@ from jaxtrain.plan import kinds, rates
 from jaxtrain.plan.cost import links
 from jaxtrain.plan.instructions import Instruction, Program, size
 from jaxtrain.plan.targets import Target
+from jaxtrain.plan.trace.kernels import of_documents
 from jaxtrain.plan.trace.program import Collective
 
 _PASSES = {kinds.HEAD: "passes", kinds.OPTIMIZER: "optimizer"}
@@ -37,13 +38,13 @@ class Roofline:
         if not instruction.flops:
             return 0.0
         if instruction.attention:
-            own = instruction.own
-            parts, (width, length) = self.documents if own else 1, instruction.attends
+            own, (width, length) = instruction.own, instruction.attends
+            part = of_documents(length, self.documents) if own else 1.0
             kernel = "mosaic" if own else "masked" if instruction.masked else "cudnn"
             share = self._share("mosaic" if own else "attention")
             if self.target.platform == "cuda":
-                share *= rates.attention(kernel, instruction.attention != "attention", width, length / parts)
-            return instruction.flops / parts / (self._peak(instruction) * share)
+                share *= rates.attention(kernel, instruction.attention != "attention", width, length * part)
+            return instruction.flops * part / (self._peak(instruction) * share)
         share = self._share("grouped" if instruction.grouped else "head" if kind == kinds.HEAD else "matmul")
         return instruction.flops / (self._peak(instruction) * share)
 

@@ -56,6 +56,7 @@ class Target:
     host: float = 16e9  # bandwidth between device and host memory; the default is a guess, that of PCIe 4
     host_memory: float = math.inf  # the host's, for each of its devices
     launch: float = 0.0  # seconds between two kernels
+    neighbours: float = 1.0  # of the rate of products, where other devices of the machine compute as well
 
     @property
     def described(self) -> str:
@@ -67,6 +68,14 @@ class Target:
         if dtype == "float32" and rounds and self.platform != "cpu":
             dtype = "tensorfloat32" if "tensorfloat32" in self.peak else "bfloat16"
         return self.peak.get(dtype, self.peak.get("float32", 1.0))
+
+    def among(self, devices: int) -> "Target":
+        """Return the target with the rates of products that it has among so many busy devices."""
+        if devices == 1 or self.neighbours == 1:
+            return self
+        slower = {kind: self.neighbours * share for kind, share in self.efficiency.items()
+                  if kind in ("matmul", "grouped")}
+        return dataclasses.replace(self, efficiency={**self.efficiency, **slower}, neighbours=1.0)
 
     @property
     def room(self) -> float:
@@ -93,7 +102,7 @@ def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: 
     # JAX takes three quarters by default; jaxtrain.main asks for 0.92, since CUDA and NCCL need some.
     host = PCIE[chip["major"]] if name != "gb200" else 225 * GB  # half of NVLink-C2C's 450 in each direction
     return Target(name, "cuda", kind, peak, memory, 0.92, bandwidth * GB, links, price, source,
-                  {**rates.GPU, **efficiency}, chip, host=host, launch=rates.LAUNCH)
+                  {**rates.GPU, **efficiency}, chip, host=host, launch=rates.LAUNCH, neighbours=rates.NEIGHBOURS)
 
 
 def _tpu(name: str, kind: str, bf16: float, fp8: float, memory: float, bandwidth: float, ici: float, ports: int,
@@ -244,6 +253,8 @@ def _made(name: str, keys: JsonObject) -> Target:
     for key in ("peak", "efficiency"):
         if key in changes:
             changes[key] = {**getattr(base, key), **changes[key]}
+    if "matmul" in keys.get("efficiency", {}):  # measured with all devices at work
+        changes.setdefault("neighbours", 1.0)
     return dataclasses.replace(base, name=name, **changes)
 
 

@@ -7,6 +7,7 @@ it begins, and once in the state in which all further ones begin.
 """
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -101,7 +102,7 @@ def simulate(program: Program, target: Target, mesh: Mapping[str, int], document
 
     `documents`: of equal length in each row.
     """
-    run = _Simulation(program, Roofline(target, program, mesh, documents), mesh)
+    run = _Simulation(program, Roofline(target.among(math.prod(mesh.values())), program, mesh, documents), mesh)
     run.computation(program.entry, 1)
     operations = sorted(run.operations.values(), key=lambda one: -max(one.exposed, one.seconds))
     return Timeline(max(run.clock.values()), operations, list(run.loops.values()))
@@ -183,7 +184,7 @@ class _Simulation:
         ends_itself = not one.opcode.endswith("-start") or '"is_sync":true' in one.text
         before = self.clock[COMPUTE]
         spans = [self._spend(one, inner, stream, seconds, times, False)]
-        self.under_way[one.name] = self.clock[stream], seconds, stream, one.name
+        self.under_way[one.name] = self.clock[stream], 0.0 if ends_itself else seconds, stream, one.name
         if ends_itself:
             fused = 0.0
             if inner is not one and one.flops:  # a product that runs with it

@@ -100,7 +100,7 @@ def figures(guess: Estimate, made: Program, peak_gb: float) -> dict[str, Any]:
 def complaints(now: dict[str, Any], reached: dict[str, Any]) -> list[str]:
     """Return what is worse than it was by more than two percent."""
     return [f"{key} {now[key]:.1f}, was {reached[key]:.1f}" for key in ("step_ms", "peak_gb")
-            if reached and now[key] > WORSE * reached[key]]
+            if key in reached and now[key] > WORSE * reached[key]]
 
 
 def apart(name: str, update: bool, deadline: float) -> dict[str, Any] | None:

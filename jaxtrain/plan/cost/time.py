@@ -5,6 +5,7 @@ of incoming weights and outgoing gradients overlap with computation, as far as t
 target's kernels do not disturb each other; collectives of activations do not overlap.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class Time:
 def estimate(block: Block, target: Target, sizes: Mapping[str, int], schedule: Schedule | None = None) -> Time:
     """Estimate the time of a step on a mesh of these sizes; `schedule` is that of its pipeline stages, if any."""
     time = Time()
-    _add(block, target, sizes, time, 1, schedule, is_step=True)
+    _add(block, target.among(math.prod(sizes.values())), sizes, time, 1, schedule, is_step=True)
     return time
 
 

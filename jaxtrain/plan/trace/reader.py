@@ -140,9 +140,13 @@ class _Reader(Placing):
             called = eqn.params["target_name"]
             told = {key: int(number) for key, number in dict(eqn.params["attributes"]).items()}
             shapes = [v.shape for v in inputs]
-            parts = self.documents if called in kernels.MOSAIC.values() and told["window"] <= 0 else 1
-            return self.emit(called, "real", inputs, outputs, flops=kernels.flops(called, shapes, **told) / parts,
-                             attends=(shapes[0][3], shapes[0][1] // parts) if called.startswith("attention") else (0, 0))
+            work, attends = kernels.flops(called, shapes, **told), (0, 0)
+            if called.startswith("attention"):
+                _, length, _, width = shapes[0]
+                skips = called in kernels.MOSAIC.values() and told["window"] <= 0
+                share = kernels.of_documents(length, self.documents) if skips else 1.0
+                work, attends = work * share, (width, round(length * share))
+            return self.emit(called, "real", inputs, outputs, flops=work, attends=attends)
         if name == "pallas_call" and (phase := kernels.phase_of(str(eqn.params.get("name")))):
             inputs = sorted(inputs, key=lambda v: not jnp.issubdtype(v.dtype, jnp.floating))  # tables of blocks last
             return self.emit(f"attention_{phase}", "real", inputs, outputs, flops=kernels.splash_flops(
