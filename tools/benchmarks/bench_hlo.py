@@ -71,23 +71,27 @@ def measure(name: str, case: dict[str, Any], keep: bool = False) -> dict[str, An
 
 
 def again(name: str, case: dict[str, Any]) -> dict[str, Any]:
-    """Plan a case again, and simulate its recorded program."""
-    return figures(planned(case), recorded.read(STEPS / f"{name}.hlo.gz"), case["reached"]["peak_gb"])
+    """Plan a case again, and simulate its recorded program, if it has one."""
+    path = STEPS / f"{name}.hlo.gz"
+    return figures(planned(case), recorded.read(path) if path.exists() else None, case.get("reached", {}).get("peak_gb"))
 
 
-def figures(guess: Estimate, made: Program, peak_gb: float) -> dict[str, Any]:
-    """Return the figures of a case, of its plan and its compiled program."""
+def figures(guess: Estimate, made: Program | None, peak_gb: float | None) -> dict[str, Any]:
+    """Return the figures of a case, of its plan and its compiled program; without one, of its plan alone."""
+    assert guess.interval is not None, f"no run tells how far off a step on {guess.target.name} is"
+    plan = {"planned_ms": 1e3 * guess.seconds, "planned_mfu": guess.mfu, "planned_gb": guess.bytes / 1e9,
+            **({"peak_gb": peak_gb} if peak_gb else {}),
+            "interval": [bound / guess.seconds for bound in guess.interval]}
+    if made is None:
+        return plan
     step = simulate(made, guess.target, guess.mesh)
     kinds, tokens = step.by_kind(), guess.config.data.global_batch_size * guess.config.data.seq_len / guess.devices
-    interval = guess.interval
-    assert interval is not None, f"no run tells how far off a step on {guess.target.name} is"
     found = {
-        "step_ms": 1e3 * step.seconds, "mfu": mfu(step, guess), "peak_gb": peak_gb,
+        "step_ms": 1e3 * step.seconds, "mfu": mfu(step, guess),
         "exposed_ms": 1e3 * step.exposed, "dead_ms": 1e3 * step.dead, "tflop": step.flops / 1e12,
         **{f"{kind.replace(' ', '_')}_ms": 1e3 * kinds.get(kind, 0.0) for kind in PARTS},
         "mb_per_token_layer": step.moved / tokens / guess.config.model.num_layers / 1e6,
-        "planned_ms": 1e3 * guess.seconds, "planned_gb": guess.bytes / 1e9,
-        "interval": [round(bound / guess.seconds, 4) for bound in interval]}
+        **plan}
     if any(one.instruction.own and one.instruction.attention for one in step.operations):
         run = build(guess.config, devices=guess.devices, platform=guess.target.described)
         share = useful_flops.of_row(run, DOCUMENTS) / useful_flops.of_row(run)
@@ -100,7 +104,7 @@ def figures(guess: Estimate, made: Program, peak_gb: float) -> dict[str, Any]:
 def complaints(now: dict[str, Any], reached: dict[str, Any]) -> list[str]:
     """Return what is worse than it was by more than two percent."""
     return [f"{key} {now[key]:.1f}, was {reached[key]:.1f}" for key in ("step_ms", "peak_gb")
-            if key in reached and now[key] > WORSE * reached[key]]
+            if key in reached and now.get(key, 0.0) > WORSE * reached[key]]
 
 
 def apart(name: str, update: bool, deadline: float) -> dict[str, Any] | None:
@@ -119,6 +123,8 @@ def apart(name: str, update: bool, deadline: float) -> dict[str, Any] | None:
 def row(name: str, now: dict[str, Any]) -> str:
     """Return the row of a case in the table."""
     least, most = now["interval"]
+    if "step_ms" not in now:
+        return f"| {name}: not simulated; planned {now['planned_ms']:.1f} ms |"
     cells = [name, f"{now['step_ms']:.1f}", f"{least * now['step_ms']:.1f} to {most * now['step_ms']:.1f}",
              f"{now['mfu']:.1%}", f"{now['planned_ms']:.1f}", f"{now['peak_gb']:.1f}",
              *(f"{now[f'{part.replace(" ", "_")}_ms']:.1f}" for part in (*PARTS, "exposed", "dead")),
@@ -128,8 +134,12 @@ def row(name: str, now: dict[str, Any]) -> str:
 
 def rounded(now: dict[str, Any]) -> dict[str, Any]:
     """Return figures with four decimals."""
-    return {key: rounded(value) if isinstance(value, dict) else round(value, 4) if isinstance(value, float) else value
-            for key, value in now.items()}
+    def of(value: Any) -> Any:
+        if isinstance(value, list):
+            return [of(one) for one in value]
+        return rounded(value) if isinstance(value, dict) else round(value, 4) if isinstance(value, float) else value
+
+    return {key: of(value) for key, value in now.items()}
 
 
 def main() -> int:
@@ -164,7 +174,8 @@ def main() -> int:
                 if not flags.simulate:
                     known[name]["compiled_by"] = compilers(known[name])
                 CASES.write_text(json.dumps(known, indent=1) + "\n")
-    ratios = [one["reached"]["planned_ms"] / one["reached"]["step_ms"] for one in known.values() if "reached" in one]
+    ratios = [one["reached"]["planned_ms"] / one["reached"]["step_ms"] for one in known.values()
+              if "step_ms" in one.get("reached", {})]
     print(f"\nplanned by simulated: median difference {statistics.median(abs(ratio - 1) for ratio in ratios):.1%} of "
           f"{len(ratios)} recorded cases, {min(ratios):.2f} to {max(ratios):.2f}")
     if missing:
