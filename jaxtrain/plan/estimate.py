@@ -26,8 +26,8 @@ from jaxtrain.sharding import axis_rules
 from jaxtrain.sharding.mesh import axis_sizes
 from jaxtrain.train_step.report import in_hosts, total
 
-# How often stacks are written or read because of a loop on GPUs: as zeros, and when a part is copied into it (profile of
-# 124M on one H200 with its layers in a loop).
+# How often stacks are written or read because of a loop on GPUs: as zeros, and when a part is copied into it (profile
+# of 124M on one H200 with its layers in a loop).
 STACKED = 3
 
 
@@ -170,8 +170,9 @@ def estimate(config: Config, target: Target, devices: int, documents: int = 1) -
 
 def _stacked(block: Block) -> float:
     """Return the bytes of what a loop over layers leaves in stacks: what they keep, and gradients."""
-    return sum(times * value.bytes for op, times in block.all() if op.name == "scan" and op.times > 1
-               and any(inner.flops for body in op.bodies for inner, _ in body.all()) for value in op.outputs[op.carried:])
+    loops = ((op, times) for op, times in block.all() if op.name == "scan" and op.times > 1)
+    return sum(times * value.bytes for op, times in loops
+               if any(inner.flops for body in op.bodies for inner, _ in body.all()) for value in op.outputs[op.carried:])
 
 
 def _kept_on_hosts(block: Block) -> int:

@@ -15,8 +15,8 @@ from pathlib import Path
 from jaxtrain.plan import hlo, kinds
 from jaxtrain.plan.instructions import COUNTED, Array, Instruction, Program, program
 
-_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(?:\{\{.*?\}\}|\{\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
-                     r"|mesh\[.*?\].*?\{.*?\})")
+_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(?:\{\{.*?\}\}|\{\}"
+                     r"|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?|mesh\[.*?\].*?\{.*?\})")
 _SCOPES = {kinds.ATTENTION: "attention", kinds.HEAD: "loss_head", kinds.OPTIMIZER: "optimizer"}
 
 

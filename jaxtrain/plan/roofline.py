@@ -30,7 +30,8 @@ class Roofline:
         if instruction.on_host or instruction.from_host:
             return instruction.bytes / 2 / self.target.host
         passing = "memory" if instruction.flops else _PASSES.get(kind, "memory")
-        took = max(instruction.bytes / (self.target.bandwidth * self._share(passing)), self.computing(instruction, kind))
+        moving = instruction.bytes / (self.target.bandwidth * self._share(passing))
+        took = max(moving, self.computing(instruction, kind))
         return took + self.target.launch if took else 0.0
 
     def computing(self, instruction: Instruction, kind: str) -> float:

@@ -2,8 +2,8 @@
 
 Each instruction takes the time of its roofline. What is begun early (`all-gather-start`) runs beside computation until
 its result is awaited (`all-gather-done`); the wait is exposed communication. Communication that runs beside computation
-makes it slower: all but the share that the target's `overlap` says is exposed, too. A loop's body is simulated twice: once as
-it begins, and once in the state in which all further ones begin.
+makes it slower: all but the share that the target's `overlap` says is exposed, too. A loop's body is simulated twice:
+once as it begins, and once in the state in which all further ones begin.
 """
 
 import copy

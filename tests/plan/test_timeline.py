@@ -13,7 +13,7 @@ from jaxtrain.plan.targets import TARGETS
 from jaxtrain.plan.timeline import simulate
 
 H100 = TARGETS["h100"]
-RATES = H100.efficiency
+RATES = H100.among(8).efficiency
 PRODUCT = 2 * 4096**3 / (RATES["matmul"] * 989e12) + H100.launch  # seconds of a square product, compute bound
 # Of 8 x [512, 4096] bfloat16 over NVLink.
 GATHER = 7 * 512 * 4096 * 2 / (RATES["links"] * 450e9) + 7 * 4e-6
@@ -87,7 +87,7 @@ def test_a_gather_beside_a_product_makes_it_slower_and_alone_costs_all_of_its_ti
 
 
 def test_links_with_engines_of_their_own_hide_all_of_it():
-    apart = dataclasses.replace(H100, efficiency={**RATES, "overlap": 1.0})
+    apart = dataclasses.replace(H100, efficiency={**H100.efficiency, "overlap": 1.0})
     assert simulate(program(STEP.replace("BESIDE", BESIDE)), apart, {"data": 1, "fsdp": 8}).exposed == 0
 
 

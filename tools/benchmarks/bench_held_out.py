@@ -4,8 +4,8 @@
 
 The runs are those of docs/measurements/published.json (bench_published.py --update): what others published, and the
 whole steps that were measured on one H200. Of each the record has the seconds that it took and those predicted with
-today's rates (jaxtrain/plan/rates.py) for matmuls, attention, memory and communication. The fit multiplies these: matmuls
-by a factor for each chip, the rest by one for each platform, all close to 1. Predictions without a run's own figures
+today's rates (jaxtrain/plan/rates.py) for matmuls, attention, memory and communication. The fit multiplies these:
+matmuls by a factor for each chip, the rest by one for each platform, all close to 1. Predictions without a run's own figures
 give its held-out error; the interval's factors (jaxtrain/plan/cost/interval.py) come from these errors, and a run is
 judged by the interval of all others. No accelerator is needed, and nothing is traced or compiled.
 """
@@ -49,7 +49,8 @@ def runs() -> list[Run]:
     for name, line in json.loads(RECORD.read_text()).items():
         parts = {(line["chip"] if part == "matmul" else line["platform"], part): seconds
                  for part, seconds in line["parts"].items()}
-        found.append(Run(name, line["chip"], "experts" if line["experts"] else line["platform"], line["seconds"], parts))
+        group = "experts" if line["experts"] else line["platform"]
+        found.append(Run(name, line["chip"], group, line["seconds"], parts))
     return found
 
 
@@ -94,7 +95,8 @@ def main() -> int:
         others = [errors[one.name] for one in known if one.group == run.group and one is not run]
         low, high = interval(others)
         inside.setdefault(run.group, []).append(low <= errors[run.name] <= high)
-        print(f"| {run.name} | {errors[run.name]:.3f} | {low:.2f} to {high:.2f} | {'yes' if inside[run.group][-1] else 'no'} |")
+        within = "yes" if inside[run.group][-1] else "no"
+        print(f"| {run.name} | {errors[run.name]:.3f} | {low:.2f} to {high:.2f} | {within} |")
     for group, found in inside.items():
         mine = [errors[run.name] for run in known if run.group == group]
         low, high = interval(mine)

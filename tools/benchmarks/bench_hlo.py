@@ -7,11 +7,12 @@
     python tools/benchmarks/bench_hlo.py --simulate --update
 
 Each case of `docs/measurements/hlo.json` is compiled for a described target (extras `aot-cuda`, `aot-tpu`), and its
-step is simulated (`jaxtrain/plan/timeline.py`). Exit status 1 if a step is more than 2 % slower than it was, or uses 2 %
-more memory. `--update` records what is reached now, and by which compiler; the program, reduced to what a simulation
-reads, is kept in `docs/measurements/steps/`. `--simulate` compiles nothing and simulates these programs again, and plans
-the cases again, as after a change of the rates. With `--jobs` cases are compiled side by side, each by a process of its
-own, and `--minutes` begins no further ones after this time. No accelerator is needed.
+step is simulated (`jaxtrain/plan/timeline.py`). Exit status 1 if a step is more than 2 % slower than it was, or uses
+2 % more memory. `--update` records what is reached now, and by which compiler; the program, reduced to what a
+simulation reads, is kept in `docs/measurements/steps/`. `--simulate` compiles nothing and simulates these programs
+again, and plans the cases again, as after a change of the rates; cases without a program are only planned. With
+`--jobs` cases are compiled side by side, each by a process of its own, and `--minutes` begins no further ones after this time. `--table` prints the record as docs/performance.md has it.
+No accelerator is needed.
 """
 
 import argparse
@@ -73,7 +74,8 @@ def measure(name: str, case: dict[str, Any], keep: bool = False) -> dict[str, An
 def again(name: str, case: dict[str, Any]) -> dict[str, Any]:
     """Plan a case again, and simulate its recorded program, if it has one."""
     path = STEPS / f"{name}.hlo.gz"
-    return figures(planned(case), recorded.read(path) if path.exists() else None, case.get("reached", {}).get("peak_gb"))
+    made = recorded.read(path) if path.exists() else None
+    return figures(planned(case), made, case.get("reached", {}).get("peak_gb"))
 
 
 def figures(guess: Estimate, made: Program | None, peak_gb: float | None) -> dict[str, Any]:
@@ -127,8 +129,21 @@ def row(name: str, now: dict[str, Any]) -> str:
         return f"| {name}: not simulated; planned {now['planned_ms']:.1f} ms |"
     cells = [name, f"{now['step_ms']:.1f}", f"{least * now['step_ms']:.1f} to {most * now['step_ms']:.1f}",
              f"{now['mfu']:.1%}", f"{now['planned_ms']:.1f}", f"{now['peak_gb']:.1f}",
-             *(f"{now[f'{part.replace(" ", "_")}_ms']:.1f}" for part in (*PARTS, "exposed", "dead")),
+             *(f"{now[part.replace(' ', '_') + '_ms']:.1f}" for part in (*PARTS, "exposed", "dead")),
              f"{now['mb_per_token_layer']:.2f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def documented(case: dict[str, Any]) -> str:
+    """Return the row of a recorded case in docs/performance.md; middle, least and most are those of its interval."""
+    reached = case["reached"]
+    (least, most), middle = reached["interval"], reached.get("mfu", reached["planned_mfu"])
+    simulated = f"{reached['step_ms']:,.0f}" if "step_ms" in reached else "not compiled"
+    apart = reached.get("documents")
+    within = f"{100 * middle:.1f} ({100 * middle / most:.0f} to {100 * middle / least:.0f}) %"
+    cells = [case["step"], simulated, f"{reached['planned_ms']:,.0f}", within if middle else "not counted",
+             f"{100 * apart['mfu']:.1f} and {100 * apart['mfu_computed']:.1f} %" if apart and middle else "",
+             f"{reached['peak_gb']:.1f}" if "peak_gb" in reached else f"{reached['planned_gb']:.1f} planned"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -150,15 +165,19 @@ def main() -> int:
     parser.add_argument("--simulate", action="store_true", help="simulate the recorded programs, and compile nothing")
     parser.add_argument("--jobs", type=int, default=1, help="cases that are compiled side by side; default: 1")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further case after so many")
+    parser.add_argument("--table", action="store_true", help="print the record as the documentation has it")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     known, bad, missing = json.loads(CASES.read_text()), [], []
     names = flags.cases or list(known)
+    if flags.table:
+        print("\n".join(documented(known[name]) for name in names))
+        return 0
     if flags.alone:
         print(f"{ALONE}{names[0]}: {json.dumps(measure(names[0], known[names[0]], flags.update))}")
         return 0
-    print(f"| case | step ms | 80 % interval | MFU | planned ms | peak GB | {' | '.join((*PARTS, 'exposed', 'dead'))} | "
-          "MB/token/layer |\n|" + "---|" * 14)
+    print("| case | step ms | 80 % interval | MFU | planned ms | peak GB | "
+          f"{' | '.join((*PARTS, 'exposed', 'dead'))} | MB/token/layer |\n|" + "---|" * 14)
     deadline = time.monotonic() + 60 * flags.minutes
     with ThreadPoolExecutor(flags.jobs) as pool:
         found = ((again(name, known[name]) for name in names) if flags.simulate else

@@ -1,12 +1,12 @@
 """The interval of a predicted step, from how far runs that were timed were from what is predicted of them.
 
 Its factors come from the held-out errors of those runs: each is predicted with rates that were fitted to all others
-(`tools/benchmarks/bench_held_out.py`, docs/planner.md). 27 runs on GPUs, 8 on TPUs, and 4 of models with experts, two of
-them on GPUs. An interval from so few is wide; that of GPUs holds for cards that were among the runs, and is borrowed for
-others.
+(`tools/benchmarks/bench_held_out.py`, docs/planner.md). 27 runs on GPUs, 8 on TPUs, and 4 of models with experts, two
+of them on GPUs. An interval from so few is wide; that of GPUs holds for cards that were among the runs, and is borrowed
+for others.
 """
 
-FACTORS = {"cuda": (0.89, 1.11), "tpu": (0.84, 1.15), "experts": (0.8, 1.5)}
+FACTORS = {"cuda": (0.89, 1.11), "tpu": (0.83, 1.13), "experts": (0.56, 1.70)}
 
 
 def interval(platform: str, seconds: float, experts: int) -> tuple[float, float] | None:
