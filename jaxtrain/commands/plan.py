@@ -67,8 +67,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--roofline", action="store_true",
                       help="with --verify: the time of each compiled operation, exposed communication and MFU")
     made.add_argument("--timeline", metavar="FILE", help="with --verify: draw the compiled step's timeline, as SVG")
-    made.group("what is planned", "target", "targets", "global_batch_size", "seq_len", "documents", "precisions", "link",
-               "slowest")
+    made.group("what is planned", "target", "targets", "global_batch_size", "seq_len", "documents", "precisions",
+               "link", "slowest")
     made.group("budgets and scaling laws", "tokens", "scaling", "flops", "dollars")
     made.group("what is shown", "top", "output", "json", "explain")
     made.group("compiling for the real target", "verify", "roofline", "timeline")

@@ -172,7 +172,8 @@ def _stacked(block: Block) -> float:
     """Return the bytes of what a loop over layers leaves in stacks: what they keep, and gradients."""
     loops = ((op, times) for op, times in block.all() if op.name == "scan" and op.times > 1)
     return sum(times * value.bytes for op, times in loops
-               if any(inner.flops for body in op.bodies for inner, _ in body.all()) for value in op.outputs[op.carried:])
+               if any(inner.flops for body in op.bodies for inner, _ in body.all())
+               for value in op.outputs[op.carried:])
 
 
 def _kept_on_hosts(block: Block) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 GPU: Mapping[str, float] = {
     "matmul": 0.645,  # published, H100, with NEIGHBOURS; large products alone: 0.73
-    "grouped": 0.50,  # jaxtrain's kernels for experts: H200's 0.61, less by what H100's products are below H200's
+    "grouped": 0.50,  # jaxtrain's kernels for experts: H200's 0.61, less by about what H100's products are below H200's
     "attention": 0.42,  # heads of 128, rows of 4,096, one document, both ways: published; H200 alone: 0.45
     "mosaic": 0.54,  # jaxtrain's own attention: H200's 0.60, less as cuDNN's
     "memory": 0.72,  # elementwise: H200's 0.72

@@ -11,8 +11,8 @@ step is simulated (`jaxtrain/plan/timeline.py`). Exit status 1 if a step is more
 2 % more memory. `--update` records what is reached now, and by which compiler; the program, reduced to what a
 simulation reads, is kept in `docs/measurements/steps/`. `--simulate` compiles nothing and simulates these programs
 again, and plans the cases again, as after a change of the rates; cases without a program are only planned. With
-`--jobs` cases are compiled side by side, each by a process of its own, and `--minutes` begins no further ones after this time. `--table` prints the record as docs/performance.md has it.
-No accelerator is needed.
+`--jobs` cases are compiled side by side, each by a process of its own, and `--minutes` begins no further ones after
+this time. `--table` prints the record as docs/performance.md has it. No accelerator is needed.
 """
 
 import argparse
@@ -140,11 +140,22 @@ def documented(case: dict[str, Any]) -> str:
     (least, most), middle = reached["interval"], reached.get("mfu", reached["planned_mfu"])
     simulated = f"{reached['step_ms']:,.0f}" if "step_ms" in reached else "not compiled"
     apart = reached.get("documents")
-    within = f"{100 * middle:.1f} ({100 * middle / most:.0f} to {100 * middle / least:.0f}) %"
+    within = f"{100 * middle:.1f} % ({100 * middle / most:.0f} to {100 * middle / least:.0f})"
     cells = [case["step"], simulated, f"{reached['planned_ms']:,.0f}", within if middle else "not counted",
              f"{100 * apart['mfu']:.1f} and {100 * apart['mfu_computed']:.1f} %" if apart and middle else "",
              f"{reached['peak_gb']:.1f}" if "peak_gb" in reached else f"{reached['planned_gb']:.1f} planned"]
     return f"| {' | '.join(cells)} |"
+
+
+def headline(case: dict[str, Any]) -> str:
+    """Return the row of a case with a goal, in per cent of MFU: reached if the whole interval is, open if a part is."""
+    reached, goal = case["reached"], case["goal"]
+    least, most = reached["interval"]
+    middle, kind = (reached["mfu"], "simulated") if "mfu" in reached else (reached["planned_mfu"], "planned")
+    low, high = 100 * middle / most, 100 * middle / least
+    said = "" if not goal else "yes" if low >= goal else "no" if high < goal else "open"
+    asked = f"{goal} %" if goal else ""
+    return f"| {case['step']} | {asked} | {100 * middle:.1f} %, {kind} | {low:.0f} to {high:.0f} % | {said} |"
 
 
 def rounded(now: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +182,8 @@ def main() -> int:
     known, bad, missing = json.loads(CASES.read_text()), [], []
     names = flags.cases or list(known)
     if flags.table:
-        print("\n".join(documented(known[name]) for name in names))
+        print("\n".join([*(documented(known[name]) for name in names), "",
+                         *(headline(known[name]) for name in names if "goal" in known[name])]))
         return 0
     if flags.alone:
         print(f"{ALONE}{names[0]}: {json.dumps(measure(names[0], known[names[0]], flags.update))}")

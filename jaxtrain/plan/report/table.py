@@ -166,8 +166,8 @@ def explained(e: Estimate) -> str:
                  (f", MFU {e.mfu_said}" if e.mfu_said else ""))
     lines += [f"  80 % interval, from runs that were timed: {e.interval_said}"] if e.interval else []
     if e.documents > 1 and e.mfu_said:
-        lines.append(f"  with {e.documents} documents in a row, between which kernels skip pairs that MFU counts: MFU as "
-                     f"computed {e.mfu_computed:.1%}")
+        lines.append(f"  with {e.documents} documents in a row, between which kernels skip pairs that MFU counts: MFU "
+                     f"as computed {e.mfu_computed:.1%}")
     lines += [f"  {name:<40}{milliseconds(seconds):>10} ms" for name, seconds in e.time.parts.most_common()
               if seconds > 0.002 * e.seconds]
     lines.append(f"  {'(hidden behind computation, at no cost':<40}{milliseconds(e.time.hidden.total()):>10} ms)")
