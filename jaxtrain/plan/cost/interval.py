@@ -6,7 +6,7 @@ of them on GPUs. An interval from so few is wide; that of GPUs holds for cards t
 for others.
 """
 
-FACTORS = {"cuda": (0.89, 1.11), "tpu": (0.83, 1.13), "experts": (0.56, 1.70)}
+FACTORS = {"cuda": (0.89, 1.11), "tpu": (0.83, 1.13), "experts": (0.55, 1.73)}
 
 
 def interval(platform: str, seconds: float, experts: int) -> tuple[float, float] | None:
