@@ -65,10 +65,10 @@ def test_the_record_has_what_others_printed():
     assert {name for name in lines if not name.startswith("jaxtrain ")} == set(told)
     for name, row in told.items():
         tokens = float(row[2]) * float(row[3])
-        assert tokens / lines[name]["seconds"] == pytest.approx(float(row[6].replace(",", "")), rel=2e-3), name
+        assert tokens / lines[name]["seconds"] == pytest.approx(float(row[6].replace(",", "")), abs=0.6, rel=1e-3), name
         predicted = tokens / sum(lines[name]["parts"].values())
         assert predicted == pytest.approx(float(row[7].split(",")[0] if row[7].count(",") == 0 else
-                                                row[7].removesuffix(", does not fit").replace(",", "")), rel=6e-3), name
+                                                row[7].removesuffix(", does not fit").replace(",", "")), abs=0.6, rel=2e-3), name
 
 
 def test_what_no_run_tells_has_none():
