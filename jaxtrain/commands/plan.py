@@ -41,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--targets", help="a JSON file with your own accelerators, or with measurements")
     made.add_argument("--global_batch_size", type=int, help="global batch size in sequences; default: the config's")
     made.add_argument("--seq_len", type=int, help="sequence length in tokens; default: the config's")
+    made.add_argument("--documents", type=int, default=1,
+                      help="with --explain: documents of equal length in a row, whose pairs kernels skip; default: 1")
     made.add_argument("--tokens", type=float, default=1e12,
                       help="tokens to train on, to compute days and cost; default: 1e12")
     made.add_argument("--precisions", default="", metavar="NAME,...",
@@ -65,7 +67,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--roofline", action="store_true",
                       help="with --verify: the time of each compiled operation, exposed communication and MFU")
     made.add_argument("--timeline", metavar="FILE", help="with --verify: draw the compiled step's timeline, as SVG")
-    made.group("what is planned", "target", "targets", "global_batch_size", "seq_len", "precisions", "link", "slowest")
+    made.group("what is planned", "target", "targets", "global_batch_size", "seq_len", "documents", "precisions",
+               "link", "slowest")
     made.group("budgets and scaling laws", "tokens", "scaling", "flops", "dollars")
     made.group("what is shown", "top", "output", "json", "explain")
     made.group("compiling for the real target", "verify", "roofline", "timeline")
@@ -99,7 +102,7 @@ def run(flags: argparse.Namespace, overrides: dict[str, str]) -> None:
     if flags.explain:
         if config.mesh.auto:
             raise UserError("--explain", "mesh=auto is not a layout yet", "leave --explain out")
-        chosen = [estimate(config, target, devices)]
+        chosen = [estimate(config, target, devices, flags.documents)]
         tell_json(figures_of(chosen[0], flags.tokens)) if flags.json else tell(explained(chosen[0]))
     else:
         # With mesh=auto, search only what a run would: the config's settings with any mesh.
@@ -131,7 +134,7 @@ def _config_of(flags: argparse.Namespace, overrides: dict[str, str]) -> "Config"
     from jaxtrain.plan.estimate import change
 
     config = load_config(flags.config, overrides)
-    for name in ("global_batch_size", "seq_len", "top", "tokens"):
+    for name in ("global_batch_size", "seq_len", "documents", "top", "tokens"):
         if (value := getattr(flags, name)) is not None and not 1 <= value < math.inf:
             raise UserError(f"--{name}", f"{value} is too few", "give 1 or more")
     asked = {"data.global_batch_size": flags.global_batch_size, "data.seq_len": flags.seq_len}

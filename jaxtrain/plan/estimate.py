@@ -12,6 +12,7 @@ import jax
 from jaxtrain.base.annotations import JsonObject
 from jaxtrain.builder import build
 from jaxtrain.config.schema import AXES, Config
+from jaxtrain.models.rematerialization import layers_at_once
 from jaxtrain.parallel import experts
 from jaxtrain.plan.cost import memory, time, useful_flops
 from jaxtrain.plan.cost.interval import interval
@@ -24,6 +25,10 @@ from jaxtrain.run.validation import context_strategy
 from jaxtrain.sharding import axis_rules
 from jaxtrain.sharding.mesh import axis_sizes
 from jaxtrain.train_step.report import in_hosts, total
+
+# How often stacks are written or read because of a loop on GPUs: as zeros, and when a part is copied into it (profile
+# of 124M on one H200 with its layers in a loop).
+STACKED = 3
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Estimate:
     host: int  # bytes of the host's memory for each device
     useful: float  # FLOP of one device that the model needs, with causal attention; 0: not known
     answering: dict[str, Counter] = field(default_factory=dict)  # memory while prompts are answered, by phase
+    documents: int = 1  # of equal length in each row
+    computed: float = 0.0  # `useful`, without the pairs of different documents
     strategy: str = ""  # how attention crosses the parts of a sequence; "" if rows are whole
 
     @property
@@ -92,6 +99,11 @@ class Estimate:
         return self.useful / self.seconds / self.target.peak["bfloat16"]
 
     @property
+    def mfu_computed(self) -> float:
+        """The same without pairs of tokens of different documents, which `mfu` counts although kernels skip them."""
+        return self.computed / self.seconds / self.target.peak["bfloat16"]
+
+    @property
     def mfu_said(self) -> str:
         """The same as text; "" where it is not known, and for CPUs, whose peak is not."""
         return f"{self.mfu:.1%}" if self.useful and self.target.platform != "cpu" else ""
@@ -105,8 +117,11 @@ class Estimate:
         return self.days(tokens) * 24 * self.devices * self.target.price
 
 
-def estimate(config: Config, target: Target, devices: int) -> Estimate:
-    """Trace the step for this many devices and estimate it; raises a `UserError` for what `build` refuses."""
+def estimate(config: Config, target: Target, devices: int, documents: int = 1) -> Estimate:
+    """Trace the step for this many devices and estimate it; raises a `UserError` for what `build` refuses.
+
+    `documents`: of equal length in each row.
+    """
     # Layers in a loop take the same memory, within a few percent, and are traced once.
     traceable = config if target.platform == "cpu" else dataclasses.replace(
         config, train=dataclasses.replace(config.train, unroll=1))
@@ -116,7 +131,8 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     sizes = dict(run.mesh.shape)
     filled = experts.filled(config.model.experts, axis_rules.shards(run.sharded.rules["experts"], run.mesh),
                             config.train.expert_buffer)
-    block = reader.read(traced.jaxpr, sizes, target.platform, target.rings, filled, config.model.windows)
+    block = reader.read(traced.jaxpr, sizes, target.platform, target.rings, filled, config.model.windows,
+                        documents=documents)
     state = len(jax.tree.leaves(run.abstract))
     worst = memory.peak(block, state)
     elsewhere = in_hosts(run.abstract) if target.platform != "cpu" else 0  # on CPU it is the same memory
@@ -142,10 +158,22 @@ def estimate(config: Config, target: Target, devices: int) -> Estimate:
     for op, times in block.all():
         for found in op.collectives:
             talked[found.kind, tuple(axis for axis in sizes if axis in found.axes)] += found.bytes * times
-    useful = useful_flops.of_row(run) * config.data.global_batch_size / devices
+    rows = config.data.global_batch_size / devices
+    useful, computed = useful_flops.of_row(run) * rows, useful_flops.of_row(run, documents) * rows
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
+    if target.platform == "cuda" and layers_at_once(config.model, config.train, "cuda", config.mesh.stage > 1) == 1:
+        took.spend(STACKED * _stacked(block) / (target.bandwidth * target.efficiency["memory"]), "memory")
     strategy = context_strategy(run.config, run.mesh, run.sharded.rules)
-    return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, phases, strategy)
+    return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, phases, documents, computed,
+                    strategy)
+
+
+def _stacked(block: Block) -> float:
+    """Return the bytes of what a loop over layers leaves in stacks: what they keep, and gradients."""
+    loops = ((op, times) for op, times in block.all() if op.name == "scan" and op.times > 1)
+    return sum(times * value.bytes for op, times in loops
+               if any(inner.flops for body in op.bodies for inner, _ in body.all())
+               for value in op.outputs[op.carried:])
 
 
 def _kept_on_hosts(block: Block) -> int:

@@ -5,6 +5,7 @@ know how often an instruction runs, for example from a trace.
 """
 
 import functools
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ _NOTHING = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "a
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape")
 
+COUNTED = "counted="  # costs that were counted before (jaxtrain.plan.recorded)
 _EXACT = re.compile(r'operand_precision(?:":\["|=\{)high', re.IGNORECASE)  # products that round no operand
 _KERNELS = ("mosaic_gpu", "__gpu$xla.gpu.triton")  # what calls jaxtrain's kernels, by the name of the compiler
 _GROUPED = re.compile(r"grouped_matmul_(\d+)_rows")  # the name of kernels/grouped_matmul.py
@@ -54,6 +56,8 @@ class Instruction:
     rounds: bool = False  # whether they may round operands of float32
     grouped: bool = False  # whether it is a kernel of `kernels.grouped_matmul`
     inner: "Instruction | None" = None  # the kernel of attention in a fusion with slices
+    attends: tuple[int, int] = (0, 0)  # of a kernel of attention: the width of a head, and the length of a row
+    masked: bool = False  # whether it is cuDNN's, with an array as mask
     on_host: bool = False  # whether its result is in the host's memory, or a part of it
     from_host: bool = False  # whether an operand is
 
@@ -203,6 +207,11 @@ def _arrays(text: str) -> list[Array]:
 
 # ---------------------------------------------------------------------------------------------------------------- costs
 def _count(instruction: Instruction, made: Program) -> None:
+    if COUNTED in instruction.text:
+        told = json.JSONDecoder().raw_decode(instruction.text.partition(COUNTED)[2])[0]
+        for key, value in told.items():
+            setattr(instruction, key, tuple(value) if key == "attends" else value)
+        return
     if instruction.opcode in (*_NOTHING, *CONTAINERS) or instruction.opcode.endswith("-done"):
         return
     if instruction.target == "AllocateBuffer":
@@ -216,8 +225,9 @@ def _count(instruction: Instruction, made: Program) -> None:
             return
         if flops := _flops(product, made):
             instruction.flops += flops
-            if product is not instruction and product.attention:
-                instruction.inner = product
+            if product.attention:
+                instruction.inner = product if product is not instruction else None
+                instruction.attends, instruction.masked = _attends(product, made), "ScaleBias" in product.target
             first = 2 if product.target == "tpu_custom_call" else 0  # behind the tables of blocks
             instruction.dtype = instruction.dtype or made.operand(product, first)[0]
             instruction.rounds = not _EXACT.search(product.text)
@@ -251,6 +261,12 @@ def _count_grouped(instruction: Instruction, kernel: Instruction, filled: int, m
         instruction.flops = 2.0 * (filled + groups * DIMENSION) * depth * width
         read = size((dtype, (filled, depth + width)))
     instruction.bytes = read + size(result)
+
+
+def _attends(kernel: Instruction, made: Program) -> tuple[int, int]:
+    """Return the width of a head and the length of a row, [B, T, H, K], of a kernel of attention for GPUs."""
+    shape = next((dims for dtype, dims in (made.operand(kernel, index) for index in range(3)) if len(dims) == 4), ())
+    return (shape[3], shape[1]) if shape else (0, 0)
 
 
 def _flops(instruction: Instruction, made: Program) -> float:

@@ -77,7 +77,7 @@ def verified(guess: Estimate, roofline: bool = False, timeline: str | None = Non
                          f"{guess.talked[key] / GB:.3f}")
     if roofline or timeline:
         code = program(real.text)
-        simulated = simulate(code, guess.target, guess.mesh)
+        simulated = simulate(code, guess.target, guess.mesh, guess.documents)
         if roofline:
             lines.append(roofline_table(simulated, guess, code, source_lines(real.text)))
         if timeline:

@@ -16,32 +16,12 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.base.annotations import JsonObject
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files.bounded_files import misfit, user_json
+from jaxtrain.plan import rates
 
 if TYPE_CHECKING:
     import jax
 
 GB, GiB, T = 1e9, 2.0**30, 1e12
-# The share of a data sheet's figures that programs reach: of the peak in matmuls and in attention kernels, of the
-# bandwidth of memory and links; and "overlap", the share of communication that computation hides. Chosen by hand on
-# the calibrated half of bench_published.py, which has a100, h100, h200, v5p and v6e; guesses for the others.
-# The reasons given are what would explain the figures; they were not measured.
-GPU = {
-    "matmul": 0.62,  # H100, all eight of a machine at their power limit; published for large matmuls alone: 0.73
-    "grouped": 0.50,  # jaxtrain's own kernels for experts; on one H200 0.61 was measured
-    "attention": 0.42,  # cuDNN's without a mask; on one H200 0.37 to 0.45 at 4,096 tokens, 0.55 at 32,768
-    "mosaic": 0.48,  # jaxtrain's own; on one H200 0.46 to 0.60, and 0.65
-    "memory": 0.72,
-    "links": 0.80,  # NCCL's bus bandwidth in large collectives, within machines and across
-    "overlap": 0.25,  # NCCL's kernels take processors, memory bandwidth and power from the matmuls that run with them
-}
-TPU = {
-    "grouped": 0.70,
-    "matmul": 0.70,  # v6e, whose matrix units are 256 wide and whose memory is slow for its peak
-    "attention": 0.40,
-    "memory": 0.80,
-    "links": 0.90,
-    "overlap": 0.80,  # the links have engines of their own
-}
 PCIE = {8: 25 * GB, 9: 55 * GB, 10: 55 * GB}  # by compute capability: what sixteen lanes carry in each direction
 
 
@@ -69,12 +49,14 @@ class Target:
     links: tuple[Link, ...]  # nearest first
     price: float  # dollars per hour for one device: a default for users to correct
     source: str  # where the figures come from
-    efficiency: Mapping[str, float] = field(default_factory=lambda: GPU)  # share of them that is reached: what -> 0..1
+    efficiency: Mapping[str, float] = field(default_factory=lambda: rates.GPU)  # share that is reached: what -> 0..1
     chip: Mapping[str, Any] = field(default_factory=dict)  # what a GPU compiler needs besides
     # The least length of the contracted dimension at which XLA for TPUs turns a product and its sum into a ring.
     rings: float = math.inf
     host: float = 16e9  # bandwidth between device and host memory; the default is a guess, that of PCIe 4
     host_memory: float = math.inf  # the host's, for each of its devices
+    launch: float = 0.0  # seconds between two kernels
+    neighbours: float = 1.0  # of the rate of products, where other devices of the machine compute as well
 
     @property
     def described(self) -> str:
@@ -86,6 +68,14 @@ class Target:
         if dtype == "float32" and rounds and self.platform != "cpu":
             dtype = "tensorfloat32" if "tensorfloat32" in self.peak else "bfloat16"
         return self.peak.get(dtype, self.peak.get("float32", 1.0))
+
+    def among(self, devices: int) -> "Target":
+        """Return the target with the rates of products that it has among so many busy devices."""
+        if devices == 1 or self.neighbours == 1:
+            return self
+        slower = {kind: self.neighbours * share for kind, share in self.efficiency.items()
+                  if kind in ("matmul", "grouped")}
+        return dataclasses.replace(self, efficiency={**self.efficiency, **slower}, neighbours=1.0)
 
     @property
     def room(self) -> float:
@@ -112,7 +102,7 @@ def _gpu(name: str, kind: str, bf16: float, fp8: float, memory: int, bandwidth: 
     # JAX takes three quarters by default; jaxtrain.main asks for 0.92, since CUDA and NCCL need some.
     host = PCIE[chip["major"]] if name != "gb200" else 225 * GB  # half of NVLink-C2C's 450 in each direction
     return Target(name, "cuda", kind, peak, memory, 0.92, bandwidth * GB, links, price, source,
-                  {**GPU, **efficiency}, chip, host=host)
+                  {**rates.GPU, **efficiency}, chip, host=host, launch=rates.LAUNCH, neighbours=rates.NEIGHBOURS)
 
 
 def _tpu(name: str, kind: str, bf16: float, fp8: float, memory: float, bandwidth: float, ici: float, ports: int,
@@ -126,7 +116,7 @@ def _tpu(name: str, kind: str, bf16: float, fp8: float, memory: float, bandwidth
     # libtpu 0.0.50.1 for v5e, v5p and v6e, rings of 8 (v6e: 4 to 16), whatever the other dimensions.
     links = (Link("ICI", pod, ici * GB / ports, 1e-6), Link("network", 1 << 30, network * GB, 50e-6))
     return Target(name, "tpu", kind, peak, memory * GiB, 0.97, bandwidth * GB, links, price, source,
-                  {**TPU, **efficiency}, rings=2.15 * bf16 * T / links[0].bandwidth)
+                  {**rates.TPU, **efficiency}, rings=2.15 * bf16 * T / links[0].bandwidth)
 
 
 _NVIDIA = "NVIDIA data sheets (dense figures); memory, cores and clocks as XLA's target specifications have them"
@@ -138,25 +128,22 @@ _HOPPER = {"major": 9, "extension": "ACCELERATED_FEATURES", "cores": 132, "fpus"
 _BLACKWELL = {**_HOPPER, "major": 10, "cores": 148, "clock": 1.965, "l2": 132644864}
 TARGETS: dict[str, Target] = {target.name: target for target in (
     _gpu("a100", "NVIDIA A100-SXM4-80GB", 312, 0, 85100068864, 2039, 300, 8, 25, 2.0, _AMPERE, _NVIDIA,
-         {"matmul": 0.74, "attention": 0.50}),  # less short of power than H100
+         rates.A100),
     _gpu("h100", "NVIDIA H100 80GB HBM3", 989, 1979, 84942979072, 3352, 450, 8, 50, 3.0, _HOPPER, _NVIDIA),
     _gpu("h200", "NVIDIA H200", 989, 1979, 151397597184, 4800, 450, 8, 50, 3.5, _HOPPER, _NVIDIA,
-         # Measured on one card: large matmuls alone reach 0.80, large elementwise operations 0.83 to 0.89.
-         {"matmul": 0.77, "grouped": 0.61, "attention": 0.45, "mosaic": 0.53, "memory": 0.85}),
+         rates.H200),
     _gpu("b200", "NVIDIA B200", 2250, 4500, 191514411008, 7672, 900, 8, 50, 5.5, _BLACKWELL, _NVIDIA),
     _gpu("gb200", "NVIDIA GB200", 2500, 5000, 197897748480, 7928, 900, 72, 50, 6.5,
          {**_BLACKWELL, "cores": 152, "clock": 2.062, "l2": 135528448}, _NVIDIA),
     _tpu("v5e", "TPU v5( lite|e)", 197, 0, 16, 819, 400, 4, 256, 25 / 8, 1.2, f"{_GOOGLE}/v5e"),
-    # Matrix units half as wide as v6e's, and twice the memory bandwidth per FLOP.
-    _tpu("v5p", "TPU v5p?", 459, 0, 95, 2765, 1200, 6, 8960, 50 / 8, 4.2, f"{_GOOGLE}/v5p", {"matmul": 0.85}),
+    _tpu("v5p", "TPU v5p?", 459, 0, 95, 2765, 1200, 6, 8960, 50 / 8, 4.2, f"{_GOOGLE}/v5p", rates.V5P),
     _tpu("v6e", "TPU v6( lite|e)", 918, 0, 32, 1638, 800, 4, 256, 100 / 8, 2.7, f"{_GOOGLE}/v6e"),
     _tpu("tpu7x", "TPU7x", 2307 / 2, 4614 / 2, 96, 7380 / 2, 600, 6, 2 * 9216, 50 / 8, 6.0, f"{_GOOGLE}/tpu7x"),
 )}
 # One virtual device on one core: roughly what a matmul in float32 and a copy in memory reached.
 TARGETS["cpu"] = Target("cpu", "cpu", "cpu", {"float32": 6e10, "bfloat16": 3e10}, 4 * GiB, 0.8, 1e10,
                         (Link("memory", 1 << 30, 2e9, 1e-4),), 0.05, "a core of a usual server",
-                        {"matmul": 1.0, "grouped": 1.0, "attention": 1.0, "memory": 1.0, "links": 1.0,
-                         "overlap": 0.0}, host=5e9)
+                        rates.CPU, host=5e9)
 _CORES = {"v5p": 2}  # targets whose slices are named by cores: v5p-512 has 256 chips
 
 
@@ -266,6 +253,8 @@ def _made(name: str, keys: JsonObject) -> Target:
     for key in ("peak", "efficiency"):
         if key in changes:
             changes[key] = {**getattr(base, key), **changes[key]}
+    if "matmul" in keys.get("efficiency", {}):  # measured with all devices at work
+        changes.setdefault("neighbours", 1.0)
     return dataclasses.replace(base, name=name, **changes)
 
 

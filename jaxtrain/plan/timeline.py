@@ -1,11 +1,13 @@
 """Simulate a compiled step in the order that the compiler gave it: one stream computes, one talks, one copies.
 
 Each instruction takes the time of its roofline. What is begun early (`all-gather-start`) runs beside computation until
-its result is awaited (`all-gather-done`); the wait is exposed communication. A loop's body is simulated twice: once as
-it begins, and once in the state in which all further ones begin.
+its result is awaited (`all-gather-done`); the wait is exposed communication. Communication that runs beside computation
+makes it slower: all but the share that the target's `overlap` says is exposed, too. A loop's body is simulated twice:
+once as it begins, and once in the state in which all further ones begin.
 """
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -95,9 +97,12 @@ class Timeline:
         return sum(operation.instruction.flops * operation.times for operation in self.operations)
 
 
-def simulate(program: Program, target: Target, mesh: Mapping[str, int]) -> Timeline:
-    """Simulate one step of a program on devices of the target in a mesh of these sizes."""
-    run = _Simulation(program, Roofline(target, program, mesh), mesh)
+def simulate(program: Program, target: Target, mesh: Mapping[str, int], documents: int = 1) -> Timeline:
+    """Simulate one step of a program on devices of the target in a mesh of these sizes.
+
+    `documents`: of equal length in each row.
+    """
+    run = _Simulation(program, Roofline(target.among(math.prod(mesh.values())), program, mesh, documents), mesh)
     run.computation(program.entry, 1)
     operations = sorted(run.operations.values(), key=lambda one: -max(one.exposed, one.seconds))
     return Timeline(max(run.clock.values()), operations, list(run.loops.values()))
@@ -109,7 +114,8 @@ class _Simulation:
     roofline: Roofline
     mesh: Mapping[str, int]
     clock: dict[str, float] = field(default_factory=lambda: {COMPUTE: 0.0, TALK: 0.0, COPY: 0.0})
-    under_way: dict[str, tuple[float, str]] = field(default_factory=dict)  # start -> (its end, its operation)
+    under_way: dict[str, tuple[float, float, str, str]] = field(  # start -> its end, seconds, stream and operation
+        default_factory=dict)
     operations: dict[str, Operation] = field(default_factory=dict)
     loops: dict[str, Loop] = field(default_factory=dict)
     _bodies: dict[str, list[str]] = field(default_factory=dict)
@@ -137,7 +143,7 @@ class _Simulation:
         elif inner := self._sent(one):
             return self._send(one, inner, times)
         else:
-            seconds = self.roofline.seconds(one)
+            seconds = self.roofline.seconds(one, self._kind(one, one))
             if seconds:
                 return [self._spend(one, one, COMPUTE, seconds, times, dead and one.opcode != "custom-call")]
         return []
@@ -154,7 +160,7 @@ class _Simulation:
             took = self.clock[COMPUTE] - before[COMPUTE]
             for stream in self.clock:
                 self.clock[stream] += took * (trips - 2)
-            self.under_way = {name: (end + took * (trips - 2), who) for name, (end, who) in self.under_way.items()}
+            self.under_way = {name: (end + took * (trips - 2), *rest) for name, (end, *rest) in self.under_way.items()}
 
     def _trial(self, name: str) -> float:
         """Return what a computation would take, without having run it."""
@@ -174,30 +180,45 @@ class _Simulation:
 
     def _send(self, one: Instruction, inner: Instruction, times: float) -> list[Span]:
         stream = TALK if inner.collective else COPY
-        seconds = self.roofline.talking(inner) if inner.collective else self.roofline.seconds(one)
+        seconds = self.roofline.talking(inner) if inner.collective else self.roofline.seconds(one, kinds.COPIES)
         ends_itself = not one.opcode.endswith("-start") or '"is_sync":true' in one.text
         before = self.clock[COMPUTE]
         spans = [self._spend(one, inner, stream, seconds, times, False)]
-        self.under_way[one.name] = self.clock[stream], one.name
+        self.under_way[one.name] = self.clock[stream], 0.0 if ends_itself else seconds, stream, one.name
         if ends_itself:
-            fused = self.roofline.seconds(one) if inner is not one and one.flops else 0.0  # a product that runs with it
+            fused = 0.0
+            if inner is not one and one.flops:  # a product that runs with it
+                fused = self.roofline.seconds(one, kinds.MATMUL) + self._price(stream, seconds)
             wait = max(self.clock[stream] - before, fused)
             self.operations[one.name].exposed += times * wait
             self.clock[COMPUTE] = before + wait
         return spans
 
     def _await(self, one: Instruction, times: float) -> None:
-        end, who = next((self.under_way[name] for name in one.operands if name in self.under_way), (0.0, ""))
-        if (wait := end - self.clock[COMPUTE]) > 0:
-            self.clock[COMPUTE] = end
-            self.operations[who].exposed += times * wait
+        begun = next((self.under_way[name] for name in one.operands if name in self.under_way), None)
+        if begun is None:
+            return
+        end, seconds, stream, who = begun
+        wait = max(0.0, end - self.clock[COMPUTE])
+        wait += self._price(stream, max(0.0, seconds - wait))
+        self.clock[COMPUTE] += wait
+        self.operations[who].exposed += times * wait
+
+    def _price(self, stream: str, beside: float) -> float:
+        """Return the seconds that computation is held up by what runs beside it for so many seconds."""
+        return (1 - self.roofline.target.efficiency["overlap"]) * beside if stream == TALK else 0.0
+
+    def _kind(self, one: Instruction, what: Instruction) -> str:
+        if one.name in self.operations:
+            return self.operations[one.name].kind
+        return kinds.kind_of(what, self.program, self.mesh)
 
     def _spend(self, one: Instruction, what: Instruction, stream: str, seconds: float, times: float,
                dead: bool) -> Span:
         begin = self.clock[stream] if stream == COMPUTE else max(self.clock[stream], self.clock[COMPUTE])
         self.clock[stream] = begin + seconds
         if one.name not in self.operations:
-            kind = kinds.COPIES if stream == COPY else kinds.kind_of(what, self.program, self.mesh)
+            kind = kinds.COPIES if stream == COPY else self._kind(one, what)
             self.operations[one.name] = Operation(one, kind, dead=dead)
         operation = self.operations[one.name]
         operation.times += times

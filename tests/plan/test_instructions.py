@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.plan import rates
 from jaxtrain.plan.instructions import CONTAINERS, program
-from jaxtrain.plan.roofline import GROUPED as GROUPED_SHARE
-from jaxtrain.plan.roofline import MOSAIC, Roofline
+from jaxtrain.plan.roofline import Roofline
 from jaxtrain.plan.targets import TARGETS
 
 
@@ -110,8 +110,11 @@ def test_attention_in_a_fusion():
     made = code.instructions["fusion"]
     assert made.flops == code.instructions["kernel"].flops == 2 * 2 * 4 * 3 * 64 * 3 * 128**2  # three of four blocks
     assert (made.attention, made.own, made.dtype) == ("attention backward", True, "bf16")
-    seconds = Roofline(TARGETS["h100"], code, {}).computing(made)
-    assert seconds == made.flops / (TARGETS["h100"].peak["bfloat16"] * MOSAIC["attention backward"])
+    assert made.attends == (64, 256)
+    h100 = TARGETS["h100"]
+    seconds = Roofline(h100, code, {}).computing(made, "attention")
+    share = h100.efficiency["mosaic"] * rates.attention("mosaic", True, 64, 256)
+    assert seconds == pytest.approx(made.flops / (h100.peak["bfloat16"] * share))
 
 
 TEXT = """HloModule jit_f
@@ -207,5 +210,5 @@ def test_a_grouped_matmul_counts_the_rows_that_exist(compiler):
     assert forward.bytes == 2 * (100 * 64 + 4 * 64 * 192 + 256 * 192)
     assert weights.bytes == 2 * (100 * (64 + 192) + 4 * 64 * 192)
     h100, mesh = TARGETS["h100"], {"data": 1}
-    rates = [kind.flops / Roofline(h100, code, mesh).computing(kind) for kind in (forward, weights)]
-    assert rates == pytest.approx([GROUPED_SHARE * h100.peak["bfloat16"]] * 2)
+    reached = [one.flops / Roofline(h100, code, mesh).computing(one, "matmul") for one in (forward, weights)]
+    assert reached == pytest.approx([h100.efficiency["grouped"] * h100.peak["bfloat16"]] * 2)

@@ -4,7 +4,7 @@
 
 Every row is somebody's run, written as a jaxtrain config of the same shapes, batch and layout, so an error holds three
 things: the time model's, that of an assumption about their run, and that their program is not ours. Rows take turns:
-the constants of jaxtrain/plan/targets.py were chosen on those called calibrated, and those held out say how far that
+the constants of jaxtrain/plan/rates.py were chosen on those called calibrated, and those held out say how far that
 carries. They do not say it quite cleanly: their errors under the first, uncalibrated constants were looked at too, and
 helped to see that GPUs hide little talk. So there are rows called later, which were written down and predicted after
 the last constant. No accelerator is needed.
@@ -12,11 +12,16 @@ the last constant. No accelerator is needed.
 Predicted is what jaxtrain's own code would do there: attention is cuDNN's kernel on GPUs and splash attention on TPUs,
 kernels like theirs.
 
-`--rows=v6e` takes those whose name contains it, `--half=calibrated` one half; `--parts` says where time goes.
+Whole steps of jaxtrain's own that were measured on one H200 (docs/measurements/h200.jsonl) are rows as well, called
+measured; the rates of H200 come from their profiles.
+
+`--rows=v6e` takes those whose name contains it, `--half=calibrated` one half; `--parts` says where time goes, and
+`--update` records what is published and predicted in docs/measurements/published.json, for bench_held_out.py.
 """
 
 import argparse
 import dataclasses
+import json
 import statistics
 import sys
 from collections import defaultdict
@@ -30,6 +35,7 @@ from jaxtrain.plan.estimate import Estimate, estimate
 from jaxtrain.plan.targets import TARGETS, GiB, Target
 
 ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "docs" / "measurements" / "published.json"
 LLAMA2 = {"model.vocab_size": 32000, "model.rope_theta": 10_000.0, "model.rope_scaling": 1.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # file of configs/, and what to change in it
     "Llama-2 7B": ("llama3_8b", {**LLAMA2, "model.num_kv_heads": 32, "model.mlp_dim": 11008}),
@@ -40,6 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # file of configs/, and what 
     "Llama-3.1 70B": ("llama3_70b", {}),
     "Llama-3.1 405B": ("llama3_405b", {}),
     "Mixtral 8x7B": ("mixtral_8x7b", {}),
+    "Qwen3-30B-A3B": ("qwen3_30b_a3b", {"optimizer.moment_dtype": "bfloat16"}),
 }
 
 
@@ -62,6 +69,28 @@ GRAND_TETON = _like("h100", memory=96 * GiB, bandwidth=2.4e12,
 # IBM's machines have 800 Gb/s for eight H100, and 400 Gb/s for eight A100.
 VELA_H100, VELA_A100 = _like("h100", network=100e9 / 8), _like("a100", network=50e9 / 8)
 V6E = TARGETS["v6e"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A whole step of jaxtrain's that was measured on one H200, as a config of today's keys."""
+
+    name: str  # in docs/measurements/h200.jsonl
+    config: str
+    keys: Mapping[str, Any]
+
+    def predict(self) -> list[Estimate]:
+        """Return the estimate of this step."""
+        file, _, variant = self.config.partition(":")
+        keys = {"train.accumulation": 1, "mesh.data": 1, "mesh.fsdp": 1, "train.attention": "cudnn", **self.keys}
+        path = f"{ROOT / 'configs' / file}.py{variant and f':{variant}'}"
+        return [estimate(load_config(path, keys), TARGETS["h200"], 1)]
+
+    def measured(self) -> float:
+        """Return the median seconds of the step."""
+        lines = map(json.loads, (ROOT / "docs/measurements/h200.jsonl").read_text().splitlines())
+        return next(line["step_ms"]["median"] / 1e3 for line in lines if line["name"] == self.name and
+                    line.get("profile"))
 
 
 @dataclass(frozen=True)
@@ -170,10 +199,26 @@ ROWS = [
     Row("torchtitan", "Llama-3.1 70B", TARGETS["a100"], 64, 8192, 1, "full", 331, "tokens", TITAN_A100,
         "network of 25 GB/s"),
 ]
+DOTS = {"train.remat": "attention_and_dots", "optimizer.moment_dtype": "bfloat16", "data.seq_len": 4096}
+# Chunks of the loss head as they were then.
+MEASURED = [
+    Step("GPT-2 124M", "gpt:124m", {"data.global_batch_size": 64, "train.remat": "none", "train.loss_chunks": 32}),
+    Step("GPT-2 124M, layers in a loop", "gpt:124m", {"data.global_batch_size": 64, "train.remat": "none",
+                                                      "train.loss_chunks": 32, "train.unroll": 1}),
+    Step("Llama-3.2 1B", "llama3_1b", {"data.global_batch_size": 16, "data.seq_len": 4096, "train.remat": "none",
+                                       "train.loss_chunks": 64}),
+    Step("Llama-3.1 8B, remat=attention_and_dots, bfloat16 moments", "llama3_8b", {
+        **DOTS, "data.global_batch_size": 2, "train.loss_chunks": 8}),
+    Step("Qwen3-30B-A3B, 6 of 48 layers, remat=attention_and_dots, bfloat16 moments", "qwen3_30b_a3b", {
+        **DOTS, "data.global_batch_size": 4, "train.loss_chunks": 16, "mesh.expert": 1, "model.num_layers": 6}),
+]
 KEMPNER, H200_BY_4 = "KempnerForge docs/reference/benchmarks.md", "batch as on one; 50 GB/s between machines of 4"
 FOURS = dataclasses.replace(TARGETS["h200"], links=(
     dataclasses.replace(TARGETS["h200"].links[0], devices=4), TARGETS["h200"].links[1]))
 LATER = [
+    Row("Automodel", "Qwen3-30B-A3B", TARGETS["h100"], 8, 4096, 2, "full", 12_040, "tokens",
+        "NeMo Automodel docs/performance-summary.mdx", "2 rows a device, full, experts over all eight",
+        mesh={"expert": 8}),
     *(Row("KempnerForge", "Llama-3.1 8B", FOURS, devices, 4096, 8, "full", printed, "tokens", KEMPNER, H200_BY_4,
           more={"train.accumulation": 2}) for devices, printed in ((2, 9_364), (4, 9_746), (8, 0.53 * 10_471))),
     Row("fms-fsdp", "Llama-2 7B", VELA_A100, 128, 4096, 2, "none", 3_700, "tokens", "fms-fsdp README",
@@ -190,11 +235,13 @@ LATER = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", default="", help="those whose name contains this")
-    parser.add_argument("--half", choices=("calibrated", "held out", "later"), help="only one of them")
+    parser.add_argument("--half", choices=("calibrated", "held out", "later", "measured"),
+                        help="only one of them")
     parser.add_argument("--parts", action="store_true", help="say where the predicted time goes, too")
+    parser.add_argument("--update", action="store_true", help="record the rows for bench_held_out.py")
     flags = parser.parse_args()
     halves = ("calibrated", "held out")
-    errors = defaultdict[str, list[float]](list)
+    errors, kept = defaultdict[str, list[float]](list), dict[str, dict[str, Any]]()
     print("| run | sequence | rows | remat | printed | published tokens/s/device | predicted | error | half | source |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for number, row in enumerate([*ROWS, *LATER]):
@@ -206,16 +253,43 @@ def main() -> int:
         published = row.published(guesses[0])
         error = predicted / published - 1
         errors[half].append(error)
+        kept[row.name] = {"half": half, **recorded(guesses, row.seq_len * row.rows / published)}
         fits = "" if all(guess.fits for guess in guesses) else ", does not fit"
         source = f"{row.source}; assumed: {row.assumed}" if row.assumed else row.source
         print(f"| {row.name} | {row.seq_len} | {row.rows:g} | {row.remat} | {row.printed:g} {row.unit} | "
               f"{published:,.0f} | {predicted:,.0f}{fits} | {error:+.1%} | {half} | {source} |", flush=True)
         if flags.parts:
             print(_parts(guesses[0]), flush=True)
+    for step in MEASURED:
+        if flags.rows not in f"jaxtrain {step.name}, 1 h200" or flags.half not in (None, "measured"):
+            continue
+        guesses, seconds = step.predict(), step.measured()
+        error = seconds / guesses[0].seconds - 1
+        errors["measured"].append(error)
+        kept[f"jaxtrain {step.name}"] = {"half": "measured", **recorded(guesses, seconds)}
+        print(f"jaxtrain {step.name}: {1e3 * guesses[0].seconds:.1f} ms predicted, {1e3 * seconds:.1f} measured",
+              flush=True)
+        if flags.parts:
+            print(_parts(guesses[0]), flush=True)
+    if flags.update:
+        known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        RECORD.write_text(json.dumps(known | kept, indent=1) + "\n")
     for half, found in errors.items():
         sizes = sorted(map(abs, found))
         print(f"\n{half}: {len(found)} runs, median error {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}")
     return 0
+
+
+def recorded(guesses: list[Estimate], seconds: float) -> dict[str, Any]:
+    """Return what the fit needs of a row: the seconds that its step took, and those predicted, by what has one rate."""
+    def mean(part: str) -> float:
+        return statistics.mean(guess.time.parts[part] for guess in guesses)
+
+    parts = {part: mean(part) for part in ("matmul", "attention", "memory")}
+    parts["communication"] = statistics.mean(guess.seconds for guess in guesses) - sum(parts.values())
+    return {"chip": guesses[0].target.name, "platform": guesses[0].target.platform,
+            "experts": guesses[0].config.model.experts.num, "devices": guesses[0].devices, "seconds": seconds,
+            "parts": parts}
 
 
 def _parts(guess: Estimate) -> str:

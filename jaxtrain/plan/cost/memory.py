@@ -32,6 +32,7 @@ class Reads:
         self.block = block
         self.inputs = set(map(id, block.inputs))
         self.made: set[int] = set()  # values in memory, by id
+        self.accumulating: dict[int, tuple[Op, Value]] = {}  # addition -> product that makes it, and what it adds to
         self._sources: dict[int, frozenset] = {}
         for op in block.ops:
             if op.made == "real":
@@ -52,6 +53,8 @@ class Reads:
         sums = [value for value in op.inputs if id(value) in self.inputs]
         if len(products) == 1 and sums and sum(products[0] in other.inputs for other in self.block.ops) == 1:
             self.made.discard(id(products[0]))
+            assert products[0].op is not None
+            self.accumulating[id(op)] = products[0].op, sums[0]
 
     def _need(self, value: Value) -> None:
         value = _behind_views(value)

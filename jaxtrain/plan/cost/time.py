@@ -5,6 +5,7 @@ of incoming weights and outgoing gradients overlap with computation, as far as t
 target's kernels do not disturb each other; collectives of activations do not overlap.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ import numpy as np
 
 from jaxtrain.config.schema import AXES
 from jaxtrain.parallel.schedules.schedule import Schedule
-from jaxtrain.plan.cost import links
+from jaxtrain.plan import rates
+from jaxtrain.plan.cost import links, traffic
 from jaxtrain.plan.cost.memory import Reads
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace.program import Axes, Block, Collective, Op, Value
@@ -53,13 +55,13 @@ class Time:
 def estimate(block: Block, target: Target, sizes: Mapping[str, int], schedule: Schedule | None = None) -> Time:
     """Estimate the time of a step on a mesh of these sizes; `schedule` is that of its pipeline stages, if any."""
     time = Time()
-    _add(block, target, sizes, time, 1, schedule, is_step=True)
+    _add(block, target.among(math.prod(sizes.values())), sizes, time, 1, schedule, is_step=True)
     return time
 
 
 def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, times: int,
          schedule: Schedule | None = None, is_step: bool = False) -> None:
-    reads, loose, generation = Reads(block), _loose(block), _generations(block)
+    moved, loose, generation = traffic.moved(block, Reads(block)), _loose(block), _generations(block)
     computing, copying, waiting = 0.0, 0.0, defaultdict[tuple[str, Axes], list[float]](list)
     alike = defaultdict[tuple[str, Axes, int], list[float]](list)  # independent of each other, but not loose
     for op in block.ops:
@@ -67,7 +69,7 @@ def _add(block: Block, target: Target, sizes: Mapping[str, int], time: Time, tim
             time.add(_ticks(op.bodies[0], target, sizes, schedule), times)
         elif op.bodies:
             time.add(_longest(op, target, sizes, schedule), times * op.times)
-        part, seconds = _own(op, reads, target)
+        part, seconds = _own(op, moved[id(op)], target)
         for collective in op.collectives:
             if id(op) in loose:
                 waiting[collective.kind, collective.axes].append(collective.sent)
@@ -167,23 +169,35 @@ def _is_in_8_bits(name: str, value: Value) -> bool:
     return np.dtype(value.dtype).itemsize == 1 and jnp.issubdtype(value.dtype, jnp.floating)
 
 
-def _own(op: Op, reads: "Reads", target: Target) -> tuple[str, float]:
+def _own(op: Op, moved: int, target: Target) -> tuple[str, float]:
     """Return the part and the seconds of an operation on its own device."""
     if hosts := sum(value.host for value in (*op.inputs, *op.outputs)) if op.name == "device_put" else 0:
         return COPIES, hosts / target.host
-    moved = reads.bytes(op)
-    at_memory = moved / (target.bandwidth * target.efficiency["memory"])
+    passing = {"loss_head": "passes", "optimizer": "optimizer"}.get(op.scope, "memory")
+    at_memory = moved / (target.bandwidth * rates.of(target.efficiency, "memory" if op.flops else passing,
+                                                     target.platform))
     if not op.flops:
-        return "memory", at_memory if not op.collectives and not op.bodies else 0.0
+        runs = moved and not op.collectives and not op.bodies
+        return "memory", at_memory + target.launch if runs else 0.0
     dtype = np.dtype(op.inputs[0].dtype).name
     if "float8" in target.peak and len(op.inputs) > 1 and all(_is_in_8_bits(op.name, value) for value in op.inputs[:2]):
         dtype = "float8"
     peak = target.products(dtype, op.rounds)
     kind = "attention" if op.name.startswith("attention") else "matmul"
-    own = {"attention_mosaic": "mosaic", "grouped_matmul": "grouped"}  # jaxtrain's kernels for GPUs
-    rate = next((rate for name, rate in own.items() if op.name.startswith(name)), kind)
-    share = target.efficiency.get(rate, target.efficiency[kind])
-    return kind, max(op.flops / (peak * share), at_memory)
+    return kind, max(op.flops / (peak * _share(op, target)), at_memory) + target.launch
+
+
+def _share(op: Op, target: Target) -> float:
+    """Return the share of the peak that the products of an operation reach."""
+    if op.name.startswith("attention"):
+        own, masked = op.name.startswith("attention_mosaic"), len(op.inputs) > (6 if "backward" in op.name else 3)
+        kernel = "mosaic" if own else "masked" if masked else "cudnn"
+        share = rates.of(target.efficiency, "mosaic" if own else "attention", target.platform)
+        if target.platform != "cuda":
+            return share
+        return share * rates.attention(kernel, not op.name.endswith(("forward", "fwd")), *op.attends)
+    kind = "grouped" if op.name.startswith("grouped_matmul") else "head" if op.scope == "loss_head" else "matmul"
+    return rates.of(target.efficiency, kind, target.platform)
 
 
 def _loose(block: Block) -> set[int]:

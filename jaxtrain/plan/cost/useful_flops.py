@@ -22,15 +22,15 @@ _MATRICES = ("/kernel", *(f"/{lora.NAME}/{matrix}" for matrix in ("down", "up", 
 FROZEN = 2 / 3  # of a matrix's FLOPs: the matrix itself has no gradient
 
 
-def of_row(run: Run) -> float:
-    """Return the FLOPs of a row of the run's data; 0: not known."""
+def of_row(run: Run, documents: int = 1) -> float:
+    """Return the FLOPs of a row of the run's data, of so many documents of equal length; 0: not known."""
     config: Config = run.config
     model, steps = config.model, config.data.seq_len
     if known := family(model.name).useful_flops:
         met, attention = known(model, steps)
         return attention + 6 * sum(size * met(path) for path, size in _matrices(run))
     matmuls = matmul_parameters(run.abstract, run.layout, model, run.objective.frozen_axes)
-    return model.flops_known * flops_per_token(model, matmuls, steps, True) * steps
+    return model.flops_known * flops_per_token(model, matmuls, -(-steps // documents), True) * steps
 
 
 def _matrices(run: Run) -> Iterator[tuple[str, float]]:

@@ -1,9 +1,12 @@
 """Say what a compiled step costs by the simulated timeline: kinds of operations, the costliest ones, and a drawing."""
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from html import escape
 
 from jaxtrain.plan import kinds
+from jaxtrain.plan.cost.time import Time
 from jaxtrain.plan.estimate import Estimate
 from jaxtrain.plan.instructions import Instruction, Program
 from jaxtrain.plan.timeline import COMPUTE, COPY, TALK, Loop, Operation, Timeline
@@ -19,9 +22,9 @@ def roofline_table(timeline: Timeline, guess: Estimate, program: Program, line: 
     """Return the compiled step's predicted time by kind, what is wasted, and its costliest operations."""
     seconds, c = timeline.seconds, guess.config
     per_token = timeline.moved / (c.data.global_batch_size * c.data.seq_len / guess.devices * c.model.num_layers)
-    lines = [f"  at best, by the roofline of its instructions: {1e3 * seconds:.1f} ms a step"
-             f"{f', MFU {mfu(timeline, guess):.1%}' if guess.useful else ''}; predicted {1e3 * guess.seconds:.1f} ms"
-             f"{f' ({guess.interval_said})' if guess.interval else ''}"]
+    lines = [f"  simulated with its instructions: {1e3 * seconds:.1f} ms a step"
+             f"{f', MFU {mfu(timeline, guess):.1%}' if guess.useful else ''}{_within(guess, seconds)}; planned "
+             f"{1e3 * guess.seconds:.1f} ms{_within(guess, guess.seconds)}"]
     lines += [f"    {kind:<40}{1e3 * took:10.2f} ms" for kind, took in timeline.by_kind().items()]
     lines += [f"    {'(' + kind + ', hidden)':<40}{1e3 * took:10.2f} ms"
               for kind, took in timeline.hidden().items()]
@@ -31,6 +34,12 @@ def roofline_table(timeline: Timeline, guess: Estimate, program: Program, line: 
               for loop in timeline.loops if loop.times > 1]
     lines += [f"  the {TOP} costliest operations (ms of a step; * waited for; runs; what; result; line of jaxtrain):"]
     return "\n".join(lines + [_row(one, program, line) for one in timeline.operations[:TOP]])
+
+
+def _within(guess: Estimate, seconds: float) -> str:
+    """Return the 80 % interval of so many predicted seconds, with that of their MFU."""
+    said = dataclasses.replace(guess, time=Time(Counter({"": seconds}))).interval_said
+    return f" ({said})" if said else ""
 
 
 def mfu(timeline: Timeline, guess: Estimate) -> float:

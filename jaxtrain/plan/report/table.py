@@ -164,7 +164,10 @@ def explained(e: Estimate) -> str:
     without = ", without making the answers that it is trained on" if e.answering else ""
     lines.append(f"time of a step{without}: {e.seconds:.4g} s, {e.tokens_per_second:,.0f} tokens/s" +
                  (f", MFU {e.mfu_said}" if e.mfu_said else ""))
-    lines += [f"  80 % interval, from published runs: {e.interval_said}"] if e.interval else []
+    lines += [f"  80 % interval, from runs that were timed: {e.interval_said}"] if e.interval else []
+    if e.documents > 1 and e.mfu_said:
+        lines.append(f"  with {e.documents} documents in a row, between which kernels skip pairs that MFU counts: MFU "
+                     f"as computed {e.mfu_computed:.1%}")
     lines += [f"  {name:<40}{milliseconds(seconds):>10} ms" for name, seconds in e.time.parts.most_common()
               if seconds > 0.002 * e.seconds]
     lines.append(f"  {'(hidden behind computation, at no cost':<40}{milliseconds(e.time.hidden.total()):>10} ms)")
@@ -207,5 +210,6 @@ def figures_of(guess: Estimate, tokens: float) -> dict[str, Any]:
             "precision": guess.config.train.precision, "devices": guess.devices, "target": guess.target.name,
             "fits": guess.fits, "bytes": guess.bytes, "host_bytes": guess.host, "memory": dict(guess.memory),
             "seconds": guess.seconds, "seconds_interval": guess.interval, "tokens_per_s": guess.tokens_per_second,
-            "mfu": guess.mfu if guess.useful else None, "days": guess.days(tokens),
+            "mfu": guess.mfu if guess.useful else None,
+            "mfu_computed": guess.mfu_computed if guess.useful else None, "days": guess.days(tokens),
             "cost": guess.cost(tokens) if guess.target.price else None}

@@ -110,6 +110,17 @@ def mosaic_flops(phase: str, shapes: Sequence[tuple[int, ...]], window: int = 0)
     return 2.0 * B * H * pairs * {"fwd": K + V, "dq": 2 * K + V, "dkv": 2 * K + 2 * V}[phase]
 
 
+def of_documents(length: int, documents: int) -> float:
+    """Return the share of the blocks of a row that mosaic attention computes for so many documents of equal length.
+
+    They begin anywhere, so each reaches into one block more than it fills.
+    """
+    if documents == 1:
+        return 1.0
+    blocks, each = (tokens / mosaic_attention.BLOCK for tokens in (length, length / documents))
+    return min(1.0, documents * (each + 1) * (each + 2) / (blocks * (blocks + 1)))
+
+
 def splash_flops(phase: str, shapes: Sequence[tuple[int, ...]], window: int = 0) -> float:
     """Return the FLOP of a kernel on queries, keys and values of these shapes, [..., heads, T, width].
 

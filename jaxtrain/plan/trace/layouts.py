@@ -18,6 +18,8 @@ LINEAR = VIEWS | {"convert_element_type", "neg"}
 class Placing:
     """Creates the operations that bring arrays into the required layout, and adds them to `ops`."""
 
+    scope = ""  # of the equation being read
+
     def __init__(self, sizes: Mapping[str, int], platform: str, rings: float, filled: float,
                  windows: Mapping[int, int], returned: bool = False):
         self.returned = returned
@@ -52,7 +54,7 @@ class Placing:
 
     def emit(self, name: str, made: str, inputs: Sequence[Value], outputs: Sequence[Value], **more: Any) -> list[Value]:
         """Add an operation, and return its results."""
-        op = Op(name, made, list(inputs), list(outputs), **more)
+        op = Op(name, made, list(inputs), list(outputs), scope=self.scope, **more)
         for value in op.outputs:
             value.op = op
         self.ops.append(op)

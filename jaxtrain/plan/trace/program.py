@@ -54,6 +54,8 @@ class Op:
     consts: int = 0  # the first inputs of a loop that are the same in all iterations
     shares: tuple[float, ...] = ()  # the share of layers that take each branch; empty where it is not known
     rounds: bool = False  # whether a product may round operands of float32: TF32 on GPUs, bfloat16 on TPUs
+    scope: str = ""  # the part of the step with rates of its own that it comes from: "loss_head", "optimizer"
+    attends: tuple[int, int] = (0, 0)  # of a kernel of attention: the width of a head, and the length of a row
 
 
 @dataclass(eq=False)

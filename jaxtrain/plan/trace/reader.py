@@ -29,24 +29,30 @@ OWN = {"all_gather": "all-gather", "all_gather_invariant": "all-gather", "reduce
 HEAVY = {"conv_general_dilated", "gather", "scatter", "scatter-add", "scatter_add", "sort", "top_k", "cumsum",
          "cumlogsumexp", "dynamic_update_slice", "random_bits", "approx_top_k"}
 KERNELS = ("pallas", "custom_call", "dot_product_attention", "cudnn")
+SCOPES = re.compile(r"(?<![\w.])(loss_head|optimizer)(?![\w.])")  # of jax.named_scope
 # Operations that compilers share among equal requests, with the parameters that must be equal.
 SHARED = {"convert_element_type": ("new_dtype",), "reshard": ("dst_sharding",), "ppermute": ("axis_name", "perm")}
 
 
 def read(traced: ClosedJaxpr, sizes: Mapping[str, int], platform: str, rings: float = math.inf,
-         filled: float = 1.0, windows: Mapping[int, int] | None = None, returned: bool = False) -> Block:
+         filled: float = 1.0, windows: Mapping[int, int] | None = None, returned: bool = False,
+         documents: int = 1) -> Block:
     """Return the program of one device in a mesh of these sizes, as compiled for this platform.
 
     `rings`: on TPUs, the least length of the contracted dimension at which devices pass the sums of a product around
     while computing it. `filled`: the share of the rows of experts that hold tokens, and that TPUs compute.
     `windows`: how many layers have each attention window, where layers choose theirs by their number. `returned`:
-    gathered arguments are results, in the order of their dimensions.
+    gathered arguments are results, in the order of their dimensions. `documents`: of equal length in each row; only
+    jaxtrain's own kernels for GPUs skip the pairs of different ones.
     """
-    return _Reader(sizes, platform, rings, filled, windows or {}, returned).block(traced.jaxpr)
+    reader = _Reader(sizes, platform, rings, filled, windows or {}, returned)
+    reader.documents = documents
+    return reader.block(traced.jaxpr)
 
 
 class _Reader(Placing):
     window = 0  # that of the attention being read
+    documents = 1
 
     def block(self, jaxpr: Jaxpr, inputs: Sequence[Value] | None = None) -> Block:
         """Return a separate block, with new values for its arguments (in the layout of given ones, if any)."""
@@ -74,6 +80,15 @@ class _Reader(Placing):
         return [look(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Read an equation, and what it calls, in its scope: names within a call do not repeat those around it."""
+        around, named = self.scope, SCOPES.search(str(eqn.source_info.name_stack))
+        self.scope = named[1] if named else around
+        outputs = self.read(eqn, inputs)
+        self.scope = around
+        return outputs
+
+    def read(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Read an equation in the current scope."""
         name, params = eqn.primitive.name, eqn.params
         if name in CALLS and not eqn.outvars:  # JAX 0.10 leaves calls whose results nobody needs, which XLA removes
             return []
@@ -124,8 +139,14 @@ class _Reader(Placing):
         if name == "ffi_call":
             called = eqn.params["target_name"]
             told = {key: int(number) for key, number in dict(eqn.params["attributes"]).items()}
-            return self.emit(called, "real", inputs, outputs, flops=kernels.flops(
-                called, [v.shape for v in inputs], **told))
+            shapes = [v.shape for v in inputs]
+            work, attends = kernels.flops(called, shapes, **told), (0, 0)
+            if called.startswith("attention"):
+                _, length, _, width = shapes[0]
+                skips = called in kernels.MOSAIC.values() and told["window"] <= 0
+                share = kernels.of_documents(length, self.documents) if skips else 1.0
+                work, attends = work * share, (width, round(length * share))
+            return self.emit(called, "real", inputs, outputs, flops=work, attends=attends)
         if name == "pallas_call" and (phase := kernels.phase_of(str(eqn.params.get("name")))):
             inputs = sorted(inputs, key=lambda v: not jnp.issubdtype(v.dtype, jnp.floating))  # tables of blocks last
             return self.emit(f"attention_{phase}", "real", inputs, outputs, flops=kernels.splash_flops(

@@ -20,7 +20,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.attention import mosaic_attention
 from jaxtrain.models.rematerialization import wrap
-from jaxtrain.plan import instructions, targets
+from jaxtrain.plan import instructions, rates, targets
 from jaxtrain.plan.compiler import devices_of
 from jaxtrain.plan.estimate import change, estimate
 from jaxtrain.plan.trace import kernels as costs
@@ -257,13 +257,22 @@ def predicted(policy, kernel="mosaic", packed=True):
 
 @needs_mosaic
 def test_the_planner_counts_it():
-    times = {policy: predicted(policy).time.parts["attention"] for policy in ("attention", "full")}
-    assert times["attention"] == pytest.approx(9 / 11 * times["full"], rel=0.02)  # two products forward, seven backward
-    rates = targets.TARGETS["h200"].efficiency
+    guesses = {policy: predicted(policy) for policy in ("attention", "full")}
+    times = {policy: guess.time.parts["attention"] for policy, guess in guesses.items()}
+    config, shares = guesses["full"].config, targets.TARGETS["h200"].efficiency
+
+    def cost(kernel: str, forward: int, backward: int) -> float:
+        """Return the time of so many products by the rate of this kernel, for the pairs of half a row."""
+        each = [products / rates.attention(kernel, back, config.model.head_dim, config.data.seq_len)
+                for back, products in ((False, forward), (True, backward))]
+        return sum(each) / shares["mosaic" if kernel == "mosaic" else "attention"]
+
+    # Two products forward, seven backward.
+    assert times["attention"] / times["full"] == pytest.approx(cost("mosaic", 2, 7) / cost("mosaic", 4, 7), rel=0.02)
     causal, masked = (predicted("attention", "cudnn", packed).time.parts["attention"] for packed in (False, True))
-    assert times["attention"] == pytest.approx(  # five backward
-        9 / 7 * causal * rates["attention"] / rates["mosaic"], rel=0.02)
-    assert masked == pytest.approx(2 * causal), "with a mask cuDNN computes all pairs"
+    assert times["attention"] / causal == pytest.approx(cost("mosaic", 2, 7) / cost("cudnn", 2, 5), rel=0.04)
+    assert masked / causal == pytest.approx(2 * cost("masked", 2, 5) / cost("cudnn", 2, 5), rel=0.02), (
+        "with a mask cuDNN computes all pairs")
 
 
 @pytest.mark.parametrize("window", [0, 1, 128, 129, 300])
