@@ -260,34 +260,42 @@ class _Passes:
         """Return the route of a pass."""
         order_A, place_NK = routes["order_A"], routes["place_NK"]
         if not self.axis:
-            return _Route(*self._window(number, order_A, place_NK, routes["sizes_E"]))
+            return self._window(number, order_A, place_NK, routes["sizes_E"])
         n, here, sizes_PE = lax.axis_size(self.axis), lax.axis_index(self.axis), routes["sizes_PE"]
-        sent_PP = sizes_PE.reshape(n, n, self.held).sum(-1)  # from, to
-        starts_PP, begin_PP = jnp.cumsum(sent_PP, 1) - sent_PP, jnp.cumsum(sent_PP, 0) - sent_PP  # in sender, receiver
         first = number * self.rows
-        low_PP, high_PP = (jnp.clip(bound, begin_PP, begin_PP + sent_PP) for bound in (first, first + self.rows))
-        starts_PP, to_PP, sent_PP = starts_PP + low_PP - begin_PP, low_PP - first, high_PP - low_PP
-        there = starts_PP[here], sent_PP[here], to_PP[here], sent_PP[:, here]
-        back = to_PP[:, here], sent_PP[:, here], starts_PP[:, here], sent_PP[here]
+        # A sender has its rows by expert; a receiver gets them by expert, too, and those of an expert by sender. So each
+        # pair of a device and an expert of it is one part of the exchange, and nothing is sorted behind it.
+        starts_PE = jnp.cumsum(sizes_PE, 1) - sizes_PE
+        begin_PE = _begin(sizes_PE.reshape(n, n, self.held)).reshape(n, -1)
+        low_PE, high_PE = (jnp.clip(bound, begin_PE, begin_PE + sizes_PE) for bound in (first, first + self.rows))
+        starts_PE, to_PE, sent_PE = starts_PE + low_PE - begin_PE, low_PE - first, high_PE - low_PE
+        mine = [self._mine(a_PE).reshape(-1) for a_PE in (starts_PE, to_PE, sent_PE)]  # by sender, then by expert
+        there = starts_PE[here], sent_PE[here], to_PE[here], mine[2]
+        back = mine[1], mine[2], mine[0], sent_PE[here]
 
         def send(route, length, a):
             return lax.ragged_all_to_all(a, jnp.zeros((length, *a.shape[1:]), a.dtype), *route, axis_name=self.axis)
 
-        # Rows arrive by sender, and by expert within each sender.
-        ends = jnp.cumsum(self._mine(sizes_PE).reshape(-1))
-        row_R = first + jnp.arange(self.rows)
-        experts_R = jnp.where(row_R < ends[-1], (ends <= row_R[:, None]).sum(1) % self.held, self.held)
-        return _Route(*_sorted(experts_R[:, None], self.held), order_A, place_NK, partial(send, there, self.rows),
+        return _Route(order_A, place_NK, self._mine(sent_PE).sum(0), self.rows, partial(send, there, self.rows),
                       partial(send, back, order_A.size))
 
-    def _window(self, number: jax.Array | int, order_A: jax.Array, place_NK: jax.Array,
-                sizes_L: jax.Array) -> tuple[Any, ...]:
-        """Return which assignments are in the rows of a pass; behind the last, the first one stands in every row."""
+    def _window(self, number: jax.Array | int, order_A: jax.Array, place_NK: jax.Array, sizes_L: jax.Array) -> "_Route":
+        """Return the route of the assignments in a pass; behind the last, the first one stands in every row."""
         first, ends = number * self.rows, jnp.cumsum(sizes_L)
         order_A = jnp.pad(order_A, (0, max(0, -(-self.worst // self.rows) * self.rows - order_A.size)))
         inside = (place_NK >= first) & (place_NK < jnp.minimum(ends[-1], first + self.rows))
-        return (lax.dynamic_slice_in_dim(order_A, first, self.rows), jnp.where(inside, place_NK - first, self.rows),
-                jnp.diff(jnp.clip(ends - first, 0, self.rows), prepend=0))
+        return _Route(lax.dynamic_slice_in_dim(order_A, first, self.rows), jnp.where(inside, place_NK - first, self.rows),
+                      jnp.diff(jnp.clip(ends - first, 0, self.rows), prepend=0), self.rows)
+
+
+def _begin(sizes_PPL: jax.Array) -> jax.Array:
+    """Return the first row at its receiver of what each device sends to each device's experts [from, to, expert]."""
+    flat = sizes_PPL.transpose(1, 2, 0).reshape(len(sizes_PPL), -1)  # a receiver's rows: by expert, then by sender
+    return (jnp.cumsum(flat, 1) - flat).reshape(sizes_PPL.transpose(1, 2, 0).shape).transpose(2, 0, 1)
+
+
+def _stay(a: jax.Array) -> jax.Array:
+    return a
 
 
 @dataclass(frozen=True)
@@ -297,37 +305,28 @@ class _Route:
     All only read (gather), so that no sum depends on the order of writes.
     """
 
-    order: jax.Array  # the assignment in each row
-    place: jax.Array  # the row of each assignment; none if beyond the last
-    sizes: jax.Array  # rows of each expert
-    order_A: Any = None  # the same of all assignments, by device, where rows are sent to others
-    place_NK: Any = None
-    there: Callable[[jax.Array], jax.Array] | None = None
-    back: Callable[[jax.Array], jax.Array] | None = None
+    order: jax.Array  # the assignment in each row that leaves
+    place: jax.Array  # the row of each assignment, as it leaves; none if beyond the last
+    sizes: jax.Array  # rows of each expert, where they arrive
+    rows: int  # where they arrive
+    there: Callable[[jax.Array], jax.Array] = _stay  # to the devices of the experts
+    back: Callable[[jax.Array], jax.Array] = _stay
 
     def enter(self, a_ND: Factor) -> Factor:
         """Return the token of each row."""
-        if self.there:
-            a_ND = products.of_values(lambda a: self.there(a[self.order_A // self.place_NK.shape[1]]), a_ND)
-        return products.of_values(lambda a: a[self.order // self.place.shape[1]], a_ND)
+        return products.of_values(lambda a: self.there(a[self.order // self.place.shape[1]]), a_ND)
 
     def leave(self, a_RD: jax.Array) -> jax.Array:
         """Return the sum over each token's rows."""
-        a_ND = _sums(a_RD, self.place)
-        return _sums(self.back(a_ND), self.place_NK) if self.back else a_ND
+        return _sums(self.back(a_RD), self.place)
 
     def weights(self, weights_NK: jax.Array) -> jax.Array:
         """Return the weight of each row."""
-        if self.there:
-            weights_NK = self.there(weights_NK.reshape(-1)[self.order_A])
-        return weights_NK.reshape(-1)[self.order]
+        return self.there(weights_NK.reshape(-1)[self.order])
 
     def weights_back(self, weights_R: jax.Array) -> jax.Array:
         """Return the value of each assignment's row; 0 if it has none."""
-        weights_NK = weights_R.at[self.place].get(mode="fill", fill_value=0)
-        if self.back:
-            weights_NK = self.back(weights_NK[:, 0]).at[self.place_NK].get(mode="fill", fill_value=0)
-        return weights_NK
+        return self.back(weights_R).at[self.place].get(mode="fill", fill_value=0)
 
     def of_expert(self, a_LF: jax.Array) -> jax.Array:
         """Return for each row what its expert has; 0 behind the last."""
@@ -341,7 +340,7 @@ class _Route:
     @property
     def experts(self) -> jax.Array:
         """The expert of each row; one that is not there behind the last."""
-        return (jnp.cumsum(self.sizes) <= jnp.arange(len(self.order))[:, None]).sum(1)
+        return (jnp.cumsum(self.sizes) <= jnp.arange(self.rows)[:, None]).sum(1)
 
 
 def _times(x_RD: jax.Array, weights_R: jax.Array) -> jax.Array:
