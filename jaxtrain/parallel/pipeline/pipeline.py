@@ -173,7 +173,7 @@ class _Plan:
 
     @classmethod
     def of(cls, rules: axis_rules.Rules, stacked: bool, names: axis_rules.Names, weight: jax.Array) -> "_Plan":
-        mesh, (names, shape) = jax.sharding.get_abstract_mesh(), (a[stacked:] for a in (names, weight.shape))
+        mesh, names, shape = jax.sharding.get_abstract_mesh(), names[stacked:], weight.shape[stacked:]
         in_use = axis_rules.without_trivial_axes(rules.spec(names, gathered=True), mesh)
         at_rest = axis_rules.at_rest(names, shape, rules, mesh)
         kept = [axis_rules.axes_of(entry) for entry in in_use]

@@ -102,7 +102,7 @@ def in_order(result, mesh):
 def placed(module, mesh, rules, params=None, arguments=None):
     """Parameters and inputs as they lie at rest and between blocks."""
     def put(value, *names):
-        return jax.device_put(value, jax.NamedSharding(mesh, axis_rules.without_trivial_axes(rules.spec(names), mesh)))
+        return jax.device_put(value, axis_rules.parameter_sharding(names, value.shape, rules, mesh, "an array"))
     params = jax.tree.map(lambda value, names: put(value, *names), params or initial(module), module.axes())
     x, segments, pull, weight = (a[:, order(mesh)] for a in arguments or inputs())
     between = "batch", "block_seq", None
@@ -182,10 +182,14 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
     """`lax.ragged_all_to_all`, which CPUs do not have: everybody sees everything and takes what is for him."""
     operand, starts, sizes, to = (lax.all_gather(a, axis_name) for a in (
         operand, input_offsets, send_sizes, output_offsets))
-    here, i = lax.axis_index(axis_name), jnp.arange(operand.shape[1])
-    for sender in range(operand.shape[0]):
-        rows = jnp.where(i < sizes[sender, here], to[sender, here] + i, output.shape[0])
-        output = output.at[rows].set(operand[sender, starts[sender, here] + i], mode="drop")
+    devices, i = len(operand), jnp.arange(operand.shape[1])
+    each = len(input_offsets) // devices  # parts of what one device sends to another
+    for sender, part in itertools.product(range(devices), range(each)):
+        mine = lax.axis_index(axis_name) * each + part
+        rows = jnp.where(i < sizes[sender, mine], to[sender, mine] + i, output.shape[0])
+        output = output.at[rows].set(operand[sender, starts[sender, mine] + i], mode="drop")
+        # What a receiver expects is what its senders send.
+        output = jnp.where(recv_sizes[sender * each + part] == sizes[sender, mine], output, jnp.nan)
     return output
 
 
@@ -204,12 +208,15 @@ def test_the_ragged_exchange_gives_the_same_numbers(name, sizes, monkeypatch):
 
 @pytest.mark.parametrize("platform", [pytest.param("cuda", marks=pytest.mark.exhaustive), "tpu"])
 def test_the_ragged_exchange_lowers_where_it_exists(platform):
-    run = jt.build(reference.tiny("mixtral", mesh__expert=8, train__expert_exchange="ragged"), devices=8)
+    """Each pair of a device and an expert of it is one part of the exchange, so that rows arrive by expert."""
+    run = jt.build(reference.tiny("mixtral", mesh__expert=4, train__expert_exchange="ragged"), devices=4)
     step = jax.jit(jax.grad(lambda params, batch: run.objective.loss(params, batch)[0]))
     with mesh_context.use(run.mesh, run.sharded.rules):
         traced = step.trace(run.abstract.params, shapes_of(run).abstract())
         lowered = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert lowered.count("ragged_all_to_all") >= 4  # there and back, and the same for gradients
+    sent = [line for line in lowered.splitlines() if "@ragged_all_to_all" in line]
+    assert len(sent) >= 4  # there and back, and the same for gradients
+    assert all(line.count(f"tensor<{run.config.model.num_experts}xi32>") == 4 for line in sent)
 
 
 @pytest.mark.parametrize("experts", [*exhaustive(2), *slow(4)])
@@ -335,7 +342,7 @@ def test_the_router_computes_in_float32():
     assert y.dtype == jnp.bfloat16
     for name in aux:
         assert aux[name].dtype == jnp.float32
-        np.testing.assert_array_equal(aux[name], exact[name], err_msg=name)
+        np.testing.assert_allclose(aux[name], exact[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.slow
