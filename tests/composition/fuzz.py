@@ -162,7 +162,7 @@ def speed_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         names = ("dots+heads@host",) if keys["family"] in EXPERTS else ("dots+mlp@host", "attention+heads+kv_heads+mlp")
         found |= {"train.remat": rng.choice(("dots", "attention+dots", *names))}
     if keys["family"] in EXPERTS:
-        found |= {"train.expert_buffer": rng.choice((2.0, 2.0, 0.0, 0.25, 1.0, 1.5))}
+        found |= {"train.expert_buffer": rng.choice((1.25, 2.0, 0.0, 0.25, 1.0, 1.5))}
         found |= {"train.expert_exchange": rng.choice(("auto", "gather"))}
     return found
 

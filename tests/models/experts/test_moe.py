@@ -345,6 +345,15 @@ def test_the_router_computes_in_float32():
         np.testing.assert_allclose(aux[name], exact[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+def test_the_load_of_the_busiest_device_is_over_all_of_its_experts():
+    load = np.float32([[3, 1, 0, 0, 1, 1, 1, 1], [1] * 8])  # two experts on each of four devices
+    sums = {"load": load, **dict.fromkeys(("tokens", "kept", "entropy", "balance"), np.float32([8, 8]))}
+    assert "moe_max_device_load" not in moe.metrics(sums, 1)
+    with mesh_context.use(jt.make_mesh(expert=4), axis_rules.rules()):
+        found = moe.metrics(sums, 1)
+    assert found["moe_max_load"] == 3 and found["moe_max_device_load"] == 2
+
+
 @pytest.mark.slow
 def test_evaluation_has_no_penalties_and_steps_tell_of_the_load():
     keys = dict(model__balance_loss=0.5, model__capacity_factor=1.0, data__global_batch_size=8)
