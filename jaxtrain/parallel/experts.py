@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.model_config import Experts, ModelConfig
@@ -110,6 +111,7 @@ def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Arra
     x = Rounded(*products.sent(x_ND, send), x_ND.dtype) if products.is_fp8() else send(x_ND)
     experts_NK, weights_NK = send(experts_NK), send(weights_NK)
     if way == "gather":
+        x = _named("experts", x)
         experts_NK = experts_NK - lax.axis_index(axis) * held
         experts_NK = jnp.where((experts_NK >= 0) & (experts_NK < held), experts_NK, held)
     y_ND = _in_passes(p, p.routes(experts_NK), x, weights_NK, gate_LDF, up_LDF, down_LFD, biases)
@@ -196,7 +198,9 @@ class _Passes:
         both_RF = self._both(at, self._given(token_RD, weights_R), gate_LDF, up_LDF, biases)
         # Weighted here and not after `down`, whose result then need not be kept for the backward pass.
         act_RF = self._weighted(*both_RF, weights_R)
-        kept = _Kept(token_RD if self.axis else None, weights_R, both_RF)  # what was sent is not sent again
+        both_RF = _named("expert_mlp", both_RF)
+        # What was sent is not sent again.
+        kept = _Kept(_named("experts", token_RD) if self.axis else None, weights_R, both_RF)
         return at.leave(self.product(act_RF, down_LFD, at.sizes)), kept
 
     def backward(self, number: jax.Array | int, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
@@ -324,6 +328,11 @@ def _begin(sizes_PPL: jax.Array) -> jax.Array:
     """Return the first row at its receiver of what each device sends to each device's experts [from, to, expert]."""
     flat = sizes_PPL.transpose(1, 2, 0).reshape(len(sizes_PPL), -1)  # a receiver's rows: by expert, then by sender
     return (jnp.cumsum(flat, 1) - flat).reshape(sizes_PPL.transpose(1, 2, 0).shape).transpose(2, 0, 1)
+
+
+def _named(name: str, arrays: PyTree) -> PyTree:
+    """Let `train.remat` keep these arrays by name for the backward pass."""
+    return jax.tree.map(lambda a: checkpoint_name(a, name), arrays)
 
 
 def _stay(a: jax.Array) -> jax.Array:

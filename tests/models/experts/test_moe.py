@@ -13,6 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
+from jaxtrain.config.remat_policies import policy
+from jaxtrain.models import rematerialization
 from jaxtrain.models.experts import moe
 from jaxtrain.models.experts.clamped_swiglu import clamped_swiglu
 from jaxtrain.models.make_model import make_model
@@ -117,6 +119,31 @@ def test_any_mesh_gives_the_numbers_of_one_device(name, mesh):
     mesh = jt.make_mesh(**MESHES[mesh])
     with mesh_context.use(mesh, rules):
         close(in_order(jax.jit(gradients(module))(*placed(module, mesh, rules)), mesh), want)
+
+
+def test_matrices_are_gathered_over_fsdp_by_expert():
+    """At rest split by expert, they need no transpose behind the gather; the numbers are those of one device."""
+    want, module, rules, mesh = alone("softmax"), Skeleton.of(layer(SOFTMAX)), axis_rules.rules(), jt.make_mesh(fsdp=8)
+    with mesh_context.use(mesh, rules):
+        arguments = placed(module, mesh, rules)
+        assert {w.sharding.spec[0] for w in map(arguments[0].get, moe.MATRICES)} == {"fsdp"}
+        step = jax.jit(gradients(module)).lower(*arguments).compile()
+        close(in_order(step(*arguments), mesh), want)
+    gathers = [line for line in step.as_text().splitlines() if f"= f32[{SOFTMAX.num_experts}," in line
+               and " all-gather(" in line]
+    assert len(gathers) >= len(moe.MATRICES) and all("dimensions={0}" in line for line in gathers), gathers
+
+
+def test_what_is_kept_by_name_is_not_computed_again():
+    """Of nine grouped products, forward and for all gradients, and two that are repeated with `full`."""
+    module, (x, segments, *_) = Skeleton.of(layer(SOFTMAX)), inputs()
+
+    def repeated(remat):
+        apply = rematerialization.wrap(policy(remat))(lambda params: module.merge(params)(x, segments)[0])
+        traced = jax.make_jaxpr(jax.grad(lambda params: (apply(params)**2).sum()))(module.params())
+        return str(traced).count("= ragged_dot") - 9
+
+    assert repeated("full") == 2 and repeated("attention+expert_mlp") == 0
 
 
 @SLOW
