@@ -28,7 +28,7 @@ def get_config(variant=None):
         "data": {"seq_len": 4096, "global_batch_size": 16384},  # 67 million tokens
         "optimizer": {"learning_rate": 2.2e-4, "warmup_steps": 2000, "final_fraction": 0.1,
                       "zero_stage": 3},
-        "train": {"steps": 220_000, "accumulation": 2, "remat": "full", "expert_buffer": 1.25, "eval_every": 1000},
+        "train": {"steps": 220_000, "accumulation": 2, "remat": "full", "eval_every": 1000},
     })
     if variant == "tiny":
         config.update({

@@ -217,7 +217,7 @@ class TrainConfig:
     expert_exchange: str = choice("auto", "auto", "gather", "ragged")
     # size of the experts' buffers relative to a balanced load; tokens that do not fit take additional passes; 0: no
     # limit
-    expert_buffer: float = number(2.0, least=0)
+    expert_buffer: float = number(1.25, least=0)
     # kernel of the experts' matrix products; auto: chosen by device, dtype and shapes
     grouped_matmul: str = choice("auto", "auto", "xla", "mosaic", "triton")
     # activations of a layer that are kept for the backward pass; the others are recomputed. "none": keep all; "full":

@@ -11,7 +11,7 @@ class ExpertOptions:
 
     exchange: str = "auto"
     grouped_matmul: str = "auto"
-    buffer: float = 2.0
+    buffer: float = 1.25
 
     @classmethod
     def of(cls, t: TrainConfig) -> "ExpertOptions":

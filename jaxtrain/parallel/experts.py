@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.base.annotations import PyTree
 from jaxtrain.config.model_config import Experts, ModelConfig
@@ -102,16 +103,34 @@ def through_experts(x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Arra
     way = choose_exchange(options.exchange, n, choices)
     experts_NK = jnp.where(kept_NK, experts_NK, n * held)  # an expert that no device holds
     how: dict[str, Any] = {"backend": options.grouped_matmul, "filled": min(even, worst)}
-    p = _Passes(how, buffer_rows(even, worst, options.buffer), worst, axis if way == "ragged" else (), held, activation,
-                weighted_inputs)
+    rows = buffer_rows(even, worst, options.buffer)
+    joined = _pays_to_join(rows, gate_LDF, up_LDF)
+    p = _Passes(how, rows, worst, axis if way == "ragged" else (), held,
+                partial(_of_halves, activation) if joined else activation, weighted_inputs, joined)
     send = partial(lax.all_gather, axis_name=axis, tiled=True) if way == "gather" else lambda a: a
     x = Rounded(*products.sent(x_ND, send), x_ND.dtype) if products.is_fp8() else send(x_ND)
     experts_NK, weights_NK = send(experts_NK), send(weights_NK)
     if way == "gather":
+        x = _named("experts", x)
         experts_NK = experts_NK - lax.axis_index(axis) * held
         experts_NK = jnp.where((experts_NK >= 0) & (experts_NK < held), experts_NK, held)
     y_ND = _in_passes(p, p.routes(experts_NK), x, weights_NK, gate_LDF, up_LDF, down_LFD, biases)
     return lax.psum_scatter(y_ND, axis, tiled=True) if way == "gather" else y_ND
+
+
+def _pays_to_join(rows: int, gate_LDF: Weight | None, up_LDF: Weight) -> bool:
+    """Return whether gate and up are one product, which reads rows once and has one gradient of them, without a sum.
+
+    That saves four passes over the rows; to join the matrices takes two over them, forward and in the backward pass.
+    """
+    if not isinstance(gate_LDF, jax.Array) or not isinstance(up_LDF, jax.Array):
+        return False  # those in 8 bits have a scale each, and adapters
+    held, _, width = gate_LDF.shape
+    return rows > 2 * held * width
+
+
+def _of_halves(activation: Activation, both_RF: jax.Array) -> jax.Array:
+    return activation(*jnp.split(both_RF, 2, -1))
 
 
 def buffer_rows(even: int, worst: int, factor: float) -> int:
@@ -152,6 +171,7 @@ class _Passes:
     held: int  # experts
     activation: Activation
     weighted_inputs: bool = False
+    joined: bool = False  # whether the matrices of gate and up are one
 
     def routes(self, experts_NK: jax.Array) -> dict[str, jax.Array]:
         """Sort assignments by expert; return what the passes read, and how many there must be."""
@@ -171,23 +191,28 @@ class _Passes:
 
     def forward(self, number: jax.Array | int, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
                 gate_LDF: Weight | None, up_LDF: Weight, down_LFD: Weight,
-                biases: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Return each token's sum over those of its experts that compute in this pass, and what SwiGLU reads."""
+                biases: tuple[jax.Array, ...]) -> tuple[jax.Array, "_Kept"]:
+        """Return each token's sum over those of its experts that compute in this pass, and what `backward` reads."""
         at = self._route(number, routes)
-        both_RF = self._both(at, self._given(at, at.enter(x_ND), weights_NK), gate_LDF, up_LDF, biases)
+        token_RD, weights_R = at.enter(x_ND), at.weights(weights_NK)
+        both_RF = self._both(at, self._given(token_RD, weights_R), gate_LDF, up_LDF, biases)
         # Weighted here and not after `down`, whose result then need not be kept for the backward pass.
-        act_RF = self._weighted(*both_RF, at.weights(weights_NK))
-        return at.leave(self.product(act_RF, down_LFD, at.sizes)), both_RF
+        act_RF = self._weighted(*both_RF, weights_R)
+        both_RF = _named("expert_mlp", both_RF)
+        # What was sent is not sent again.
+        kept = _Kept(_named("experts", token_RD) if self.axis else None, weights_R, both_RF)
+        return at.leave(self.product(act_RF, down_LFD, at.sizes)), kept
 
     def backward(self, number: jax.Array | int, routes: dict[str, jax.Array], x_ND: Factor, weights_NK: jax.Array,
                  gate_LDF: Weight | None, up_LDF: Weight, down_LFD: Weight, biases: tuple[jax.Array, ...],
-                 dy_ND: Factor, both_RF: tuple[jax.Array, ...] | None = None) -> tuple[PyTree, ...]:
-        """Return the gradients of all arrays by `forward`, which is not computed again if it left `both_RF`."""
-        at = self._route(number, routes)
-        token_RD = at.enter(x_ND)
-        x_RD = self._given(at, token_RD, weights_NK)
-        both_RF = both_RF or self._both(at, x_RD, gate_LDF, up_LDF, biases)
-        act_RF, back = jax.vjp(self._weighted, *both_RF, at.weights(weights_NK))
+                 dy_ND: Factor, kept: "_Kept | None" = None) -> tuple[PyTree, ...]:
+        """Return the gradients of all arrays by `forward`, which is not computed again where it `kept` something."""
+        at, kept = self._route(number, routes), kept or _Kept()
+        token_RD = at.enter(x_ND) if kept.token_RD is None else kept.token_RD
+        weights_R = at.weights(weights_NK) if kept.weights_R is None else kept.weights_R
+        x_RD = self._given(token_RD, weights_R)
+        both_RF = kept.both_RF or self._both(at, x_RD, gate_LDF, up_LDF, biases)
+        act_RF, back = jax.vjp(self._weighted, *both_RF, weights_R)
         dact_RF, ddown_LFD = self.gradients(act_RF, down_LFD, at.sizes, at.enter(dy_ND))
         *dboth_RF, dweights_R = back(dact_RF)
         dgate_LDF, dx_RD = None, None
@@ -197,7 +222,7 @@ class _Passes:
         dbiases = tuple(at.by_expert(d_RF).astype(b.dtype) for d_RF, b in zip(dboth_RF, biases, strict=False))
         dx_RD = more_RD if dx_RD is None else dx_RD + more_RD
         if self.weighted_inputs:
-            dx_RD, dweights_R = jax.vjp(_times, products.plain(token_RD), at.weights(weights_NK))[1](dx_RD)
+            dx_RD, dweights_R = jax.vjp(_times, products.plain(token_RD), weights_R)[1](dx_RD)
         dx_ND = products.gradient_of(x_ND, at.leave(dx_RD))
         return dx_ND, at.weights_back(dweights_R), dgate_LDF, dup_LDF, ddown_LFD, dbiases
 
@@ -246,9 +271,9 @@ class _Passes:
                 both_RF, biases, strict=True)]
         return tuple(both_RF)
 
-    def _given(self, at: "_Route", x_RD: Factor, weights_NK: jax.Array) -> Factor:
+    def _given(self, x_RD: Factor, weights_R: jax.Array) -> Factor:
         """Return what experts are given of the tokens of rows."""
-        return _times(products.plain(x_RD), at.weights(weights_NK)) if self.weighted_inputs else x_RD
+        return _times(products.plain(x_RD), weights_R) if self.weighted_inputs else x_RD
 
     def _weighted(self, *both_RF: jax.Array) -> jax.Array:
         """Return the activation of the gate and up, times the weight of each row, which comes last."""
@@ -260,34 +285,58 @@ class _Passes:
         """Return the route of a pass."""
         order_A, place_NK = routes["order_A"], routes["place_NK"]
         if not self.axis:
-            return _Route(*self._window(number, order_A, place_NK, routes["sizes_E"]))
+            return self._window(number, order_A, place_NK, routes["sizes_E"])
         n, here, sizes_PE = lax.axis_size(self.axis), lax.axis_index(self.axis), routes["sizes_PE"]
-        sent_PP = sizes_PE.reshape(n, n, self.held).sum(-1)  # from, to
-        starts_PP, begin_PP = jnp.cumsum(sent_PP, 1) - sent_PP, jnp.cumsum(sent_PP, 0) - sent_PP  # in sender, receiver
         first = number * self.rows
-        low_PP, high_PP = (jnp.clip(bound, begin_PP, begin_PP + sent_PP) for bound in (first, first + self.rows))
-        starts_PP, to_PP, sent_PP = starts_PP + low_PP - begin_PP, low_PP - first, high_PP - low_PP
-        there = starts_PP[here], sent_PP[here], to_PP[here], sent_PP[:, here]
-        back = to_PP[:, here], sent_PP[:, here], starts_PP[:, here], sent_PP[here]
+        # A sender has its rows by expert. A receiver gets them by expert, too, and those of an expert by sender: each
+        # pair of a device and an expert of it is one part of the exchange, and nothing is sorted afterwards.
+        starts_PE = jnp.cumsum(sizes_PE, 1) - sizes_PE
+        begin_PE = _begin(sizes_PE.reshape(n, n, self.held)).reshape(n, -1)
+        low_PE, high_PE = (jnp.clip(bound, begin_PE, begin_PE + sizes_PE) for bound in (first, first + self.rows))
+        starts_PE, to_PE, sent_PE = starts_PE + low_PE - begin_PE, low_PE - first, high_PE - low_PE
+        mine = [self._mine(a_PE).reshape(-1) for a_PE in (starts_PE, to_PE, sent_PE)]  # by sender, then by expert
+        there = starts_PE[here], sent_PE[here], to_PE[here], mine[2]
+        back = mine[1], mine[2], mine[0], sent_PE[here]
 
         def send(route, length, a):
             return lax.ragged_all_to_all(a, jnp.zeros((length, *a.shape[1:]), a.dtype), *route, axis_name=self.axis)
 
-        # Rows arrive by sender, and by expert within each sender.
-        ends = jnp.cumsum(self._mine(sizes_PE).reshape(-1))
-        row_R = first + jnp.arange(self.rows)
-        experts_R = jnp.where(row_R < ends[-1], (ends <= row_R[:, None]).sum(1) % self.held, self.held)
-        return _Route(*_sorted(experts_R[:, None], self.held), order_A, place_NK, partial(send, there, self.rows),
+        return _Route(order_A, place_NK, self._mine(sent_PE).sum(0), self.rows, partial(send, there, self.rows),
                       partial(send, back, order_A.size))
 
-    def _window(self, number: jax.Array | int, order_A: jax.Array, place_NK: jax.Array,
-                sizes_L: jax.Array) -> tuple[Any, ...]:
-        """Return which assignments are in the rows of a pass; behind the last, the first one stands in every row."""
+    def _window(self, number: jax.Array | int, order_A: jax.Array, place_NK: jax.Array, sizes_L: jax.Array) -> "_Route":
+        """Return the route of the assignments in a pass; behind the last, the first one stands in every row."""
         first, ends = number * self.rows, jnp.cumsum(sizes_L)
         order_A = jnp.pad(order_A, (0, max(0, -(-self.worst // self.rows) * self.rows - order_A.size)))
         inside = (place_NK >= first) & (place_NK < jnp.minimum(ends[-1], first + self.rows))
-        return (lax.dynamic_slice_in_dim(order_A, first, self.rows), jnp.where(inside, place_NK - first, self.rows),
-                jnp.diff(jnp.clip(ends - first, 0, self.rows), prepend=0))
+        sizes_L = jnp.diff(jnp.clip(ends - first, 0, self.rows), prepend=0)
+        return _Route(lax.dynamic_slice_in_dim(order_A, first, self.rows),
+                      jnp.where(inside, place_NK - first, self.rows), sizes_L, self.rows)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Kept:
+    """What the forward pass leaves for the backward pass; None: it is computed again."""
+
+    token_RD: Factor | None = None  # of each row
+    weights_R: jax.Array | None = None
+    both_RF: tuple[jax.Array, ...] | None = None  # what the activation reads
+
+
+def _begin(sizes_PPL: jax.Array) -> jax.Array:
+    """Return the first row at its receiver of what each device sends to each device's experts [from, to, expert]."""
+    flat = sizes_PPL.transpose(1, 2, 0).reshape(len(sizes_PPL), -1)  # a receiver's rows: by expert, then by sender
+    return (jnp.cumsum(flat, 1) - flat).reshape(sizes_PPL.transpose(1, 2, 0).shape).transpose(2, 0, 1)
+
+
+def _named(name: str, arrays: PyTree) -> PyTree:
+    """Let `train.remat` keep these arrays by name for the backward pass."""
+    return jax.tree.map(lambda a: checkpoint_name(a, name), arrays)
+
+
+def _stay(a: jax.Array) -> jax.Array:
+    return a
 
 
 @dataclass(frozen=True)
@@ -297,37 +346,28 @@ class _Route:
     All only read (gather), so that no sum depends on the order of writes.
     """
 
-    order: jax.Array  # the assignment in each row
-    place: jax.Array  # the row of each assignment; none if beyond the last
-    sizes: jax.Array  # rows of each expert
-    order_A: Any = None  # the same of all assignments, by device, where rows are sent to others
-    place_NK: Any = None
-    there: Callable[[jax.Array], jax.Array] | None = None
-    back: Callable[[jax.Array], jax.Array] | None = None
+    order: jax.Array  # the assignment in each row that leaves
+    place: jax.Array  # the row of each assignment, as it leaves; none if beyond the last
+    sizes: jax.Array  # rows of each expert, where they arrive
+    rows: int  # where they arrive
+    there: Callable[[jax.Array], jax.Array] = _stay  # to the devices of the experts
+    back: Callable[[jax.Array], jax.Array] = _stay
 
     def enter(self, a_ND: Factor) -> Factor:
         """Return the token of each row."""
-        if self.there:
-            a_ND = products.of_values(lambda a: self.there(a[self.order_A // self.place_NK.shape[1]]), a_ND)
-        return products.of_values(lambda a: a[self.order // self.place.shape[1]], a_ND)
+        return products.of_values(lambda a: self.there(a[self.order // self.place.shape[1]]), a_ND)
 
     def leave(self, a_RD: jax.Array) -> jax.Array:
         """Return the sum over each token's rows."""
-        a_ND = _sums(a_RD, self.place)
-        return _sums(self.back(a_ND), self.place_NK) if self.back else a_ND
+        return _sums(self.back(a_RD), self.place)
 
     def weights(self, weights_NK: jax.Array) -> jax.Array:
         """Return the weight of each row."""
-        if self.there:
-            weights_NK = self.there(weights_NK.reshape(-1)[self.order_A])
-        return weights_NK.reshape(-1)[self.order]
+        return self.there(weights_NK.reshape(-1)[self.order])
 
     def weights_back(self, weights_R: jax.Array) -> jax.Array:
         """Return the value of each assignment's row; 0 if it has none."""
-        weights_NK = weights_R.at[self.place].get(mode="fill", fill_value=0)
-        if self.back:
-            weights_NK = self.back(weights_NK[:, 0]).at[self.place_NK].get(mode="fill", fill_value=0)
-        return weights_NK
+        return self.back(weights_R).at[self.place].get(mode="fill", fill_value=0)
 
     def of_expert(self, a_LF: jax.Array) -> jax.Array:
         """Return for each row what its expert has; 0 behind the last."""
@@ -341,7 +381,7 @@ class _Route:
     @property
     def experts(self) -> jax.Array:
         """The expert of each row; one that is not there behind the last."""
-        return (jnp.cumsum(self.sizes) <= jnp.arange(len(self.order))[:, None]).sum(1)
+        return (jnp.cumsum(self.sizes) <= jnp.arange(self.rows)[:, None]).sum(1)
 
 
 def _times(x_RD: jax.Array, weights_R: jax.Array) -> jax.Array:
@@ -360,16 +400,32 @@ def _in_passes(p, routes, x_ND, weights_NK, gate_LDF, up_LDF, down_LFD, biases):
 
 def _forward(p, routes, *arrays):
     arrays = jax.tree.map(lambda a: a.narrow if isinstance(a, Rounded) else a, arrays, is_leaf=_is_rounded)
-    y_ND, both_RF = p.forward(0, routes, *arrays)
-    y_ND = _further(p, routes, lambda number: p.forward(number, routes, *arrays)[0], y_ND)
-    return y_ND, (routes, arrays, both_RF)
+    used = _together(arrays) if p.joined else arrays  # the backward pass does it again, rather than keep a copy
+    y_ND, kept = p.forward(0, routes, *used)
+    y_ND = _further(p, routes, lambda number: p.forward(number, routes, *used)[0], y_ND)
+    return y_ND, (routes, arrays, kept)
 
 
 def _backward(p, saved, dy_ND):
-    routes, arrays, both_RF = saved
+    routes, arrays, kept = saved
     dy_ND = products.rounded(dy_ND, products.BACKWARD) if _is_rounded(arrays[0]) else dy_ND
-    first = p.backward(0, routes, *arrays, dy_ND, both_RF)
-    return None, *_further(p, routes, lambda number: p.backward(number, routes, *arrays, dy_ND), first)
+    used = _together(arrays) if p.joined else arrays
+    first = p.backward(0, routes, *used, dy_ND, kept)
+    found = _further(p, routes, lambda number: p.backward(number, routes, *used, dy_ND), first)
+    return None, *(_apart(found) if p.joined else found)
+
+
+def _together(arrays):
+    """Join the matrices of gate and up, and their biases."""
+    x_ND, weights_NK, gate_LDF, up_LDF, down_LFD, biases = arrays
+    biases = (jnp.concatenate(biases, -1),) if biases else ()
+    return x_ND, weights_NK, None, jnp.concatenate([gate_LDF, up_LDF], -1), down_LFD, biases
+
+
+def _apart(gradients):
+    dx_ND, dweights_NK, _, dboth_LDF, ddown_LFD, dbiases = gradients
+    dbiases = tuple(jnp.split(dbiases[0], 2, -1)) if dbiases else ()
+    return dx_ND, dweights_NK, *jnp.split(dboth_LDF, 2, -1), ddown_LFD, dbiases
 
 
 def _is_rounded(a):

@@ -198,9 +198,28 @@ def check_divides(names: Names, shape: Sequence[int], spec: P, mesh: AnyMesh, wh
 
 def parameter_sharding(names: Names, shape: Sequence[int], rules: Rules, mesh: AnyMesh, what: str) -> NamedSharding:
     """Return the sharding of a parameter at rest."""
-    spec = without_trivial_axes(rules.spec(names), mesh)
+    spec = at_rest(names, shape, rules, mesh)
     check_divides(names, shape, spec, mesh, what)
     return NamedSharding(mesh, spec)
+
+
+def at_rest(names: Names, shape: Sequence[int], rules: Rules, mesh: AnyMesh) -> P:
+    """Return the spec of a parameter at rest.
+
+    What is gathered to bring the matrices of experts into use splits them by expert where their number divides: then
+    the parts that devices hold lie one after the other, and are not transposed behind the gather.
+    """
+    spec = without_trivial_axes(rules.spec(names), mesh)
+    if "experts" not in names:
+        return spec
+    entries = [axes_of(entry) for entry in spec]
+    experts, whole = names.index("experts"), [axes_of(entry) for entry in rules.spec(names, gathered=True)]
+    moved = [axis for d, entry in enumerate(entries) for axis in entry if d != experts and axis not in whole[d]]
+    by_expert = [*entries[experts], *moved]
+    if not moved or len(names) != len(shape) or shape[experts] % math.prod(mesh.shape[axis] for axis in by_expert):
+        return spec
+    return P(*(_entry(tuple(by_expert) if d == experts else tuple(axis for axis in entry if axis not in moved))
+               for d, entry in enumerate(entries)))
 
 
 def spread(sharding: NamedSharding, shape: Sequence[int], axis: str = "data", first: int = 0) -> NamedSharding:

@@ -159,10 +159,11 @@ def speed_of(keys: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.2:
         found |= {"train.unroll": -1}
     if rng.random() < 0.2:  # policies that keep products, and with them what serves gradients in their place
-        names = ("dots+heads@host",) if keys["family"] in EXPERTS else ("dots+mlp@host", "attention+heads+kv_heads+mlp")
+        names = ("dots+heads@host", "attention+experts+expert_mlp") if keys["family"] in EXPERTS else (
+            "dots+mlp@host", "attention+heads+kv_heads+mlp")
         found |= {"train.remat": rng.choice(("dots", "attention+dots", *names))}
     if keys["family"] in EXPERTS:
-        found |= {"train.expert_buffer": rng.choice((2.0, 2.0, 0.0, 0.25, 1.0, 1.5))}
+        found |= {"train.expert_buffer": rng.choice((1.25, 2.0, 0.0, 0.25, 1.0, 1.5))}
         found |= {"train.expert_exchange": rng.choice(("auto", "gather"))}
     return found
 

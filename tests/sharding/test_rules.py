@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.sharding import activations, mesh_context
-from jaxtrain.sharding.axis_rules import parameter_sharding, spread, without_trivial_axes
+from jaxtrain.sharding.axis_rules import at_rest, parameter_sharding, spread, without_trivial_axes
 
 CUBE = dict(data=2, fsdp=2, tensor=2)
 
@@ -38,6 +38,19 @@ def test_names_resolve_by_the_rules(names, at_rest, in_use):
     rules = jt.rules("fsdp_tp")
     assert rules.spec(names) == at_rest
     assert rules.spec(names, gathered=True) == in_use, "in use, a weight is whole over the axes that shard tokens"
+
+
+@pytest.mark.parametrize(("shape", "sizes", "want"), [
+    ((8, 6, 4), (2, 2, 1, 2, 1), P(("fsdp", "context"), None, "tensor")),
+    ((8, 4, 4), (2, 1, 2, 2, 1), P(("expert", "fsdp"), None, "tensor")),
+    ((6, 4, 4), (2, 2, 1, 2, 1), P(None, ("fsdp", "context"), "tensor")),  # six experts do not divide by four
+])
+def test_matrices_of_experts_rest_by_expert_where_their_number_divides(shape, sizes, want):
+    mesh = jax.sharding.AbstractMesh(sizes, ("fsdp", "context", "expert", "tensor", "stage"))
+    names = ("experts", "expert_embed", "expert_mlp")
+    assert at_rest(names, shape, jt.rules(), mesh) == want
+    assert at_rest(("layers", *names), (3, *shape), jt.rules(), mesh) == P(None, *want)
+    assert at_rest(names, shape, jt.rules("fsdp_tp", expert_embed=None), mesh)[1] is None
 
 
 def test_presets_build_on_each_other_and_overrides_win():

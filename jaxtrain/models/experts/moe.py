@@ -6,6 +6,7 @@ over `tensor` too, each device computes a part of their width, and the parts are
 Shape suffixes: B batch, T sequence, D embedding, E experts, F expert width, N tokens.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from jaxtrain.models.layers import INSIDE, RESIDUAL, Linear, SwiGLU, param
 from jaxtrain.parallel.expert_options import DEFAULT, ExpertOptions
 from jaxtrain.parallel.experts import Activation, through_experts
 from jaxtrain.parallel.rows import Row
-from jaxtrain.sharding import activations, products
+from jaxtrain.sharding import activations, mesh_context, products
 
 WIDEN = ("experts", "expert_embed", "expert_mlp")
 NARROW = ("experts", "expert_mlp", "expert_embed")
@@ -185,7 +186,12 @@ def metrics(sums: dict[str, jax.Array], experts_per_token: int) -> dict[str, jax
     """Return the values for metrics.jsonl from the `totals` of a whole batch: means over tokens and layers."""
     load_LE, tokens_L = sums["load"], jnp.maximum(sums["tokens"], 1)
     mean_L1 = jnp.maximum(load_LE.mean(-1, keepdims=True), 1e-8)
-    return {
+    mesh = mesh_context.current()
+    devices = math.prod(mesh[0].shape[axis] for axis in activations.axes_over("experts")) if mesh else 1
+    by_device_LP = load_LE.reshape(len(load_LE), devices, -1).mean(-1)
+    # The load of the busiest device over an even share: beyond train.expert_buffer, its layer takes a further pass.
+    shared = {"moe_max_device_load": (by_device_LP / mean_L1).max()} if devices > 1 else {}
+    return shared | {
         "moe_max_load": (load_LE / mean_L1).max(),  # busiest expert's load over an even share, worst layer
         "moe_min_load": (load_LE / mean_L1).min(),
         "moe_dropped": 1 - sums["kept"].sum() / (tokens_L.sum() * experts_per_token),

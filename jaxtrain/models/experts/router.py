@@ -16,6 +16,7 @@ from jax import lax
 from jaxtrain.config.model_config import Experts
 from jaxtrain.kernels.functions import softmax
 from jaxtrain.models.experts import sparse_mixer
+from jaxtrain.models.experts.router_product import router_product
 from jaxtrain.parallel.rows import Row
 
 F32 = jnp.float32
@@ -38,7 +39,7 @@ def route(c: Experts, x_BTD: jax.Array, real_BT: jax.Array, kernel_DE: jax.Array
 
     The weights of a token's experts depend on `logit_bias_E`, not on `bias_E`, and are multiplied by `expert_scale_E`.
     """
-    logits_BTE = jnp.einsum("btd,de->bte", x_BTD.astype(F32), kernel_DE, precision=lax.Precision.HIGHEST)
+    logits_BTE = router_product(x_BTD, kernel_DE)
     logits_BTE = logits_BTE if logit_bias_E is None else logits_BTE + logit_bias_E
     scores_BTE = jax.nn.sigmoid(logits_BTE) if c.score == "sigmoid" else softmax(logits_BTE)
     if c.score == "sparse_mixer":

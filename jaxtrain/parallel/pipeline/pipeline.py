@@ -108,7 +108,7 @@ class Pipeline:
         def in_use(params):
             """Return layers by stage, all other parameters, and the gradient layouts of both."""
             plan = {key: jax.tree.map(partial(_Plan.of, self.rules, key in parts.stacks),
-                                      partition.like(all_axes[key], params[key]),
+                                      partition.like(all_axes[key], params[key]), params[key],
                                       is_leaf=lambda x: isinstance(x, tuple)) for key in params}
             layers = {key: jax.tree.map(lambda w, plan, key=key: placement.to_stages(key, w, plan.in_use),
                                         params[key], plan[key]) for key in parts.stacks if key in params}
@@ -172,10 +172,10 @@ class _Plan:
     sum: tuple[str, ...]  # the axes that the gradient is only summed over
 
     @classmethod
-    def of(cls, rules: axis_rules.Rules, stacked: bool, names: axis_rules.Names) -> "_Plan":
-        mesh, names = jax.sharding.get_abstract_mesh(), names[1:] if stacked else names
-        in_use, at_rest = (axis_rules.without_trivial_axes(rules.spec(names, gathered=gathered), mesh)
-                           for gathered in (True, False))
+    def of(cls, rules: axis_rules.Rules, stacked: bool, names: axis_rules.Names, weight: jax.Array) -> "_Plan":
+        mesh, names, shape = jax.sharding.get_abstract_mesh(), names[stacked:], weight.shape[stacked:]
+        in_use = axis_rules.without_trivial_axes(rules.spec(names, gathered=True), mesh)
+        at_rest = axis_rules.at_rest(names, shape, rules, mesh)
         kept = [axis_rules.axes_of(entry) for entry in in_use]
         # A dimension that tensor splits in use is not scattered here: the pieces would be in another order.
         scatter = tuple(() if "tensor" in mine else tuple(
