@@ -129,9 +129,10 @@ class Linear(nnx.Module):
         values, scales = (activations.gather(x, *self.axes) for x in (values, scales))
         return quantization.dequantize(values, scales, dtype)
 
-    def product(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        """Return input times weight, plus bias."""
-        return activations.einsum(self.equation, x, kernel, self.axes, self.out, bias)
+    @property
+    def product(self) -> products.Contraction:
+        """Input times weight, plus bias."""
+        return products.Contraction(self.equation, self.axes, self.out)
 
 
 class LayerNorm(nnx.Module):

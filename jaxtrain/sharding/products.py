@@ -22,8 +22,24 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxtrain.sharding import activations
+from jaxtrain.sharding.axis_rules import Names
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]  # input, weight -> output; linear in each of them
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """An einsum of an input [rows, tokens, ...] and a weight, by the logical names of the weight and the result."""
+
+    equation: str
+    names: Names
+    out: Names
+
+    def __call__(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        """Return input times weight, plus bias."""
+        return activations.einsum(self.equation, x, weight, self.names, self.out, bias)
+
+
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 _LEAST = 1e-30  # scale, also of zeros
 
