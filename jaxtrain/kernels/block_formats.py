@@ -70,8 +70,7 @@ def nvfp4(x: jax.Array, axes: tuple[int, ...], scale: jax.Array, noise: jax.Arra
 
 
 def _peak_bits(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Return the bits of the largest magnitude, of which those of NaN are the largest: some compilers' maximum drops it.
-    """
+    """Return the bits of the largest magnitude; those of NaN, which some compilers' maximum drops, are the largest."""
     return lax.bitcast_convert_type(jnp.abs(x), jnp.uint32).max(axes, keepdims=True)
 
 
@@ -103,5 +102,5 @@ def hadamard(seed: int = 0) -> np.ndarray:
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < NV_BLOCK:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    signs = np.random.default_rng(seed).choice(np.float32([-1, 1]), (NV_BLOCK, 1))
+    signs = np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), (NV_BLOCK, 1))
     return signs * matrix / NV_BLOCK**0.5

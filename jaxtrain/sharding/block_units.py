@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.config.sections.precision_keys import BLOCKS
 from jaxtrain.kernels import block_formats
-from jaxtrain.kernels.block_formats import MX_BLOCK, NV_BLOCK, Blocks
+from jaxtrain.kernels.block_formats import NV_BLOCK, Blocks
 from jaxtrain.sharding import activations, block_layout, mesh_context
 from jaxtrain.sharding.axis_rules import SpecEntry, axes_of
 from jaxtrain.sharding.block_layout import Entries, entries_of, laid_out, merged
@@ -24,7 +25,6 @@ from jaxtrain.sharding.products import Contraction, Product, exact_sums
 
 LEAD = 2  # dimensions of an input before those that a product sums over: rows and tokens
 Noise = Callable[[str, jax.Array], jax.Array] | None  # a name and an array -> numbers in [0, 1) in its shape
-BLOCK = {"mxfp8": MX_BLOCK, "nvfp4": NV_BLOCK}
 
 
 def there() -> bool:
@@ -41,7 +41,7 @@ def of(product: Product, x: Any, weight: Any, kind: str) -> "Unit | None":
 
 def _unit(product: Contraction, x: Any, weight: Any, kind: str) -> "Unit | None":
     """Return it where each device has whole blocks of all three dimensions that products sum over."""
-    summed, block = x.ndim - LEAD, BLOCK[kind]
+    summed, block = x.ndim - LEAD, BLOCKS[kind]
     rest = entries_of(weight)
     used = tuple(activations.gathered_spec(*product.names)) if block_layout.on_mesh() else (None,) * weight.ndim
     narrow, wide = used[0], used[summed]
@@ -105,7 +105,7 @@ class Unit:
     @property
     def block(self) -> int:
         """The values in a block."""
-        return BLOCK[self.kind]
+        return BLOCKS[self.kind]
 
     @property
     def summed(self) -> int:
@@ -187,10 +187,9 @@ class Unit:
             return Factor(block_formats.mxfp8(blocks, (2,)), 1)
         scale = block_formats.nvfp4_scale(activations.peak(weight))
         tiles = block_formats.nvfp4(block_layout.cut(blocks, (0, 1), NV_BLOCK), (1, 3), scale)
-        scales = jnp.broadcast_to(tiles.scales, (*tiles.elements.shape[:3], 1), out_sharding=None) \
-            if not block_layout.on_mesh() else lax.broadcast_in_dim(
-                tiles.scales, (*tiles.elements.shape[:3], 1), (0, 1, 2, 3),
-                out_sharding=P(*entries_of(tiles.elements)[:3], None))
+        shape, layout = (*tiles.elements.shape[:3], 1), P(*entries_of(tiles.elements)[:3], None)
+        scales = lax.broadcast_in_dim(tiles.scales, shape, (0, 1, 2, 3),
+                                      out_sharding=layout if block_layout.on_mesh() else None)
         return Factor(Blocks(merged(tiles.elements, 0, 2), merged(scales, 0, 2)), 1, scale)
 
     # ------------------------------------------------------------------------------------------------------- devices

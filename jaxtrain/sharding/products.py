@@ -1,9 +1,9 @@
 """Products of activations and weights in the precision of the step: as they are, in 8-bit floats (fp8), or in blocks.
 
-MXFP8 and NVFP4, whose blocks have scales, are in block_products.py. With fp8, a product rounds each of its two factors to a float of 8 bits, with one scale for the whole array, chosen so
-that its largest magnitude just fits (current scaling): activations and weights to e4m3, gradients of outputs to e5m2,
-which has more range. Results are bfloat16. The maximum is that of the array on all devices, so the roundings do not
-depend on the mesh.
+MXFP8 and NVFP4, whose blocks have scales, are in block_products.py. With fp8, a product rounds each of its two factors
+to a float of 8 bits, with one scale for the whole array, chosen so that its largest magnitude just fits (current
+scaling): activations and weights to e4m3, gradients of outputs to e5m2, which has more range. Results are bfloat16. The
+maximum is that of the array on all devices, so the roundings do not depend on the mesh.
 
 The factors reach the product as bfloat16 values that 8 bits hold exactly. XLA multiplies them in fp8 where the hardware
 can; elsewhere bfloat16 products of the same values are computed, so that fp8 can be tried and tested on any device.
@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from jaxtrain.config.sections.precision_keys import NARROW
 from jaxtrain.sharding import activations
 from jaxtrain.sharding.axis_rules import Names
 
@@ -43,8 +44,7 @@ class Contraction:
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 _LEAST = 1e-30  # scale, also of zeros
 
-FP8, BLOCKS = "fp8", ("mxfp8", "nvfp4")
-NARROW = (FP8, *BLOCKS)  # values of `train.precision` that round the factors of products
+FP8 = "fp8"
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,14 @@ class Format:
         return (number < self.at_start) | (number >= layers - self.at_end)
 
 
-_format = contextvars.ContextVar("jaxtrain_format", default=Format())
+_AS_THEY_ARE = Format()
+_format = contextvars.ContextVar("jaxtrain_format", default=_AS_THEY_ARE)
 
 
 @contextlib.contextmanager
 def in_precision(precision: str, at_start: int = 0, at_end: int = 0) -> Iterator[None]:
     """Trace the products in this block in one of NARROW; by any other name as they are."""
-    token = _format.set(Format(precision, at_start, at_end) if precision in NARROW else Format())
+    token = _format.set(Format(precision, at_start, at_end) if precision in NARROW else _AS_THEY_ARE)
     try:
         yield
     finally:
