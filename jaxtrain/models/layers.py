@@ -4,8 +4,10 @@ Shape suffixes: B batch, T and S sequence, D embedding, H query heads, G key/val
 vocabulary.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -57,9 +59,23 @@ def bell(key: jax.Array, shape: tuple[int, ...], std: float = 1.0) -> jax.Array:
     return (total.astype(jnp.int32) - 2 * 0xFFFF).astype(jnp.float32) * (std * (3 / (2**32 - 1)) ** 0.5)
 
 
+_SEEN: ContextVar[Any] = ContextVar("seen", default=None)
+
+
+@contextlib.contextmanager
+def observed(see: Callable[["Linear", jax.Array], None]) -> Iterator[None]:
+    """A context in which `see` is called with every linear layer that runs, and its input."""
+    token = _SEEN.set(see)
+    try:
+        yield
+    finally:
+        _SEEN.reset(token)
+
+
 class Linear(nnx.Module):
     """An einsum with a weight, and a bias over the output dimensions that come from the weight."""
 
+    path = ""  # in the model, where who observes inputs has set it
     adapter: Any = None  # models/lora.py gives some layers one
     scales: Any = None  # of a kernel in 8 or 4 bits (train_step/quantization.py)
 
@@ -73,6 +89,8 @@ class Linear(nnx.Module):
         self.bias = param(rngs, tuple(shape[i] for i in new), self.bias_axes, std=0) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if (see := _SEEN.get()) is not None:
+            see(self, x)
         kernel, bias = self.kernel.get_value(), self.bias
         bias = None if bias is None else activations.gather(bias[...], *self.bias_axes)
         adapter = self.adapter
@@ -296,7 +314,8 @@ class Stack(nnx.Module):
         graphdef, weights = nnx.split(self.layer)
         numbers = jnp.arange(self.num_layers) if slots is None else slots.numbers
         of_stage = slots is not None and self._has_wide()
-        given = (weights, numbers if self.numbered or training_noise.active() or of_stage else None,
+        counted = self.numbered or training_noise.active() or of_stage or _SEEN.get() is not None
+        given = (weights, numbers if counted else None,
                  None if slots is None or slots.full else slots.numbers >= 0, cache and cache.entries)
 
         def layer(x, weights, number, entries):

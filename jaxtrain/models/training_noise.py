@@ -64,6 +64,11 @@ def in_layer(number: jax.Array | int) -> Iterator[None]:
         _LAYER.reset(token)
 
 
+def layer_number() -> jax.Array | int:
+    """Return the number of the layer, in its stack, that is computed now."""
+    return _LAYER.get()
+
+
 def active() -> bool:
     """Return whether the layers that are traced now have random numbers."""
     return _BITS.get() is not None

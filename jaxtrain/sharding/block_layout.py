@@ -21,7 +21,7 @@ def on_mesh() -> bool:
 
 def entries_of(x: jax.Array | jax.ShapeDtypeStruct) -> Entries:
     """Return how each dimension of an array is split."""
-    spec = jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else getattr(x.sharding, "spec", P())
+    spec = (getattr(x.sharding, "spec", P()) if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding.spec)
     return (*spec.partitions, *(None,) * x.ndim)[:x.ndim]
 
 

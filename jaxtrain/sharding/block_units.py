@@ -53,8 +53,8 @@ def _unit(product: Contraction, x: Any, weight: Any, kind: str) -> "Unit | None"
     if not all(block_layout.whole_blocks(size, entry, block) for size, entry in zip(
             sizes, (narrow, wide, rows[1]), strict=True)):
         return None
-    reduced = jax.typeof(x).sharding.spec.reduced if isinstance(x, jax.Array) else getattr(
-        getattr(x.sharding, "spec", P()), "reduced", frozenset())
+    spec = getattr(x.sharding, "spec", P()) if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding.spec
+    reduced = spec.reduced
     if reduced and set(axes_of(wide)) != set(reduced):
         return None
     return Unit(product, kind, x.shape, entries_of(x), weight.shape, rest, rows, narrow, wide, frozenset(reduced),
