@@ -107,7 +107,8 @@ def build(config: Config, *, mesh: AnyMesh | None = None, devices: Any = None, p
     rule_checks.activations_divide(config, rules, mesh)
     t = config.train
     settings = StepSettings(
-        optimizer=optimizer, mesh=mesh, rules=rules, schedule=schedule, precision=compute, accumulation=t.accumulation,
+        optimizer=optimizer, mesh=mesh, rules=rules, schedule=schedule, precision=compute,
+        wide_layers=(t.layers_at_start_in_bf16, t.layers_at_end_in_bf16), accumulation=t.accumulation,
         clip_norm=config.optimizer.clip_norm, platform=platform, compiler_options=t.compiler_options,
         deterministic=t.deterministic or config.resilience.replay_every > 0,
         hang_limit=config.resilience.longest_hang)

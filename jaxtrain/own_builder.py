@@ -10,6 +10,7 @@ import optax
 
 from jaxtrain import extensions
 from jaxtrain.config.schema import Config, DataConfig
+from jaxtrain.config.sections.precision_keys import NARROW
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
 from jaxtrain.run import Extension, Parts, Run, shapes_of
@@ -60,5 +61,6 @@ def _check(config: Config, own: Given, optimizer: optax.GradientTransformation |
         if part is None:
             raise UserError(name, "it is missing; with model= you must pass one too" if own.model is not None else
                             "it is missing", fix)
-    if config.train.precision == "fp8":
-        raise UserError("train.precision", "fp8 is the precision of products in jaxtrain's own layers", "use bfloat16")
+    if (kind := config.train.precision) in NARROW:
+        raise UserError("train.precision", f"{kind} is the precision of products in jaxtrain's own layers",
+                        "use bfloat16")

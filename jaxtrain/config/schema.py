@@ -12,7 +12,7 @@ from jaxtrain.config import part_tables, remat_policies
 from jaxtrain.config.family import config_class
 from jaxtrain.config.field_checks import at_most, bounded, choice, derive, each_of, number
 from jaxtrain.config.model_config import ModelConfig
-from jaxtrain.config.sections import compression_keys, diloco_keys, sparsity_keys, tuning_keys
+from jaxtrain.config.sections import compression_keys, diloco_keys, precision_keys, sparsity_keys, tuning_keys
 from jaxtrain.config.sections.compression_keys import CompressionConfig
 from jaxtrain.config.sections.diloco_keys import DilocoConfig
 from jaxtrain.config.sections.observe_keys import ObserveConfig
@@ -21,7 +21,7 @@ from jaxtrain.config.sections.tuning_keys import EvaluationConfig, LoraConfig, P
 from jaxtrain.errors import UserError
 from jaxtrain.redaction import redacted
 
-PRECISIONS = ("float32", "bfloat16", "float16", "fp8")
+PRECISIONS = ("float32", "bfloat16", "float16", *precision_keys.NARROW)
 MOST_PARAMETERS = 10**14  # a hundred times the largest published models
 AXES = ("data", "fsdp", "stage", "context", "expert", "tensor")  # as in mesh.py, which imports JAX
 
@@ -205,9 +205,12 @@ class TrainConfig:
     # initial image encoder of vision_language: a published SigLIP or CLIP, or a run with an encoder
     init_encoder_from: str = ""
     accumulation: int = at_most(1, 2**16, above=0)  # gradient accumulation: number of micro-batches per step
-    # dtype of computation. auto: bfloat16 on accelerators, float32 on CPU; fp8: bfloat16, with the matmuls of layers in
-    # 8 bits
+    # dtype of computation. auto: bfloat16 on accelerators, float32 on CPU; fp8, mxfp8: bfloat16, with the matmuls of
+    # layers in 8 bits; nvfp4: in 4 bits
     precision: str = choice("auto", "auto", *PRECISIONS)
+    # layers at the start of each stack whose matmuls stay in bfloat16 with fp8, mxfp8 and nvfp4
+    layers_at_start_in_bf16: int = at_most(0, 10_000, least=0)
+    layers_at_end_in_bf16: int = at_most(0, 10_000, least=0)  # likewise at the end
     objective: str = ""  # the objective; "": that of the family, of preference.loss or of rl.prompts
     # attention kernel; auto: chosen by device, dtype and shapes (docs/training.md)
     attention: str = choice("auto", "auto", "xla", "cudnn", "mosaic", "splash")
@@ -386,7 +389,7 @@ class Config:
         if self.data.workers and (self.rl.prompts or self.preference.reference == "precomputed"):
             raise UserError("data.workers", "batches hold what the model says of them, in the process that trains it",
                             "leave it out")
-        for section in (tuning_keys, compression_keys, sparsity_keys, diloco_keys):
+        for section in (tuning_keys, precision_keys, compression_keys, sparsity_keys, diloco_keys):
             section.check(self)
 
     def _check_kind(self):

@@ -25,6 +25,7 @@ EXTENSIONS = {
     "train.ema_decay": "jaxtrain.extensions.ema:AveragedParameters",
     "lora.dropout": "jaxtrain.extensions.noise:TrainingNoise",
     "train.neftune_noise_alpha": "jaxtrain.extensions.noise:TrainingNoise",
+    "train.precision": "jaxtrain.extensions.noise:TrainingNoise",
     "lora.quantize": "jaxtrain.extensions.frozen_kernels:QuantizedKernels",
     "lora.init": "jaxtrain.hub.initial_params:InitialParams",
     "train.init_from": "jaxtrain.hub.initial_params:InitialParams",

@@ -4,7 +4,10 @@ Shape suffixes: B batch, T and S sequence, D embedding, H query heads, G key/val
 vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -56,9 +59,23 @@ def bell(key: jax.Array, shape: tuple[int, ...], std: float = 1.0) -> jax.Array:
     return (total.astype(jnp.int32) - 2 * 0xFFFF).astype(jnp.float32) * (std * (3 / (2**32 - 1)) ** 0.5)
 
 
+_SEEN: ContextVar[Any] = ContextVar("seen", default=None)
+
+
+@contextlib.contextmanager
+def observed(see: Callable[["Linear", jax.Array], None]) -> Iterator[None]:
+    """A context in which `see` is called with every linear layer that runs, and its input."""
+    token = _SEEN.set(see)
+    try:
+        yield
+    finally:
+        _SEEN.reset(token)
+
+
 class Linear(nnx.Module):
     """An einsum with a weight, and a bias over the output dimensions that come from the weight."""
 
+    path = ""  # in the model, where who observes inputs has set it
     adapter: Any = None  # models/lora.py gives some layers one
     scales: Any = None  # of a kernel in 8 or 4 bits (train_step/quantization.py)
 
@@ -72,6 +89,8 @@ class Linear(nnx.Module):
         self.bias = param(rngs, tuple(shape[i] for i in new), self.bias_axes, std=0) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if (see := _SEEN.get()) is not None:
+            see(self, x)
         kernel, bias = self.kernel.get_value(), self.bias
         bias = None if bias is None else activations.gather(bias[...], *self.bias_axes)
         adapter = self.adapter
@@ -89,9 +108,13 @@ class Linear(nnx.Module):
         if hasattr(kernel, "multiplied"):  # it has a way of its own, as `Deferred` does
             y = kernel.multiplied(self.product, x)
             return y if bias is None else y + bias
-        if products.is_fp8():
-            return activations.with_bias(products.multiply(self.product, x, kernel), bias)
+        if products.is_narrow():
+            return activations.with_bias(products.multiply(self.product, x, kernel, self.noise()), bias)
         return self.product(x, kernel, bias)
+
+    def noise(self) -> training_noise.Noise | None:
+        """Return the random numbers with which its gradients are rounded, where the batch and the format have some."""
+        return training_noise.of_layer(self.equation) if products.current_format().kind == "nvfp4" else None
 
     def named(self, y: jax.Array) -> jax.Array:
         """Return the layer's product by the name by which `train.remat` may keep it."""
@@ -124,9 +147,10 @@ class Linear(nnx.Module):
         values, scales = (activations.gather(x, *self.axes) for x in (values, scales))
         return quantization.dequantize(values, scales, dtype)
 
-    def product(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-        """Return input times weight, plus bias."""
-        return activations.einsum(self.equation, x, kernel, self.axes, self.out, bias)
+    @property
+    def product(self) -> products.Contraction:
+        """Input times weight, plus bias."""
+        return products.Contraction(self.equation, self.axes, self.out)
 
 
 class LayerNorm(nnx.Module):
@@ -268,9 +292,15 @@ class Stack(nnx.Module):
     """
 
     def __init__(self, layer: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs,
-                 remat: Sequence[tuple[Wrap, int]] = (), unroll: int = 1, first: int = 0):
-        """`first`: the number of the first layer; layers that are `numbered` are called with theirs as well."""
+                 remat: Sequence[tuple[Wrap, int]] = (), unroll: int = 1, first: int = 0, after: int = 0):
+        """Make the parameters.
+
+        Args:
+            first: the number of the first layer; layers that are `numbered` are called with theirs as well.
+            after: how many layers another stack has behind these.
+        """
         self.remat, self.unroll, self.num_layers, self.first = tuple(remat), unroll, num_layers, first
+        self.after = after
         keys = jax.random.split(rngs.params(), num_layers)
         self.layer = nnx.vmap(lambda key: layer(nnx.Rngs(params=key)))(keys)
         self.numbered = getattr(self.layer, "numbered", False)
@@ -283,7 +313,9 @@ class Stack(nnx.Module):
         """Apply the layers. `slots`: those that a pipeline stage holds; an empty slot passes `x` on."""
         graphdef, weights = nnx.split(self.layer)
         numbers = jnp.arange(self.num_layers) if slots is None else slots.numbers
-        given = (weights, numbers if self.numbered or training_noise.active() else None,
+        of_stage = slots is not None and self._has_wide()
+        counted = self.numbered or training_noise.active() or of_stage or _SEEN.get() is not None
+        given = (weights, numbers if counted else None,
                  None if slots is None or slots.full else slots.numbers >= 0, cache and cache.entries)
 
         def layer(x, weights, number, entries):
@@ -292,26 +324,55 @@ class Stack(nnx.Module):
             with training_noise.in_layer(0 if number is None else number):
                 return nnx.merge(graphdef, weights)(x, *args, *own, **held)
 
-        def step(apply, x, given):
+        def wide_layer(*inputs):
+            with products.in_precision(""):
+                return layer(*inputs)
+
+        def step(wrap, wide, x, given):
             weights, number, there, entries = given
             inputs = x, weights, number, entries
+            apply = wrap(wide_layer if wide else layer)
+            if wide is None:  # a stage's number is known when it runs
+                apply = partial(jax.lax.cond, self._is_wide(number), wrap(wide_layer), apply)
             if there is None:
                 return apply(*inputs)
             none = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(apply, *inputs)[1])
             return jax.lax.cond(there, apply, lambda x, *_: (x, none), *inputs)
 
         if _is_eager((x, args, given)):
-            return _in_turn(partial(step, layer), x, given)
-        if len(self.remat) < 2:  # a pipeline's stage has some of the layers
-            wrap = self.remat[0][0] if self.remat else lambda f: f
-            return _scan(partial(step, wrap(layer)), x, given, self.unroll)
+            return _in_turn(partial(step, lambda f: f, False), x, given)
         parts, at = [], 0
-        for wrap, count in self.remat:
-            some = jax.tree.map(lambda a, at=at, count=count: a[at:at + count], given)
-            x, aux = _scan(partial(step, wrap(layer)), x, some, self.unroll)
+        for wrap, wide, count in [(self._wrap, None, 0)] if of_stage else self._parts(slots is None):
+            some = jax.tree.map(lambda a, at=at, count=count: a[at:at + count], given) if count else given
+            x, aux = _scan(partial(step, wrap, wide), x, some, self.unroll)
             parts.append(aux)
             at += count
-        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts) if len(parts) > 1 else parts[0]
+
+    @property
+    def _wrap(self) -> Wrap:
+        """How the layers of a pipeline's stage are wrapped, or all layers that are alike."""
+        return self.remat[0][0] if self.remat else lambda f: f
+
+    def _is_wide(self, number: Any) -> Any:
+        """Return whether products of a layer stay as they are; of a group, whether those of one of its layers do."""
+        each, form = len(getattr(self.layer, "names", "1")), products.current_format()
+        number, layers = self.first + number * each, self.first + self.num_layers * each + self.after
+        return form.leaves_out(number, layers) | form.leaves_out(number + each - 1, layers)
+
+    def _has_wide(self) -> bool:
+        return any(self._is_wide(number) for number in range(self.num_layers))
+
+    def _parts(self, whole: bool) -> list[tuple[Wrap, bool, int]]:
+        """Return how layers are wrapped, whether their products stay as they are, and how many; 0: all.
+
+        `whole`: whether all layers are here.
+        """
+        if not whole or (len(self.remat) < 2 and not self._has_wide()):
+            return [(self._wrap, False, 0)]
+        each = [wrap for wrap, count in self.remat for _ in range(count)] or [self._wrap] * self.num_layers
+        wide = [bool(self._is_wide(number)) for number in range(self.num_layers)]
+        return [(*part, len([*alike])) for part, alike in itertools.groupby(zip(each, wide, strict=True))]
 
 
 def _is_eager(tree: PyTree) -> bool:

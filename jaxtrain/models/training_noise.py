@@ -1,4 +1,4 @@
-"""Random numbers that only training has: dropout of what adapters read, and noise on embeddings (NEFTune).
+"""Random numbers that only training has: dropout of what adapters read, noise on embeddings (NEFTune), and rounding.
 
 Each token of a step's batch has 32 random bits, a function of the seed, the step and its place in the whole batch.
 Every further number is a hash of those with the layer, the parameter and the feature. So masks and noise are the same
@@ -11,11 +11,13 @@ import contextlib
 import zlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.sharding import activations
 
@@ -62,6 +64,11 @@ def in_layer(number: jax.Array | int) -> Iterator[None]:
         _LAYER.reset(token)
 
 
+def layer_number() -> jax.Array | int:
+    """Return the number of the layer, in its stack, that is computed now."""
+    return _LAYER.get()
+
+
 def active() -> bool:
     """Return whether the layers that are traced now have random numbers."""
     return _BITS.get() is not None
@@ -89,6 +96,30 @@ def dropout(x: jax.Array, rate: float, name: str) -> jax.Array:
         return x
     kept = _uniform(bits_BT ^ _hash(jnp.asarray(_LAYER.get()).astype(jnp.uint32) + 1), name, x) >= rate
     return x * (kept * (1 / (1 - rate))).astype(x.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Noise:
+    """The random numbers of one product of one layer: of each token, 32 bits."""
+
+    bits_BT: jax.Array
+    name: str = field(metadata={"static": True})
+
+    def __call__(self, name: str, like: jax.Array) -> jax.Array:
+        """Return a number in [0, 1) for each feature of each token of an array, others for each name."""
+        bits_BT, spec = self.bits_BT, jax.typeof(like).sharding.spec
+        if activations.activation_spec() is not None:
+            bits_BT = jax.reshard(bits_BT, P(*spec.partitions[:2]))
+        return _uniform(bits_BT, f"{self.name} {name}", like)
+
+
+def of_layer(name: str) -> Noise | None:
+    """Return the random numbers of a product of the layer that is traced now; None where the batch has no bits."""
+    bits_BT = _BITS.get()
+    if bits_BT is None:
+        return None
+    return Noise(bits_BT ^ _hash(jnp.asarray(_LAYER.get()).astype(jnp.uint32) + 1), name)
 
 
 def _uniform(bits_BT: jax.Array, name: str, like: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Products of activations and weights in the precision of the step: as they are, or in 8-bit floats (fp8).
+"""Products of activations and weights in the precision of the step: as they are, in 8-bit floats (fp8), or in blocks.
 
-With fp8, a product rounds each of its two factors to a float of 8 bits, with one scale for the whole array, chosen so
-that its largest magnitude just fits (current scaling): activations and weights to e4m3, gradients of outputs to e5m2,
-which has more range. Results are bfloat16. The maximum is that of the array on all devices, so the roundings do not
-depend on the mesh.
+MXFP8 and NVFP4, whose blocks have scales, are in block_products.py. With fp8, a product rounds each of its two factors
+to a float of 8 bits, with one scale for the whole array, chosen so that its largest magnitude just fits (current
+scaling): activations and weights to e4m3, gradients of outputs to e5m2, which has more range. Results are bfloat16. The
+maximum is that of the array on all devices, so the roundings do not depend on the mesh.
 
 The factors reach the product as bfloat16 values that 8 bits hold exactly. XLA multiplies them in fp8 where the hardware
 can; elsewhere bfloat16 products of the same values are computed, so that fp8 can be tried and tested on any device.
@@ -21,28 +21,72 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from jaxtrain.config.sections.precision_keys import NARROW
 from jaxtrain.sharding import activations
+from jaxtrain.sharding.axis_rules import Names
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]  # input, weight -> output; linear in each of them
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """An einsum of an input [rows, tokens, ...] and a weight, by the logical names of the weight and the result."""
+
+    equation: str
+    names: Names
+    out: Names
+
+    def __call__(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        """Return input times weight, plus bias."""
+        return activations.einsum(self.equation, x, weight, self.names, self.out, bias)
+
+
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 _LEAST = 1e-30  # scale, also of zeros
 
-_fp8 = contextvars.ContextVar("jaxtrain_fp8", default=False)
+FP8 = "fp8"
+
+
+@dataclass(frozen=True)
+class Format:
+    """In what products are computed, and which layers of a stack are left out of it."""
+
+    kind: str = ""  # one of NARROW; else products are as they are
+    at_start: int = 0  # layers at either end of a stack whose products are as they are
+    at_end: int = 0
+
+    def leaves_out(self, number: Any, layers: int) -> Any:
+        """Return whether a layer of so many is one of those; `number` may be traced."""
+        return (number < self.at_start) | (number >= layers - self.at_end)
+
+
+_AS_THEY_ARE = Format()
+_format = contextvars.ContextVar("jaxtrain_format", default=_AS_THEY_ARE)
 
 
 @contextlib.contextmanager
-def in_fp8(on: bool) -> Iterator[None]:
-    """Trace the products in this block in fp8, or as they are."""
-    token = _fp8.set(on)
+def in_precision(precision: str, at_start: int = 0, at_end: int = 0) -> Iterator[None]:
+    """Trace the products in this block in one of NARROW; by any other name as they are."""
+    token = _format.set(Format(precision, at_start, at_end) if precision in NARROW else _AS_THEY_ARE)
     try:
         yield
     finally:
-        _fp8.reset(token)
+        _format.reset(token)
+
+
+def current_format() -> Format:
+    """Return in what products are traced."""
+    return _format.get()
+
+
+def is_narrow() -> bool:
+    """Return whether the factors of products are rounded."""
+    return bool(_format.get().kind)
 
 
 def is_fp8() -> bool:
     """Return whether products are traced in fp8."""
-    return _fp8.get()
+    return _format.get().kind == FP8
 
 
 @jax.tree_util.register_dataclass
@@ -81,8 +125,14 @@ class Rounded:
 Factor = jax.Array | Rounded
 
 
-def multiply(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return `product(x, weight)` in fp8, with gradients that are computed in fp8 too."""
+def multiply(product: Product, x: jax.Array, weight: jax.Array, noise: Any = None) -> jax.Array:
+    """Return `product(x, weight)` in the narrow format that is traced, with gradients that are computed in it too.
+
+    `noise`: the random bits of tokens for stochastic rounding (models/training_noise.py), if there are any.
+    """
+    if not is_fp8():
+        return _multiply_in_blocks(product, x, weight, noise, current_format().kind)
+
     @jax.custom_vjp
     def apply(x, weight):
         return output(x, weight)[0]
@@ -96,9 +146,26 @@ def multiply(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
         dy = Rounded.of(dy, BACKWARD)
         return _input_gradient(product, kind, weight, dy), _weight_gradient(product, x, weight.wide, dy)
 
-    kind = _abstract(x)
+    kind = abstract(x)
     apply.defvjp(output, backward)
     return apply(x, weight)
+
+
+def _multiply_in_blocks(product: Product, x: jax.Array, weight: jax.Array, noise: Any, kind: str) -> jax.Array:
+    from jaxtrain.sharding import block_products  # which only these formats read
+
+    @jax.custom_vjp
+    def apply(x, weight, noise):
+        return block_products.output(product, x, weight, kind)
+
+    def backward(saved, dy):
+        x, weight, noise = saved
+        return (block_products.input_gradient(product, input_kind, weight, dy, kind, noise),
+                block_products.weight_gradient(product, x, weight, dy, kind, noise), None)
+
+    input_kind = abstract(x)
+    apply.defvjp(lambda x, weight, noise: (apply(x, weight, noise), (x, weight, noise)), backward)
+    return apply(x, weight, noise)
 
 
 def sent(x: jax.Array, send: Callable[[jax.Array], jax.Array] = lambda x: x) -> tuple[jax.Array, jax.Array]:
@@ -111,8 +178,8 @@ def sent(x: jax.Array, send: Callable[[jax.Array], jax.Array] = lambda x: x) -> 
         rounded = Rounded.of(x, FORWARD)
         return send(rounded.values).astype(x.dtype), rounded.scale
 
-    kind = _abstract(x)
-    apply.defvjp(lambda x: (apply(x), None), lambda _, d: (_transposed(send, kind, d[0]),))
+    kind = abstract(x)
+    apply.defvjp(lambda x: (apply(x), None), lambda _, d: (transposed(send, kind, d[0]),))
     return apply(x)
 
 
@@ -146,54 +213,64 @@ def multiply_at_rest(product: Product, x: jax.Array, wide: Callable[..., jax.Arr
         return product(x, wide(*at_rest))
 
     def backward(at_rest, dy):
-        return _transposed(lambda x: product(x, wide(*at_rest)), kind, dy), *(None for _ in at_rest)
+        return transposed(lambda x: product(x, wide(*at_rest)), kind, dy), *(None for _ in at_rest)
 
-    kind = _abstract(x)
+    kind = abstract(x)
     apply.defvjp(lambda x, *at_rest: (apply(x, *at_rest), at_rest), backward)
     return apply(x, *at_rest)
 
 
 def forward(product: Product, x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return the output of a product whose gradients are computed by the next two functions."""
-    return multiply(product, x, weight) if is_fp8() else product(x, weight)
+    return multiply(product, x, weight) if is_narrow() else product(x, weight)
 
 
 def input_gradient(product: Product, x: jax.Array | jax.ShapeDtypeStruct, weight: jax.Array,
                    dy: jax.Array) -> jax.Array:
     """Return the gradient with respect to the input alone, from that of the output; `x` may be abstract."""
+    if not is_narrow():
+        return transposed(lambda x: product(x, weight), x, dy)
     if not is_fp8():
-        return _transposed(lambda x: product(x, weight), x, dy)
+        from jaxtrain.sharding import block_products
+
+        return block_products.input_gradient(product, x, weight, dy, current_format().kind)
     return _input_gradient(product, x, Rounded.of(weight, FORWARD), Rounded.of(dy, BACKWARD))
 
 
 def weight_gradient(product: Product, x: jax.Array, weight: jax.Array | jax.ShapeDtypeStruct,
                     dy: jax.Array) -> jax.Array:
     """Return the gradient with respect to the weight alone, from that of the output; `weight` may be abstract."""
+    if not is_narrow():
+        return transposed(lambda weight: product(x, weight), weight, dy)
     if not is_fp8():
-        return _transposed(lambda weight: product(x, weight), weight, dy)
+        from jaxtrain.sharding import block_products
+
+        return block_products.weight_gradient(product, x, weight, dy, current_format().kind)
     return _weight_gradient(product, Rounded.of(x, FORWARD), weight, Rounded.of(dy, BACKWARD))
 
 
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Return the shape, dtype and layout of an array."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.typeof(x).sharding)
 
 
 def _input_gradient(product: Product, x: jax.Array | jax.ShapeDtypeStruct, weight: Rounded, dy: Rounded) -> jax.Array:
-    with _exact_sums():
-        return scaled(_transposed(lambda x: product(x, weight.wide), x, dy.wide), weight, dy)
+    with exact_sums():
+        return scaled(transposed(lambda x: product(x, weight.wide), x, dy.wide), weight, dy)
 
 
 def _weight_gradient(product: Product, x: Rounded, weight: jax.Array | jax.ShapeDtypeStruct, dy: Rounded) -> jax.Array:
-    with _exact_sums():
-        return scaled(_transposed(lambda weight: product(x.wide, weight), weight, dy.wide), x, dy)
+    with exact_sums():
+        return scaled(transposed(lambda weight: product(x.wide, weight), weight, dy.wide), x, dy)
 
 
-def _exact_sums():
+def exact_sums() -> contextlib.AbstractContextManager[None]:
     """Turn off cuBLASLt's fast accumulation, which adds products in fp8 with fewer bits than float32."""
     return jax.default_matmul_precision("highest")
 
 
-def _transposed(linear: Callable, x: jax.Array | jax.ShapeDtypeStruct, dy: jax.Array) -> jax.Array:
+def transposed(linear: Callable, x: jax.Array | jax.ShapeDtypeStruct, dy: jax.Array) -> jax.Array:
+    """Return the gradient of a linear function with respect to its argument, of which only the shape is read."""
     return jax.linear_transpose(linear, x)(dy)[0]
 
 

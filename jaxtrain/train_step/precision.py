@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.base.annotations import PyTree
+from jaxtrain.config.sections.precision_keys import NARROW
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
 def dtype_of(precision: str) -> jnp.dtype:
-    """Return the dtype of parameters and activations; with fp8 only products have fewer bits (sharding/products.py)."""
-    return jnp.dtype(DTYPES["bfloat16" if precision == "fp8" else precision])
+    """Return the dtype of parameters and activations, of which only products may have fewer bits."""
+    return jnp.dtype(DTYPES["bfloat16" if precision in NARROW else precision])
 
 
 def resolve(precision: str, platform: str) -> str:

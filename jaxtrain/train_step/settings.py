@@ -17,6 +17,7 @@ class StepSettings:
     rules: Rules  # by which the traced code resolves logical names
     schedule: optax.Schedule | None = None  # of the learning rate, where it is known
     precision: str = "float32"  # in which the loss computes
+    wide_layers: tuple[int, int] = (0, 0)  # at the start and the end: their products are not narrow
     accumulation: int = 1  # micro-batches
     clip_norm: float = 0.0  # the norm above which the gradient is scaled down; 0: never
     zero_stage: int = 0

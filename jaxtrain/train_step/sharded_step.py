@@ -213,7 +213,7 @@ class ShardedStep:
         """Trace what is in this block for the mesh, under the rules and the precision of matrix products."""
         with (mesh_context.use(self.mesh, self.rules, self.settings.platform),
               matmul_precision(self.settings.precision),
-              products.in_fp8(self.settings.precision == "fp8")):
+              products.in_precision(self.settings.precision, *self.settings.wide_layers)):
             yield
 
     # --------------------------------------------------------------------------------------------------- batches

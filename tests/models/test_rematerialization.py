@@ -43,7 +43,7 @@ def traced(remat, unroll=1, fp8=False):
     def loss(weights):
         return jnp.square(nnx.merge(graphdef, weights)(jnp.arange(ROWS * SEQ).reshape(ROWS, SEQ) % 64)).mean()
 
-    with products.in_fp8(fp8):
+    with products.in_precision("fp8" if fp8 else ""):
         return jax.jit(jax.value_and_grad(loss)).trace(weights), weights
 
 

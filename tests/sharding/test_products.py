@@ -56,7 +56,7 @@ def test_a_product_and_its_gradients_are_those_of_rounded_factors(size):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
     for bad in (np.inf, np.nan):  # must not become a number: the step is then skipped
         assert not np.isfinite(products.multiply(product, jnp.asarray(x).at[0, 0].set(bad), w)).all()
-    with products.in_fp8(True):  # as a zero-bubble pipeline computes them
+    with products.in_precision("fp8"):  # as a zero-bubble pipeline computes them
         np.testing.assert_array_equal(dx, products.input_gradient(product, x, w, dy))
         np.testing.assert_array_equal(dw, products.weight_gradient(product, x, w, dy))
     assert size == 0 or np.abs(np.asarray(y) / (x @ w) - 1).max() > 1e-3  # rounded at all
@@ -67,7 +67,7 @@ def test_gradients_keep_the_precision_of_sums(fp8):
     """Gradients of float32 keep it where a pipeline computes the two apart; those of fp8 are exact in any case."""
     a = jnp.ones((8, 8))
     for gradient in (products.input_gradient, products.weight_gradient):
-        with jax.default_matmul_precision("default" if fp8 else "highest"), products.in_fp8(fp8):
+        with jax.default_matmul_precision("default" if fp8 else "highest"), products.in_precision("fp8" if fp8 else ""):
             traced = str(jax.make_jaxpr(lambda x, w, dy, gradient=gradient: gradient(product, x, w, dy))(a, a, a))
         assert "dot_general" in traced and "HIGHEST" in traced
 

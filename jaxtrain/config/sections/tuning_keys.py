@@ -251,9 +251,6 @@ def check(config: Any) -> None:
         raise UserError("lora.quantize",
                         "train.trainable trains weights in addition to the adapters, and quantized weights "
                         "cannot be trained", "leave one of them out")
-    if config.lora.quantize and config.train.precision == "fp8":
-        raise UserError("lora.quantize", "train.precision=fp8 rounds the weights of products itself",
-                        "leave one of them out")
     if config.lora.rank and config.train.freeze:
         raise UserError("train.freeze", "with lora.rank everything is frozen but the adapters",
                         "leave it out; train.trainable trains weights in addition to them")

@@ -70,7 +70,7 @@ def test_all_nine_products_are_those_of_rounded_factors():
         matrices = [products.Rounded(*products.sent(m), m.dtype) for m in matrices]
         return through_experts(x, jnp.asarray(chosen), weights, jnp.ones((N, K), bool), *matrices)
 
-    with products.in_fp8(True):
+    with products.in_precision("fp8"):
         y, pull = jax.vjp(jax.jit(run), x, weights, *matrices)
         found = (y, *pull(jnp.asarray(dy)))
     for name, got, want in zip(("y", "dx", "dweights", "dgate", "dup", "ddown"), found,
@@ -84,7 +84,7 @@ def test_all_nine_products_are_those_of_rounded_factors():
 def alone(name):
     """Value, totals and gradients on one device."""
     module = Skeleton.of(layer(CONFIGS[name]))
-    with products.in_fp8(True):
+    with products.in_precision("fp8"):
         return jax.device_get(jax.jit(gradients(module))(initial(module), *inputs()))
 
 
@@ -98,7 +98,7 @@ def test_any_mesh_gives_the_numbers_of_one_device(name, exchange, sizes, monkeyp
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
     want, module = alone(name), Skeleton.of(layer(CONFIGS[name], exchange, 0.0))
     rules, mesh = axis_rules.rules(), jt.make_mesh(**sizes)
-    with mesh_context.use(mesh, rules), products.in_fp8(True):
+    with mesh_context.use(mesh, rules), products.in_precision("fp8"):
         lowered = jax.jit(gradients(module)).lower(*placed(module, mesh, rules))
         close(in_order(lowered.compile()(*placed(module, mesh, rules)), mesh), want, tolerance=1e-3)
     # Tokens cross as one byte for each number, and so does what comes back to them, where it is sent.
@@ -112,5 +112,5 @@ def test_rows_that_the_buffer_does_not_hold_take_further_passes():
     """Each with a scale for its rows of what is between two products; tokens and what comes back have one for all."""
     want, module = alone("softmax"), Skeleton.of(layer(CONFIGS["softmax"], "gather", 0.3))
     rules, mesh = axis_rules.rules(), jt.make_mesh(expert=2)
-    with mesh_context.use(mesh, rules), products.in_fp8(True):
+    with mesh_context.use(mesh, rules), products.in_precision("fp8"):
         close(in_order(jax.jit(gradients(module))(*placed(module, mesh, rules)), mesh), want, tolerance=0.1)
