@@ -1,23 +1,21 @@
-"""What every kernel of grouped matmuls must compute before `auto` may choose it: results and gradients in float64.
+"""The results and gradients, in float64, that a kernel of grouped matmuls must give before `auto` may choose it.
 
-    python -m jaxtrain.kernels.grouped_conformance [--backend=mosaic] [--large]
+    python -m tools.device.grouped_conformance [--backend=mosaic] [--large]
 
-runs the cases on this machine's device, twice each: other bits the second time are a race. Exit status 1 if any is
-wrong. Sizes of groups, odd bounds, and what lies behind the last group are where kernels were silently wrong.
+runs the cases on this machine's device, twice each: other bits the second time are a race. Sizes of groups, odd bounds,
+and what lies behind the last group are where kernels were silently wrong.
 """
 
-import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.kernels import grouped_matmul
 
 GROUPED = tuple[jax.Array, jax.Array, jax.Array]  # the product, and its gradients by rows and weights
@@ -71,7 +69,7 @@ def arrays(case: Case, dtype: DTypeLike, seed: int = 0) -> tuple[jax.Array, jax.
     return jnp.asarray(rows, dtype), jnp.asarray(weights, dtype), sizes, jnp.asarray(dy, dtype)
 
 
-def exact(rows: Any, weights: Any, sizes: Any, dy: Any) -> tuple[np.ndarray, ...]:
+def exact(rows: AnyArray, weights: AnyArray, sizes: AnyArray, dy: AnyArray) -> tuple[np.ndarray, ...]:
     """Return the product and both gradients in float64, group by group."""
     rows, weights, dy = (np.asarray(x, np.float64) for x in (rows, weights, dy))
     y, drows, dweights = np.zeros_like(dy), np.zeros_like(rows), np.zeros_like(weights)
@@ -133,26 +131,3 @@ def judged(backend: str, dtype: DTypeLike, cases: dict[str, Case]) -> Iterator[t
                 yield name + way, complaints(case, run, dtype)
             except Exception as error:  # a kernel that does not compile is one that does not conform
                 yield name + way, [f"{type(error).__name__}: {error}"[:300]]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge the backends of this machine's device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", action="append", help="which ones; default: all that can run here")
-    parser.add_argument("--large", action="store_true", help="also with the shapes of published models")
-    flags = parser.parse_args(arguments)
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    cases, wrong = {**CASES, **(LARGE if flags.large else {})}, 0
-    here = [one for one in ("xla", *grouped_matmul.KERNELS) if not grouped_matmul.refusal(one, jnp.dtype(dtype))]
-    for backend in flags.backend or here:
-        able = {name: case for name, case in cases.items() if backend in backends(case, dtype)}
-        for name, found in judged(backend, dtype, able):
-            wrong += bool(found)
-            print(f"{backend}: {name}: {'; '.join(found) or 'right'}", flush=True)
-        for name in cases.keys() - able.keys():
-            print(f"{backend}: {name}: left to another backend")
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ Shape suffixes: R rows, G groups, K and N the dimensions of a weight, S tiles of
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.kernels.row_tiles import row_tiles
 
 TILE = 128  # rows and columns of a tile of a result
@@ -104,7 +104,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _inside(shape: tuple[int, ...], place: tuple[Any, ...], mask: jax.Array | None) -> jax.Array | None:
+def _inside(shape: tuple[int, ...], place: tuple[pl.Slice, ...], mask: jax.Array | None) -> jax.Array | None:
     """Return which elements of a block lie in the array, and in `mask`; None: all of them."""
     blocks = place[-2:]
     for axis, (size, block) in enumerate(zip(shape[-2:], blocks, strict=True)):
@@ -114,18 +114,18 @@ def _inside(shape: tuple[int, ...], place: tuple[Any, ...], mask: jax.Array | No
     return None if mask is None else jnp.broadcast_to(mask, tuple(block.size for block in blocks))
 
 
-def _loaded(ref: Any, *place: Any, mask: jax.Array | None = None) -> jax.Array:
+def _loaded(ref: AnyArray, *place: pl.Slice | jax.Array, mask: jax.Array | None = None) -> jax.Array:
     """Return a block of an array, with zeros outside of it and of `mask`."""
     mask = _inside(ref.shape, place, mask)
     return triton.load(ref.at[place], mask=mask, other=None if mask is None else 0.0)
 
 
-def _store(ref: Any, *place: Any, values: jax.Array, mask: jax.Array | None = None) -> None:
+def _store(ref: AnyArray, *place: pl.Slice | jax.Array, values: jax.Array, mask: jax.Array | None = None) -> None:
     triton.store(ref.at[place], values.astype(ref.dtype), mask=_inside(ref.shape, place, mask))
 
 
 def _kernel(body: Callable[..., None], result: jax.ShapeDtypeStruct, programs: int, name: str,
-            interpret: bool) -> Callable[..., Any]:
+            interpret: bool) -> Callable[..., jax.Array]:
     call = pl.pallas_call(body, out_shape=result, grid=(programs,), name=name, interpret=interpret,
                           compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES))
     return jax.named_scope(name)(call)  # compiled programs have Triton's kernels without their names

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jaxtrain.base.annotations import PyTree
+from jaxtrain.base.annotations import AnyArray, PyTree
 from jaxtrain.kernels.functions import gelu, layer_norm, rms_norm, squared_relu, swiglu
 from jaxtrain.models import training_noise
 from jaxtrain.models.attention.kv_cache import Aux, Cache
@@ -354,7 +354,7 @@ class Stack(nnx.Module):
         """How the layers of a pipeline's stage are wrapped, or all layers that are alike."""
         return self.remat[0][0] if self.remat else lambda f: f
 
-    def _is_wide(self, number: Any) -> Any:
+    def _is_wide(self, number: AnyArray) -> AnyArray:
         """Return whether products of a layer stay as they are; of a group, whether those of one of its layers do."""
         each, form = len(getattr(self.layer, "names", "1")), products.current_format()
         number, layers = self.first + number * each, self.first + self.num_layers * each + self.after

@@ -160,7 +160,7 @@ class _Simulation:
             took = self.clock[COMPUTE] - before[COMPUTE]
             for stream in self.clock:
                 self.clock[stream] += took * (trips - 2)
-            self.under_way = {name: (end + took * (trips - 2), *rest) for name, (end, *rest) in self.under_way.items()}
+            self.under_way = {name: (one[0] + took * (trips - 2), *one[1:]) for name, one in self.under_way.items()}
 
     def _trial(self, name: str) -> float:
         """Return what a computation would take, without having run it."""

@@ -8,13 +8,14 @@ gathered in these bits, and results are summed into the layout in which they are
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.config.sections.precision_keys import BLOCKS
 from jaxtrain.kernels import block_formats
 from jaxtrain.kernels.block_formats import NV_BLOCK, Blocks
@@ -32,14 +33,14 @@ def there() -> bool:
     return mesh_context.platform() in ("gpu", "cuda") and int(mesh_context.compute_capability()) in (10, 11)
 
 
-def of(product: Product, x: Any, weight: Any, kind: str) -> "Unit | None":
+def of(product: Product, x: AnyArray, weight: AnyArray, kind: str) -> "Unit | None":
     """Return how units compute a product and its gradients, of which shapes are read; None where they cannot."""
     if not there() or not isinstance(product, Contraction):
         return None
     return _unit(product, x, weight, kind)
 
 
-def _unit(product: Contraction, x: Any, weight: Any, kind: str) -> "Unit | None":
+def _unit(product: Contraction, x: AnyArray, weight: AnyArray, kind: str) -> "Unit | None":
     """Return it where each device has whole blocks of all three dimensions that products sum over."""
     summed, block = x.ndim - LEAD, BLOCKS[kind]
     rest = entries_of(weight)
@@ -67,7 +68,7 @@ class Factor:
 
     blocks: Blocks  # [free..., summed..., blocks, block]
     free: int
-    scale: Any = None  # of the whole array
+    scale: jax.Array | None = None  # of the whole array
 
     def laid_out(self, *entries: SpecEntry) -> "Factor":
         """Return it with its dimensions in this layout, as narrow arrays."""
@@ -100,7 +101,7 @@ class Unit:
     narrow: SpecEntry  # of the weight's dimensions in use
     wide: SpecEntry
     reduced: frozenset[str]  # axes over which the input's gradient is left unsummed
-    dtype: Any = field(default=jnp.bfloat16)
+    dtype: DTypeLike = field(default=jnp.bfloat16)
 
     @property
     def block(self) -> int:
@@ -227,12 +228,12 @@ class Unit:
             parts = [tuple(sorted(unsummed))] if unsummed else []
             local = activations.manual_region(local, tuple(P(*entries_of(a)) for a in arrays), P(*parts, *result))
         y = local(*arrays)
-        if one.scale is None:
+        if one.scale is None or other.scale is None:
             return y
         return (y.astype(jnp.float32) * (one.scale * other.scale)).astype(y.dtype)
 
 
-def _local(one: Blocks, free: int, other: Blocks, others: int, dtype: Any) -> jax.Array:
+def _local(one: Blocks, free: int, other: Blocks, others: int, dtype: DTypeLike) -> jax.Array:
     """Return the product of a device's parts of two factors."""
     shape = *one.elements.shape[:free], *other.elements.shape[:others]
     (a, a_scale), (b, b_scale) = (tuple(x.reshape(1, math.prod(f.elements.shape[:n]), -1) for x in (

@@ -13,7 +13,6 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from jaxtrain.base.annotations import AnyArray, PyTree
 from jaxtrain.config.sections.precision_keys import NARROW
 from jaxtrain.sharding import activations
 from jaxtrain.sharding.axis_rules import Names
@@ -55,7 +55,7 @@ class Format:
     at_start: int = 0  # layers at either end of a stack whose products are as they are
     at_end: int = 0
 
-    def leaves_out(self, number: Any, layers: int) -> Any:
+    def leaves_out(self, number: AnyArray, layers: int) -> AnyArray:
         """Return whether a layer of so many is one of those; `number` may be traced."""
         return (number < self.at_start) | (number >= layers - self.at_end)
 
@@ -95,8 +95,8 @@ class Rounded:
     """An array in 8 bits, or its gradient, which has no scale."""
 
     values: jax.Array
-    scale: Any  # to multiply them with
-    dtype: Any = field(metadata={"static": True})  # of the array
+    scale: jax.Array | None  # to multiply them with
+    dtype: DTypeLike = field(metadata={"static": True})  # of the array
 
     @classmethod
     def of(cls, x: jax.Array, dtype: DTypeLike) -> "Rounded":
@@ -125,7 +125,7 @@ class Rounded:
 Factor = jax.Array | Rounded
 
 
-def multiply(product: Product, x: jax.Array, weight: jax.Array, noise: Any = None) -> jax.Array:
+def multiply(product: Product, x: jax.Array, weight: jax.Array, noise: PyTree = None) -> jax.Array:
     """Return `product(x, weight)` in the narrow format that is traced, with gradients that are computed in it too.
 
     `noise`: the random bits of tokens for stochastic rounding (models/training_noise.py), if there are any.
@@ -151,7 +151,7 @@ def multiply(product: Product, x: jax.Array, weight: jax.Array, noise: Any = Non
     return apply(x, weight)
 
 
-def _multiply_in_blocks(product: Product, x: jax.Array, weight: jax.Array, noise: Any, kind: str) -> jax.Array:
+def _multiply_in_blocks(product: Product, x: jax.Array, weight: jax.Array, noise: PyTree, kind: str) -> jax.Array:
     from jaxtrain.sharding import block_products  # which only these formats read
 
     @jax.custom_vjp

@@ -113,4 +113,4 @@ def _columns(scores: np.ndarray) -> np.ndarray:
 
 
 def _weights(c: RLConfig) -> np.ndarray:
-    return np.array([*c.weights_of_rewards, *[c.overlong_penalty] * bool(c.overlong_buffer)])
+    return np.array([*(c.reward_weights or (1.0,) * len(c.rewards)), *[c.overlong_penalty] * bool(c.overlong_buffer)])

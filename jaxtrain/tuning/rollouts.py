@@ -138,12 +138,13 @@ class Rollouts:
         self.temperature, self.mask_truncated = config.rl.temperature, config.rl.mask_truncated
         self.count = config.data.global_batch_size  # of answers in a step
         self.reuse, self.staleness = config.rl.reuse, config.rl.staleness  # steps
+        self.sampling_rounds = config.rl.sampling_rounds
         self.groups = self.count // self.settings.group_size
         self.order = Order(len(records), self.seed)
         self.chat = chat and chat.identity()  # kept with the run
         self.ends = [*(chat.ends() if chat else []), *ends]
         self.prompts = [self._encoded(record["prompt"], chat) for record in records]
-        self.identity = {"prompts": _digest(records), "reward": redacted(self.settings.reward)}
+        self.identity = {"prompts": _digest(records), "reward": redacted(config.rl.reward)}
         if scorers.model is not None:
             self.identity["reward_model"] = scorers.model.checkpoint
         self.teacher = teacher
@@ -224,11 +225,11 @@ class Rollouts:
     def epochs(self, step: int) -> dict[str, float]:
         """Return how often each prompt was answered before this step, as a group, if all sampling rounds were needed.
         """
-        return {"": step // self.reuse * self.settings.sampling_rounds * self.groups / len(self.records)}
+        return {"": step // self.reuse * self.sampling_rounds * self.groups / len(self.records)}
 
     def _numbers(self, step: int, again: int = 0) -> list[int]:
         """Return the number of each answer's prompt, of the first sampling round or of a later one."""
-        rounds = step // self.reuse * self.settings.sampling_rounds + again
+        rounds = step // self.reuse * self.sampling_rounds + again
         places = rounds * self.groups + np.arange(self.groups)
         return np.repeat(self.order.rows(places), self.settings.group_size).tolist()
 
@@ -248,7 +249,7 @@ class Rollouts:
                 events.tell(self.folder.parent, "rollouts_missing", f"{self._files.path(first)} is missing: the model "
                             f"of step {step} answers in place of that of step {made}", step=step)
             found = (Round(numbers, self._answered(first, numbers, state), step)
-                     if self.settings.sampling_rounds == 1 else self._unequal(first, step, state))
+                     if self.sampling_rounds == 1 else self._unequal(first, step, state))
             if self.staleness or found.scores is not None:
                 self._keep(first, found)
         beside = self.staleness > 0 and self.scorers.on_host
@@ -263,7 +264,7 @@ class Rollouts:
         Dynamic sampling: DAPO (arXiv 2503.14476). Groups that are lacking in the end are such with equal rewards.
         """
         found, spare, size = [], [], self.settings.group_size
-        rounds = self.settings.sampling_rounds
+        rounds = self.sampling_rounds
         for again in range(rounds):
             numbers = self._numbers(first, again)
             one = Round(numbers, self._answered(first, numbers, state, again), step)
@@ -401,7 +402,7 @@ class Rollouts:
         """Read the answers to these prompts of a step that an earlier state made; None if there are none."""
         if self._files is None or not self._files.there(first):
             return None
-        return self._files.read(first, made, numbers, drawn=self.settings.sampling_rounds > 1)
+        return self._files.read(first, made, numbers, drawn=self.sampling_rounds > 1)
 
 
 def size_of(answer: Generated) -> int:

@@ -6,7 +6,7 @@ teacher's log-probability less the policy's: Agarwal et al. (GKD, arXiv 2306.136
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
@@ -18,11 +18,12 @@ from jaxtrain.hub.generate import Generated
 from jaxtrain.hub.initial_params import source_and_step
 from jaxtrain.hub.trained_tokenizer import tokenizer_of
 from jaxtrain.run import Run
+from jaxtrain.train_step.state import Params
 
 KEY = "rl.teacher"
 
 
-def teacher_model(named: str, count: int = 0, platform: str = "") -> tuple[Run, Any, int | None]:
+def teacher_model(named: str, count: int = 0, platform: str = "") -> tuple[Run, Path, int | None]:
     """Return the teacher that WORKDIR, WORKDIR@STEP or a published folder names, its folder and the step.
 
     It is on all devices, or for this many of a platform that are not here.
@@ -39,7 +40,7 @@ class TeacherScores:
     """A teacher, on all devices. Every process calls it."""
 
     run: Run
-    params: Any
+    params: Params
     checkpoint: JsonObject  # its step and fingerprint; {}: a published folder
 
     @classmethod

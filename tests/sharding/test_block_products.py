@@ -192,8 +192,8 @@ def roundings(jaxpr):
     for equation in jaxpr.eqns:
         if equation.primitive.name == "convert_element_type" and equation.params["new_dtype"] == jnp.float8_e4m3fn:
             count += 1
-        inner = [leaf for leaf in jax.tree.leaves([*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns") or
-                                                  hasattr(x, "jaxpr")) if hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")]
+        is_program = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")  # noqa: E731
+        inner = [*filter(is_program, jax.tree.leaves([*equation.params.values()], is_leaf=is_program))]
         if equation.primitive.name != "custom_vjp_call":
             count += equation.params.get("length", 1) * sum(roundings(getattr(one, "jaxpr", one)) for one in inner)
         else:

@@ -40,7 +40,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     flags = parser.parse_args()
     seeds, first = range(flags.seeds), None
-    print(f"| precision | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | within |\n|" + "---|" * (3 + len(seeds)))
+    print(f"| precision | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | within |")
+    print("|" + "---|" * (3 + len(seeds)))
     for text in flags.precisions:
         kind, _, wide = text.partition(":")
         found = losses(kind, flags.steps, flags.seeds, flags.config,

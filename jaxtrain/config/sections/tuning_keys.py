@@ -99,7 +99,7 @@ class RLConfig:
     # reward function as FILE.py:FUNCTION(answer, record), reward model as model:WORKDIR, a scoring service's URL, or
     # the name of an environment of another package; several, separated by commas, are added
     reward: str = ""
-    reward_weights: list[float] = field(default_factory=list, hash=False)  # of several rewards; []: 1 each
+    reward_weights: list[float] = field(default_factory=list, hash=False)  # weights of several rewards; []: 1 each
     # how several rewards become one advantage: "sum": of their weighted sum; "normalize": each is normalized in its
     # group before they are added (GDPO)
     combine: str = choice("sum", "sum", "normalize")
@@ -200,11 +200,6 @@ class RLConfig:
     def rewards(self) -> tuple[str, ...]:
         """The rewards by which answers are scored, one by one."""
         return tuple(filter(None, (one.strip() for one in self.reward.split(","))))
-
-    @property
-    def weights_of_rewards(self) -> tuple[float, ...]:
-        """The weight of each reward."""
-        return tuple(self.reward_weights) or (1.0,) * len(self.rewards)
 
     @property
     def value_head(self) -> bool:

@@ -15,6 +15,7 @@ from jaxtrain.hub import trained_model
 from jaxtrain.hub.weights import published_weights
 from jaxtrain.models import training_noise
 from jaxtrain.models.layers import Linear, observed
+from jaxtrain.run import Run
 
 Moments = dict[str, np.ndarray]  # by the name of the published tensor
 
@@ -22,11 +23,12 @@ Moments = dict[str, np.ndarray]  # by the name of the published tensor
 def moments_of(folder: Path, tokens_BT: np.ndarray) -> Moments:
     """Return the moments of all inputs of linear layers, of these rows of tokens; the layers run one by one."""
     run, state = trained_model.load_model(folder, {"train.precision": "float32"})
+    assert run.model is not None
     model = run.model.merge(jax.tree.map(jnp.asarray, jax.device_get(state.all_params)))  # without a mesh
     for path, linear in nnx.iter_graph(model):
         if isinstance(linear, Linear):
             linear.path = "/".join(map(str, path))
-    found: dict[tuple[str, int], Any] = {}
+    found: dict[tuple[str, int], jax.Array] = {}
     last: list[Any] = [None, None]  # an input that several layers read has one sum
 
     def see(linear: Linear, x: jax.Array) -> None:
@@ -44,7 +46,7 @@ def moments_of(folder: Path, tokens_BT: np.ndarray) -> Moments:
     return dict(_named(run, found))
 
 
-def _named(run: Any, found: dict[tuple[str, int], np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+def _named(run: Run, found: dict[tuple[str, int], np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the moments by the names of the tensors that are published."""
     shapes = flatten(run.abstract.all_params)
     for entry in entries(run.config.model):

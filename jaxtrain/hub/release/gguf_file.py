@@ -7,15 +7,15 @@ scale in float16), vectors as F32. Tensors are read and written one at a time.
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.base.annotations import JsonMapping
+from jaxtrain.base.annotations import Json, JsonMapping, JsonObject
 from jaxtrain.errors import UserError
 from jaxtrain.files import bounded_files
 from jaxtrain.hf.hf_config import FILE
@@ -83,7 +83,7 @@ def q8_0(x: np.ndarray) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------------------- keys
-def _model_keys(config: JsonMapping, name: str, kind: str) -> dict[str, Any]:
+def _model_keys(config: JsonMapping, name: str, kind: str) -> JsonObject:
     """Return the keys of the file that say how the model computes."""
     known = config.get("model_type")
     if known not in FAMILIES:
@@ -111,7 +111,7 @@ def _model_keys(config: JsonMapping, name: str, kind: str) -> dict[str, Any]:
             **own, **{f"{family}.{key}": ("f32", float(value)) for key, value in floats.items()}}
 
 
-def _tokenizer_keys(folder: Path, config: JsonMapping) -> dict[str, Any]:
+def _tokenizer_keys(folder: Path, config: JsonMapping) -> JsonObject:
     """Return the keys of a byte-level BPE tokenizer; none where the folder has no other kind."""
     found = json_of(folder, TOKENIZER)
     model = found.get("model") or {}
@@ -176,7 +176,7 @@ def _bytes(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------------------- file
-def _write_header(file: BinaryIO, keys: Mapping[str, Any], tensors: Sequence[_Written]) -> None:
+def _write_header(file: BinaryIO, keys: JsonMapping, tensors: Sequence[_Written]) -> None:
     """Write all that comes before the bytes of tensors."""
     file.write(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(keys)))
     for key, value in keys.items():
@@ -190,7 +190,7 @@ def _write_header(file: BinaryIO, keys: Mapping[str, Any], tensors: Sequence[_Wr
     _pad(file)
 
 
-def _typed(value: Any) -> Iterator[bytes]:
+def _typed(value: Json) -> Iterator[bytes]:
     """Yield the bytes of a value with its type: a text, a list of texts, or a pair of a type and one or many numbers.
     """
     if isinstance(value, str):

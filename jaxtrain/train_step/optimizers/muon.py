@@ -6,12 +6,13 @@ Bernstein, arXiv 2310.17813): that of a step grows as sqrt(outputs / inputs).
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.sharding import mesh_context
 from jaxtrain.train_step.optimizers import mup
 from jaxtrain.train_step.optimizers.matrices import Dimensions, by_path, is_matrix, map_names
@@ -45,7 +46,7 @@ def muon(parts: OptimizerParts) -> optax.GradientTransformation:
 class NeuronState(NamedTuple):
     """The mean square of each neuron's updates (NorMuon); None where a parameter is not a hidden matrix."""
 
-    by_neuron: Any  # the dimensions that the mean is over have size 1
+    by_neuron: PyTree  # the dimensions that the mean is over have size 1
 
 
 def scale_by_orthogonality(parts: OptimizerParts) -> optax.GradientTransformation:
@@ -59,22 +60,23 @@ def scale_by_orthogonality(parts: OptimizerParts) -> optax.GradientTransformatio
         scale = RMS * math.sqrt(max(stack.shape[1:]))
         return from_stack(stack, dimensions[path], x.shape).astype(jnp.float32) * scale
 
-    def is_matrix_of(path: tuple, x: Any) -> bool:
+    def is_matrix_of(path: tuple, x: jax.Array | optax.MaskedNode) -> bool:
         return path in dimensions and not isinstance(x, optax.MaskedNode)
 
-    def update(updates: optax.Updates, params: Any) -> optax.Updates:
+    def update(updates: optax.Updates, params: PyTree) -> optax.Updates:
         return jax.tree.map_with_path(lambda path, x: turned(path, x).astype(x.dtype) if is_matrix_of(path, x) else x,
                                       updates, is_leaf=_is_masked)
 
     if not c.normalize_neurons:
         return optax.stateless(update)
 
-    def init(params: Any) -> NeuronState:
+    def init(params: PyTree) -> NeuronState:
         return NeuronState(jax.tree.map_with_path(
             lambda path, x: jnp.zeros([1 if i in dimensions[path].rows else n for i, n in enumerate(x.shape)],
                                       jnp.float32) if is_matrix_of(path, x) else None, params, is_leaf=_is_masked))
 
-    def normalizing(updates: optax.Updates, state: Any, params: Any = None) -> tuple[optax.Updates, NeuronState]:
+    def normalizing(updates: optax.Updates, state: PyTree,
+                    params: PyTree = None) -> tuple[optax.Updates, NeuronState]:
         flat, treedef = jax.tree_util.tree_flatten_with_path(updates, is_leaf=_is_masked)
         both = [by_neuron(turned(path, x), square, dimensions[path], c.b2) if is_matrix_of(path, x) else (x, square)
                 for (path, x), square in zip(flat, treedef.flatten_up_to(state.by_neuron), strict=True)]
@@ -130,5 +132,5 @@ def from_stack(stack: jax.Array, own: Dimensions, shape: tuple[int, ...]) -> jax
     return stack.reshape([shape[i] for i in order]).transpose([order.index(i) for i in range(len(order))])
 
 
-def _is_masked(x: Any) -> bool:
+def _is_masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)
