@@ -104,7 +104,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _inside(shape: tuple[int, ...], place: tuple[pl.Slice, ...], mask: jax.Array | None) -> jax.Array | None:
+def _inside(shape: tuple[int, ...], place: tuple[AnyArray, ...], mask: jax.Array | None) -> jax.Array | None:
     """Return which elements of a block lie in the array, and in `mask`; None: all of them."""
     blocks = place[-2:]
     for axis, (size, block) in enumerate(zip(shape[-2:], blocks, strict=True)):
@@ -114,13 +114,13 @@ def _inside(shape: tuple[int, ...], place: tuple[pl.Slice, ...], mask: jax.Array
     return None if mask is None else jnp.broadcast_to(mask, tuple(block.size for block in blocks))
 
 
-def _loaded(ref: AnyArray, *place: pl.Slice | jax.Array, mask: jax.Array | None = None) -> jax.Array:
+def _loaded(ref: AnyArray, *place: AnyArray, mask: jax.Array | None = None) -> jax.Array:
     """Return a block of an array, with zeros outside of it and of `mask`."""
     mask = _inside(ref.shape, place, mask)
     return triton.load(ref.at[place], mask=mask, other=None if mask is None else 0.0)
 
 
-def _store(ref: AnyArray, *place: pl.Slice | jax.Array, values: jax.Array, mask: jax.Array | None = None) -> None:
+def _store(ref: AnyArray, *place: AnyArray, values: jax.Array, mask: jax.Array | None = None) -> None:
     triton.store(ref.at[place], values.astype(ref.dtype), mask=_inside(ref.shape, place, mask))
 
 

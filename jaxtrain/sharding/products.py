@@ -95,7 +95,7 @@ class Rounded:
     """An array in 8 bits, or its gradient, which has no scale."""
 
     values: jax.Array
-    scale: jax.Array | None  # to multiply them with
+    scale: AnyArray  # to multiply them with
     dtype: DTypeLike = field(metadata={"static": True})  # of the array
 
     @classmethod

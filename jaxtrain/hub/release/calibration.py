@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtrain.base.annotations import AnyArray
 from jaxtrain.checkpoint.trees import flatten
 from jaxtrain.config.family import entries
 from jaxtrain.hub import trained_model
@@ -28,7 +29,7 @@ def moments_of(folder: Path, tokens_BT: np.ndarray) -> Moments:
     for path, linear in nnx.iter_graph(model):
         if isinstance(linear, Linear):
             linear.path = "/".join(map(str, path))
-    found: dict[tuple[str, int], jax.Array] = {}
+    found: dict[tuple[str, int], AnyArray] = {}
     last: list[Any] = [None, None]  # an input that several layers read has one sum
 
     def see(linear: Linear, x: jax.Array) -> None:
