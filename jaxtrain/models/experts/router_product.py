@@ -7,11 +7,11 @@ float32 numbers does, up to the order of the sum; GPUs have no matrix units for 
 Shape suffixes: B batch, T sequence, D embedding, E experts, N tokens.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jaxtrain.base.annotations import PyTree
 
 F32 = jnp.float32
 
@@ -41,11 +41,11 @@ def _in_three(x_ND: jax.Array, kernel_DE: jax.Array) -> jax.Array:
     return _sum_of_parts(products_N3E)
 
 
-def _forward(x_ND: jax.Array, kernel_DE: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(x_ND: jax.Array, kernel_DE: jax.Array) -> tuple[jax.Array, PyTree]:
     return _in_three(x_ND, kernel_DE), (x_ND, kernel_DE)
 
 
-def _backward(saved: Any, dlogits_NE: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(saved: PyTree, dlogits_NE: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_ND, kernel_DE = saved
     high, middle, low = parts(dlogits_NE)
     dkernel_DE = _sum_of_parts(_product("nd,ne->de", x_ND, jnp.concatenate([high, middle, low], 1)))
