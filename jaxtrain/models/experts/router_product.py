@@ -7,6 +7,7 @@ float32 numbers does, up to the order of the sum; GPUs have no matrix units for 
 Shape suffixes: B batch, T sequence, D embedding, E experts, N tokens.
 """
 
+
 import jax
 import jax.numpy as jnp
 from jax import lax
