@@ -317,7 +317,7 @@ class _Passes:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Kept:
-    """What the forward pass leaves for the backward pass; None: it is computed again."""
+    """The arrays that the forward pass leaves for the backward pass; None: computed again."""
 
     token_RD: Factor | None = None  # of each row
     weights_R: jax.Array | None = None

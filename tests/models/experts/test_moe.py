@@ -135,7 +135,7 @@ def test_matrices_are_gathered_over_fsdp_by_expert():
 
 
 def test_what_is_kept_by_name_is_not_computed_again():
-    """Of nine grouped products, forward and for all gradients, and two that are repeated with `full`."""
+    """There are nine grouped products, forward and for all gradients, and `full` repeats two of them."""
     module, (x, segments, *_) = Skeleton.of(layer(SOFTMAX)), inputs()
 
     def repeated(remat):

@@ -47,7 +47,7 @@ def test_routes_are_those_of_float64(case):
 
 
 def test_gradients_are_those_of_float64(case):
-    """That of the kernel as exactly as in float32; that of activations is one of the two nearest bfloat16 numbers."""
+    """The kernel's is as exact as in float32; that of activations is one of the two nearest bfloat16 numbers."""
     (x, kernel, pull), (_, dx, dkernel) = case
     assert (np.abs(dkernel - x.T @ pull) / (np.abs(x.T) @ np.abs(pull))).max() < 8 * EPSILON
     want, scale = pull @ kernel.T, np.abs(pull) @ np.abs(kernel.T)
