@@ -88,7 +88,7 @@ def _moments(folder: Path, text: Path, flags: argparse.Namespace):
         content = text.read_text(errors="replace")[:64 * rows * length]
     except OSError as error:
         raise UserError("--calibrate", f"{text} cannot be read ({error.strerror})", "give a file of text") from None
-    tokens = np.asarray(tokenizer_of(folder).encode(content), np.int32)
+    tokens = np.asarray(tokenizer_of(folder).encode(content.encode()), np.int32)
     if len(tokens) < length:
         raise UserError("--calibrate", f"{text} has {len(tokens)} tokens, fewer than a row of {length}",
                         "give a longer text, or lower --row_tokens")
