@@ -28,7 +28,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "evaluate": "Evaluate a trained or published model on tasks of lm-evaluation-harness.",
         "export": "Export a run's model as a folder in Hugging Face's format.",
         "merge": "Merge models of one architecture into one folder in Hugging Face's format.",
-        "quantize": "Write a model in few bits, for other programs: a GGUF file, or a folder with linear layers in 4 bits.",
+        "quantize": "Write a model in few bits for other programs: a GGUF file, or a folder of 4-bit layers.",
         "adapters": "List, version, merge or export adapters (LoRA) in PEFT's format.",
     },
     "runs": {
