@@ -10,7 +10,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.hub.release import calibration, gptq, int4_folder
 from jaxtrain.hub.weights import safetensors_files
 from tests.hub import published
-from tests.hub.release.test_gguf import CONFIG, folder_of, shapes
+from tests.hub.release.test_gguf import CONFIG, folder_of, shapes, small
 
 NAME = "model.layers.1.mlp.down_proj.weight"
 
@@ -58,7 +58,7 @@ def test_moments_are_those_of_what_each_layer_reads(tmp_path):
     folder = folder_of(tmp_path, "llama")
     tokens = np.random.default_rng(1).integers(0, 96, (3, 8))
     found = calibration.moments_of(folder, tokens)
-    assert {name for name in found} == {name for name in shapes(CONFIG) if "_proj" in name}
+    assert {*found} == {name for name in shapes(CONFIG) if "_proj" in name}
     x = published.weight("model.embed_tokens.weight", (96, 64))[tokens.reshape(-1)]
     name = "model.layers.0.input_layernorm.weight"
     x = x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5) * published.weight(name, (64,))
@@ -76,7 +76,7 @@ def test_a_group_that_does_not_divide_is_refused(tmp_path):
 def test_transformers_reads_a_model_that_gptq_changes_less(tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
-    folder = folder_of(tmp_path, "llama")
+    folder = folder_of(tmp_path, "llama", small)
     tokens = np.random.default_rng(1).integers(0, 96, (16, 32))
 
     def logits(where):
