@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import optax
 
 from jaxtrain import extensions
+from jaxtrain.base.narrow_formats import NARROW
 from jaxtrain.config.schema import Config, DataConfig
-from jaxtrain.config.sections.precision_keys import NARROW
 from jaxtrain.data.loading.batch_source import BatchSource
 from jaxtrain.errors import UserError
 from jaxtrain.run import Extension, Parts, Run, shapes_of

@@ -24,7 +24,7 @@ from jaxtrain.models import training_noise
 from jaxtrain.models.attention.kv_cache import Aux, Cache
 from jaxtrain.models.rematerialization import Wrap
 from jaxtrain.parallel.vocab import lookup
-from jaxtrain.sharding import activations, products
+from jaxtrain.sharding import activations, contractions, products
 from jaxtrain.sharding.axis_rules import Names
 from jaxtrain.train_step import quantization
 from jaxtrain.train_step.optimizers import mup
@@ -148,9 +148,9 @@ class Linear(nnx.Module):
         return quantization.dequantize(values, scales, dtype)
 
     @property
-    def product(self) -> products.Contraction:
+    def product(self) -> contractions.Contraction:
         """Input times weight, plus bias."""
-        return products.Contraction(self.equation, self.axes, self.out)
+        return contractions.Contraction(self.equation, self.axes, self.out)
 
 
 class LayerNorm(nnx.Module):
@@ -351,7 +351,7 @@ class Stack(nnx.Module):
 
     @property
     def _wrap(self) -> Wrap:
-        """How the layers of a pipeline's stage are wrapped, or all layers that are alike."""
+        """Return how the layers of a pipeline's stage are wrapped, or all layers that are alike."""
         return self.remat[0][0] if self.remat else lambda f: f
 
     def _is_wide(self, number: AnyArray) -> AnyArray:

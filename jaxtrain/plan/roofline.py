@@ -1,13 +1,13 @@
 """The seconds of each instruction of a compiled step on a target: what it computes or moves, at the rate of that.
 
-The rates are the planner's (`jaxtrain.plan.rates`); only what they are applied to, the compiler's program, is another.
+The rates are the planner's (`jaxtrain.plan.cost.rates`); they are applied to the compiler's program here.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxtrain.plan import kinds, rates
-from jaxtrain.plan.cost import links
+from jaxtrain.plan import kinds
+from jaxtrain.plan.cost import links, rates
 from jaxtrain.plan.instructions import Instruction, Program, size
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace.kernels import of_documents

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.base.annotations import JsonObject
 from jaxtrain.errors import UserError, nearest
 from jaxtrain.files.bounded_files import misfit, user_json
-from jaxtrain.plan import rates
+from jaxtrain.plan.cost import rates
 
 if TYPE_CHECKING:
     import jax

@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxtrain.kernels import block_formats
-from jaxtrain.kernels.block_formats import MX_BLOCK, NV_BLOCK
-from jaxtrain.sharding import activations, block_units
+from jaxtrain.sharding import activations, block_formats, block_units
+from jaxtrain.sharding.block_formats import MX_BLOCK, NV_BLOCK
 from jaxtrain.sharding.block_layout import cut, in_blocks, plain
 from jaxtrain.sharding.block_units import LEAD, Noise
-from jaxtrain.sharding.products import Product, Rounded, exact_sums, scaled, transposed
+from jaxtrain.sharding.contractions import Product, Rounded, exact_sums, scaled, transposed
 
 Abstract = jax.Array | jax.ShapeDtypeStruct
 

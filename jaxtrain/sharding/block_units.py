@@ -16,13 +16,12 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxtrain.base.annotations import AnyArray
-from jaxtrain.config.sections.precision_keys import BLOCKS
-from jaxtrain.kernels import block_formats
-from jaxtrain.kernels.block_formats import NV_BLOCK, Blocks
-from jaxtrain.sharding import activations, block_layout, mesh_context
+from jaxtrain.base.narrow_formats import BLOCKS
+from jaxtrain.sharding import activations, block_formats, block_layout, mesh_context
 from jaxtrain.sharding.axis_rules import SpecEntry, axes_of
+from jaxtrain.sharding.block_formats import NV_BLOCK, Blocks
 from jaxtrain.sharding.block_layout import Entries, entries_of, laid_out, merged
-from jaxtrain.sharding.products import Contraction, Product, exact_sums
+from jaxtrain.sharding.contractions import Contraction, Product, exact_sums
 
 LEAD = 2  # dimensions of an input before those that a product sums over: rows and tokens
 Noise = Callable[[str, jax.Array], jax.Array] | None  # a name and an array -> numbers in [0, 1) in its shape
@@ -110,7 +109,7 @@ class Unit:
 
     @property
     def summed(self) -> int:
-        """How many dimensions an input and a weight share."""
+        """Return how many dimensions an input and a weight share."""
         return len(self.x_shape) - LEAD
 
     # ------------------------------------------------------------------------------------------------------- products

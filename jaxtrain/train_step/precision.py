@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.base.annotations import PyTree
-from jaxtrain.config.sections.precision_keys import NARROW
+from jaxtrain.base.narrow_formats import NARROW
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 

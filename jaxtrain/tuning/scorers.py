@@ -1,4 +1,4 @@
-"""What scores the answers of a run: functions and services, asked by the first process, and a reward model on the mesh.
+"""The scorers of a run's answers: functions and services, asked by the first process, and a reward model on the mesh.
 
 Several are added with weights (`rl.reward_weights`); each has a column of its own in the scores of answers.
 """

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.plan import rates
+from jaxtrain.plan.cost import rates
 from jaxtrain.plan.instructions import CONTAINERS, program
 from jaxtrain.plan.roofline import Roofline
 from jaxtrain.plan.targets import TARGETS

@@ -11,9 +11,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import UserError
-from jaxtrain.kernels import block_formats
 from jaxtrain.models.training_noise import Noise
-from jaxtrain.sharding import block_units, products
+from jaxtrain.sharding import block_formats, block_units, contractions, products
 from jaxtrain.train_step import precision
 from tests.numerics import reference
 
@@ -93,7 +92,7 @@ def factors():
 def test_a_product_and_its_gradients_are_those_of_rounded_factors(kind, random, units, monkeypatch):
     monkeypatch.setattr(block_units, "there", lambda: units)
     (x, w, dy), noise = factors(), Noise(jnp.asarray(BITS), "a layer") if random else None
-    product = products.Contraction("btk,kn->btn", ("embed", "mlp"), ("batch", "seq", "act_mlp"))
+    product = contractions.Contraction("btk,kn->btn", ("embed", "mlp"), ("batch", "seq", "act_mlp"))
 
     @jax.jit
     def run(x, w, dy):
@@ -187,7 +186,7 @@ def assert_same(got, want):
 
 
 def roundings(jaxpr):
-    """How often a program rounds to e4m3, each time that a loop over layers does."""
+    """Return how often a program rounds to e4m3, each time that a loop over layers does."""
     count = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "convert_element_type" and equation.params["new_dtype"] == jnp.float8_e4m3fn:

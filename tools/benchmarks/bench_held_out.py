@@ -4,7 +4,7 @@
 
 The runs are those of docs/measurements/published.json (bench_published.py --update): what others published, and the
 whole steps that were measured on one H200. Of each the record has the seconds that it took and those predicted with
-today's rates (jaxtrain/plan/rates.py) for matmuls, attention, memory and communication. The fit multiplies these:
+today's rates (jaxtrain/plan/cost/rates.py) for matmuls, attention, memory and communication. The fit multiplies these:
 matmuls by a factor for each chip, the rest by one for each platform, all close to 1. Predictions without a run's own
 figures give its held-out error; the interval's factors (jaxtrain/plan/cost/interval.py) come from these errors, and a
 run is judged by the interval of all others. No accelerator is needed, and nothing is traced or compiled.

@@ -4,7 +4,7 @@
 
 Every row is somebody's run, written as a jaxtrain config of the same shapes, batch and layout, so an error holds three
 things: the time model's, that of an assumption about their run, and that their program is not ours. Rows take turns:
-the constants of jaxtrain/plan/rates.py were chosen on those called calibrated, and those held out say how far that
+the constants of jaxtrain/plan/cost/rates.py were chosen on those called calibrated, and those held out say how far that
 carries. They do not say it quite cleanly: their errors under the first, uncalibrated constants were looked at too, and
 helped to see that GPUs hide little talk. So there are rows called later, which were written down and predicted after
 the last constant. No accelerator is needed.

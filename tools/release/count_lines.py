@@ -22,6 +22,7 @@ LEARNING = """
     config/sections/tuning_keys config/sections/observe_keys config/sections/diloco_keys
     config/sections/compression_keys config/sections/sparsity_keys
     sharding/axis_rules sharding/mesh_context sharding/activations sharding/mesh sharding/products
+    sharding/contractions
     models/make_model models/decoder models/layers models/attention/self_attention models/gpt2 models/trained_parameters
     kernels/functions kernels/cross_entropy kernels/attention/__init__ kernels/attention/xla_attention
     objectives/objective objectives/next_token

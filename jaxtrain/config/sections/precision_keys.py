@@ -1,11 +1,9 @@
-"""What the precisions whose products have few bits need of the rest of a config (docs/training.md)."""
+"""Checks of the precisions whose products have few bits against the rest of a config (docs/training.md)."""
 
 from typing import Any
 
+from jaxtrain.base.narrow_formats import BLOCKS, NARROW
 from jaxtrain.errors import UserError
-
-NARROW = ("fp8", "mxfp8", "nvfp4")
-BLOCKS = {"mxfp8": 32, "nvfp4": 16}  # values with one scale
 
 
 def check(config: Any) -> None:

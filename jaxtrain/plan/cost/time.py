@@ -15,8 +15,7 @@ import numpy as np
 
 from jaxtrain.config.schema import AXES
 from jaxtrain.parallel.schedules.schedule import Schedule
-from jaxtrain.plan import rates
-from jaxtrain.plan.cost import links, traffic
+from jaxtrain.plan.cost import links, rates, traffic
 from jaxtrain.plan.cost.memory import Reads
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.trace.program import Axes, Block, Collective, Op, Value

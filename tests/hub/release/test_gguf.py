@@ -93,7 +93,7 @@ def parsed(path):
 
 
 def values(shape, kind, raw):
-    """What the bytes of a tensor stand for."""
+    """The numbers that the bytes of a tensor stand for."""
     count = int(np.prod(shape))
     if kind == 8:
         blocks = np.frombuffer(raw, np.dtype([("scale", "<f2"), ("numbers", "i1", 32)]), count // 32)

@@ -20,8 +20,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.attention import mosaic_attention
 from jaxtrain.models.rematerialization import wrap
-from jaxtrain.plan import instructions, rates, targets
+from jaxtrain.plan import instructions, targets
 from jaxtrain.plan.compiler import devices_of
+from jaxtrain.plan.cost import rates
 from jaxtrain.plan.estimate import change, estimate
 from jaxtrain.plan.trace import kernels as costs
 from jaxtrain.sharding import activations, axis_rules, mesh_context

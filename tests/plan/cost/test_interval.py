@@ -35,7 +35,7 @@ def test_it_is_that_of_the_held_out_errors_and_holds_four_of_five_of_them(runs, 
 
 
 def test_each_measured_step_lies_within_the_interval_without_it(runs, errors):
-    """Of whole steps of jaxtrain's own on one H200."""
+    """Whole steps of jaxtrain's own on one H200."""
     steps = [run for run in runs if run.name.startswith("jaxtrain ")]
     assert len(steps) == 5
     for run in steps:

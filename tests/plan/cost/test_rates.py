@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.plan import rates
-from jaxtrain.plan.cost import time
+from jaxtrain.plan.cost import rates, time
 from jaxtrain.plan.instructions import program
 from jaxtrain.plan.targets import TARGETS
 from jaxtrain.plan.timeline import simulate
@@ -16,7 +15,7 @@ from jaxtrain.plan.trace.kernels import flops, mosaic_flops, of_documents
 from jaxtrain.plan.trace.program import Block, Op, Value
 
 LINES = [json.loads(line) for line in
-         (Path(__file__).parents[2] / "docs/measurements/h200.jsonl").read_text().splitlines()]
+         (Path(__file__).parents[3] / "docs/measurements/h200.jsonl").read_text().splitlines()]
 ALONE = {line["name"]: line["figures"] for line in LINES if line["label"] == "h200_attention"}
 SHAPES = {(64, 1024): "64 x 1024, 12 heads of 64, 12 of keys", (64, 4096): "16 x 4096, 32 heads of 64, 8 of keys",
           (128, 4096): "4 x 4096, 32 heads of 128, 8 of keys", (128, 32768): "1 x 32768, 32 heads of 128, 8 of keys"}

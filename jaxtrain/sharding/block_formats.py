@@ -30,7 +30,7 @@ class Blocks:
 
     @property
     def values(self) -> jax.Array:
-        """What elements and scales stand for, in float32; of NVFP4 without the whole array's scale."""
+        """The values that elements and scales stand for, in float32; of NVFP4 without the whole array's scale."""
         if self.scales.dtype == jnp.float8_e4m3fn:
             return self.elements * self.scales.astype(jnp.float32)
         tiny = self.scales == 0  # 2^-127 is no normal number of float32

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxtrain.kernels import block_formats
+from jaxtrain.sharding import block_formats
 
 RNG = np.random.default_rng(0)
 
