@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
 from jaxtrain.sharding import mesh_context
 
 F32 = jnp.float32
 INTERPRET = False  # tests: Pallas's interpreter runs the kernels anywhere
+PASSES = 6  # products of bfloat16 that make one of float32 on TPUs
 Sides = tuple[int, int]
 Known = tuple[jax.Array, ...]
 
@@ -45,6 +47,14 @@ def choose_backend(asked: str) -> str:
         raise UserError("train.recurrent_kernel", f"pallas runs on TPUs only, and this is for {platform}{why}",
                         "use 'auto' or 'xla'")
     return "pallas"
+
+
+def check(model: ModelConfig) -> None:
+    """Raise a UserError if `train.recurrent_kernel=pallas` means nothing to a model, or cannot be here."""
+    if not model.chunk_kernels:
+        raise UserError("train.recurrent_kernel", f"{model.name} has no Gated DeltaNet or Kimi delta attention, which the "
+                        "pallas kernels are for", "use 'auto' or 'xla'")
+    choose_backend("pallas")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -113,13 +123,14 @@ def _call(f: Callable[..., Any], results: Any, name: str, heads: int, arrays: tu
 
 
 def products(jaxpr: Any) -> int:
-    """Return the FLOP of the products of matrices in a program."""
+    """Return the FLOP of the products of matrices in a program; those of exact ones as often as TPUs multiply."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             depth = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
-            total += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+            passes = PASSES if eqn.params["precision"] else 1
+            total += 2 * passes * depth * math.prod(eqn.outvars[0].aval.shape)
         for inner in filter(None, (eqn.params.get("jaxpr"), eqn.params.get("call_jaxpr"))):
             total += eqn.params.get("length", 1) * products(getattr(inner, "jaxpr", inner))
     return total

@@ -43,6 +43,7 @@ class DeltaConfig(PatternConfig):
     state_value_dim: int = at_most(0, 2**16, least=0)  # width of a value in layers with states; 0: head_dim
     conv_width: int = at_most(4, 64, above=1)  # tokens that a convolution sees, the token itself among them
     kinds: ClassVar = {DELTA: "Gated DeltaNet", ATTENTION: "attention"}
+    chunk_kernels = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -7,7 +7,6 @@ as they are. Between both, chunk_states.py passes the states.
 Shape suffixes: C tokens of a chunk, K key width, V value width. Decays g are [1, C] of a head, or [C, K] of channels.
 """
 
-import jax
 import jax.numpy as jnp
 
 from jaxtrain.kernels.chunk_kernels import F32, Chunks, column, inverse, known_inverse, product, tokens
