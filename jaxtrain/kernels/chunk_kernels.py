@@ -1,8 +1,8 @@
 """Functions of matrices in fast memory as Pallas kernels, one call for each chunk of tokens and each head.
 
-A function gets one matrix of each of its arrays, and what it computes on the way from these to its results never reaches
-the device's memory. The kernel of the backward pass is made of the same function, by JAX's derivative inside the kernel,
-which computes the way again.
+A function gets one matrix of each of its arrays, and what it computes on the way from these to its results never
+reaches the device's memory. The kernel of the backward pass is made of the same function, by JAX's derivative inside the
+kernel, which computes the way again.
 
 Arrays are [N, B, H, rows, columns]: N chunks, B batch, H heads. They may be of groups of heads, or 1 for all of them.
 """
@@ -52,8 +52,8 @@ def choose_backend(asked: str) -> str:
 def check(model: ModelConfig) -> None:
     """Raise a UserError if `train.recurrent_kernel=pallas` means nothing to a model, or cannot be here."""
     if not model.chunk_kernels:
-        raise UserError("train.recurrent_kernel", f"{model.name} has no Gated DeltaNet or Kimi delta attention, which the "
-                        "pallas kernels are for", "use 'auto' or 'xla'")
+        raise UserError("train.recurrent_kernel", f"{model.name} has no Gated DeltaNet or Kimi delta attention, which "
+                        "the pallas kernels are for", "use 'auto' or 'xla'")
     choose_backend("pallas")
 
 

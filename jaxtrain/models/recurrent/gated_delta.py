@@ -56,7 +56,8 @@ def delta_rule(products: Products, q_BTGK, k_BTGK, v_BTHV, g_BTHX, beta_BTH, seg
     q_BTGK, k_BTGK = (parts.for_all_heads(x, v_BTHV.shape[2]) for x in (q_BTGK, k_BTGK))
     by_head = (*parts.HEADS, None)
     return chunk_states.named(*parts.on_own_rows(
-        partial(_rows, products, backend), (*(by_head,) * 4, parts.HEADS, parts.TOKENS, parts.STATE), (by_head, parts.STATE))(
+        partial(_rows, products, backend), (*(by_head,) * 4, parts.HEADS, parts.TOKENS, parts.STATE),
+        (by_head, parts.STATE))(
         q_BTGK, k_BTGK, v_BTHV, g_BTHX, beta_BTH, segments_BT, state_BHKV))
 
 
