@@ -1,20 +1,22 @@
 """Functions of matrices in fast memory as Pallas kernels, one call for each chunk of tokens and each head.
 
 A function gets one matrix of each of its arrays, and what it computes on the way from these to its results never
-reaches the device's memory. The kernel of the backward pass is made of the same function, by JAX's derivative inside the
-kernel, which computes the way again.
+reaches the device's memory. The kernel of the backward pass is made of the same function, by JAX's derivative inside
+the kernel, which computes the way again.
 
 Arrays are [N, B, H, rows, columns]: N chunks, B batch, H heads. They may be of groups of heads, or 1 for all of them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Jaxpr
+from jax.typing import DTypeLike
 
 from jaxtrain.config.model_config import ModelConfig
 from jaxtrain.errors import UserError
@@ -23,15 +25,14 @@ from jaxtrain.sharding import mesh_context
 F32 = jnp.float32
 INTERPRET = False  # tests: Pallas's interpreter runs the kernels anywhere
 PASSES = 6  # products of bfloat16 that make one of float32 on TPUs
-Sides = tuple[int, int]
-Known = tuple[jax.Array, ...]
+Result = tuple[tuple[int, ...], DTypeLike]
 
 
 class Chunks(NamedTuple):
     """A function of a chunk's matrices, which returns a tuple of matrices."""
 
     function: Callable[..., tuple[jax.Array, ...]]
-    results: Callable[..., tuple[tuple[Sides, Any], ...]]  # their sides and dtypes, from those of the arguments
+    results: Callable[..., Sequence[Result]]  # their sides and dtypes, from those of the arguments
     name: str  # of its kernels, in profiles and compiled programs
     # Results that the derivative takes as argument `known` of the function, instead of computing them again.
     known: tuple[int, ...] = ()
@@ -100,7 +101,8 @@ def _split(blocks, count):
     return blocks[:count], blocks[count:]
 
 
-def _call(f: Callable[..., Any], results: Any, name: str, heads: int, arrays: tuple[jax.Array, ...]) -> Any:
+def _call(f: Callable[..., Sequence[jax.Array]], results: Sequence[Result], name: str, heads: int,
+          arrays: tuple[jax.Array, ...]) -> Sequence[jax.Array]:
     from jax.experimental import pallas as pl
 
     grid = *arrays[0].shape[:2], heads
@@ -122,7 +124,7 @@ def _call(f: Callable[..., Any], results: Any, name: str, heads: int, arrays: tu
                           out_shape=outs, name=name, cost_estimate=cost, interpret=INTERPRET)(*arrays)
 
 
-def products(jaxpr: Any) -> int:
+def products(jaxpr: Jaxpr) -> int:
     """Return the FLOP of the products of matrices in a program; those of exact ones as often as TPUs multiply."""
     total = 0
     for eqn in jaxpr.eqns:

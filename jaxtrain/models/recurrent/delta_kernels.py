@@ -1,4 +1,4 @@
-"""What is within a chunk of the delta rule, as kernels: of gated_delta.py and of kimi_delta.py.
+"""Kernels for what is within a chunk of the delta rule, of gated_delta.py and of kimi_delta.py.
 
 `maps` returns what a chunk does to the state before it, `outputs` the results of its tokens, given that state. Neither
 writes a matrix of decays, of keys with keys or of queries with keys to memory, and queries and keys of groups are read

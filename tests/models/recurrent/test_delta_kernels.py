@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.config.load import make_config
 from jaxtrain.kernels import chunk_kernels
 from jaxtrain.models.recurrent import delta_kernels
 from tests.models.recurrent import over_time
@@ -28,7 +27,7 @@ def by_kernels(name):
     return functools.partial(over_time.with_gradients, whole)
 
 
-@pytest.mark.parametrize("name", ["gated_delta", "kimi_delta"])
+@pytest.mark.parametrize("name", ["gated_delta", *slow("kimi_delta")])
 def test_kernels_have_the_numbers_of_a_loop_over_tokens(name, interpreted):
     """Output, last state and all gradients in float64; of documents in one row, behind a state, and of any decays."""
     f, args = by_kernels(name), single(over_time.drawn(name))
@@ -43,7 +42,7 @@ def test_rows_cut_over_devices_have_them_too(name, interpreted):
     assert over_time.worst(placed.back(placed.run(by_kernels(name))), over_time.truth(name)) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", *slow("kimi_linear")])
+@pytest.mark.parametrize("family", slow("qwen3_5", "kimi_linear"))
 def test_loss_and_gradients_of_a_model(family, interpreted):
     """Packed documents, through whole layers: those of plain float32, one token after another."""
     run = reference.build(family, train__recurrent_kernel="pallas")
@@ -56,8 +55,8 @@ def test_loss_and_gradients_of_a_model(family, interpreted):
 
 
 def test_what_is_refused():
-    def build(name, **keys):
-        jt.build(make_config({"model.name": name, "train.recurrent_kernel": "pallas", **keys}))
+    def build(family):
+        reference.build(family, train__recurrent_kernel="pallas")
 
     with pytest.raises(jt.UserError, match=r"^train\.recurrent_kernel: gpt2 has no Gated DeltaNet"):
         build("gpt2")
