@@ -130,9 +130,11 @@ def products(jaxpr: Jaxpr) -> int:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
-            depth = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+            left, out = eqn.invars[0].aval, eqn.outvars[0].aval
+            assert isinstance(left, jax.core.ShapedArray) and isinstance(out, jax.core.ShapedArray)
+            depth = math.prod(left.shape[i] for i in contracted)
             passes = PASSES if eqn.params["precision"] else 1
-            total += 2 * passes * depth * math.prod(eqn.outvars[0].aval.shape)
+            total += 2 * passes * depth * math.prod(out.shape)
         for inner in filter(None, (eqn.params.get("jaxpr"), eqn.params.get("call_jaxpr"))):
             total += eqn.params.get("length", 1) * products(getattr(inner, "jaxpr", inner))
     return total
