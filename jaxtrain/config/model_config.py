@@ -74,6 +74,7 @@ class ModelConfig:
     sinks = False  # whether attention has them
     chunked = False  # whether a window is a chunk of the row, whose tokens see one another alone
     attention_cap = 0.0  # the soft cap of attention's scores; 0: none
+    chunk_kernels = False  # whether layers have states whose chunks kernels compute
     head_bias = False  # whether the output projection has a bias
     latent_attention = False  # whether keys and values are made of a latent
     compares_rows = False  # whether the loss compares each row of a batch with the others

@@ -53,7 +53,7 @@ def bailing_hybrid(c: BailingHybridConfig, compute: "Compute", *, rngs: "nnx.Rng
     from jaxtrain.models.rotary_decoder import rotary_decoder
 
     delta = partial(WholeKimiDeltaNet, c.embed_dim, c.state_heads, c.state_heads, c.state_key_dim, c.state_key_dim,
-                    c.conv_width, c.norm_eps, decay_bound=c.decay_bound)
+                    c.conv_width, c.norm_eps, decay_bound=c.decay_bound, kernel=compute.recurrent_kernel)
     parts = {DELTA: delta, ATTENTION: latent(c, compute, gated=True)}
     return rotary_decoder(c, compute, [parts[kind] for kind in c.layer_kinds], rngs=rngs)
 

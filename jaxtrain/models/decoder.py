@@ -39,13 +39,15 @@ class Compute:
     remat: str = "none"
     unroll: int = 1
     context: str = "auto"
+    recurrent_kernel: str = "auto"
 
     @classmethod
     def of(cls, model: ModelConfig, train: TrainConfig, mesh: MeshConfig, platform: str = "",
            pipeline: bool = False) -> "Compute":
         """Return what a config asks for, on devices of a platform such as "gpu", with or without a pipeline."""
         unroll = layers_at_once(model, train, platform, pipeline)
-        return cls(train.attention, ExpertOptions.of(train), train.remat, unroll, mesh.context_strategy)
+        return cls(train.attention, ExpertOptions.of(train), train.remat, unroll, mesh.context_strategy,
+                   train.recurrent_kernel)
 
 
 class Block(nnx.Module):

@@ -42,7 +42,7 @@ def kimi_linear(c: KimiLinearConfig, compute: "Compute", *, rngs: "nnx.Rngs") ->
     from jaxtrain.models.rotary_decoder import rotary_decoder
 
     delta = partial(KimiDeltaNet, c.embed_dim, c.state_heads, c.state_heads, c.state_key_dim, c.state_key_dim,
-                    c.conv_width, c.norm_eps)
+                    c.conv_width, c.norm_eps, kernel=compute.recurrent_kernel)
     parts = {DELTA: delta, ATTENTION: latent(c, compute)}
     return rotary_decoder(c, compute, [parts[kind] for kind in c.layer_kinds], rngs=rngs)
 

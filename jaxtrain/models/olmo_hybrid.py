@@ -49,7 +49,7 @@ def olmo_hybrid(c: OlmoHybridConfig, compute: "Compute", *, rngs: "nnx.Rngs") ->
     attention = grouped_query(
         c, compute, qk_norm=partial(AllHeadsRMSNorm, c.num_heads, c.head_dim, c.norm_eps),
         k_norm=partial(AllHeadsRMSNorm, c.num_kv_heads, c.head_dim, c.norm_eps, axis="kv_heads"))
-    parts = {DELTA: delta_net(c, 2.0 if c.negative_eigenvalues else 1.0, EPSILON), ATTENTION: attention}
+    parts = {DELTA: delta_net(c, compute, 2.0 if c.negative_eigenvalues else 1.0, EPSILON), ATTENTION: attention}
     blocks = {DELTA: Block, ATTENTION: PostNormBlock}
     return rotary_decoder(c, compute, [parts[kind] for kind in c.layer_kinds],
                           block=[blocks[kind] for kind in c.layer_kinds], rngs=rngs)

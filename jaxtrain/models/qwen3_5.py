@@ -43,6 +43,7 @@ class DeltaConfig(PatternConfig):
     state_value_dim: int = at_most(0, 2**16, least=0)  # width of a value in layers with states; 0: head_dim
     conv_width: int = at_most(4, 64, above=1)  # tokens that a convolution sees, the token itself among them
     kinds: ClassVar = {DELTA: "Gated DeltaNet", ATTENTION: "attention"}
+    chunk_kernels = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -76,12 +77,12 @@ class Qwen35Config(MultiTokenConfig, DeltaConfig, PartialRotaryConfig):
                             f"{self.mtp_layers} would share its projection", "set it to 1")
 
 
-def delta_net(c: DeltaConfig, beta_factor: float = 1.0, eps: float = 0.0) -> "Part":
+def delta_net(c: DeltaConfig, compute: "Compute", beta_factor: float = 1.0, eps: float = 0.0) -> "Part":
     """Return what makes the Gated DeltaNet of a layer. `eps`: of its norm, where it is not `norm_eps`."""
     from jaxtrain.models.recurrent.gated_delta_net import GatedDeltaNet
 
     return partial(GatedDeltaNet, c.embed_dim, c.state_key_heads, c.state_heads, c.state_key_dim, c.state_value_dim,
-                   c.conv_width, eps or c.norm_eps, beta_factor=beta_factor)
+                   c.conv_width, eps or c.norm_eps, beta_factor=beta_factor, kernel=compute.recurrent_kernel)
 
 
 def qwen3_5(c: Qwen35Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decoder":
@@ -91,7 +92,7 @@ def qwen3_5(c: Qwen35Config, compute: "Compute", *, rngs: "nnx.Rngs") -> "Decode
 
     attention = grouped_query(c, compute, gated=True,
                               qk_norm=partial(ShiftedRMSNorm, c.head_dim, c.norm_eps, axis="head_dim"))
-    parts = {DELTA: delta_net(c), ATTENTION: attention}
+    parts = {DELTA: delta_net(c, compute), ATTENTION: attention}
     return rotary_decoder(c, compute, [parts[kind] for kind in c.layer_kinds], norm=ShiftedRMSNorm, ahead=attention,
                           rngs=rngs)
 

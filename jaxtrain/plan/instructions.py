@@ -270,7 +270,7 @@ def _attends(kernel: Instruction, made: Program) -> tuple[int, int]:
 
 
 def _flops(instruction: Instruction, made: Program) -> float:
-    """Return the FLOP of a matrix product, or of attention in one kernel."""
+    """Return the FLOP of a matrix product, of attention in one kernel, or of another kernel that says it."""
     target = instruction.target
     if instruction.opcode == "dot":
         summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.text)
@@ -295,8 +295,9 @@ def _flops(instruction: Instruction, made: Program) -> float:
         both_ways = "cudnn_fmha_backend_config" in instruction.text and 'CAUSAL"' not in instruction.text
         pairs = T * keys[1] / (1 if both_ways or ("ScaleBias" in target and not window) else 2)
         return (5 if "Backward" in target else 2) * 2.0 * B * H * pairs * K
-    else:
-        return 0.0
+    else:  # a kernel that says what it costs, as those of chunks do
+        said = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.text)
+        return float(said[1]) if said and target == "tpu_custom_call" else 0.0
     left = made.operand(instruction, 0)[1]
     if not summed or not instruction.arrays:
         return 0.0

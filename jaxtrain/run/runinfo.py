@@ -33,7 +33,7 @@ _FREE: dict[str, Set[str] | None] = {
     "diloco": {"meeting", "keys", "max_age", "snapshot_every"},
     "train": {"accumulation", "precision", "attention", "remat", "unroll", "loss_chunks", "log_every", "eval_every",
               "eval_batches", "patience", "sample_tokens", "progress", "check_memory", "expert_exchange",
-              "grouped_matmul", "expert_buffer", "deterministic", "compiler_options",
+              "grouped_matmul", "recurrent_kernel", "expert_buffer", "deterministic", "compiler_options",
               "init_from", "init_encoder_from"},  # what has a checkpoint of its own goes on from that
 }
 # What a resumed run may change where `--may_change` names it: it shapes the steps to come, not the state.

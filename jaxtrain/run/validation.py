@@ -197,6 +197,11 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
             choose_backend(config.train.attention, kind, dtype, queries, head_dim, strategy if causal else "",
                            soft_cap=config.model.attention_cap, packed=True, sinks=config.model.sinks,
                            key_len=keys or (queries if context > 1 and not causal else 0))
+    if config.train.recurrent_kernel == "pallas":
+        from jaxtrain.kernels import chunk_kernels
+
+        with mesh_context.use(mesh, rules, platform):
+            chunk_kernels.check(config.model)
     if config.model.experts.num or mesh.shape["expert"] > 1:
         from jaxtrain.parallel import experts
 

@@ -98,7 +98,7 @@ def test_the_rest_may_change(tmp_path):
                "data.cache_dir": "elsewhere", "data.prefetch": 4, "train.accumulation": 2, "train.remat": "full",
                "train.precision": "float32", "train.log_every": 7, "train.progress": False,
                "pipeline.microbatches": 4, "train.check_memory": False, "train.expert_exchange": "gather",
-               "train.grouped_matmul": "xla", "train.expert_buffer": 0.0,
+               "train.grouped_matmul": "xla", "train.recurrent_kernel": "xla", "train.expert_buffer": 0.0,
                "train.patience": 3, "train.eval_every": 5}
     config = write(tmp_path, changed)
     assert json.loads((tmp_path / "config.json").read_text()) == config.to_dict()

@@ -41,6 +41,11 @@ class Documents(NamedTuple):
     inside: jax.Array  # [N, B, H, C, 1]: the token does not begin a document, so that its decay counts
 
 
+def numbers(starts_BT: jax.Array) -> jax.Array:
+    """Return which document of its chunk each token is of, [N, B, 1, 1, C]; 0: that of the state before it."""
+    return jnp.cumsum(cut(starts_BT[:, :, None]), -1)[..., None, :]
+
+
 def documents(starts_BT: jax.Array) -> Documents:
     """Return the documents of chunks, given the tokens that begin one."""
     starts = cut(starts_BT[:, :, None])

@@ -19,7 +19,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.models.recurrent import chunk_states, chunks, unit_triangular
+from jaxtrain.kernels.chunk_kernels import by_chunk, choose_backend
+from jaxtrain.models.recurrent import chunk_states, chunks, delta_kernels, unit_triangular
 from jaxtrain.models.recurrent import sequence_parts as parts
 
 F32 = jnp.float32
@@ -28,8 +29,8 @@ Products = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Arra
 
 
 def gated_delta_rule(q_BTGK: jax.Array, k_BTGK: jax.Array, v_BTHV: jax.Array, g_BTH: jax.Array, beta_BTH: jax.Array,
-                     segments_BT: jax.Array | None = None, state_BHKV: jax.Array | None = None
-                     ) -> tuple[jax.Array, jax.Array]:
+                     segments_BT: jax.Array | None = None, state_BHKV: jax.Array | None = None, *,
+                     kernel: str = "auto") -> tuple[jax.Array, jax.Array]:
     """Return y [B, T, H, V] in the dtype of v, and the last state [B, H, K, V] in float32.
 
     Args:
@@ -38,8 +39,9 @@ def gated_delta_rule(q_BTGK: jax.Array, k_BTGK: jax.Array, v_BTHV: jax.Array, g_
         g_BTH: logarithms of decays, at most 0.
         segments_BT: a change of them begins a document, with no state.
         state_BHKV: the state before the row, which its first document continues.
+        kernel: train.recurrent_kernel.
     """
-    return delta_rule(_products, q_BTGK, k_BTGK, v_BTHV, g_BTH[..., None], beta_BTH, segments_BT, state_BHKV)
+    return delta_rule(_products, q_BTGK, k_BTGK, v_BTHV, g_BTH[..., None], beta_BTH, segments_BT, state_BHKV, kernel)
 
 
 def _products(q, k, g):
@@ -47,24 +49,29 @@ def _products(q, k, g):
     return jnp.einsum("...ik,...jk->...ij", q, k) * decay, jnp.einsum("...ik,...jk->...ij", k, k) * decay
 
 
-def delta_rule(products: Products, q_BTGK, k_BTGK, v_BTHV, g_BTHX, beta_BTH, segments_BT, state_BHKV
+def delta_rule(products: Products, q_BTGK, k_BTGK, v_BTHV, g_BTHX, beta_BTH, segments_BT, state_BHKV, kernel
                ) -> tuple[jax.Array, jax.Array]:
     """Return the delta rule with decays per head (X is 1) or per key channel, by their `products`."""
+    backend = choose_backend(kernel)
     q_BTGK, k_BTGK = (parts.for_all_heads(x, v_BTHV.shape[2]) for x in (q_BTGK, k_BTGK))
     by_head = (*parts.HEADS, None)
     return chunk_states.named(*parts.on_own_rows(
-        partial(_rows, products), (*(by_head,) * 4, parts.HEADS, parts.TOKENS, parts.STATE), (by_head, parts.STATE))(
+        partial(_rows, products, backend), (*(by_head,) * 4, parts.HEADS, parts.TOKENS, parts.STATE),
+        (by_head, parts.STATE))(
         q_BTGK, k_BTGK, v_BTHV, g_BTHX, beta_BTH, segments_BT, state_BHKV))
 
 
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
-@partial(jax.checkpoint, static_argnums=(0, 1),
+@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+@partial(jax.checkpoint, static_argnums=(0, 1, 2),
          policy=jax.checkpoint_policies.save_only_these_names(chunk_states.SAVED))
-def _rows(products, n, q, k, v, g, beta, segments_BT, state):
+def _rows(products, backend, n, q, k, v, g, beta, segments_BT, state):
     heads, (K, V) = v.shape[2], (k.shape[-1], v.shape[-1])
     state = jnp.zeros((v.shape[0], heads, K, V), F32) if state is None else state.astype(F32)
     rows = parts.apart(n, v)
-    within = chunks.documents(parts.document_starts(n, rows, segments_BT))
+    within = chunks.documents(starts := parts.document_starts(n, rows, segments_BT))
+    if backend == "pallas":
+        return _by_kernels(n, rows, within, chunks.numbers(starts), state, *(
+            parts.apart(n, x) for x in (q, k, v, g.astype(F32), beta.astype(F32))))
     q, k, v, g, beta = (chunks.cut(parts.apart(n, x.astype(F32))) for x in (
         *(jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q, k)), v, g, beta[..., None]))
     g = g * within.inside
@@ -79,6 +86,19 @@ def _rows(products, n, q, k, v, g, beta, segments_BT, state):
     qk = qk * within.pairs
     y = (q * decayed - qk @ read) @ begins + qk @ new
     return parts.together(n, chunks.join(y, rows.shape[1])).astype(rows.dtype), last
+
+
+def _by_kernels(n, rows, within, documents, state, q, k, v, g, beta):
+    """Return the same by the kernels of what is within chunks."""
+    q, k, v, g, beta = (chunks.cut(x) for x in (q, k, v, g, beta[..., None]))
+    g = g * within.inside
+    wide = g.swapaxes(3, 4) if g.shape[-1] == 1 else g
+    given = k, v, wide, beta.swapaxes(3, 4), documents
+    added, read, write, solved = by_chunk(delta_kernels.MAPS, v.shape[2], *given)
+    maps = chunk_states.ChunkMaps(chunks.whole(g) * within.through, added, read, write)
+    begins, last = chunk_states.states(n, maps, state)
+    y, = by_chunk(delta_kernels.OUTPUTS, v.shape[2], q, *given, solved, begins)
+    return parts.together(n, chunks.join(y, rows.shape[1])), last
 
 
 def gated_delta_step(q_B1GK: jax.Array, k_B1GK: jax.Array, v_B1HV: jax.Array, g_B1H: jax.Array, beta_B1H: jax.Array,

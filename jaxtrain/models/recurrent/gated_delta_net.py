@@ -88,14 +88,15 @@ class GatedDeltaNet(nnx.Module):
     one_token: ClassVar[Rule] = staticmethod(gated_delta_step)
 
     def __init__(self, dim: int, key_heads: int, heads: int, key_dim: int, value_dim: int, width: int, eps: float, *,
-                 out_std: float, beta_factor: float = 1.0, rngs: nnx.Rngs):
+                 out_std: float, beta_factor: float = 1.0, kernel: str = "auto", rngs: nnx.Rngs):
         """Make the projections.
 
         Args:
             key_heads: of queries and keys, each for several consecutive heads.
             beta_factor: 2 lets the eigenvalues of a state's transition be negative (arXiv 2411.12537).
+            kernel: train.recurrent_kernel.
         """
-        self.beta_factor, wide = beta_factor, ("heads", "head_dim")
+        self.kernel, self.beta_factor, wide = kernel, beta_factor, ("heads", "head_dim")
         keys = (dim, key_heads, key_dim), ("embed", "kv_heads", "head_dim"), KV_HEADS
         values = (dim, heads, value_dim), ("embed", *wide), HEADS
         self.q, self.k = (Linear("btd,dgk->btgk", *keys, rngs=rngs) for _ in range(2))
@@ -139,7 +140,7 @@ class GatedDeltaNet(nnx.Module):
         if held:
             y_BTHV, new["state"] = self.one_token(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, held["state"])
         else:
-            y_BTHV, new["state"] = self.rule(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segments_BT)
+            y_BTHV, new["state"] = self.rule(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segments_BT, kernel=self.kernel)
         out = self.out((self.norm(y_BTHV) * self.gates(x_BTD)).astype(x_BTD.dtype))
         return out, {} if cache is None else {CACHE: {STATE: new}}
 

@@ -17,9 +17,10 @@ from jaxtrain.models.recurrent.gated_delta import delta_rule, delta_step
 
 def kimi_delta_attention(q_BTGK: jax.Array, k_BTGK: jax.Array, v_BTHV: jax.Array, g_BTHK: jax.Array,
                          beta_BTH: jax.Array, segments_BT: jax.Array | None = None,
-                         state_BHKV: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+                         state_BHKV: jax.Array | None = None, *,
+                         kernel: str = "auto") -> tuple[jax.Array, jax.Array]:
     """Return y [B, T, H, V] in the dtype of v, and the last state [B, H, K, V]: as `gated_delta_rule`, but for g."""
-    return delta_rule(_products, q_BTGK, k_BTGK, v_BTHV, g_BTHK, beta_BTH, segments_BT, state_BHKV)
+    return delta_rule(_products, q_BTGK, k_BTGK, v_BTHV, g_BTHK, beta_BTH, segments_BT, state_BHKV, kernel)
 
 
 def _products(q, k, g):

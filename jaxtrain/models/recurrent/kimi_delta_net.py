@@ -53,9 +53,10 @@ class WholeKimiDeltaNet(GatedDeltaNet):
     rule: ClassVar[Rule] = staticmethod(kimi_delta_attention)
     one_token: ClassVar[Rule] = staticmethod(kimi_delta_step)
 
-    def __init__(self, *sizes: Any, decay_bound: float = 0.0, out_std: float, rngs: nnx.Rngs):
-        """Make the projections of `GatedDeltaNet`'s sizes. `decay_bound`: see `Decay`."""
-        super().__init__(*sizes, out_std=out_std, rngs=rngs)
+    def __init__(self, *sizes: Any, decay_bound: float = 0.0, out_std: float, kernel: str = "auto",
+                 rngs: nnx.Rngs):
+        """Make the projections of `GatedDeltaNet`'s sizes, with its `kernel`. `decay_bound`: see `Decay`."""
+        super().__init__(*sizes, out_std=out_std, kernel=kernel, rngs=rngs)
         self.decay.bound = decay_bound
 
     def make_gates(self, dim: int, heads: int, key_dim: int, value_dim: int, rngs: nnx.Rngs) -> None:

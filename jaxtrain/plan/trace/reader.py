@@ -151,6 +151,9 @@ class _Reader(Placing):
             inputs = sorted(inputs, key=lambda v: not jnp.issubdtype(v.dtype, jnp.floating))  # tables of blocks last
             return self.emit(f"attention_{phase}", "real", inputs, outputs, flops=kernels.splash_flops(
                 phase, [value.shape for value in inputs], self.window))
+        if name == "pallas_call" and (cost := eqn.params.get("cost_estimate")):  # kernels of chunks
+            self.placed(eqn, inputs, outputs)
+            return self.emit(name, "real", inputs, outputs, flops=float(cost.flops), rounds=True)
         inputs = [self.summed(value) for value in inputs]
         if name in ("scatter-add", "scatter_add"):
             return self.scattered(eqn, inputs, outputs[0])

@@ -1,0 +1,191 @@
+"""Functions of matrices in fast memory as Pallas kernels, one call for each chunk of tokens and each head.
+
+A function gets one matrix of each of its arrays, and what it computes on the way from these to its results never
+reaches the device's memory. The kernel of the backward pass is made of the same function, by JAX's derivative inside
+the kernel, which computes the way again.
+
+Arrays are [N, B, H, rows, columns]: N chunks, B batch, H heads. They may be of groups of heads, or 1 for all of them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr
+from jax.typing import DTypeLike
+
+from jaxtrain.config.model_config import ModelConfig
+from jaxtrain.errors import UserError
+from jaxtrain.sharding import mesh_context
+
+F32 = jnp.float32
+INTERPRET = False  # tests: Pallas's interpreter runs the kernels anywhere
+PASSES = 6  # products of bfloat16 that make one of float32 on TPUs
+Result = tuple[tuple[int, ...], DTypeLike]
+
+
+class Chunks(NamedTuple):
+    """A function of a chunk's matrices, which returns a tuple of matrices."""
+
+    function: Callable[..., tuple[jax.Array, ...]]
+    results: Callable[..., Sequence[Result]]  # their sides and dtypes, from those of the arguments
+    name: str  # of its kernels, in profiles and compiled programs
+    # Results that the derivative takes as argument `known` of the function, instead of computing them again.
+    known: tuple[int, ...] = ()
+
+
+def choose_backend(asked: str) -> str:
+    """Return the backend that `train.recurrent_kernel` selects here; raises UserError if it cannot do this."""
+    if asked != "pallas":
+        return "xla"  # also for "auto": no TPU has run the kernels yet
+    platform = mesh_context.platform()
+    if not INTERPRET and platform != "tpu":
+        why = "; what Pallas has for such kernels on GPUs is deprecated in JAX" if platform in ("gpu", "cuda") else ""
+        raise UserError("train.recurrent_kernel", f"pallas runs on TPUs only, and this is for {platform}{why}",
+                        "use 'auto' or 'xla'")
+    return "pallas"
+
+
+def check(model: ModelConfig) -> None:
+    """Raise a UserError if `train.recurrent_kernel=pallas` means nothing to a model, or cannot be here."""
+    if not model.chunk_kernels:
+        raise UserError("train.recurrent_kernel", f"{model.name} has no Gated DeltaNet or Kimi delta attention, which "
+                        "the pallas kernels are for", "use 'auto' or 'xla'")
+    choose_backend("pallas")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def by_chunk(chunks: Chunks, heads: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the function's results for all chunks and heads; no gradient passes to integers."""
+    return _call(chunks.function, chunks.results(*arrays), f"recurrent_{chunks.name}", heads, arrays)
+
+
+def _forward(chunks, heads, *arrays):
+    results = by_chunk(chunks, heads, *arrays)
+    return results, (arrays, tuple(results[i] for i in chunks.known))
+
+
+def _backward(chunks, heads, saved, gradients):
+    arrays, known = saved
+    real = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def derivative(*blocks):
+        given, (known_, pulls) = list(blocks[:len(arrays)]), _split(blocks[len(arrays):], len(known))
+
+        def f(*varied):
+            for i, x in zip(real, varied, strict=True):
+                given[i] = x
+            return chunks.function(*given, **({"known": known_} if known_ else {}))
+
+        return jax.vjp(f, *(given[i].astype(F32) for i in real))[1](tuple(x.astype(F32) for x in pulls))
+
+    # Of what heads share, each has its own gradient first.
+    kinds = [(arrays[i].shape[3:], arrays[i].dtype if arrays[i].shape[2] == heads else F32) for i in real]
+    found = _call(derivative, kinds, f"recurrent_{chunks.name}_gradients", heads, (*arrays, *known, *gradients))
+    whole: list[jax.Array | None] = [None] * len(arrays)
+    for i, x in zip(real, found, strict=True):
+        groups = arrays[i].shape[2]
+        whole[i] = x if groups == heads else x.reshape(*x.shape[:2], groups, -1, *x.shape[3:]).sum(3).astype(
+            arrays[i].dtype)
+    return tuple(whole)
+
+
+by_chunk.defvjp(_forward, _backward)
+
+
+def _split(blocks, count):
+    return blocks[:count], blocks[count:]
+
+
+def _call(f: Callable[..., Sequence[jax.Array]], results: Sequence[Result], name: str, heads: int,
+          arrays: tuple[jax.Array, ...]) -> Sequence[jax.Array]:
+    from jax.experimental import pallas as pl
+
+    grid = *arrays[0].shape[:2], heads
+    outs = [jax.ShapeDtypeStruct((*grid, *sides), dtype) for sides, dtype in results]
+
+    def kernel(*refs):
+        given, found = _split(refs, len(arrays))
+        for ref, x in zip(found, f(*(ref[...] for ref in given)), strict=True):
+            ref[...] = x.astype(ref.dtype)
+
+    def block(x):
+        shared = heads // x.shape[2]
+        return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda n, b, h: (n, b, lax.div(h, shared), 0, 0))
+
+    of_one = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(x.shape[3:], x.dtype) for x in arrays))
+    cost = pl.CostEstimate(flops=math.prod(grid) * products(of_one.jaxpr), transcendentals=0,
+                           bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*arrays, *outs)))
+    return pl.pallas_call(kernel, grid=grid, in_specs=[block(x) for x in arrays], out_specs=[block(x) for x in outs],
+                          out_shape=outs, name=name, cost_estimate=cost, interpret=INTERPRET)(*arrays)
+
+
+def products(jaxpr: Jaxpr) -> int:
+    """Return the FLOP of the products of matrices in a program; those of exact ones as often as TPUs multiply."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            left, out = eqn.invars[0].aval, eqn.outvars[0].aval
+            assert isinstance(left, jax.core.ShapedArray) and isinstance(out, jax.core.ShapedArray)
+            depth = math.prod(left.shape[i] for i in contracted)
+            passes = PASSES if eqn.params["precision"] else 1
+            total += 2 * passes * depth * math.prod(out.shape)
+        for inner in filter(None, (eqn.params.get("jaxpr"), eqn.params.get("call_jaxpr"))):
+            total += eqn.params.get("length", 1) * products(getattr(inner, "jaxpr", inner))
+    return total
+
+
+# ------------------------------------------------------------------------------------------ what kernels are made of
+def product(a: jax.Array, b: jax.Array, contracted: str = "10", *, exact: bool = False) -> jax.Array:
+    """Return the product of two matrices in float32, over a dimension of each; `exact`: their elements as they are.
+
+    All others are rounded as the device rounds products of float32.
+    """
+    dimensions = (((int(contracted[0]),), (int(contracted[1]),)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=lax.Precision.HIGHEST if exact else None,
+                           preferred_element_type=F32)
+
+
+def tokens(size: int) -> tuple[jax.Array, jax.Array]:
+    """Return the numbers of the tokens of each pair [C, C]: of its row, and of its column."""
+    i, j = (lax.broadcasted_iota(jnp.int32, (size, size), side) for side in (0, 1))
+    return i, j
+
+
+def column(row_1C: jax.Array) -> jax.Array:
+    """Return a row [1, C] as a column [C, 1], by a sum: kernels cannot transpose numbers this narrow."""
+    i, j = tokens(row_1C.shape[1])
+    return jnp.where(i == j, row_1C, 0).sum(1, keepdims=True)
+
+
+def inverse(a: jax.Array) -> jax.Array:
+    """Return the inverse of 1 + L, where L [C, C] is `a` below its diagonal; C is a power of 2.
+
+    As in models/recurrent/unit_triangular.py, but by masks, as kernels cannot cut matrices.
+    """
+    i, j = tokens(len(a))
+
+    def joined(level, found):
+        off = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
+        return found - product(product(found, jnp.where(off, a, 0), exact=True), found, exact=True)
+
+    return lax.fori_loop(0, len(a).bit_length() - 1, joined, jnp.where(i == j, 1, 0).astype(F32))
+
+
+@jax.custom_vjp
+def known_inverse(a: jax.Array, found: jax.Array) -> jax.Array:
+    """Return `found`, which is `inverse(a)`, with its gradient."""
+    return found
+
+
+def _known_backward(found, gradient):
+    i, j = tokens(len(found))
+    return jnp.where(i > j, -product(product(found, gradient, "00"), found, "11"), 0), None
+
+
+known_inverse.defvjp(lambda a, found: (found, found), _known_backward)

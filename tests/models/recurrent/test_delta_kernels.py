@@ -1,0 +1,74 @@
+"""The kernels of what is within chunks, as Pallas's interpreter runs them: their numbers and what refuses them."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.kernels import chunk_kernels
+from jaxtrain.models.recurrent import delta_kernels
+from tests.models.recurrent import over_time
+from tests.models.recurrent.over_time import MIXERS, single
+from tests.models.recurrent.test_recurrent_mixers import TOLERANCE, TWO, Placed, compiled
+from tests.numerics import reference
+from tests.tiers import slow
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(chunk_kernels, "INTERPRET", True)
+
+
+def by_kernels(name):
+    def whole(arrays, segments, state):
+        return MIXERS[name].whole(*arrays, segments, state, kernel="pallas")
+    return functools.partial(over_time.with_gradients, whole)
+
+
+@pytest.mark.parametrize("name", ["gated_delta", *slow("kimi_delta")])
+def test_kernels_have_the_numbers_of_a_loop_over_tokens(name, interpreted):
+    """Output, last state and all gradients in float64; of documents in one row, behind a state, and of any decays."""
+    f, args = by_kernels(name), single(over_time.drawn(name))
+    assert "recurrent_delta_outputs_gradients" in str(jax.make_jaxpr(f)(*args))
+    assert over_time.worst(compiled(f, *args), over_time.truth(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", slow("gated_delta", "kimi_delta"))
+def test_rows_cut_over_devices_have_them_too(name, interpreted):
+    """Kernels end where chunks end, so rows may be cut over `context`."""
+    placed = Placed(name, TWO)
+    assert over_time.worst(placed.back(placed.run(by_kernels(name))), over_time.truth(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", slow("qwen3_5", "kimi_linear"))
+def test_loss_and_gradients_of_a_model(family, interpreted):
+    """Packed documents, through whole layers: those of plain float32, one token after another."""
+    run = reference.build(family, train__recurrent_kernel="pallas")
+    start, rows = reference.initial(family), reference.batch(0)
+    value, gradient = run.value_and_grad(run.with_params(start), rows)
+    want_value, want = jax.jit(jax.value_and_grad(lambda p: reference.loss(run.config.model, p, rows)))(start)
+    assert float(value) == pytest.approx(float(want_value), rel=1e-5)
+    error, leaf = reference.worst(jax.device_get(gradient), jax.device_get(want), floor=1e-4)
+    assert error < 1e-4, f"the gradient of {leaf} is off by {error:.1e}"
+
+
+def test_what_is_refused():
+    def build(family):
+        reference.build(family, train__recurrent_kernel="pallas")
+
+    with pytest.raises(jt.UserError, match=r"^train\.recurrent_kernel: gpt2 has no Gated DeltaNet"):
+        build("gpt2")
+    with pytest.raises(jt.UserError, match=r"^train\.recurrent_kernel: pallas runs on TPUs only, and this is for cpu"):
+        build("qwen3_5")
+
+
+def test_a_planner_knows_what_they_cost(interpreted):
+    """The products of a chunk, counted by hand; those of the inverse are exact, and cost a TPU six times as much."""
+    C, K, V = 64, 8, 12
+    shapes = [jax.ShapeDtypeStruct(sides, np.float32) for sides in ((C, K), (C, V), (1, C), (1, C))]
+    found = jax.make_jaxpr(delta_kernels.MAPS.function)(*shapes, jax.ShapeDtypeStruct((1, C), np.int32))
+    exact = 2 * C**3 * (1 + 2 * 6)  # sums of logarithms, and six levels of the inverse
+    others = 2 * (C * C * K + C * C * V + C * C * K + C * K * V)
+    assert chunk_kernels.products(found.jaxpr) == 6 * exact + others
