@@ -32,8 +32,8 @@ def orthogonalized(x_NRC: jax.Array, eps: float, dtype: DTypeLike) -> jax.Array:
         x_NRC = x_NRC.mT
     axes = spread_over(len(x_NRC))
     devices = math.prod(size for _, size in axes)
-    if devices == 1 and len(x_NRC) == 1:
-        found = _iterated(x_NRC)
+    if len(x_NRC) == 1:
+        found = _on_devices(axes, x_NRC)
     else:
         # Rounds of one matrix on each device: what a round holds is bounded, however many layers there are.
         rounds = -(-len(x_NRC) // devices)
@@ -65,9 +65,9 @@ def spread_over(matrices: int) -> tuple[tuple[str, int], ...]:
     Where there are fewer matrices than devices, these are as few axes as give each matrix a device of its own; the
     devices along the others compute the same.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    if not _has_auto_axes():
         return ()
+    mesh = jax.sharding.get_abstract_mesh()
     axes = [(name, size) for name, size in mesh.shape.items() if size > 1]
     subsets = [some for count in range(len(axes) + 1) for some in itertools.combinations(axes, count)]
     sizes = {some: math.prod(size for _, size in some) for some in subsets}
@@ -75,10 +75,19 @@ def spread_over(matrices: int) -> tuple[tuple[str, int], ...]:
     return min(enough, key=lambda some: sizes[some]) if enough else tuple(axes)
 
 
+def _has_auto_axes() -> bool:
+    """Return whether the compiler lays out arrays over a mesh here, so that layouts can be asked of it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
+
+
 def _on_devices(axes: tuple[tuple[str, int], ...], x_NRC: jax.Array) -> jax.Array:
-    """Return the orthogonal matrices, of which each device computes those that these mesh axes give it."""
-    if not axes:
+    """Return the orthogonal matrices, of which each device computes those that these mesh axes give it.
+
+    Without axes every device of a mesh computes all of them.
+    """
+    if not _has_auto_axes():
         return _iterated(x_NRC)
     # A region of its own: left to itself, the compiler would split products once more and exchange their sums.
-    places = PartitionSpec(tuple(name for name, _ in axes), None, None)
+    places = PartitionSpec(tuple(name for name, _ in axes) or None, None, None)
     return jax.shard_map(_iterated, in_specs=places, out_specs=places, check_vma=False)(x_NRC)

@@ -100,6 +100,8 @@ def collectives(steps, monkeypatch, **keys):
 def test_devices_exchange_nothing_within_the_iterations(mesh, monkeypatch):
     few, many = (collectives(steps, monkeypatch, **mesh) for steps in (1, 6))
     assert few == many
+    alone = [collectives(steps, monkeypatch, optimizer__moment_dtype="bfloat16", **mesh) for steps in (1, 6)]
+    assert alone[0] == alone[1] and alone[0], "layers that are updated one by one are gathered once"
     if mesh == {"mesh__fsdp": 8}:  # each of seven stacks of kernels goes to whole matrices and back
         assert many["all-to-all"] == 14 and not many["all-gather"]
 
