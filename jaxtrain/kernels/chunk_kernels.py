@@ -61,7 +61,7 @@ def check(model: ModelConfig) -> None:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def by_chunk(chunks: Chunks, heads: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Return the function's results for all chunks and heads; no gradient passes to integers."""
-    return _call(chunks.function, chunks.results(*arrays), f"recurrent_{chunks.name}", heads, arrays)
+    return tuple(_call(chunks.function, chunks.results(*arrays), f"recurrent_{chunks.name}", heads, arrays))
 
 
 def _forward(chunks, heads, *arrays):

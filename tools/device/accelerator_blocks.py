@@ -266,7 +266,7 @@ BLOCKS = {block.name: block for block in (
     Block("kernels", kernels, 300, timed=False),
     *(Block(size, partial(speed, size=size, steps=steps), 200)
       for size, steps in (("124M", 50), ("1B", 20), ("8B", 8))),
-    Block("parts", parts, 200), Block("experts", experts, 240), Block("fp8", fp8, 200), Block("beside", beside, 400),
+    Block("fp8", fp8, 200), Block("beside", beside, 400), Block("parts", parts, 200), Block("experts", experts, 240),
     Block("calibrate", calibrate, 200), Block("remat", remat, 300), Block("memory", memory, 400),
     Block("flags", flags, 600))}
 

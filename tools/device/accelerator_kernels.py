@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.kernels import attention
+from jaxtrain.kernels import attention, grouped_conformance
 from tests.kernels import test_grouped_matmul as grouped
 from tests.kernels.attention import test_mosaic_attention as tiles
 
@@ -36,6 +36,17 @@ def judged(few: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
         for seed in range(1 if few else 4 if groups < 10 else 2):
             yield (f"grouped matmul: {rows} x {width} x {wider}, {groups} groups, seed {seed}",
                    tried(functools.partial(of_groups, width, wider, rows, groups, seed, kernel)))
+    yield from conforming(few)
+
+
+def conforming(few: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each backend of grouped matmuls and case of the conformance suite, and what is wrong."""
+    dtype = jnp.bfloat16 if jax.default_backend() != "cpu" else jnp.float32
+    cases = dict([*grouped_conformance.CASES.items()][:1]) if few else grouped_conformance.CASES
+    for backend in sorted({one for case in cases.values() for one in grouped_conformance.backends(case, dtype)}):
+        able = {name: case for name, case in cases.items() if backend in grouped_conformance.backends(case, dtype)}
+        for name, wrong in grouped_conformance.judged(backend, dtype, able):
+            yield f"conformance of {backend}: {name}", {"right": not wrong, **({"wrong": wrong} if wrong else {})}
 
 
 def tried(case: Any) -> dict[str, Any]:
