@@ -1,4 +1,4 @@
-"""Write a model in few bits, for other programs: a GGUF file, or a folder with linear layers in 4 bits.
+"""Write a model in few bits for other programs: a GGUF file, or a folder of 4-bit layers.
 
     jaxtrain quantize MODEL --output=model.gguf --format=q8_0
     jaxtrain quantize MODEL --output=FOLDER --format=int4

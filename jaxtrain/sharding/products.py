@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxtrain.base.annotations import AnyArray, PyTree
-from jaxtrain.base.narrow_formats import NARROW
+from jaxtrain.base.narrow_formats import BLOCKS, NARROW
 from jaxtrain.sharding.contractions import (
     BACKWARD,
     FORWARD,
@@ -84,8 +84,8 @@ def multiply(product: Product, x: jax.Array, weight: jax.Array, noise: PyTree = 
 
     `noise`: the random bits of tokens for stochastic rounding (models/training_noise.py), if there are any.
     """
-    if not is_fp8():
-        return _multiply_in_blocks(product, x, weight, noise, current_format().kind)
+    if (blocks := current_format().kind) in BLOCKS:
+        return _multiply_in_blocks(product, x, weight, noise, blocks)
 
     @jax.custom_vjp
     def apply(x, weight):

@@ -43,7 +43,7 @@ FIRST = {  # what a command is about comes first
                "runs-tag runs-reproduce checkpoint-list checkpoint-verify checkpoint-restore-to jobs-show jobs-logs "
                "jobs-why jobs-pause jobs-resume jobs-cancel jobs-requeue adapters-export diloco-status",
     "WORKDIR STEP [WORKDIR2] STEP": "checkpoint-diff",
-    "MODEL": "merge adapters-merge", "CORPUS": "publish croissant", "ROOT": "runs-list runs-gc jobs-list",
+    "MODEL": "merge adapters-merge quantize", "CORPUS": "publish croissant", "ROOT": "runs-list runs-gc jobs-list",
     "SWEEP": "sweep", "FOLDER": "adapters-list", "STORE": "adapters-add",
     "": "supervise prepare train_tokenizer dashboards calibrate schedules doctor diloco-keys diloco-serve "
         "prepare_sequences-audio prepare_sequences-events prepare_sequences-images",
@@ -52,7 +52,7 @@ READ_BY_SCRIPTS = ("runs-list runs-show runs-compare runs-gc checkpoint-list goo
                    "plan scaling coordinates doctor generate")
 REHEARSED = ("export merge publish prepare launch sweep calibrate runs-gc checkpoint-restore-to "
              "prepare_sequences-audio prepare_sequences-events prepare_sequences-images")
-REPLACING = "export merge adapters-export adapters-merge train_tokenizer"
+REPLACING = "export merge quantize adapters-export adapters-merge train_tokenizer"
 
 
 @pytest.fixture(scope="module")
