@@ -477,11 +477,17 @@ def abstract_model(run: Run) -> Params:
 
 
 def for_run(run: Run, workdir: Path | None = None) -> Run:
-    """Return the run with its extensions ready for it; in a loop, with its workdir."""
-    extensions = tuple(extension.for_run(run, workdir) for extension in run.extensions)
-    if extensions == run.extensions:
-        return run
-    data = next((extension.data for extension in extensions if extension.data is not None), run.data)
-    ready = replace(run, extensions=extensions, data=data)
-    vars(ready).update({name: found for name, found in vars(run).items() if name == "corpus"})
+    """Return the run with its extensions ready for it; in a loop, with its workdir.
+
+    Each is given the run with those before it ready: one that begins the run anew has the parameters to begin with.
+    """
+    ready = run
+    for at, extension in enumerate(run.extensions):
+        made = extension.for_run(ready, workdir)
+        if made == extension:
+            continue
+        data = made.data if made.data is not None else ready.data
+        before, ready = ready, replace(ready, data=data, extensions=(
+            *ready.extensions[:at], made, *ready.extensions[at + 1:]))
+        vars(ready).update({name: found for name, found in vars(before).items() if name == "corpus"})
     return ready

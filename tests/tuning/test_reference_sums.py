@@ -184,7 +184,7 @@ def test_two_processes_compute_what_one_does(corpus, whole, tmp_path, computed, 
     assert "preference.reference: " not in said[0]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_what_the_run_began_with_is_asked_for_when_numbers_are_missing(corpus, whole, tmp_path, capfd):
     text = corpus.parent / "text.txt"
     text.write_text("".join(record["prompt"] + record["chosen"] + "\n" for record in RECORDS * 20))
