@@ -113,12 +113,13 @@ def products_of_groups(rows: jax.Array, others: jax.Array, sizes_G: jax.Array, *
                     block = first + index[0]
 
                     @pl.when((block == first) | (block == last))
-                    def _():  # these may also hold rows of other groups
-                        at = block * depth + gpu.layout_cast(
-                            lax.broadcasted_iota(jnp.int32, a.shape, int(transposed)), gpu.Layout.WGMMA)
-                        values = a[...].astype(jnp.float16) if transposed else a[...]  # 8 bits cannot be selected
-                        a[...] = jnp.where((at >= begin) & (at < end), values, jnp.zeros((), values.dtype)).astype(
-                            a.dtype)
+                    def _():  # these may also hold rows of other groups, and what is not finite behind the last one
+                        for x in (a, b):
+                            at = block * depth + gpu.layout_cast(
+                                lax.broadcasted_iota(jnp.int32, x.shape, int(transposed)), gpu.Layout.WGMMA)
+                            values = x[...].astype(jnp.float16) if transposed else x[...]  # 8 bits cannot be selected
+                            x[...] = jnp.where((at >= begin) & (at < end), values, jnp.zeros((), values.dtype)).astype(
+                                x.dtype)
                         gpu.commit_smem()
 
                     gpu.wgmma(total, *((a, _turned(b)) if transposed else (_turned(a), b)))
