@@ -7,6 +7,7 @@ that it finds. On CPUs nothing is said: there is no faster kernel. Call these wh
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.base.narrow_formats import BLOCKS
 from jaxtrain.kernels import grouped_matmul
 from jaxtrain.kernels.attention import choose_backend
 from jaxtrain.sharding import axis_rules, mesh_context
@@ -50,6 +51,21 @@ def experts(asked: str, dtype: jnp.dtype, held: int, embed: int, width: int) -> 
         "auto", dtype, 0, embed, width) != "xla" else ""
     return (f"experts on this GPU compute every row {held} times, once for each expert of a device, and mask the "
             f"results{other}")
+
+
+def precision(kind: str) -> str:
+    """Return that this hardware does not multiply a narrow format, which then costs more than bfloat16; "": it does."""
+    platform = mesh_context.platform()
+    if platform not in (*GPUS, "tpu"):
+        return ""
+    if kind in BLOCKS:
+        from jaxtrain.sharding import block_units  # which only these formats read
+
+        here = block_units.there()
+    else:
+        here = kind != "fp8" or platform == "tpu" or mesh_context.compute_capability() >= 8.9
+    return "" if here else (f"train.precision={kind} has no hardware here: numbers are rounded to it and multiplied in "
+                            "bfloat16, which takes longer than train.precision=bfloat16")
 
 
 def usual(platform: str) -> list[str]:

@@ -22,6 +22,7 @@ def sentences(run: "Run") -> list[str]:
             train.attention, dtype, queries, head_dim, strategy=context_strategy(config, mesh, rules),
             packed=not config.data.cross_document_attention, soft_cap=model.attention_cap, sinks=model.sinks)
             for queries, keys, head_dim, causal in model.attentions(config.data.seq_len) if causal and not keys]
+        found.append(slow_paths.precision(settings.precision))
         if experts := model.experts.num:
             width = model.experts.mlp_dim // axis_rules.shards(rules["act_expert_mlp"], mesh)
             held = experts // axis_rules.shards(rules["experts"], mesh)

@@ -36,7 +36,11 @@ def run_of(platform, config="llama3_8b.py:tiny", devices=2, **keys):
     ("cuda:10", dict(config="mixtral_8x7b.py:tiny"), ["packed rows"]),
     ("cuda:10", dict(config="mixtral_8x7b.py:tiny", train__grouped_matmul="xla"),
      ["packed rows", "compute every row 8 times"]),
-    ("cpu", dict(config="mixtral_8x7b.py:tiny"), [])])
+    ("cpu", dict(config="mixtral_8x7b.py:tiny"), []), ("cpu", dict(train__precision="mxfp8"), []),
+    ("cuda:10", dict(train__precision="mxfp8", data__cross_document_attention=True), []),
+    ("cuda:8", dict(train__precision="nvfp4"), ["packed rows", "nvfp4 has no hardware here"]),
+    ("cuda:8", dict(train__precision="fp8"), ["packed rows", "fp8 has no hardware here"]),
+    ("tpu", dict(train__precision="mxfp8"), ["attention has no kernel", "mxfp8 has no hardware here"])])
 def test_a_run_says_what_it_computes_slowly(platform, keys, said):
     found = sentences(run_of(platform, **keys))
     assert len(found) == len(said) and all(words in sentence for words, sentence in zip(said, found, strict=True))
