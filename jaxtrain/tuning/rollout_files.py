@@ -103,5 +103,5 @@ class RolloutFiles:
 
     def _scores(self, line: JsonMapping) -> list[float]:
         """Return the score by each scorer; files of earlier versions have one reward."""
-        scores = line.get("scores", {self.names[0]: line["reward"]})
+        scores = line["scores"] if "scores" in line else {name: line["reward"] for name in self.names[:1]}
         return [float(scores[name]) for name in self.names]
