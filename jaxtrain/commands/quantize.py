@@ -12,6 +12,7 @@ what layers make of this text changes least; without, to the nearest.
 
 import argparse
 import contextlib
+import shutil
 from pathlib import Path
 
 from jaxtrain.commands.flags import add_overwrite, command, parser_of
@@ -52,7 +53,8 @@ def main(argv: list[str] | None = None) -> None:
             return
         from jaxtrain.hub.release import gguf_file
 
-        size = gguf_file.write(folder, to, flags.format)
+        shutil.rmtree(to.with_name(f"{to.name}.partial"), ignore_errors=True)  # made for folders; this is a file
+        size = gguf_file.write(folder, to, flags.format, Path(flags.source).name)
         say(f"{to} has {flags.source} in {flags.format}, {in_bytes(size)}")
 
 

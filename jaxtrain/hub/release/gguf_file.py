@@ -53,10 +53,13 @@ class _Written:
         return count // BLOCK * (BLOCK + 2) if self.kind == "q8_0" else count * (4 if self.kind == "f32" else 2)
 
 
-def write(folder: Path, to: Path, kind: str) -> int:
-    """Write the model of a published folder into a file, which appears when it is whole; return its size."""
+def write(folder: Path, to: Path, kind: str, name: str = "") -> int:
+    """Write the model of a published folder into a file, which appears when it is whole; return its size.
+
+    name: of the model, in the file; that of the folder, if there is none.
+    """
     config = bounded_files.user_json(folder / FILE, dict, f"{folder}", "download it again") or {}
-    keys = _model_keys(config, folder.resolve().name, kind) | _tokenizer_keys(folder, config)
+    keys = _model_keys(config, name or folder.resolve().name, kind) | _tokenizer_keys(folder, config)
     tensors = [_planned(name, tensor, config, kind) for name, tensor in sorted(
         safetensors_files.tensors_of(folder).items()) if not _is_tied(name, config)]
     partial = to.with_name(f"{to.name}.partial")
