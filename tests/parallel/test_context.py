@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.kernels import attention as kernels
+from jaxtrain.kernels.attention import tiles
 from jaxtrain.models.attention.self_attention import attend
-from jaxtrain.parallel import context, cut_rows, tiles
+from jaxtrain.parallel import context, cut_rows
 from jaxtrain.plan import hlo
 from jaxtrain.run.validation import context_strategy
 from jaxtrain.sharding import activations, mesh_context
@@ -269,7 +270,7 @@ def test_a_tile_is_passed_over_only_where_nobody_sees_anybody(window):
         same = (queries.segments[:, :, None] == keys.segments[:, None, :]).any(0)
         behind = queries.at[:, None] - keys.at
         sees = (same & (behind >= 0) & ((behind < window) if window else True)).any()
-        meets = bool(tiles._meet(queries, keys, window))
+        meets = bool(tiles.meet(queries, keys, window))
         assert meets or not sees
         passed += not meets
     assert passed > 50, "hardly anything is passed over, so this proves little"
@@ -281,7 +282,7 @@ def test_tiles_above_the_diagonal_are_not_even_looked_at(n, window):
     for device in range(n):
         mine = tiles.Tokens(cut_rows.balanced_order(device, n, T // n), None)
         at = np.asarray(mine.at).reshape(-1, 2)
-        pairs = {tuple(pair) for pair in tiles._pairs(mine, mine, 2, window, own=True).tolist()}
+        pairs = {tuple(pair) for pair in tiles.pairs(mine, mine, 2, window, own=True).tolist()}
         behind = at[:, None, :, None] - at[None, :, None, :]
         seen = ((behind >= 0) & (behind < (window or T))).any((2, 3))
         assert {*zip(*np.nonzero(seen), strict=True)} <= pairs
