@@ -73,14 +73,13 @@ def _rounds(visit: Callable, carry: PyTree, block: PyTree) -> PyTree:
     return visit(carry, block, n - 1)
 
 
-def _block(q: jax.Array, segments: jax.Array | None, scoring: Scoring) -> "_Tiles | _Ranges":
+def _block(q: jax.Array, segments: jax.Array | None, scoring: Scoring) -> "_Tiles | Ranges":
     n, T = lax.axis_size(AXIS), q.shape[1]
     if scoring.kernel != "mosaic":
         return _Tiles(n, T, segments, scoring)
     whole = (jnp.zeros((len(q), n * T), jnp.int32) if segments is None else
              unbalance(lax.all_gather(segments, AXIS, axis=1, tiled=True), n))
-    first, last = mosaic_attention.bounds(whole, scoring.window)
-    return _Ranges(n, T, (first[:, 0], last[:, 0]), scoring)
+    return ranges_of(whole, n, scoring)
 
 
 # --------------------------------------------------------------------------------------------------------- tiles
@@ -141,7 +140,13 @@ def _put(x: PyTree, part: slice, new: PyTree) -> PyTree:
 
 # ------------------------------------------------------------------------------------------------ jaxtrain's own kernels
 
-class _Ranges(NamedTuple):
+def ranges_of(segments: jax.Array, n: int, scoring: Scoring) -> "Ranges":
+    """Return the blocks of n devices of rows with these documents."""
+    first, last = mosaic_attention.bounds(segments, scoring.window)
+    return Ranges(n, segments.shape[1] // n, (first[:, 0], last[:, 0]), scoring)
+
+
+class Ranges(NamedTuple):
     """Whole blocks, of which the kernels compute what the numbers of tokens say that is seen.
 
     The positions that a query sees are those from one to another, whatever documents and windows there are. As a device
@@ -170,25 +175,27 @@ class _Ranges(NamedTuple):
         return so_far[0] + dq, [old + new for old, new in zip(so_far[1], dkv, strict=True)]
 
     def _part(self, source, q, k, v):
-        return mosaic_attention.part(q, k, v, self._ranges(source), self._window(), self.scoring.soft_cap)
+        return mosaic_attention.part(q, k, v, self.ranges(lax.axis_index(AXIS), source), self._window(),
+                                     self.scoring.soft_cap)
 
     def _gradients(self, source, q, k, v, pull):
-        return mosaic_attention.part_gradients(q, k, v, pull.pull, pull.lse, pull.delta, self._ranges(source),
-                                               self._window(), self.scoring.soft_cap)
+        return mosaic_attention.part_gradients(q, k, v, pull.pull, pull.lse, pull.delta,
+                                               self.ranges(lax.axis_index(AXIS), source), self._window(),
+                                               self.scoring.soft_cap)
 
     def _window(self):
         """Return the window that would show as many pairs of a block as are seen on average."""
         return -(-self.scoring.window // self.n)
 
-    def _ranges(self, source: jax.Array) -> mosaic_attention.Ranges:
-        me, (first, last) = lax.axis_index(AXIS), self.seen
+    def ranges(self, me: jax.Array | int, source: jax.Array | int) -> mosaic_attention.Ranges:
+        """Return which of a device's queries see which of another's keys."""
         mine, theirs = (balanced_order(device, self.n, self.T) for device in (me, source))
-        rows = len(first)
+        (first, last), rows = self.seen, len(self.seen[0])
         return mosaic_attention.Ranges(
             self._before(first[:, mine], source), self._before(mine + 1, source, rows) - 1,
             self._before(theirs, me, rows), self._before(last[:, theirs] + 1, me) - 1)
 
-    def _before(self, positions: jax.Array, device: jax.Array, rows: int = 0) -> jax.Array:
+    def _before(self, positions: jax.Array, device: jax.Array | int, rows: int = 0) -> jax.Array:
         """Return how many tokens of a device are before these positions, [B, T]; `rows`: as often."""
         chunk = self.T // 2
         early, late = (jnp.clip(positions - number * chunk, 0, chunk) for number in (device, 2 * self.n - 1 - device))
