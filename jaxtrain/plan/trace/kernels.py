@@ -153,7 +153,7 @@ def at_once(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT
 def part(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, seen_BTS: Any) -> tuple[jax.Array, jax.Array]:
     """Return cuDNN's attention to a part of the keys."""
     mask = () if seen_BTS is None else _mask(seen_BTS[:, None], q_BTHK.dtype)
-    out, sums = _forward(BOTH_WAYS, q_BTHK, k_BSGK, v_BSGK, *mask)[1][-2:]
+    out, sums = _results_and_sums(BOTH_WAYS, q_BTHK, k_BSGK, v_BSGK, *mask)
     return out, sums.swapaxes(1, 2)
 
 
@@ -174,11 +174,15 @@ def _kernel(window, q, k, v, *mask):
     return _forward(window, q, k, v, *mask)[0]
 
 
-def _forward(window, q, k, v, *mask):
+def _results_and_sums(window, q, k, v, *mask):
     B, T, H, _ = q.shape
     out = jax.ShapeDtypeStruct((B, T, H, v.shape[-1]), q.dtype)
     rows = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
-    result, sums = jax.ffi.ffi_call(FORWARD, (out, rows))(q, k, v, *mask, window=np.int32(window))
+    return jax.ffi.ffi_call(FORWARD, (out, rows))(q, k, v, *mask, window=np.int32(window))
+
+
+def _forward(window, q, k, v, *mask):
+    result, sums = _results_and_sums(window, q, k, v, *mask)
     # Policies keep all that the kernel returns, as `cudnn_attention.kept_results` does.
     result, sums = checkpoint_name(result, "attention"), checkpoint_name(sums, "attention")
     return result, (q, k, v, *mask, result, sums)
