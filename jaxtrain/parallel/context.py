@@ -25,11 +25,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.base.annotations import PyTree
-from jaxtrain.kernels.attention import by_device, choose_backend, sinks, tiled, tiles
+from jaxtrain.kernels.attention import by_device, sinks, tiled, tiles
 from jaxtrain.kernels.attention.tiles import Pull, Scoring, Tokens, merge
-from jaxtrain.parallel import ring
+from jaxtrain.parallel import ring, strategies
 from jaxtrain.parallel.balanced import balance, unbalance
-from jaxtrain.parallel.cut_rows import AXIS, balanced_order, choose_strategy, size
+from jaxtrain.parallel.cut_rows import AXIS, balanced_order, size
 from jaxtrain.sharding import activations, axis_rules, mesh_context
 
 F32 = jnp.float32
@@ -58,9 +58,9 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT:
                                              "act_head_dim") for x in (k_BSGK, v_BSGK))
     # Within a pipeline the axis is already manual.
     stages = 1 if AXIS in axis_rules.free_axes(mesh) else mesh.shape["stage"]
-    strategy = choose_strategy(strategy, stages, n, q_BTHK.shape[2] // split)
-    backend = choose_backend(backend, mesh_context.platform(), q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], strategy,
-                             soft_cap=soft_cap, packed=segments_BT is not None, sinks=sinks_H is not None)
+    (strategy, _), backend = strategies.decide(
+        strategy, backend, q_BTHK.dtype, q_BTHK.shape[1], q_BTHK.shape[3], stages=stages, parts=n,
+        heads=q_BTHK.shape[2] // split, soft_cap=soft_cap, packed=segments_BT is not None, sinks=sinks_H is not None)
     scoring = Scoring(window, soft_cap, backend)
     if strategy != "ulysses":
         return _attend(strategy, scoring, q_BTHK, k_BSGK, v_BSGK, segments_BT, sinks_H)

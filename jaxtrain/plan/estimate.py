@@ -163,9 +163,10 @@ def estimate(config: Config, target: Target, devices: int, documents: int = 1) -
     took = time.estimate(block, target, sizes, run.schedules[0] if run.schedules else None)
     if target.platform == "cuda" and layers_at_once(config.model, config.train, "cuda", config.mesh.stage > 1) == 1:
         took.spend(STACKED * _stacked(block) / (target.bandwidth * target.efficiency["memory"]), "memory")
-    strategy = context_strategy(run.config, run.mesh, run.sharded.rules)
+    settings = run.sharded.settings
+    chosen = context_strategy(run.config, run.mesh, run.sharded.rules, settings.precision, settings.platform)
     return Estimate(config, target, devices, parts, took, talked, elsewhere, useful, phases, documents, computed,
-                    strategy)
+                    chosen.name if chosen else "")
 
 
 def _stacked(block: Block) -> float:

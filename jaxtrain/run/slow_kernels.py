@@ -17,9 +17,11 @@ def sentences(run: "Run") -> list[str]:
         return []
     config, mesh, rules, settings = run.config, run.mesh, run.sharded.rules, run.sharded.settings
     model, train, dtype = config.model, config.train, dtype_of(settings.precision)
+    across = context_strategy(config, mesh, rules, settings.precision, settings.platform)
+    parts = axis_rules.shards(rules["seq"], mesh)
     with mesh_context.use(mesh, rules, settings.platform):
         found = [slow_paths.attention(
-            train.attention, dtype, queries, head_dim, strategy=context_strategy(config, mesh, rules),
+            train.attention, dtype, queries, head_dim, strategy=across.name if across else "", parts=parts,
             packed=not config.data.cross_document_attention, soft_cap=model.attention_cap, sinks=model.sinks)
             for queries, keys, head_dim, causal in model.attentions(config.data.seq_len) if causal and not keys]
         found.append(slow_paths.precision(settings.precision))

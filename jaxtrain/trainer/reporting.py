@@ -166,8 +166,10 @@ def summary(run: Run, workdir: Path) -> str:
     count = f"{count:,} parameters" + (f", {trained:,} of them trained" if trained < count else "")
     axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
     axes += f"; {run.schedules[0].summary}" if run.schedules else ""
-    strategy = "" if run.own else context_strategy(c, run.mesh, run.sharded.rules)
-    axes += f"; attention over context by {strategy}" if strategy else ""
+    settings = run.sharded.settings
+    if not run.own and (chosen := context_strategy(c, run.mesh, run.sharded.rules, settings.precision,
+                                                   settings.platform)):
+        axes += f"; attention over context by {chosen.name}" + (f", since {chosen.reason}" if chosen.reason else "")
     shapes = ", ".join(f"{rows} x {length}" for rows, length in run.batch_source.shapes_of(0, c.train.steps))
     options = " ".join(f"{name}={value}" for name, value in run.sharded.compiler_options.items())
     device = jax.devices()[0].device_kind

@@ -20,7 +20,7 @@ import jaxtrain as jt
 from jaxtrain.kernels import attention as kernels
 from jaxtrain.kernels.attention import tiles
 from jaxtrain.models.attention.self_attention import attend
-from jaxtrain.parallel import context, cut_rows
+from jaxtrain.parallel import context, cut_rows, strategies
 from jaxtrain.plan import hlo
 from jaxtrain.run.validation import context_strategy
 from jaxtrain.sharding import activations, mesh_context
@@ -195,7 +195,9 @@ MORE = [*itertools.product(("gpt2", "llama", "qwen3"), ((1, 1, 1), (1, 1, 2), (1
 def test_a_model_has_the_loss_and_gradients_of_one_device(family, mesh, n, strategy):
     asked, _, chosen = strategy.partition(": ")
     run = reference.build(family, mesh, mesh__context=n, mesh__context_strategy=asked)
-    assert context_strategy(run.config, run.mesh, run.sharded.rules) == (chosen or asked)
+    settings = run.sharded.settings
+    assert context_strategy(run.config, run.mesh, run.sharded.rules, settings.precision, settings.platform).name == (
+        chosen or asked)
     config, batch = reference.tiny(family), reference.batch(0)
     want = jax.jit(jax.value_and_grad(lambda p: reference.loss(config.model, p, batch)))(reference.initial(family))
     params = jax.device_put(reference.initial(family), run.layout.state.params)
@@ -480,18 +482,32 @@ def test_what_cannot_work_is_refused_by_name(do, key, words):
     assert refusal.value.key == key and words in str(refusal.value), str(refusal.value)
 
 
-@pytest.mark.parametrize(("heads", "parts", "stages", "chosen"), [
-    (32, 1, 1, ""), (32, 4, 1, "ulysses"), (32, 4, 2, "ulysses"), (8, 16, 1, "ring"), (6, 4, 1, "ring"),
-    (6, 4, 2, "gather")])
-def test_auto_is_ulysses_where_the_heads_of_a_device_divide(heads, parts, stages, chosen):
-    assert cut_rows.choose_strategy("auto", stages, parts, heads) == chosen
+KERNEL, NONE, REFUSED = "cudnn", "xla", ""
+
+
+@pytest.mark.parametrize(("heads", "parts", "stages", "whole", "in_parts", "chosen", "why"), [
+    (32, 4, 1, KERNEL, KERNEL, "ulysses", "mesh.context=4 divides the 32"), (32, 4, 2, NONE, NONE, "ulysses", "divides"),
+    (8, 16, 1, KERNEL, KERNEL, "ring", "mesh.context=16 does not divide the 8"), (6, 4, 2, NONE, NONE, "gather", "not"),
+    (32, 4, 1, NONE, KERNEL, "ring", "cudnn does not take whole rows"),
+    (32, 4, 1, REFUSED, KERNEL, "ring", "cudnn does not take whole rows"),
+    (32, 4, 2, NONE, KERNEL, "gather", "cudnn does not take whole rows"), (32, 4, 1, NONE, REFUSED, "ulysses", "divides")])
+def test_auto_is_ulysses_where_heads_divide_and_kernels_take_whole_rows(heads, parts, stages, whole, in_parts, chosen,
+                                                                       why):
+    def backend(strategy):
+        found = whole if strategy == "ulysses" else in_parts
+        if found == REFUSED:
+            raise jt.UserError("train.attention", "it cannot", "use another")
+        return found
+
+    name, reason = strategies.choose("auto", stages, parts, heads, backend)
+    assert name == chosen and why in reason
     for asked in STRATEGIES:
-        assert cut_rows.choose_strategy(asked, stages, parts, heads) == (asked if parts > 1 else "")
+        assert strategies.choose(asked, stages, parts, heads, backend) == (asked, "")
 
 
 @pytest.mark.parametrize(("heads", "strategy"), [(8, "ulysses"), (6, "ring")])
 def test_what_auto_chooses_is_said_and_is_what_devices_do(heads, strategy, tmp_path):
     run = refused(dict(context=4), model__num_heads=heads, model__head_dim=4, model__vocab_size=320)
-    assert f"attention over context by {strategy})" in summary(run, tmp_path).splitlines()[0]
+    assert f"attention over context by {strategy}, since mesh.context=4 d" in summary(run, tmp_path).splitlines()[0]
     program = run.lower().as_text()
     assert ("all_to_all" in program, "collective_permute" in program) == (strategy == "ulysses", strategy == "ring")
