@@ -67,9 +67,11 @@ def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT:
     repeats = math.lcm(k_BSGK.shape[2] // split, n) * split // k_BSGK.shape[2]
     kernel = (by_device(backend, *_specs("ulysses"), window, soft_cap) if backend != "xla" else
               partial(_attend, strategy, scoring))
-    return _fewer_tokens(1, kernel(
-        _fewer_heads(1, q_BTHK), _fewer_heads(repeats, k_BSGK), _fewer_heads(repeats, v_BSGK),
-        None if segments_BT is None else _whole(segments_BT), None if sinks_H is None else _own_heads(sinks_H)))
+    # Kept in place of the products that they are exchanged from, so that no exchange is repeated.
+    q_BTHK, k_BSGK, v_BSGK = (checkpoint_name(_fewer_heads(times, x), "dots") for times, x in (
+        (1, q_BTHK), (repeats, k_BSGK), (repeats, v_BSGK)))
+    return _fewer_tokens(1, kernel(q_BTHK, k_BSGK, v_BSGK, None if segments_BT is None else _whole(segments_BT),
+                                   None if sinks_H is None else _own_heads(sinks_H)))
 
 
 def _specs(strategy: str) -> tuple[P, P]:

@@ -434,6 +434,16 @@ def test_kept_attention_is_not_computed_again():
     assert hops["none"] == hops["attention"] < hops["full"], hops
 
 
+@pytest.mark.slow
+def test_policies_that_keep_products_repeat_no_exchange():
+    """Of queries, keys and values; the exchange back is repeated, since its result serves a product's gradient."""
+    exchanges = {remat: reference.build("llama", (1, 1, 1), mesh__context=2, mesh__context_strategy="ulysses",
+                                        train__remat=remat).lower().as_text().count("stablehlo.all_to_all")
+                 for remat in ("none", "attention_and_dots", "attention", "full")}
+    assert exchanges["none"] == exchanges["attention_and_dots"] - 1 == exchanges["attention"] - 4, exchanges
+    assert exchanges["attention"] == exchanges["full"]
+
+
 def whole_sequence(collective):
     """Whether it carries a whole sequence of activations."""
     return any(len(dims) > 2 and reference.SEQ in dims[1:-1] for _, dims in collective.arrays)

@@ -208,7 +208,8 @@ def cudnn(monkeypatch):
     """Plain operations in place of cuDNN, in tiles of 8 tokens."""
     monkeypatch.setattr(cudnn_attention, "refusal", lambda *_, **__: "")
     monkeypatch.setattr(cudnn_attention, "LONG", 16)
-    monkeypatch.setattr(cudnn_tiles, "SIDE", 8)
+    monkeypatch.setattr(cudnn_tiles, "SMALLER", 8)
+    monkeypatch.setattr(cudnn_tiles, "LARGER", 16)
     monkeypatch.setattr(cudnn_kernel, "part", plain_part)
     monkeypatch.setattr(cudnn_kernel, "part_gradients", plain_part_gradients)
 

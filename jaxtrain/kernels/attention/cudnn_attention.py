@@ -45,7 +45,7 @@ def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_
     """Return attention of one device's arrays."""
     assert not soft_cap and sinks_H is None, "refused before"
     T = q_BTHK.shape[1]
-    if segments_BT is not None and key_segments_BS is None and T >= LONG and window >= 0 and cudnn_tiles.fits(T, T):
+    if segments_BT is not None and key_segments_BS is None and T >= LONG and window >= 0 and cudnn_tiles.fits(T, T, True):
         with jax.named_scope("attention"):
             return _in_tiles(Scoring(window, kernel="cudnn"), q_BTHK, k_BSGK, v_BSGK, segments_BT)
     return at_once(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, key_segments_BS)

@@ -15,19 +15,28 @@ from jaxtrain.kernels.attention import cudnn_kernel, tiles
 from jaxtrain.kernels.attention.tiles import Pull, Scoring, Tokens
 
 F32 = jnp.float32
-SIDE = 4096  # tokens along each side of a tile: kernels are fast for so many, and a mask takes 32 MB
+# Tokens along each side of a tile: kernels are fast for so many, and a mask takes 32 MB or 128 MB a row. Along a
+# diagonal, half of what a tile computes is not seen, so shorter rows have the smaller ones.
+SMALLER, LARGER = 4096, 8192
+ALONG = 8  # tiles along a diagonal, if they can be of either size
 
 
-def fits(queries: int, keys: int) -> bool:
+def side_of(tokens: int, own: bool) -> int:
+    """Return the most tokens along a side of a tile."""
+    return min(LARGER, max(SMALLER, tokens // ALONG)) if own else LARGER
+
+
+def fits(queries: int, keys: int, own: bool) -> bool:
     """Return whether so many tokens make tiles that cuDNN takes: their sides must be even."""
-    return not any(tokens // tiles.count(tokens, SIDE) % 2 for tokens in (queries, keys))
+    return not any(tokens // tiles.count(tokens, side_of(queries, own)) % 2 for tokens in (queries, keys))
 
 
 def forward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, queries: Tokens, keys: Tokens, scoring: Scoring,
             own: bool) -> tuple[jax.Array, jax.Array]:
     """Compute `tiles.forward`."""
-    of_queries = _cut(q_BTHK), tiles.cut_tokens(queries, SIDE)
-    of_keys = _cut(k_BSGK), _cut(v_BSGK), tiles.cut_tokens(keys, SIDE)
+    side = side_of(len(queries.at), own)
+    of_queries = _cut(q_BTHK, side), tiles.cut_tokens(queries, side)
+    of_keys = _cut(k_BSGK, side), _cut(v_BSGK, side), tiles.cut_tokens(keys, side)
 
     def add(results, pair):
         (q, queries), (k, v, keys) = tiles.at(of_queries, pair[0]), tiles.at(of_keys, pair[1])
@@ -42,15 +51,16 @@ def forward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, queries: To
 
     shape = of_queries[0].shape
     nothing = jnp.zeros((*shape[:-1], v_BSGK.shape[-1]), F32), jnp.full(shape[:-1], tiles.NOTHING)
-    (out, lse), _ = lax.scan(add, nothing, tiles.pairs(queries, keys, SIDE, scoring.window, own))
+    (out, lse), _ = lax.scan(add, nothing, tiles.pairs(queries, keys, side, scoring.window, own))
     return _join(out), _join(lse)
 
 
 def backward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull: Pull, queries: Tokens, keys: Tokens,
              scoring: Scoring, own: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute `tiles.backward`."""
-    of_queries = _cut(q_BTHK), jax.tree.map(_cut, pull), tiles.cut_tokens(queries, SIDE)
-    of_keys = _cut(k_BSGK), _cut(v_BSGK), tiles.cut_tokens(keys, SIDE)
+    side = side_of(len(queries.at), own)
+    of_queries = _cut(q_BTHK, side), jax.tree.map(lambda x: _cut(x, side), pull), tiles.cut_tokens(queries, side)
+    of_keys = _cut(k_BSGK, side), _cut(v_BSGK, side), tiles.cut_tokens(keys, side)
 
     def add(gradients, pair):
         (q, pull, queries), (k, v, keys) = tiles.at(of_queries, pair[0]), tiles.at(of_keys, pair[1])
@@ -64,7 +74,7 @@ def backward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull: Pull
         return (tiles.put(gradients[0], pair[0], dq), tiles.put(gradients[1], pair[1], tuple(dkv))), None
 
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, F32), (of_queries[0], of_keys[:2]))
-    (dq, (dk, dv)), _ = lax.scan(add, nothing, tiles.pairs(queries, keys, SIDE, scoring.window, own))
+    (dq, (dk, dv)), _ = lax.scan(add, nothing, tiles.pairs(queries, keys, side, scoring.window, own))
     return _join(dq), _join(dk), _join(dv)
 
 
@@ -75,9 +85,9 @@ def _by_pairs(queries: Tokens, keys: Tokens, window: int, unchanged, computed):
         unchanged, lambda: computed(tiles.seen(queries, keys, window)), lambda: computed(None)))
 
 
-def _cut(x: jax.Array) -> jax.Array:
+def _cut(x: jax.Array, side: int) -> jax.Array:
     """Cut [B, T, ...] into [tiles, B, T / tiles, ...]."""
-    return jnp.moveaxis(x.reshape(len(x), tiles.count(x.shape[1], SIDE), -1, *x.shape[2:]), 1, 0)
+    return jnp.moveaxis(x.reshape(len(x), tiles.count(x.shape[1], side), -1, *x.shape[2:]), 1, 0)
 
 
 def _join(x: jax.Array) -> jax.Array:
