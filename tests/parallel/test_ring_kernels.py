@@ -226,3 +226,15 @@ def test_tiles_by_cudnn_have_the_numbers_of_one_device(strategy, n, packed, wind
     else:
         got = spread(n, given, segments, backend="cudnn", context=strategy, window=window)
     same(got, want)
+
+
+# ---------------------------------------------------------------------------------------------------- splash attention
+
+@pytest.mark.parametrize(("n", "tokens", "packed", "soft_cap", "window"), [
+    (2, 512, True, 0.0, 0), pytest.param(4, 200, False, 3.0, 0, marks=pytest.mark.slow),
+    pytest.param(2, 64, True, 0.0, 9, marks=pytest.mark.slow)], ids=str)  # a window: in plain tiles
+def test_the_ring_by_splash_attention_has_the_numbers_of_one_device(n, tokens, packed, soft_cap, window):
+    given, segments = arrays(tokens, 2, 1), documents(tokens) if packed else None
+    more = dict(soft_cap=soft_cap, window=window)
+    want = jax.jit(functools.partial(gradients, backend="xla", **more))(*given, segments)
+    same(spread(n, given, segments, backend="splash", context="ring", **more), want)
