@@ -15,8 +15,8 @@ from jaxtrain.sharding import axis_rules, mesh_context
 GPUS = ("gpu", "cuda")
 
 
-def attention(asked: str, dtype: jnp.dtype, seq_len: int, head_dim: int, *, strategy: str = "", parts: int = 1, packed: bool = True,
-              soft_cap: float = 0.0, sinks: bool = False) -> str:
+def attention(asked: str, dtype: jnp.dtype, seq_len: int, head_dim: int, *, strategy: str = "", parts: int = 1,
+              packed: bool = True, soft_cap: float = 0.0, sinks: bool = False) -> str:
     """Return what causal attention costs here beyond a kernel that computes only what is seen; "": nothing.
 
     `strategy`: how it crosses the parts of a sequence, each of which a device has; "" if rows are whole.

@@ -15,7 +15,6 @@ Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K h
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -30,7 +29,7 @@ from jaxtrain.kernels.attention.tiles import Pull, Scoring, Tokens, merge
 from jaxtrain.parallel import ring, strategies
 from jaxtrain.parallel.balanced import balance, unbalance
 from jaxtrain.parallel.cut_rows import AXIS, balanced_order, size
-from jaxtrain.sharding import activations, axis_rules, mesh_context
+from jaxtrain.sharding import activations, axis_rules
 
 F32 = jnp.float32
 GATHERED = 2**15  # tokens whose keys and values `gather` holds at a time

@@ -138,7 +138,7 @@ def _put(x: PyTree, part: slice, new: PyTree) -> PyTree:
     return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, part.start, axis=1), x, new)
 
 
-# ------------------------------------------------------------------------------------------------ jaxtrain's own kernels
+# ----------------------------------------------------------------------------------------------- jaxtrain's own kernels
 
 def ranges_of(segments: jax.Array, n: int, scoring: Scoring) -> "Ranges":
     """Return the blocks of n devices of rows with these documents."""
@@ -159,17 +159,21 @@ class Ranges(NamedTuple):
     scoring: Scoring
 
     def own(self, q, k, v):
+        """Return attention to the device's own keys."""
         out, lse = self._part(lax.axis_index(AXIS), q, k, v)
         return out.astype(jnp.float32), lse
 
     def added(self, result, source, q, k, v, segments):
+        """Add attention to the keys of another device."""
         del segments  # each device has those of whole rows
         return merge(result, self._part(source, q, k, v))
 
     def own_gradients(self, q, k, v, pull):
+        """Return the contributions of the device's own keys to the gradients."""
         return tuple(x.astype(jnp.float32) for x in self._gradients(lax.axis_index(AXIS), q, k, v, pull))
 
     def added_gradients(self, so_far, source, q, k, v, segments, pull):
+        """Add those of the keys of another device."""
         del segments
         dq, *dkv = self._gradients(source, q, k, v, pull)
         return so_far[0] + dq, [old + new for old, new in zip(so_far[1], dkv, strict=True)]

@@ -1,8 +1,7 @@
-"""Which strategy of context parallelism attention has, which backend computes it, and why."""
+"""The strategy of context parallelism that attention has, the backend that computes it, and why."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -16,16 +15,6 @@ class Strategy(NamedTuple):
 
     name: str
     reason: str = ""
-
-
-def backend_of(strategy: str, asked: str, dtype: jnp.dtype, seq_len: int, head_dim: int, parts: int,
-               **more: Any) -> str:
-    """Return what computes attention of rows in so many parts: `ulysses` has whole rows, the others a part at a time.
-
-    `more`: as `choose_backend` takes it.
-    """
-    length = seq_len if strategy == "ulysses" else seq_len // parts
-    return choose_backend(asked, mesh_context.platform(), dtype, length, head_dim, strategy, **more)
 
 
 def choose(asked: str, stages: int, parts: int, heads: int, backend: Callable[[str], str]) -> Strategy:
@@ -60,8 +49,12 @@ def _kernel(backend: Callable[[str], str], strategy: str) -> str:
 
 
 def decide(strategy: str, backend: str, dtype: jnp.dtype, seq_len: int, head_dim: int, *, stages: int, parts: int,
-           heads: int, **more: Any) -> tuple[Strategy, str]:
+           heads: int, soft_cap: float, packed: bool, sinks: bool) -> tuple[Strategy, str]:
     """Return the strategy and the backend that these keys mean for rows in so many parts."""
-    of = partial(backend_of, asked=backend, dtype=dtype, seq_len=seq_len, head_dim=head_dim, parts=parts, **more)
-    chosen = choose(strategy, stages, parts, heads, of)
-    return chosen, of(chosen.name)
+    def by(name):
+        """Return what computes a strategy: `ulysses` has whole rows, the others a part at a time."""
+        length = seq_len if name == "ulysses" else seq_len // parts
+        return choose_backend(backend, mesh_context.platform(), dtype, length, head_dim, name, soft_cap, packed, sinks)
+
+    chosen = choose(strategy, stages, parts, heads, by)
+    return chosen, by(chosen.name)

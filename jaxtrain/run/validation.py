@@ -19,7 +19,7 @@ from jaxtrain.sharding.axis_rules import AnyMesh, Rules
 from jaxtrain.train_step.precision import dtype_of
 
 if TYPE_CHECKING:
-    from jaxtrain.parallel import schedules, strategies
+    from jaxtrain.parallel import schedules
 
 
 @dataclass(frozen=True)
@@ -182,10 +182,13 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
         raise UserError("mesh.context", f"{config.model.name} attends to later tokens too, and its rows are not cut",
                         f"set mesh.context=1{more * (family.rows_cut is ModelConfig.rows_cut)}")
     dtype, kind = dtype_of(precision), mesh_context.platform_of(mesh, platform).partition(":")[0]
-    context_strategy(config, mesh, rules, precision, platform)
+    if context > 1:
+        from jaxtrain.run.context_strategy import strategy
+
+        strategy(config, mesh, rules, precision, platform)
     with mesh_context.use(mesh, rules, platform):
         for queries, keys, head_dim, causal in config.model.attentions(config.data.seq_len):
-            # What looks both ways has all keys of a row on each device, where a mesh splits it; what looks back, a strategy.
+            # What looks both ways has all keys of a row on each device, where a mesh splits it.
             if not causal or context == 1:
                 choose_backend(config.train.attention, kind, dtype, queries, head_dim,
                                soft_cap=config.model.attention_cap, packed=True, sinks=config.model.sinks,
@@ -204,25 +207,6 @@ def checked_schedules(config: Config, mesh: AnyMesh, rules: Rules, precision: st
     from jaxtrain.parallel.pipeline.pipeline import make_schedules
 
     return make_schedules(config.pipeline, stages, microbatches)
-
-
-def context_strategy(config: Config, mesh: AnyMesh, rules: Rules, precision: str,
-                     platform: str) -> "strategies.Strategy | None":
-    """Return how attention that looks back crosses the parts of a sequence; None if it has none, or has whole ones.
-
-    Raises a UserError if `train.attention` cannot compute it.
-    """
-    layout, model = Layout(config, mesh, rules, 1), config.model
-    found = [one for one in model.attentions(config.data.seq_len) if one[-1]] if layout.context > 1 else []
-    if not found:
-        return None
-    from jaxtrain.parallel import strategies
-
-    with mesh_context.use(mesh, rules, platform):
-        return [strategies.decide(
-            config.mesh.context_strategy, config.train.attention, dtype_of(precision), queries, head_dim,
-            stages=mesh.shape["stage"], parts=layout.context, heads=layout.heads, soft_cap=model.attention_cap,
-            packed=True, sinks=model.sinks)[0] for queries, _, head_dim, _ in found][0]
 
 
 def explains(error: UserError) -> bool:

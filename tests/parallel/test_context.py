@@ -22,7 +22,7 @@ from jaxtrain.kernels.attention import tiles
 from jaxtrain.models.attention.self_attention import attend
 from jaxtrain.parallel import context, cut_rows, strategies
 from jaxtrain.plan import hlo
-from jaxtrain.run.validation import context_strategy
+from jaxtrain.run import across_context
 from jaxtrain.sharding import activations, mesh_context
 from jaxtrain.trainer.reporting import summary
 from tests.numerics import reference
@@ -195,9 +195,7 @@ MORE = [*itertools.product(("gpt2", "llama", "qwen3"), ((1, 1, 1), (1, 1, 2), (1
 def test_a_model_has_the_loss_and_gradients_of_one_device(family, mesh, n, strategy):
     asked, _, chosen = strategy.partition(": ")
     run = reference.build(family, mesh, mesh__context=n, mesh__context_strategy=asked)
-    settings = run.sharded.settings
-    assert context_strategy(run.config, run.mesh, run.sharded.rules, settings.precision, settings.platform).name == (
-        chosen or asked)
+    assert across_context.of(run).name == (chosen or asked)
     config, batch = reference.tiny(family), reference.batch(0)
     want = jax.jit(jax.value_and_grad(lambda p: reference.loss(config.model, p, batch)))(reference.initial(family))
     params = jax.device_put(reference.initial(family), run.layout.state.params)
@@ -496,11 +494,12 @@ KERNEL, NONE, REFUSED = "cudnn", "xla", ""
 
 
 @pytest.mark.parametrize(("heads", "parts", "stages", "whole", "in_parts", "chosen", "why"), [
-    (32, 4, 1, KERNEL, KERNEL, "ulysses", "mesh.context=4 divides the 32"), (32, 4, 2, NONE, NONE, "ulysses", "divides"),
+    (32, 4, 1, KERNEL, KERNEL, "ulysses", "mesh.context=4 divides the 32"),
+    (32, 4, 2, NONE, NONE, "ulysses", "divides"), (32, 4, 1, NONE, REFUSED, "ulysses", "divides"),
     (8, 16, 1, KERNEL, KERNEL, "ring", "mesh.context=16 does not divide the 8"), (6, 4, 2, NONE, NONE, "gather", "not"),
     (32, 4, 1, NONE, KERNEL, "ring", "cudnn does not take whole rows"),
     (32, 4, 1, REFUSED, KERNEL, "ring", "cudnn does not take whole rows"),
-    (32, 4, 2, NONE, KERNEL, "gather", "cudnn does not take whole rows"), (32, 4, 1, NONE, REFUSED, "ulysses", "divides")])
+    (32, 4, 2, NONE, KERNEL, "gather", "cudnn does not take whole rows")])
 def test_auto_is_ulysses_where_heads_divide_and_kernels_take_whole_rows(heads, parts, stages, whole, in_parts, chosen,
                                                                        why):
     def backend(strategy):

@@ -6,15 +6,10 @@ With a mask, as of packed rows, it computes all pairs of tokens. Long packed row
 Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K head width.
 """
 
-from functools import partial
-
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention import cudnn_tiles
-from jaxtrain.kernels.attention.tiles import Pull, Scoring, Tokens
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
 
 PADDING = 0  # of sequences: none
@@ -44,10 +39,11 @@ def attention(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_
               soft_cap: float, sinks_H: None = None, key_segments_BS: jax.Array | None = None) -> jax.Array:
     """Return attention of one device's arrays."""
     assert not soft_cap and sinks_H is None, "refused before"
-    T = q_BTHK.shape[1]
-    if segments_BT is not None and key_segments_BS is None and T >= LONG and window >= 0 and cudnn_tiles.fits(T, T, True):
-        with jax.named_scope("attention"):
-            return _in_tiles(Scoring(window, kernel="cudnn"), q_BTHK, k_BSGK, v_BSGK, segments_BT)
+    if segments_BT is not None and key_segments_BS is None and q_BTHK.shape[1] >= LONG and window != BOTH_WAYS:
+        from jaxtrain.kernels.attention import cudnn_tiles
+
+        if cudnn_tiles.fits(q_BTHK.shape[1], q_BTHK.shape[1], own=True):
+            return cudnn_tiles.attention(window, q_BTHK, k_BSGK, v_BSGK, segments_BT)
     return at_once(q_BTHK, k_BSGK, v_BSGK, segments_BT, window, key_segments_BS)
 
 
@@ -68,29 +64,6 @@ def at_once(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT
         q_BTHK, k_BSGK, v_BSGK, mask=mask, is_causal=window != BOTH_WAYS, implementation="cudnn",
         key_value_seq_lengths=lengths_B,
         local_window_size=(window - 1, 0) if window > 0 else None)[..., :width]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_tiles(scoring, q, k, v, segments):
-    return _forward(scoring, q, k, v, segments)[0]
-
-
-def _forward(scoring, q, k, v, segments):
-    tokens = Tokens(jnp.arange(q.shape[1]), segments)
-    out, lse = cudnn_tiles.forward(q, k, v, tokens, tokens, scoring, own=True)
-    out, lse = checkpoint_name(out.astype(q.dtype), "attention"), checkpoint_name(lse, "attention")
-    return out, (q, k, v, segments, out, lse)
-
-
-def _backward(scoring, saved, dout):
-    q, k, v, segments, out, lse = saved
-    tokens = Tokens(jnp.arange(q.shape[1]), segments)
-    pull = Pull(dout, out, lse, None)  # cuDNN makes the sums of rows itself
-    gradients = cudnn_tiles.backward(q, k, v, pull, tokens, tokens, scoring, own=True)
-    return *(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None
-
-
-_in_tiles.defvjp(_forward, _backward)
 
 
 def kept_results(primitive: jax.extend.core.Primitive, *_, **__) -> bool:

@@ -7,10 +7,15 @@ gradients are the contributions of a tile.
 Shape suffixes: B batch, T and S queries and keys, H query heads, G key/value heads, K head width.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.base.annotations import PyTree
 from jaxtrain.kernels.attention import cudnn_kernel, tiles
 from jaxtrain.kernels.attention.tiles import Pull, Scoring, Tokens
 
@@ -31,9 +36,35 @@ def fits(queries: int, keys: int, own: bool) -> bool:
     return not any(tokens // tiles.count(tokens, side_of(queries, own)) % 2 for tokens in (queries, keys))
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attention(window: int, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array,
+              segments_BT: jax.Array) -> jax.Array:
+    """Return causal attention of whole rows."""
+    return _attention_forward(window, q_BTHK, k_BTGK, v_BTGK, segments_BT)[0]
+
+
+def _attention_forward(window, q, k, v, segments):
+    tokens = Tokens(jnp.arange(q.shape[1]), segments)
+    out, lse = forward(q, k, v, tokens, tokens, Scoring(window), own=True)
+    out, lse = checkpoint_name(out.astype(q.dtype), "attention"), checkpoint_name(lse, "attention")
+    return out, (q, k, v, segments, out, lse)
+
+
+def _attention_backward(window, saved, dout):
+    q, k, v, segments, out, lse = saved
+    tokens = Tokens(jnp.arange(q.shape[1]), segments)
+    with jax.named_scope("attention"):  # in a loop over layers it would lose the scope of the forward pass
+        # cuDNN makes the sums of rows itself.
+        gradients = backward(q, k, v, Pull(dout, out, lse, None), tokens, tokens, Scoring(window), own=True)
+        return *(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None
+
+
+attention.defvjp(_attention_forward, _attention_backward)
+
+
 def forward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, queries: Tokens, keys: Tokens, scoring: Scoring,
             own: bool) -> tuple[jax.Array, jax.Array]:
-    """Compute `tiles.forward`."""
+    """Return what `tiles.forward` does."""
     side = side_of(len(queries.at), own)
     of_queries = _cut(q_BTHK, side), tiles.cut_tokens(queries, side)
     of_keys = _cut(k_BSGK, side), _cut(v_BSGK, side), tiles.cut_tokens(keys, side)
@@ -57,7 +88,7 @@ def forward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, queries: To
 
 def backward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull: Pull, queries: Tokens, keys: Tokens,
              scoring: Scoring, own: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute `tiles.backward`."""
+    """Return what `tiles.backward` does."""
     side = side_of(len(queries.at), own)
     of_queries = _cut(q_BTHK, side), jax.tree.map(lambda x: _cut(x, side), pull), tiles.cut_tokens(queries, side)
     of_keys = _cut(k_BSGK, side), _cut(v_BSGK, side), tiles.cut_tokens(keys, side)
@@ -78,7 +109,8 @@ def backward(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull: Pull
     return _join(dq), _join(dk), _join(dv)
 
 
-def _by_pairs(queries: Tokens, keys: Tokens, window: int, unchanged, computed):
+def _by_pairs(queries: Tokens, keys: Tokens, window: int, unchanged: Callable[[], PyTree],
+              computed: Callable[[jax.Array | None], PyTree]) -> PyTree:
     """Return what is computed where some pair is seen: with a mask, or without one where all are."""
     some, all_seen = tiles.meet(queries, keys, window), tiles.all_seen(queries, keys, window)
     return lax.switch(some.astype(jnp.int32) + (some & all_seen), (

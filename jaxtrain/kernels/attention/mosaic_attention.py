@@ -74,7 +74,7 @@ def _padded(x_BTHK: jax.Array, width: int) -> jax.Array:
 # ----------------------------------------------------------------------------- attention to a part of a sequence's keys
 
 class Ranges(NamedTuple):
-    """Which keys, of those that are given, each query sees, and which queries see each key: the first and the last.
+    """The first and the last of the given keys that each query sees, and of the queries that see each key.
 
     Places among the given ones, [B, T]. The last is before the first where there is none. None of the four decreases.
     """

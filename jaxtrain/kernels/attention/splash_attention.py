@@ -9,13 +9,17 @@ Shape suffixes: B batch, T and S sequence, H query heads, G key/value heads, K h
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.kernels.attention.xla_attention import BOTH_WAYS
 from jaxtrain.sharding import mesh_context
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel
 
 LANES = 128  # of a TPU's registers: sequences are padded to a multiple
 PADDING = LANES  # of sequences, to a multiple; `auto` leaves shorter ones to another backend
@@ -57,7 +61,7 @@ def _by_head(*arrays: jax.Array) -> list[jax.Array]:
 
 
 def _ids(q_BTHK: jax.Array, k_BSGK: jax.Array, segments_BT: jax.Array | None, keys_BS: jax.Array | None,
-         window: int) -> list[Any]:
+         window: int) -> "list[SegmentIds]":
     """Return the segments of tokens as the kernels take them; none, where all are in one."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
@@ -116,7 +120,7 @@ def part_gradients(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull
 ALONE = {"residual_checkpoint_name": None}  # what policies keep are results over all keys
 
 
-def _of_part(q_BTHK: jax.Array, k_BSGK: jax.Array, own: bool, soft_cap: float) -> tuple[Any, int]:
+def _of_part(q_BTHK: jax.Array, k_BSGK: jax.Array, own: bool, soft_cap: float) -> "tuple[SplashAttentionKernel, int]":
     window, (T, S) = 0 if own else BOTH_WAYS, (-(-x.shape[1] // LANES) * LANES for x in (q_BTHK, k_BSGK))
     return _kernel(T, S, q_BTHK.shape[2], window, soft_cap, mesh_context.platform() == "cpu"), window
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtrain.kernels.attention import cudnn_tiles, splash_attention, tiles
 from jaxtrain.kernels.attention.tiles import Pull, Scoring, Tokens
 
-
 F32 = jnp.float32
 
 

@@ -1,4 +1,4 @@
-"""Tiled attention in plain operations: partial results that can be merged, and their gradient, with one tile's scores at a time.
+"""Tiled attention in plain operations, with one tile's scores at a time: partial results that can be merged.
 
 A partial result is a normalized output and the logarithm of its normalizer (`lse`); two of them over different keys
 merge into one. The gradient recomputes scores from `lse`. A tile in which no query may attend to any key costs nothing.
@@ -43,7 +43,7 @@ class Scoring(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """What the backward pass knows of queries, over all of their keys."""
+    """The results of queries over all of their keys, as the backward pass needs them."""
 
     pull: jax.Array  # the gradient by the output, [B, T, H, K]
     out: jax.Array

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -140,8 +139,8 @@ def _pairs(T: int, S: int, side: int, window: int) -> int:
     return side**2 * sum(min(row, back) + 1 for row in range(T // side))
 
 
-def at_once(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: Any, window: int,
-            key_segments_BS: Any = None) -> jax.Array:
+def at_once(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT: jax.Array | None,
+            window: int, key_segments_BS: jax.Array | None = None) -> jax.Array:
     """Return cuDNN's attention as one operation in each direction."""
     keys_BS = segments_BT if key_segments_BS is None else key_segments_BS
     if keys_BS is None or (keys_BS.dtype == bool and window == BOTH_WAYS):  # none, or lengths
@@ -150,7 +149,8 @@ def at_once(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BT
         segments_BT[:, None, :, None] == keys_BS[:, None, None, :], q_BTHK.dtype))
 
 
-def part(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, seen_BTS: Any) -> tuple[jax.Array, jax.Array]:
+def part(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
+         seen_BTS: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Return cuDNN's attention to a part of the keys."""
     mask = () if seen_BTS is None else _mask(seen_BTS[:, None], q_BTHK.dtype)
     out, sums = _results_and_sums(BOTH_WAYS, q_BTHK, k_BSGK, v_BSGK, *mask)
@@ -158,7 +158,7 @@ def part(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, seen_BTS: Any)
 
 
 def part_gradients(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, pull_BTHK: jax.Array, out_BTHK: jax.Array,
-                   lse_BTH: jax.Array, seen_BTS: Any) -> tuple[jax.Array, ...]:
+                   lse_BTH: jax.Array, seen_BTS: jax.Array | None) -> tuple[jax.Array, ...]:
     """Return its contributions to the gradients."""
     mask = () if seen_BTS is None else _mask(seen_BTS[:, None], q_BTHK.dtype)
     saved = q_BTHK, k_BSGK, v_BSGK, *mask, out_BTHK, lse_BTH.swapaxes(1, 2)
