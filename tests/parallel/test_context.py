@@ -434,7 +434,7 @@ def test_kept_attention_is_not_computed_again():
 
 @pytest.mark.slow
 def test_policies_that_keep_products_repeat_no_exchange():
-    """Of queries, keys and values; the exchange back is repeated, since its result serves a product's gradient."""
+    """Queries, keys and values are exchanged once; the exchange back is repeated, since its result serves a product."""
     exchanges = {remat: reference.build("llama", (1, 1, 1), mesh__context=2, mesh__context_strategy="ulysses",
                                         train__remat=remat).lower().as_text().count("stablehlo.all_to_all")
                  for remat in ("none", "attention_and_dots", "attention", "full")}
