@@ -18,6 +18,10 @@ from jaxtrain.kernels.attention.tiles import Scoring, merge
 from jaxtrain.models.attention.self_attention import attend
 from jaxtrain.parallel import ring
 from jaxtrain.parallel.balanced import balance, unbalance
+from jaxtrain.plan import targets
+from jaxtrain.plan.trace import kernels as costs
+from jaxtrain.plan.trace import reader
+from jaxtrain.run import shapes_of
 from jaxtrain.sharding import mesh_context
 from tests.kernels.interpreted import interpreted, needs_mosaic  # noqa: F401
 
@@ -238,3 +242,27 @@ def test_the_ring_by_splash_attention_has_the_numbers_of_one_device(n, tokens, p
     more = dict(soft_cap=soft_cap, window=window)
     want = jax.jit(functools.partial(gradients, backend="xla", **more))(*given, segments)
     same(spread(n, given, segments, backend="splash", context="ring", **more), want)
+
+
+# ------------------------------------------------------------------------------------------------------ what is planned
+
+def counted(strategy, remat="attention"):
+    """Return the FLOP of attention's kernels on a device, as the planner counts them."""
+    keys = {"mesh.data": 1, "mesh.fsdp": 1, "mesh.context": 4, "mesh.context_strategy": strategy, "train.remat": remat,
+            "model.num_layers": 2, "model.embed_dim": 512, "model.num_heads": 8, "model.num_kv_heads": 4,
+            "model.head_dim": 64, "model.mlp_dim": 512, "model.vocab_size": 512, "model.max_seq_len": 8192,
+            "data.seq_len": 8192, "data.global_batch_size": 1, "train.accumulation": 1, "train.unroll": 1}
+    target = targets.TARGETS["h100"]
+    with costs.stand_ins():
+        run = jt.build(jt.load_config("configs/llama3_8b.py", keys), devices=4, platform=target.described)
+        traced = run.sharded.trace(shapes_of(run).abstract())
+    block = reader.read(traced.jaxpr, dict(run.mesh.shape), target.platform, target.rings, 0, run.config.model.windows)
+    return sum(op.flops * times for op, times in block.all() if op.name in costs.MOSAIC.values())
+
+
+@needs_mosaic
+def test_the_planner_counts_every_block_of_a_ring():
+    """Also those in a loop of a rematerialized layer."""
+    whole = counted("ulysses")
+    assert counted("ring") == pytest.approx(whole, rel=0.05)
+    assert counted("ring", "full") == pytest.approx(11 / 9 * whole, rel=0.05)  # the two products forward once more
