@@ -5,9 +5,10 @@ holds chunks i and 2n-1-i: an early and a late one, the same work for all. Three
 
 - `ring`: blocks of keys and values circulate; every device works on one while the next is in transit (ring.py).
 - `gather`: each device gathers keys and values for its own queries, a bounded part of the sequence at a time.
-- `ulysses`: an all-to-all from sequence shards to head shards, attention over the whole sequence, and back. As the
-  sequence is whole and in its own order, the platform's kernel (`train.attention`) computes it. The other two have
-  tiles in plain operations (parallel/tiles.py) on every platform.
+- `ulysses`: an all-to-all from sequence shards to head shards, attention over the whole sequence, and back.
+
+Backends (`train.attention`) compute whole rows for `ulysses`, which are in their own order, and blocks or tiles for the
+other two (kernels/attention/tiled.py, ring.py). strategies.py chooses.
 
 Collectives name the axis, so all of this also runs where a surrounding `shard_map` (a pipeline's) made it manual.
 
